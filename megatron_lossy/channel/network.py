@@ -1,0 +1,127 @@
+"""A channel with the rules that hold for all of them, as one rank sees it.
+
+The own shard never crosses the network; links inside a node may be reliable; receivers of one sender may lose
+together (docs/semantics.md, Links).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from ..config import PHASES, LossyConfig
+from .base import Channel
+from .bernoulli import Bernoulli
+from .exchange import Exchange, Stream
+from .gilbert_elliott import GilbertElliott
+from .per_link import PerLink
+from .trace import Trace
+
+CHANNELS: dict[str, type[Channel]] = {
+    "bernoulli": Bernoulli,
+    "gilbert-elliott": GilbertElliott,
+    "per-link": PerLink,
+    "trace": Trace,
+}
+
+#: Draws of at least this many units are made ahead of time, on another thread.
+_AHEAD = 2**17
+
+
+def make_channel(config: LossyConfig, phase: str) -> Channel:
+    """The channel of ``phase``. Raises :class:`UsageError` for unreadable files."""
+    loss = config.phase(phase)
+    return CHANNELS[loss.model](loss, config.loss_seed, config.loss_correlation == "source")
+
+
+def check_channels(config: LossyConfig, size: int, steps: int | None) -> None:
+    """Raise :class:`UsageError` if the files of ``config`` do not fit ``size`` ranks or ``steps`` iterations."""
+    for phase in PHASES:
+        if not config.phase(phase).lossless:
+            make_channel(config, phase).check(phase, Stream(), size, None, steps)
+
+
+class Network:
+    """What arrives in one phase between the ranks of a full data-parallel (or expert-data) group.
+
+    ``nodes`` gives the node of every rank of the full group; needed for ``--lossy-links inter-node``.
+    """
+
+    def __init__(self, config: LossyConfig, phase: str, size: int, nodes: Sequence[int] | None = None) -> None:
+        self.phase = phase
+        self.size = size
+        self.channel = make_channel(config, phase)
+        self.lossless = config.phase(phase).lossless
+        self.lossy_self = config.lossy_self and phase == "grad"
+        self.nodes = list(nodes) if config.lossy_links == "inter-node" else None
+
+    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
+        """bool[units]: what arrives at ``destination`` from ``source`` (ranks in the full group)."""
+        assert exchange.phase == self.phase
+        own = source == destination
+        near = self.nodes is not None and not own and self.nodes[source] == self.nodes[destination]
+        if self.lossless or near or (own and not self.lossy_self):
+            return np.ones(units, dtype=bool)
+        return self.channel.delivered(exchange, source, destination, units)
+
+
+class Deliveries:
+    """What the ranks of a collective's group lose, as rank ``rank`` of it sees it, step by step.
+
+    ``members`` are the ranks of the collective's group within the full group (all of it with one optimizer
+    instance). Outcomes of a step are computed once and kept for the latest steps.
+    """
+
+    _thread: ThreadPoolExecutor | None = None
+
+    def __init__(self, network: Network, stream: Stream, members: Sequence[int], rank: int, units: int) -> None:
+        self.network = network
+        self.stream = stream
+        self.members = list(members)
+        self.rank = rank
+        self.units = units
+        self._kept: OrderedDict[tuple[int, bool], Future | np.ndarray] = OrderedDict()
+        alone = len(self.members) == 1 and not network.lossy_self
+        self.lossless = network.lossless or alone
+
+    def outgoing(self, step: int) -> np.ndarray:
+        """bool[N, units]: what of this rank's data arrives at each destination."""
+        return self._get(step, True)
+
+    def incoming(self, step: int) -> np.ndarray:
+        """bool[N, units]: what arrives here from each source."""
+        return self._get(step, False)
+
+    def prepare(self, step: int, outgoing: bool) -> None:
+        """Start drawing ``step`` on another thread if it is much work."""
+        if not self.lossless and self.units * len(self.members) >= _AHEAD and (step, outgoing) not in self._kept:
+            if Deliveries._thread is None:
+                Deliveries._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-draws")
+            self._keep(step, outgoing, Deliveries._thread.submit(self._draw, step, outgoing))
+
+    def _get(self, step: int, outgoing: bool) -> np.ndarray:
+        known = self._kept.get((step, outgoing))
+        if known is None:
+            known = self._draw(step, outgoing)
+        elif isinstance(known, Future):
+            known = known.result()
+        self._keep(step, outgoing, known)
+        return known
+
+    def _keep(self, step: int, outgoing: bool, value: Future | np.ndarray) -> None:
+        self._kept[step, outgoing] = value
+        while len(self._kept) > 6:  # both directions of the previous, this and the next step
+            self._kept.popitem(last=False)
+
+    def _draw(self, step: int, outgoing: bool) -> np.ndarray:
+        exchange = Exchange(self.network.phase, self.stream, step)
+        me = self.members[self.rank]
+        links = [(me, other) if outgoing else (other, me) for other in self.members]
+        result = np.empty((len(links), self.units), dtype=bool)
+        for row, (source, destination) in enumerate(links):
+            result[row] = self.network.delivered(exchange, source, destination, self.units)
+        result.flags.writeable = False
+        return result

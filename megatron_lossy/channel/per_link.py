@@ -1,0 +1,56 @@
+"""A loss rate for every link, from a matrix file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ..config import PhaseLoss
+from ..errors import refuse
+from .base import Channel
+from .exchange import Exchange, Stream
+
+
+def read_matrix(path: Path) -> np.ndarray:
+    """float64[N, N] from a .npy or text file (blanks or commas); row = source. Raises :class:`UsageError`."""
+    try:
+        if path.suffix == ".npy":
+            matrix = np.load(path, allow_pickle=False)
+        else:
+            rows = [line.split("#")[0].replace(",", " ").split() for line in path.read_text().splitlines()]
+            matrix = np.array([[float(value) for value in row] for row in rows if row])
+    except (OSError, ValueError) as error:
+        raise refuse("--link-rates", path, f"must be a readable square matrix of numbers ({error})") from None
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+        raise refuse("--link-rates", path, f"must be a square matrix, not of shape {matrix.shape}")
+    matrix = matrix.astype(np.float64)
+    wrong = ~((matrix >= 0) & (matrix < 1))
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise refuse(
+            "--link-rates", path, f"row {row}, column {column} is {matrix[row, column]}; rates must be in [0, 1)"
+        )
+    return matrix
+
+
+class PerLink(Channel):
+    """Loses each unit independently with the rate of its link."""
+
+    def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
+        super().__init__(loss, seed, together)
+        self.rates = read_matrix(loss.matrix)
+
+    def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
+        if len(self.rates) != size:
+            raise refuse(
+                f"--link-rates-{phase}",
+                self.loss.matrix,
+                f"is {len(self.rates)} x {len(self.rates)}, but the {stream.kind} group has {size} ranks",
+            )
+
+    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
+        rate = float(self.rates[source, destination])
+        if rate == 0:
+            return np.ones(units, dtype=bool)
+        return ~self.draw(0, exchange, source, destination, units).below(rate)

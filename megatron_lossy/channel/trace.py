@@ -1,0 +1,61 @@
+"""Replay of recorded deliveries.
+
+A trace is an .npz file with the boolean arrays ``grad`` and ``param`` of shape [steps, N, N, units]: True where the
+unit from source (second axis) to destination (third axis) arrived. Step 0 is the first iteration. An array named
+``PHASE.STREAM`` (``grad.expert-e0-s0-c0``, see :attr:`Stream.name`) takes precedence for that stream. ``units`` is
+1 for ``--loss-unit shard``, the number of buckets for ``bucket``, and of packets for ``packet``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..config import PHASES, PhaseLoss
+from ..errors import refuse
+from .base import Channel
+from .exchange import Exchange, Stream
+
+
+class Trace(Channel):
+    """Loses exactly what the recorded trace lost, whatever the seed."""
+
+    def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
+        super().__init__(loss, seed, together)
+        self.path = loss.trace
+        try:
+            with np.load(self.path, allow_pickle=False) as archive:
+                self.arrays = {name: archive[name] for name in archive.files}
+        except (OSError, ValueError, EOFError) as error:
+            raise refuse("--trace", self.path, f"must be a readable .npz file ({error})") from None
+        for name, array in self.arrays.items():
+            if name.partition(".")[0] not in PHASES:
+                raise refuse("--trace", self.path, f"holds an array {name!r}; names must begin with grad or param")
+            if array.dtype != bool or array.ndim != 4 or array.shape[1] != array.shape[2]:
+                raise refuse(
+                    "--trace",
+                    self.path,
+                    f"array {name!r} is {array.dtype}{list(array.shape)}; must be bool[steps, N, N, units]",
+                )
+
+    def _array(self, phase: str, stream: Stream) -> np.ndarray:
+        array = self.arrays.get(f"{phase}.{stream.name}", self.arrays.get(phase))
+        if array is None:
+            raise refuse("--trace", self.path, f"holds neither an array {phase!r} nor '{phase}.{stream.name}'")
+        return array
+
+    def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
+        array = self._array(phase, stream)
+        if array.shape[1] != size:
+            raise refuse("--trace", self.path, f"is of {array.shape[1]} ranks, but the group has {size}")
+        if units is not None and array.shape[3] != units:
+            raise refuse(
+                "--trace", self.path, f"has {array.shape[3]} units per link in phase {phase}, this run has {units}"
+            )
+        if steps is not None and array.shape[0] < steps:
+            raise refuse("--trace", self.path, f"has {array.shape[0]} steps in phase {phase}, the run needs {steps}")
+
+    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
+        array = self._array(exchange.phase, exchange.stream)
+        if not exchange.step < len(array):
+            raise refuse("--trace", self.path, f"has {len(array)} steps; step {exchange.step} is not recorded")
+        return array[exchange.step, source, destination]

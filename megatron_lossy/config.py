@@ -1,0 +1,388 @@
+"""The one source of every loss flag: its name, default, help, allowed values.
+
+:class:`LossyConfig` is a frozen dataclass; :func:`add_flags` makes the argparse group from its fields and
+:func:`flag_table` the table in the README. The semantics of each flag are in ``docs/semantics.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import UsageError, refuse
+
+PHASES = ("grad", "param")
+
+
+def flag(default: Any, help: str, **argparse_options: Any) -> Any:
+    """A dataclass field that is also a command-line flag ``--name-with-dashes``.
+
+    ``argparse_options`` go to ``ArgumentParser.add_argument``; ``flag="--x"`` overrides the name. A
+    default of ``False`` makes a switch.
+    """
+    options = dict(argparse_options, help=help)
+    if default is False:
+        options["action"] = "store_true"
+    elif "type" not in options and default is not None:
+        options["type"] = type(default)
+    if isinstance(default, list):
+        raise TypeError("use a tuple for a default of several values")
+    return field(default=default, metadata={"flag": options})
+
+
+def flag_name(cls: type, name: str) -> str:
+    """The command-line name of a field: ``p_grad`` gives ``--p-grad``."""
+    options = cls.__dataclass_fields__[name].metadata["flag"]
+    return options.get("flag", "--" + name.replace("_", "-"))
+
+
+def _flag_fields(cls: type) -> list[dataclasses.Field]:
+    return [f for f in dataclasses.fields(cls) if "flag" in f.metadata]
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type, title: str, description: str | None = None):
+    """Add the flags of the dataclass ``cls`` to ``parser`` as a group of their own. Returns ``parser``.
+
+    Absent flags are absent from the namespace's meaning too: defaults are those of ``cls``.
+    """
+    group = parser.add_argument_group(title, description)
+    for f in _flag_fields(cls):
+        options = dict(f.metadata["flag"])
+        name = options.pop("flag", flag_name(cls, f.name))
+        group.add_argument(name, dest=f.name, default=f.default, **options)
+    return parser
+
+
+def from_namespace(cls: type, namespace: argparse.Namespace):
+    """The dataclass ``cls`` filled from an argparse namespace. Raises :class:`UsageError`."""
+    values = {}
+    for f in _flag_fields(cls):
+        value = getattr(namespace, f.name, f.default)
+        values[f.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)
+
+
+def flag_table(cls: type) -> str:
+    """The flags of ``cls`` as a Markdown table: flag, default, meaning."""
+    rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
+    for f in _flag_fields(cls):
+        options = f.metadata["flag"]
+        value = ""
+        if options.get("choices"):
+            value = " {" + ",".join(map(str, options["choices"])) + "}"
+        elif options.get("action") != "store_true":
+            metavar = options.get("metavar") or f.name.upper()
+            value = " " + (metavar if isinstance(metavar, str) else " ".join(metavar))
+        default = "off" if f.default is False else "" if f.default is None else _text(f.default)
+        text = options["help"].replace("%%", "%").replace("|", "\\|")
+        rows.append(f"| `{flag_name(cls, f.name)}{value}` | {default} | {text} |")
+    return "\n".join(rows)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Loss rates over iterations: ``starts[k]`` is the first iteration (from 0) with rate ``rates[k]``."""
+
+    starts: tuple[int, ...]
+    rates: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read ``ITERATION:RATE,ITERATION:RATE,…``. Raises :class:`UsageError`."""
+        allowed = "must read ITERATION:RATE,… with iterations rising from 0 and rates in [0, 1)"
+        try:
+            pairs = [item.split(":") for item in text.split(",")]
+            starts = tuple(int(start) for start, _ in pairs)
+            rates = tuple(float(rate) for _, rate in pairs)
+        except ValueError:
+            raise refuse("--loss-schedule", text, allowed) from None
+        rising = all(a < b for a, b in zip(starts, starts[1:]))
+        if not starts or starts[0] != 0 or not rising or not all(0 <= rate < 1 for rate in rates):
+            raise refuse("--loss-schedule", text, allowed)
+        return cls(starts, rates)
+
+    def rate(self, step: int) -> float:
+        """The loss rate of iteration ``step`` (counted from 0)."""
+        current = self.rates[0]
+        for start, rate in zip(self.starts, self.rates):
+            if start > step:
+                break
+            current = rate
+        return current
+
+
+@dataclass(frozen=True)
+class PhaseLoss:
+    """How one phase loses data, after every flag has been read.
+
+    ``schedule`` is the loss rate over iterations (constant for a plain rate); ``burst`` the mean burst
+    length and ``transitions`` the four Gilbert-Elliott parameters (at most one of the two is set);
+    ``matrix`` and ``trace`` are files.
+    """
+
+    model: str
+    schedule: Schedule
+    burst: float | None = None
+    transitions: tuple[float, ...] | None = None
+    matrix: Path | None = None
+    trace: Path | None = None
+
+    @property
+    def lossless(self) -> bool:
+        """True if nothing can ever be lost in this phase."""
+        return self.model in ("bernoulli", "gilbert-elliott") and self.transitions is None and not any(
+            self.schedule.rates
+        )
+
+
+@dataclass(frozen=True)
+class LossyConfig:
+    """Every loss flag. Raises :class:`UsageError` where a value is not allowed."""
+
+    p_grad: float = flag(
+        0.0, "mean loss rate of the gradient reduce-scatter, in [0, 1)", metavar="P"
+    )
+    p_param: float = flag(
+        0.0, "mean loss rate of the parameter all-gather, in [0, 1)", metavar="P"
+    )
+    loss_model: tuple[str, ...] = flag(
+        ("bernoulli",),
+        "who loses what: independent losses, bursts, a rate per link, or a recorded trace; "
+        "one value for both phases, or two: gradients, parameters",
+        type=str,
+        nargs="+",
+        choices=("bernoulli", "gilbert-elliott", "per-link", "trace"),
+    )
+    ge_mean_burst: tuple[float, ...] = flag(
+        (4.0,),
+        "gilbert-elliott: mean number of consecutive units lost on a link (at least 1; everything is lost in "
+        "the bad state, nothing in the good one); one value for both phases, or two",
+        type=float,
+        nargs="+",
+        metavar="UNITS",
+    )
+    ge_grad: tuple[float, ...] | None = flag(
+        None,
+        "gilbert-elliott, gradients: the four parameters P(good to bad), P(bad to good), loss when good, loss "
+        "when bad; replaces --p-grad and --ge-mean-burst",
+        type=float,
+        nargs=4,
+        metavar=("PGB", "PBG", "LG", "LB"),
+    )
+    ge_param: tuple[float, ...] | None = flag(
+        None,
+        "gilbert-elliott, parameters: as --ge-grad; replaces --p-param",
+        type=float,
+        nargs=4,
+        metavar=("PGB", "PBG", "LG", "LB"),
+    )
+    link_rates_grad: str | None = flag(
+        None,
+        "per-link, gradients: file with an N x N matrix of loss rates, row = source, column = destination "
+        "(.npy, or text with blanks or commas); replaces --p-grad",
+        metavar="FILE",
+    )
+    link_rates_param: str | None = flag(
+        None, "per-link, parameters: as --link-rates-grad; replaces --p-param", metavar="FILE"
+    )
+    trace: str | None = flag(
+        None, "trace: recorded deliveries to replay (.npz, see docs/semantics.md)", metavar="FILE"
+    )
+    loss_schedule: tuple[str, ...] | None = flag(
+        None,
+        "loss rate over iterations, for example 0:0,1000:0.1,3000:0.2 (bernoulli and gilbert-elliott; replaces "
+        "--p-grad and --p-param); one value for both phases, or two",
+        nargs="+",
+        metavar="ITERATION:RATE,…",
+    )
+    loss_correlation: str = flag(
+        "independent",
+        "independent: every link by itself; source: all receivers of one sender lose together",
+        choices=("independent", "source"),
+    )
+    lossy_links: str = flag(
+        "all",
+        "all, or inter-node: links between ranks of one node are reliable",
+        choices=("all", "inter-node"),
+    )
+    ranks_per_node: int = flag(
+        0,
+        "inter-node: consecutive global ranks on one node; 0 finds nodes by host name",
+        metavar="N",
+    )
+    loss_unit: str = flag(
+        "shard",
+        "what is lost as a whole: the shard of an iteration over all buckets, the shard of a bucket, or a packet",
+        choices=("shard", "bucket", "packet"),
+    )
+    packet_bytes: int = flag(
+        4096, "packet: payload bytes of a packet, in the dtype that crosses the wire", metavar="BYTES"
+    )
+    grad_recovery: str = flag(
+        "renormalize",
+        "what the owner does about missing gradients: mean of what arrived; that with its own shard weighted 1/N; "
+        "the last gradient received from that sender; or zeros",
+        choices=("renormalize", "renormalize-remote", "previous", "zero"),
+    )
+    lossy_self: bool = flag(
+        False, "a worker's own gradient shard can be lost too (the paper's literal formula)"
+    )
+    loss_seed: int = flag(1234, "seed of all loss draws, 0 to 2^64 - 1", metavar="SEED")
+    eval_weights: str = flag(
+        "replica",
+        "evaluate each worker's own, possibly stale, replica; the owners' weights; or both on the same batches",
+        choices=("replica", "owner", "both"),
+    )
+    save_replicas: bool = flag(
+        False,
+        "checkpoints also hold the stale units and the state of --grad-recovery previous, so that a resumed run "
+        "continues bit for bit",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("p_grad", "p_param"):
+            _in_unit_interval(flag_name(LossyConfig, name), getattr(self, name))
+        for name in ("loss_correlation", "lossy_links", "loss_unit", "grad_recovery", "eval_weights"):
+            _one_of(self, name, getattr(self, name))
+        for name in ("loss_model", "ge_mean_burst", "loss_schedule"):
+            values = getattr(self, name)
+            if values is not None and not 1 <= len(values) <= 2:
+                raise refuse(
+                    flag_name(LossyConfig, name),
+                    " ".join(map(str, values)),
+                    "takes one value for both phases, or two: gradients, parameters",
+                )
+        for model in self.loss_model:
+            _one_of(self, "loss_model", model)
+        for burst in self.ge_mean_burst:
+            if not (math.isfinite(burst) and burst >= 1):
+                raise refuse("--ge-mean-burst", burst, "must be a finite number of units of at least 1")
+        if self.packet_bytes < 1:
+            raise refuse("--packet-bytes", self.packet_bytes, "must be at least 1")
+        if self.ranks_per_node < 0:
+            raise refuse("--ranks-per-node", self.ranks_per_node, "must be at least 0")
+        if not 0 <= self.loss_seed < 2**64:
+            raise refuse("--loss-seed", self.loss_seed, "must be in [0, 2^64 - 1]")
+        if self.lossy_self and self.grad_recovery == "renormalize-remote":
+            raise refuse(
+                "--lossy-self",
+                "with --grad-recovery renormalize-remote",
+                "that rule gives the own shard, always there, the weight 1/N; choose renormalize, previous or zero",
+            )
+        for phase in PHASES:
+            self.phase(phase)
+
+    def phase(self, phase: str) -> PhaseLoss:
+        """How ``phase`` ("grad" or "param") loses data. Raises :class:`UsageError`."""
+        k = PHASES.index(phase)
+        model = self._of_phase(self.loss_model, k)
+        rate_flag = f"--p-{phase}"
+        rate = getattr(self, f"p_{phase}")
+        transitions = getattr(self, f"ge_{phase}")
+        matrix = getattr(self, f"link_rates_{phase}")
+        schedule = self._of_phase(self.loss_schedule, k) if self.loss_schedule else None
+
+        def needs(value: Any, flag: str, wanted: str) -> None:
+            if value is not None and model != wanted:
+                raise refuse(flag, _text(value), f"needs --loss-model {wanted}, not {model}")
+
+        needs(transitions, f"--ge-{phase}", "gilbert-elliott")
+        needs(matrix, f"--link-rates-{phase}", "per-link")
+        if self.trace is not None and "trace" not in self.loss_model:
+            raise refuse("--trace", self.trace, f"needs --loss-model trace, not {model}")
+        replaced_by = None
+        if model == "trace":
+            if self.trace is None:
+                raise refuse("--loss-model", "trace", "needs --trace FILE")
+            if self.loss_correlation != "independent":
+                raise refuse("--loss-correlation", self.loss_correlation, "a trace already says who loses together")
+            replaced_by = "--loss-model trace"
+        elif model == "per-link":
+            if matrix is not None:
+                replaced_by = f"--link-rates-{phase}"
+            elif rate or self.link_rates_grad is self.link_rates_param is None:
+                raise refuse("--loss-model", "per-link", f"needs --link-rates-{phase} FILE")
+            else:  # a matrix for the other phase only: this one is lossless
+                model = "bernoulli"
+        elif transitions is not None:
+            _check_transitions(f"--ge-{phase}", transitions)
+            replaced_by = f"--ge-{phase}"
+        if schedule is not None:
+            if replaced_by:
+                raise refuse("--loss-schedule", schedule, f"cannot be combined with {replaced_by}")
+            replaced_by = "--loss-schedule"
+        if rate and replaced_by:
+            raise refuse(rate_flag, rate, f"cannot be combined with {replaced_by}, which sets the rate")
+        plan = Schedule.parse(schedule) if schedule is not None else Schedule((0,), (rate,))
+        burst = None
+        if model == "gilbert-elliott" and transitions is None:
+            burst = self._of_phase(self.ge_mean_burst, k)
+            worst = max(plan.rates)
+            if worst / (1 - worst) > burst:
+                raise refuse(
+                    rate_flag if schedule is None else "--loss-schedule",
+                    worst,
+                    f"must be at most B/(1+B) = {burst / (1 + burst):.4g} with --ge-mean-burst B = {burst:g}",
+                )
+        return PhaseLoss(
+            model,
+            plan,
+            burst,
+            transitions,
+            Path(matrix) if matrix is not None else None,
+            Path(self.trace) if model == "trace" else None,
+        )
+
+    @property
+    def lossless(self) -> bool:
+        """True if no flag can cause any loss, so that training must be exactly Megatron's."""
+        return all(self.phase(phase).lossless for phase in PHASES)
+
+    @staticmethod
+    def _of_phase(values: tuple, k: int) -> Any:
+        return values[k] if len(values) == 2 else values[0]
+
+
+def _text(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _in_unit_interval(flag: str, value: float) -> None:
+    if not 0 <= value < 1:  # NaN fails too
+        raise refuse(flag, value, "must be in [0, 1)")
+
+
+def _one_of(config: LossyConfig, name: str, value: str) -> None:
+    choices: Sequence[str] = LossyConfig.__dataclass_fields__[name].metadata["flag"]["choices"]
+    if value not in choices:
+        raise refuse(flag_name(LossyConfig, name), value, "must be one of " + ", ".join(choices))
+
+
+def _check_transitions(flag: str, values: tuple[float, ...]) -> None:
+    if len(values) != 4 or not all(0 <= value <= 1 for value in values):
+        raise refuse(flag, _text(values), "must be four probabilities PGB PBG LG LB in [0, 1]")
+    to_bad, to_good, loss_good, loss_bad = values
+    if to_bad + to_good == 0:
+        raise refuse(flag, _text(values), "PGB + PBG must be positive, or the chain never leaves its first state")
+    stationary_bad = to_bad / (to_bad + to_good)
+    if (1 - stationary_bad) * loss_good + stationary_bad * loss_bad >= 1:
+        raise refuse(flag, _text(values), "the mean loss rate must be below 1")
+
+
+__all__ = [
+    "LossyConfig",
+    "PHASES",
+    "PhaseLoss",
+    "Schedule",
+    "UsageError",
+    "add_flags",
+    "flag",
+    "flag_name",
+    "flag_table",
+    "from_namespace",
+]

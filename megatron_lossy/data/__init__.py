@@ -1,0 +1,31 @@
+"""Text files to Megatron's indexed format, and tokenizers by name: ``python -m megatron_lossy.data --help``.
+
+megatron-core itself is imported only when a data set is written, because importing it takes seconds.
+"""
+
+from .documents import find_files, read_documents, stdlib_documents, validation_documents
+from .indexed import (
+    DatasetDescription,
+    IndexedWriter,
+    check_dataset,
+    read_description,
+    write_indexed,
+    write_train_valid,
+)
+from .tokenizers import Tokenizer, build_tokenizer, padded_vocab_size
+
+__all__ = [
+    "DatasetDescription",
+    "IndexedWriter",
+    "Tokenizer",
+    "build_tokenizer",
+    "check_dataset",
+    "find_files",
+    "padded_vocab_size",
+    "read_description",
+    "read_documents",
+    "stdlib_documents",
+    "validation_documents",
+    "write_indexed",
+    "write_train_valid",
+]

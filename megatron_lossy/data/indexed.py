@@ -1,0 +1,208 @@
+"""Megatron's indexed data sets, written through ``megatron.core.datasets.indexed_dataset``.
+
+A data set of prefix P is ``P.bin`` (token ids), ``P.idx`` (where documents begin) and, of ours, ``P.json``: which
+tokenizer made it and from what, so that training with another tokenizer is refused. Every document ends with the
+tokenizer's end-of-document id. All three are written aside and renamed when they are complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import UsageError, refuse
+from .documents import Document, validation_documents
+from .tokenizers import Tokenizer
+
+_FORMAT = "megatron-lossy data set 1"
+# Lengths of documents are int32 in the .idx file.
+_LONGEST_DOCUMENT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class DatasetDescription:
+    """What ``P.json`` says. ``tokens`` counts end-of-document ids too; ``dtype`` is that of the ids in ``P.bin``;
+    ``documents_sha256`` covers the bytes of all documents, in order."""
+
+    tokenizer: str
+    fingerprint: str
+    vocab_size: int
+    eod: int
+    documents: int
+    tokens: int
+    dtype: str
+    source_bytes: int
+    documents_sha256: str
+
+
+class IndexedWriter:
+    """Writes the data set ``prefix``; a context manager. Nothing appears under ``prefix`` before :meth:`commit`.
+
+    Raises :class:`UsageError` if the data set exists already and ``overwrite`` is false, if ``prefix`` cannot be
+    written, or if it has a ``.json`` file that is not ours.
+    """
+
+    def __init__(self, prefix: str | os.PathLike, tokenizer: Tokenizer, overwrite: bool = False) -> None:
+        self.prefix = os.fspath(prefix)
+        self._tokenizer = tokenizer
+        self._documents = self._tokens = self._source_bytes = 0
+        self._sha256 = hashlib.sha256()
+        check_output(self.prefix, overwrite)
+
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+        self._dtype = DType.optimal_dtype(tokenizer.vocab_size)
+        parent, name = os.path.split(self.prefix)
+        try:
+            os.makedirs(parent or ".", exist_ok=True)
+            self._aside = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent or "."))
+        except OSError as error:
+            raise refuse("--output-prefix", self.prefix, f"cannot be written: {error.strerror}") from None
+        self._builder = IndexedDatasetBuilder(str(self._aside / "bin"), dtype=self._dtype)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._builder.data_file.close()
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def add(self, name: str, data: bytes) -> None:
+        """Append one document. Raises :class:`UsageError` if the tokenizer cannot encode it."""
+        try:
+            ids = self._tokenizer.encode(data)
+        except UnicodeDecodeError as error:
+            raise refuse(
+                "--input", name, f"is not UTF-8 (byte {error.start}); only --tokenizer byte takes any bytes"
+            ) from None
+        if len(ids) + 1 > _LONGEST_DOCUMENT:
+            raise refuse("--input", name, f"has {len(ids)} tokens; a document may have {_LONGEST_DOCUMENT - 1}")
+        self._builder.add_document(np.append(ids, self._tokenizer.eod), [len(ids) + 1])
+        self._documents += 1
+        self._tokens += len(ids) + 1
+        self._source_bytes += len(data)
+        self._sha256.update(len(data).to_bytes(8, "little"))
+        self._sha256.update(data)
+
+    def commit(self) -> DatasetDescription:
+        """Give the data set its name. Raises :class:`UsageError` if it holds no document."""
+        if not self._documents:
+            raise UsageError(f"--input: no document holds text, so that {self.prefix} would be empty")
+        self._builder.finalize(str(self._aside / "idx"))
+        description = DatasetDescription(
+            self._tokenizer.name,
+            self._tokenizer.fingerprint,
+            self._tokenizer.vocab_size,
+            self._tokenizer.eod,
+            self._documents,
+            self._tokens,
+            np.dtype(self._dtype).name,
+            self._source_bytes,
+            self._sha256.hexdigest(),
+        )
+        content = {"format": _FORMAT, **dataclasses.asdict(description)}
+        (self._aside / "json").write_text(json.dumps(content, indent=2) + "\n")
+        # The index goes first and comes last: a data set without one is incomplete to every reader, whereas an
+        # old index with new tokens would be read without complaint. So would megatron-core's cached samples.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.prefix + ".idx")
+        shutil.rmtree(os.path.join(self.prefix, "cache", "GPTDataset_indices"), ignore_errors=True)
+        for suffix in ("bin", "json", "idx"):
+            os.replace(self._aside / suffix, f"{self.prefix}.{suffix}")
+        return description
+
+
+def write_indexed(
+    documents: Iterable[Document], prefix: str | os.PathLike, tokenizer: Tokenizer, overwrite: bool = False
+) -> DatasetDescription:
+    """Write ``documents`` as the data set ``prefix``. Raises as :class:`IndexedWriter` does."""
+    with IndexedWriter(prefix, tokenizer, overwrite) as writer:
+        for name, data in documents:
+            writer.add(name, data)
+        return writer.commit()
+
+
+def write_train_valid(
+    documents: Iterable[Document],
+    names: Sequence[str],
+    fraction: float,
+    prefix: str | os.PathLike,
+    tokenizer: Tokenizer,
+    overwrite: bool = False,
+) -> dict[str, DatasetDescription]:
+    """Write ``documents`` as the data sets ``prefix_train`` and ``prefix_valid``.
+
+    ``names`` are those of all ``documents``, of which :func:`validation_documents` picks a share of ``fraction``.
+    Returns the descriptions by prefix. Raises as :class:`IndexedWriter` does.
+    """
+    valid = validation_documents(names, fraction)
+    prefixes = [f"{os.fspath(prefix)}_{split}" for split in ("train", "valid")]
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(IndexedWriter(p, tokenizer, overwrite)) for p in prefixes]
+        for position, (name, data) in enumerate(documents):
+            writers[position in valid].add(name, data)
+        return {writer.prefix: writer.commit() for writer in writers}
+
+
+def output_files(prefix: str) -> list[str]:
+    """The files of the data set ``prefix``."""
+    return [f"{prefix}.{suffix}" for suffix in ("bin", "idx", "json")]
+
+
+def check_output(prefix: str, overwrite: bool) -> None:
+    """Raise :class:`UsageError` unless the data set ``prefix`` may be written."""
+    if not os.path.basename(prefix):
+        raise refuse("--output-prefix", prefix, "must end with a file name, to which .bin, .idx and .json are added")
+    for file in output_files(prefix):
+        if os.path.exists(file):
+            if not overwrite:
+                raise refuse("--output-prefix", prefix, f"{file} exists already; give another, or --overwrite")
+            if file.endswith(".json") and _read(prefix) is None:
+                raise refuse("--output-prefix", prefix, f"{file} is not the description of a data set; move it")
+
+
+def read_description(prefix: str | os.PathLike) -> DatasetDescription | None:
+    """What ``prefix.json`` says; None where there is none of ours (data of Megatron's own tools has none)."""
+    return _read(os.fspath(prefix))
+
+
+def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "--data-path") -> None:
+    """Raise :class:`UsageError` unless ``prefix`` is a complete data set that ``tokenizer`` can have made.
+
+    Without a ``prefix.json`` of ours only the presence of the files is checked.
+    """
+    prefix = os.fspath(prefix)
+    for suffix in ("bin", "idx"):
+        if not os.path.isfile(f"{prefix}.{suffix}"):
+            raise refuse(flag, prefix, f"there is no {prefix}.{suffix}; python -m megatron_lossy.data makes data sets")
+        if not os.access(f"{prefix}.{suffix}", os.R_OK):
+            raise refuse(flag, prefix, f"{prefix}.{suffix} cannot be read")
+    description = read_description(prefix)
+    if description is None:
+        return
+    expected = description.tokens * np.dtype(description.dtype).itemsize
+    size = os.path.getsize(prefix + ".bin")
+    if size != expected:
+        raise refuse(flag, prefix, f"{prefix}.bin has {size} bytes, not the {expected} that {prefix}.json says")
+    if description.fingerprint != tokenizer.fingerprint:
+        raise refuse("--tokenizer", tokenizer.name, f"{prefix} was made with --tokenizer {description.tokenizer}")
+
+
+def _read(prefix: str) -> DatasetDescription | None:
+    try:
+        content = json.loads(Path(prefix + ".json").read_bytes())
+        if content.pop("format") != _FORMAT:
+            return None
+        return DatasetDescription(**content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,80 @@
+"""Which device this process trains on, and what has to be done before Megatron is used on it.
+
+Megatron is written for CUDA. On Gaudi, ``habana_frameworks.torch`` with ``PT_HPU_GPU_MIGRATION=1`` redirects it; on a
+machine without an accelerator the patches of :mod:`.cpu` (and :mod:`.cpu_training` for ``megatron.training``) do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from megatron_lossy.hooks.ledger import Ledger
+
+CORE = Ledger("megatron.core on CPU")
+TRAINING = Ledger("megatron.training on CPU")
+
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "hpu": "hccl"}
+_device_type: str | None = None
+
+
+def device_type() -> str:
+    """ "hpu", "cuda" or "cpu": the accelerator of this machine, or what :func:`prepare` was asked for.
+
+    Found once per process, because the CPU patches change what torch says about CUDA.
+    """
+    global _device_type
+    if _device_type is None:
+        if _has_hpu():
+            _device_type = "hpu"
+        else:
+            _device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return _device_type
+
+
+def backend() -> str:
+    """The ``torch.distributed`` backend of :func:`device_type`: "hccl", "nccl" or "gloo"."""
+    return _BACKENDS[device_type()]
+
+
+def current_device() -> torch.device:
+    """The device that this process computes on."""
+    kind = device_type()
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, getattr(torch, kind).current_device())
+
+
+def prepare(megatron_training: bool = False, cpu: bool = False) -> str:
+    """Make Megatron usable on this machine's device and return :func:`device_type`; may be called again.
+
+    Call it once the Megatron to train with is first on ``sys.path``: on CPU it imports ``megatron.core``, and with
+    ``megatron_training`` also ``megatron.training``, which only a checkout of Megatron-LM has. ``cpu`` asks for the
+    CPU where an accelerator exists. With an accelerator nothing is patched. Raises ``RuntimeError`` if this version
+    of Megatron lacks something that has to be patched, or if another device is in use already.
+    """
+    global _device_type
+    if cpu:
+        if _device_type not in (None, "cpu"):
+            raise RuntimeError(f"cannot switch to the CPU: this process already uses {_device_type}")
+        _device_type = "cpu"
+    if device_type() != "cpu":
+        return device_type()
+    if not CORE.installed:
+        from .cpu import patches
+
+        CORE.install(patches())
+    if megatron_training and not TRAINING.installed:
+        from .cpu_training import patches
+
+        TRAINING.install(patches())
+    return device_type()
+
+
+def _has_hpu() -> bool:
+    if importlib.util.find_spec("habana_frameworks") is None:
+        return False
+    import habana_frameworks.torch  # noqa: F401  (registers torch.hpu)
+
+    return torch.hpu.is_available()

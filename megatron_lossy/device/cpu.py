@@ -1,0 +1,214 @@
+"""What megatron.core needs in order to train on CPU over gloo: stand-ins for the parts of CUDA that it names.
+
+Each stand-in does on the CPU what its CUDA original does on a GPU: work is done when a call returns, so that streams
+and events have nothing to wait for; the random state is that of the CPU's generator; memory asked for on "cuda" comes
+from the CPU. Functions under ``torch.compile`` run eagerly: compiling for the CPU costs small runs more than it saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo.eval_frame
+
+from megatron_lossy.hooks.ledger import Patch
+
+_CPU = torch.device("cpu")
+
+# The constructors that Megatron calls with device="cuda".
+_FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
+
+
+class Stream(torch.cpu.Stream):
+    """``torch.cuda.Stream`` where work is finished before anybody can wait for it."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        super().__init__(priority)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Event(torch.cpu.Event):
+    """``torch.cuda.Event``; the time of an event is the wall clock's."""
+
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        super().__init__()
+        self._recorded = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded = time.perf_counter()
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from this event to ``end``."""
+        return 1e3 * (end._recorded - self._recorded)
+
+
+_streams = [Stream()]  # the default one, then those of the contexts that are open
+
+
+class StreamContext:
+    """``torch.cuda.stream(...)``; can be entered again, as Megatron does with more than one optimizer instance."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        _streams.append(self.stream or _streams[-1])
+
+    def __exit__(self, *_: Any) -> None:
+        _streams.pop()
+
+
+def _default_stream(device: Any = None) -> Stream:
+    return _streams[0]
+
+
+def _current_stream(device: Any = None) -> Stream:
+    return _streams[-1]
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _current_device() -> torch.device:
+    # Megatron only ever passes this on as a device, for which CUDA's index would not do.
+    return _CPU
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``factory``, with a CUDA device replaced by the CPU, where there is no pinned memory either."""
+
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _tensor_cuda(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return tensor
+
+
+def _tensor_type(original: Any) -> Callable[..., Any]:
+    """``Tensor.type``, which without arguments names the CUDA type as it would on a GPU."""
+    base = torch._C.TensorBase.type
+
+    @functools.wraps(base)
+    def named(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = base(tensor, *args, **kwargs)
+        if isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    return named
+
+
+def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+@contextlib.contextmanager
+def _fork_rng(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
+    """``CudaRNGStatesTracker.fork``, which warns when the CPU's generator moves: here it must."""
+    if name not in tracker.states_:
+        raise KeyError(f"the random state {name} was never added to the tracker")
+    outer, outer_name = torch.get_rng_state(), tracker._current_state_name
+    # Forking again inside a fork of the same name goes on where the outer one stands.
+    if outer_name in tracker.states_:
+        tracker.states_[outer_name] = outer
+    torch.set_rng_state(tracker.states_[name])
+    tracker._current_state_name = name
+    try:
+        yield
+    finally:
+        tracker.states_[name] = torch.get_rng_state()
+        tracker._current_state_name = outer_name
+        torch.set_rng_state(tracker.states_.get(outer_name, outer))
+
+
+def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
+    return Patch(target, lambda _: replacement, why, "megatron-core 0.12 to 0.19", "Megatron trains on CPU", **options)
+
+
+def patches() -> list[Patch]:
+    """Every attribute that megatron.core needs replaced on a machine without an accelerator."""
+    streams = "overlapped communication names CUDA streams"
+    events = "timers and overlapped communication record CUDA events"
+    memory = "frees or asks about memory of the GPU"
+    state = "the random state of dropout is that of the CPU's generator"
+    rng = "megatron.core.tensor_parallel.random"
+    eager = torch._dynamo.eval_frame.DynamoStance("force_eager")
+    result = [
+        _patch("torch.cuda:current_device", _current_device, "buffers are created on torch.cuda.current_device()"),
+        _patch("torch.cuda:set_device", _nothing, "there is one device"),
+        _patch("torch.cuda:synchronize", _nothing, "work is done when a call returns"),
+        _patch("torch.cuda:Stream", Stream, streams),
+        _patch("torch.cuda:stream", StreamContext, streams),
+        _patch("torch.cuda:current_stream", _current_stream, streams),
+        _patch("torch.cuda:default_stream", _default_stream, streams),
+        _patch("torch.cuda:Event", Event, events),
+        _patch("torch.cuda:empty_cache", _nothing, memory),
+        _patch("torch.cuda:manual_seed", torch.manual_seed, state),
+        _patch("torch.cuda:get_rng_state", _get_rng_state, state),
+        _patch("torch.cuda:set_rng_state", _set_rng_state, state),
+        _patch("torch.cuda.random:get_rng_state", _get_rng_state, state),
+        _patch(f"{rng}:_get_cuda_rng_state", _get_rng_state, state, optional=True),
+        _patch(f"{rng}:_set_cuda_rng_state", _set_rng_state, state),
+        _patch(f"{rng}:CudaRNGStatesTracker.fork", _fork_rng, state),
+        _patch("torch:Tensor.cuda", _tensor_cuda, "moves tensors and modules to the GPU", create=True),
+        Patch(
+            "torch:Tensor.type",
+            _tensor_type,
+            "optimizers sort parameters, and clipping checks gradients, by 'torch.cuda.*' type names",
+            "megatron-core 0.12 to 0.19",
+            "Megatron trains on CPU",
+            create=True,
+        ),
+        _patch(
+            "megatron.core.transformer.moe.moe_utils:te_general_gemm",
+            None,
+            "the router reads a name that 0.16 defines only where Transformer Engine is installed",
+            optional=True,
+            create=True,
+        ),
+        _patch("torch._dynamo.eval_frame:_stance", eager, "compiling for the CPU takes longer than small runs do"),
+    ]
+    for name in _FACTORIES:
+        result.append(
+            Patch(
+                f"torch:{name}",
+                _on_cpu,
+                'scalars and masks are created with device="cuda"',
+                "megatron-core 0.12 to 0.19",
+                "Megatron trains on CPU",
+            )
+        )
+    return result

@@ -1,0 +1,15 @@
+"""What we change in Megatron. With train/ the only place that imports megatron.
+
+    from megatron_lossy import hooks
+    lossy = hooks.install(LossyConfig(p_grad=0.1, p_param=0.1))
+    …                                    # build and train with megatron-core as always
+    lossy.uninstall()
+"""
+
+from __future__ import annotations
+
+from ..config import LossyConfig
+from .checks import check_version
+from .install import Lossy, install
+
+__all__ = ["Lossy", "LossyConfig", "check_version", "install"]

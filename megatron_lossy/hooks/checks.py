@@ -1,0 +1,80 @@
+"""Which Megatrons and which of their settings the hooks are right for; everything else is refused with a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..config import LossyConfig
+from ..errors import UsageError, refuse
+
+#: Versions of megatron-core that the hooks are tested with: at least the first, below the second.
+SUPPORTED = ((0, 16), (0, 17))
+
+
+def check_version(version: str) -> None:
+    """Raise :class:`UsageError` if megatron-core ``version`` is not supported."""
+    try:
+        parsed = tuple(int(part) for part in version.split(".")[:2])
+    except ValueError:
+        parsed = ()
+    low, high = SUPPORTED
+    if not low <= parsed < high:
+        raise refuse(
+            "megatron-core",
+            version,
+            f"is not supported; install at least {low[0]}.{low[1]} and below {high[0]}.{high[1]}",
+        )
+
+
+def _full_iteration_graph(config: Any) -> bool:
+    scope = getattr(config, "cuda_graph_scope", None) or ()
+    scopes = [scope] if isinstance(scope, str) else scope
+    return any("full_iteration" in str(getattr(item, "name", item)) for item in scopes)
+
+
+def check_ddp(ddp: Any, config: LossyConfig) -> None:
+    """Raise :class:`UsageError` if loss in the exchanges of this model chunk cannot be right."""
+    settings = ddp.ddp_config
+    if not settings.use_distributed_optimizer:
+        raise UsageError("--use-distributed-optimizer is off: loss needs Megatron's distributed optimizer")
+    if getattr(settings, "use_megatron_fsdp", False):
+        raise UsageError("--use-megatron-fsdp: Megatron-FSDP shards by itself; loss needs the distributed optimizer")
+    if getattr(settings, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        raise UsageError(
+            "--reuse-grad-buf-for-mxfp8-param-ag: stale parameters would live in the gradient buffer; turn it off"
+        )
+    if _full_iteration_graph(ddp.config):
+        raise UsageError("--cuda-graph-scope full_iteration: a captured graph repeats one draw for ever; turn it off")
+    quantized = any(buffer.param_dtype == torch.uint8 for buffer in ddp.buffers + ddp.expert_parallel_buffers)
+    if quantized and not config.phase("param").lossless:
+        raise UsageError("--fp8-param-gather with parameter loss: stale bytes would be read at new scales; turn one off")
+
+
+def check_arguments(args: Any, config: LossyConfig) -> None:
+    """Raise :class:`UsageError` for Megatron-LM arguments that cannot go with loss, before anything starts."""
+    if config.lossless:
+        return
+    if not getattr(args, "use_distributed_optimizer", False):
+        raise UsageError("--use-distributed-optimizer is off: loss needs Megatron's distributed optimizer")
+    for name, why in (
+        ("use_megatron_fsdp", "Megatron-FSDP shards by itself"),
+        ("use_torch_fsdp2", "torch FSDP shards by itself"),
+        ("optimizer_cuda_graph", "a captured graph repeats one draw for ever"),
+        ("reuse_grad_buf_for_mxfp8_param_ag", "stale parameters would live in the gradient buffer"),
+    ):
+        if getattr(args, name, False):
+            raise UsageError(f"--{name.replace('_', '-')}: cannot go with loss ({why}); turn it off")
+    if str(getattr(args, "optimizer", "")).startswith("dist_"):
+        raise refuse("--optimizer", args.optimizer, "layer-wise optimizers gather differently; choose adam or sgd")
+    if _full_iteration_graph(args):
+        raise UsageError("--cuda-graph-scope full_iteration: a captured graph repeats one draw for ever; turn it off")
+    if config.phase("param").lossless:
+        return
+    if getattr(args, "fp8_param_gather", False):
+        raise UsageError("--fp8-param-gather with parameter loss: stale bytes would be read at new scales; turn one off")
+    if getattr(args, "check_weight_hash_across_dp_replicas_interval", None):
+        raise UsageError(
+            "--check-weight-hash-across-dp-replicas-interval with parameter loss: replicas differ on purpose; turn one off"
+        )

@@ -1,0 +1,61 @@
+"""Installing and removing the hooks."""
+
+from __future__ import annotations
+
+from ..config import LossyConfig
+from ..errors import UsageError
+from . import megatron_core
+from .checks import check_version
+from .ledger import Ledger
+from .replicas import load_replicas, save_replicas
+from .runtime import LossyRuntime
+
+_current: Lossy | None = None
+
+
+class Lossy(LossyRuntime):
+    """An installed set of hooks; :class:`LossyRuntime` with what a training program calls."""
+
+    def __init__(self, config: LossyConfig, steps: int | None = None) -> None:
+        super().__init__(config, steps)
+        self.ledger = Ledger("megatron-core")
+
+    def save_replicas(self, folder: str) -> None:
+        """With ``--save-replicas``: write this rank's stale units and recovery state into ``folder``."""
+        if self.config.save_replicas and not self.config.lossless:
+            save_replicas(self, folder)
+
+    def load_replicas(self, folder: str) -> None:
+        """With ``--save-replicas``: restore what :meth:`save_replicas` wrote, after the checkpoint was loaded.
+
+        Raises :class:`UsageError` if it was written by another world size or other loss flags.
+        """
+        if self.config.save_replicas and not self.config.lossless:
+            load_replicas(self, folder)
+
+    def uninstall(self) -> None:
+        """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
+        global _current
+        self.ledger.uninstall()
+        _current = None
+
+
+def install(config: LossyConfig, steps: int | None = None) -> Lossy:
+    """Hook megatron-core so that data-parallel exchanges lose what ``config`` says. Call it before DDP is built.
+
+    ``steps``: the length of the run, if known, so that a trace that is too short is refused at once. With a lossless
+    configuration nothing is patched at all. Raises :class:`UsageError` for an
+    unsupported megatron-core, ``RuntimeError`` if hooks are already installed.
+    """
+    global _current
+    if _current is not None:
+        raise RuntimeError("the hooks are already installed; call uninstall() on what install() returned first")
+    try:
+        import megatron.core
+    except ImportError as error:
+        raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
+    check_version(megatron.core.__version__)
+    lossy = Lossy(config, steps)
+    lossy.ledger.install([] if config.lossless else megatron_core.patches(lossy))
+    _current = lossy
+    return lossy

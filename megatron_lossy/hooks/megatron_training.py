@@ -1,0 +1,226 @@
+"""The patches of megatron.training: flags, checks, evaluation, checkpoints (docs/semantics.md).
+
+Only a checkout of Megatron-LM has megatron.training; the wheel of megatron-core does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import LossyConfig, add_flags
+from ..errors import usage_errors
+from .checks import check_arguments
+from .install import Lossy
+from .ledger import Patch
+
+_ARGUMENTS = "megatron.training.arguments"
+_TRAINING = "megatron.training.training"
+_CHECKPOINTING = "megatron.training.checkpointing"
+FLAG_GROUP = "loss (megatron-lossy)"
+
+
+def flag_patches() -> list[Patch]:
+    """Make Megatron's parser know our flags."""
+
+    def add(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def _add_distributed_args(parser: Any) -> Any:
+            return add_flags(original(parser), LossyConfig, FLAG_GROUP)
+
+        return _add_distributed_args
+
+    why = "adds the loss flags to Megatron's own"
+    return [Patch(f"{_ARGUMENTS}:_add_distributed_args", add, why, "all", "Megatron loads plugins' flags")]
+
+
+def patches(lossy: Lossy) -> list[Patch]:
+    """Every patch that a lossy run needs in megatron.training."""
+
+    def check(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+            result = original(args, *rest, **kwargs)
+            with usage_errors():
+                check_arguments(args, lossy.config)
+            return result
+
+        return validate_args
+
+    def skip(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def dummy_train_step(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            lossy.skip_iteration()
+            return result
+
+        return dummy_train_step
+
+    evaluation = Patch(
+        f"{_TRAINING}:evaluate",
+        lambda original: _evaluate(original, lossy),
+        "evaluates with the weights that --eval-weights asks for",
+        "all",
+        "Megatron evaluates through a hook",
+    )
+    return [
+        *(
+            Patch(
+                f"{module}:validate_args",
+                check,
+                "refuses settings that cannot go with loss before any process group exists",
+                "all",
+                "Megatron validates plugins' flags",
+                optional=module != _ARGUMENTS,
+            )
+            for module in (_ARGUMENTS, "megatron.training.initialize")
+        ),
+        *(
+            Patch(
+                f"{module}:save_checkpoint",
+                lambda original: _save(original, lossy),
+                "checkpoints hold the owners' weights",
+                "all",
+                "Megatron gathers parameters before a save",
+            )
+            for module in (_CHECKPOINTING, _TRAINING)
+        ),
+        Patch(
+            f"{_TRAINING}:load_checkpoint",
+            lambda original: _load(original, lossy),
+            "draws continue at the loaded iteration",
+            "all",
+            "Megatron tells its core the iteration",
+        ),
+        *([] if lossy.config.eval_weights == "replica" else [evaluation]),
+        Patch(
+            f"{_TRAINING}:dummy_train_step",
+            skip,
+            "iterations without an optimizer step (--iterations-to-skip) count as well",
+            "0.12 and later",
+            "Megatron tells its core the iteration",
+            optional=True,
+        ),
+    ]
+
+
+def _checkpoint_folder(save_or_load: str, iteration: int) -> str:
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    return get_checkpoint_name(save_or_load, iteration, return_base_dir=True)
+
+
+def _save(original: Callable, lossy: Lossy) -> Callable:
+    @functools.wraps(original)
+    def save_checkpoint(iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        if not kwargs.get("non_persistent_ckpt"):
+            # Before the checkpoint: its last act is to become the latest one.
+            lossy.save_replicas(_checkpoint_folder(get_args().save, iteration))
+        with lossy.owner_weights(model):
+            return original(iteration, model, *args, **kwargs)
+
+    return save_checkpoint
+
+
+def _load(original: Callable, lossy: Lossy) -> Callable:
+    @functools.wraps(original)
+    def load_checkpoint(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, optimizer, *args, **kwargs)
+        if optimizer is not None:  # not a reference model
+            from megatron.training import get_args
+
+            iteration = result[0]
+            lossy.set_iteration(iteration)
+            if iteration:
+                lossy.load_replicas(_checkpoint_folder(get_args().load, iteration))
+        return result
+
+    return load_checkpoint
+
+
+class _Recorder:
+    """A data iterator that remembers what it gave."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = iterator
+        self.batches: list[Any] = []
+
+    def __iter__(self) -> _Recorder:
+        return self
+
+    def __next__(self) -> Any:
+        self.batches.append(next(self._iterator))
+        return self.batches[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def _record(data_iterator: Any) -> tuple[Any, Callable[[], Any]]:
+    """A recording data iterator (or list of them, or None), and what makes one that repeats it."""
+    if data_iterator is None:
+        return None, lambda: None
+    if isinstance(data_iterator, list):
+        pairs = [_record(item) for item in data_iterator]
+        return [recorder for recorder, _ in pairs], lambda: [repeat() for _, repeat in pairs]
+    recorder = _Recorder(data_iterator)
+
+    def repeat() -> Iterator[Any]:
+        return iter(recorder.batches)
+
+    return recorder, repeat
+
+
+def _rng_state() -> dict[str, Any]:
+    from megatron.core import tensor_parallel
+
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    from megatron.core import tensor_parallel
+
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+def _evaluate(original: Callable, lossy: Lossy) -> Callable:
+    """``evaluate(forward_step_func, data_iterator, model, …)`` with owners' weights, or twice with both."""
+
+    @functools.wraps(original)
+    def evaluate(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if lossy.config.eval_weights == "owner":
+            with lossy.owner_weights(model):
+                return original(forward_step_func, data_iterator, model, *args, **kwargs)
+        from megatron.training import get_args
+
+        recorder, repeat = _record(data_iterator)
+        state = _rng_state()
+        losses, extra, time_limit = original(forward_step_func, recorder, model, *args, **kwargs)
+        if time_limit:
+            return losses, extra, time_limit
+        consumed = get_args().consumed_valid_samples
+        _set_rng_state(state)
+        with lossy.owner_weights(model):
+            owner, _, time_limit = original(forward_step_func, repeat(), model, *args, **kwargs)
+        get_args().consumed_valid_samples = consumed
+        losses = losses | {f"{key} (owner weights)": value for key, value in (owner or {}).items()}
+        return losses, extra, time_limit
+
+    return evaluate

@@ -1,0 +1,16 @@
+"""Tables and figures from the metrics of runs: ``python -m megatron_lossy.report --help``."""
+
+from .runs import Run, read_runs
+from .table import LossTable, loss_table
+from .writers import write_report
+
+__all__ = ["LossTable", "Run", "loss_table", "plot_curves", "read_runs", "write_report"]
+
+
+def __getattr__(name: str):
+    # matplotlib takes a second to import, and a table needs none.
+    if name == "plot_curves":
+        from .curves import plot_curves
+
+        return plot_curves
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

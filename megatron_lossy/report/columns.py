@@ -1,0 +1,72 @@
+"""Which runs belong together: one column per loss rate, and per setting where runs of one rate differ in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import LossyConfig
+from .runs import Run
+
+# Repetitions of one setting differ in these.
+SEEDS = {"seed", "loss_seed"}
+_RATES = {"p_grad", "p_param"}
+# Where results go says nothing about them.
+_PLACES = {"save", "load", "metrics_dir", "tensorboard_dir", "wandb_exp_name", "wandb_project", "data_cache_path"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """Runs that repeat one setting. ``settings`` are those in which runs of the same rate differ."""
+
+    label: str
+    runs: tuple[Run, ...]
+    settings: tuple[str, ...]
+
+    @property
+    def lossless(self) -> bool:
+        return self.runs[0].lossless
+
+    @property
+    def repetitions(self) -> int:
+        """Runs that differ in a seed."""
+        return len({(run.seed, run.loss_seed) for run in self.runs})
+
+
+def columns(runs: Sequence[Run]) -> list[Column]:
+    """``runs`` by column, in the order in which columns first appear."""
+    groups: dict[Any, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.condition, []).append(run)
+    differing = sorted(set().union(*(_differing(group) for group in groups.values())) - SEEDS - _RATES)
+    split: dict[Any, list[Run]] = {}
+    for run in runs:
+        split.setdefault((run.condition, _settings(run, differing)), []).append(run)
+    return [
+        Column(", ".join([group[0].label, *settings]), tuple(group), settings)
+        for (_, settings), group in split.items()
+    ]
+
+
+def baseline(of: Column, among: Sequence[Column]) -> Column | None:
+    """The lossless column to compare ``of`` with: the only one, or the one with the same settings."""
+    lossless = [column for column in among if column.lossless]
+    if len(lossless) > 1:
+        lossless = [column for column in lossless if column.settings == of.settings]
+    return lossless[0] if lossless else None
+
+
+def other_differences(runs: Sequence[Run]) -> list[str]:
+    """Settings beside the loss flags in which runs differ, so that the loss does not explain everything."""
+    return sorted(_differing(runs) - SEEDS - {f.name for f in dataclasses.fields(LossyConfig)})
+
+
+def _differing(runs: Sequence[Run]) -> set[str]:
+    keys = set().union(*(run.config for run in runs)) - _PLACES
+    return {key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1}
+
+
+def _settings(run: Run, keys: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{key.replace('_', '-')} {run.config.get(key)}" for key in keys)

@@ -1,0 +1,176 @@
+"""Runs, read from the ``metrics.jsonl`` that training writes.
+
+The first line describes the run (``kind`` = ``run``: name, p_grad, p_param, loss_seed, seed, config). Then come
+records of training (``train``: iteration, lm loss, skipped, …) and of evaluation (``valid``: iteration, lm loss,
+weights). A killed run may leave a last line without an end, which is left out. A resumed run continues the same
+file from its checkpoint: a record of an iteration replaces everything that was recorded from there on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import UsageError, refuse
+
+METRICS_FILE = "metrics.jsonl"
+WEIGHTS = ("replica", "owner")
+
+
+@dataclass
+class Run:
+    """One training run.
+
+    ``train`` maps an iteration to the training loss recorded there (NaN where it was not finite, iterations that
+    Megatron skipped left out); ``valid`` maps weights (``replica``, ``owner``) to iterations to validation losses.
+    """
+
+    name: str
+    p_grad: float
+    p_param: float
+    loss_seed: int | None
+    seed: int | None
+    config: dict[str, Any]
+    train: dict[int, float] = field(default_factory=dict)
+    valid: dict[str, dict[int, float]] = field(default_factory=dict)
+    iterations: int = 0
+    """The last iteration trained."""
+
+    @property
+    def condition(self) -> tuple[str, str]:
+        """How gradients and parameters lose data, as labels: a rate in percent, or what replaces a rate."""
+        return self._loss("grad", self.p_grad), self._loss("param", self.p_param)
+
+    @property
+    def label(self) -> str:
+        """The heading of the run's column: ``10 %``, or ``g 10 % / p 0 %`` if the phases differ."""
+        grad, param = self.condition
+        return grad if grad == param else f"g {grad} / p {param}"
+
+    @property
+    def lossless(self) -> bool:
+        """True for a run that lost nothing: the baseline."""
+        return self.condition == ("0 %", "0 %")
+
+    @property
+    def train_loss(self) -> float:
+        """Mean training loss over the last 10 % of the iterations (at least 10); NaN if there is none."""
+        first = self.iterations - max(10, math.ceil(self.iterations / 10))
+        last = [loss for iteration, loss in self.train.items() if iteration > first]
+        return float(np.mean(last)) if last else math.nan
+
+    def valid_loss(self, weights: str) -> float | None:
+        """Loss of the last evaluation with ``weights``; None if there was none."""
+        losses = self.valid.get(weights)
+        return losses[max(losses)] if losses else None
+
+    def _loss(self, phase: str, rate: float) -> str:
+        """Models that set their rates themselves leave ``p_grad`` and ``p_param`` at 0."""
+        models = self.config.get("loss_model") or ["bernoulli"]
+        models = [models] if isinstance(models, str) else models
+        model = models[0 if phase == "grad" else -1]
+        schedule = self.config.get("loss_schedule")
+        if model == "trace" or (model == "per-link" and self.config.get(f"link_rates_{phase}")):
+            return model
+        if self.config.get(f"ge_{phase}"):
+            return "GE " + " ".join(f"{value:g}" for value in self.config[f"ge_{phase}"])
+        if schedule:
+            return schedule if isinstance(schedule, str) else schedule[0 if phase == "grad" else -1]
+        return f"{100 * rate:g} %"
+
+
+def read_runs(folder: str | Path) -> list[Run]:
+    """The runs in ``folder/*/metrics.jsonl``, least loss first. Raises :class:`UsageError`."""
+    folder = Path(folder)
+    files = sorted(folder.glob(f"*/{METRICS_FILE}"))
+    runs = [run for run in map(_read_run, files) if run is not None]
+    if not runs:
+        raise refuse("RUNS_DIR", folder, f"holds no run: there must be files {folder}/*/{METRICS_FILE}")
+    return sorted(runs, key=lambda run: (run.p_grad, run.p_param, run.condition, run.name))
+
+
+def _read_run(path: Path) -> Run | None:
+    """The run in ``path``; None if it was killed before its first line was written."""
+    run = None
+    for number, record in _records(path):
+
+        def wrong(problem: str, number: int = number) -> UsageError:
+            return refuse("RUNS_DIR", f"{path} line {number}", problem)
+
+        kind = record.get("kind") if isinstance(record, dict) else None
+        try:
+            if kind == "run":
+                described = _described(record, path.parent.name)
+                if run is None:
+                    run = described
+                elif (run.condition, run.loss_seed) != (described.condition, described.loss_seed):
+                    raise wrong("describes another run than line 1")
+            elif run is None:
+                raise wrong('the first line must describe the run ("kind": "run")')
+            elif kind in ("train", "valid"):
+                _add(run, kind, record)
+            # Other kinds are for other readers.
+            elif not isinstance(kind, str):
+                raise wrong('must be a record with a "kind"')
+        except KeyError as error:
+            raise wrong(f"holds no {error}") from None
+        except (TypeError, AttributeError) as error:
+            raise wrong(f"holds a wrong value: {error}") from None
+    return run
+
+
+def _records(path: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise refuse("RUNS_DIR", path, f"cannot be read: {error.strerror}") from None
+    *lines, unfinished = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            yield number, json.loads(line)
+        except json.JSONDecodeError as error:
+            raise refuse("RUNS_DIR", f"{path} line {number}", f"is not JSON: {error}") from None
+    try:
+        yield len(lines) + 1, json.loads(unfinished)
+    except json.JSONDecodeError:
+        pass
+
+
+def _described(record: dict[str, Any], folder: str) -> Run:
+    config: dict[str, Any] = {}
+    for key, value in (record.get("config") or {}).items():
+        config.update(value if isinstance(value, dict) else {key: value})
+    return Run(
+        name=str(record.get("name", folder)),
+        p_grad=record["p_grad"] + 0.0,
+        p_param=record["p_param"] + 0.0,
+        loss_seed=record.get("loss_seed"),
+        seed=record.get("seed"),
+        config=config,
+    )
+
+
+def _add(run: Run, kind: str, record: dict[str, Any]) -> None:
+    iteration = record["iteration"] + 0
+    if kind == "valid":
+        run.valid.setdefault(record.get("weights") or "replica", {})[iteration] = _number(record["lm loss"])
+        return
+    if iteration <= run.iterations:  # resumed from an earlier checkpoint
+        for losses in (run.train, *run.valid.values()):
+            for stale in [i for i in losses if i >= iteration]:
+                del losses[stale]
+    run.iterations = iteration
+    if not record.get("skipped"):
+        run.train[iteration] = _number(record["lm loss"])
+
+
+def _number(value: Any) -> float:
+    """JSON has no NaN; some writers say null."""
+    number = math.nan if value is None else value + 0.0
+    return number if math.isfinite(number) else math.nan

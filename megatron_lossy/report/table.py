@@ -1,0 +1,170 @@
+"""The table of final losses: the layout of Table 1 of *Distributed Training under Packet Loss*.
+
+Rows are training and validation loss and perplexity, with one column per loss rate and the change relative to
+the lossless column. Several runs of one column give the mean and its standard error.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .columns import Column, baseline, columns, other_differences
+from .runs import WEIGHTS, Run
+
+ONE_SEED = (
+    "one loss seed: differences of a few percent can come from the seed alone; no ordering is claimed"
+)
+DEFINITIONS = (
+    "train loss: mean over the last 10 % of a run's iterations (at least 10); val loss: last evaluation; "
+    "PPL = exp(min(20, loss))"
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One value: ``mean`` over ``runs`` runs, its standard ``error`` (None for one run) and the ``change``
+    relative to the lossless column in percent (None if there is nothing to compare with). ``mean`` is NaN if
+    ``diverged`` of the runs have no finite loss; ``runs`` is 0 if none has recorded the value."""
+
+    mean: float
+    error: float | None
+    change: float | None
+    runs: int
+    diverged: int
+
+    def __str__(self) -> str:
+        if not self.runs:
+            return "-"
+        if self.diverged:
+            return "diverged" if self.diverged == self.runs else f"diverged in {self.diverged} of {self.runs} runs"
+        text = _decimal(self.mean)
+        if self.error is not None:
+            text += f" ± {_decimal(self.error)}"
+        if self.change is not None:
+            text += f" ({self.change:+.2f} %)"
+        return text
+
+
+@dataclass(frozen=True)
+class LossTable:
+    """Rows of cells, one per column heading, and the notes that belong under them."""
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+    notes: tuple[str, ...]
+
+    def text(self) -> str:
+        """For a terminal: aligned with blanks, ending in a newline."""
+        lines = [["metric", *self.headings], *([name, *map(str, cells)] for name, cells in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, ["-" * width for width in widths])
+        padded = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join([*(line.rstrip() for line in padded), "", *self.notes]) + "\n"
+
+    def markdown(self) -> str:
+        """A Markdown table, then the notes as a list."""
+        lines = [["metric", *self.headings], ["---"] * (len(self.headings) + 1)]
+        lines += [[name, *map(str, cells)] for name, cells in self.rows]
+        table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+        return "\n".join([*table, "", *(f"- {note}" for note in self.notes)]) + "\n"
+
+    def csv(self) -> str:
+        """One line per value, in full precision: metric, loss rate, runs, mean, standard error, change."""
+        stream = io.StringIO()
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(["metric", "loss rate", "runs", "diverged runs", "mean", "standard error", "change in percent"])
+        for name, cells in self.rows:
+            for heading, cell in zip(self.headings, cells, strict=True):
+                mean = "" if math.isnan(cell.mean) else cell.mean
+                writer.writerow([name, heading, cell.runs, cell.diverged, mean, cell.error, cell.change])
+        return stream.getvalue()
+
+
+def loss_table(runs: Sequence[Run]) -> LossTable:
+    """The table of ``runs`` (at least one)."""
+    groups = columns(runs)
+    weights = [kind for kind in WEIGHTS if any(kind in run.valid for run in runs)]
+    metrics: list[tuple[str, Callable[[Run], float | None]]] = [("train", lambda run: run.train_loss)]
+    for kind in weights or WEIGHTS[:1]:
+        name = f"val {kind}" if len(weights) > 1 else "val"
+        metrics.append((name, lambda run, kind=kind: run.valid_loss(kind)))
+    rows = []
+    for name, loss in metrics:
+        group, _, kind = name.partition(" ")
+        suffix = f" ({kind})" if kind else ""
+        rows.append((f"{group} loss{suffix}", _cells(groups, loss)))
+        rows.append((f"{group} PPL{suffix}", _cells(groups, lambda run, loss=loss: perplexity(loss(run)))))
+    return LossTable(tuple(group.label for group in groups), tuple(rows), tuple(_notes(groups, runs, weights)))
+
+
+def perplexity(loss: float | None) -> float | None:
+    """exp of a loss in nats, which is cut at 20 as Megatron does where it prints perplexities."""
+    return None if loss is None else math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
+
+
+def _cells(groups: Sequence[Column], value: Callable[[Run], float | None]) -> tuple[Cell, ...]:
+    values = {group.label: [v for v in map(value, group.runs) if v is not None] for group in groups}
+    means = {label: float(np.mean(v)) if v else math.nan for label, v in values.items()}
+    cells = []
+    for group in groups:
+        found, mean = values[group.label], means[group.label]
+        reference = baseline(group, groups)
+        change = None
+        if reference is not None and not group.lossless and means[reference.label]:
+            change = 100 * (mean / means[reference.label] - 1)
+        finite = math.isfinite(mean)
+        error = float(np.std(found, ddof=1)) / math.sqrt(len(found)) if finite and len(found) > 1 else None
+        cells.append(
+            Cell(
+                mean,
+                error,
+                change if change is not None and math.isfinite(change) else None,
+                len(found),
+                sum(map(math.isnan, found)),
+            )
+        )
+    return tuple(cells)
+
+
+def _notes(groups: Sequence[Column], runs: Sequence[Run], weights: Sequence[str]) -> list[str]:
+    notes = [DEFINITIONS]
+    if weights == ["owner"]:
+        notes.append("validation with the owners' weights")
+    lossy = [group for group in groups if not group.lossless]
+    if not lossy:
+        notes.append("no run with loss")
+    elif all(baseline(group, groups) is None for group in lossy):
+        notes.append("no run without loss: no change can be given")
+    else:
+        notes.append("in brackets: change relative to 0 %")
+    repeated = [group for group in groups if len(group.runs) > 1]
+    if repeated:
+        counts = ", ".join(f"{group.label}: {len(group.runs)}" for group in repeated)
+        notes.append(f"mean ± standard error over runs ({counts})")
+    single = [group for group in lossy if group.repetitions == 1]
+    if single:
+        which = "" if len(single) == len(lossy) else "; ".join(group.label for group in single) + ": "
+        notes.append(which + ONE_SEED)
+    for group in repeated:
+        if group.repetitions < len(group.runs):
+            notes.append(
+                f"{group.label}: {len(group.runs)} runs with {group.repetitions} different seeds; runs with equal "
+                "seeds are not independent, the standard error is too small"
+            )
+    lengths = [(run.name, run.iterations, *(max(run.valid.get(w) or [0]) for w in weights)) for run in runs]
+    if len({length[1:] for length in lengths}) > 1:
+        evaluated = [f"{n} {i}" + (f" (evaluated at {max(v)})" if v else "") for n, i, *v in lengths]
+        notes.append("runs of different length, in iterations: " + ", ".join(evaluated))
+    if different := other_differences(runs):
+        notes.append("runs differ in more than the loss: " + ", ".join(key.replace("_", "-") for key in different))
+    return notes
+
+
+def _decimal(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 10000 else f"{value:.3e}"

@@ -1,0 +1,37 @@
+"""The report of a folder of runs as files: table in Markdown and CSV, curves in PNG."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..errors import refuse
+from .runs import Run
+from .table import LossTable
+
+TABLE_MARKDOWN, TABLE_CSV, CURVES = "loss_table.md", "loss_table.csv", "training_curves.png"
+
+
+def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path) -> list[Path]:
+    """Write table and curves of ``runs`` to ``folder``, replacing an older report. Returns the files."""
+    from .curves import plot_curves
+
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / TABLE_MARKDOWN, lambda path: path.write_text(table.markdown(), encoding="utf-8"))
+        replace_file(folder / TABLE_CSV, lambda path: path.write_text(table.csv(), encoding="utf-8"))
+        plot_curves(runs, folder / CURVES)
+    except OSError as error:
+        raise refuse("--out", folder, f"cannot be written: {error.strerror}") from None
+    return [folder / name for name in (TABLE_MARKDOWN, TABLE_CSV, CURVES)]
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` make a file beside ``path``, then rename it: ``path`` is never half written."""
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        aside = Path(folder) / path.name
+        write(aside)
+        os.replace(aside, path)

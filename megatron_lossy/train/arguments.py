@@ -1,0 +1,108 @@
+"""The command line and the YAML file, read into the two configurations.
+
+A YAML file is a mapping from flag names (with dashes or underscores) to values; the command line wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from ..config import LossyConfig, add_flags, flag_name, from_namespace
+from ..errors import UsageError
+from .config import TrainConfig
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+def launched_ranks() -> int:
+    """Ranks of the world that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """A parser of every training and loss flag, and ``--config``."""
+    parser = _Parser(
+        prog=prog,
+        description=description,
+        epilog="A switch that the YAML file sets is unset by --no-NAME, for example --no-bf16.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="defaults of all flags below; the command line wins")
+    add_flags(parser, TrainConfig, "training", "names as in Megatron-LM")
+    add_flags(parser, LossyConfig, "lossy exchange")
+    for cls in (TrainConfig, LossyConfig):
+        for switch in dataclasses.fields(cls):
+            if switch.default is False:
+                name = flag_name(cls, switch.name).replace("--", "--no-", 1)
+                parser.add_argument(
+                    name, dest=switch.name, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+                )
+    return parser
+
+
+def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """``arguments`` over the ``--config`` file they name, over the defaults. Raises :class:`UsageError`."""
+    first = _Parser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    file = first.parse_known_args(arguments)[0].config
+    namespace = None
+    if file is not None:
+        try:
+            namespace = parser.parse_args(_yaml_arguments(Path(file)))
+        except UsageError as error:
+            raise UsageError(f"--config {file}: {error}") from None
+    return parser.parse_args(arguments, namespace)
+
+
+def configurations(namespace: argparse.Namespace) -> tuple[TrainConfig, LossyConfig]:
+    """The two configurations in a namespace. Raises :class:`UsageError`."""
+    return from_namespace(TrainConfig, namespace), from_namespace(LossyConfig, namespace)
+
+
+def _yaml_arguments(file: Path) -> list[str]:
+    """The settings of a YAML file as command-line arguments, so that one parser checks both."""
+    try:
+        settings = yaml.safe_load(file.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(settings, dict):
+        raise UsageError("must be a mapping from flag names to values")
+    flags = {
+        field.name: (flag_name(cls, field.name), field.default is False)
+        for cls in (TrainConfig, LossyConfig)
+        for field in dataclasses.fields(cls)
+    }
+    arguments: list[str] = []
+    for key, value in settings.items():
+        name = str(key).replace("-", "_")
+        if name not in flags:
+            close = difflib.get_close_matches(name, flags, n=1)
+            hint = f", did you mean {close[0].replace('_', '-')}" if close else ""
+            raise UsageError(f"unknown key {key}{hint}")
+        arguments += _one_setting(key, *flags[name], value)
+    return arguments
+
+
+def _one_setting(key: str, flag: str, switch: bool, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if switch != isinstance(value, bool):
+        raise UsageError(f"{key} {value}: must be {'true or false' if switch else 'a value, not a switch'}")
+    if switch:
+        return [flag] if value else []
+    if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+        return [flag, *map(str, value)]
+    if isinstance(value, str | int | float):
+        return [f"{flag}={value}"]
+    raise UsageError(f"{key} {value}: must be a value or a list of values")

@@ -1,0 +1,150 @@
+"""Checkpoints: whole or absent, whenever the run is killed.
+
+Format and names are Megatron's (``torch_dist`` of ``megatron.core.dist_checkpointing`` in ``iter_0000100/``, and
+``latest_checkpointed_iteration.txt``). A checkpoint is written under a temporary name, synced to disk, renamed, and
+only then does the tracker name it, by a rename as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+from .. import device
+from ..errors import UsageError
+from .saved import TRACKER, iteration_folder, latest_iteration
+
+
+class Checkpoints:
+    """Saves and loads one run's model, optimizer, scheduler and random states. All methods are collective."""
+
+    def __init__(self, model_chunks: list, optimizer: Any, scheduler: Any, lossy: Any) -> None:
+        self._chunks = model_chunks
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._lossy = lossy
+
+    def save(self, folder: str, iteration: int, common: dict[str, Any]) -> None:
+        """Write the checkpoint of ``iteration`` into ``folder``, with ``common``, equal on all ranks, beside it."""
+        first = torch.distributed.get_rank() == 0
+        final = iteration_folder(folder, iteration)
+        if latest_iteration(folder) == iteration:
+            torch.distributed.barrier()
+            return
+        aside = final.with_name(final.name + ".tmp")
+        if first:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        torch.distributed.barrier()
+        strategy = FullyParallelSaveStrategyWrapper(
+            get_default_save_sharded_strategy("torch_dist"), self._data_parallel_group()
+        )
+        with self._lossy.owner_weights(self._chunks):
+            state = self._state(is_loading=False)
+            state |= {"iteration": iteration, "ranks": _ranks(), "scheduler": self._scheduler.state_dict(), **common}
+            dist_checkpointing.save(state, str(aside), strategy)
+        self._lossy.save_replicas(aside)
+        torch.distributed.barrier()
+        if first:
+            _sync_tree(aside)
+            # A folder of this name that the tracker does not name is what a killed run left.
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(aside, final)
+            _write_tracker(Path(folder), iteration)
+        torch.distributed.barrier()
+
+    def load(self, folder: str) -> dict[str, Any]:
+        """Load the latest checkpoint in ``folder``; returns what :meth:`save` got as ``common``, and its iteration.
+
+        Another number of data-parallel ranks is fine, except that random states then start anew.
+        """
+        path = str(iteration_folder(folder, latest_iteration(folder)))
+        saved = dist_checkpointing.load_common_state_dict(path)
+        state = self._state(is_loading=True)
+        same_ranks = saved["ranks"] == _ranks()
+        if not same_ranks:
+            del state["rng_state"]
+        loaded = dist_checkpointing.load(state, path)
+        self._chunks[0].load_state_dict(loaded["model"])
+        self._optimizer.load_state_dict(loaded["optimizer"])
+        self._scheduler.load_state_dict(loaded["scheduler"])
+        if same_ranks:
+            _set_rng_state(loaded["rng_state"])
+        self._lossy.set_iteration(loaded["iteration"])
+        self._lossy.load_replicas(path)
+        return loaded
+
+    def _state(self, is_loading: bool) -> dict[str, Any]:
+        metadata = {
+            "distrib_optim_sharding_type": "dp_reshardable",
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": self._data_parallel_group(),
+        }
+        state: dict[str, Any] = {"model": self._chunks[0].sharded_state_dict(metadata=metadata)}
+        state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        state["rng_state"] = ShardedObject("rng_state", _rng_state(), (ranks,), (rank,))
+        return state
+
+    @staticmethod
+    def _data_parallel_group() -> torch.distributed.ProcessGroup:
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def _ranks() -> int:
+    return torch.distributed.get_world_size()
+
+
+def _rng_state() -> dict[str, Any]:
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if device.device_type() != "cpu":
+        state["device"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    torch.set_rng_state(state["torch"])
+    if "device" in state:
+        torch.cuda.set_rng_state(state["device"])
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_tracker(folder: Path, iteration: int) -> None:
+    _sync(folder)
+    aside = folder / (TRACKER + ".tmp")
+    aside.write_text(str(iteration))
+    _sync(aside)
+    os.replace(aside, folder / TRACKER)
+    _sync(folder)

@@ -1,0 +1,277 @@
+"""Every flag of the pretraining program, in one frozen dataclass, and what they may be together.
+
+Names and meanings are Megatron-LM's (``megatron/training/arguments.py``) wherever it has the flag. Loss flags are
+those of :class:`megatron_lossy.config.LossyConfig`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import flag, flag_name
+from ..errors import UsageError, refuse
+
+# A run resumed with other values of these is still the same run.
+_INCIDENTAL = {
+    "save",
+    "load",
+    "save_interval",
+    "exit_interval",
+    "data_cache_path",
+    "distributed_timeout_minutes",
+    "log_interval",
+    "metrics_dir",
+    "tensorboard_dir",
+    "wandb_project",
+    "wandb_exp_name",
+    "wandb_mode",
+}
+# What fixes the shapes of the saved weights.
+SHAPE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "share_embeddings_and_output_weights",
+    "make_vocab_size_divisible_by",
+    "tokenizer",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "bf16",
+)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Every flag but the loss flags. Raises :class:`UsageError` where a value is not allowed."""
+
+    num_layers: int | None = flag(None, "transformer layers", type=int, metavar="N")
+    hidden_size: int | None = flag(None, "hidden size", type=int, metavar="N")
+    ffn_hidden_size: int | None = flag(
+        None, "hidden size of the SwiGLU MLP; default 8/3 of the hidden size, in multiples of 64", type=int, metavar="N"
+    )
+    num_attention_heads: int | None = flag(None, "attention heads", type=int, metavar="N")
+    num_query_groups: int | None = flag(
+        None, "key and value heads (grouped-query attention); default one per attention head", type=int, metavar="N"
+    )
+    seq_length: int | None = flag(None, "tokens per sample", type=int, metavar="TOKENS")
+    rotary_base: int = flag(10000, "base of the rotary position embedding", metavar="BASE")
+    norm_epsilon: float = flag(1e-5, "epsilon of RMSNorm", metavar="E")
+    init_method_std: float = flag(0.02, "standard deviation of the initial weights", metavar="STD")
+    hidden_dropout: float = flag(0.0, "dropout after attention and MLP", metavar="P")
+    attention_dropout: float = flag(0.0, "dropout of attention weights", metavar="P")
+    share_embeddings_and_output_weights: bool = flag(False, "tie the output layer to the embedding")
+    make_vocab_size_divisible_by: int = flag(
+        128, "pad the vocabulary to a multiple of this times the tensor-parallel size", metavar="N"
+    )
+    transformer_impl: str | None = flag(
+        None,
+        "layers of megatron-core itself (local) or of Transformer Engine; default transformer_engine on CUDA where it "
+        "is installed, else local",
+        choices=("local", "transformer_engine"),
+    )
+    bf16: bool = flag(False, "train in bfloat16, with gradients and main weights in fp32")
+
+    micro_batch_size: int | None = flag(None, "samples per rank and forward pass", type=int, metavar="N")
+    global_batch_size: int | None = flag(None, "samples per iteration over all ranks", type=int, metavar="N")
+    train_iters: int | None = flag(None, "iterations to train", type=int, metavar="N")
+    seed: int = flag(1234, "seed of initial weights, data order and dropout", metavar="SEED")
+    calculate_per_token_loss: bool = flag(False, "divide the loss by all tokens of the global batch")
+
+    optimizer: str = flag("adam", "AdamW or SGD with momentum", choices=("adam", "sgd"))
+    lr: float | None = flag(None, "highest learning rate", type=float, metavar="LR")
+    min_lr: float = flag(0.0, "lowest learning rate after the decay", metavar="LR")
+    lr_decay_style: str = flag(
+        "cosine",
+        "shape of the decay from --lr to --min-lr",
+        choices=("constant", "linear", "cosine", "inverse-square-root"),
+    )
+    lr_decay_iters: int | None = flag(None, "iterations of the decay; default --train-iters", type=int, metavar="N")
+    lr_warmup_iters: int = flag(0, "iterations of linear warm-up", metavar="N")
+    weight_decay: float = flag(0.01, "decoupled weight decay, of matrices only", metavar="WD")
+    adam_beta1: float = flag(0.9, "decay of Adam's first moment", metavar="B")
+    adam_beta2: float = flag(0.999, "decay of Adam's second moment", metavar="B")
+    adam_eps: float = flag(1e-8, "Adam's epsilon", metavar="E")
+    sgd_momentum: float = flag(0.9, "momentum of SGD", metavar="M")
+    clip_grad: float = flag(1.0, "clip the gradient to this norm; 0 does not clip", metavar="NORM")
+
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer", metavar="N")
+    pipeline_model_parallel_size: int = flag(1, "stages of layers, each on its own ranks", metavar="N")
+    overlap_grad_reduce: bool = flag(False, "reduce-scatter gradients during the backward pass")
+    overlap_param_gather: bool = flag(False, "all-gather parameters during the next forward pass")
+    ddp_bucket_size: int | None = flag(
+        None, "parameters per bucket with --overlap-grad-reduce; default megatron-core's", type=int, metavar="N"
+    )
+    ddp_average_in_collective: bool = flag(False, "average in the reduce-scatter instead of scaling before it")
+    num_distributed_optimizer_instances: int = flag(
+        1, "copies of the sharded optimizer over the data-parallel ranks", metavar="N"
+    )
+    distributed_timeout_minutes: int = flag(10, "give up on a collective after this long", metavar="MINUTES")
+
+    data: str | None = flag(
+        None,
+        "text that every machine has, prepared on first use under --data-cache-path, instead of --data-path and "
+        "--valid-data-path: the source of Python's standard library",
+        choices=("stdlib",),
+    )
+    data_path: tuple[str, ...] | None = flag(
+        None, "training data: prefix of Megatron's .bin and .idx, or weight prefix pairs", nargs="+", metavar="PREFIX"
+    )
+    valid_data_path: tuple[str, ...] | None = flag(
+        None, "validation data, as --data-path", nargs="+", metavar="PREFIX"
+    )
+    tokenizer: str = flag("byte", "tokenizer that made the data; see python -m megatron_lossy.data --help", metavar="NAME")
+    data_cache_path: str | None = flag(
+        None, "folder for the sample indices; default a folder cache beside the data", metavar="FOLDER"
+    )
+
+    eval_interval: int = flag(1000, "iterations between evaluations", metavar="N")
+    eval_iters: int = flag(100, "global batches per evaluation; 0 never evaluates", metavar="N")
+    save: str | None = flag(None, "folder to write checkpoints to", metavar="FOLDER")
+    load: str | None = flag(None, "folder to continue from; without a checkpoint in it, start fresh", metavar="FOLDER")
+    save_interval: int | None = flag(
+        None, "iterations between checkpoints; default only the last", type=int, metavar="N"
+    )
+    exit_interval: int | None = flag(
+        None, "save and exit at the first iteration divisible by this", type=int, metavar="N"
+    )
+
+    log_interval: int = flag(10, "iterations between log lines and metric records", metavar="N")
+    metrics_dir: str | None = flag(None, "folder of metrics.jsonl; default --save", metavar="FOLDER")
+    tensorboard_dir: str | None = flag(None, "folder of TensorBoard events", metavar="FOLDER")
+    wandb_project: str | None = flag(None, "Weights & Biases project to log to", metavar="PROJECT")
+    wandb_exp_name: str | None = flag(None, "name of the run; default the last part of --save", metavar="NAME")
+    wandb_mode: str = flag("online", "offline keeps Weights & Biases on this disk", choices=("online", "offline"))
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is None and name in _REQUIRED:
+                raise UsageError(f"{flag_name(TrainConfig, name)}: needs a value, here or in the --config file")
+            self._check(name, value is None or value >= 1, "must be at least 1")
+        self._check("lr", self.lr is not None and 0 < self.lr < math.inf, "must be a positive number")
+        self._check("min_lr", 0 <= self.min_lr <= self.lr, f"must be from 0 to --lr {self.lr:g}")
+        for name in ("weight_decay", "clip_grad", "init_method_std"):
+            self._check(name, 0 <= getattr(self, name) < math.inf, "must be at least 0")
+        for name in ("adam_eps", "norm_epsilon", "rotary_base"):
+            self._check(name, 0 < getattr(self, name) < math.inf, "must be above 0")
+        for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "hidden_dropout", "attention_dropout"):
+            self._check(name, 0 <= getattr(self, name) < 1, "must be in [0, 1)")
+        for name in ("eval_iters", "lr_warmup_iters"):
+            self._check(name, getattr(self, name) >= 0, "must be at least 0")
+        self._check("seed", 0 < self.seed < 2**31, "must be in [1, 2^31 - 1]")
+        decay = self.lr_decay_iters or self.train_iters
+        self._check("lr_warmup_iters", self.lr_warmup_iters < decay, f"must be below the {decay} iterations of the decay")
+        self._check(
+            "hidden_size",
+            self.hidden_size % self.num_attention_heads == 0,
+            f"must be divisible by --num-attention-heads {self.num_attention_heads}",
+        )
+        self._check(
+            "hidden_size",
+            self.hidden_size // self.num_attention_heads % 2 == 0,
+            f"a head of {self.hidden_size // self.num_attention_heads} values cannot be rotated: must be even",
+        )
+        self._check(
+            "num_query_groups",
+            self.num_attention_heads % (self.num_query_groups or 1) == 0,
+            f"must divide --num-attention-heads {self.num_attention_heads}",
+        )
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise refuse("--overlap-param-gather", "on", "needs --overlap-grad-reduce")
+        if self.ddp_average_in_collective and self.calculate_per_token_loss:
+            raise refuse("--ddp-average-in-collective", "on", "cannot be combined with --calculate-per-token-loss")
+        if self.data and (self.data_path or self.valid_data_path):
+            raise refuse("--data", self.data, "cannot be combined with --data-path or --valid-data-path")
+        if not self.data and not self.data_path:
+            raise UsageError("--data-path: needs a value, here or in the --config file")
+        if self.eval_iters and not self.data and not self.valid_data_path:
+            raise refuse("--eval-iters", self.eval_iters, "needs --valid-data-path, or --eval-iters 0")
+
+    def _check(self, name: str, fine: bool, allowed: str) -> None:
+        if not fine:
+            raise refuse(flag_name(TrainConfig, name), getattr(self, name), allowed)
+
+    def check_world(self, world_size: int) -> None:
+        """Raise :class:`UsageError` unless ``world_size`` ranks can run this."""
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        model = tensor * pipeline
+        if world_size % model:
+            widest = "tensor_model_parallel_size" if tensor >= pipeline else "pipeline_model_parallel_size"
+            fewer = f"only {world_size} started" if world_size < model else f"not {world_size}"
+            self._check(widest, False, f"TP x PP = {tensor} x {pipeline} needs a multiple of {model} ranks, {fewer}")
+        data = world_size // model
+        self._check(
+            "global_batch_size",
+            self.global_batch_size % (self.micro_batch_size * data) == 0,
+            f"must be divisible by --micro-batch-size {self.micro_batch_size} x {data} data-parallel ranks",
+        )
+        self._check("num_layers", self.num_layers % pipeline == 0, f"must be divisible by {pipeline} pipeline stages")
+        for name, value in (
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_query_groups", self.query_groups),
+            ("ffn_hidden_size", self.ffn),
+        ):
+            if value % tensor:
+                raise refuse(flag_name(TrainConfig, name), value, f"must be divisible by {tensor} tensor-parallel ranks")
+        self._check(
+            "num_distributed_optimizer_instances",
+            data % self.num_distributed_optimizer_instances == 0,
+            f"must divide the {data} data-parallel ranks",
+        )
+
+    @property
+    def ffn(self) -> int:
+        """Hidden size of the MLP: with SwiGLU 8/3 of the model's, as Megatron-LM rounds it."""
+        return self.ffn_hidden_size or int(self.hidden_size * 4 * 2 / 3 / 64) * 64
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def metrics_folder(self) -> str | None:
+        """Where metrics.jsonl goes, if anywhere."""
+        return self.metrics_dir or self.save
+
+    def shape(self) -> dict[str, Any]:
+        """The settings that fix the shapes of the saved weights."""
+        return {name: getattr(self, name) for name in SHAPE} | {
+            "ffn_hidden_size": self.ffn,
+            "num_query_groups": self.query_groups,
+        }
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that make a run what it is; a folder with others of them holds another run."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _INCIDENTAL}
+
+
+_REQUIRED = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "train_iters",
+)
+_POSITIVE = _REQUIRED + (
+    "ffn_hidden_size",
+    "num_query_groups",
+    "make_vocab_size_divisible_by",
+    "lr_decay_iters",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "ddp_bucket_size",
+    "num_distributed_optimizer_instances",
+    "distributed_timeout_minutes",
+    "eval_interval",
+    "save_interval",
+    "exit_interval",
+    "log_interval",
+)

@@ -1,0 +1,99 @@
+"""Samples in Megatron's order: indexed files, GPTDataset, and the slice of each global batch that a rank takes.
+
+The order is a function of (seed, consumed samples) alone: GPTDataset shuffles by the seed, and sample ``s`` of
+global batch ``b`` is sample ``b * global_batch_size + s`` of the shuffled data set, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.utils import get_blend_from_list
+
+from .. import device
+from .config import TrainConfig
+from .text import prefixes
+
+
+def build_datasets(config: TrainConfig, tokenizer) -> tuple[GPTDataset, GPTDataset | None]:
+    """Training and validation data, with the samples that ``config`` needs. Collective over all ranks."""
+    evaluations = -(-config.train_iters // config.eval_interval)
+    train_samples = config.train_iters * config.global_batch_size
+    valid_samples = evaluations * config.eval_iters * config.global_batch_size
+    cache = _cache_folder(config, train_samples, valid_samples)
+    building = cache.with_name(cache.name + ".building")
+    first = torch.distributed.get_rank() == 0
+    if first:
+        # A cache that was being written when the run was killed looks complete to GPTDataset.
+        shutil.rmtree(building, ignore_errors=True)
+    found = [cache.is_dir()]
+    torch.distributed.broadcast_object_list(found)
+    ready = found[0]
+    dataset_config = GPTDatasetConfig(
+        random_seed=config.seed,
+        sequence_length=config.seq_length,
+        blend_per_split=[
+            get_blend_from_list(list(config.data_path)),
+            get_blend_from_list(list(config.valid_data_path)) if config.eval_iters else None,
+            None,
+        ],
+        path_to_cache=str(cache if ready else building),
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    train, valid, _ = BlendedMegatronDatasetBuilder(
+        GPTDataset, [train_samples, valid_samples, 0], lambda: True, dataset_config
+    ).build()
+    torch.distributed.barrier()
+    if first and not ready:
+        os.replace(building, cache)
+    return train, valid
+
+
+def _cache_folder(config: TrainConfig, *samples: int) -> Path:
+    """A folder for exactly these sample indices: other data, even under the same name, has another one."""
+    files = [os.path.abspath(prefix) + ".idx" for prefix in prefixes(config)]
+    content = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
+    text = json.dumps([content, config.data_path, config.valid_data_path, config.seed, config.seq_length, samples])
+    base = Path(config.data_cache_path) if config.data_cache_path else Path(files[0]).parent / "cache"
+    return base / hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class RankBatches:
+    """The micro-batches of this data-parallel rank, from global sample ``consumed`` on, as an iterator.
+
+    Each is a dictionary of tensors [micro-batch, sequence] on the device of the rank: ``tokens``, ``labels``,
+    ``position_ids`` (int64) and ``loss_mask`` (float32). Reading a sample costs microseconds (a slice of a mapped
+    file), which is why no worker process does it.
+    """
+
+    def __init__(self, dataset: GPTDataset, config: TrainConfig, consumed: int) -> None:
+        self._dataset = dataset
+        self._size = config.micro_batch_size
+        self._rank = parallel_state.get_data_parallel_rank()
+        self._stride = self._size * parallel_state.get_data_parallel_world_size()
+        self._consumed = consumed
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        first = self._consumed + self._rank * self._size
+        samples = [self._dataset[index] for index in range(first, first + self._size)]
+        self._consumed += self._stride
+        return {
+            key: torch.stack([sample[key] for sample in samples]).to(device.current_device())
+            for key in ("tokens", "labels", "position_ids", "loss_mask")
+        }

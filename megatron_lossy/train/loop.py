@@ -1,0 +1,312 @@
+"""The training loop: one run from its configuration to its summary.
+
+What happens in an iteration, and when parameters are gathered around evaluation and saving, follows
+``megatron/training/training.py`` of Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import platform
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from .. import __version__, hooks
+from .. import device as devices
+from ..config import LossyConfig
+from ..data import build_tokenizer
+from ..monitor.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, Writers, check_wandb
+from . import parallel
+from .arguments import launched_ranks
+from .checkpoint import Checkpoints
+from .config import TrainConfig
+from .data import RankBatches, build_datasets
+from .evaluate import evaluate, mean_loss, perplexity
+from .log import Console, Silent
+from .model import build_model, forward_step, transformer_impl
+from .optimizer import build_optimizer
+from .saved import check_folders, latest_iteration, write_settings
+from .text import check_data, fingerprint, prepare_text, with_data_paths
+
+
+@dataclass
+class Progress:
+    """Where a run is. ``window_…`` sum up the iterations since the last log line. Saved in checkpoints."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    window_loss: float = 0.0
+    window_iterations: int = 0
+    window_skipped: int = 0
+
+
+class Diverged(RuntimeError):
+    """The loss is not a number any more."""
+
+
+def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | None = None) -> dict[str, Any]:
+    """Train to ``--train-iters``, or until SIGTERM or ``--exit-interval`` says to stop; returns the summary.
+
+    A collective call for all ranks of the world, which may follow another one in the same processes. The summary:
+    ``iteration``, ``finished``, ``seconds``, ``lm loss`` (of the last log interval) and ``valid`` (the last
+    evaluation's loss by whose weights). Raises :class:`UsageError` for what is wrong with the configuration or the
+    folders, before any process group exists, and :class:`Diverged` for a loss that is not finite.
+    """
+    devices.prepare()
+    config.check_world(launched_ranks())
+    transformer_impl(config)
+    if config.wandb_project:
+        check_wandb(config.wandb_project)
+    if config.data is None:
+        check_data(config)
+    check_folders(config, lossy_config)
+    with parallel.world(config):
+        prepare_text(config)
+        paths = with_data_paths(config)
+        data = fingerprint(paths)
+        check_folders(config, lossy_config, data)
+        lossy = hooks.install(lossy_config, steps=config.train_iters)
+        try:
+            with parallel.model_parallel(config):
+                first = torch.distributed.get_rank() == 0
+                run = _Run(config, lossy_config, lossy, paths, (console or Console()) if first else Silent())
+                if first and config.metrics_folder:
+                    write_settings(config.metrics_folder, config, lossy_config, data)
+                return run.run()
+        finally:
+            lossy.uninstall()
+
+
+class _Run:
+    """The state of one run on this rank."""
+
+    def __init__(
+        self, config: TrainConfig, lossy_config: LossyConfig, lossy: Any, paths: TrainConfig, console: Console
+    ) -> None:
+        self.config = config
+        self.lossy_config = lossy_config
+        self.lossy = lossy
+        self.console = console
+        tokenizer = build_tokenizer(config.tokenizer)
+        self.train_data, self.valid_data = build_datasets(paths, tokenizer)
+        self.model = build_model(config, tokenizer.vocab_size)
+        self.optimizer, self.scheduler = build_optimizer(config, self.model)
+        self.checkpoints = Checkpoints(self.model, self.optimizer, self.scheduler, lossy)
+        self.progress = Progress()
+        self.hooked = config.overlap_param_gather  # forward hooks that gather parameters
+        self.saved: int | None = None
+        self.stop = False
+        self.summary: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        resumed = self._load()
+        self.writers = self._open_writers(resumed)
+        # The first forward pass has nothing to gather, and must not gather before the first update.
+        self._gather_in_forward(False, sync=False)
+        batches = RankBatches(self.train_data, self.config, self.progress.consumed_samples)
+        previous = signal.signal(signal.SIGTERM, self._on_sigterm)
+        started = time.perf_counter()
+        try:
+            finished = self._train(batches)
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+            self.writers.close()
+        if self.hooked:
+            self._gather_in_forward(False)
+        return {
+            "iteration": self.progress.iteration,
+            "finished": finished,
+            "seconds": time.perf_counter() - started,
+            **self.summary,
+        }
+
+    def _train(self, batches: RankBatches) -> bool:
+        config, progress = self.config, self.progress
+        window_started = time.perf_counter()
+        while progress.iteration < config.train_iters:
+            loss, grad_norm, successful = self._step(batches)
+            stop = self._anyone_stopped()
+            if not self.hooked:
+                self._gather_in_forward(True)
+            progress.iteration += 1
+            progress.consumed_samples += config.global_batch_size
+            progress.window_loss += loss if successful else 0.0
+            progress.window_iterations += 1
+            progress.window_skipped += not successful
+            last = progress.iteration == config.train_iters
+            if progress.iteration % config.log_interval == 0 or last:
+                seconds = (time.perf_counter() - window_started) / progress.window_iterations
+                self._log(grad_norm, seconds)
+            if config.eval_iters and (progress.iteration % config.eval_interval == 0 or last):
+                paused = time.perf_counter()
+                self._evaluate()
+                window_started += time.perf_counter() - paused
+            leave = stop or (config.exit_interval and progress.iteration % config.exit_interval == 0)
+            due = config.save_interval and progress.iteration % config.save_interval == 0
+            if config.save and (leave or due or last):
+                paused = time.perf_counter()
+                self._save()
+                window_started += time.perf_counter() - paused
+            if progress.window_iterations == 0:
+                window_started = time.perf_counter()
+            if leave and not last:
+                why = "on SIGTERM" if stop else "by --exit-interval"
+                self.console.note(f"exiting {why} at iteration {progress.iteration}")
+                return False
+        return True
+
+    def _step(self, batches: RankBatches) -> tuple[float, float, bool]:
+        """One iteration; returns the loss per token, the gradient norm and whether the weights were updated."""
+        config = self.config
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        data_parallel = torch.distributed.get_world_size() // (
+            config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+        )
+        sums = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=self.model,
+            num_microbatches=config.global_batch_size // (config.micro_batch_size * data_parallel),
+            seq_length=config.seq_length,
+            micro_batch_size=config.micro_batch_size,
+            forward_only=False,
+        )
+        successful, grad_norm, _ = self.optimizer.step()
+        if successful:
+            self.scheduler.step(increment=config.global_batch_size)
+        loss = mean_loss(config, sums)
+        if not math.isfinite(loss):
+            raise Diverged(f"the loss of iteration {self.progress.iteration + 1} is {loss}")
+        return loss, grad_norm or 0.0, successful
+
+    def _anyone_stopped(self) -> bool:
+        """Whether any rank was told to stop: all must leave after the same iteration."""
+        stop = torch.tensor([self.stop], dtype=torch.int32, device=devices.current_device())
+        torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX)
+        return bool(stop.item())
+
+    def _on_sigterm(self, *_: Any) -> None:
+        self.stop = True
+
+    def _gather_in_forward(self, on: bool, sync: bool = True) -> None:
+        """Turn the forward hooks of ``--overlap-param-gather`` on or off. Off gathers what is due, if ``sync``."""
+        if not self.config.overlap_param_gather:
+            return
+        self.hooked = on
+        for chunk in self.model:
+            if on:
+                chunk.enable_forward_pre_hook()
+            else:
+                chunk.disable_forward_pre_hook(param_sync=sync)
+
+    def _log(self, grad_norm: float, seconds: float) -> None:
+        progress = self.progress
+        updated = progress.window_iterations - progress.window_skipped
+        record = {
+            "kind": "train",
+            "iteration": progress.iteration,
+            "consumed samples": progress.consumed_samples,
+            "lm loss": progress.window_loss / max(1, updated),
+            "grad norm": grad_norm,
+            "learning rate": get_canonical_lr_for_logging(self.optimizer.param_groups),
+            "loss scale": self.optimizer.get_loss_scale().item(),
+            "skipped": progress.window_skipped,
+            "seconds": seconds,
+            **self.lossy.metrics(),
+        }
+        self.summary["lm loss"] = record["lm loss"]
+        self.console.train(record, self.config.train_iters, self.config.global_batch_size)
+        self.writers.write(record)
+        progress.window_loss, progress.window_iterations, progress.window_skipped = 0.0, 0, 0
+
+    def _evaluate(self) -> None:
+        config, iteration = self.config, self.progress.iteration
+        if self.hooked:
+            self._gather_in_forward(False)
+        number = -(-iteration // config.eval_interval) - 1
+        weights = self.lossy_config.eval_weights
+        losses = evaluate(config, self.model, self.valid_data, number, self.lossy, weights)
+        for whose, loss in losses.items():
+            record = {
+                "kind": "valid",
+                "iteration": iteration,
+                "lm loss": loss,
+                "lm loss PPL": perplexity(loss),
+                "weights": whose,
+            }
+            self.console.valid(record)
+            self.writers.write(record)
+        self.summary["valid"] = losses
+
+    def _save(self) -> None:
+        if self.hooked:
+            self._gather_in_forward(False)
+        progress = self.progress
+        self.checkpoints.save(self.config.save, progress.iteration, {"progress": dataclasses.asdict(progress)})
+        self.console.note(f"  saved checkpoint of iteration {progress.iteration:7d} to {self.config.save}")
+
+    def _load(self) -> bool:
+        """Load the checkpoint of ``--load`` if there is one; returns whether there was."""
+        folder = self.config.load
+        if folder is None:
+            return False
+        if latest_iteration(folder) is None:
+            self.console.note(f"no checkpoint in {folder}: starting from random weights")
+            return False
+        loaded = self.checkpoints.load(folder)
+        self.progress = Progress(**loaded["progress"])
+        self.console.note(f"  loaded checkpoint of iteration {self.progress.iteration:7d} from {folder}")
+        ranks = torch.distributed.get_world_size()
+        if loaded["ranks"] != ranks:
+            self.console.note(f"  it was saved by {loaded['ranks']} ranks, now {ranks}: random states start anew")
+        return True
+
+    def _open_writers(self, resumed: bool) -> Writers:
+        config, iteration = self.config, self.progress.iteration
+        if torch.distributed.get_rank() != 0:
+            return Writers([])
+        writers: list[Any] = []
+        if config.metrics_folder:
+            writers.append(JsonLinesWriter(config.metrics_folder, iteration if resumed else None))
+        if config.tensorboard_dir:
+            writers.append(TensorBoardWriter(config.tensorboard_dir, iteration))
+        name = config.wandb_exp_name or os.path.basename(os.path.normpath(config.metrics_folder or "run"))
+        if config.wandb_project:
+            folder = config.metrics_folder or "."
+            writers.append(WandbWriter(config.wandb_project, name, folder, config.wandb_mode))
+        result = Writers(writers)
+        result.write(self._description(name))
+        return result
+
+    def _description(self, name: str) -> dict[str, Any]:
+        """The "run" record."""
+        config = dataclasses.asdict(self.config) | dataclasses.asdict(self.lossy_config)
+        versions = {
+            "megatron-lossy": __version__,
+            "megatron-core": megatron.core.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        return {
+            "kind": "run",
+            "name": name,
+            "p_grad": self.lossy_config.p_grad,
+            "p_param": self.lossy_config.p_param,
+            "loss_seed": self.lossy_config.loss_seed,
+            "seed": self.config.seed,
+            "config": config,
+            "versions": versions,
+            "device": devices.device_type(),
+            "world_size": torch.distributed.get_world_size(),
+        }

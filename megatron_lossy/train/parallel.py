@@ -1,0 +1,66 @@
+"""Process groups: the world's, and Megatron's on top of it, for one run at a time.
+
+Under torchrun the world comes from its environment; alone, a program is a world of one rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+from collections.abc import Iterator
+from datetime import timedelta
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from .. import device
+from .config import TrainConfig
+
+
+@contextlib.contextmanager
+def world(config: TrainConfig) -> Iterator[None]:
+    """The default process group, destroyed at the end; one that exists is used and left as it is."""
+    if torch.distributed.is_initialized():
+        yield
+        return
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group(device.backend(), timeout=timeout)
+    else:
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(device.backend(), store=store, rank=0, world_size=1, timeout=timeout)
+    yield
+    # After an exception other ranks may be gone: leave the group to the end of the process.
+    torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def model_parallel(config: TrainConfig) -> Iterator[None]:
+    """Megatron's process groups and random states of one run. Afterwards the next run finds none of them."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
+        distributed_timeout_minutes=config.distributed_timeout_minutes,
+    )
+    groups = list(parallel_state._global_process_group_list)
+    _seed(config.seed)
+    yield
+    # destroy_model_parallel only forgets the groups, whose sockets would add up over the runs of a sweep.
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    for group in groups:
+        if group is not None and group in torch.distributed.distributed_c10d._world.pg_map:
+            torch.distributed.destroy_process_group(group)
+
+
+def _seed(seed: int) -> None:
+    """As Megatron-LM seeds: pipeline stages differ, data-parallel ranks agree."""
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -1,0 +1,101 @@
+"""What a run's folder says about the run: its settings and its latest checkpoint.
+
+Read before any process group exists, so that a wrong folder costs one line and no launch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ..config import LossyConfig, flag_name
+from ..errors import UsageError, refuse
+from .config import SHAPE, TrainConfig
+
+TRACKER = "latest_checkpointed_iteration.txt"
+SETTINGS = "settings.json"
+
+
+def iteration_folder(folder: str | os.PathLike, iteration: int) -> Path:
+    """Where Megatron puts the checkpoint of ``iteration``."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def latest_iteration(folder: str | os.PathLike) -> int | None:
+    """The iteration of the latest whole checkpoint in ``folder``, if any. Raises :class:`UsageError`."""
+    tracker = Path(folder) / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdigit() or not iteration_folder(folder, int(text)).is_dir():
+        raise refuse("--load", folder, f"{TRACKER} there names {text!r}, which is no checkpoint of that folder")
+    return int(text)
+
+
+def settings_of(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> dict[str, Any]:
+    """What makes a run what it is, as JSON would give it back. ``data``: the fingerprint of its data sets, if known."""
+    settings = {"train": config.identity(), "loss": dataclasses.asdict(lossy), "data": data}
+    return json.loads(json.dumps(settings))
+
+
+def same_folder(a: str | None, b: str | None) -> bool:
+    """True if both name one folder."""
+    return a is not None and b is not None and os.path.realpath(a) == os.path.realpath(b)
+
+
+def check_folders(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None = None) -> None:
+    """Raise :class:`UsageError` if a folder holds another run, or a checkpoint that does not fit."""
+    resuming = same_folder(config.save, config.load)
+    for flag, folder in (("--save", config.save), ("--metrics-dir", config.metrics_dir)):
+        settings = _read_settings(folder)
+        if settings is None:
+            if folder and (Path(folder) / "metrics.jsonl").exists():
+                raise refuse(flag, folder, "holds another run")
+            continue
+        difference = _difference(settings, settings_of(config, lossy, data))
+        if difference:
+            raise refuse(flag, folder, f"holds another run ({difference}); choose another folder")
+        if not resuming:
+            raise refuse(flag, folder, "holds a run with these settings; --load it as well to continue")
+    if config.load and latest_iteration(config.load) is not None:
+        _check_shape(config)
+
+
+def write_settings(folder: str | os.PathLike, config: TrainConfig, lossy: LossyConfig, data: list[Any]) -> None:
+    """Claim ``folder`` for this run."""
+    path = Path(folder) / SETTINGS
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".tmp")
+        aside.write_text(json.dumps(settings_of(config, lossy, data), indent=1))
+        os.replace(aside, path)
+
+
+def _read_settings(folder: str | None) -> dict[str, Any] | None:
+    if folder is None or not (Path(folder) / SETTINGS).is_file():
+        return None
+    return json.loads((Path(folder) / SETTINGS).read_text())
+
+
+def _difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
+    for part, cls in (("train", TrainConfig), ("loss", LossyConfig)):
+        for name, value in here[part].items():
+            if there[part].get(name) != value:
+                return f"{flag_name(cls, name)} was {there[part].get(name)} there and is {value} here"
+    if here["data"] is not None and here["data"] != there["data"]:
+        return "its data sets had other contents"
+    return None
+
+
+def _check_shape(config: TrainConfig) -> None:
+    settings = _read_settings(config.load)
+    if settings is None:
+        raise refuse("--load", config.load, f"holds no checkpoint of this program: no {SETTINGS}")
+    saved = TrainConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings["train"].items()})
+    for name in SHAPE:
+        there, here = saved.shape()[name], config.shape()[name]
+        if there != here:
+            raise refuse("--load", config.load, f"{flag_name(TrainConfig, name)} was {there} there and is {here} here")

@@ -1,0 +1,75 @@
+"""The data sets of a run: which files they are, made first if need be, and whether they are what they should be."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from typing import Any
+
+import torch
+
+from ..data import build_tokenizer, check_dataset, read_description, stdlib_documents, write_train_valid
+from ..errors import UsageError
+from .config import TrainConfig
+
+_VALIDATION_SHARE = 0.05
+_DEFAULT_FOLDER = "build/data"
+
+
+def with_data_paths(config: TrainConfig) -> TrainConfig:
+    """``config`` with the paths that ``--data`` stands for."""
+    if config.data is None:
+        return config
+    # The text is that of this Python's library.
+    name = f"{config.data}-{platform.python_version()}-{config.tokenizer.replace(os.sep, '_')}"
+    prefix = os.path.join(config.data_cache_path or _DEFAULT_FOLDER, name)
+    return dataclasses.replace(config, data=None, data_path=(prefix + "_train",), valid_data_path=(prefix + "_valid",))
+
+
+def prepare_text(config: TrainConfig) -> None:
+    """Write the data sets of ``--data`` unless they exist. Rank 0 writes, all ranks wait: a collective call."""
+    if config.data is not None and torch.distributed.get_rank() == 0:
+        paths = with_data_paths(config)
+        tokenizer = build_tokenizer(config.tokenizer)
+        try:
+            for prefix in prefixes(paths):
+                check_dataset(prefix, tokenizer)
+        except UsageError:
+            documents = stdlib_documents()
+            names = [name for name, _ in documents]
+            prefix = paths.data_path[0].removesuffix("_train")
+            write_train_valid(documents, names, _VALIDATION_SHARE, prefix, tokenizer, overwrite=True)
+    torch.distributed.barrier()
+
+
+def prefixes(config: TrainConfig) -> list[str]:
+    """The prefixes in ``--data-path`` and ``--valid-data-path``, without the weights between them."""
+    texts = (config.data_path or ()) + (config.valid_data_path or ())
+    return [text for text in texts if not _is_weight(text)]
+
+
+def check_data(config: TrainConfig) -> None:
+    """Raise :class:`UsageError` unless the data sets are complete and made by ``--tokenizer``."""
+    tokenizer = build_tokenizer(config.tokenizer)
+    for flag, paths in (("--data-path", config.data_path), ("--valid-data-path", config.valid_data_path)):
+        for prefix in paths or ():
+            if not _is_weight(prefix):
+                check_dataset(prefix, tokenizer, flag)
+
+
+def fingerprint(config: TrainConfig) -> list[Any]:
+    """What tells these data sets from others under the same names: a hash of the text, or at least the size."""
+    result = []
+    for prefix in prefixes(config):
+        description = read_description(prefix)
+        result.append(description.documents_sha256 if description else os.path.getsize(prefix + ".bin"))
+    return result
+
+
+def _is_weight(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

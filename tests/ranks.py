@@ -1,0 +1,115 @@
+"""Run a function on several real gloo ranks, in fresh processes that start quickly.
+
+Importing torch and megatron-core costs seconds per process. A fork server imports them once, and each rank is
+forked from it: fresh state for every test at the price of a fork.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+# Oversubscribed cores crawl, and sums must not depend on the number of threads.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.preload"])
+
+
+class RankFailed(AssertionError):
+    """A rank raised or died; the text holds every failed rank's traceback."""
+
+
+def _rank_main(connection, function, rank, world_size, store, args, environment):
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            **environment,
+        }
+    )
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+        )
+        result = function(rank, *args)
+        torch.distributed.barrier()
+        connection.send((True, result))
+    except BaseException:
+        connection.send((False, traceback.format_exc()))
+    finally:
+        connection.close()
+        os._exit(0)
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    environment: dict[str, str] | None = None,
+) -> list[Any]:
+    """Call ``function(rank, *args)`` on ``world_size`` gloo ranks; returns their results in rank order.
+
+    ``function``, ``args`` and results must pickle (use NumPy arrays rather than tensors). Raises
+    :class:`RankFailed` if a rank raises, dies, or ``timeout`` seconds pass; then no process is left behind.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        ranks = []
+        for rank in range(world_size):
+            parent, child = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_rank_main,
+                args=(child, function, rank, world_size, store, args, environment or {}),
+                daemon=True,
+            )
+            process.start()
+            child.close()
+            ranks.append((process, parent))
+        deadline = time.monotonic() + timeout
+        results: list[Any] = [None] * world_size
+        errors: dict[int, str] = {}
+        waiting = set(range(world_size))
+        while waiting:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                errors.update({rank: f"no result after {timeout} s" for rank in waiting})
+                break
+            pipes = {ranks[rank][1]: rank for rank in waiting}
+            # After a failure the others may hang in a collective: give them a moment to report as well.
+            wait = min(remaining, 2.0) if errors else remaining
+            ready = multiprocessing.connection.wait(list(pipes), timeout=wait)
+            if errors and not ready:
+                break
+            for pipe in ready:
+                rank = pipes[pipe]
+                waiting.discard(rank)
+                try:
+                    ok, value = pipe.recv()
+                except EOFError:
+                    ok, value = False, "the process died"
+                if ok:
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+        for process, pipe in ranks:
+            if process.is_alive():
+                process.join(timeout=0 if errors else 10)
+            if process.is_alive():
+                process.kill()
+            process.join()
+            pipe.close()
+        if errors:
+            raise RankFailed("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(errors.items())))
+        return results

@@ -1,0 +1,87 @@
+"""An independent reference of a lossy data-parallel step, in plain NumPy and loops.
+
+It shares no code with the package: it is given the deliveries, and computes what the semantics (docs/semantics.md)
+say every worker must hold. Shapes: N workers; a bucket has N shards of L elements; ``pieces`` cuts a shard into units.
+"""
+
+import numpy as np
+
+
+def pieces(shard, elements):
+    """Slices of a shard of ``shard`` elements in units of ``elements``; the last may be shorter."""
+    return [slice(a, min(a + elements, shard)) for a in range(0, shard, elements)]
+
+
+class ReferenceReduce:
+    """One bucket's gradient exchange for all workers, with the memory that ``previous`` needs."""
+
+    def __init__(self, rule, size, shard, elements):
+        self.rule, self.size, self.shard = rule, size, shard
+        self.units = pieces(shard, elements)
+        self.last = np.zeros((size, size, shard), dtype=np.float64)  # [source, owner, L] last received
+
+    def __call__(self, grads, arrived, counted=True):
+        """``grads`` [N, N, L] float32 (worker, shard); ``arrived`` bool [N, N, units] (source, owner, unit).
+
+        Returns [N, L] float32: what each owner's optimizer gets. ``counted``: the step did not overflow.
+        """
+        n = self.size
+        result = np.zeros((n, self.shard), dtype=np.float32)
+        received = self.last.copy()
+        for owner in range(n):
+            for u, piece in enumerate(self.units):
+                here = [i for i in range(n) if arrived[i, owner, u]]
+                got = {i: grads[i, owner, piece] for i in here}
+                for i in here:
+                    received[i, owner, piece] = got[i]
+                zero = np.zeros(piece.stop - piece.start, dtype=np.float32)
+                if self.rule == "renormalize":
+                    total = sum(got.values(), zero)
+                    value = total * np.float32(n / len(here)) / np.float32(n) if here else zero
+                elif self.rule == "zero":
+                    value = sum(got.values(), zero) / np.float32(n)
+                elif self.rule == "previous":
+                    value = sum((received[i, owner, piece].astype(np.float32) for i in range(n)), zero) / np.float32(n)
+                elif self.rule == "renormalize-remote":
+                    remote = sum((got[i] for i in here if i != owner), zero)
+                    others = len(here) - 1
+                    own = got[owner]
+                    if n == 1 or others == 0:
+                        value = own
+                    else:
+                        value = (own + remote * np.float32((n - 1) / others)) / np.float32(n)
+                result[owner, piece] = value
+        if counted:
+            self.last = received
+        return result
+
+
+def reference_gather(replicas, owners, arrived, units):
+    """New replicas [N, N, L] from the old ones, the owners' shards [N, L], ``arrived`` [source, destination, unit]."""
+    new = replicas.copy()
+    for i in range(len(owners)):
+        for j in range(len(owners)):
+            for u, piece in enumerate(units):
+                if i == j or arrived[j, i, u]:
+                    new[i, j, piece] = owners[j, piece]
+    return new
+
+
+class ReferenceAdamW:
+    """AdamW (Loshchilov and Hutter, 2019, algorithm 2) on one shard, in float32."""
+
+    def __init__(self, weights, lr, betas, eps, decay):
+        self.weights = weights.astype(np.float32).copy()
+        self.m = np.zeros_like(self.weights)
+        self.v = np.zeros_like(self.weights)
+        self.lr, self.betas, self.eps, self.decay, self.t = lr, betas, eps, decay, 0
+
+    def step(self, grad):
+        """Apply one update."""
+        b1, b2 = self.betas
+        self.t += 1
+        self.weights *= np.float32(1 - self.lr * self.decay)
+        self.m += np.float32(1 - b1) * (grad - self.m)
+        self.v = np.float32(b2) * self.v + np.float32(1 - b2) * grad * grad
+        denominator = np.sqrt(self.v) / np.float32(np.sqrt(1 - b2**self.t)) + np.float32(self.eps)
+        self.weights -= np.float32(self.lr / (1 - b1**self.t)) * self.m / denominator

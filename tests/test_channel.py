@@ -1,0 +1,328 @@
+"""Channels: keyed draws, rates, bursts, links, traces.
+
+Statistical tests use fixed seeds; each states how unlikely a failure would be for a right implementation.
+"""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy.channel import Deliveries, Exchange, Network, Stream, check_channels, make_channel
+from megatron_lossy.channel.draws import Uniforms
+from megatron_lossy.channel.gilbert_elliott import GilbertElliott
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+
+SIX_SIGMA = 6.0  # two-sided probability of a false alarm: 2e-9
+
+
+def exchange(phase="grad", step=0, **stream):
+    return Exchange(phase, Stream(**stream), step)
+
+
+def assert_rate(lost, rate, sigmas=SIX_SIGMA):
+    """The share of True in ``lost`` is ``rate`` within ``sigmas`` standard errors of independent draws."""
+    error = np.sqrt(rate * (1 - rate) / lost.size)
+    assert abs(lost.mean() - rate) <= sigmas * error, (lost.mean(), rate, error)
+
+
+def assert_uncorrelated(a, b):
+    """Correlation of two long 0/1 vectors within six standard errors (1/sqrt(n)) of zero."""
+    assert abs(np.corrcoef(a, b)[0, 1]) < SIX_SIGMA / np.sqrt(a.size)
+
+
+# --- draws ---------------------------------------------------------------------------------------------------------
+
+
+def philox4x64(counter, key):
+    """Philox4x64-10 as Salmon et al. define it, in Python integers."""
+    word, mask = list(counter), 2**64 - 1
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = word[0] * 0xD2E7470EE14C6C93, word[2] * 0xCA5A826395121157
+        word = [(p1 >> 64) ^ word[1] ^ k0, p1 & mask, (p0 >> 64) ^ word[3] ^ k1, p0 & mask]
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) & mask, (k1 + 0xBB67AE8584CAA73B) & mask
+    return word
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    step=st.integers(0, 2**40),
+    source=st.integers(0, 2**20),
+    destination=st.integers(0, 2**20),
+    stage=st.integers(0, 2**16 - 1),
+)
+def test_draws_are_philox_of_the_packed_key(seed, step, source, destination, stage):
+    key = exchange("param", step, kind="expert", expert_rank=3, stage=stage, chunk=2)
+    drawn = Uniforms(seed, 1, key, source, destination, 5).upper
+    word = 1 << 56 | 1 << 48 | 3 << 32 | stage << 16 | 2
+    expected = []
+    for block in (1, 2):  # NumPy counts up before the first block
+        for value in philox4x64((block, step, source << 32 | destination, word), (seed, 2)):
+            expected += [value >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
+    assert drawn.tolist() == expected[:5]
+
+
+def test_draws_do_not_depend_on_order_or_on_what_was_asked():
+    calls = list(itertools.product(("grad", "param"), range(3), range(3), range(3)))
+    config = LossyConfig(p_grad=0.3, p_param=0.3)
+
+    def draw(order):
+        networks = {phase: Network(config, phase, 3) for phase in ("grad", "param")}
+        return {
+            (phase, step, a, b): networks[phase].delivered(exchange(phase, step), a, b, 50).tobytes()
+            for phase, step, a, b in order
+        }
+
+    shuffled = random.Random(0).sample(calls, len(calls))
+    assert draw(calls) == draw(shuffled)
+
+
+def test_more_units_extend_the_same_stream():
+    channel = make_channel(LossyConfig(p_grad=0.3), "grad")
+    assert np.array_equal(channel.delivered(exchange(), 0, 1, 1000)[:17], channel.delivered(exchange(), 0, 1, 17))
+
+
+@pytest.mark.parametrize("rate", [1e-5, 0.003, 0.1, 1 / 3, 0.4, 0.999])
+def test_rate(rate):
+    lost = Uniforms(7, 0, exchange(), 0, 1, 4_000_000).below(rate)
+    assert_rate(lost, rate)
+
+
+def test_comparisons_have_48_bits():
+    draws = Uniforms(7, 0, exchange(), 0, 1, 2_000_000)
+    base = 12345 / 65536
+    tie = draws.upper == 12345
+    assert not draws.below(base)[tie].any()
+    assert draws.below(12346 / 65536)[tie].all()
+    assert_rate(draws.below(base + 0.5 / 65536)[tie], 0.5)
+    assert (draws.below(base) <= draws.below(base + 0.3 / 65536)).all()  # monotone
+
+
+def test_links_steps_phases_and_streams_are_independent():
+    """All pairs among 14 keys that differ in one part; false alarm below 91 * 2e-9."""
+    keys = [
+        (exchange("grad", 5), 1, 2),
+        (exchange("grad", 5), 2, 1),
+        (exchange("grad", 5), 1, 3),
+        (exchange("grad", 5), 3, 2),
+        (exchange("grad", 6), 1, 2),
+        (exchange("param", 5), 1, 2),
+        (exchange("grad", 5, stage=1), 1, 2),
+        (exchange("grad", 5, chunk=1), 1, 2),
+        (exchange("grad", 5, kind="expert"), 1, 2),
+        (exchange("grad", 5, kind="expert", expert_rank=1), 1, 2),
+        (exchange("grad", 5, kind="embedding"), 1, 2),
+        (exchange("param", 5, kind="embedding"), 1, 2),
+        (exchange("param", 6, stage=1), 2, 1),
+        (exchange("param", 5, kind="expert", expert_rank=1, stage=1, chunk=1), 3, 3),
+    ]
+    channel = make_channel(LossyConfig(p_grad=0.4), "grad")
+    draws = [channel.delivered(key, a, b, 200_000) for key, a, b in keys]
+    for a, b in itertools.combinations(draws, 2):
+        assert_uncorrelated(a, b)
+
+
+def test_seeds_are_independent():
+    a, b = (make_channel(LossyConfig(p_grad=0.4, loss_seed=seed), "grad") for seed in (1, 2))
+    assert_uncorrelated(a.delivered(exchange(), 0, 1, 200_000), b.delivered(exchange(), 0, 1, 200_000))
+
+
+# --- Gilbert-Elliott -----------------------------------------------------------------------------------------------
+
+
+def ge(p=0.2, burst=5.0, seed=3, **options):
+    return LossyConfig(loss_model=("gilbert-elliott",), p_grad=p, ge_mean_burst=(burst,), loss_seed=seed, **options)
+
+
+def burst_lengths(lost):
+    """Lengths of runs of True that begin and end inside the vector."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], lost.astype(int), [0]])))
+    return (edges[1::2] - edges[::2])[1:-1]
+
+
+@pytest.mark.parametrize(("p", "burst"), [(0.1, 2.0), (0.4, 8.0), (0.5, 1.0 / 0.55), (0.05, 1.0)])
+@pytest.mark.parametrize("units", [1, 7, 100_000])
+def test_gilbert_elliott_rate_and_burst_length(p, burst, units):
+    """Both within 6 standard errors; that of the rate is corrected for the chain's correlation."""
+    channel = make_channel(ge(p, burst), "grad")
+    steps = 400_000 // units if units > 1 else 40_000
+    lost = ~np.concatenate([channel.delivered(exchange(step=step), 0, 1, units) for step in range(steps)])
+    to_good, to_bad = 1 / burst, p / (1 - p) / burst
+    memory = 1 - to_good - to_bad
+    assert_rate(lost, p, SIX_SIGMA * np.sqrt((1 + memory) / (1 - memory)))
+    lengths = burst_lengths(lost)
+    assert abs(lengths.mean() - burst) <= SIX_SIGMA * lengths.std() / np.sqrt(lengths.size) + 1e-9
+
+
+def reference_chain(channel, phase, stream, source, destination, units, steps):
+    """The chain run forward from its start, unit by unit, with the same uniform numbers."""
+    lost = []
+    to_bad, to_good, *_ = channel.parameters(0)
+    start = Exchange(phase, stream, 0)
+    bad = bool(channel.draw(3, start, source, destination, 1).below(to_bad / (to_bad + to_good))[0])
+    for step in range(steps):
+        to_bad, to_good, loss_good, loss_bad = channel.parameters(step)
+        key = Exchange(phase, stream, step)
+        chain = channel.draw(1, key, source, destination, units)
+        loss = channel.draw(2, key, source, destination, units)
+        up, stay = chain.below(to_bad), chain.below(1 - to_good)
+        good_loss, bad_loss = loss.below(loss_good), loss.below(loss_bad)
+        for unit in range(units):
+            bad = bool(stay[unit] if bad else up[unit])
+            lost.append(bad_loss[unit] if bad else good_loss[unit])
+    return np.array(lost).reshape(steps, units)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    parameters=st.tuples(
+        st.floats(0.0, 1.0), st.floats(0.01, 1.0), st.floats(0.0, 0.5), st.floats(0.0, 0.9)
+    ),
+    units=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+    order=st.randoms(use_true_random=False),
+)
+def test_gilbert_elliott_looks_back_exactly(parameters, units, seed, order):
+    """In any order of asking, with a fresh channel or not, it equals the chain run from its start."""
+    config = LossyConfig(loss_model=("gilbert-elliott",), ge_grad=parameters, loss_seed=seed)
+    channel = make_channel(config, "grad")
+    expected = ~reference_chain(channel, "grad", Stream(), 2, 5, units, 30)
+    steps = list(range(30))
+    order.shuffle(steps)
+    for step in steps:
+        assert np.array_equal(channel.delivered(exchange(step=step), 2, 5, units), expected[step])
+    fresh = make_channel(config, "grad")
+    assert np.array_equal(fresh.delivered(exchange(step=29), 2, 5, units), expected[29])
+
+
+def test_gilbert_elliott_follows_a_schedule():
+    config = LossyConfig(
+        loss_model=("gilbert-elliott",), loss_schedule=("0:0.3,200:0,400:0.3",), ge_mean_burst=(3.0,)
+    )
+    channel = make_channel(config, "grad")
+    lost = [~channel.delivered(exchange(step=step), 0, 1, 50) for step in range(600)]
+    assert not np.concatenate(lost[200:400]).any()
+    assert 0.2 < np.concatenate(lost[400:]).mean() < 0.4
+    fresh = make_channel(config, "grad")
+    assert isinstance(fresh, GilbertElliott)
+    assert np.array_equal(~fresh.delivered(exchange(step=599), 0, 1, 50), lost[599])
+
+
+# --- links ---------------------------------------------------------------------------------------------------------
+
+
+def everything(config, size, steps=200, units=20, phase="grad", nodes=None):
+    """bool[steps, source, destination, units] delivered."""
+    network = Network(config, phase, size, nodes)
+    return np.array(
+        [
+            [[network.delivered(exchange(phase, t), a, b, units) for b in range(size)] for a in range(size)]
+            for t in range(steps)
+        ]
+    )
+
+
+def test_the_own_shard_always_arrives_unless_lossy_self():
+    diagonal = np.arange(4)
+    assert everything(LossyConfig(p_grad=0.5), 4)[:, diagonal, diagonal].all()
+    own = everything(LossyConfig(p_grad=0.5, p_param=0.5, lossy_self=True), 4)[:, diagonal, diagonal]
+    assert_rate(~own, 0.5)
+    assert everything(LossyConfig(p_grad=0.5, p_param=0.5, lossy_self=True), 4, phase="param")[
+        :, diagonal, diagonal
+    ].all()
+
+
+def test_receivers_that_lose_together():
+    delivered = everything(LossyConfig(p_grad=0.5, loss_correlation="source"), 4)
+    remote = delivered[:, 0, 1:]
+    assert (remote == remote[:, :1]).all()
+    assert_uncorrelated(delivered[:, 0, 1].ravel(), delivered[:, 2, 1].ravel())
+    apart = everything(LossyConfig(p_grad=0.5), 4)
+    assert_uncorrelated(apart[:, 0, 1].ravel(), apart[:, 0, 2].ravel())
+
+
+def test_links_within_a_node_are_reliable():
+    delivered = everything(LossyConfig(p_grad=0.5, lossy_links="inter-node"), 4, nodes=[0, 0, 1, 1])
+    assert delivered[:, 0, 1].all() and delivered[:, 3, 2].all()
+    assert_rate(~delivered[:, :2, 2:], 0.5)
+
+
+def test_per_link_rates(tmp_path):
+    rates = np.array([[0, 0.1, 0.5], [0.3, 0, 0], [0.9, 0.2, 0.7]])
+    text, binary = tmp_path / "rates.txt", tmp_path / "rates.npy"
+    text.write_text("# source x destination\n0, 0.1, 0.5\n0.3 0 0\n\n0.9 0.2 0.7\n")
+    np.save(binary, rates)
+    for path in (text, binary):
+        config = LossyConfig(loss_model=("per-link",), link_rates_grad=str(path), lossy_self=True)
+        lost = ~everything(config, 3)
+        for a, b in itertools.product(range(3), repeat=2):
+            assert_rate(lost[:, a, b], rates[a, b])
+        check_channels(config, 3, None)
+        with pytest.raises(UsageError, match="3 x 3, but the dense group has 4 ranks"):
+            check_channels(config, 4, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("0 1\n0 0\n", "row 0, column 1 is 1.0"), ("0 nan\n0 0", "nan"), ("0 0\n", "square"), ("0 x\n0 0", "x"), ("", "square")],
+)
+def test_wrong_matrices(tmp_path, text, message):
+    path = tmp_path / "rates.txt"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        check_channels(LossyConfig(loss_model=("per-link",), link_rates_grad=str(path)), 2, None)
+    with pytest.raises(UsageError, match="absent.txt"):
+        check_channels(LossyConfig(loss_model=("per-link",), link_rates_grad=str(tmp_path / "absent.txt")), 2, None)
+
+
+def test_a_trace_replays_what_another_model_lost(tmp_path):
+    recorded = everything(ge(), 3, steps=10, units=4)
+    path = tmp_path / "trace.npz"
+    np.savez(path, **{"grad": recorded, "param": recorded, "grad.dense-e0-s1-c0": ~recorded})
+    config = LossyConfig(loss_model=("trace",), trace=str(path))
+    assert np.array_equal(everything(config, 3, steps=10, units=4), recorded)
+    staged = Network(config, "grad", 3).delivered(exchange(stage=1), 0, 1, 4)
+    assert np.array_equal(staged, ~recorded[0, 0, 1])
+    check_channels(config, 3, 10)
+    for size, steps, message in ((4, 10, "3 ranks"), (3, 11, "10 steps in phase grad, the run needs 11")):
+        with pytest.raises(UsageError, match=message):
+            check_channels(config, size, steps)
+
+
+def test_unreadable_traces(tmp_path):
+    path = tmp_path / "trace.npz"
+    for content in (b"", b"no archive"):
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match="--trace"):
+            check_channels(LossyConfig(loss_model=("trace",), trace=str(path)), 2, None)
+    np.savez(path, grad=np.ones((5, 2, 2, 1)))
+    with pytest.raises(UsageError, match="bool"):
+        check_channels(LossyConfig(loss_model=("trace",), trace=str(path)), 2, None)
+
+
+# --- deliveries ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("units", [1, 13, 150_000])
+def test_both_ends_agree(units):
+    network = Network(LossyConfig(p_grad=0.3), "grad", 6)
+    members = [1, 3, 5]  # an optimizer instance within a full group of six
+    ends = [Deliveries(network, Stream(), members, rank, units) for rank in range(3)]
+    for end in ends:
+        end.prepare(4, outgoing=True)  # drawn on another thread for many units
+        end.prepare(4, outgoing=False)
+    for a, b in itertools.product(range(3), repeat=2):
+        assert np.array_equal(ends[a].outgoing(4)[b], ends[b].incoming(4)[a])
+        key = exchange(step=4)
+        assert np.array_equal(ends[a].outgoing(4)[b], network.delivered(key, members[a], members[b], units))
+
+
+def test_a_group_of_one_has_no_loss_but_its_own():
+    assert Deliveries(Network(LossyConfig(p_grad=0.5), "grad", 1), Stream(), [0], 0, 9).lossless
+    own = Deliveries(Network(LossyConfig(p_grad=0.5, lossy_self=True), "grad", 1), Stream(), [0], 0, 100_000)
+    assert_rate(~own.outgoing(0), 0.5)

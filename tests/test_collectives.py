@@ -1,0 +1,149 @@
+"""The public lossy collectives on real gloo ranks, without Megatron, against the NumPy reference."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lossy.channel import Exchange, Network, Stream
+from megatron_lossy.collectives import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
+from megatron_lossy.config import LossyConfig
+from tests.ranks import RankFailed, run_ranks
+from tests.reference import ReferenceReduce, pieces, reference_gather
+
+STEPS = 6
+RULES = ["renormalize", "renormalize-remote", "previous", "zero"]
+#: --loss-unit, --packet-bytes and the units per shard of 50 and 7 elements
+UNITS = {"shard": 1, "bucket": 1, "packet": 48}  # 12 float32 elements: 5 and 1 units
+
+
+def gradients(step, rank, size, shard):
+    return np.random.default_rng([step, rank, shard]).standard_normal(size * shard).astype(np.float32)
+
+
+def exchange_grads(rank, size, config, shards, asynchronous):
+    group = LossyGroup.create(config, [BucketSpec(shard) for shard in shards])
+    results = []
+    for step in range(STEPS):
+        works, outputs = [], []
+        for bucket, shard in enumerate(shards):
+            grads = torch.from_numpy(gradients(step, rank, size, shard))
+            output = grads[rank * shard : (rank + 1) * shard]  # in place, as Megatron does it
+            works.append(lossy_reduce_scatter(group, bucket, output, grads, step, async_op=asynchronous))
+            outputs.append(output)
+        for work in works:
+            if work is not None:
+                work.wait()
+                work.wait()  # a second wait must change nothing
+        results.append([(output / size).numpy() for output in outputs])
+    return results
+
+
+def elements_of(config, bucket_shard):
+    return config.packet_bytes // 4 if config.loss_unit == "packet" else bucket_shard
+
+
+def deliveries(config, phase, size, shards, step):
+    """For each bucket bool[N, N, units], numbered over the buckets as the semantics say."""
+    counts = [len(pieces(shard, elements_of(config, shard))) for shard in shards]
+    total = 1 if config.loss_unit == "shard" else sum(counts)
+    network = Network(config, phase, size)
+    arrived = np.array(
+        [[network.delivered(Exchange(phase, Stream(), step), a, b, total) for b in range(size)] for a in range(size)]
+    )
+    if config.loss_unit == "shard":
+        return [arrived for _ in shards]
+    starts = np.cumsum([0, *counts])
+    return [arrived[:, :, a:b] for a, b in zip(starts, starts[1:])]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_reduce_scatter_against_the_reference(size, unit):
+    """Every rule, synchronous and not; N <= 2 to the last bit, else up to the order of summation."""
+    shards = [50, 7]
+    for rule in RULES:
+        for lossy_self in (False, True) if rule != "renormalize-remote" else (False,):
+            config = LossyConfig(
+                p_grad=0.45, loss_unit=unit, packet_bytes=max(UNITS[unit], 2), grad_recovery=rule, lossy_self=lossy_self
+            )
+            real = run_ranks(exchange_grads, size, size, config, shards, lossy_self)
+            references = [ReferenceReduce(rule, size, shard, elements_of(config, shard)) for shard in shards]
+            for step in range(STEPS):
+                arrived = deliveries(config, "grad", size, shards, step)
+                for bucket, shard in enumerate(shards):
+                    grads = np.array([gradients(step, rank, size, shard) for rank in range(size)])
+                    expected = references[bucket](grads.reshape(size, size, shard), arrived[bucket])
+                    got = np.array([real[rank][step][bucket] for rank in range(size)])
+                    if size <= 2:
+                        np.testing.assert_array_equal(got, expected)
+                    else:
+                        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def gather_params(rank, size, config, shards, asynchronous):
+    group = LossyGroup.create(config, [BucketSpec(shard) for shard in shards])
+    replicas = [torch.zeros(size * shard) for shard in shards]
+    results = []
+    for step in range(STEPS):
+        works = []
+        for bucket, shard in enumerate(shards):
+            own = replicas[bucket][rank * shard : (rank + 1) * shard]
+            own.copy_(torch.from_numpy(gradients(step, rank, 1, shard)))
+            works.append(lossy_all_gather(group, bucket, replicas[bucket], own, step, async_op=asynchronous))
+        for work in works:
+            if work is not None:
+                work.wait()
+        results.append([replica.numpy().copy() for replica in replicas])
+    return results
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_all_gather_against_the_reference(size, unit):
+    """Bit for bit, synchronous and asynchronous."""
+    shards = [50, 7]
+    config = LossyConfig(p_param=0.45, loss_unit=unit, packet_bytes=max(UNITS[unit], 2))
+    for asynchronous in (False, True):
+        real = run_ranks(gather_params, size, size, config, shards, asynchronous)
+        for bucket, shard in enumerate(shards):
+            replicas = np.zeros((size, size, shard), dtype=np.float32)
+            for step in range(STEPS):
+                arrived = deliveries(config, "param", size, shards, step)[bucket]
+                owners = np.array([gradients(step, rank, 1, shard) for rank in range(size)])
+                replicas = reference_gather(replicas, owners, arrived, pieces(shard, elements_of(config, shard)))
+                got = np.array([real[rank][step][bucket] for rank in range(size)])
+                np.testing.assert_array_equal(got.reshape(size, size, shard), replicas)
+
+
+def infinite(rank):
+    """A lost shard that holds infinities and NaN must leave no trace."""
+    config = LossyConfig(p_grad=0.999999, grad_recovery="renormalize")
+    group = LossyGroup.create(config, [BucketSpec(4)])
+    grads = torch.full((8,), float("inf") if rank else 1.0)
+    output = torch.empty(4)
+    lossy_reduce_scatter(group, 0, output, grads, 0)
+    return output.numpy()
+
+
+def test_lost_infinities_are_removed():
+    np.testing.assert_array_equal(run_ranks(infinite, 2)[0], np.full(4, 2.0))
+
+
+def wrong_op(rank):
+    group = LossyGroup.create(LossyConfig(p_grad=0.1), [BucketSpec(4)])
+    lossy_reduce_scatter(group, 0, torch.empty(4), torch.ones(8), 0, op=dist.ReduceOp.MAX)
+
+
+def test_other_reductions_are_refused():
+    with pytest.raises(RankFailed, match="must be ReduceOp.SUM or ReduceOp.AVG"):
+        run_ranks(wrong_op, 2)
+
+
+def nodes_by_host(rank):
+    group = LossyGroup.create(LossyConfig(p_grad=0.9, lossy_links="inter-node"), [BucketSpec(4)])
+    return bool(group.deliveries["grad"].outgoing(0).all())
+
+
+def test_ranks_of_one_host_are_one_node():
+    assert all(run_ranks(nodes_by_host, 2))

@@ -1,0 +1,78 @@
+"""Flags: one source, allowed values, one-line errors."""
+
+import argparse
+import math
+
+import pytest
+
+from megatron_lossy.config import LossyConfig, Schedule, add_flags, flag_table, from_namespace
+from megatron_lossy.errors import UsageError
+
+
+def parse(*arguments):
+    parser = add_flags(argparse.ArgumentParser(), LossyConfig, "loss")
+    return from_namespace(LossyConfig, parser.parse_args(arguments))
+
+
+def test_no_flags_give_the_defaults_and_no_loss():
+    assert parse() == LossyConfig()
+    assert parse().lossless
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--p-grad", "1"], "--p-grad 1.0"),
+        (["--p-grad", "-0.1"], "--p-grad -0.1"),
+        (["--p-param", "nan"], "--p-param nan"),
+        (["--p-param", "inf"], "--p-param inf"),
+        (["--packet-bytes", "0"], "--packet-bytes 0"),
+        (["--loss-seed", "-1"], "--loss-seed -1"),
+        (["--ranks-per-node", "-4"], "--ranks-per-node -4"),
+        (["--loss-model", "per-link"], "--link-rates-grad"),
+        (["--loss-model", "trace"], "--trace FILE"),
+        (["--loss-model", "bernoulli", "bernoulli", "trace"], "--loss-model bernoulli bernoulli trace"),
+        (["--trace", "x.npz"], "--trace x.npz"),
+        (["--link-rates-grad", "m.txt"], "--link-rates-grad m.txt"),
+        (["--ge-grad", "0.1", "0.5", "0", "1"], "--ge-grad 0.1 0.5 0.0 1.0"),
+        (["--loss-model", "gilbert-elliott", "--ge-grad", "0", "0", "0", "1"], "--ge-grad 0.0 0.0 0.0 1.0"),
+        (["--loss-model", "gilbert-elliott", "--ge-grad", "0.1", "2", "0", "1"], "--ge-grad 0.1 2.0 0.0 1.0"),
+        (["--loss-model", "gilbert-elliott", "--ge-grad", "0.5", "0", "0", "1"], "mean loss rate must be below 1"),
+        (["--loss-model", "gilbert-elliott", "--ge-mean-burst", "0.5"], "--ge-mean-burst 0.5"),
+        (["--loss-model", "gilbert-elliott", "--p-grad", "0.9"], "--p-grad 0.9"),
+        (["--p-grad", "0.1", "--loss-schedule", "0:0.1"], "--p-grad 0.1"),
+        (["--loss-schedule", "5:0.1"], "--loss-schedule 5:0.1"),
+        (["--loss-schedule", "0:0.1,0:0.2"], "--loss-schedule"),
+        (["--loss-schedule", "0:1.5"], "--loss-schedule 0:1.5"),
+        (["--loss-schedule", "often"], "--loss-schedule often"),
+        (["--lossy-self", "--grad-recovery", "renormalize-remote"], "--lossy-self"),
+        (["--loss-model", "trace", "--trace", "x", "--loss-correlation", "source"], "--loss-correlation source"),
+    ],
+)
+def test_a_wrong_value_is_named(arguments, named):
+    with pytest.raises(UsageError) as error:
+        parse(*arguments)
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_phases_can_differ():
+    config = parse("--loss-model", "bernoulli", "gilbert-elliott", "--p-grad", "0.1", "--p-param", "0.2")
+    assert config.phase("grad").model == "bernoulli"
+    assert config.phase("param").model == "gilbert-elliott"
+    assert config.phase("param").burst == 4
+    config = parse("--loss-schedule", "0:0,10:0.5", "0:0")
+    assert not config.phase("grad").lossless and config.phase("param").lossless
+
+
+def test_schedule_is_a_step_function():
+    schedule = Schedule.parse("0:0,10:0.25,20:0.5")
+    assert [schedule.rate(step) for step in (0, 9, 10, 19, 20, 10**9)] == [0, 0, 0.25, 0.25, 0.5, 0.5]
+    assert math.isclose(max(schedule.rates), 0.5)
+
+
+def test_the_table_of_flags_has_every_flag():
+    table = flag_table(LossyConfig)
+    for flag in ("--p-grad", "--loss-unit", "--ge-param", "--save-replicas"):
+        assert f"`{flag}" in table
+    assert "| 4096 |" in table and "| off |" in table and "| 0.0 |" in table

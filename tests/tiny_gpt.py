@@ -1,0 +1,328 @@
+"""A GPT of a few thousand parameters under Megatron's own DDP, distributed optimizer and schedules.
+
+Tests build it inside :func:`tests.ranks.run_ranks`: ``run = build(TinyGPT(pipeline=2)); run.step(0)``. All data are a
+function of (iteration, data-parallel rank, micro-batch), so that runs which should agree can be compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from megatron_lossy import device
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class TinyGPT:
+    """What to build; the data-parallel size is what remains of the world."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int | None = None  # model chunks per pipeline rank; needs layers = pipeline x virtual x n
+    expert: int = 1
+    instances: int = 1  # distributed optimizer instances
+    experts: int | None = None
+
+    layers: int = 2
+    hidden: int = 32
+    heads: int = 4
+    vocab: int = 64
+    sequence: int = 16
+    tied: bool = True
+    dropout: float = 0.0
+
+    dtype: str = "fp32"
+    grads_in_fp32: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    bucket_size: int | None = None
+    average_in_collective: bool = False
+    fp32_accumulation: bool = False  # reduce_scatter_with_fp32_accumulation
+    per_token_loss: bool = False
+    ddp: dict[str, Any] = field(default_factory=dict)  # further fields of DistributedDataParallelConfig
+
+    optimizer: str = "adam"  # or "sgd", without momentum
+    lr: float = 1e-2
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    loss_scale: float | None = None  # constant; without it, fp16 scales dynamically and nothing else scales
+    initial_loss_scale: float = 2.0**12
+
+    micro_batch: int = 2
+    accumulation: int = 1  # micro-batches per iteration
+    seed: int = 1
+
+
+class TinyRun:
+    """A model under training. ``model`` is the list of this rank's DDP chunks, ``optimizer`` Megatron's."""
+
+    def __init__(self, config: TinyGPT) -> None:
+        self.config = config
+        self.transformer = _transformer_config(config)
+        self.model = _model(config, self.transformer)
+        self.optimizer = _optimizer(config, self.model)
+        self._train = get_forward_backward_func()
+        self._gathers = config.overlap_param_gather
+        if self._gathers:  # as Megatron's training loop: nothing to gather before the first step
+            for chunk in self.model:
+                chunk.disable_forward_pre_hook(param_sync=False)
+        self.transformer.grad_scale_func = self.optimizer.scale_loss
+        self.transformer.finalize_model_grads_func = finalize_model_grads
+        if config.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.model]
+            self.transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def step(self, iteration: int, overflow_on: int | None = None) -> dict[str, Any]:
+        """One iteration: ``loss`` (mean over this rank's own tokens; None before the last stage), ``grad_norm``, ``success``.
+
+        ``overflow_on`` makes the gradients of that data-parallel rank non-finite; the step is skipped if the
+        optimizer has a loss scale.
+        """
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = self._forward_backward(iteration, overflow_on, forward_only=False)
+        success, grad_norm, _ = self.optimizer.step()
+        if self._gathers:
+            self._gathers = False
+            for chunk in self.model:
+                chunk.enable_forward_pre_hook()
+        return {"loss": loss, "grad_norm": grad_norm, "success": success}
+
+    def evaluate(self, iteration: int) -> float | None:
+        """The loss of the batch that :meth:`step` would train on; no gradients."""
+        for chunk in self.model:
+            chunk.eval()
+        loss = self._forward_backward(iteration, None, forward_only=True)
+        for chunk in self.model:
+            chunk.train()
+        return loss
+
+    def gather(self) -> None:
+        """Finish an overlapped parameter gather now, as Megatron does before a save."""
+        for chunk in self.model:
+            chunk.start_param_sync(force_sync=True)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """This rank's replica, fp32: every parameter by name, prefixed with its chunk if there are several."""
+        result = {}
+        for k, chunk in enumerate(self.model):
+            prefix = f"{k}." if len(self.model) > 1 else ""
+            for name, parameter in chunk.module.named_parameters():
+                result[prefix + name.removeprefix("module.")] = _numpy(parameter)
+        return result
+
+    def replica_buffers(self) -> dict[str, np.ndarray]:
+        """This rank's whole parameter buffers, padding included, fp32, under "chunk/dense/k" and "chunk/expert/k"."""
+        return {name: _numpy(buffer.param_data) for name, buffer in self._buffers()}
+
+    def owner_buffers(self) -> dict[str, np.ndarray]:
+        """As :meth:`replica_buffers`, each shard as its owner holds it: gathered here, without Megatron's collectives."""
+        groups = {
+            bucket: group.intra_distributed_optimizer_instance_group
+            for chunk in self.model
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+            for bucket in group.buckets
+        }
+        result = {}
+        for name, buffer in self._buffers():
+            buckets = []
+            for bucket in sorted(buffer.buckets, key=lambda bucket: bucket.offset):
+                group = groups[bucket]
+                shard = bucket.param_data.view(group.size(), -1)[group.rank()].float()
+                shards = [torch.empty_like(shard) for _ in range(group.size())]
+                torch.distributed.all_gather(shards, shard, group=group)
+                buckets += shards
+            result[name] = torch.cat(buckets).numpy()
+        return result
+
+    def _buffers(self) -> Iterator[tuple[str, Any]]:
+        for c, chunk in enumerate(self.model):
+            for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
+                for k, buffer in enumerate(buffers):
+                    yield f"{c}/{kind}/{k}", buffer
+
+    def _forward_backward(self, iteration: int, overflow_on: int | None, forward_only: bool) -> float | None:
+        config = self.config
+        rank = parallel_state.get_data_parallel_rank()
+        scale = float("inf") if overflow_on == rank else 1.0
+        batches = [
+            iter([_batch(config, iteration, rank, k) for k in range(config.accumulation)]) for _ in self.model
+        ]
+        reports = self._train(
+            forward_step_func=partial(_forward_step, scale=scale),
+            data_iterator=batches if len(batches) > 1 else batches[0],
+            model=self.model if len(self.model) > 1 else self.model[0],
+            num_microbatches=config.accumulation,
+            seq_length=config.sequence,
+            micro_batch_size=config.micro_batch,
+            forward_only=forward_only,
+        )
+        if not reports:
+            return None
+        total, tokens = torch.stack([report["loss"] for report in reports]).sum(dim=0)
+        return (total / tokens).item()
+
+
+def build(config: TinyGPT) -> TinyRun:
+    """Build on this rank, inside a world already initialised; the first call of a process sets the parallel groups."""
+    device.prepare()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor,
+            pipeline_model_parallel_size=config.pipeline,
+            virtual_pipeline_model_parallel_size=config.virtual,
+            expert_model_parallel_size=config.expert,
+            num_distributed_optimizer_instances=config.instances,
+            create_gloo_process_groups=False,
+        )
+    torch.manual_seed(config.seed)
+    model_parallel_cuda_manual_seed(config.seed)
+    return TinyRun(config)
+
+
+def _transformer_config(config: TinyGPT) -> TransformerConfig:
+    dtype = _DTYPES[config.dtype]
+    return TransformerConfig(
+        num_layers=config.layers,
+        hidden_size=config.hidden,
+        num_attention_heads=config.heads,
+        tensor_model_parallel_size=config.tensor,
+        pipeline_model_parallel_size=config.pipeline,
+        virtual_pipeline_model_parallel_size=config.virtual,
+        expert_model_parallel_size=config.expert,
+        num_moe_experts=config.experts,
+        moe_token_dispatcher_type="alltoall" if config.experts else "allgather",
+        overlap_p2p_comm=config.virtual is not None,  # of two stages, Megatron needs it to interleave chunks
+        batch_p2p_comm=config.virtual is None,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=config.dtype == "bf16",
+        fp16=config.dtype == "fp16",
+        hidden_dropout=config.dropout,
+        attention_dropout=config.dropout,
+        calculate_per_token_loss=config.per_token_loss,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+    )
+
+
+def _model(config: TinyGPT, transformer: TransformerConfig) -> list[DistributedDataParallel]:
+    ddp_config = DistributedDataParallelConfig(
+        **{
+            "use_distributed_optimizer": True,
+            "grad_reduce_in_fp32": config.grads_in_fp32,
+            "overlap_grad_reduce": config.overlap_grad_reduce,
+            "overlap_param_gather": config.overlap_param_gather,
+            "bucket_size": config.bucket_size,
+            "average_in_collective": config.average_in_collective,
+            "num_distributed_optimizer_instances": config.instances,
+            **({"reduce_scatter_with_fp32_accumulation": True} if config.fp32_accumulation else {}),
+            **config.ddp,
+        }
+    )
+    chunks = []
+    for stage in range(config.virtual or 1):
+        vp_stage = stage if config.virtual else None
+        where = {"ignore_virtual": config.virtual is None, "vp_stage": vp_stage}
+        module = GPTModel(
+            config=transformer,
+            transformer_layer_spec=get_gpt_layer_local_spec(num_experts=config.experts),
+            vocab_size=config.vocab,
+            max_sequence_length=config.sequence,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=config.tied,
+            **({"vp_stage": vp_stage} if config.virtual else {}),
+        )
+        if config.dtype != "fp32":
+            module = Float16Module(transformer, module)
+        chunks.append(
+            DistributedDataParallel(
+                config=transformer,
+                ddp_config=ddp_config,
+                module=module,
+                disable_bucketing=stage > 0,
+            )
+        )
+    return chunks
+
+
+def _optimizer(config: TinyGPT, model: list[DistributedDataParallel]) -> Any:
+    # Megatron's distributed optimizer takes nothing but Adam, which is SGD where epsilon outweighs the second moment.
+    epsilon = {"adam": 1e-8, "sgd": 2.0**40}[config.optimizer]
+    scale = {"adam": 1.0, "sgd": epsilon}[config.optimizer]
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            lr=config.lr * scale,
+            weight_decay=config.weight_decay / scale,
+            adam_beta1={"adam": 0.9, "sgd": 0.0}[config.optimizer],
+            adam_eps=epsilon,
+            clip_grad=config.clip_grad,
+            params_dtype=_DTYPES[config.dtype],
+            bf16=config.dtype == "bf16",
+            fp16=config.dtype == "fp16",
+            loss_scale=config.loss_scale,
+            initial_loss_scale=config.initial_loss_scale,
+            use_distributed_optimizer=True,
+            overlap_param_gather=config.overlap_param_gather,
+        ),
+        model,
+        use_gloo_process_groups=False,
+    )
+
+
+def _batch(config: TinyGPT, iteration: int, rank: int, micro_batch: int) -> dict[str, torch.Tensor]:
+    """Counting modulo the vocabulary from random starts by random strides; a random tail of each row is masked."""
+    random = np.random.default_rng([config.seed, iteration, rank, micro_batch])
+    start = random.integers(config.vocab, size=(config.micro_batch, 1))
+    stride = random.integers(1, 4, size=(config.micro_batch, 1))
+    text = torch.from_numpy((start + stride * np.arange(config.sequence + 1)) % config.vocab)
+    length = random.integers(config.sequence // 2, config.sequence + 1, size=(config.micro_batch, 1))
+    position = torch.arange(config.sequence)
+    return {
+        "input_ids": text[:, :-1].contiguous(),
+        "labels": text[:, 1:].contiguous(),
+        "position_ids": position.expand(config.micro_batch, -1).contiguous(),
+        "loss_mask": (position < torch.from_numpy(length)).float(),
+    }
+
+
+def _forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any, scale: float) -> tuple[Any, Any]:
+    batch = next(data)
+    causal = torch.ones(1, 1, *[batch["input_ids"].shape[1]] * 2, dtype=torch.bool).triu(1)
+    losses = model(batch["input_ids"], batch["position_ids"], causal, labels=batch["labels"])
+    return losses, partial(_loss, batch["loss_mask"], scale)
+
+
+def _loss(mask: torch.Tensor, scale: float, losses: torch.Tensor) -> tuple[Any, ...]:
+    total = (losses.float() * mask).sum()
+    tokens = mask.sum().int()
+    return total * scale, tokens, {"loss": torch.stack([total.detach(), tokens.float()])}
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().float().numpy().copy()
