@@ -20,16 +20,19 @@ class LossyWork:
     """Handle of an asynchronous lossy collective: :meth:`wait` completes it, recovery included."""
 
     def __init__(self, work: dist.Work, finish: Finish | None, output: torch.Tensor) -> None:
-        self._work = work
+        self._work: dist.Work | None = work
         self._finish = finish
         self._output = output
 
     def wait(self) -> None:
         """Wait until the output holds the result; a second call does nothing more."""
-        self._work.wait()
+        if self._work is None:
+            return
+        # Only once: every wait of gloo's reduce-scatter copies the unrecovered result into the output again.
+        work, self._work = self._work, None
+        work.wait()
         if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish(self._output)
+            self._finish(self._output)
 
 
 def _complete(work, finish, output, async_op: bool) -> LossyWork | None:

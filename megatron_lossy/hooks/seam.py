@@ -60,11 +60,14 @@ class _Handle:
     def __init__(self, handle: Any, pending: _Pending) -> None:
         self._handle = handle
         self._pending = pending
+        self._waited = False
 
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._handle.wait(*args, **kwargs)
-        self._pending.run()
-        return result
+    def wait(self) -> None:
+        # Only once: every wait of gloo's reduce-scatter copies the unrecovered result into the output again.
+        if not self._waited:
+            self._waited = True
+            self._handle.wait()
+            self._pending.run()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)
