@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import random
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
 from .. import device
-from ..errors import UsageError
+from ..hooks.ledger import Ledger, Patch
 from .saved import TRACKER, iteration_folder, latest_iteration
 
 
@@ -53,7 +55,8 @@ class Checkpoints:
         with self._lossy.owner_weights(self._chunks):
             state = self._state(is_loading=False)
             state |= {"iteration": iteration, "ranks": _ranks(), "scheduler": self._scheduler.state_dict(), **common}
-            dist_checkpointing.save(state, str(aside), strategy)
+            with _in_process_results():
+                dist_checkpointing.save(state, str(aside), strategy)
         self._lossy.save_replicas(aside)
         torch.distributed.barrier()
         if first:
@@ -101,6 +104,27 @@ class Checkpoints:
     @staticmethod
     def _data_parallel_group() -> torch.distributed.ProcessGroup:
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+@contextlib.contextmanager
+def _in_process_results() -> Iterator[None]:
+    ledger = Ledger("synchronous checkpoints of megatron-core")
+    ledger.install(
+        [
+            Patch(
+                "megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
+                lambda _: queue.SimpleQueue,
+                "its queue lives in a process of its own, which asynchronous saving needs; that process takes seconds "
+                "to start, and dies of the SIGTERM on which we save",
+                "megatron-core 0.16",
+                "its synchronous saving needs no other process",
+            )
+        ]
+    )
+    try:
+        yield
+    finally:
+        ledger.uninstall()
 
 
 def _ranks() -> int:

@@ -1,0 +1,170 @@
+"""Record on every rank what enters and leaves Megatron's data-parallel exchanges, and check it by value.
+
+The expectation comes from the NumPy reference and from deliveries asked of the channel directly.
+"""
+
+from collections import defaultdict
+
+import numpy as np
+
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import param_and_grad_buffer as pgb
+
+from megatron_lossy import hooks
+from megatron_lossy.channel import Exchange, Network
+from megatron_lossy.hooks.seam import slot_of
+from tests.reference import ReferenceReduce, pieces, reference_gather
+from tests.tiny_gpt import build
+
+
+def record(rank, tiny, config, steps, overflows=None):
+    """Train ``steps`` iterations with loss; returns one list of bucket records per iteration.
+
+    ``overflows``: iteration to data-parallel rank whose gradients become infinite.
+    """
+    lossy = hooks.install(config)
+    run = build(tiny)
+    places = _places(lossy, run)
+    sent, reduced = {}, {}
+
+    original = pgb.dist_reduce_scatter_func
+
+    def spy(output, input, *args, **kwargs):
+        sent[id(input)] = input.float().numpy().copy()
+        return original(output, input, *args, **kwargs)
+
+    pgb.dist_reduce_scatter_func = spy
+    finish = DistributedDataParallel.finish_grad_sync
+
+    def finish_grad_sync(self, *args, **kwargs):
+        result = finish(self, *args, **kwargs)
+        for bucket, place in places:
+            own = bucket.grad_data.chunk(len(place["group"]))[place["group"].index(rank)]
+            reduced[id(bucket)] = own.float().numpy().copy()
+        return result
+
+    DistributedDataParallel.finish_grad_sync = finish_grad_sync
+    iterations = []
+    for step in range(steps):
+        before = [bucket.param_data.float().numpy().copy() for bucket, _ in places]
+        report = run.step(step, overflow_on=(overflows or {}).get(step))
+        if tiny.overlap_param_gather:
+            run.gather()
+        iterations.append(
+            {
+                "report": report,
+                "update": lossy.update,
+                "buckets": [
+                    {
+                        **place,
+                        "sent": sent[id(bucket.grad_data)],
+                        "reduced": reduced[id(bucket)],
+                        "before": old,
+                        "after": bucket.param_data.float().numpy().copy(),
+                    }
+                    for (bucket, place), old in zip(places, before)
+                ],
+            }
+        )
+    return iterations
+
+
+def _places(lossy, run):
+    """Every bucket with what identifies it: stream, number, groups of global ranks."""
+    places = []
+    for ddp in run.model:
+        for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
+            for bucket in group.buckets:
+                slot = slot_of(bucket.grad_data)
+                expert = slot.group.stream.kind == "expert"
+                part = group.intra_distributed_optimizer_instance_group
+                full = ddp.expt_dp_group if expert else ddp.dp_cp_group
+                units = slot.group.units
+                places.append(
+                    (
+                        bucket,
+                        {
+                            "stream": slot.group.stream,
+                            "number": slot.bucket,
+                            "group": dist.get_process_group_ranks(part),
+                            "full": dist.get_process_group_ranks(full),
+                            "shard": bucket.grad_data.numel() // part.size(),
+                            "units": {p: (u[slot.bucket].first, u[slot.bucket].elements) for p, u in units.items()},
+                            "totals": {p: slot.group.deliveries[p].units for p in units},
+                        },
+                    )
+                )
+    return places
+
+
+def _arrived(config, phase, step, place):
+    """bool[N, N, units of the bucket] between the ranks of the collective's group."""
+    network = Network(config, phase, len(place["full"]))
+    members = [place["full"].index(rank) for rank in place["group"]]
+    exchange = Exchange(phase, place["stream"], step)
+    first, elements = place["units"][phase]
+    count = len(pieces(place["shard"], elements))
+    total = place["totals"][phase]
+    return np.array(
+        [[network.delivered(exchange, a, b, total)[first : first + count] for b in members] for a in members]
+    )
+
+
+def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6):
+    """Assert that every reduced shard and every replica is what the reference says. Returns numbers of losses."""
+    reduce, lost = {}, defaultdict(int)
+    for step in range(len(recorded[0])):
+        # One record per rank and bucket; together they make the exchange of one group.
+        exchanges = defaultdict(dict)
+        for rank, iterations in enumerate(recorded):
+            for place in iterations[step]["buckets"]:
+                key = (place["stream"], place["number"], tuple(place["full"]))
+                exchanges[key].setdefault(tuple(place["group"]), {})[rank] = place
+        success = recorded[0][step]["report"]["success"]
+        for key, instances in exchanges.items():
+            total = 0
+            for group, members in instances.items():
+                place = members[group[0]]
+                size, shard = len(group), place["shard"]
+                arrived = _arrived(config, "grad", step, place)
+                lost["grad"] += int((~arrived).sum())
+                sent = np.array([members[rank]["sent"] for rank in group]).reshape(size, size, shard)
+                elements = place["units"]["grad"][1]
+                rule = reduce.setdefault((key, group), ReferenceReduce(config.grad_recovery, size, shard, elements))
+                expected = rule(sent, arrived, counted=success)
+                total = total + expected * np.float32(1 if averaged else size)
+                # Parameters: of this instance alone.
+                update = recorded[0][step]["update"]
+                arrived = _arrived(config, "param", update, place) if success else np.zeros_like(arrived[:, :, :1])
+                lost["param"] += int((~arrived).sum()) if success else 0
+                before = np.array([members[rank]["before"] for rank in group]).reshape(size, size, shard)
+                after = np.array([members[rank]["after"] for rank in group]).reshape(size, size, shard)
+                owners = after[np.arange(size), np.arange(size)]
+                units = pieces(shard, place["units"]["param"][1])
+                expected = reference_gather(before, owners, arrived, units) if success else before
+                np.testing.assert_array_equal(after, expected)
+            if averaged:
+                total = total / np.float32(len(instances))
+            for group, members in instances.items():
+                got = np.array([members[rank]["reduced"] for rank in group])
+                if not success:
+                    continue
+                if exact and len(group) * len(instances) <= 2:
+                    np.testing.assert_array_equal(got, total)
+                else:
+                    np.testing.assert_allclose(got, total, rtol=rtol, atol=atol)
+    return lost
+
+
+def plain(rank, tiny, config, steps):
+    """Final weights, owners' buffers and losses of a run; ``config`` None leaves Megatron alone."""
+    if config is not None:
+        hooks.install(config)
+    run = build(tiny)
+    reports = [run.step(step) for step in range(steps)]
+    if tiny.overlap_param_gather:
+        run.gather()
+    return run.weights(), [(r["loss"], float(r["grad_norm"])) for r in reports]
+
+
