@@ -80,8 +80,12 @@ def _install(config: LossyConfig, steps: int | None) -> None:
 
     try:
         import megatron.core
+        import megatron.training.arguments  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"SCRIPT: megatron.core cannot be imported from its folder or the environment ({error})")
+        raise UsageError(
+            f"SCRIPT {sys.argv[0]}: megatron.core and megatron.training must be importable from its folder ({error}); "
+            "what Megatron-LM itself needs comes with pip install 'megatron-lossy[megatron-lm]'"
+        ) from None
     hooks.check_version(megatron.core.__version__)
     device.prepare(megatron_training=True)
     lossy = hooks.install(config, steps)

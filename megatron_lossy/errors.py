@@ -9,7 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
+
+#: Seconds that all but the first rank of a node wait before they print their error.
+_GRACE = 5.0
 
 
 class UsageError(ValueError):
@@ -25,14 +29,15 @@ def refuse(flag: str, value: object, allowed: str) -> UsageError:
 def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
     """Print a :class:`UsageError` as one line and exit with status 2.
 
-    All ranks of a node find the same error, so that only the first of them (``LOCAL_RANK`` 0 or unset)
-    prints it. The exit skips the clean-up of process groups, which would wait for the other ranks.
+    The ranks of a node usually find the same error. The first (``LOCAL_RANK`` 0 or unset) prints it and exits, and
+    the launcher ends the others while they wait; one that is still there afterwards was alone with its error and
+    prints it too. The exit skips the clean-up of process groups, which would wait for other ranks.
     """
     try:
         yield
     except UsageError as error:
-        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
-            print(f"{program}: error: {error}", file=sys.stderr)
         sys.stdout.flush()
-        sys.stderr.flush()
+        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
+            time.sleep(_GRACE)
+        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
         os._exit(2)

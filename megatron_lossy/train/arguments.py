@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,11 +22,6 @@ from .config import TrainConfig
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
-
-
-def launched_ranks() -> int:
-    """Ranks of the world that torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:

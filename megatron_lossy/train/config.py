@@ -204,7 +204,7 @@ class TrainConfig:
             widest = "tensor_model_parallel_size" if tensor >= pipeline else "pipeline_model_parallel_size"
             fewer = f"only {world_size} started" if world_size < model else f"not {world_size}"
             self._check(widest, False, f"TP x PP = {tensor} x {pipeline} needs a multiple of {model} ranks, {fewer}")
-        data = world_size // model
+        data = self.data_parallel_size(world_size)
         self._check(
             "global_batch_size",
             self.global_batch_size % (self.micro_batch_size * data) == 0,
@@ -223,6 +223,10 @@ class TrainConfig:
             data % self.num_distributed_optimizer_instances == 0,
             f"must divide the {data} data-parallel ranks",
         )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Ranks that share the batch, out of ``world_size``."""
+        return world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
 
     @property
     def ffn(self) -> int:

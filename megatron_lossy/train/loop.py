@@ -22,11 +22,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from .. import __version__, hooks
 from .. import device as devices
+from ..channel import check_channels
 from ..config import LossyConfig
 from ..data import build_tokenizer
 from ..monitor.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, Writers, check_wandb
 from . import parallel
-from .arguments import launched_ranks
 from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .data import RankBatches, build_datasets
@@ -34,6 +34,7 @@ from .evaluate import evaluate, mean_loss, perplexity
 from .log import Console, Silent
 from .model import build_model, forward_step, transformer_impl
 from .optimizer import build_optimizer
+from .process import Diverged, launched_ranks
 from .saved import check_folders, latest_iteration, write_settings
 from .text import check_data, fingerprint, prepare_text, with_data_paths
 
@@ -49,10 +50,6 @@ class Progress:
     window_skipped: int = 0
 
 
-class Diverged(RuntimeError):
-    """The loss is not a number any more."""
-
-
 def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | None = None) -> dict[str, Any]:
     """Train to ``--train-iters``, or until SIGTERM or ``--exit-interval`` says to stop; returns the summary.
 
@@ -62,7 +59,9 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     folders, before any process group exists, and :class:`Diverged` for a loss that is not finite.
     """
     devices.prepare()
-    config.check_world(launched_ranks())
+    ranks = launched_ranks()
+    config.check_world(ranks)
+    check_channels(lossy_config, config.data_parallel_size(ranks), config.train_iters)
     transformer_impl(config)
     if config.wandb_project:
         check_wandb(config.wandb_project)
@@ -170,9 +169,7 @@ class _Run:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        data_parallel = torch.distributed.get_world_size() // (
-            config.tensor_model_parallel_size * config.pipeline_model_parallel_size
-        )
+        data_parallel = config.data_parallel_size(torch.distributed.get_world_size())
         sums = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=batches,

@@ -1,0 +1,60 @@
+"""How a rank's process starts, and how it ends when something goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+
+from ..errors import UsageError
+
+
+def launched_ranks() -> int:
+    """Ranks of the world that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def quiet_imports() -> None:
+    """Keep from the log what megatron-core warns of on every rank: packages it can do without, names torch renames."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+
+
+class Diverged(RuntimeError):
+    """The loss is not a number any more."""
+
+
+@contextlib.contextmanager
+def rank_errors(program: str) -> Iterator[None]:
+    """End the process with status 1 after an error, at once: leaving process groups in order would wait for others.
+
+    When a rank dies the others lose contact with it; they say so in a line. Any other error shows its traceback.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        if _lost_contact(error):
+            text = f"lost contact with another rank ({reason})"
+        elif isinstance(error, Diverged):
+            text = reason
+        else:
+            text = f"an error\n{traceback.format_exc()}"
+        print(f"{program}: rank {os.environ.get('RANK', '0')} stops: {text}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _lost_contact(error: Exception) -> bool:
+    import torch
+
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    # Gloo's collectives raise plain RuntimeError.
+    return isinstance(error, RuntimeError) and "gloo" in str(error)
