@@ -154,6 +154,40 @@ def _fork_rng(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
         torch.set_rng_state(tracker.states_.get(outer_name, outer))
 
 
+def _state_dict_before_first_step(original: Callable) -> Callable:
+    """``DistributedOptimizer.state_dict`` also before the first step, when torch's optimizers have no state yet."""
+
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        if not self.optimizer.state and self.init_state_fn is not None:
+            self.init_state_fn(self.optimizer, self.config)
+            for state in self.optimizer.state.values():
+                state["step"] = torch.tensor(0.0)
+        return original(self)
+
+    return state_dict
+
+
+def _load_state_dict_with_steps(original: Callable) -> Callable:
+    """``DistributedOptimizer.load_state_dict`` that gives every parameter the step count of its group.
+
+    Megatron hands all of them one tensor, which torch's optimizers would count up once per parameter, and which a
+    distributed checkpoint resets to zero. Without autograd: the main parameters of fp32 models are the model's own.
+    """
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        with torch.no_grad():
+            result = original(self, state_dict)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if "step" in self.optimizer.state[parameter]:
+                    self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
+        return result
+
+    return load_state_dict
+
+
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
     return Patch(target, lambda _: replacement, why, "megatron-core 0.12 to 0.19", "Megatron trains on CPU", **options)
 
@@ -201,6 +235,20 @@ def patches() -> list[Patch]:
         ),
         _patch("torch._dynamo.eval_frame:_stance", eager, "compiling for the CPU takes longer than small runs do"),
     ]
+    optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+    for name, replacement, why in (
+        ("state_dict", _state_dict_before_first_step, "a checkpoint is loaded before torch's Adam has state"),
+        ("load_state_dict", _load_state_dict_with_steps, "torch's Adam would lose its step count"),
+    ):
+        result.append(
+            Patch(
+                f"{optimizer}.{name}",
+                replacement,
+                why,
+                "megatron-core 0.12 to 0.19",
+                "Megatron loads checkpoints without Transformer Engine and Apex",
+            )
+        )
     for name in _FACTORIES:
         result.append(
             Patch(

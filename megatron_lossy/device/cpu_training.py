@@ -5,8 +5,12 @@ Its checks ask whether CUDA is there, its logs ask about memory, and its start c
 
 from __future__ import annotations
 
+import functools
 import types
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from megatron_lossy.hooks.ledger import Patch
 
@@ -16,6 +20,20 @@ from .cpu import _nothing, _patch
 def _properties(device: Any = None) -> types.SimpleNamespace:
     """What Megatron reads of ``torch.cuda.get_device_properties``."""
     return types.SimpleNamespace(name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=1)
+
+
+def _iterate_without_drawing(original: Callable) -> Callable:
+    """``DataLoader.__iter__``, which draws a seed for its workers, leaving the random state as it was."""
+
+    @functools.wraps(original)
+    def __iter__(self: Any) -> Any:
+        state = torch.get_rng_state()
+        try:
+            return original(self)
+        finally:
+            torch.set_rng_state(state)
+
+    return __iter__
 
 
 def patches() -> list[Patch]:
@@ -37,6 +55,13 @@ def patches() -> list[Patch]:
         _patch("torch.cuda:reset_peak_memory_stats", _nothing, memory),
         _patch("torch.cuda.nvtx:range_push", _nothing, "marks ranges for the GPU's profiler"),
         _patch("torch.cuda.nvtx:range_pop", _nothing, "marks ranges for the GPU's profiler"),
+        Patch(
+            "torch.utils.data:DataLoader.__iter__",
+            _iterate_without_drawing,
+            "on a GPU data loaders and dropout have generators of their own; a resumed run must not draw one seed more",
+            "megatron-core 0.12 to 0.19",
+            "Megatron trains on CPU",
+        ),
         _patch(
             "megatron.training.initialize:fused_kernels.load",
             _nothing,

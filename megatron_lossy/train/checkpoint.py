@@ -22,6 +22,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.utils import unwrap_model
 
 from .. import device
 from ..hooks.ledger import Ledger, Patch
@@ -33,6 +34,7 @@ class Checkpoints:
 
     def __init__(self, model_chunks: list, optimizer: Any, scheduler: Any, lossy: Any) -> None:
         self._chunks = model_chunks
+        self._model = unwrap_model(model_chunks[0])
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._lossy = lossy
@@ -79,7 +81,7 @@ class Checkpoints:
         if not same_ranks:
             del state["rng_state"]
         loaded = dist_checkpointing.load(state, path)
-        self._chunks[0].load_state_dict(loaded["model"])
+        self._model.load_state_dict(loaded["model"])
         self._optimizer.load_state_dict(loaded["optimizer"])
         self._scheduler.load_state_dict(loaded["scheduler"])
         if same_ranks:
@@ -95,7 +97,7 @@ class Checkpoints:
             "chained_optim_avoid_prefix": True,
             "dp_cp_group": self._data_parallel_group(),
         }
-        state: dict[str, Any] = {"model": self._chunks[0].sharded_state_dict(metadata=metadata)}
+        state: dict[str, Any] = {"model": self._model.sharded_state_dict(metadata=metadata)}
         state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         state["rng_state"] = ShardedObject("rng_state", _rng_state(), (ranks,), (rank,))

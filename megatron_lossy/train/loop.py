@@ -78,8 +78,8 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
             with parallel.model_parallel(config):
                 first = torch.distributed.get_rank() == 0
                 run = _Run(config, lossy_config, lossy, paths, (console or Console()) if first else Silent())
-                if first and config.metrics_folder:
-                    write_settings(config.metrics_folder, config, lossy_config, data)
+                if first:
+                    write_settings(config, lossy_config, data)
                 return run.run()
         finally:
             lossy.uninstall()

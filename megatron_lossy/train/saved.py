@@ -64,14 +64,15 @@ def check_folders(config: TrainConfig, lossy: LossyConfig, data: list[Any] | Non
         _check_shape(config)
 
 
-def write_settings(folder: str | os.PathLike, config: TrainConfig, lossy: LossyConfig, data: list[Any]) -> None:
-    """Claim ``folder`` for this run."""
-    path = Path(folder) / SETTINGS
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp")
-        aside.write_text(json.dumps(settings_of(config, lossy, data), indent=1))
-        os.replace(aside, path)
+def write_settings(config: TrainConfig, lossy: LossyConfig, data: list[Any]) -> None:
+    """Claim the folders that this run writes to."""
+    for folder in {config.save, config.metrics_dir} - {None}:
+        path = Path(folder) / SETTINGS
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_suffix(".tmp")
+            aside.write_text(json.dumps(settings_of(config, lossy, data), indent=1))
+            os.replace(aside, path)
 
 
 def _read_settings(folder: str | None) -> dict[str, Any] | None:

@@ -1,0 +1,402 @@
+"""The pretraining program: on real gloo ranks, and from its command line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.train.arguments import configurations, make_parser, read_arguments
+from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.train.saved import check_folders, latest_iteration
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[1]
+TINY = dict(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    num_query_groups=2,
+    seq_length=32,
+    micro_batch_size=2,
+    global_batch_size=8,
+    train_iters=8,
+    lr=1e-2,
+    lr_warmup_iters=2,
+    hidden_dropout=0.1,
+    eval_interval=4,
+    eval_iters=2,
+    log_interval=2,
+)
+
+
+def _write_data(rank: int, folder: str) -> None:
+    from megatron_lossy.data import build_tokenizer, write_indexed
+
+    text = (ROOT / "megatron_lossy" / "train" / "config.py").read_bytes()
+    for split, part in (("train", text[:8000]), ("valid", text[8000:12000])):
+        write_indexed([("text", part)], os.path.join(folder, split), build_tokenizer("byte"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(_write_data, 1, str(folder))
+    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
+
+
+def _train(rank: int, *runs: tuple[dict, dict]):
+    """Train one run after the other in the same processes; returns their summaries and rank 0's output."""
+    # megatron-core writes checkpoints from child processes, which daemons may not have.
+    multiprocessing.current_process()._config["daemon"] = False
+    warnings.simplefilter("ignore")
+    from megatron_lossy.train.loop import train
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        summaries = [train(TrainConfig(**config), LossyConfig(**loss)) for config, loss in runs]
+    return summaries, output.getvalue()
+
+
+def _records(folder: Path, kind: str) -> list[dict]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == kind]
+
+
+def _losses(folder: Path) -> list[tuple]:
+    """Everything that is recorded of a run but its times, to the last bit."""
+    kept = [r for kind in ("train", "valid") for r in _records(folder, kind)]
+    return [tuple((k, v) for k, v in record.items() if k != "seconds") for record in kept]
+
+
+def _checkpoint(folder: Path, iteration: int) -> dict:
+    """All tensors of a checkpoint, by name, as bytes."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    path = folder / f"iter_{iteration:07d}"
+    metadata = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    import torch
+
+    state = {
+        key: torch.empty(value.size, dtype=value.properties.dtype)
+        for key, value in metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+    dcp.load(state, checkpoint_id=str(path), no_dist=True)
+    return {key: value.numpy().tobytes() for key, value in state.items()}
+
+
+LOSS = dict(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64, eval_weights="both", save_replicas=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "loss"),
+    [({}, {}), ({"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 4000}, LOSS)],
+    ids=["lossless", "loss-overlapped"],
+)
+def test_resumed_run_equals_uninterrupted_one(data, tmp_path, settings, loss):
+    base = TINY | data | settings
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    again = base | {"save": str(twice), "load": str(twice)}
+    # 3 is neither a multiple of the log nor of the evaluation interval, nor the end of an epoch.
+    results = run_ranks(
+        _train, 2, (base | {"save": str(once)}, loss), (again | {"exit_interval": 3}, loss), (again, loss), (again, loss)
+    )
+    (whole, stopped, resumed, nothing), output = results[0]
+    assert whole["finished"] and resumed["finished"] and not stopped["finished"]
+    assert stopped["iteration"] == 3 and f"no checkpoint in {twice}" in output
+    # The second --exit-interval-free run goes to the end; the third finds nothing to do.
+    assert nothing["iteration"] == resumed["iteration"] == 8
+    assert _losses(once) == _losses(twice)
+    assert _checkpoint(once, 8) == _checkpoint(twice, 8)
+    assert len(_records(twice, "run")) == 1
+    assert whole["valid"] == resumed["valid"] and set(whole["valid"]) == ({"replica", "owner"} if loss else {"replica"})
+
+
+def test_metrics_and_lines(data, tmp_path):
+    base = TINY | data | {"train_iters": 30, "eval_interval": 20, "log_interval": 10, "save": str(tmp_path / "run")}
+    base["tensorboard_dir"] = str(tmp_path / "tensorboard")
+    loss = {"p_grad": 0.2, "loss_unit": "packet", "packet_bytes": 64, "eval_weights": "owner"}
+    (summaries, output), (_, silence) = run_ranks(_train, 2, (base, loss))
+    assert silence == ""
+    run, *_ = records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert run["kind"] == "run" and run["name"] == "run" and run["world_size"] == 2
+    assert (run["p_grad"], run["p_param"], run["config"]["num_layers"]) == (0.2, 0.0, 2)
+    assert [r["kind"] for r in records[1:]] == ["train", "train", "valid", "train", "valid"]
+    train = _records(tmp_path / "run", "train")
+    assert train[0]["lm loss"] > train[-1]["lm loss"] + 1 and train[0]["lm loss"] < math.log(257)
+    assert train[-1]["consumed samples"] == 240 and train[-1]["loss rate param"] == 0
+    assert all(0.1 < record["loss rate grad"] < 0.3 for record in train)
+    line = (
+        r"^ \[[-0-9 :.]{26}\] iteration       10/      30 \| consumed samples:           80 \|"
+        r" elapsed time per iteration \(ms\): \d+\.\d \| learning rate: \d\.\d{6}E-\d\d \| global batch size:     8 \|"
+        r" lm loss: (\d\.\d{6}E\+00) \| loss scale: 1\.0 \| grad norm: \d+\.\d{3} \|"
+        r" number of skipped iterations:   0 \| number of nan iterations:   0 \|$"
+    )
+    assert float(re.search(line, output, re.MULTILINE)[1]) == pytest.approx(train[0]["lm loss"], rel=1e-6)
+    line = (
+        r"^(-+)\n validation loss at iteration 30 with the owners' weights"
+        r" \| lm loss value: (\S+) \| lm loss PPL: (\S+) \| \n\1$"
+    )
+    _, loss, ppl = re.search(line, output, re.MULTILINE).groups()
+    valid = _records(tmp_path / "run", "valid")[-1]
+    assert valid["weights"] == "owner" and float(loss) == pytest.approx(valid["lm loss"], rel=1e-6)
+    assert float(ppl) == pytest.approx(math.exp(valid["lm loss"]), rel=1e-5)
+    assert summaries[0]["valid"]["owner"] == valid["lm loss"]
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+
+
+def test_model_parallel_sizes_agree(data, tmp_path):
+    base = TINY | data | {"hidden_dropout": 0.0, "log_interval": 1, "train_iters": 6}
+
+    def losses(world_size, **settings):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        run_ranks(_train, world_size, (base | settings | {"metrics_dir": str(folder)}, {}))
+        return [record["lm loss"] for record in _records(folder, "train") + _records(folder, "valid")]
+
+    one = losses(1)
+    # The same weights, batches and arithmetic, but for the order of sums.
+    assert losses(2) == pytest.approx(one, rel=1e-4)
+    halves = {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}  # the vocabulary padded alike
+    assert losses(2, **halves) == pytest.approx(one, rel=1e-4)
+    assert losses(2, micro_batch_size=4, calculate_per_token_loss=True) == pytest.approx(one, rel=1e-4)
+    # Stages draw their initial weights from seeds of their own.
+    staged = losses(4, pipeline_model_parallel_size=2, share_embeddings_and_output_weights=True, bf16=True)
+    assert staged == pytest.approx(one, rel=0.1) and staged != pytest.approx(one, rel=1e-3)
+
+
+def _interrupt(rank: int, config: dict) -> list:
+    """A run of which rank 1 alone gets SIGTERM while it computes an iteration."""
+    from megatron_lossy.train import loop
+
+    step = loop._Run._step
+
+    def step_and_signal(self, batches):
+        if rank == 1 and self.progress.iteration == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batches)
+
+    loop._Run._step = step_and_signal
+    return _train(rank, (config, {}))
+
+
+def test_sigterm_saves_on_all_ranks(data, tmp_path):
+    config = TINY | data | {"save": str(tmp_path / "run"), "train_iters": 50}
+    for (summary,), _ in run_ranks(_interrupt, 2, config):
+        assert summary["iteration"] == 5 and not summary["finished"]
+    assert latest_iteration(tmp_path / "run") == 5
+
+
+def _kill_while_saving(rank: int, config: dict, when: str) -> None:
+    """A run that dies in its second save, before or after one of its steps."""
+    from megatron_lossy.train import checkpoint
+
+    original = getattr(checkpoint, when)
+    calls = []
+
+    def die(*args):
+        calls.append(args)
+        if len(calls) > 1:
+            os._exit(9)
+        return original(*args)
+
+    setattr(checkpoint, when, die)
+    _train(rank, (config, {}))
+
+
+@pytest.mark.parametrize("when", ["_sync_tree", "_write_tracker"])
+def test_killed_save_leaves_the_last_checkpoint_whole(data, tmp_path, when):
+    from tests.ranks import RankFailed
+
+    run = tmp_path / "run"
+    config = TINY | data | {"save": str(run), "load": str(run), "save_interval": 3, "eval_iters": 0}
+    with pytest.raises(RankFailed):
+        run_ranks(_kill_while_saving, 1, config, when)
+    assert latest_iteration(run) == 3
+    ((summary,), output), = run_ranks(_train, 1, (config, {}))
+    assert "loaded checkpoint of iteration       3" in output and summary["iteration"] == 8
+    assert sorted(p.name for p in run.glob("iter_*")) == ["iter_0000003", "iter_0000006", "iter_0000008"]
+    whole = tmp_path / "whole"
+    run_ranks(_train, 1, (config | {"save": str(whole), "load": None}, {}))
+    assert _checkpoint(run, 8) == _checkpoint(whole, 8)
+
+
+def _diverge(rank: int, config: dict) -> str:
+    with pytest.raises(RuntimeError, match="the loss of iteration 3 is nan") as caught:
+        from megatron_lossy.train import loop
+
+        step = loop._Run._step
+
+        def break_weights(self, batches):
+            if self.progress.iteration == 2:
+                for parameter in self.model[0].parameters():
+                    parameter.data.fill_(math.nan)
+            return step(self, batches)
+
+        loop._Run._step = break_weights
+        _train(rank, (config, {}))
+    return type(caught.value).__name__
+
+
+def test_diverged_run_keeps_its_checkpoint(data, tmp_path):
+    config = TINY | data | {"save": str(tmp_path / "run"), "save_interval": 2, "train_iters": 8}
+    assert run_ranks(_diverge, 2, config) == ["Diverged"] * 2
+    assert latest_iteration(tmp_path / "run") == 2
+
+
+def _refused(rank: int, config: dict) -> str:
+    with pytest.raises(UsageError) as caught:
+        _train(rank, (config, {}))
+    return str(caught.value)
+
+
+def test_folders_of_other_runs_are_refused(data, tmp_path):
+    run = tmp_path / "run"
+    config = TINY | data | {"save": str(run), "eval_iters": 0, "train_iters": 3}
+    run_ranks(_train, 1, (config, {}))
+    before = (run / "metrics.jsonl").read_bytes()
+
+    def refusal(loss=None, **settings):
+        with pytest.raises(UsageError) as caught:
+            check_folders(TrainConfig(**config | settings), LossyConfig(**loss or {}))
+        return str(caught.value)
+
+    assert refusal() == f"--save {run}: holds a run with these settings; --load it as well to continue"
+    assert refusal(lr=2e-2, load=str(run)).startswith(f"--save {run}: holds another run (--lr was 0.01 there and is 0.02")
+    assert "(--p-grad was 0.0 there and is 0.1 here)" in refusal({"p_grad": 0.1}, load=str(run))
+    assert "holds another run (--lr was" in refusal(metrics_dir=str(run), save=None, lr=2e-2)
+    fresh = {"save": str(tmp_path / "fresh"), "load": str(run)}
+    assert refusal(**fresh, hidden_size=64) == f"--load {run}: --hidden-size was 32 there and is 64 here"
+    assert "--pipeline-model-parallel-size was 1" in refusal(**fresh, pipeline_model_parallel_size=2)
+    check_folders(TrainConfig(**config | fresh | {"lr": 2e-2}), LossyConfig())
+    (run / "latest_checkpointed_iteration.txt").write_text("7")
+    assert "names '7', which is no checkpoint" in refusal(load=str(run))
+    (error,) = run_ranks(_refused, 1, config)
+    assert "holds a run with these settings" in error
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def _parse(*arguments: str) -> tuple[TrainConfig, LossyConfig]:
+    return configurations(read_arguments(make_parser("test", ""), arguments))
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations(file):
+    text = ["--data-path", "a", "--valid-data-path", "b"] if "data: stdlib" not in file.read_text() else []
+    config, loss = _parse("--config", str(file), *text)
+    config.check_world(4)
+    assert loss == LossyConfig()
+
+
+def test_command_line_wins_over_yaml(tmp_path):
+    file = tmp_path / "run.yaml"
+    shape = {key: value for key, value in TINY.items() if key != "lr"}
+    lines = [f"{key.replace('_', '-')}: {value}" for key, value in shape.items()]
+    file.write_text("\n".join([*lines, "lr: 3e-3", "bf16: true", "data_path: [0.3, x, 0.7, y]", "eval-iters: 0", "p-grad: 0.1"]))
+    config, loss = _parse("--config", str(file), "--p-grad", "0.2", "--no-bf16", "--train-iters", "9")
+    assert (config.lr, config.bf16, config.train_iters, config.hidden_size, loss.p_grad) == (3e-3, False, 9, 32, 0.2)
+    assert config.data_path == ("0.3", "x", "0.7", "y")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hiden-size: 3", "--config FILE: unknown key hiden-size, did you mean hidden-size"),
+        ("bf16: 3", "--config FILE: bf16 3: must be true or false"),
+        ("lr: fast", "--config FILE: --lr: invalid float value: 'fast'"),
+        ("optimizer: lion", "--config FILE: --optimizer: invalid choice: 'lion' (choose from 'adam', 'sgd')"),
+        ("- lr", "--config FILE: must be a mapping from flag names to values"),
+        ("lr: {a: 1}", "--config FILE: lr {'a': 1}: must be a value or a list of values"),
+    ],
+)
+def test_wrong_yaml(tmp_path, text, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        _parse("--config", str(file))
+    assert str(caught.value) == message.replace("FILE", str(file))
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks", "message"),
+    [
+        ({"lr": math.nan}, 1, "--lr nan: must be a positive number"),
+        ({"lr": None}, 1, "--lr None: must be a positive number"),
+        ({"train_iters": None}, 1, "--train-iters: needs a value, here or in the --config file"),
+        ({"hidden_dropout": 1.0}, 1, "--hidden-dropout 1.0: must be in [0, 1)"),
+        ({"num_query_groups": 3}, 1, "--num-query-groups 3: must divide --num-attention-heads 4"),
+        ({"overlap_param_gather": True}, 1, "--overlap-param-gather on: needs --overlap-grad-reduce"),
+        ({"valid_data_path": None}, 1, "--eval-iters 2: needs --valid-data-path, or --eval-iters 0"),
+        ({"global_batch_size": 6}, 2, "--global-batch-size 6: must be divisible by --micro-batch-size 2 x 2 data-"),
+        (
+            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            2,
+            "--tensor-model-parallel-size 2: TP x PP = 2 x 2 needs a multiple of 4 ranks, only 2 started",
+        ),
+        ({"pipeline_model_parallel_size": 3}, 3, "--num-layers 2: must be divisible by 3 pipeline stages"),
+        ({"tensor_model_parallel_size": 4}, 4, "--num-query-groups 2: must be divisible by 4 tensor-parallel ranks"),
+        ({"num_distributed_optimizer_instances": 2}, 1, "--num-distributed-optimizer-instances 2: must divide the 1 "),
+    ],
+)
+def test_wrong_settings(change, ranks, message):
+    with pytest.raises(UsageError) as caught:
+        TrainConfig(**TINY | {"data_path": ("x",), "valid_data_path": ("y",)} | change).check_world(ranks)
+    assert str(caught.value).startswith(message)
+
+
+def _flags(config: dict) -> list[str]:
+    flags = []
+    for name, value in config.items():
+        values = value if isinstance(value, tuple) else (value,)
+        flags += ["--" + name.replace("_", "-"), *map(str, values)]
+    return flags
+
+
+def _run(module: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", module, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_wrong_input_is_one_line_and_status_2(data, tmp_path):
+    result = _run("megatron_lossy.train", 0, *_flags(TINY | data | {"p_grad": 1.0}))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "megatron_lossy.train: error: --p-grad 1.0: must be in [0, 1)\n"
+    missing = data | {"data_path": (str(tmp_path / "none"),)}
+    result = _run("megatron_lossy.train", 0, *_flags(TINY | missing))
+    assert result.returncode == 2 and f"--data-path {tmp_path}/none: there is no" in result.stderr.splitlines()[-1]
+
+
+def test_sweep_continues_and_reports(data, tmp_path):
+    config = _flags(TINY | data | {"save_interval": 4})
+    arguments = [*config, "--out", str(tmp_path), "--rates"]
+    first = _run("megatron_lossy.train.sweep", 2, *arguments, "0.4")
+    assert first.returncode == 0, first.stderr
+    second = _run("megatron_lossy.train.sweep", 2, *arguments, "0", "0.4")
+    assert second.returncode == 0, second.stderr
+    assert "p = 0: starts, to 8" in second.stdout and "p = 0.4: starts" not in second.stdout
+    assert re.search(r"^metric +0 % +40 %", second.stdout, re.MULTILINE)
+    assert {"p_0.00", "p_0.40", "loss_table.md", "loss_table.csv"} <= {path.name for path in tmp_path.iterdir()}
+    third = _run("megatron_lossy.train.sweep", 0, *arguments, "0.4")
+    assert third.returncode == 2 and "holds a run of 2 ranks, not 1" in third.stderr
