@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 ROOT = Path(__file__).parents[1]
 TINY = dict(
     num_layers=2,
-    hidden_size=32,
+    hidden_size=64,  # no parameter needs padding, which is saved uninitialised and could not be compared
     ffn_hidden_size=64,
     num_attention_heads=4,
     num_query_groups=2,
@@ -106,7 +106,7 @@ LOSS = dict(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64, eval_w
 
 @pytest.mark.parametrize(
     ("settings", "loss"),
-    [({}, {}), ({"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 4000}, LOSS)],
+    [({}, {}), ({"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}, LOSS)],
     ids=["lossless", "loss-overlapped"],
 )
 def test_resumed_run_equals_uninterrupted_one(data, tmp_path, settings, loss):
@@ -281,7 +281,7 @@ def test_folders_of_other_runs_are_refused(data, tmp_path):
     assert "(--p-grad was 0.0 there and is 0.1 here)" in refusal({"p_grad": 0.1}, load=str(run))
     assert "holds another run (--lr was" in refusal(metrics_dir=str(run), save=None, lr=2e-2)
     fresh = {"save": str(tmp_path / "fresh"), "load": str(run)}
-    assert refusal(**fresh, hidden_size=64) == f"--load {run}: --hidden-size was 32 there and is 64 here"
+    assert refusal(**fresh, hidden_size=128) == f"--load {run}: --hidden-size was 64 there and is 128 here"
     assert "--pipeline-model-parallel-size was 1" in refusal(**fresh, pipeline_model_parallel_size=2)
     check_folders(TrainConfig(**config | fresh | {"lr": 2e-2}), LossyConfig())
     (run / "latest_checkpointed_iteration.txt").write_text("7")
@@ -309,7 +309,7 @@ def test_command_line_wins_over_yaml(tmp_path):
     lines = [f"{key.replace('_', '-')}: {value}" for key, value in shape.items()]
     file.write_text("\n".join([*lines, "lr: 3e-3", "bf16: true", "data_path: [0.3, x, 0.7, y]", "eval-iters: 0", "p-grad: 0.1"]))
     config, loss = _parse("--config", str(file), "--p-grad", "0.2", "--no-bf16", "--train-iters", "9")
-    assert (config.lr, config.bf16, config.train_iters, config.hidden_size, loss.p_grad) == (3e-3, False, 9, 32, 0.2)
+    assert (config.lr, config.bf16, config.train_iters, config.hidden_size, loss.p_grad) == (3e-3, False, 9, 64, 0.2)
     assert config.data_path == ("0.3", "x", "0.7", "y")
 
 

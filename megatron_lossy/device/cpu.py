@@ -188,6 +188,26 @@ def _load_state_dict_with_steps(original: Callable) -> Callable:
     return load_state_dict
 
 
+def _set_states_without_step(original: Callable) -> Callable:
+    """``DistributedOptimizer._set_main_param_and_optimizer_states`` for files that hold no step count."""
+
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        known = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in known and "step" not in tensors:
+            tensors = {**tensors, "step": known["step"]}
+        with torch.no_grad():
+            original(self, model_param, tensors)
+
+    return set_states
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """``maybe_move_tensor_to_cpu``, which makes NumPy only of what it moved."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
     return Patch(target, lambda _: replacement, why, "megatron-core 0.12 to 0.19", "Megatron trains on CPU", **options)
 
@@ -227,6 +247,12 @@ def patches() -> list[Patch]:
             create=True,
         ),
         _patch(
+            "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+            _to_host,
+            "all-to-all takes its split sizes as numbers, not as a tensor",
+            optional=True,
+        ),
+        _patch(
             "megatron.core.transformer.moe.moe_utils:te_general_gemm",
             None,
             "the router reads a name that 0.16 defines only where Transformer Engine is installed",
@@ -239,6 +265,11 @@ def patches() -> list[Patch]:
     for name, replacement, why in (
         ("state_dict", _state_dict_before_first_step, "a checkpoint is loaded before torch's Adam has state"),
         ("load_state_dict", _load_state_dict_with_steps, "torch's Adam would lose its step count"),
+        (
+            "_set_main_param_and_optimizer_states",
+            _set_states_without_step,
+            "checkpoints of the format torch hold no step count of torch's Adam",
+        ),
     ):
         result.append(
             Patch(

@@ -1,0 +1,88 @@
+"""Expectations of the recovery rules over many draws, against closed forms (docs/semantics.md).
+
+Fixed gradients; thousands of independent units, each a draw of the losses. The mean over units has a standard error;
+every comparison allows six of them (false alarm 2e-9 each).
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lossy.channel import Deliveries, Network, Stream
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.recovery import GRAD_RECOVERIES, Outcome, cut
+
+UNITS = 60_000
+
+
+def means(size, p, rule, lossy_self=False):
+    """Mean and standard error over units of the weight that each rank's gradient gets at owner 0."""
+    config = LossyConfig(p_grad=p, lossy_self=lossy_self, loss_unit="packet", packet_bytes=4)
+    network = Network(config, "grad", size)
+    [units], total = cut([UNITS], [4], "packet", 4)
+    ends = [Deliveries(network, Stream(), range(size), rank, total) for rank in range(size)]
+    weights = []
+    for source in range(size):  # the gradient 1 at one rank shows its weight
+        buffers, sent = [], []
+        for rank in range(size):
+            end = ends[rank]
+            outcome = Outcome(0, rank, end.outgoing(0), end.incoming(0), lambda end=end: end.outgoing(1))
+            buffer = torch.full((size * UNITS,), float(rank == source))
+            recovery = GRAD_RECOVERIES[rule](units)
+            sent.append((recovery, outcome, recovery.send(buffer, outcome)))
+            buffers.append(buffer)
+        shard = torch.stack([buffer[:UNITS] for buffer in buffers]).sum(dim=0)
+        recovery, outcome, kept = sent[0]
+        recovery.receive(shard, outcome, kept)
+        weights.append(shard.numpy() / size)
+    weights = np.array(weights, dtype=np.float64)
+    return weights.mean(axis=1), weights.std(axis=1) / np.sqrt(UNITS), weights
+
+
+def close(mean, error, expected):
+    assert abs(mean - expected) <= 6 * error + 1e-6, (mean, expected, error)
+
+
+@pytest.mark.parametrize(("size", "p"), [(2, 0.2), (4, 0.1), (4, 0.4), (7, 0.3)])
+def test_renormalize_keeps_the_own_shard_heavier(size, p):
+    """Own weight (1 - p^N) / (N (1 - p)); the others share the rest."""
+    mean, error, weights = means(size, p, "renormalize")
+    own = (1 - p**size) / (size * (1 - p))
+    close(mean[0], error[0], own)
+    for other in range(1, size):
+        close(mean[other], error[other], (1 - own) / (size - 1))
+    np.testing.assert_allclose(weights.sum(axis=0), 1, atol=1e-5)  # always a mean of what arrived
+    if (size, p) == (4, 0.4):
+        assert abs(own - 0.406) < 5e-4 and abs((1 - own) / 3 - 0.198) < 5e-4
+
+
+@pytest.mark.parametrize(("size", "p"), [(1, 0.5), (2, 0.2), (4, 0.4)])
+def test_renormalize_with_lossy_self_is_the_plain_mean(size, p):
+    """Given a survivor, weight 1/N for all; without one (probability p^N) zero."""
+    mean, error, weights = means(size, p, "renormalize", lossy_self=True)
+    for rank in range(size):
+        close(mean[rank], error[rank], (1 - p**size) / size)
+    nobody = weights.sum(axis=0) < 0.5
+    assert abs(nobody.mean() - p**size) <= 6 * np.sqrt(p**size * (1 - p**size) / UNITS)
+
+
+@pytest.mark.parametrize(("size", "p"), [(2, 0.2), (4, 0.1), (4, 0.4)])
+def test_renormalize_remote_weighs_all_alike(size, p):
+    """Own weight 1/N if a remote survivor exists, else 1; so others get (1 - p^(N-1)) / N."""
+    mean, error, weights = means(size, p, "renormalize-remote")
+    some = 1 - p ** (size - 1)
+    close(mean[0], error[0], some / size + (1 - some))
+    for other in range(1, size):
+        close(mean[other], error[other], some / size)
+    heard = weights[1:].sum(axis=0) > 0
+    np.testing.assert_allclose(weights[0][heard], 1 / size, atol=1e-6)
+    np.testing.assert_allclose(weights[0][~heard], 1, atol=1e-6)
+
+
+@pytest.mark.parametrize(("size", "p"), [(2, 0.2), (4, 0.4)])
+def test_zero_shrinks_the_others(size, p):
+    """Expectation (g_own + (1 - p) sum of others) / N."""
+    mean, error, _ = means(size, p, "zero")
+    close(mean[0], error[0], 1 / size)
+    for other in range(1, size):
+        close(mean[other], error[other], (1 - p) / size)

@@ -1,0 +1,115 @@
+"""Evaluating and saving with the owners' weights, and resuming with stale replicas, on real ranks."""
+
+import dataclasses
+import tempfile
+
+import numpy as np
+import pytest
+
+from megatron_lossy import hooks
+from megatron_lossy.config import LossyConfig
+from tests.ranks import RankFailed, run_ranks
+from tests.tiny_gpt import TinyGPT, build
+
+CONFIG = LossyConfig(p_grad=0.4, p_param=0.4, loss_unit="packet", packet_bytes=1000, save_replicas=True)
+OVERLAPS = {
+    "none": TinyGPT(),
+    "both": TinyGPT(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=3000),
+}
+
+
+def inside_and_after(rank, tiny, config):
+    """Buffers before, within and after owner_weights; and whether training goes on as if it had not been."""
+    lossy = hooks.install(config)
+    run = build(tiny)
+    seen = []
+    for step in range(4):
+        run.step(step)
+        if step in (0, 2):
+            if not tiny.overlap_param_gather:
+                before = run.replica_buffers()
+            with lossy.owner_weights(run.model):
+                owners, inside = run.owner_buffers(), run.replica_buffers()
+            if tiny.overlap_param_gather:
+                before = None  # the gather was still to come
+            seen.append((before, owners, inside, run.replica_buffers()))
+    if tiny.overlap_param_gather:
+        run.gather()
+    return seen, run.weights()
+
+
+def undisturbed(rank, tiny, config):
+    hooks.install(config)
+    run = build(tiny)
+    for step in range(4):
+        run.step(step)
+    if tiny.overlap_param_gather:
+        run.gather()
+    return run.weights()
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("world", [1, 3])
+def test_owner_weights_do_not_disturb_training(overlap, world):
+    tiny = OVERLAPS[overlap]
+    expected = run_ranks(undisturbed, world, tiny, CONFIG)
+    stale = 0
+    for rank, (seen, final) in enumerate(run_ranks(inside_and_after, world, tiny, CONFIG)):
+        for before, owners, inside, after in seen:
+            for name in owners:
+                np.testing.assert_array_equal(inside[name], owners[name])
+                if before is not None:
+                    np.testing.assert_array_equal(before[name], after[name])
+                stale += np.count_nonzero(after[name] != owners[name])
+        for name, value in final.items():
+            np.testing.assert_array_equal(value, expected[rank][name])
+    assert bool(stale) == (world > 1)
+
+
+def save_and_go_on(rank, tiny, config, folder):
+    """Four steps; after two of them the replicas are saved and the owners' weights and optimizer noted."""
+    lossy = hooks.install(config)
+    run = build(tiny)
+    for step in range(2):
+        run.step(step)
+    lossy.save_replicas(folder)
+    with lossy.owner_weights(run.model):
+        weights = run.replica_buffers()
+    return weights, _continue(run, lossy)
+
+
+def _continue(run, lossy):
+    """Gradients sent in the third iteration depend on the replicas alone."""
+    report = run.step(2)
+    return report["loss"], lossy.update
+
+
+def resume(rank, tiny, config, folder, weights):
+    import torch
+
+    lossy = hooks.install(config)
+    run = build(tiny)
+    for name, buffer in run._buffers() if weights else ():
+        buffer.param_data.copy_(torch.from_numpy(weights[rank][name]))
+    run.optimizer.reload_model_params()
+    lossy.set_iteration(2)
+    lossy.load_replicas(folder)
+    return _continue(run, lossy)
+
+
+@pytest.mark.parametrize("rule", ["renormalize", "previous"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_replicas_are_saved_and_restored(overlap, rule):
+    config = dataclasses.replace(CONFIG, grad_recovery=rule)
+    with tempfile.TemporaryDirectory() as folder:
+        saved = run_ranks(save_and_go_on, 2, OVERLAPS[overlap], config, folder)
+        weights = [weights for weights, _ in saved]
+        again = run_ranks(resume, 2, OVERLAPS[overlap], config, folder, weights)
+        assert again == [report for _, report in saved]
+        with pytest.raises(RankFailed, match="world size was 2 there and is 3 here|is missing"):
+            run_ranks(resume, 3, OVERLAPS[overlap], config, folder, None)
+        other = dataclasses.replace(config, loss_unit="bucket")
+        with pytest.raises(RankFailed, match="--loss-unit was packet there and is bucket here"):
+            run_ranks(resume, 2, OVERLAPS[overlap], other, folder, weights)
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(RankFailed, match="saved without replicas"):
+        run_ranks(resume, 2, OVERLAPS[overlap], config, folder, weights)
