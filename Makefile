@@ -1,0 +1,27 @@
+# make run: set up and run the main job. make test: set up and run the tests.
+PYTHON ?= python3
+BIN := .venv/bin
+RUN_DIR ?= runs/tiny
+# Several ranks on few cores crawl if each of them starts as many threads as there are cores.
+export OMP_NUM_THREADS := 1
+
+.PHONY: run test bench flags
+
+run: .venv/installed
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.train.sweep \
+		--config configs/tiny/llama_1m.yaml --rates 0 0.1 0.2 0.4 --out $(RUN_DIR)
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q
+
+bench: .venv/installed
+	$(BIN)/python -m benchmarks.step_overhead
+
+flags: .venv/installed
+	$(BIN)/python scripts/update_readme.py
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,352 @@
+"""What loss costs: time of a step with loss over time of the same step of unhooked megatron-core.
+
+    python -m benchmarks.step_overhead [--ranks 4] [--device cpu] [--out benchmarks/results]
+
+Every variant trains the same GPT (at least 20 M parameters, at most 256 tokens per rank and step) in one launch. The
+variants take turns, one step each, and the order rotates; the ratio of each is the median over rounds of its time
+over the baseline's in the same round. The exchanges alone are timed the same way. Peak extra memory of a gather is
+compared with the bytes really lost in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_lossy import __version__, device
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import refuse, usage_errors
+
+#: Variant: loss flags; None is unhooked megatron-core.
+VARIANTS: dict[str, dict | None] = {
+    "megatron-core": None,
+    "shard": {"loss_unit": "shard"},
+    "bucket": {"loss_unit": "bucket"},
+    "packet 4 KiB": {"loss_unit": "packet", "packet_bytes": 4096},
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The model and the exchange that are timed."""
+
+    layers: int = 6
+    hidden: int = 512
+    vocab: int = 8192
+    sequence: int = 128
+    micro_batch: int = 2
+    p: float = 0.1
+    rounds: int = 24
+    bf16: bool = False
+    overlap: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per rank and step."""
+        return self.sequence * self.micro_batch
+
+
+class Trainer:
+    """One variant: a model, its optimizer and, for lossy ones, the hooks, which are in only while it runs."""
+
+    def __init__(self, settings: Settings, flags: dict | None, lossy_self: bool) -> None:
+        from megatron_lossy import hooks
+
+        self._hooks = hooks
+        self._config = None
+        if flags is not None:
+            rate_param = 0.0 if dist.get_world_size() == 1 else settings.p
+            self._config = LossyConfig(p_grad=settings.p, p_param=rate_param, lossy_self=lossy_self, **flags)
+        self._settings = settings
+        self.lossy = hooks.install(self._config) if self._config else None
+        self.model, self.optimizer = _build(settings)
+        self._pause()
+        self.iteration = 0
+
+    def _pause(self) -> None:
+        if self.lossy is not None:
+            self.lossy.uninstall()
+
+    def _resume(self) -> None:
+        """Install the same runtime again: its buckets stay registered."""
+        if self.lossy is not None:
+            from megatron_lossy.hooks import megatron_core
+
+            self.lossy.ledger.install(megatron_core.patches(self.lossy))
+
+    def timed(self, work: Callable[[], None]) -> float:
+        """Seconds that ``work`` takes with this variant's hooks, from a barrier to the last rank's end."""
+        self._resume()
+        try:
+            _barrier()
+            start = time.perf_counter()
+            work()
+            _barrier()
+            return time.perf_counter() - start
+        finally:
+            self._pause()
+
+    def step(self) -> None:
+        """Forward, backward, exchange, update."""
+        settings = self._settings
+        generator = torch.Generator().manual_seed(1000 * self.iteration + dist.get_rank())
+        text = torch.randint(settings.vocab, (settings.micro_batch, settings.sequence + 1), generator=generator)
+        text = text.to(device.current_device())
+        positions = torch.arange(settings.sequence, device=text.device).expand(settings.micro_batch, -1)
+        mask = torch.ones(1, 1, settings.sequence, settings.sequence, dtype=torch.bool, device=text.device).triu(1)
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = self.model(text[:, :-1].contiguous(), positions, mask, labels=text[:, 1:].contiguous())
+        losses.float().mean().backward()
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+        self.iteration += 1
+
+    def exchange(self) -> None:
+        """The reduce-scatter of all gradients and the all-gather of all parameters, and nothing else."""
+        for group in self.model.bucket_groups:
+            group.is_first_batch = True
+        self.model.finish_grad_sync()
+        self.model.start_param_sync(force_sync=True)
+        if self.lossy is not None:  # the next exchange must draw anew
+            self.lossy.update = self.lossy.iteration
+            self.lossy.skip_iteration()
+
+
+def _build(settings: Settings):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import Float16Module
+
+    dtype = torch.bfloat16 if settings.bf16 else torch.float32
+    transformer = TransformerConfig(
+        num_layers=settings.layers,
+        hidden_size=settings.hidden,
+        num_attention_heads=8,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        bf16=settings.bf16,
+    )
+    module = GPTModel(
+        transformer,
+        get_gpt_layer_local_spec(),
+        vocab_size=settings.vocab,
+        max_sequence_length=settings.sequence,
+        position_embedding_type="rope",
+    ).to(device.current_device())
+    if settings.bf16:
+        module = Float16Module(transformer, module)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=settings.overlap,
+        bucket_size=4_000_000,
+    )
+    model = DistributedDataParallel(transformer, ddp_config, module)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=1e-4, use_distributed_optimizer=True, bf16=settings.bf16, params_dtype=dtype),
+        [model],
+        use_gloo_process_groups=False,
+    )
+    return model, optimizer
+
+
+def _barrier() -> None:
+    if device.device_type() == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def compare(trainers: dict[str, Trainer], work: str, rounds: int, warm_up: int = 3) -> dict[str, dict[str, float]]:
+    """Median seconds and median ratio to the first variant, the variants taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in trainers}
+    names = list(trainers)
+    for turn in range(warm_up + rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds = trainers[name].timed(getattr(trainers[name], work))
+            if turn >= warm_up:
+                times[name].append(seconds)
+        if dist.get_rank() == 0:
+            print(f"\r{work}: round {turn + 1} of {warm_up + rounds}", end="", file=sys.stderr, flush=True)
+    baseline = times[names[0]]
+    result = {}
+    for name in names:
+        ratios = sorted(mine / base for mine, base in zip(times[name], baseline))
+        quarter = len(ratios) // 4
+        result[name] = {
+            "seconds": statistics.median(times[name]),
+            "ratio": statistics.median(ratios),
+            "ratio of the medians": statistics.median(times[name]) / statistics.median(baseline),
+            "lower quartile": ratios[quarter],
+            "upper quartile": ratios[-1 - quarter],
+        }
+    return result
+
+
+def gather_memory(trainer: Trainer) -> dict[str, float] | None:
+    """Bytes put aside during one gather of all buckets, and bytes really lost in it."""
+    if trainer.lossy is None or dist.get_world_size() == 1:
+        return None
+    from megatron_lossy.hooks.seam import slot_of
+    from megatron_lossy.recovery import rows_for
+
+    kept = lost_bytes = 0
+    for group in trainer.model.bucket_groups:
+        for bucket in group.buckets:
+            slot = slot_of(bucket.param_data)
+            units = slot.group.units["param"][slot.bucket]
+            lost = slot.group.stale(slot.bucket, trainer.lossy.update)
+            whole, tail = lost[:, : units.whole].sum(), lost[:, units.whole :].sum()
+            lost_bytes += int(whole * units.elements + tail * units.tail) * bucket.param_data.element_size()
+            for parts in rows_for(bucket.param_data.device).take(bucket.param_data, units, lost):
+                kept += sum(part.numel() * part.element_size() for part in parts)
+    return {"bytes kept": kept, "bytes lost": lost_bytes, "ratio": kept / lost_bytes if lost_bytes else 1.0}
+
+
+def run(settings: Settings) -> dict:
+    """Everything, on every rank; the result of rank 0 counts."""
+    lossy_self = dist.get_world_size() == 1
+    trainers = {name: Trainer(settings, flags, lossy_self) for name, flags in VARIANTS.items()}
+    steps = compare(trainers, "step", settings.rounds)
+    exchanges = compare(trainers, "exchange", settings.rounds)
+    memory = {name: gather_memory(trainer) for name, trainer in trainers.items()}
+    parameters = sum(parameter.numel() for parameter in trainers["megatron-core"].model.parameters())
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": "python -m benchmarks.step_overhead " + " ".join(sys.argv[1:]),
+        "settings": asdict(settings),
+        "tokens per rank and step": settings.tokens,
+        "parameters": parameters,
+        "ranks": dist.get_world_size(),
+        "hardware": _hardware(),
+        "versions": _versions(),
+        "step": steps,
+        "exchanges alone": exchanges,
+        "memory of one gather": memory,
+    }
+
+
+def _hardware() -> str:
+    if device.device_type() == "cuda":
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    return f"{len(os.sched_getaffinity(0))} cores of {model}, {torch.get_num_threads()} thread(s) per rank"
+
+
+def _versions() -> dict[str, str]:
+    import megatron.core
+
+    return {
+        "megatron-lossy": __version__,
+        "megatron-core": megatron.core.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def table(result: dict) -> str:
+    """The result as Markdown."""
+    lines = [
+        f"# Overhead of loss, {result['date']}",
+        "",
+        f"`{result['command'].strip()}`: {result['parameters'] / 1e6:.1f} M parameters, {result['ranks']} ranks, "
+        f"{result['tokens per rank and step']} tokens per rank and step, p = {result['settings']['p']}, "
+        f"{result['settings']['rounds']} rounds. {result['hardware']}. "
+        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        + ".",
+        "",
+        "| variant | step, s | step, ratio (quartiles) | exchanges alone, s | ratio (quartiles) | kept / lost bytes of a gather |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name in result["step"]:
+        step, exchange, memory = (result[key][name] for key in ("step", "exchanges alone", "memory of one gather"))
+        cells = [name]
+        for part in (step, exchange):
+            cells.append(f"{part['seconds']:.3f}")
+            cells.append(f"{part['ratio']:.3f} ({part['lower quartile']:.3f} to {part['upper quartile']:.3f})")
+        cells.append(f"{memory['ratio']:.4f}" if memory else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _rank(rank: int, ranks: int, port: int, settings: Settings, out: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    device.prepare()
+    if device.device_type() == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(device.backend(), init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    result = run(settings)
+    if rank == 0:
+        text = table(result)
+        print("\n" + text)
+        name = f"step_overhead_{device.device_type()}_{result['date']}"
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix, content in ((".md", text), (".json", json.dumps(result, indent=1) + "\n")):
+            aside = folder / (name + suffix + ".tmp")
+            aside.write_text(content)
+            os.replace(aside, folder / (name + suffix))
+        print(f"wrote {folder / name}.md and .json")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=Settings.rounds)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--overlap", action="store_true", help="overlap the gradient reduce with the backward pass")
+    parser.add_argument("--out", default="benchmarks/results")
+    arguments = parser.parse_args()
+    with usage_errors("step_overhead"):
+        if arguments.ranks < 1:
+            raise refuse("--ranks", arguments.ranks, "must be at least 1")
+        if arguments.rounds < 4:
+            raise refuse("--rounds", arguments.rounds, "must be at least 4, for quartiles")
+    settings = Settings(rounds=arguments.rounds, bf16=arguments.bf16, overlap=arguments.overlap)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, (arguments.ranks, port, settings, arguments.out), nprocs=arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()
