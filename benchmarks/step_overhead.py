@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.hardware import processor
 from megatron_lossy import __version__, device
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import refuse, usage_errors
@@ -252,12 +253,7 @@ def run(settings: Settings) -> dict:
 def _hardware() -> str:
     if device.device_type() == "cuda":
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return f"{len(os.sched_getaffinity(0))} cores of {model}, {torch.get_num_threads()} thread(s) per rank"
+    return f"{processor()}, {torch.get_num_threads()} thread(s) per rank"
 
 
 def _versions() -> dict[str, str]:

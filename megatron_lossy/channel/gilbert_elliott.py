@@ -56,15 +56,20 @@ class GilbertElliott(Channel):
     def _states(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
         """bool[units]: True where the chain is in the bad state at that unit."""
         if_good, if_bad = self._moves(exchange, source, destination, units)
-        forced = if_good == if_bad
-        # Between forced places each unit keeps the state or, where good goes to bad and bad to good, flips it.
-        flips = np.cumsum(~forced & if_good) & 1
-        last = np.maximum.accumulate(np.where(forced, np.arange(units), -1))
-        known = last >= 0
-        states = if_good[last] ^ (flips ^ flips[last]).astype(bool)
-        if not known.all():
-            before = self._state_before(exchange, source, destination, units)
-            states = np.where(known, states, before ^ flips.astype(bool))
+        forced = np.flatnonzero(if_good == if_bad)
+        # What is known at a forced place holds until the next one.
+        states = np.empty(units, dtype=bool)
+        first = int(forced[0]) if forced.size else units
+        states[first:] = np.repeat(if_good[forced], np.diff(forced, append=units))
+        if first:
+            states[:first] = self._state_before(exchange, source, destination, units)
+        to_bad, to_good, *_ = self.parameters(exchange.step)
+        if to_bad > 1 - to_good:
+            # Between forced places good goes to bad and bad to good: every unit flips the state.
+            free = if_good != if_bad
+            flips = np.cumsum(free)
+            flips[first:] -= np.repeat(flips[forced], np.diff(forced, append=units))
+            states ^= (flips & 1).astype(bool)
         link = (exchange.phase, exchange.stream, source, destination, units)
         self._ends[link] = (exchange.step, bool(states[-1]))
         return states

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -209,6 +210,15 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
+    if isinstance(replacement, types.FunctionType):
+        # torch.compile keeps one rule per function object: no two names may share one.
+        replacement = types.FunctionType(
+            replacement.__code__,
+            replacement.__globals__,
+            replacement.__name__,
+            replacement.__defaults__,
+            replacement.__closure__,
+        )
     return Patch(target, lambda _: replacement, why, "megatron-core 0.12 to 0.19", "Megatron trains on CPU", **options)
 
 

@@ -9,11 +9,22 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron_lossy.hooks.ledger import Patch
 
 
 def _without_cuda(initialize_megatron: Callable[..., Any]) -> Callable[..., Any]:
     return functools.partial(initialize_megatron, allow_no_cuda=True)
+
+
+def _keeping_rng(build_iterators: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(build_iterators)
+    def build(*args: Any, **kwargs: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return build_iterators(*args, **kwargs)
+
+    return build
 
 
 def _one_device() -> int:
@@ -35,6 +46,13 @@ def patches() -> list[Patch]:
             "megatron.training.training:initialize_megatron",
             _without_cuda,
             "pretrain() asserts that CUDA is available",
+            "Megatron-LM 0.12 to 0.19",
+            "Megatron trains on CPU",
+        ),
+        Patch(
+            "megatron.training.training:build_train_valid_test_data_iterators",
+            _keeping_rng,
+            "data loaders draw from the CPU's generator, which must reach dropout as the checkpoint left it",
             "Megatron-LM 0.12 to 0.19",
             "Megatron trains on CPU",
         ),

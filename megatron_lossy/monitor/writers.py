@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,18 +42,24 @@ class JsonLinesWriter:
         kept = [] if iteration is None else _records_until(path, iteration)
         self.empty = not kept
         aside = path.with_suffix(".tmp")
-        aside.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        aside.write_text("".join(map(_line, kept)))
         os.replace(aside, path)
         self._file = open(path, "a")
 
     def write(self, record: dict[str, Any]) -> None:
         if record["kind"] == "run" and not self.empty:
             return  # the file has the one of the run that is resumed
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(_line(record))
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _line(record: dict[str, Any]) -> str:
+    """``record`` as a line of JSON, which has no word for infinite or undefined numbers but null."""
+    known = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()}
+    return json.dumps(known) + "\n"
 
 
 def _records_until(path: Path, iteration: int) -> list[dict[str, Any]]:

@@ -24,7 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # Wrong flags are found before this import, which takes seconds.
             from .loop import train
 
-            train(config, lossy_config)
+            diverged = train(config, lossy_config)["diverged"]
+        if diverged:
+            sys.exit(f"{PROGRAM}: {diverged}")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,9 @@ def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
             namespace = parser.parse_args(_yaml_arguments(Path(file)))
         except UsageError as error:
             raise UsageError(f"--config {file}: {error}") from None
+        given = parser.parse_args(arguments)
+        if given.data_path and not given.data:
+            namespace.data = None  # one's own data instead of the file's
     return parser.parse_args(arguments, namespace)
 
 

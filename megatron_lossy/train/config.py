@@ -82,7 +82,6 @@ class TrainConfig:
     seed: int = flag(1234, "seed of initial weights, data order and dropout", metavar="SEED")
     calculate_per_token_loss: bool = flag(False, "divide the loss by all tokens of the global batch")
 
-    optimizer: str = flag("adam", "AdamW or SGD with momentum", choices=("adam", "sgd"))
     lr: float | None = flag(None, "highest learning rate", type=float, metavar="LR")
     min_lr: float = flag(0.0, "lowest learning rate after the decay", metavar="LR")
     lr_decay_style: str = flag(
@@ -96,7 +95,6 @@ class TrainConfig:
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", metavar="B")
     adam_beta2: float = flag(0.999, "decay of Adam's second moment", metavar="B")
     adam_eps: float = flag(1e-8, "Adam's epsilon", metavar="E")
-    sgd_momentum: float = flag(0.9, "momentum of SGD", metavar="M")
     clip_grad: float = flag(1.0, "clip the gradient to this norm; 0 does not clip", metavar="NORM")
 
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer", metavar="N")
@@ -159,7 +157,7 @@ class TrainConfig:
             self._check(name, 0 <= getattr(self, name) < math.inf, "must be at least 0")
         for name in ("adam_eps", "norm_epsilon", "rotary_base"):
             self._check(name, 0 < getattr(self, name) < math.inf, "must be above 0")
-        for name in ("adam_beta1", "adam_beta2", "sgd_momentum", "hidden_dropout", "attention_dropout"):
+        for name in ("adam_beta1", "adam_beta2", "hidden_dropout", "attention_dropout"):
             self._check(name, 0 <= getattr(self, name) < 1, "must be in [0, 1)")
         for name in ("eval_iters", "lr_warmup_iters"):
             self._check(name, getattr(self, name) >= 0, "must be at least 0")

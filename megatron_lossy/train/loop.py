@@ -34,9 +34,13 @@ from .evaluate import evaluate, mean_loss, perplexity
 from .log import Console, Silent
 from .model import build_model, forward_step, transformer_impl
 from .optimizer import build_optimizer
-from .process import Diverged, launched_ranks
+from .process import launched_ranks
 from .saved import check_folders, latest_iteration, write_settings
 from .text import check_data, fingerprint, prepare_text, with_data_paths
+
+
+class Diverged(RuntimeError):
+    """The loss is not a number any more."""
 
 
 @dataclass
@@ -48,15 +52,36 @@ class Progress:
     window_loss: float = 0.0
     window_iterations: int = 0
     window_skipped: int = 0
+    window_seconds: float = 0.0
+
+    def add(self, loss: float, updated: bool, samples: int, seconds: float) -> None:
+        """One more iteration, which updated the weights or was skipped by the optimizer."""
+        self.iteration += 1
+        self.consumed_samples += samples
+        self.window_loss += loss if updated else 0.0
+        self.window_iterations += 1
+        self.window_skipped += not updated
+        self.window_seconds += seconds
+
+    def close_window(self) -> tuple[float, int, float]:
+        """Mean loss, skipped iterations and mean seconds of the window, and a new one."""
+        updated = self.window_iterations - self.window_skipped
+        result = (
+            self.window_loss / max(1, updated),
+            self.window_skipped,
+            self.window_seconds / self.window_iterations,
+        )
+        self.window_loss, self.window_iterations, self.window_skipped, self.window_seconds = 0.0, 0, 0, 0.0
+        return result
 
 
 def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | None = None) -> dict[str, Any]:
     """Train to ``--train-iters``, or until SIGTERM or ``--exit-interval`` says to stop; returns the summary.
 
     A collective call for all ranks of the world, which may follow another one in the same processes. The summary:
-    ``iteration``, ``finished``, ``seconds``, ``lm loss`` (of the last log interval) and ``valid`` (the last
-    evaluation's loss by whose weights). Raises :class:`UsageError` for what is wrong with the configuration or the
-    folders, before any process group exists, and :class:`Diverged` for a loss that is not finite.
+    ``iteration``, ``finished``, ``diverged`` (why, if the loss became infinite or no number), ``lm loss`` (of the
+    last log interval) and ``valid`` (the last evaluation's losses by whose weights). Raises :class:`UsageError` for
+    what is wrong with the configuration or the folders, before any process group exists.
     """
     devices.prepare()
     ranks = launched_ranks()
@@ -102,7 +127,6 @@ class _Run:
         self.checkpoints = Checkpoints(self.model, self.optimizer, self.scheduler, lossy)
         self.progress = Progress()
         self.hooked = config.overlap_param_gather  # forward hooks that gather parameters
-        self.saved: int | None = None
         self.stop = False
         self.summary: dict[str, Any] = {}
 
@@ -113,50 +137,40 @@ class _Run:
         self._gather_in_forward(False, sync=False)
         batches = RankBatches(self.train_data, self.config, self.progress.consumed_samples)
         previous = signal.signal(signal.SIGTERM, self._on_sigterm)
-        started = time.perf_counter()
+        finished, diverged = False, None
         try:
             finished = self._train(batches)
+        except Diverged as error:
+            diverged = str(error)
         finally:
             signal.signal(signal.SIGTERM, previous)
             self.writers.close()
         if self.hooked:
             self._gather_in_forward(False)
-        return {
-            "iteration": self.progress.iteration,
-            "finished": finished,
-            "seconds": time.perf_counter() - started,
-            **self.summary,
-        }
+        iteration = self.progress.iteration
+        return {"iteration": iteration, "finished": finished, "diverged": diverged, **self.summary}
 
     def _train(self, batches: RankBatches) -> bool:
+        """Iterate to the end (true), or until somebody stops the run (false). Raises :class:`Diverged`."""
         config, progress = self.config, self.progress
-        window_started = time.perf_counter()
         while progress.iteration < config.train_iters:
-            loss, grad_norm, successful = self._step(batches)
+            started = time.perf_counter()
+            loss, grad_norm, updated = self._step(batches)
             stop = self._anyone_stopped()
             if not self.hooked:
                 self._gather_in_forward(True)
-            progress.iteration += 1
-            progress.consumed_samples += config.global_batch_size
-            progress.window_loss += loss if successful else 0.0
-            progress.window_iterations += 1
-            progress.window_skipped += not successful
+            progress.add(loss, updated, config.global_batch_size, time.perf_counter() - started)
             last = progress.iteration == config.train_iters
-            if progress.iteration % config.log_interval == 0 or last:
-                seconds = (time.perf_counter() - window_started) / progress.window_iterations
-                self._log(grad_norm, seconds)
+            if progress.iteration % config.log_interval == 0 or last or not math.isfinite(loss):
+                self._log(grad_norm)
+            if not math.isfinite(loss):
+                raise Diverged(f"the loss of iteration {progress.iteration} is {loss}")
             if config.eval_iters and (progress.iteration % config.eval_interval == 0 or last):
-                paused = time.perf_counter()
                 self._evaluate()
-                window_started += time.perf_counter() - paused
             leave = stop or (config.exit_interval and progress.iteration % config.exit_interval == 0)
             due = config.save_interval and progress.iteration % config.save_interval == 0
             if config.save and (leave or due or last):
-                paused = time.perf_counter()
                 self._save()
-                window_started += time.perf_counter() - paused
-            if progress.window_iterations == 0:
-                window_started = time.perf_counter()
             if leave and not last:
                 why = "on SIGTERM" if stop else "by --exit-interval"
                 self.console.note(f"exiting {why} at iteration {progress.iteration}")
@@ -182,10 +196,7 @@ class _Run:
         successful, grad_norm, _ = self.optimizer.step()
         if successful:
             self.scheduler.step(increment=config.global_batch_size)
-        loss = mean_loss(config, sums)
-        if not math.isfinite(loss):
-            raise Diverged(f"the loss of iteration {self.progress.iteration + 1} is {loss}")
-        return loss, grad_norm or 0.0, successful
+        return mean_loss(config, sums), grad_norm or 0.0, successful
 
     def _anyone_stopped(self) -> bool:
         """Whether any rank was told to stop: all must leave after the same iteration."""
@@ -207,25 +218,23 @@ class _Run:
             else:
                 chunk.disable_forward_pre_hook(param_sync=sync)
 
-    def _log(self, grad_norm: float, seconds: float) -> None:
-        progress = self.progress
-        updated = progress.window_iterations - progress.window_skipped
+    def _log(self, grad_norm: float) -> None:
+        loss, skipped, seconds = self.progress.close_window()
         record = {
             "kind": "train",
-            "iteration": progress.iteration,
-            "consumed samples": progress.consumed_samples,
-            "lm loss": progress.window_loss / max(1, updated),
+            "iteration": self.progress.iteration,
+            "consumed samples": self.progress.consumed_samples,
+            "lm loss": loss,
             "grad norm": grad_norm,
             "learning rate": get_canonical_lr_for_logging(self.optimizer.param_groups),
             "loss scale": self.optimizer.get_loss_scale().item(),
-            "skipped": progress.window_skipped,
+            "skipped": skipped,
             "seconds": seconds,
             **self.lossy.metrics(),
         }
-        self.summary["lm loss"] = record["lm loss"]
+        self.summary["lm loss"] = loss
         self.console.train(record, self.config.train_iters, self.config.global_batch_size)
         self.writers.write(record)
-        progress.window_loss, progress.window_iterations, progress.window_skipped = 0.0, 0, 0
 
     def _evaluate(self) -> None:
         config, iteration = self.config, self.progress.iteration

@@ -16,14 +16,13 @@ def build_optimizer(config: TrainConfig, model_chunks: list) -> tuple[MegatronOp
     """
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer=config.optimizer,
+            optimizer="adam",  # the only one that the distributed optimizer shards
             lr=config.lr,
             min_lr=config.min_lr,
             weight_decay=config.weight_decay,
             adam_beta1=config.adam_beta1,
             adam_beta2=config.adam_beta2,
             adam_eps=config.adam_eps,
-            sgd_momentum=config.sgd_momentum,
             clip_grad=config.clip_grad,
             bf16=config.bf16,
             params_dtype=torch.bfloat16 if config.bf16 else torch.float32,

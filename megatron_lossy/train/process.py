@@ -23,10 +23,6 @@ def quiet_imports() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
-class Diverged(RuntimeError):
-    """The loss is not a number any more."""
-
-
 @contextlib.contextmanager
 def rank_errors(program: str) -> Iterator[None]:
     """End the process with status 1 after an error, at once: leaving process groups in order would wait for others.
@@ -41,8 +37,6 @@ def rank_errors(program: str) -> Iterator[None]:
         reason = " ".join(str(error).split())[:200]
         if _lost_contact(error):
             text = f"lost contact with another rank ({reason})"
-        elif isinstance(error, Diverged):
-            text = reason
         else:
             text = f"an error\n{traceback.format_exc()}"
         print(f"{program}: rank {os.environ.get('RANK', '0')} stops: {text}", file=sys.stderr)

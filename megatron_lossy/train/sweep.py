@@ -111,8 +111,10 @@ class Progress(Console):
         whence = f"continues after iteration {rate.done}" if rate.done else "starts"
         print(f"{self._label}: {whence}, to {rate.config.train_iters}", flush=True)
 
-    def finish(self, rate: Rate) -> None:
-        """The run of ``rate`` is complete."""
+    def finish(self, rate: Rate, diverged: str | None) -> None:
+        """The run of ``rate`` is over."""
+        if diverged:
+            print(f"{self._label}: stopped, {diverged}", flush=True)
         self._earlier += rate.config.train_iters - self._first
 
     def note(self, text: str) -> None:
@@ -164,9 +166,11 @@ def sweep(rates: Sequence[Rate]) -> bool:
         for rate in todo:
             if first:
                 progress.start(rate)
-            if not train(rate.config, rate.lossy_config, progress)["finished"]:
+            summary = train(rate.config, rate.lossy_config, progress)
+            if not summary["finished"] and not summary["diverged"]:
                 return False
-            progress.finish(rate)
+            if first:
+                progress.finish(rate, summary["diverged"])
     return True
 
 
