@@ -115,7 +115,12 @@ def test_resumed_run_equals_uninterrupted_one(data, tmp_path, settings, loss):
     again = base | {"save": str(twice), "load": str(twice)}
     # 3 is neither a multiple of the log nor of the evaluation interval, nor the end of an epoch.
     results = run_ranks(
-        _train, 2, (base | {"save": str(once)}, loss), (again | {"exit_interval": 3}, loss), (again, loss), (again, loss)
+        _train,
+        2,
+        (base | {"save": str(once)}, loss),
+        (again | {"exit_interval": 3}, loss),
+        (again, loss),
+        (again, loss),
     )
     (whole, stopped, resumed, nothing), output = results[0]
     assert whole["finished"] and resumed["finished"] and not stopped["finished"]
@@ -125,16 +130,35 @@ def test_resumed_run_equals_uninterrupted_one(data, tmp_path, settings, loss):
     assert _losses(once) == _losses(twice)
     assert _checkpoint(once, 8) == _checkpoint(twice, 8)
     assert len(_records(twice, "run")) == 1
-    assert whole["valid"] == resumed["valid"] and set(whole["valid"]) == ({"replica", "owner"} if loss else {"replica"})
+    assert whole["valid"] == resumed["valid"] and set(whole["valid"]) == (
+        {"replica", "owner"} if loss else {"replica"}
+    )
+
+
+def test_overlap_evaluation_and_saving_change_nothing(data, tmp_path):
+    base = TINY | data | {"log_interval": 1, "ddp_bucket_size": 20000, "overlap_grad_reduce": True}
+    overlap = {"overlap_param_gather": True}
+    busy = {"eval_interval": 3, "save_interval": 2}
+    for name, loss in (("lossless", {}), ("lossy", {"p_grad": 0.3, "p_param": 0.3, "eval_weights": "both"})):
+        folders = [tmp_path / f"{name} {number}" for number in range(3)]
+        busy["save"] = str(tmp_path / f"{name} checkpoints")
+        runs = [base | more | {"metrics_dir": str(f)} for f, more in zip(folders, ({}, overlap, overlap | busy))]
+        run_ranks(_train, 2, *((run, loss) for run in runs))
+        plain, overlapped, disturbed = ([r["lm loss"] for r in _records(f, "train")] for f in folders)
+        assert plain == overlapped == disturbed
 
 
 def test_metrics_and_lines(data, tmp_path):
-    base = TINY | data | {"train_iters": 30, "eval_interval": 20, "log_interval": 10, "save": str(tmp_path / "run")}
+    base = (
+        TINY | data | {"train_iters": 30, "eval_interval": 20, "log_interval": 10, "save": str(tmp_path / "run")}
+    )
     base["tensorboard_dir"] = str(tmp_path / "tensorboard")
     loss = {"p_grad": 0.2, "loss_unit": "packet", "packet_bytes": 64, "eval_weights": "owner"}
     (summaries, output), (_, silence) = run_ranks(_train, 2, (base, loss))
     assert silence == ""
-    run, *_ = records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    run, *_ = records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert run["kind"] == "run" and run["name"] == "run" and run["world_size"] == 2
     assert (run["p_grad"], run["p_param"], run["config"]["num_layers"]) == (0.2, 0.0, 2)
     assert [r["kind"] for r in records[1:]] == ["train", "train", "valid", "train", "valid"]
@@ -144,7 +168,8 @@ def test_metrics_and_lines(data, tmp_path):
     assert all(0.1 < record["loss rate grad"] < 0.3 for record in train)
     line = (
         r"^ \[[-0-9 :.]{26}\] iteration       10/      30 \| consumed samples:           80 \|"
-        r" elapsed time per iteration \(ms\): \d+\.\d \| learning rate: \d\.\d{6}E-\d\d \| global batch size:     8 \|"
+        r" elapsed time per iteration \(ms\): \d+\.\d \| learning rate: \d\.\d{6}E-\d\d \|"
+        r" global batch size:     8 \|"
         r" lm loss: (\d\.\d{6}E\+00) \| loss scale: 1\.0 \| grad norm: \d+\.\d{3} \|"
         r" number of skipped iterations:   0 \| number of nan iterations:   0 \|$"
     )
@@ -228,7 +253,7 @@ def test_killed_save_leaves_the_last_checkpoint_whole(data, tmp_path, when):
     with pytest.raises(RankFailed):
         run_ranks(_kill_while_saving, 1, config, when)
     assert latest_iteration(run) == 3
-    ((summary,), output), = run_ranks(_train, 1, (config, {}))
+    (((summary,), output),) = run_ranks(_train, 1, (config, {}))
     assert "loaded checkpoint of iteration       3" in output and summary["iteration"] == 8
     assert sorted(p.name for p in run.glob("iter_*")) == ["iter_0000003", "iter_0000006", "iter_0000008"]
     whole = tmp_path / "whole"
@@ -258,7 +283,10 @@ def test_diverged_run_keeps_its_checkpoint(data, tmp_path):
         assert broken["diverged"] == "the loss of iteration 3 is nan" and not broken["finished"]
         assert fine["diverged"] is None and fine["finished"]
     assert latest_iteration(tmp_path / "run") == 2
-    assert [(r["iteration"], r["lm loss"] is None) for r in _records(tmp_path / "run", "train")] == [(2, False), (3, True)]
+    assert [(r["iteration"], r["lm loss"] is None) for r in _records(tmp_path / "run", "train")] == [
+        (2, False),
+        (3, True),
+    ]
 
 
 def _refused(rank: int, config: dict) -> str:
@@ -279,7 +307,9 @@ def test_folders_of_other_runs_are_refused(data, tmp_path):
         return str(caught.value)
 
     assert refusal() == f"--save {run}: holds a run with these settings; --load it as well to continue"
-    assert refusal(lr=2e-2, load=str(run)).startswith(f"--save {run}: holds another run (--lr was 0.01 there and is 0.02")
+    assert refusal(lr=2e-2, load=str(run)).startswith(
+        f"--save {run}: holds another run (--lr was 0.01 there and is 0.02"
+    )
     assert "(--p-grad was 0.0 there and is 0.1 here)" in refusal({"p_grad": 0.1}, load=str(run))
     assert "holds another run (--lr was" in refusal(metrics_dir=str(run), save=None, lr=2e-2)
     fresh = {"save": str(tmp_path / "fresh"), "load": str(run)}
@@ -309,9 +339,19 @@ def test_command_line_wins_over_yaml(tmp_path):
     file = tmp_path / "run.yaml"
     shape = {key: value for key, value in TINY.items() if key != "lr"}
     lines = [f"{key.replace('_', '-')}: {value}" for key, value in shape.items()]
-    file.write_text("\n".join([*lines, "lr: 3e-3", "bf16: true", "data_path: [0.3, x, 0.7, y]", "eval-iters: 0", "p-grad: 0.1"]))
+    file.write_text(
+        "\n".join(
+            [*lines, "lr: 3e-3", "bf16: true", "data_path: [0.3, x, 0.7, y]", "eval-iters: 0", "p-grad: 0.1"]
+        )
+    )
     config, loss = _parse("--config", str(file), "--p-grad", "0.2", "--no-bf16", "--train-iters", "9")
-    assert (config.lr, config.bf16, config.train_iters, config.hidden_size, loss.p_grad) == (3e-3, False, 9, 64, 0.2)
+    assert (config.lr, config.bf16, config.train_iters, config.hidden_size, loss.p_grad) == (
+        3e-3,
+        False,
+        9,
+        64,
+        0.2,
+    )
     assert config.data_path == ("0.3", "x", "0.7", "y")
 
 
@@ -321,7 +361,10 @@ def test_command_line_wins_over_yaml(tmp_path):
         ("hiden-size: 3", "--config FILE: unknown key hiden-size, did you mean hidden-size"),
         ("bf16: 3", "--config FILE: bf16 3: must be true or false"),
         ("lr: fast", "--config FILE: --lr: invalid float value: 'fast'"),
-        ("wandb-mode: off-line", "--config FILE: --wandb-mode: invalid choice: 'off-line' (choose from 'online', 'offline')"),
+        (
+            "wandb-mode: off-line",
+            "--config FILE: --wandb-mode: invalid choice: 'off-line' (choose from 'online', 'offline')",
+        ),
         ("- lr", "--config FILE: must be a mapping from flag names to values"),
         ("lr: {a: 1}", "--config FILE: lr {'a': 1}: must be a value or a list of values"),
     ],
@@ -344,15 +387,27 @@ def test_wrong_yaml(tmp_path, text, message):
         ({"num_query_groups": 3}, 1, "--num-query-groups 3: must divide --num-attention-heads 4"),
         ({"overlap_param_gather": True}, 1, "--overlap-param-gather on: needs --overlap-grad-reduce"),
         ({"valid_data_path": None}, 1, "--eval-iters 2: needs --valid-data-path, or --eval-iters 0"),
-        ({"global_batch_size": 6}, 2, "--global-batch-size 6: must be divisible by --micro-batch-size 2 x 2 data-"),
+        (
+            {"global_batch_size": 6},
+            2,
+            "--global-batch-size 6: must be divisible by --micro-batch-size 2 x 2 data-",
+        ),
         (
             {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
             2,
             "--tensor-model-parallel-size 2: TP x PP = 2 x 2 needs a multiple of 4 ranks, only 2 started",
         ),
         ({"pipeline_model_parallel_size": 3}, 3, "--num-layers 2: must be divisible by 3 pipeline stages"),
-        ({"tensor_model_parallel_size": 4}, 4, "--num-query-groups 2: must be divisible by 4 tensor-parallel ranks"),
-        ({"num_distributed_optimizer_instances": 2}, 1, "--num-distributed-optimizer-instances 2: must divide the 1 "),
+        (
+            {"tensor_model_parallel_size": 4},
+            4,
+            "--num-query-groups 2: must be divisible by 4 tensor-parallel ranks",
+        ),
+        (
+            {"num_distributed_optimizer_instances": 2},
+            1,
+            "--num-distributed-optimizer-instances 2: must divide the 1 ",
+        ),
     ],
 )
 def test_wrong_settings(change, ranks, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +16,9 @@ PROGRAM = "megatron_lossy.train"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the command line says."""
     with usage_errors(PROGRAM):
-        parser = make_parser(f"python -m {PROGRAM}", "Pretrain a LLaMA-style model over a lossy data-parallel exchange.")
+        parser = make_parser(
+            f"python -m {PROGRAM}", "Pretrain a LLaMA-style model over a lossy data-parallel exchange."
+        )
         namespace = read_arguments(parser, sys.argv[1:] if arguments is None else arguments)
         config, lossy_config = configurations(namespace)
         config.check_world(launched_ranks())
@@ -26,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             diverged = train(config, lossy_config)["diverged"]
         if diverged:
-            sys.exit(f"{PROGRAM}: {diverged}")
+            if os.environ.get("RANK", "0") == "0":
+                print(f"{PROGRAM}: stopped: {diverged}", file=sys.stderr)
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Checkpoints: whole or absent, whenever the run is killed.
 
 Format and names are Megatron's (``torch_dist`` of ``megatron.core.dist_checkpointing`` in ``iter_0000100/``, and
-``latest_checkpointed_iteration.txt``). A checkpoint is written under a temporary name, synced to disk, renamed, and
-only then does the tracker name it, by a rename as well.
+``latest_checkpointed_iteration.txt``). A checkpoint is written under a temporary name, synced to disk and renamed.
+Only then does the tracker name it, by a rename as well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Checkpoints:
         self._lossy = lossy
 
     def save(self, folder: str, iteration: int, common: dict[str, Any]) -> None:
-        """Write the checkpoint of ``iteration`` into ``folder``, with ``common``, equal on all ranks, beside it."""
+        """Write the checkpoint of ``iteration`` into ``folder``. ``common``: what else to keep, equal on all ranks."""
         first = torch.distributed.get_rank() == 0
         final = iteration_folder(folder, iteration)
         if latest_iteration(folder) == iteration:
@@ -56,7 +56,12 @@ class Checkpoints:
         )
         with self._lossy.owner_weights(self._chunks):
             state = self._state(is_loading=False)
-            state |= {"iteration": iteration, "ranks": _ranks(), "scheduler": self._scheduler.state_dict(), **common}
+            state |= {
+                "iteration": iteration,
+                "ranks": _ranks(),
+                "scheduler": self._scheduler.state_dict(),
+                **common,
+            }
             with _in_process_results():
                 dist_checkpointing.save(state, str(aside), strategy)
         self._lossy.save_replicas(aside)
@@ -70,7 +75,7 @@ class Checkpoints:
         torch.distributed.barrier()
 
     def load(self, folder: str) -> dict[str, Any]:
-        """Load the latest checkpoint in ``folder``; returns what :meth:`save` got as ``common``, and its iteration.
+        """Load the latest checkpoint in ``folder``; returns its ``common`` values, ``iteration`` and ``ranks``.
 
         Another number of data-parallel ranks is fine, except that random states then start anew.
         """
@@ -116,8 +121,8 @@ def _in_process_results() -> Iterator[None]:
             Patch(
                 "megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
                 lambda _: queue.SimpleQueue,
-                "its queue lives in a process of its own, which asynchronous saving needs; that process takes seconds "
-                "to start, and dies of the SIGTERM on which we save",
+                "its queue lives in a process of its own, for asynchronous saving; that process takes seconds to "
+                "start, and dies of the SIGTERM on which we save",
                 "megatron-core 0.16",
                 "its synchronous saving needs no other process",
             )

@@ -52,11 +52,17 @@ class TrainConfig:
     num_layers: int | None = flag(None, "transformer layers", type=int, metavar="N")
     hidden_size: int | None = flag(None, "hidden size", type=int, metavar="N")
     ffn_hidden_size: int | None = flag(
-        None, "hidden size of the SwiGLU MLP; default 8/3 of the hidden size, in multiples of 64", type=int, metavar="N"
+        None,
+        "hidden size of the SwiGLU MLP; default 8/3 of the hidden size, in multiples of 64",
+        type=int,
+        metavar="N",
     )
     num_attention_heads: int | None = flag(None, "attention heads", type=int, metavar="N")
     num_query_groups: int | None = flag(
-        None, "key and value heads (grouped-query attention); default one per attention head", type=int, metavar="N"
+        None,
+        "key and value heads (grouped-query attention); default one per attention head",
+        type=int,
+        metavar="N",
     )
     seq_length: int | None = flag(None, "tokens per sample", type=int, metavar="TOKENS")
     rotary_base: int = flag(10000, "base of the rotary position embedding", metavar="BASE")
@@ -70,8 +76,8 @@ class TrainConfig:
     )
     transformer_impl: str | None = flag(
         None,
-        "layers of megatron-core itself (local) or of Transformer Engine; default transformer_engine on CUDA where it "
-        "is installed, else local",
+        "layers of megatron-core itself (local) or of Transformer Engine; default transformer_engine on CUDA "
+        "where it is installed, else local",
         choices=("local", "transformer_engine"),
     )
     bf16: bool = flag(False, "train in bfloat16, with gradients and main weights in fp32")
@@ -89,7 +95,9 @@ class TrainConfig:
         "shape of the decay from --lr to --min-lr",
         choices=("constant", "linear", "cosine", "inverse-square-root"),
     )
-    lr_decay_iters: int | None = flag(None, "iterations of the decay; default --train-iters", type=int, metavar="N")
+    lr_decay_iters: int | None = flag(
+        None, "iterations of the decay; default --train-iters", type=int, metavar="N"
+    )
     lr_warmup_iters: int = flag(0, "iterations of linear warm-up", metavar="N")
     weight_decay: float = flag(0.01, "decoupled weight decay, of matrices only", metavar="WD")
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", metavar="B")
@@ -117,12 +125,17 @@ class TrainConfig:
         choices=("stdlib",),
     )
     data_path: tuple[str, ...] | None = flag(
-        None, "training data: prefix of Megatron's .bin and .idx, or weight prefix pairs", nargs="+", metavar="PREFIX"
+        None,
+        "training data: prefix of Megatron's .bin and .idx, or weight prefix pairs",
+        nargs="+",
+        metavar="PREFIX",
     )
     valid_data_path: tuple[str, ...] | None = flag(
         None, "validation data, as --data-path", nargs="+", metavar="PREFIX"
     )
-    tokenizer: str = flag("byte", "tokenizer that made the data; see python -m megatron_lossy.data --help", metavar="NAME")
+    tokenizer: str = flag(
+        "byte", "tokenizer that made the data; see python -m megatron_lossy.data --help", metavar="NAME"
+    )
     data_cache_path: str | None = flag(
         None, "folder for the sample indices; default a folder cache beside the data", metavar="FOLDER"
     )
@@ -130,7 +143,9 @@ class TrainConfig:
     eval_interval: int = flag(1000, "iterations between evaluations", metavar="N")
     eval_iters: int = flag(100, "global batches per evaluation; 0 never evaluates", metavar="N")
     save: str | None = flag(None, "folder to write checkpoints to", metavar="FOLDER")
-    load: str | None = flag(None, "folder to continue from; without a checkpoint in it, start fresh", metavar="FOLDER")
+    load: str | None = flag(
+        None, "folder to continue from; without a checkpoint in it, start fresh", metavar="FOLDER"
+    )
     save_interval: int | None = flag(
         None, "iterations between checkpoints; default only the last", type=int, metavar="N"
     )
@@ -163,7 +178,9 @@ class TrainConfig:
             self._check(name, getattr(self, name) >= 0, "must be at least 0")
         self._check("seed", 0 < self.seed < 2**31, "must be in [1, 2^31 - 1]")
         decay = self.lr_decay_iters or self.train_iters
-        self._check("lr_warmup_iters", self.lr_warmup_iters < decay, f"must be below the {decay} iterations of the decay")
+        self._check(
+            "lr_warmup_iters", self.lr_warmup_iters < decay, f"must be below the {decay} iterations of the decay"
+        )
         self._check(
             "hidden_size",
             self.hidden_size % self.num_attention_heads == 0,
@@ -201,21 +218,27 @@ class TrainConfig:
         if world_size % model:
             widest = "tensor_model_parallel_size" if tensor >= pipeline else "pipeline_model_parallel_size"
             fewer = f"only {world_size} started" if world_size < model else f"not {world_size}"
-            self._check(widest, False, f"TP x PP = {tensor} x {pipeline} needs a multiple of {model} ranks, {fewer}")
+            self._check(
+                widest, False, f"TP x PP = {tensor} x {pipeline} needs a multiple of {model} ranks, {fewer}"
+            )
         data = self.data_parallel_size(world_size)
         self._check(
             "global_batch_size",
             self.global_batch_size % (self.micro_batch_size * data) == 0,
             f"must be divisible by --micro-batch-size {self.micro_batch_size} x {data} data-parallel ranks",
         )
-        self._check("num_layers", self.num_layers % pipeline == 0, f"must be divisible by {pipeline} pipeline stages")
+        self._check(
+            "num_layers", self.num_layers % pipeline == 0, f"must be divisible by {pipeline} pipeline stages"
+        )
         for name, value in (
             ("num_attention_heads", self.num_attention_heads),
             ("num_query_groups", self.query_groups),
             ("ffn_hidden_size", self.ffn),
         ):
             if value % tensor:
-                raise refuse(flag_name(TrainConfig, name), value, f"must be divisible by {tensor} tensor-parallel ranks")
+                raise refuse(
+                    flag_name(TrainConfig, name), value, f"must be divisible by {tensor} tensor-parallel ranks"
+                )
         self._check(
             "num_distributed_optimizer_instances",
             data % self.num_distributed_optimizer_instances == 0,

@@ -21,7 +21,9 @@ def mean_loss(config: TrainConfig, sums: list[torch.Tensor]) -> float:
     """
     if parallel_state.is_pipeline_last_stage():
         total = torch.stack(sums).sum(0)
-        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        torch.distributed.all_reduce(
+            total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
         loss = total[:1] / total[1:]
     else:
         loss = torch.zeros(1, device=torch.cuda.current_device())
@@ -36,7 +38,9 @@ def perplexity(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
-def evaluate(config: TrainConfig, model_chunks: list, dataset: Any, number: int, lossy: Any, weights: str) -> dict[str, float]:
+def evaluate(
+    config: TrainConfig, model_chunks: list, dataset: Any, number: int, lossy: Any, weights: str
+) -> dict[str, float]:
     """The loss of evaluation ``number`` (from 0) by whose weights it is: "replica", "owner" or, for "both", both.
 
     Evaluation ``number`` has its own batches, which depend on nothing else, and uses no random state, so that

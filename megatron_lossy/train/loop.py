@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import platform
 import signal
 import time
-from dataclasses import dataclass
 from typing import Any
 
-import megatron.core
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from .. import __version__, hooks
-from .. import device as devices
+from .. import device, hooks
 from ..channel import check_channels
 from ..config import LossyConfig
 from ..data import build_tokenizer
-from ..monitor.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, Writers, check_wandb
+from ..monitor.writers import check_wandb
 from . import parallel
 from .checkpoint import Checkpoints
 from .config import TrainConfig
@@ -35,44 +30,13 @@ from .log import Console, Silent
 from .model import build_model, forward_step, transformer_impl
 from .optimizer import build_optimizer
 from .process import launched_ranks
+from .records import Progress, open_writers
 from .saved import check_folders, latest_iteration, write_settings
 from .text import check_data, fingerprint, prepare_text, with_data_paths
 
 
 class Diverged(RuntimeError):
     """The loss is not a number any more."""
-
-
-@dataclass
-class Progress:
-    """Where a run is. ``window_…`` sum up the iterations since the last log line. Saved in checkpoints."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    window_loss: float = 0.0
-    window_iterations: int = 0
-    window_skipped: int = 0
-    window_seconds: float = 0.0
-
-    def add(self, loss: float, updated: bool, samples: int, seconds: float) -> None:
-        """One more iteration, which updated the weights or was skipped by the optimizer."""
-        self.iteration += 1
-        self.consumed_samples += samples
-        self.window_loss += loss if updated else 0.0
-        self.window_iterations += 1
-        self.window_skipped += not updated
-        self.window_seconds += seconds
-
-    def close_window(self) -> tuple[float, int, float]:
-        """Mean loss, skipped iterations and mean seconds of the window, and a new one."""
-        updated = self.window_iterations - self.window_skipped
-        result = (
-            self.window_loss / max(1, updated),
-            self.window_skipped,
-            self.window_seconds / self.window_iterations,
-        )
-        self.window_loss, self.window_iterations, self.window_skipped, self.window_seconds = 0.0, 0, 0, 0.0
-        return result
 
 
 def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | None = None) -> dict[str, Any]:
@@ -83,7 +47,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     last log interval) and ``valid`` (the last evaluation's losses by whose weights). Raises :class:`UsageError` for
     what is wrong with the configuration or the folders, before any process group exists.
     """
-    devices.prepare()
+    device.prepare()
     ranks = launched_ranks()
     config.check_world(ranks)
     check_channels(lossy_config, config.data_parallel_size(ranks), config.train_iters)
@@ -132,7 +96,7 @@ class _Run:
 
     def run(self) -> dict[str, Any]:
         resumed = self._load()
-        self.writers = self._open_writers(resumed)
+        self.writers = open_writers(self.config, self.lossy_config, self.progress.iteration if resumed else None)
         # The first forward pass has nothing to gather, and must not gather before the first update.
         self._gather_in_forward(False, sync=False)
         batches = RankBatches(self.train_data, self.config, self.progress.consumed_samples)
@@ -200,7 +164,7 @@ class _Run:
 
     def _anyone_stopped(self) -> bool:
         """Whether any rank was told to stop: all must leave after the same iteration."""
-        stop = torch.tensor([self.stop], dtype=torch.int32, device=devices.current_device())
+        stop = torch.tensor([self.stop], dtype=torch.int32, device=device.current_device())
         torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX)
         return bool(stop.item())
 
@@ -277,42 +241,3 @@ class _Run:
         if loaded["ranks"] != ranks:
             self.console.note(f"  it was saved by {loaded['ranks']} ranks, now {ranks}: random states start anew")
         return True
-
-    def _open_writers(self, resumed: bool) -> Writers:
-        config, iteration = self.config, self.progress.iteration
-        if torch.distributed.get_rank() != 0:
-            return Writers([])
-        writers: list[Any] = []
-        if config.metrics_folder:
-            writers.append(JsonLinesWriter(config.metrics_folder, iteration if resumed else None))
-        if config.tensorboard_dir:
-            writers.append(TensorBoardWriter(config.tensorboard_dir, iteration))
-        name = config.wandb_exp_name or os.path.basename(os.path.normpath(config.metrics_folder or "run"))
-        if config.wandb_project:
-            folder = config.metrics_folder or "."
-            writers.append(WandbWriter(config.wandb_project, name, folder, config.wandb_mode))
-        result = Writers(writers)
-        result.write(self._description(name))
-        return result
-
-    def _description(self, name: str) -> dict[str, Any]:
-        """The "run" record."""
-        config = dataclasses.asdict(self.config) | dataclasses.asdict(self.lossy_config)
-        versions = {
-            "megatron-lossy": __version__,
-            "megatron-core": megatron.core.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        return {
-            "kind": "run",
-            "name": name,
-            "p_grad": self.lossy_config.p_grad,
-            "p_param": self.lossy_config.p_param,
-            "loss_seed": self.lossy_config.loss_seed,
-            "seed": self.config.seed,
-            "config": config,
-            "versions": versions,
-            "device": devices.device_type(),
-            "world_size": torch.distributed.get_world_size(),
-        }

@@ -36,7 +36,7 @@ def latest_iteration(folder: str | os.PathLike) -> int | None:
 
 
 def settings_of(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> dict[str, Any]:
-    """What makes a run what it is, as JSON would give it back. ``data``: the fingerprint of its data sets, if known."""
+    """What makes a run what it is, as JSON gives it back. ``data``: the fingerprint of its data, if known."""
     settings = {"train": config.identity(), "loss": dataclasses.asdict(lossy), "data": data}
     return json.loads(json.dumps(settings))
 
@@ -99,4 +99,6 @@ def _check_shape(config: TrainConfig) -> None:
     for name in SHAPE:
         there, here = saved.shape()[name], config.shape()[name]
         if there != here:
-            raise refuse("--load", config.load, f"{flag_name(TrainConfig, name)} was {there} there and is {here} here")
+            raise refuse(
+                "--load", config.load, f"{flag_name(TrainConfig, name)} was {there} there and is {here} here"
+            )

@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.train.sweep``: the same training at several loss rates, and the table of what it cost.
+"""``python -m megatron_lossy.train.sweep``: the same training at several loss rates, and the table of their cost.
 
 All rates run in one launch, since starting takes longer than a small model's first hundred iterations. Each has a
 folder of its own; whatever is complete is kept, and what was interrupted continues from its checkpoint.

@@ -1,4 +1,4 @@
-"""The data sets of a run: which files they are, made first if need be, and whether they are what they should be."""
+"""The data sets of a run: which files they are, made first if need be, and whether they fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def with_data_paths(config: TrainConfig) -> TrainConfig:
     # The text is that of this Python's library.
     name = f"{config.data}-{platform.python_version()}-{config.tokenizer.replace(os.sep, '_')}"
     prefix = os.path.join(config.data_cache_path or _DEFAULT_FOLDER, name)
-    return dataclasses.replace(config, data=None, data_path=(prefix + "_train",), valid_data_path=(prefix + "_valid",))
+    return dataclasses.replace(
+        config, data=None, data_path=(prefix + "_train",), valid_data_path=(prefix + "_valid",)
+    )
 
 
 def prepare_text(config: TrainConfig) -> None:

@@ -1,0 +1,91 @@
+"""Where a run is, and what it records: the first record of its metrics, and the writers that it feeds."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+import megatron.core
+import torch
+
+from .. import __version__, device
+from ..config import LossyConfig
+from ..monitor.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, Writer, Writers
+from .config import TrainConfig
+
+
+@dataclass
+class Progress:
+    """Where a run is. ``window_…`` sum up the iterations since the last log line. Saved in checkpoints."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    window_loss: float = 0.0
+    window_iterations: int = 0
+    window_skipped: int = 0
+    window_seconds: float = 0.0
+
+    def add(self, loss: float, updated: bool, samples: int, seconds: float) -> None:
+        """One more iteration, which updated the weights or was skipped by the optimizer."""
+        self.iteration += 1
+        self.consumed_samples += samples
+        self.window_loss += loss if updated else 0.0
+        self.window_iterations += 1
+        self.window_skipped += not updated
+        self.window_seconds += seconds
+
+    def close_window(self) -> tuple[float, int, float]:
+        """Mean loss, skipped iterations and mean seconds of the window, and a new one."""
+        updated = self.window_iterations - self.window_skipped
+        result = (
+            self.window_loss / max(1, updated),
+            self.window_skipped,
+            self.window_seconds / self.window_iterations,
+        )
+        self.window_loss, self.window_iterations, self.window_skipped, self.window_seconds = 0.0, 0, 0, 0.0
+        return result
+
+
+def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int | None) -> Writers:
+    """The writers that the flags ask for, on rank 0, with the "run" record written.
+
+    ``resumed_at``: the iteration of the checkpoint that the run continues, of which earlier records are kept.
+    """
+    if torch.distributed.get_rank() != 0:
+        return Writers([])
+    folder = config.metrics_folder
+    writers: list[Writer] = []
+    if folder:
+        writers.append(JsonLinesWriter(folder, resumed_at))
+    if config.tensorboard_dir:
+        writers.append(TensorBoardWriter(config.tensorboard_dir, resumed_at or 0))
+    name = config.wandb_exp_name or os.path.basename(os.path.normpath(folder or "run"))
+    if config.wandb_project:
+        writers.append(WandbWriter(config.wandb_project, name, folder or ".", config.wandb_mode))
+    result = Writers(writers)
+    result.write(_run_record(config, lossy_config, name))
+    return result
+
+
+def _run_record(config: TrainConfig, lossy_config: LossyConfig, name: str) -> dict[str, Any]:
+    versions = {
+        "megatron-lossy": __version__,
+        "megatron-core": megatron.core.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    return {
+        "kind": "run",
+        "name": name,
+        "p_grad": lossy_config.p_grad,
+        "p_param": lossy_config.p_param,
+        "loss_seed": lossy_config.loss_seed,
+        "seed": config.seed,
+        "config": dataclasses.asdict(config) | dataclasses.asdict(lossy_config),
+        "versions": versions,
+        "device": device.device_type(),
+        "world_size": torch.distributed.get_world_size(),
+    }

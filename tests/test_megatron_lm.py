@@ -1,0 +1,87 @@
+"""The unmodified pretrain_gpt.py of a checkout of Megatron-LM, on two gloo ranks.
+
+    pytest tests/test_megatron_lm.py --megatron-lm /path/to/Megatron-LM      (core_v0.16.1; about three minutes)
+
+On CPU the checkout must have its data helpers compiled (megatron/core/datasets: make), or those of the wheel copied.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.timeout(600)]
+
+MODEL = """--transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
+--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
+--distributed-backend gloo --use-distributed-optimizer --num-layers 2 --hidden-size 64 --num-attention-heads 4
+--seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 1e-3
+--lr-decay-style cosine --clip-grad 1.0 --mock-data --tokenizer-type NullTokenizer --vocab-size 255 --eval-interval 10
+--eval-iters 2 --log-interval 1 --attention-backend unfused""".split()
+LOSS = "--p-grad 0.3 --p-param 0.3 --loss-unit packet --packet-bytes 512".split()
+
+
+def pretrain(megatron_lm, *arguments, plugin=True, ranks=2):
+    """The columns of the log that do not depend on time, and the process."""
+    script = os.path.join(megatron_lm, "pretrain_gpt.py")
+    launcher = ["-m", "megatron_lossy", script] if plugin else [os.path.join(os.path.dirname(__file__), "bare.py"), script]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        + launcher
+        + MODEL
+        + [str(argument) for argument in arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    lines = []
+    for line in done.stdout.splitlines():
+        if "validation loss at" in line or re.search(r"iteration +\d+/", line):
+            lines.append(re.sub(r"^ \[.*?\]|elapsed time per iteration \(ms\): [\d.]+ \|", "", line))
+    return lines, done
+
+
+def test_without_loss_every_digit_is_megatrons(megatron_lm):
+    """Without our flags, with rates 0, and against Megatron with nothing of ours but the CPU in place."""
+    bare, _ = pretrain(megatron_lm, plugin=False)
+    assert len(bare) == 24
+    assert pretrain(megatron_lm)[0] == bare
+    assert pretrain(megatron_lm, "--p-grad", 0, "--p-param", 0)[0] == bare
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--overlap-grad-reduce", "--overlap-param-gather", "--grad-recovery", "previous", "--eval-weights", "both"],
+        ["--bf16", "--eval-weights", "owner", "--ckpt-format", "torch"],
+    ],
+    ids=["overlapped", "bf16"],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, flags, tmp_path):
+    flags = [*LOSS, *flags, "--save-replicas"]
+    whole, done = pretrain(megatron_lm, *flags, "--save", tmp_path / "whole", "--save-interval", 10)
+    assert done.returncode == 0, done.stderr[-3000:]
+    half = tmp_path / "half"
+    half.mkdir()
+    shutil.copytree(tmp_path / "whole" / "iter_0000010", half / "iter_0000010")
+    (half / "latest_checkpointed_iteration.txt").write_text("10")
+    resumed, done = pretrain(megatron_lm, *flags, "--load", half)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "(owner weights)" in resumed[-1] or "both" not in flags
+    # Megatron's first line after a resume stays in the mean that the second one reports: compare from the third on.
+    assert resumed[0] == whole[-len(resumed)]
+    assert resumed[2:] == whole[-len(resumed) + 2 :]
+
+
+def test_help_shows_our_flags_as_a_group_of_their_own(megatron_lm):
+    _, done = pretrain(megatron_lm, "--help", ranks=1)
+    assert "loss (megatron-lossy):" in done.stdout and "--p-grad P" in done.stdout
+
+
+def test_what_cannot_be_right_is_refused_before_training(megatron_lm):
+    _, done = pretrain(megatron_lm, *LOSS, "--check-weight-hash-across-dp-replicas-interval", 5)
+    assert "error: --check-weight-hash-across-dp-replicas-interval with parameter loss" in done.stderr
+    assert "iteration        1/" not in done.stdout
