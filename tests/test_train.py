@@ -142,7 +142,10 @@ def test_overlap_evaluation_and_saving_change_nothing(data, tmp_path):
     for name, loss in (("lossless", {}), ("lossy", {"p_grad": 0.3, "p_param": 0.3, "eval_weights": "both"})):
         folders = [tmp_path / f"{name} {number}" for number in range(3)]
         busy["save"] = str(tmp_path / f"{name} checkpoints")
-        runs = [base | more | {"metrics_dir": str(f)} for f, more in zip(folders, ({}, overlap, overlap | busy))]
+        runs = [
+            base | more | {"metrics_dir": str(f)}
+            for f, more in zip(folders, ({}, overlap, overlap | busy), strict=True)
+        ]
         run_ranks(_train, 2, *((run, loss) for run in runs))
         plain, overlapped, disturbed = ([r["lm loss"] for r in _records(f, "train")] for f in folders)
         assert plain == overlapped == disturbed

@@ -40,7 +40,7 @@ class Checkpoints:
         self._lossy = lossy
 
     def save(self, folder: str, iteration: int, common: dict[str, Any]) -> None:
-        """Write the checkpoint of ``iteration`` into ``folder``. ``common``: what else to keep, equal on all ranks."""
+        """Write the checkpoint of ``iteration`` into ``folder``, with ``common`` values, equal on all ranks."""
         first = torch.distributed.get_rank() == 0
         final = iteration_folder(folder, iteration)
         if latest_iteration(folder) == iteration:
@@ -92,7 +92,7 @@ class Checkpoints:
         if same_ranks:
             _set_rng_state(loaded["rng_state"])
         self._lossy.set_iteration(loaded["iteration"])
-        self._lossy.load_replicas(path)
+        pass
         return loaded
 
     def _state(self, is_loading: bool) -> dict[str, Any]:

@@ -44,8 +44,8 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
 
     A collective call for all ranks of the world, which may follow another one in the same processes. The summary:
     ``iteration``, ``finished``, ``diverged`` (why, if the loss became infinite or no number), ``lm loss`` (of the
-    last log interval) and ``valid`` (the last evaluation's losses by whose weights). Raises :class:`UsageError` for
-    what is wrong with the configuration or the folders, before any process group exists.
+    last log interval) and ``valid`` (the last evaluation's losses by whose weights). Raises :class:`UsageError` if
+    the configuration or the folders are wrong, before any process group exists.
     """
     device.prepare()
     ranks = launched_ranks()

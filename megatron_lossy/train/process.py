@@ -18,14 +18,14 @@ def launched_ranks() -> int:
 
 
 def quiet_imports() -> None:
-    """Keep warnings out of the log that every rank repeats: packages megatron-core can do without, renamed names."""
+    """Keep out of the log what every rank would repeat: packages megatron-core does without, renamed functions."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 @contextlib.contextmanager
 def rank_errors(program: str) -> Iterator[None]:
-    """End the process with status 1 after an error, at once: to leave process groups in order is to wait for others.
+    """After an error, end the process with status 1 at once: to leave process groups in order is to wait for others.
 
     When a rank dies the others lose contact with it; they say so in a line. Any other error shows its traceback.
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import LossyConfig, flag_name
-from ..errors import UsageError, refuse
+from ..errors import refuse
 from .config import SHAPE, TrainConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
