@@ -70,24 +70,22 @@ def _step_patch(runtime: LossyRuntime, class_name: str, method: str) -> Patch:
     return Patch(f"{_OPTIMIZER}:{class_name}.{method}", replacement, why, "all", "Megatron counts steps in its core")
 
 
+def _after_init(note: Callable[[Any], None]) -> Callable[[Callable], Callable]:
+    """A constructor that calls ``note`` with the finished object."""
+
+    def replacement(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            note(self)
+
+        return __init__
+
+    return replacement
+
+
 def patches(runtime: LossyRuntime) -> list[Patch]:
     """Every patch that a lossy run needs in megatron-core."""
-
-    def register_chunk(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            runtime.add_model_chunk(self)
-
-        return __init__
-
-    def register_optimizer(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            runtime.add_optimizer(self)
-
-        return __init__
 
     def notice_all_reduce(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -102,7 +100,7 @@ def patches(runtime: LossyRuntime) -> list[Patch]:
         *_seam_patches(runtime),
         Patch(
             "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-            register_chunk,
+            _after_init(runtime.add_model_chunk),
             "learns which buckets exist, in canonical order",
             "all",
             _UNTIL,
@@ -116,7 +114,7 @@ def patches(runtime: LossyRuntime) -> list[Patch]:
         ),
         Patch(
             f"{_OPTIMIZER}:MixedPrecisionOptimizer.__init__",
-            register_optimizer,
+            _after_init(runtime.add_optimizer),
             "learns the loss scale, which --grad-recovery previous must not keep",
             "all",
             "the loss scale can be read from DDP",

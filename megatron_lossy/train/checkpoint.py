@@ -92,7 +92,7 @@ class Checkpoints:
         if same_ranks:
             _set_rng_state(loaded["rng_state"])
         self._lossy.set_iteration(loaded["iteration"])
-        pass
+        self._lossy.load_replicas(path)
         return loaded
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
