@@ -84,7 +84,7 @@ def _install(config: LossyConfig, steps: int | None) -> None:
     except ImportError as error:
         raise UsageError(
             f"SCRIPT {sys.argv[0]}: megatron.core and megatron.training must be importable from its folder ({error}); "
-            "what Megatron-LM itself needs comes with pip install 'megatron-lossy[megatron-lm]'"
+            "what Megatron-LM itself imports comes with the extra megatron-lm of this package"
         ) from None
     hooks.check_version(megatron.core.__version__)
     device.prepare(megatron_training=True)

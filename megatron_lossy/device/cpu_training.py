@@ -5,6 +5,7 @@ Separate because the wheels of megatron-core do not ship megatron.training: only
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,14 @@ def _keeping_rng(build_iterators: Callable[..., Any]) -> Callable[..., Any]:
 
 def _one_device() -> int:
     return 1
+
+
+def _newest_architecture() -> int:
+    return 10
+
+
+def _no_memory(device: Any = None) -> dict[str, int]:
+    return collections.defaultdict(int)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -57,5 +66,12 @@ def patches() -> list[Patch]:
             "Megatron trains on CPU",
         ),
         _patch("torch.cuda:device_count", _one_device, "without devices no parallel groups are initialised"),
+        _patch("torch.cuda:memory_stats", _no_memory, "logged to TensorBoard on request"),
+        _patch(
+            "megatron.training.arguments:get_device_arch_version",
+            _newest_architecture,
+            "GPUs before generation 10 need CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor parallelism",
+            optional=True,
+        ),
         _patch("megatron.legacy.fused_kernels:load", _nothing, "builds CUDA kernels with nvcc", optional=True),
     ]

@@ -25,7 +25,7 @@ def quiet_imports() -> None:
 
 @contextlib.contextmanager
 def rank_errors(program: str) -> Iterator[None]:
-    """After an error, end the process with status 1 at once: to leave process groups in order is to wait for others.
+    """After an error, end the process with status 1 at once: leaving process groups in order waits for the others.
 
     When a rank dies the others lose contact with it; they say so in a line. Any other error shows its traceback.
     """
