@@ -81,7 +81,8 @@ def _rate(base: TrainConfig, lossy: LossyConfig, rate: float, out: str) -> Rate:
         wandb_exp_name=name,
     )
     try:
-        return Rate(rate, config, dataclasses.replace(lossy, p_grad=rate, p_param=rate))
+        # With the replicas saved, an interrupted run ends as it would have ended without.
+        return Rate(rate, config, dataclasses.replace(lossy, p_grad=rate, p_param=rate, save_replicas=True))
     except UsageError as error:
         raise UsageError(f"--rates {rate}: {error}") from None
 
