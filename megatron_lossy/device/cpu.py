@@ -141,7 +141,7 @@ def _fork_rng(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
     """``CudaRNGStatesTracker.fork``, which warns when the CPU's generator moves: here it must."""
     if name not in tracker.states_:
         raise KeyError(f"the random state {name} was never added to the tracker")
-    outer, outer_name = torch.get_rng_state(), tracker._current_state_name
+    outer, outer_name = torch.get_rng_state(), getattr(tracker, "_current_state_name", None)  # 0.16 and later
     # Forking again inside a fork of the same name goes on where the outer one stands.
     if outer_name in tracker.states_:
         tracker.states_[outer_name] = outer
