@@ -1,0 +1,295 @@
+"""Megatron on CPU: what is replaced, that it trains under every overlap, and that all of it can be undone."""
+
+import importlib
+import importlib.util
+import logging
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+STEPS = 8
+
+
+def _attributes(targets):
+    """What each ``module:path`` holds; None where a class only inherits it."""
+    found = {}
+    for target in targets:
+        module, _, path = target.partition(":")
+        *parents, name = path.split(".")
+        owner = importlib.import_module(module)
+        for parent in parents:
+            owner = getattr(owner, parent)
+        found[target] = vars(owner).get(name)
+    return found
+
+
+def _install_and_undo(rank):
+    from megatron_lossy import device
+    from megatron_lossy.device.cpu import patches
+
+    targets = [patch.target for patch in patches()]
+    before = _attributes(targets)
+    untouched = not device.CORE.installed and isinstance(torch.zeros, types.BuiltinFunctionType)
+    kinds = [device.prepare(), device.prepare(), device.backend(), str(device.current_device())]
+    during = _attributes(targets)
+    device.CORE.uninstall()
+    after = _attributes(targets)
+    return {
+        "untouched": untouched,
+        "kinds": kinds,
+        "same": [target for target in targets if during[target] is before[target]],
+        "unrestored": [target for target in targets if after[target] is not before[target]],
+        "unexplained": [patch.target for patch in patches() if not (patch.why and patch.versions and patch.until)],
+    }
+
+
+def test_patches_come_only_with_prepare_and_go_without_a_trace():
+    (result,) = run_ranks(_install_and_undo, 1)
+    assert result["untouched"]
+    assert result["kinds"] == ["cpu", "cpu", "gloo", "cpu"]
+    assert result["same"] in ([], ["megatron.core.transformer.moe.moe_utils:te_general_gemm"])  # None for none
+    assert not result["unrestored"]
+    assert not result["unexplained"]
+
+
+def _without_megatron_training(rank):
+    from megatron_lossy import device
+
+    try:
+        device.prepare(megatron_training=True)
+    except RuntimeError as error:
+        return str(error), device.TRAINING.installed, torch.cuda.device_count()
+    return None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron.training") is not None, reason="has megatron.training")
+def test_without_megatron_training_says_what_is_missing_and_changes_nothing():
+    ((message, installed, devices),) = run_ranks(_without_megatron_training, 1)
+    assert "megatron.training" in message
+    assert not installed and devices == 0
+
+
+def test_does_not_switch_to_the_cpu_under_a_running_accelerator(monkeypatch):
+    from megatron_lossy import device
+
+    monkeypatch.setattr(device, "_device_type", "cuda")
+    with pytest.raises(RuntimeError, match="already uses cuda"):
+        device.prepare(cpu=True)
+
+
+def _stand_ins(rank):
+    from megatron_lossy import device
+
+    device.prepare()
+    on_cuda = [
+        torch.zeros(2, device="cuda"),
+        torch.ones(2, device=torch.device("cuda", 1)),
+        torch.tensor([1.0, 2.0], device="cuda:0"),
+        torch.empty(2, device="cuda", pin_memory=True),
+        torch.zeros_like(torch.ones(2), device=torch.cuda.current_device()),
+        torch.nn.Linear(2, 2).cuda().weight,
+    ]
+    compiled = torch.compile(lambda x: x if torch.compiler.is_compiling() else x + 1)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    side = torch.cuda.Stream(device=torch.cuda.current_device())
+    context = torch.cuda.stream(side)
+    entered = []
+    for _ in range(2):
+        with context:
+            start.record()
+            side.wait_stream(torch.cuda.default_stream())
+            entered.append(torch.cuda.current_stream() is side)
+    end.record()
+    end.synchronize()
+    return {
+        "devices": {tensor.device.type for tensor in on_cuda},
+        "names": [torch.zeros(1, dtype=dtype).type() for dtype in (torch.float32, torch.bfloat16)],
+        "converts": torch.zeros(1).type(torch.int64).dtype == torch.int64,
+        "entered": entered,
+        "left": torch.cuda.current_stream() is torch.cuda.default_stream(),
+        "elapsed": start.elapsed_time(end),
+        "eager": compiled(torch.zeros(1)).item(),
+    }
+
+
+def test_stand_ins_behave_as_their_originals():
+    (result,) = run_ranks(_stand_ins, 1)
+    assert result["devices"] == {"cpu"}
+    assert result["names"] == ["torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor"]
+    assert result["converts"]
+    assert result["entered"] == [True, True] and result["left"]
+    assert 0 <= result["elapsed"] < 1000
+    assert result["eager"] == 1
+
+
+def _random_streams(rank):
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    from megatron_lossy import device
+
+    device.prepare()
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+
+    def draws(forks):
+        """Four numbers outside the tracker's stream and, before each, ``forks`` numbers from inside."""
+        model_parallel_cuda_manual_seed(5)
+        outside, inside = [], []
+        for _ in range(4):
+            with get_cuda_rng_tracker().fork():
+                inside += torch.rand(forks).tolist()
+                with get_cuda_rng_tracker().fork():
+                    inside += torch.rand(forks).tolist()
+            outside.append(torch.rand(1).item())
+        return outside, inside
+
+    def gradient(run):
+        model_parallel_cuda_manual_seed(5)
+        x = torch.ones(64, requires_grad=True)
+        run(lambda y: torch.nn.functional.dropout(y, 0.5) * y, x).sum().backward()
+        return x.grad.tolist(), torch.rand(1).item()
+
+    return {
+        "few": draws(1),
+        "many": draws(3),
+        "kept": gradient(lambda function, x: function(x)),
+        "recomputed": gradient(lambda function, x: checkpoint(function, False, x)),
+        "messages": messages,
+    }
+
+
+def test_random_streams_are_separate_and_survive_recomputation():
+    (result,) = run_ranks(_random_streams, 1)
+    outside, inside = result["few"]
+    assert result["many"][0] == outside  # what happens inside does not move the outer stream
+    assert len({*inside, *outside}) == len(inside) + len(outside)
+    assert result["many"][1][: len(inside)] == inside  # and nested forks go on with one stream
+    assert result["recomputed"] == result["kept"]
+    assert not [message for message in result["messages"] if "RNG" in message]
+
+
+def _train(rank, configs, alltoall=False):
+    """Train one model after the other; their losses, steps taken, and weights after a gather."""
+    from tests import tiny_gpt
+
+    if alltoall:
+        plain = tiny_gpt._transformer_config
+
+        def dispatching(config):
+            transformer = plain(config)
+            transformer.moe_token_dispatcher_type = "alltoall"
+            return transformer
+
+        tiny_gpt._transformer_config = dispatching
+    results = []
+    for config in configs:
+        run = tiny_gpt.build(tiny_gpt.TinyGPT(**config))
+        reports = [run.step(step) for step in range(STEPS)]
+        run.gather()
+        owners, replicas = run.owner_buffers(), run.replica_buffers()
+        results.append(
+            {
+                "losses": [report["loss"] for report in reports],
+                "norm": reports[-1]["grad_norm"],
+                "success": all(report["success"] for report in reports),
+                "stale": [name for name in owners if not np.array_equal(owners[name], replicas[name])],
+                "weights": run.weights(),
+                "buckets": len(run.model[0].buffers[0].buckets),
+            }
+        )
+    return results
+
+
+def _trained(world, *configs, **options):
+    """Results of :func:`_train`, [config][rank], once they are those of a healthy run."""
+    ranks = run_ranks(_train, world, configs, *options.values())
+    by_config = list(zip(*ranks))
+    for results in by_config:
+        losses = np.mean([result["losses"] for result in results if result["losses"][0] is not None], axis=0)
+        assert np.isfinite(losses).all()
+        assert losses[-3:].mean() < losses[:3].mean() - 0.05
+        assert all(result["success"] and not result["stale"] and np.isfinite(result["norm"]) for result in results)
+    return by_config
+
+
+def _assert_equal(results, others, tolerance=0.0):
+    for result, other in zip(results, others, strict=True):
+        assert result["weights"].keys() == other["weights"].keys()
+        for name, weight in result["weights"].items():
+            np.testing.assert_allclose(weight, other["weights"][name], rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_overlap_and_averaging_in_the_collective_change_no_bit(dtype):
+    # Clipping sums the norm shard by shard, so that its last bit depends on the buckets.
+    base = {"dtype": dtype, "clip_grad": 0.0}
+    plain, *others = _trained(
+        2,
+        base,
+        {**base, "overlap_grad_reduce": True, "bucket_size": 4000},
+        {**base, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000},
+        {**base, "overlap_param_gather": True},
+        {**base, "average_in_collective": True},  # exact, as it divides by two
+    )
+    assert [results[0]["buckets"] > 1 for results in others] == [True, True, False, False]
+    for results in others:
+        _assert_equal(plain, results)
+
+
+def test_accumulation_in_fp32_with_and_without_overlap():
+    narrow = {"dtype": "bf16", "grads_in_fp32": False, "fp32_accumulation": True}
+    plain, overlapped = _trained(2, narrow, {**narrow, "overlap_grad_reduce": True})
+    _assert_equal(plain, overlapped)
+
+
+def test_optimizer_instances_train_the_model_of_one_instance():
+    (one,) = _trained(4, {})
+    two, overlapped = _trained(4, {"instances": 2}, {"instances": 2, "overlap_grad_reduce": True, "bucket_size": 4000})
+    _assert_equal(one, two, tolerance=1e-3)
+    _assert_equal(two, overlapped, tolerance=1e-3)
+
+
+def test_tensor_parallelism_trains_the_model_of_one_rank():
+    ((one,),), (two,) = _trained(1, {"per_token_loss": True}), _trained(2, {"per_token_loss": True, "tensor": 2})
+    np.testing.assert_allclose(two[0]["losses"], one["losses"], atol=1e-3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_pipeline_parallelism(tied):
+    _trained(2, {"pipeline": 2, "tied": tied, "accumulation": 4})
+
+
+def test_interleaved_pipeline_parallelism():
+    _trained(2, {"pipeline": 2, "virtual": 2, "layers": 4, "accumulation": 4})
+
+
+@pytest.mark.parametrize("alltoall", [False, True])
+def test_expert_parallelism(alltoall):
+    _trained(4, {"expert": 2, "experts": 4, "overlap_grad_reduce": True}, alltoall=alltoall)
+
+
+def _overflow(rank):
+    from tests.tiny_gpt import TinyGPT, build
+
+    outcomes = {}
+    for dtype, scale in (("fp32", 8.0), ("bf16", 8.0), ("fp16", None)):
+        run = build(TinyGPT(dtype=dtype, loss_scale=scale))
+        run.step(0)
+        before = run.weights()
+        report = run.step(1, overflow_on=1)
+        kept = all(np.array_equal(weight, before[name]) for name, weight in run.weights().items())
+        outcomes[dtype] = (report["success"], report["grad_norm"], kept, run.step(2)["success"])
+    return outcomes
+
+
+def test_a_step_that_overflows_on_one_rank_is_skipped_on_all():
+    for outcomes in run_ranks(_overflow, 2):
+        assert outcomes == {dtype: (False, None, True, True) for dtype in ("fp32", "bf16", "fp16")}
