@@ -37,10 +37,11 @@ def pretrain(megatron_lm, *arguments, plugin=True, ranks=2):
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    lines = []
-    for line in done.stdout.splitlines():
-        if "validation loss at" in line or re.search(r"iteration +\d+/", line):
-            lines.append(re.sub(r"^ \[.*?\]|elapsed time per iteration \(ms\): [\d.]+ \|", "", line))
+    # Ranks share the output: take what one of them printed, not whole lines.
+    pattern = r"iteration +\d+/.*?number of nan iterations: +\d+ \||validation loss at .*?(?: \| (?=\n)|(?=\n))"
+    lines = [
+        re.sub(r"elapsed time per iteration \(ms\): [\d.]+ \|", "", line) for line in re.findall(pattern, done.stdout)
+    ]
     return lines, done
 
 
