@@ -219,7 +219,7 @@ def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
             replacement.__defaults__,
             replacement.__closure__,
         )
-    return Patch(target, lambda _: replacement, why, "megatron-core 0.12 to 0.19", "Megatron trains on CPU", **options)
+    return Patch(target, lambda _: replacement, why, "megatron-core 0.13 to 0.16", "Megatron trains on CPU", **options)
 
 
 def patches() -> list[Patch]:
@@ -252,7 +252,7 @@ def patches() -> list[Patch]:
             "torch:Tensor.type",
             _tensor_type,
             "optimizers sort parameters, and clipping checks gradients, by 'torch.cuda.*' type names",
-            "megatron-core 0.12 to 0.19",
+            "megatron-core 0.13 to 0.16",
             "Megatron trains on CPU",
             create=True,
         ),
@@ -286,7 +286,7 @@ def patches() -> list[Patch]:
                 f"{optimizer}.{name}",
                 replacement,
                 why,
-                "megatron-core 0.12 to 0.19",
+                "megatron-core 0.13 to 0.16",
                 "Megatron loads checkpoints without Transformer Engine and Apex",
             )
         )
@@ -296,7 +296,7 @@ def patches() -> list[Patch]:
                 f"torch:{name}",
                 _on_cpu,
                 'scalars and masks are created with device="cuda"',
-                "megatron-core 0.12 to 0.19",
+                "megatron-core 0.13 to 0.16",
                 "Megatron trains on CPU",
             )
         )

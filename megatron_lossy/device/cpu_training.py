@@ -45,7 +45,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
-    return Patch(target, lambda _: replacement, why, "Megatron-LM 0.12 to 0.19", "Megatron trains on CPU", **options)
+    return Patch(target, lambda _: replacement, why, "Megatron-LM 0.16", "Megatron trains on CPU", **options)
 
 
 def patches() -> list[Patch]:
@@ -55,14 +55,14 @@ def patches() -> list[Patch]:
             "megatron.training.training:initialize_megatron",
             _without_cuda,
             "pretrain() asserts that CUDA is available",
-            "Megatron-LM 0.12 to 0.19",
+            "Megatron-LM 0.16",
             "Megatron trains on CPU",
         ),
         Patch(
             "megatron.training.training:build_train_valid_test_data_iterators",
             _keeping_rng,
             "data loaders draw from the CPU's generator, which must reach dropout as the checkpoint left it",
-            "Megatron-LM 0.12 to 0.19",
+            "Megatron-LM 0.16",
             "Megatron trains on CPU",
         ),
         _patch("torch.cuda:device_count", _one_device, "without devices no parallel groups are initialised"),
