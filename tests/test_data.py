@@ -1,13 +1,23 @@
 """Text to Megatron's indexed format, read back by megatron-core's own dataset classes."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lossy.data import build_tokenizer, check_dataset, read_description, stdlib_documents
+from megatron_lossy.data import (
+    build_tokenizer,
+    check_dataset,
+    padded_vocab_size,
+    read_description,
+    stdlib_documents,
+    write_indexed,
+)
 from megatron_lossy.data.__main__ import run
 from megatron_lossy.data.documents import validation_documents
 from megatron_lossy.errors import UsageError
@@ -20,6 +30,12 @@ def test_bytes_come_back(data):
     ids = TOKENIZER.encode(data)
     assert ids.tolist() == list(data) and TOKENIZER.eod == 256 and TOKENIZER.vocab_size == 257
     assert TOKENIZER.decode([*ids, TOKENIZER.eod]) == data.decode("utf-8", "replace")
+
+
+@given(st.integers(1, 10**6), st.integers(1, 512), st.sampled_from([1, 2, 4, 8]))
+def test_padding_is_the_next_multiple(size, divisor, tensor_parallel):
+    padded = padded_vocab_size(size, divisor, tensor_parallel)
+    assert padded % (divisor * tensor_parallel) == 0 and 0 <= padded - size < divisor * tensor_parallel
 
 
 def indexed(prefix):
@@ -69,11 +85,26 @@ def test_lines_and_paragraphs(tmp_path):
         (["--input", "empty.txt", "--tokenizer", "mystery"], "--tokenizer mystery"),
         (["--input", "empty.txt", "--stdlib"], "--stdlib"),
         ([], "--input"),
+        (["--input", "*.md"], r"\*.md: matches no file"),
+        (["--input", "folder"], "folder: holds no file"),
+        (["--input", "blank.txt"], "no document holds text"),
+        (["--input", "/proc/self/mem"], "/proc/self/mem: cannot be read"),
+        (["--input", "text.txt", "--split", "0.9", "0.1"], "--split .*at least 2"),
+        (["--input", "text.txt", "--split", "nan", "0.1"], "--split nan 0.1"),
+        (["--input", "text.txt", "--format", "jsonl"], "text.txt: line 1 is not JSON"),
+        (["--input", "latin.jsonl", "--format", "jsonl"], "latin.jsonl: line 1 is not valid Unicode"),
+        (["--input", "text.txt", "--format", "jsonl", "--split-documents", "blank-line"], "--split-documents"),
+        (["--input", "text.txt", "--tokenizer", "hf:"], "--tokenizer hf:"),
     ],
 )
 def test_wrong_input_is_named(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / ".hidden").write_text("text")
+    (tmp_path / "blank.txt").write_text(" \n\n")
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(UsageError, match=message):
         convert(*arguments, "--output-prefix", "data")
     assert not list(tmp_path.glob("data*"))
@@ -86,6 +117,113 @@ def test_a_split_is_by_name(names, fraction):
     assert 0 < len(chosen) < len(names)
     shuffled = names[::-1]
     assert {shuffled[i] for i in validation_documents(shuffled, fraction)} == chosen
+
+
+def test_wrong_flags_cost_no_import_of_megatron():
+    code = (
+        "import sys; from megatron_lossy.data.__main__ import main\n"
+        "print('torch' in sys.modules); main(['--input', 'absent'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == "False\n"
+    assert len(done.stderr.splitlines()) == 1 and "--output-prefix" in done.stderr
+
+
+def test_a_split_loses_no_document_and_repeats(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(20):
+        (text / f"{i}.txt").write_text(f"document {i}")
+    for name in ("once", "again"):
+        convert("--input", text, "--output-prefix", tmp_path / name, "--split", 90, 10)
+    train, valid = (indexed(tmp_path / f"once_{split}") for split in ("train", "valid"))
+    assert len(valid) == 2
+    assert sorted(train + valid) == sorted([*f"document {i}".encode(), 256] for i in range(20))
+    for split in ("train", "valid"):
+        for suffix in ("bin", "idx", "json"):
+            once, again = (tmp_path / f"{name}_{split}.{suffix}" for name in ("once", "again"))
+            assert once.read_bytes() == again.read_bytes()
+
+
+def test_a_failed_overwrite_leaves_what_was_there(tmp_path):
+    write_indexed([("old", b"old")], tmp_path / "data", TOKENIZER)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fails_midway():
+        yield "new", b"new"
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_indexed(fails_midway(), tmp_path / "data", TOKENIZER, overwrite=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_overwriting_spares_foreign_files_and_drops_cached_samples(tmp_path):
+    (tmp_path / "data.json").write_text('{"my": "notes"}')
+    with pytest.raises(UsageError, match="data.json is not the description"):
+        write_indexed([("a", b"a")], tmp_path / "data", TOKENIZER, overwrite=True)
+    assert (tmp_path / "data.json").read_text() == '{"my": "notes"}'
+    (tmp_path / "corpus.bin").write_bytes(b"text")
+    with pytest.raises(UsageError, match="is also an --input"):
+        convert("--input", tmp_path / "*.bin", "--output-prefix", tmp_path / "corpus", "--overwrite")
+    cached = tmp_path / "other" / "cache" / "GPTDataset_indices"
+    cached.mkdir(parents=True)
+    write_indexed([("a", b"a")], tmp_path / "other", TOKENIZER)
+    assert not cached.exists()
+
+
+def test_sentencepiece(tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    lines = [line for _, data in stdlib_documents()[:20] for line in data.decode("utf-8", "ignore").splitlines()]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(tmp_path / "sp"), vocab_size=300, minloglevel=2
+    )
+    check_subwords(f"sentencepiece:{tmp_path / 'sp.model'}", tmp_path)
+
+
+def test_hugging_face(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet)
+    model.train_from_iterator(["def function(value): return value"], trainer)
+    folder = str(tmp_path / "hf")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>").save_pretrained(folder)
+    check_subwords(f"hf:{folder}", tmp_path)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=model).save_pretrained(folder)
+    with pytest.raises(UsageError, match="no end-of-sequence token"):
+        build_tokenizer(f"hf:{folder}")
+
+
+def check_subwords(name, folder):
+    tokenizer = build_tokenizer(name)
+    text = "def function(value): return value"
+    ids = tokenizer.encode(text)
+    assert 1 < len(ids) < len(text) and max(ids) < tokenizer.vocab_size
+    assert tokenizer.decode([*ids, tokenizer.eod, 10**6]) == text
+    write_indexed([("a", text.encode())], folder / "data", tokenizer)
+    assert indexed(folder / "data") == [[*ids, tokenizer.eod]]
+    check_dataset(folder / "data", build_tokenizer(name))
+    with pytest.raises(UsageError, match="--tokenizer byte: .* was made with"):
+        check_dataset(folder / "data", TOKENIZER)
+    with pytest.raises(UsageError, match="latin: is not UTF-8 .byte 1"):
+        write_indexed([("latin", b"a\xff")], folder / "latin", tokenizer)
+
+
+@pytest.mark.parametrize("name", ["hf:gpt2", "sentencepiece:model"])
+def test_an_absent_package_is_named(tmp_path, name):
+    # An empty entry in sys.modules makes the import fail as an absent package does.
+    code = (
+        "import sys; sys.modules.update(transformers=None, sentencepiece=None)\n"
+        "from megatron_lossy.data.__main__ import main; main()"
+    )
+    arguments = ["--stdlib", "--output-prefix", str(tmp_path / "data"), "--tokenizer", name]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"--tokenizer {name}: needs the package" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_damaged_or_foreign_data_is_refused(tmp_path):
@@ -110,9 +248,10 @@ def test_gpt_dataset_reads_it(tmp_path):
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
-    text = bytes(range(32, 127)) * 20
-    (tmp_path / "a.txt").write_bytes(text)
-    convert("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "data")
+    texts = [os.urandom(500), os.urandom(900)]
+    for name, text in zip("ab", texts):
+        (tmp_path / f"{name}.txt").write_bytes(text)
+    convert("--input", tmp_path / "*.txt", "--output-prefix", tmp_path / "data")
     prefix = ([str(tmp_path / "data")], None)
     config = GPTDatasetConfig(
         random_seed=1,
@@ -126,7 +265,13 @@ def test_gpt_dataset_reads_it(tmp_path):
         mid_level_dataset_surplus=0.005,
         path_to_cache=str(tmp_path / "cache"),
     )
-    train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [10, None, None], lambda: True, config).build()
-    sample = train[0]
-    tokens = sample["tokens"].tolist()
-    assert bytes(tokens) in text and sample["labels"].tolist()[:-1] == tokens[1:]
+    train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [None, None, None], lambda: True, config).build()
+    # Documents come in a shuffled order, each ended by EOD; samples are slices of that, in a shuffled order too.
+    orders = [[*a, 256, *b, 256] for a, b in (texts, texts[::-1])]
+    slices = [[order[i : i + 65] for i in range(0, 1402 - 65 + 1, 64)] for order in orders]
+    samples = []
+    for sample in train:
+        assert sample["tokens"].shape == (64,) and bool(sample["loss_mask"].all())
+        samples.append([*sample["tokens"].tolist(), sample["labels"][-1].item()])
+        assert sample["labels"].tolist()[:-1] == samples[-1][1:-1]
+    assert sorted(samples) in [sorted(expected) for expected in slices]

@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 from megatron_lossy.errors import UsageError
 from megatron_lossy.report import loss_table, plot_curves, read_runs
 from megatron_lossy.report.__main__ import run as report
+from megatron_lossy.report.curves import running_mean
+from megatron_lossy.report.table import ONE_SEED, perplexity
 
 
-def write_run(folder, p, losses, valid=None, seed=1, p_param=None, tail=""):
+def write_run(folder, p, losses, valid=None, seed=1, p_param=None, tail="", **config):
     """A metrics file: training losses from iteration 1, and validation losses by weights at the last iteration."""
     folder.mkdir(parents=True)
     records = [
         {"kind": "run", "name": folder.name, "p_grad": p, "p_param": p if p_param is None else p_param}
-        | {"loss_seed": seed, "seed": 1, "config": {"hidden_size": 8}}
+        | {"loss_seed": seed, "seed": 1, "config": {"hidden_size": 8, **config}}
     ]
     records += [{"kind": "train", "iteration": k + 1, "lm loss": loss} for k, loss in enumerate(losses)]
     for weights, loss in (valid or {}).items():
@@ -49,7 +51,6 @@ def test_table_of_one_seed(tmp_path):
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.floats(1.0, 3.0), min_size=2, max_size=5))
 def test_several_seeds_have_standard_errors(losses):
-
     with tempfile.TemporaryDirectory() as folder:
         for seed, loss in enumerate(losses):
             write_run(Path(folder) / f"s{seed}", 0.2, [loss] * 20, seed=seed)
@@ -78,12 +79,138 @@ def test_a_resumed_run_counts_an_iteration_once(tmp_path):
     assert read_runs(tmp_path)[0].train_loss == pytest.approx(1.0)
 
 
+def test_what_a_resumed_run_left_behind_is_dropped(tmp_path):
+    write_run(tmp_path / "a", 0.0, [9.0] * 30, {"replica": 8.0})
+    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "train", "iteration": 11, "lm loss": 1.0}) + "\n")
+    [run] = read_runs(tmp_path)
+    assert (run.iterations, len(run.train), run.valid_loss("replica")) == (11, 11, None)
+
+
+def test_skipped_iterations_do_not_count(tmp_path):
+    write_run(tmp_path / "a", 0.0, [])
+    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
+        for iteration, loss, skipped in ((10, 0.0, 10), (20, 0.0, 10), (30, 2.0, 9), (40, 0.0, 10)):
+            record = {"kind": "train", "iteration": iteration, "lm loss": loss, "skipped": skipped}
+            file.write(json.dumps(record) + "\n")
+    [run] = read_runs(tmp_path)
+    assert run.train == {30: 2.0} and run.iterations == 40
+
+
+def test_a_run_that_diverged_has_no_validation_loss(tmp_path):
+    write_run(tmp_path / "a", 0.3, [2.0] * 20, {"replica": 2.0})
+    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "iteration": 21, "lm loss": null}\n')
+    found = cells(loss_table(read_runs(tmp_path)))
+    assert str(found["val loss", "30 %"]) == str(found["train loss", "30 %"]) == "diverged"
+
+
+def test_notes_say_what_the_reader_must_know(tmp_path):
+    write_run(tmp_path / "a", 0.1, [2.0] * 20)
+    notes = "\n".join(loss_table(read_runs(tmp_path)).notes)
+    assert "no run without loss" in notes and ONE_SEED in notes and "not trained" not in notes
+    write_run(tmp_path / "b", 0.0, [2.0] * 30, hidden_size=16, save="there")
+    write_run(tmp_path / "c", 0.1, [2.2] * 20, seed=2)
+    notes = "\n".join(loss_table(read_runs(tmp_path)).notes)
+    assert ONE_SEED not in notes and "mean ± standard error over runs (10 %: 2)" in notes
+    assert "not trained to iteration 30: a (last 20), c (last 20)" in notes
+    assert "differ in more than the loss: hidden-size" in notes and "save" not in notes
+
+
+def test_runs_of_other_settings_are_not_repetitions(tmp_path):
+    for seed in (1, 2):
+        write_run(tmp_path / f"base{seed}", 0.0, [2.0] * 20, seed=seed, grad_recovery="zero" if seed == 2 else "")
+    for rule in ("zero", "renormalize"):
+        write_run(tmp_path / rule, 0.2, [2.5] * 20, grad_recovery=rule, save=rule)
+    table = loss_table(read_runs(tmp_path))
+    assert table.headings == ("0 %", "20 %, grad-recovery renormalize", "20 %, grad-recovery zero")
+    assert any("0 %: 2 runs with 1 different seeds" in note for note in table.notes)
+    assert [cell.change for cell in table.rows[0][1]] == [None, pytest.approx(25), pytest.approx(25)]
+
+
+def test_rates_of_other_models_are_no_baseline(tmp_path):
+    write_run(tmp_path / "a", 0.0, [2.0] * 20, loss_model=["trace"])
+    write_run(tmp_path / "b", 0.0, [2.0] * 20, loss_schedule=["0:0,10:0.2"])
+    write_run(tmp_path / "c", 0.0, [2.0] * 20, ge_grad=[0.1, 0.5, 0, 1], loss_model=["gilbert-elliott"])
+    table = loss_table(read_runs(tmp_path))
+    assert set(table.headings) == {"trace", "0:0,10:0.2", "g GE 0.1 0.5 0 1 / p 0 %"}
+    assert any("no run without loss" in note for note in table.notes)
+
+
+@given(st.floats(0, 100))
+def test_perplexity_is_cut_as_megatron_does(loss):
+    assert perplexity(loss) == math.exp(min(20, loss))
+
+
+@given(
+    st.lists(st.one_of(st.floats(1, 9), st.just(math.nan)), max_size=300),
+)
+def test_the_running_mean_stays_between_its_values(losses):
+    values = np.array(losses)
+    smooth = running_mean(values)
+    assert (np.isnan(smooth) == np.isnan(values)).all()
+    if np.isfinite(values).any():
+        assert np.nanmin(smooth) >= np.nanmin(values) - 1e-9 and np.nanmax(smooth) <= np.nanmax(values) + 1e-9
+
+
+def test_the_running_mean_does_not_shift_a_line():
+    line = np.arange(400.0)
+    assert running_mean(line)[:390] == pytest.approx(line[:390])
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.sampled_from([0.0, 0.1, 0.2, 0.4]), min_size=1, max_size=5),
+    st.floats(0.01, 30),
+)
+def test_every_table_is_whole(rates, loss):
+    with tempfile.TemporaryDirectory() as folder:
+        for i, rate in enumerate(rates):
+            write_run(Path(folder) / str(i), rate, [loss + i] * 12, {"replica": loss}, seed=i)
+        table = loss_table(read_runs(folder))
+    assert len(table.headings) == len(set(rates))
+    lines = table.text().splitlines()[:6]
+    # Columns begin where the rule under the headings says.
+    for heading in table.headings:
+        start = lines[0].index(heading)
+        assert lines[1][start] == "-" and all(line[start - 1] == " " and line[start] != " " for line in lines)
+    assert all(line.count("|") == len(set(rates)) + 2 for line in table.markdown().splitlines()[:6])
+    assert len(table.csv().splitlines()) == 1 + 4 * len(set(rates))
+
+
 def test_wrong_input_names_file_and_line(tmp_path):
     with pytest.raises(UsageError, match="holds no run"):
         read_runs(tmp_path)
     write_run(tmp_path / "a", 0.0, [2.0], tail="nonsense\n{}\n")
     with pytest.raises(UsageError, match="metrics.jsonl line 3"):
         read_runs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[1]", 'line 4: must be a record with a "kind"'),
+        ('{"kind": "train", "iteration": 5}', "line 4: holds no 'lm loss'"),
+        ('{"kind": "train", "iteration": "5", "lm loss": 1}', "line 4: holds a wrong value"),
+        ('{"kind": "run", "p_grad": 0.5, "p_param": 0.5}', "line 4: describes another run"),
+    ],
+)
+def test_wrong_records_are_named(tmp_path, line, message):
+    write_run(tmp_path / "a", 0.0, [2.0, 2.0], tail=line + "\n")
+    with pytest.raises(UsageError, match=message):
+        read_runs(tmp_path)
+
+
+def test_another_folders_report_is_not_replaced(tmp_path, capsys):
+    write_run(tmp_path / "runs" / "a", 0.0, [2.0] * 20)
+    out = tmp_path / "out"
+    report([str(tmp_path / "runs"), "--out", str(out)])
+    (out / "loss_table.md").write_text("of other runs")
+    with pytest.raises(UsageError, match="loss_table.md exists already"):
+        report([str(tmp_path / "runs"), "--out", str(out)])
+    assert (out / "loss_table.md").read_text() == "of other runs"
+    report([str(tmp_path / "runs"), "--out", str(out), "--overwrite"])
+    assert "train loss" in (out / "loss_table.md").read_text()
 
 
 def test_files_are_written(tmp_path, capsys):

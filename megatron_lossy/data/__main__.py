@@ -23,14 +23,20 @@ class DataConfig:
     """What to read, how to tokenize it and where to write it. Raises :class:`UsageError`."""
 
     input: tuple[str, ...] | None = flag(
-        None, "text files, folders (every file in them) or globs", type=str, nargs="+", metavar="PATH"
+        None,
+        "text files, folders (every file in them but hidden ones) or globs",
+        type=str,
+        nargs="+",
+        metavar="PATH",
     )
-    stdlib: bool = flag(False, "read the source files of the running Python's standard library instead of --input")
+    stdlib: bool = flag(False, "instead of --input: the source files of the running Python's standard library")
     output_prefix: str | None = flag(
         None, "write PREFIX.bin, PREFIX.idx and PREFIX.json", type=str, metavar="PREFIX"
     )
     tokenizer: str = flag("byte", f"{NAMES}; byte takes any bytes", metavar="NAME")
-    format: str = flag("text", "text, or jsonl: one JSON object per line, a document each", choices=("text", "jsonl"))
+    format: str = flag(
+        "text", "text, or jsonl: one JSON object per line, a document each", choices=("text", "jsonl")
+    )
     json_key: str = flag("text", "jsonl: the key that holds a document's text", metavar="KEY")
     split_documents: str = flag(
         "file",
@@ -57,7 +63,8 @@ class DataConfig:
         if self.stdlib and (self.format, self.split_documents) != ("text", "file"):
             raise refuse("--stdlib", "with --format or --split-documents", "every source file is a document")
         if self.format == "jsonl" and self.split_documents != "file":
-            raise refuse("--split-documents", self.split_documents, "needs --format text: jsonl has a document per line")
+            allowed = "needs --format text: jsonl has a document per line"
+            raise refuse("--split-documents", self.split_documents, allowed)
         if self.split is not None and not all(math.isfinite(share) and share > 0 for share in self.split):
             raise refuse("--split", "{:g} {:g}".format(*self.split), "must be two positive numbers")
 
@@ -80,7 +87,8 @@ def _with_progress(documents: Iterable[Document], verb: str, total: int) -> Iter
         done += len(document[1])
         now = time.monotonic()
         if now >= due:
-            line = f"{verb} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {done / 1e6 / (now - started):.1f} MB/s"
+            speed = done / 1e6 / (now - started)
+            line = f"{verb} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {speed:.1f} MB/s"
             print("\r" + line if rewrite else line, end="" if rewrite else "\n", file=sys.stderr, flush=True)
             due = now + (1 if rewrite else 10)
     if rewrite and due > started + 2:
@@ -89,7 +97,9 @@ def _with_progress(documents: Iterable[Document], verb: str, total: int) -> Iter
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Do what the command line says. Raises :class:`UsageError`."""
-    parser = argparse.ArgumentParser("python -m megatron_lossy.data", description="Text files to Megatron's indexed format.")
+    parser = argparse.ArgumentParser(
+        "python -m megatron_lossy.data", description="Text files to Megatron's indexed format."
+    )
     config = from_namespace(DataConfig, add_flags(parser, DataConfig, "data").parse_args(arguments))
     started = time.monotonic()
     for prefix in config.prefixes:
@@ -132,9 +142,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
             config.overwrite,
         )
     for prefix, data in written.items():
-        print(
-            f"{prefix}: {data.documents:,} documents, {data.source_bytes:,} bytes, {data.tokens:,} tokens ({data.dtype})"
-        )
+        size = f"{data.source_bytes:,} bytes, {data.tokens:,} tokens ({data.dtype})"
+        print(f"{prefix}: {data.documents:,} documents, {size}")
     print(
         f"tokenizer {tokenizer.name}: vocabulary {tokenizer.vocab_size}, padded by 128 to "
         f"{padded_vocab_size(tokenizer.vocab_size)}; {time.monotonic() - started:.1f} s"

@@ -113,7 +113,8 @@ def validation_documents(names: Sequence[str], fraction: float) -> set[int]:
     added. Raises :class:`UsageError` for fewer than two documents.
     """
     if len(names) < 2:
-        raise refuse("--split", f"of {len(names)} document", "needs at least 2; see --split-documents and --format")
+        allowed = "needs at least 2; see --split-documents and --format"
+        raise refuse("--split", f"({len(names)} documents)", allowed)
     hashes = [hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names]
     order = sorted(range(len(names)), key=lambda i: (hashes[i], i))
     return set(order[: min(len(names) - 1, max(1, round(fraction * len(names))))])

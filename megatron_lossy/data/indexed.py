@@ -162,18 +162,24 @@ def output_files(prefix: str) -> list[str]:
 def check_output(prefix: str, overwrite: bool) -> None:
     """Raise :class:`UsageError` unless the data set ``prefix`` may be written."""
     if not os.path.basename(prefix):
-        raise refuse("--output-prefix", prefix, "must end with a file name, to which .bin, .idx and .json are added")
+        raise refuse("--output-prefix", prefix, "must end with a name, to which .bin, .idx and .json are added")
     for file in output_files(prefix):
         if os.path.exists(file):
             if not overwrite:
                 raise refuse("--output-prefix", prefix, f"{file} exists already; give another, or --overwrite")
-            if file.endswith(".json") and _read(prefix) is None:
+            if file.endswith(".json") and read_description(prefix) is None:
                 raise refuse("--output-prefix", prefix, f"{file} is not the description of a data set; move it")
 
 
 def read_description(prefix: str | os.PathLike) -> DatasetDescription | None:
     """What ``prefix.json`` says; None where there is none of ours (data of Megatron's own tools has none)."""
-    return _read(os.fspath(prefix))
+    try:
+        content = json.loads(Path(os.fspath(prefix) + ".json").read_bytes())
+        if content.pop("format") != _FORMAT:
+            return None
+        return DatasetDescription(**content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "--data-path") -> None:
@@ -184,7 +190,8 @@ def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "
     prefix = os.fspath(prefix)
     for suffix in ("bin", "idx"):
         if not os.path.isfile(f"{prefix}.{suffix}"):
-            raise refuse(flag, prefix, f"there is no {prefix}.{suffix}; python -m megatron_lossy.data makes data sets")
+            allowed = f"there is no {prefix}.{suffix}; python -m megatron_lossy.data makes data sets"
+            raise refuse(flag, prefix, allowed)
         if not os.access(f"{prefix}.{suffix}", os.R_OK):
             raise refuse(flag, prefix, f"{prefix}.{suffix} cannot be read")
     description = read_description(prefix)
@@ -196,13 +203,3 @@ def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "
         raise refuse(flag, prefix, f"{prefix}.bin has {size} bytes, not the {expected} that {prefix}.json says")
     if description.fingerprint != tokenizer.fingerprint:
         raise refuse("--tokenizer", tokenizer.name, f"{prefix} was made with --tokenizer {description.tokenizer}")
-
-
-def _read(prefix: str) -> DatasetDescription | None:
-    try:
-        content = json.loads(Path(prefix + ".json").read_bytes())
-        if content.pop("format") != _FORMAT:
-            return None
-        return DatasetDescription(**content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None

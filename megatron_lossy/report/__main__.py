@@ -20,7 +20,7 @@ class ReportConfig:
     """Where the report goes."""
 
     out: str | None = flag(
-        None, f"folder for {TABLE_MARKDOWN}, {TABLE_CSV} and {CURVES}; default RUNS_DIR", type=str, metavar="DIR"
+        None, f"folder of {TABLE_MARKDOWN}, {TABLE_CSV} and {CURVES}; default RUNS_DIR", type=str, metavar="DIR"
     )
     overwrite: bool = flag(False, "replace the report that another --out folder holds already")
 
@@ -28,9 +28,9 @@ class ReportConfig:
 def run(arguments: Sequence[str] | None = None) -> None:
     """Do what the command line says. Raises :class:`UsageError`."""
     parser = argparse.ArgumentParser(
-        "python -m megatron_lossy.report", description="The table of losses and the training curves of a folder of runs."
+        "python -m megatron_lossy.report", description="Table of losses and training curves of a folder of runs."
     )
-    parser.add_argument("runs", metavar="RUNS_DIR", help=f"folder with one folder per run, each with {METRICS_FILE}")
+    parser.add_argument("runs", metavar="RUNS_DIR", help=f"holds one folder per run, each with {METRICS_FILE}")
     namespace = add_flags(parser, ReportConfig, "output").parse_args(arguments)
     config = from_namespace(ReportConfig, namespace)
     runs = read_runs(namespace.runs)

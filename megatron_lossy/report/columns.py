@@ -13,8 +13,24 @@ from .runs import Run
 # Repetitions of one setting differ in these.
 SEEDS = {"seed", "loss_seed"}
 _RATES = {"p_grad", "p_param"}
-# Where results go says nothing about them.
-_PLACES = {"save", "load", "metrics_dir", "tensorboard_dir", "wandb_exp_name", "wandb_project", "data_cache_path"}
+_LOSS_FLAGS = {f.name for f in dataclasses.fields(LossyConfig)}
+# What is saved, logged and evaluated, where and when, changes no weight.
+_NO_MATTER = {
+    "save",
+    "load",
+    "save_interval",
+    "exit_interval",
+    "save_replicas",
+    "eval_weights",
+    "log_interval",
+    "metrics_dir",
+    "tensorboard_dir",
+    "wandb_project",
+    "wandb_exp_name",
+    "wandb_mode",
+    "data_cache_path",
+    "distributed_timeout_minutes",
+}
 
 
 @dataclass(frozen=True)
@@ -31,8 +47,8 @@ class Column:
 
     @property
     def repetitions(self) -> int:
-        """Runs that differ in a seed."""
-        return len({(run.seed, run.loss_seed) for run in self.runs})
+        """Runs that differ in a seed that matters to them."""
+        return len({(run.seed, None if self.lossless else run.loss_seed) for run in self.runs})
 
 
 def columns(runs: Sequence[Run]) -> list[Column]:
@@ -51,22 +67,27 @@ def columns(runs: Sequence[Run]) -> list[Column]:
 
 
 def baseline(of: Column, among: Sequence[Column]) -> Column | None:
-    """The lossless column to compare ``of`` with: the only one, or the one with the same settings."""
+    """The lossless column to compare ``of`` with: the only one, or the one whose settings ``of`` has too."""
     lossless = [column for column in among if column.lossless]
     if len(lossless) > 1:
-        lossless = [column for column in lossless if column.settings == of.settings]
+        lossless = [column for column in lossless if set(column.settings) <= set(of.settings)]
     return lossless[0] if lossless else None
 
 
 def other_differences(runs: Sequence[Run]) -> list[str]:
     """Settings beside the loss flags in which runs differ, so that the loss does not explain everything."""
-    return sorted(_differing(runs) - SEEDS - {f.name for f in dataclasses.fields(LossyConfig)})
+    return sorted(_differing(runs) - SEEDS - _LOSS_FLAGS)
 
 
 def _differing(runs: Sequence[Run]) -> set[str]:
-    keys = set().union(*(run.config for run in runs)) - _PLACES
+    keys = set().union(*(run.config for run in runs)) - _NO_MATTER
     return {key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1}
 
 
 def _settings(run: Run, keys: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"{key.replace('_', '-')} {run.config.get(key)}" for key in keys)
+    """``keys`` as labels; how a run would have recovered from loss says nothing about one without any."""
+    return tuple(
+        f"{key.replace('_', '-')} {run.config.get(key)}"
+        for key in keys
+        if not (run.lossless and key in _LOSS_FLAGS)
+    )

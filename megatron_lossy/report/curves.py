@@ -15,7 +15,11 @@ from .columns import columns
 from .runs import WEIGHTS, Run
 from .writers import replace_file
 
-_MARKERS = {"replica": "o", "owner": "D"}
+# Owners are small and drawn last: their losses are close to those of the replicas.
+_MARKERS = {
+    "replica": {"marker": "o", "markersize": 10, "linestyle": ""},
+    "owner": {"marker": "D", "markersize": 6, "linestyle": ""},
+}
 
 
 def plot_curves(runs: Sequence[Run], path: str | Path) -> None:
@@ -38,7 +42,7 @@ def plot_curves(runs: Sequence[Run], path: str | Path) -> None:
             iterations = np.array(sorted(run.train), dtype=np.int64)
             losses = np.array([run.train[i] for i in iterations.tolist()], dtype=np.float64)
             smooth = running_mean(losses)
-            axes.plot(iterations, losses, color=colour, alpha=0.18, linewidth=1)
+            axes.plot(iterations, losses, color=colour, alpha=0.25, linewidth=1)
             axes.plot(iterations, smooth, color=colour, linewidth=2.2)
             lines.append(smooth)
             finite = np.flatnonzero(np.isfinite(losses))
@@ -50,11 +54,10 @@ def plot_curves(runs: Sequence[Run], path: str | Path) -> None:
                 lines.append(np.array([loss for _, loss in valid]))
                 axes.plot(
                     *(zip(*valid, strict=True) if valid else ((), ())),
-                    _MARKERS[weights],
                     color=colour,
                     markeredgecolor="white",
-                    markersize=9,
                     zorder=3,
+                    **_MARKERS[weights],
                 )
         count = f" ({len(group.runs)} runs)" if len(group.runs) > 1 else ""
         label = group.label + count + (", diverged" if diverged else "")
@@ -63,7 +66,7 @@ def plot_curves(runs: Sequence[Run], path: str | Path) -> None:
     kinds = [weights for weights in WEIGHTS if any(weights in run.valid for run in runs)]
     for weights in kinds:
         name = f"validation ({weights})" if len(kinds) > 1 else "validation"
-        legend.append(Line2D([], [], color="grey", marker=_MARKERS[weights], linestyle="", markersize=9, label=name))
+        legend.append(Line2D([], [], color="grey", label=name, **_MARKERS[weights]))
     legend.append(Line2D([], [], color="grey", linewidth=2.2, label="training, running mean"))
     legend.append(Line2D([], [], color="grey", alpha=0.4, linewidth=1, label="training, as recorded"))
     axes.legend(handles=legend, fontsize=15, title="loss rate", title_fontsize=15)
@@ -71,24 +74,25 @@ def plot_curves(runs: Sequence[Run], path: str | Path) -> None:
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Centred mean over 1/40 of the values on either side, fewer near the ends so that nothing is shifted.
+    """Mean over 1/40 of the values on either side. NaN counts nowhere and stays NaN.
 
-    NaN counts nowhere and stays NaN.
+    Near the start, where losses fall steeply, both sides are cut alike, which shifts nothing; at the flat end
+    only the missing one is, which keeps the last values smooth.
     """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
     index = np.arange(len(values))
-    half = np.minimum(np.minimum(index, index[::-1]), len(values) // 40)
-    low, high = index - half, index + half + 1
+    half = np.minimum(index, len(values) // 40)
+    low, high = index - half, np.minimum(index + half + 1, len(values))
     number = counts[high] - counts[low]
     return np.where(finite, (sums[high] - sums[low]) / np.maximum(number, 1), np.nan)
 
 
 def _label(axes, values: np.ndarray) -> None:
-    axes.set_title("Training under loss", fontsize=20)
+    axes.set_title("Language-model loss at each rate of lost communication", fontsize=20)
     axes.set_xlabel("iteration", fontsize=17)
-    axes.set_ylabel("loss (nats per token, log scale)", fontsize=17)
+    axes.set_ylabel("language-model loss (nats per token, log scale)", fontsize=17)
     axes.tick_params(labelsize=15)
     axes.grid(True, which="major", alpha=0.35)
     axes.set_yscale("log")

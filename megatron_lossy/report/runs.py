@@ -27,8 +27,9 @@ WEIGHTS = ("replica", "owner")
 class Run:
     """One training run.
 
-    ``train`` maps an iteration to the training loss recorded there (NaN where it was not finite, iterations that
-    Megatron skipped left out); ``valid`` maps weights (``replica``, ``owner``) to iterations to validation losses.
+    ``train`` maps an iteration to the training loss recorded there, the mean since the record before (NaN where it
+    was not finite; left out where the optimizer skipped every iteration of it). ``valid`` maps weights
+    (``replica``, ``owner``) to iterations to validation losses.
     """
 
     name: str
@@ -59,16 +60,23 @@ class Run:
         return self.condition == ("0 %", "0 %")
 
     @property
+    def diverged(self) -> bool:
+        """True if the last training loss is not finite."""
+        return bool(self.train) and math.isnan(self.train[max(self.train)])
+
+    @property
     def train_loss(self) -> float:
-        """Mean training loss over the last 10 % of the iterations (at least 10); NaN if there is none."""
+        """Mean training loss over the last 10 % of the iterations (at least 10); NaN if it is not finite."""
         first = self.iterations - max(10, math.ceil(self.iterations / 10))
         last = [loss for iteration, loss in self.train.items() if iteration > first]
         return float(np.mean(last)) if last else math.nan
 
     def valid_loss(self, weights: str) -> float | None:
-        """Loss of the last evaluation with ``weights``; None if there was none."""
+        """Loss of the last evaluation with ``weights``; NaN if the run diverged since; None if there was none."""
         losses = self.valid.get(weights)
-        return losses[max(losses)] if losses else None
+        if not losses:
+            return None
+        return math.nan if self.diverged else losses[max(losses)]
 
     def _loss(self, phase: str, rate: float) -> str:
         """Models that set their rates themselves leave ``p_grad`` and ``p_param`` at 0."""
@@ -98,6 +106,7 @@ def read_runs(folder: str | Path) -> list[Run]:
 def _read_run(path: Path) -> Run | None:
     """The run in ``path``; None if it was killed before its first line was written."""
     run = None
+    recorded: list[int] = []
     for number, record in _records(path):
 
         def wrong(problem: str, number: int = number) -> UsageError:
@@ -114,7 +123,7 @@ def _read_run(path: Path) -> Run | None:
             elif run is None:
                 raise wrong('the first line must describe the run ("kind": "run")')
             elif kind in ("train", "valid"):
-                _add(run, kind, record)
+                _add(run, recorded, kind, record)
             # Other kinds are for other readers.
             elif not isinstance(kind, str):
                 raise wrong('must be a record with a "kind"')
@@ -143,20 +152,19 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _described(record: dict[str, Any], folder: str) -> Run:
-    config: dict[str, Any] = {}
-    for key, value in (record.get("config") or {}).items():
-        config.update(value if isinstance(value, dict) else {key: value})
     return Run(
         name=str(record.get("name", folder)),
         p_grad=record["p_grad"] + 0.0,
         p_param=record["p_param"] + 0.0,
         loss_seed=record.get("loss_seed"),
         seed=record.get("seed"),
-        config=config,
+        # The number of ranks decides what is lost, as the flags do.
+        config={**(record.get("config") or {}), "world_size": record.get("world_size")},
     )
 
 
-def _add(run: Run, kind: str, record: dict[str, Any]) -> None:
+def _add(run: Run, recorded: list[int], kind: str, record: dict[str, Any]) -> None:
+    """Add a record. ``recorded``: the iterations of the training records so far, ascending."""
     iteration = record["iteration"] + 0
     if kind == "valid":
         run.valid.setdefault(record.get("weights") or "replica", {})[iteration] = _number(record["lm loss"])
@@ -165,8 +173,12 @@ def _add(run: Run, kind: str, record: dict[str, Any]) -> None:
         for losses in (run.train, *run.valid.values()):
             for stale in [i for i in losses if i >= iteration]:
                 del losses[stale]
+        while recorded and recorded[-1] >= iteration:
+            recorded.pop()
+    covered = iteration - (recorded[-1] if recorded else 0)
+    recorded.append(iteration)
     run.iterations = iteration
-    if not record.get("skipped"):
+    if (record.get("skipped") or 0) < covered:  # else the mean is over no iteration
         run.train[iteration] = _number(record["lm loss"])
 
 

@@ -78,7 +78,9 @@ class LossTable:
         """One line per value, in full precision: metric, loss rate, runs, mean, standard error, change."""
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["metric", "loss rate", "runs", "diverged runs", "mean", "standard error", "change in percent"])
+        writer.writerow(
+            ["metric", "loss rate", "runs", "diverged runs", "mean", "standard error", "change in percent"]
+        )
         for name, cells in self.rows:
             for heading, cell in zip(self.headings, cells, strict=True):
                 mean = "" if math.isnan(cell.mean) else cell.mean
@@ -157,12 +159,21 @@ def _notes(groups: Sequence[Column], runs: Sequence[Run], weights: Sequence[str]
                 f"{group.label}: {len(group.runs)} runs with {group.repetitions} different seeds; runs with equal "
                 "seeds are not independent, the standard error is too small"
             )
-    lengths = [(run.name, run.iterations, *(max(run.valid.get(w) or [0]) for w in weights)) for run in runs]
-    if len({length[1:] for length in lengths}) > 1:
-        evaluated = [f"{n} {i}" + (f" (evaluated at {max(v)})" if v else "") for n, i, *v in lengths]
-        notes.append("runs of different length, in iterations: " + ", ".join(evaluated))
+    notes += _lengths(runs)
     if different := other_differences(runs):
         notes.append("runs differ in more than the loss: " + ", ".join(key.replace("_", "-") for key in different))
+    return notes
+
+
+def _lengths(runs: Sequence[Run]) -> list[str]:
+    """Which runs are shorter than the longest, or were last evaluated earlier than the latest."""
+    notes = []
+    evaluated = {run.name: max((i for losses in run.valid.values() for i in losses), default=0) for run in runs}
+    trained = {run.name: run.iterations for run in runs}
+    for what, last in (("not trained to", trained), ("not evaluated at", evaluated)):
+        longest = max(last.values())
+        if short := [f"{name} (last {iteration})" for name, iteration in last.items() if iteration < longest]:
+            notes.append(f"{what} iteration {longest}: " + ", ".join(short))
     return notes
 
 
