@@ -15,8 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..channel import Deliveries, Network, Stream
+from ..channel import Deliveries, Exchange, Network, Stream
 from ..config import PHASES, LossyConfig
+from ..monitor import Observation
 from ..recovery import GRAD_RECOVERIES, Outcome, cut, rows_for
 
 #: Called with the collective's output once it has arrived.
@@ -159,6 +160,19 @@ class LossyGroup:
         """Tell the recovery rules whether the optimizer used the gradients of ``step``."""
         for recovery in self.recoveries:
             recovery.finish_step(step, successful)
+
+    def observation(self, phase: str, step: int) -> Observation | None:
+        """What arrived at this rank in ``step``; ``None`` in a phase without loss."""
+        deliveries = self.deliveries[phase]
+        if deliveries.lossless:
+            return None
+        return Observation(
+            Exchange(phase, self.stream, step),
+            deliveries.members,
+            deliveries.members[self.rank : self.rank + 1],
+            deliveries.incoming(step)[None],
+            self.units[phase],
+        )
 
     def lost(self, phase: str, step: int) -> tuple[int, int]:
         """How many units that other ranks sent here in ``step`` were lost, and how many were sent."""

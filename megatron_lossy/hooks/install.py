@@ -37,6 +37,8 @@ class Lossy(LossyRuntime):
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
         global _current
         self.ledger.uninstall()
+        for observer in self.observers:
+            observer.close()
         _current = None
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ..channel import Network, Stream
 from ..collectives import BucketSpec, LossyGroup, find_nodes
 from ..config import PHASES, LossyConfig
+from ..monitor import Observer, make_observers
 from .checks import check_ddp
 from .seam import Slot, attach, slot_of
 
@@ -40,7 +41,9 @@ class LossyRuntime:
         self._successful = False
         self._chunks: weakref.WeakKeyDictionary[Any, list[LossyGroup]] = weakref.WeakKeyDictionary()
         self._networks: dict[tuple[str, tuple[int, ...]], Network] = {}
+        self._all_reduced = False  # the gradients of this iteration
         self._told_all_reduce = False
+        self.observers: list[Observer] = [] if config.lossless else make_observers(config)
 
     # --- what is lossy -------------------------------------------------------------------------------------------
 
@@ -125,9 +128,24 @@ class LossyRuntime:
     def _finish_iteration(self) -> None:
         for group in self.groups:
             group.finish_step(self.iteration, self._successful)
+        self._tell_observers()
+        self._all_reduced = False
         self.iteration += 1
         for group in self.groups:
             group.prepare(self.iteration)
+
+    def _tell_observers(self) -> None:
+        if not self.observers:
+            return
+        happened = {"grad": not self._all_reduced, "param": self._successful}
+        for group in self.groups:
+            for phase in PHASES:
+                observation = group.observation(phase, self.iteration) if happened[phase] else None
+                if observation is not None:
+                    for observer in self.observers:
+                        observer.observe(observation)
+        for observer in self.observers:
+            observer.finish_iteration(self.iteration, self._successful)
 
     def skip_iteration(self) -> None:
         """An iteration passed without a step of the optimizer."""
@@ -137,6 +155,8 @@ class LossyRuntime:
         """A checkpoint of ``iteration`` attempted iterations was loaded: all replicas are equal."""
         self.iteration = iteration
         self.update = None
+        for observer in self.observers:
+            observer.restart(iteration)
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Note an optimizer; Megatron scales the loss with the first one's gradient scaler."""
@@ -150,7 +170,8 @@ class LossyRuntime:
         return scaler.scale if scaler is not None else None
 
     def note_all_reduce(self) -> None:
-        """Say once that a step whose gradients Megatron all-reduces carries no loss."""
+        """The gradients of this iteration are all-reduced, without loss. Say so once."""
+        self._all_reduced = True
         if not self._told_all_reduce and not self.config.phase("grad").lossless:
             self._told_all_reduce = True
             if dist.get_rank() == 0:
@@ -167,6 +188,8 @@ class LossyRuntime:
             counts = [group.lost(phase, step) for group in self.groups] if step is not None and step >= 0 else []
             sent = sum(total for _, total in counts)
             result[f"loss rate {phase}"] = sum(lost for lost, _ in counts) / sent if sent else 0.0
+        for observer in self.observers:
+            result |= observer.metrics()
         return result
 
     # --- the owners' weights -------------------------------------------------------------------------------------

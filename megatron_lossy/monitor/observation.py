@@ -1,0 +1,47 @@
+"""What the monitors and the delivery log are told: every exchange once, when its iteration is over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ..channel import Exchange
+from ..recovery import BucketUnits
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What arrived in one exchange at some of its ranks: at one on a real rank, at all in a virtual cluster.
+
+    ``sources`` [S] and ``receivers`` [R] are ranks in the full group; ``arrived`` bool[R, S, units] includes each
+    rank's own shard. ``buckets`` says how the units are numbered and how many elements each has; with
+    ``--loss-unit shard`` all buckets share unit 0. In phase ``param`` what did not arrive is stale from now on.
+    """
+
+    exchange: Exchange
+    sources: Sequence[int]
+    receivers: Sequence[int]
+    arrived: np.ndarray
+    buckets: Sequence[BucketUnits]
+
+
+class Observer(Protocol):
+    """Is told what happened. Exchanges without loss flags, or that Megatron all-reduced, are not reported."""
+
+    def observe(self, observation: Observation) -> None:
+        """An exchange of the iteration that just ended. Its ``step`` is that iteration in both phases."""
+
+    def finish_iteration(self, iteration: int, successful: bool) -> None:
+        """Attempted iteration ``iteration`` (from 0) is over, all its exchanges have been observed."""
+
+    def restart(self, iteration: int) -> None:
+        """A checkpoint of ``iteration`` attempted iterations was loaded: the next one is ``iteration``."""
+
+    def metrics(self) -> dict[str, float]:
+        """Values since the last call, the same on all ranks. A collective call."""
+
+    def close(self) -> None:
+        """The run is over."""
