@@ -57,6 +57,7 @@ class LossyGroup:
         rank: this process's rank in the group.
         stream: what the buckets belong to.
         steps: length of the run, if known, to refuse a trace that is too short.
+        make_deliveries: what draws the losses that ``rank`` sees.
 
     Raises :class:`UsageError` if the channel cannot serve the group or a packet is smaller than an element.
     """
@@ -70,6 +71,7 @@ class LossyGroup:
         rank: int,
         stream: Stream = Stream(),
         steps: int | None = None,
+        make_deliveries: Callable[..., Deliveries] = Deliveries,
     ) -> None:
         self.rank = rank
         self.size = len(members)
@@ -79,7 +81,7 @@ class LossyGroup:
         for phase in PHASES:
             itemsizes = [getattr(bucket, f"{phase}_dtype").itemsize for bucket in buckets]
             self.units[phase], total = cut(shards, itemsizes, config.loss_unit, config.packet_bytes)
-            deliveries = Deliveries(networks[phase], stream, members, rank, total)
+            deliveries = make_deliveries(networks[phase], stream, members, rank, total)
             if not deliveries.lossless:
                 networks[phase].channel.check(phase, stream, networks[phase].size, total, steps)
             self.deliveries[phase] = deliveries

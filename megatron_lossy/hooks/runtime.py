@@ -52,22 +52,9 @@ class LossyRuntime:
         if self.config.lossless:
             return
         check_ddp(ddp, self.config)
-        groups = []
-        stage, chunk = _rank(ddp.pp_group), _model_chunk(ddp)
-        for buffers, full, kind, expert in (
-            (ddp.buffers, ddp.dp_cp_group, "dense", 0),
-            (ddp.expert_parallel_buffers, ddp.expt_dp_group, "expert", _rank(ddp.ep_group)),
-        ):
-            buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
-            tied = [pair for pair in buckets if _is_shared_embedding(pair[1])]
-            rest = [pair for pair in buckets if not _is_shared_embedding(pair[1])]
-            for chosen, stream in (
-                (rest, Stream(kind, expert, stage, chunk)),
-                (tied, Stream("embedding")),
-            ):
-                if chosen:
-                    groups.append(self._add_group(chosen, full, stream))
-        self._chunks[ddp] = groups
+        self._chunks[ddp] = [
+            self._add_group(buckets, full, stream) for stream, full, buckets in buckets_by_stream(ddp)
+        ]
 
     def _add_group(self, buckets: Sequence[tuple[Any, Any]], full: dist.ProcessGroup, stream: Stream) -> LossyGroup:
         part = buckets[0][0].data_parallel_group  # of one optimizer instance
@@ -241,6 +228,23 @@ class LossyRuntime:
         own = bucket.param_data.chunk(group.size())[group.rank()]
         dist.all_gather_into_tensor(bucket.param_data, own, group=group)
         return finish
+
+
+def buckets_by_stream(ddp: DistributedDataParallel) -> list[tuple[Stream, Any, list[tuple[Any, Any]]]]:
+    """The streams of a model chunk: each with its full group and its (buffer, bucket) pairs in canonical order."""
+    result = []
+    stage, chunk = _rank(ddp.pp_group), _model_chunk(ddp)
+    for buffers, full, kind, expert in (
+        (ddp.buffers, ddp.dp_cp_group, "dense", 0),
+        (ddp.expert_parallel_buffers, ddp.expt_dp_group, "expert", _rank(ddp.ep_group)),
+    ):
+        buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
+        tied = [pair for pair in buckets if _is_shared_embedding(pair[1])]
+        rest = [pair for pair in buckets if not _is_shared_embedding(pair[1])]
+        for chosen, stream in ((rest, Stream(kind, expert, stage, chunk)), (tied, Stream("embedding"))):
+            if chosen:
+                result.append((stream, full, chosen))
+    return result
 
 
 def _rank(group: Any) -> int:

@@ -4,7 +4,7 @@ from .base import GradRecovery, Outcome
 from .previous import Previous
 from .renormalize import Renormalize
 from .renormalize_remote import RenormalizeRemote
-from .rows import IndexedRows, MaskedRows, rows_for
+from .rows import IndexedRows, MaskedRows, rows_for, unit_views
 from .units import BucketUnits, cut
 from .zero import Zero
 
@@ -24,4 +24,5 @@ __all__ = [
     "Outcome",
     "cut",
     "rows_for",
+    "unit_views",
 ]

@@ -15,7 +15,7 @@ from .units import BucketUnits
 Saved = list[tuple[torch.Tensor, ...]]
 
 
-def _views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Tensor, slice]]:
+def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Tensor, slice]]:
     """``buffer`` [shards * shard] as [shards, units, elements], the shorter last unit apart; with unit numbers."""
     shards = buffer.numel() // units.shard
     start, views = buffer.storage_offset(), []
@@ -39,7 +39,7 @@ class IndexedRows:
     @classmethod
     def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray) -> None:
         """Set the units where ``lost`` (bool[shards, count]) to zero."""
-        for view, numbers in _views(buffer, units):
+        for view, numbers in unit_views(buffer, units):
             chosen = lost[:, numbers]
             if units.count == 1:
                 for shard in np.flatnonzero(chosen):
@@ -51,7 +51,7 @@ class IndexedRows:
     def take(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray) -> Saved:
         """Copies of the units where ``lost``; give them to :meth:`put_` with the same ``lost``."""
         saved: Saved = []
-        for view, numbers in _views(buffer, units):
+        for view, numbers in unit_views(buffer, units):
             chosen = lost[:, numbers]
             if units.count == 1:
                 saved.append(tuple(view[shard].clone() for shard in np.flatnonzero(chosen)))
@@ -65,7 +65,7 @@ class IndexedRows:
     @classmethod
     def put_(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray, saved: Saved) -> None:
         """Write the units that :meth:`take` returned for ``lost``."""
-        for (view, numbers), values in zip(_views(buffer, units), saved, strict=True):
+        for (view, numbers), values in zip(unit_views(buffer, units), saved, strict=True):
             if units.count == 1:
                 for shard, value in zip(np.flatnonzero(lost[:, numbers]), values, strict=True):
                     view[shard].copy_(value)
@@ -83,18 +83,18 @@ class MaskedRows:
     @classmethod
     def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray) -> None:
         """See :meth:`IndexedRows.zero_`."""
-        for view, numbers in _views(buffer, units):
+        for view, numbers in unit_views(buffer, units):
             view.copy_(torch.where(cls._mask(lost, numbers, buffer.device), view.new_zeros(()), view))
 
     @classmethod
     def take(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray) -> Saved:
         """See :meth:`IndexedRows.take`; copies everything."""
-        return [(view.clone(),) for view, _ in _views(buffer, units)]
+        return [(view.clone(),) for view, _ in unit_views(buffer, units)]
 
     @classmethod
     def put_(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray, saved: Saved) -> None:
         """See :meth:`IndexedRows.put_`."""
-        for (view, numbers), (value,) in zip(_views(buffer, units), saved, strict=True):
+        for (view, numbers), (value,) in zip(unit_views(buffer, units), saved, strict=True):
             view.copy_(torch.where(cls._mask(lost, numbers, buffer.device), value, view))
 
 
@@ -111,7 +111,7 @@ def scale_(shard: torch.Tensor, units: BucketUnits, factors: np.ndarray) -> None
 
     The product is computed in float32 at least and rounded once to the dtype of ``shard``.
     """
-    for view, numbers in _views(shard, units):
+    for view, numbers in unit_views(shard, units):
         values = factors[numbers]
         if len(values) == 1:
             if values[0] != 1 or shard.device.type == "hpu":

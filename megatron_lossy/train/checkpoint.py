@@ -10,22 +10,20 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.utils import unwrap_model
 
-from .. import device
 from ..hooks.ledger import Ledger, Patch
+from .rng import rng_state, set_rng_state
 from .saved import TRACKER, iteration_folder, latest_iteration
 
 
@@ -90,7 +88,7 @@ class Checkpoints:
         self._optimizer.load_state_dict(loaded["optimizer"])
         self._scheduler.load_state_dict(loaded["scheduler"])
         if same_ranks:
-            _set_rng_state(loaded["rng_state"])
+            set_rng_state(loaded["rng_state"])
         self._lossy.set_iteration(loaded["iteration"])
         self._lossy.load_replicas(path)
         return loaded
@@ -105,7 +103,7 @@ class Checkpoints:
         state: dict[str, Any] = {"model": self._model.sharded_state_dict(metadata=metadata)}
         state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        state["rng_state"] = ShardedObject("rng_state", _rng_state(), (ranks,), (rank,))
+        state["rng_state"] = ShardedObject("rng_state", rng_state(), (ranks,), (rank,))
         return state
 
     @staticmethod
@@ -136,27 +134,6 @@ def _in_process_results() -> Iterator[None]:
 
 def _ranks() -> int:
     return torch.distributed.get_world_size()
-
-
-def _rng_state() -> dict[str, Any]:
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-    if device.device_type() != "cpu":
-        state["device"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-    torch.set_rng_state(state["torch"])
-    if "device" in state:
-        torch.cuda.set_rng_state(state["device"])
 
 
 def _sync_tree(folder: Path) -> None:

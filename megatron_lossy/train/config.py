@@ -116,6 +116,12 @@ class TrainConfig:
     num_distributed_optimizer_instances: int = flag(
         1, "copies of the sharded optimizer over the data-parallel ranks", metavar="N"
     )
+    virtual_workers: int | None = flag(
+        None,
+        "compute for this many data-parallel workers on one device, one after another, each with its own replica",
+        type=int,
+        metavar="N",
+    )
     distributed_timeout_minutes: int = flag(10, "give up on a collective after this long", metavar="MINUTES")
 
     data: str | None = flag(
@@ -215,6 +221,12 @@ class TrainConfig:
         """Raise :class:`UsageError` unless ``world_size`` ranks can run this."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         model = tensor * pipeline
+        if self.virtual_workers:
+            for name in _ONE_DEVICE:
+                self._check(name, getattr(self, name) == 1, "must be 1 with --virtual-workers")
+            if world_size != 1:
+                allowed = f"all share one device: needs 1 process, not {world_size}"
+                raise refuse("--virtual-workers", self.virtual_workers, allowed)
         if world_size % model:
             widest = "tensor_model_parallel_size" if tensor >= pipeline else "pipeline_model_parallel_size"
             fewer = f"only {world_size} started" if world_size < model else f"not {world_size}"
@@ -246,8 +258,15 @@ class TrainConfig:
         )
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Ranks that share the batch, out of ``world_size``."""
+        """Ranks that share the batch, out of ``world_size``, or virtual workers."""
+        if self.virtual_workers:
+            return self.virtual_workers
         return world_size // (self.tensor_model_parallel_size * self.pipeline_model_parallel_size)
+
+    @property
+    def gathers_in_forward(self) -> bool:
+        """Whether forward passes gather parameters; virtual workers have nothing to gather."""
+        return self.overlap_param_gather and not self.virtual_workers
 
     @property
     def ffn(self) -> int:
@@ -285,6 +304,11 @@ _REQUIRED = (
     "global_batch_size",
     "train_iters",
 )
+_ONE_DEVICE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "num_distributed_optimizer_instances",
+)
 _POSITIVE = _REQUIRED + (
     "ffn_hidden_size",
     "num_query_groups",
@@ -294,6 +318,7 @@ _POSITIVE = _REQUIRED + (
     "pipeline_model_parallel_size",
     "ddp_bucket_size",
     "num_distributed_optimizer_instances",
+    "virtual_workers",
     "distributed_timeout_minutes",
     "eval_interval",
     "save_interval",

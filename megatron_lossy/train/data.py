@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list
@@ -72,18 +71,18 @@ def _cache_folder(config: TrainConfig, *samples: int) -> Path:
 
 
 class RankBatches:
-    """The micro-batches of this data-parallel rank, from global sample ``consumed`` on, as an iterator.
+    """The micro-batches of data-parallel rank ``rank`` of ``size``, from global sample ``consumed`` on, as an iterator.
 
     Each is a dictionary of tensors [micro-batch, sequence] on the device of the rank: ``tokens``, ``labels``,
     ``position_ids`` (int64) and ``loss_mask`` (float32). Reading a sample costs microseconds (a slice of a mapped
     file), which is why no worker process does it.
     """
 
-    def __init__(self, dataset: GPTDataset, config: TrainConfig, consumed: int) -> None:
+    def __init__(self, dataset: GPTDataset, config: TrainConfig, consumed: int, rank: int, size: int) -> None:
         self._dataset = dataset
         self._size = config.micro_batch_size
-        self._rank = parallel_state.get_data_parallel_rank()
-        self._stride = self._size * parallel_state.get_data_parallel_world_size()
+        self._rank = rank
+        self._stride = self._size * size
         self._consumed = consumed
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from .config import TrainConfig
 from .data import RankBatches
-from .model import forward_step
+from .workers import Workers
 
 
 def mean_loss(config: TrainConfig, sums: list[torch.Tensor]) -> float:
-    """Loss per token over all micro-batches and ranks, on every rank.
+    """Loss per token over all ranks, on every rank.
 
-    ``sums``: on ranks of the last pipeline stage, one vector (sum of losses, tokens) per micro-batch.
+    ``sums``: on ranks of the last pipeline stage, (sum of losses, tokens) of each rank of this process.
     """
     if parallel_state.is_pipeline_last_stage():
         total = torch.stack(sums).sum(0)
@@ -39,38 +40,43 @@ def perplexity(loss: float) -> float:
 
 
 def evaluate(
-    config: TrainConfig, model_chunks: list, dataset: Any, number: int, lossy: Any, weights: str
+    config: TrainConfig,
+    workers: Workers,
+    model_chunks: list,
+    dataset: Any,
+    number: int,
+    lossy: Any,
+    weights: str,
 ) -> dict[str, float]:
     """The loss of evaluation ``number`` (from 0) by whose weights it is: "replica", "owner" or, for "both", both.
 
     Evaluation ``number`` has its own batches, which depend on nothing else, and uses no random state, so that
     evaluating does not disturb training. Collective over all ranks.
     """
+    samples = config.eval_iters * config.global_batch_size
+
+    def batches() -> list[RankBatches]:
+        return workers.batches(dataset, consumed=number * samples)
+
     losses = {}
     if weights in ("replica", "both"):
-        losses["replica"] = _loss(config, model_chunks, dataset, number)
+        with _evaluating(model_chunks):
+            sums = workers.run(batches(), samples, forward_only=True)
+        losses["replica"] = mean_loss(config, sums)
     if weights in ("owner", "both"):
-        with lossy.owner_weights(model_chunks):
-            losses["owner"] = _loss(config, model_chunks, dataset, number)
+        with lossy.owner_weights(model_chunks), _evaluating(model_chunks):
+            sums = workers.evaluate_owner(batches(), samples)
+        losses["owner"] = mean_loss(config, sums)
     return losses
 
 
-def _loss(config: TrainConfig, model_chunks: list, dataset: Any, number: int) -> float:
-    samples = config.eval_iters * config.global_batch_size
-    batches = RankBatches(dataset, config, consumed=number * samples)
-    data_parallel = parallel_state.get_data_parallel_world_size()
+@contextlib.contextmanager
+def _evaluating(model_chunks: list) -> Iterator[None]:
     for chunk in model_chunks:
         chunk.eval()
-    with torch.no_grad():
-        sums = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=model_chunks,
-            num_microbatches=samples // (config.micro_batch_size * data_parallel),
-            seq_length=config.seq_length,
-            micro_batch_size=config.micro_batch_size,
-            forward_only=True,
-        )
-    for chunk in model_chunks:
-        chunk.train()
-    return mean_loss(config, sums)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for chunk in model_chunks:
+            chunk.train()

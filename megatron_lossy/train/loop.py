@@ -6,6 +6,7 @@ What happens in an iteration, and when parameters are gathered around evaluation
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import signal
@@ -14,25 +15,26 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from .. import device, hooks
 from ..channel import check_channels
 from ..config import LossyConfig
 from ..data import build_tokenizer
 from ..monitor.writers import check_wandb
+from ..virtual import VirtualCluster
 from . import parallel
 from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .data import RankBatches, build_datasets
 from .evaluate import evaluate, mean_loss, perplexity
 from .log import Console, Silent
-from .model import build_model, forward_step, transformer_impl
+from .model import build_model, transformer_impl
 from .optimizer import build_optimizer
 from .process import launched_ranks
 from .records import Progress, open_writers
 from .saved import check_folders, latest_iteration, write_settings
 from .text import check_data, fingerprint, prepare_text, with_data_paths
+from .workers import Workers
 
 
 class Diverged(RuntimeError):
@@ -62,7 +64,10 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
         paths = with_data_paths(config)
         data = fingerprint(paths)
         check_folders(config, lossy_config, data)
-        lossy = hooks.install(lossy_config, steps=config.train_iters)
+        if config.virtual_workers:
+            lossy = VirtualCluster(lossy_config, config.virtual_workers, config.train_iters)
+        else:
+            lossy = hooks.install(lossy_config, steps=config.train_iters)
         try:
             with parallel.model_parallel(config):
                 first = torch.distributed.get_rank() == 0
@@ -86,11 +91,16 @@ class _Run:
         self.console = console
         tokenizer = build_tokenizer(config.tokenizer)
         self.train_data, self.valid_data = build_datasets(paths, tokenizer)
-        self.model = build_model(config, tokenizer.vocab_size)
+        cluster = lossy if isinstance(lossy, VirtualCluster) else None
+        with cluster.building() if cluster else contextlib.nullcontext():
+            self.model = build_model(config, tokenizer.vocab_size)
+        if cluster:
+            cluster.attach(self.model[0])
+        self.workers = Workers(config, self.model, cluster)
         self.optimizer, self.scheduler = build_optimizer(config, self.model)
         self.checkpoints = Checkpoints(self.model, self.optimizer, self.scheduler, lossy)
         self.progress = Progress()
-        self.hooked = config.overlap_param_gather  # forward hooks that gather parameters
+        self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
         self.stop = False
         self.summary: dict[str, Any] = {}
 
@@ -99,7 +109,7 @@ class _Run:
         self.writers = open_writers(self.config, self.lossy_config, self.progress.iteration if resumed else None)
         # The first forward pass has nothing to gather, and must not gather before the first update.
         self._gather_in_forward(False, sync=False)
-        batches = RankBatches(self.train_data, self.config, self.progress.consumed_samples)
+        batches = self.workers.batches(self.train_data, self.progress.consumed_samples)
         previous = signal.signal(signal.SIGTERM, self._on_sigterm)
         finished, diverged = False, None
         try:
@@ -114,7 +124,7 @@ class _Run:
         iteration = self.progress.iteration
         return {"iteration": iteration, "finished": finished, "diverged": diverged, **self.summary}
 
-    def _train(self, batches: RankBatches) -> bool:
+    def _train(self, batches: list[RankBatches]) -> bool:
         """Iterate to the end (true), or until somebody stops the run (false). Raises :class:`Diverged`."""
         config, progress = self.config, self.progress
         while progress.iteration < config.train_iters:
@@ -141,23 +151,14 @@ class _Run:
                 return False
         return True
 
-    def _step(self, batches: RankBatches) -> tuple[float, float, bool]:
+    def _step(self, batches: list[RankBatches]) -> tuple[float, float, bool]:
         """One iteration; returns the loss per token, the gradient norm and whether the weights were updated."""
         config = self.config
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        data_parallel = config.data_parallel_size(torch.distributed.get_world_size())
-        sums = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=self.model,
-            num_microbatches=config.global_batch_size // (config.micro_batch_size * data_parallel),
-            seq_length=config.seq_length,
-            micro_batch_size=config.micro_batch_size,
-            forward_only=False,
-        )
-        successful, grad_norm, _ = self.optimizer.step()
+        sums = self.workers.run(batches, config.global_batch_size, forward_only=False)
+        successful, grad_norm, _ = self.workers.step(self.optimizer)
         if successful:
             self.scheduler.step(increment=config.global_batch_size)
         return mean_loss(config, sums), grad_norm or 0.0, successful
@@ -173,7 +174,7 @@ class _Run:
 
     def _gather_in_forward(self, on: bool, sync: bool = True) -> None:
         """Turn the forward hooks of ``--overlap-param-gather`` on or off. Off gathers what is due, if ``sync``."""
-        if not self.config.overlap_param_gather:
+        if not self.config.gathers_in_forward:
             return
         self.hooked = on
         for chunk in self.model:
@@ -206,7 +207,7 @@ class _Run:
             self._gather_in_forward(False)
         number = -(-iteration // config.eval_interval) - 1
         weights = self.lossy_config.eval_weights
-        losses = evaluate(config, self.model, self.valid_data, number, self.lossy, weights)
+        losses = evaluate(config, self.workers, self.model, self.valid_data, number, self.lossy, weights)
         for whose, loss in losses.items():
             record = {
                 "kind": "valid",

@@ -108,7 +108,7 @@ def build_model(config: TrainConfig, vocab_size: int) -> list[DistributedDataPar
 
 
 def _ddp_config(config: TrainConfig) -> DistributedDataParallelConfig:
-    data_parallel = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    data_parallel = config.virtual_workers or parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     bucket_size = None
     if config.overlap_grad_reduce:
         bucket_size = config.ddp_bucket_size or max(
@@ -118,7 +118,7 @@ def _ddp_config(config: TrainConfig) -> DistributedDataParallelConfig:
         grad_reduce_in_fp32=config.bf16,
         use_distributed_optimizer=True,
         overlap_grad_reduce=config.overlap_grad_reduce,
-        overlap_param_gather=config.overlap_param_gather,
+        overlap_param_gather=config.gathers_in_forward,
         bucket_size=bucket_size,
         average_in_collective=config.ddp_average_in_collective,
         num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,

@@ -27,7 +27,7 @@ def build_optimizer(config: TrainConfig, model_chunks: list) -> tuple[MegatronOp
             bf16=config.bf16,
             params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
             use_distributed_optimizer=True,
-            overlap_param_gather=config.overlap_param_gather,
+            overlap_param_gather=config.gathers_in_forward,
         ),
         model_chunks,
     )

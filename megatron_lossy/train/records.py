@@ -87,5 +87,5 @@ def _run_record(config: TrainConfig, lossy_config: LossyConfig, name: str) -> di
         "config": dataclasses.asdict(config) | dataclasses.asdict(lossy_config),
         "versions": versions,
         "device": device.device_type(),
-        "world_size": torch.distributed.get_world_size(),
+        "world_size": config.virtual_workers or torch.distributed.get_world_size(),
     }

@@ -1,0 +1,35 @@
+"""Every random state that training draws from."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+
+from .. import device
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of Python, NumPy, torch, the device and Megatron's tracker."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if device.device_type() != "cpu":
+        state["device"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore :func:`rng_state`."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    torch.set_rng_state(state["torch"])
+    if "device" in state:
+        torch.cuda.set_rng_state(state["device"])

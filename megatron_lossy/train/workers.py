@@ -1,0 +1,75 @@
+"""The data-parallel ranks that this process computes for: its own, or all of a virtual cluster, one after another."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from ..virtual import VirtualCluster
+from .config import TrainConfig
+from .data import RankBatches
+from .model import forward_step
+from .rng import rng_state, set_rng_state
+
+
+class Workers:
+    """Runs micro-batches of every rank of this process, each with the rank's own replica, data and random state."""
+
+    def __init__(self, config: TrainConfig, model_chunks: list, cluster: VirtualCluster | None) -> None:
+        self._config = config
+        self._chunks = model_chunks
+        self._cluster = cluster
+        if cluster is None:
+            self._ranks = [parallel_state.get_data_parallel_rank()]
+            self._size = parallel_state.get_data_parallel_world_size()
+        else:
+            self._ranks = list(range(cluster.workers))
+            self._size = cluster.workers
+
+    def batches(self, dataset: GPTDataset, consumed: int) -> list[RankBatches]:
+        """The micro-batches of each rank from global sample ``consumed`` on."""
+        return [RankBatches(dataset, self._config, consumed, rank, self._size) for rank in self._ranks]
+
+    def run(self, batches: list[RankBatches], samples: int, forward_only: bool) -> list[torch.Tensor]:
+        """Forward (and backward) passes over the next ``samples`` samples of all ranks of the world.
+
+        Returns for each rank of this process its (sum of losses, tokens); nothing before the last pipeline stage.
+        Gradients are reduced at the end on real ranks, and by the virtual cluster's step otherwise.
+        """
+        number = samples // (self._config.micro_batch_size * self._size)
+        if self._cluster is None:
+            return self._run(batches[0], number, forward_only)
+        # All ranks start an iteration with the same random state and draw equally many numbers.
+        draws = not forward_only and (self._config.hidden_dropout > 0 or self._config.attention_dropout > 0)
+        state = rng_state() if draws else None
+        sums = []
+        for worker, own in enumerate(batches):
+            if state is not None:
+                set_rng_state(state)
+            with self._cluster.worker(worker):
+                sums += self._run(own, number, forward_only)
+        return sums
+
+    def step(self, optimizer: MegatronOptimizer) -> tuple[bool, float | None, int | None]:
+        """The update; returns what ``optimizer.step()`` does: success, gradient norm, number of zeros."""
+        return optimizer.step() if self._cluster is None else self._cluster.step(optimizer)
+
+    def evaluate_owner(self, batches: list[RankBatches], samples: int) -> list[torch.Tensor]:
+        """As :meth:`run` without gradients, with the weights that are in the model: the owners'."""
+        number = samples // (self._config.micro_batch_size * self._size)
+        return [total for own in batches for total in self._run(own, number, forward_only=True)]
+
+    def _run(self, batches: RankBatches, number: int, forward_only: bool) -> list[torch.Tensor]:
+        sums = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=self._chunks,
+            num_microbatches=number,
+            seq_length=self._config.seq_length,
+            micro_batch_size=self._config.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return [torch.stack(sums).sum(0)] if sums else []

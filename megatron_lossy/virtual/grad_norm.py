@@ -1,0 +1,45 @@
+"""The gradient norm as N ranks compute it: each over its own shard, then the root of the sum of squares.
+
+Up to rounding this is the norm of the whole gradient; with the same rounding, clipping scales by the same factor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def by_shards(original: Callable, buffers: Callable[[], Sequence[torch.Tensor]], workers: int) -> Callable:
+    """``get_grad_norm_fp32`` of megatron-core over gradients that are views into ``buffers()`` [N * shard]."""
+
+    def pieces(grad: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Parts of ``grad`` with the rank whose shard they are in."""
+        for buffer in buffers():
+            first = (grad.data_ptr() - buffer.data_ptr()) // buffer.element_size()
+            if 0 <= first < buffer.numel() and grad.device == buffer.device:
+                break
+        else:
+            raise RuntimeError("a gradient lies outside the gradient buffers")
+        flat, shard, result, taken = grad.view(-1), buffer.numel() // workers, [], 0
+        while taken < flat.numel():
+            owner, offset = divmod(first + taken, shard)
+            length = min(shard - offset, flat.numel() - taken)
+            result.append((owner, flat[taken : taken + length]))
+            taken += length
+        return result
+
+    @functools.wraps(original)
+    def get_grad_norm_fp32(grads_for_norm: Any, *args: Any, **kwargs: Any) -> float:
+        shards: list[list[torch.Tensor]] = [[] for _ in range(workers)]
+        for grad in grads_for_norm:
+            for owner, piece in pieces(grad):
+                shards[owner].append(piece)
+        squares = torch.zeros([], dtype=torch.float32)
+        for shard in shards:
+            squares += original(shard, *args, **kwargs) ** 2
+        return squares.item() ** 0.5
+
+    return get_grad_norm_fp32

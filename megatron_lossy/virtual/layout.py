@@ -1,0 +1,59 @@
+"""Buffers with the layout that N real ranks have, in a world of one.
+
+Megatron pads each bucket so that it can be cut into as many shards as the group has ranks; where a shard ends, and so
+what is lost together, depends on N.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from ..hooks.ledger import Ledger, Patch
+
+
+class _Sized:
+    """A process group of one rank that says it has ``size`` ranks."""
+
+    def __init__(self, group: Any, size: int) -> None:
+        self._group = group
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+@contextlib.contextmanager
+def buffers_for(workers: int) -> Iterator[None]:
+    """Within this context DistributedDataParallel pads its buckets as on ``workers`` ranks."""
+
+    def padded(original: type) -> type:
+        class PaddedBuffer(original):
+            def __init__(self, ddp_config, param_dtype, grad_dtype, params, data_parallel_group, *rest, **more):
+                sized = _Sized(data_parallel_group, workers)
+                super().__init__(ddp_config, param_dtype, grad_dtype, params, sized, *rest, **more)
+                self.data_parallel_group = data_parallel_group
+                self.data_parallel_world_size = data_parallel_group.size()
+
+        return PaddedBuffer
+
+    ledger = Ledger("layout of virtual workers")
+    ledger.install(
+        [
+            Patch(
+                "megatron.core.distributed.distributed_data_parallel:_ParamAndGradBuffer",
+                padded,
+                "buckets must be padded for as many shards as there are virtual workers",
+                "all",
+                "Megatron takes the padding of buckets as an argument",
+            )
+        ]
+    )
+    try:
+        yield
+    finally:
+        ledger.uninstall()
