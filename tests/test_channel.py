@@ -58,7 +58,7 @@ def philox4x64(counter, key):
 )
 def test_draws_are_philox_of_the_packed_key(seed, step, source, destination, stage):
     key = exchange("param", step, kind="expert", expert_rank=3, stage=stage, chunk=2)
-    drawn = Uniforms(seed, 1, key, source, destination, 5).upper
+    drawn = Uniforms(seed, 1, key, [source], [destination], 5).upper[0]
     word = 1 << 56 | 1 << 48 | 3 << 32 | stage << 16 | 2
     expected = []
     for block in (1, 2):  # NumPy counts up before the first block
@@ -89,12 +89,12 @@ def test_more_units_extend_the_same_stream():
 
 @pytest.mark.parametrize("rate", [1e-5, 0.003, 0.1, 1 / 3, 0.4, 0.999])
 def test_rate(rate):
-    lost = Uniforms(7, 0, exchange(), 0, 1, 4_000_000).below(rate)
+    lost = Uniforms(7, 0, exchange(), [0], [1], 4_000_000).below(rate)
     assert_rate(lost, rate)
 
 
 def test_comparisons_have_48_bits():
-    draws = Uniforms(7, 0, exchange(), 0, 1, 2_000_000)
+    draws = Uniforms(7, 0, exchange(), [0], [1], 2_000_000)
     base = 12345 / 65536
     tie = draws.upper == 12345
     assert not draws.below(base)[tie].any()
@@ -164,14 +164,14 @@ def reference_chain(channel, phase, stream, source, destination, units, steps):
     lost = []
     to_bad, to_good, *_ = channel.parameters(0)
     start = Exchange(phase, stream, 0)
-    bad = bool(channel.draw(3, start, source, destination, 1).below(to_bad / (to_bad + to_good))[0])
+    bad = bool(channel.uniforms(3, start, [source], [destination], 1).below(to_bad / (to_bad + to_good))[0, 0])
     for step in range(steps):
         to_bad, to_good, loss_good, loss_bad = channel.parameters(step)
         key = Exchange(phase, stream, step)
-        chain = channel.draw(1, key, source, destination, units)
-        loss = channel.draw(2, key, source, destination, units)
-        up, stay = chain.below(to_bad), chain.below(1 - to_good)
-        good_loss, bad_loss = loss.below(loss_good), loss.below(loss_bad)
+        chain = channel.uniforms(1, key, [source], [destination], units)
+        loss = channel.uniforms(2, key, [source], [destination], units)
+        up, stay = chain.below(to_bad)[0], chain.below(1 - to_good)[0]
+        good_loss, bad_loss = loss.below(loss_good)[0], loss.below(loss_bad)[0]
         for unit in range(units):
             bad = bool(stay[unit] if bad else up[unit])
             lost.append(bad_loss[unit] if bad else good_loss[unit])

@@ -7,7 +7,7 @@ function of (iteration, data-parallel rank, micro-batch), so that runs which sho
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_lossy import device
+from megatron_lossy.virtual import VirtualCluster
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -156,6 +157,10 @@ class TinyRun:
             result[name] = torch.cat(buckets).numpy()
         return result
 
+    def rank(self) -> int:
+        """The data-parallel rank whose data are used."""
+        return parallel_state.get_data_parallel_rank()
+
     def _buffers(self) -> Iterator[tuple[str, Any]]:
         for c, chunk in enumerate(self.model):
             for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
@@ -164,7 +169,7 @@ class TinyRun:
 
     def _forward_backward(self, iteration: int, overflow_on: int | None, forward_only: bool) -> float | None:
         config = self.config
-        rank = parallel_state.get_data_parallel_rank()
+        rank = self.rank()
         scale = float("inf") if overflow_on == rank else 1.0
         batches = [
             iter([_batch(config, iteration, rank, k) for k in range(config.accumulation)]) for _ in self.model
@@ -184,8 +189,45 @@ class TinyRun:
         return (total / tokens).item()
 
 
-def build(config: TinyGPT) -> TinyRun:
-    """Build on this rank, inside a world already initialised; the first call of a process sets the parallel groups."""
+class VirtualTinyRun(TinyRun):
+    """The same with the workers of a virtual cluster taking turns."""
+
+    def __init__(self, config: TinyGPT, cluster: VirtualCluster) -> None:
+        self.cluster = cluster
+        self._worker = 0
+        with cluster.building():
+            super().__init__(replace(config, overlap_param_gather=False))
+        cluster.attach(self.model[0])
+
+    def rank(self) -> int:
+        return self._worker
+
+    def step(self, iteration: int, overflow_on: int | None = None) -> dict[str, Any]:
+        """As :meth:`TinyRun.step`; ``loss`` is a list of the workers' own."""
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = []
+        for self._worker in range(self.cluster.workers):
+            with self.cluster.worker(self._worker):
+                losses.append(self._forward_backward(iteration, overflow_on, forward_only=False))
+        success, grad_norm, _ = self.cluster.step(self.optimizer)
+        return {"loss": losses, "grad_norm": grad_norm, "success": success}
+
+    def all_replica_buffers(self) -> list[dict[str, np.ndarray]]:
+        """:meth:`replica_buffers` of every worker."""
+        result = []
+        for worker in range(self.cluster.workers):
+            with self.cluster.worker(worker):
+                result.append(self.replica_buffers())
+        return result
+
+
+def build(config: TinyGPT, cluster: VirtualCluster | None = None) -> TinyRun:
+    """Build on this rank, inside a world already initialised; the first call of a process sets the parallel groups.
+
+    With a virtual ``cluster`` the world has one rank, and the run is a :class:`VirtualTinyRun`.
+    """
     device.prepare()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
@@ -198,7 +240,7 @@ def build(config: TinyGPT) -> TinyRun:
         )
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
-    return TinyRun(config)
+    return TinyRun(config) if cluster is None else VirtualTinyRun(config, cluster)
 
 
 def _transformer_config(config: TinyGPT) -> TransformerConfig:

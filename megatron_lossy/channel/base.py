@@ -10,8 +10,12 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from ..config import PhaseLoss
-from .draws import EVERY_DESTINATION, Uniforms
+from .draws import PER_BLOCK, Uniforms
 from .exchange import Exchange, Stream
+
+#: Blocks of random numbers to draw at once, so that they stay in a core's cache.
+PIECE = 2**13
+
 
 class Channel(ABC):
     """Decides which units of an exchange arrive on a link.
@@ -29,10 +33,14 @@ class Channel(ABC):
     def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
         """bool[units]: True where the unit arrives. ``source`` and ``destination`` are ranks in the full group."""
 
-    def draw(self, purpose: int, exchange: Exchange, source: int, destination: int, units: int) -> Uniforms:
-        """Uniform numbers for the units of a link; those of the sender if its receivers lose together."""
-        receiver = EVERY_DESTINATION if self.together else destination
-        return Uniforms(self.seed, purpose, exchange, source, receiver, units)
+    def delivered_links(
+        self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
+    ) -> np.ndarray:
+        """bool[L, units]: :meth:`delivered` of L links, from ``sources`` to ``destinations``, integers [L]."""
+        result = np.empty((len(sources), units), dtype=bool)
+        for row, source, destination in zip(result, sources, destinations):
+            row[:] = self.delivered(exchange, int(source), int(destination), units)
+        return result
 
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
         """Raise :class:`UsageError` if this channel cannot serve a group.
@@ -40,3 +48,30 @@ class Channel(ABC):
         ``size`` ranks exchange ``units`` units per link and step (``None``: not known yet) for ``steps`` steps
         (``None``: not known).
         """
+
+
+class DrawnChannel(Channel):
+    """A channel whose outcomes are drawn, those of many links in one go."""
+
+    @abstractmethod
+    def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
+        """As :meth:`delivered_links`, for at most a few thousand links or one with many units."""
+
+    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
+        return self.draw_links(exchange, np.array([source]), np.array([destination]), units)[0]
+
+    def delivered_links(
+        self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
+    ) -> np.ndarray:
+        result = np.empty((len(sources), units), dtype=bool)
+        links = max(1, PIECE // -(-units // PER_BLOCK))
+        for first in range(0, len(sources), links):
+            part = slice(first, first + links)
+            result[part] = self.draw_links(exchange, sources[part], destinations[part], units)
+        return result
+
+    def uniforms(
+        self, purpose: int, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
+    ) -> Uniforms:
+        """Uniform numbers for the units of links; those of the sender if its receivers lose together."""
+        return Uniforms(self.seed, purpose, exchange, sources, None if self.together else destinations, units)

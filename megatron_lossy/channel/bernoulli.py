@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from .base import Channel
+from .base import DrawnChannel
 from .exchange import Exchange
 
 
-class Bernoulli(Channel):
+class Bernoulli(DrawnChannel):
     """Loses each unit independently with the rate that ``loss.schedule`` gives for the step."""
 
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
+    def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
         rate = self.loss.schedule.rate(exchange.step)
         if rate == 0:
-            return np.ones(units, dtype=bool)
-        return ~self.draw(0, exchange, source, destination, units).below(rate)
+            return np.ones((len(sources), units), dtype=bool)
+        return ~self.uniforms(0, exchange, sources, destinations, units).below(rate)

@@ -15,9 +15,18 @@ import numpy as np
 
 from ..config import PHASES
 from .exchange import KINDS, Exchange
+from .philox import philox4x64
 
 #: Destination used in place of a rank when all receivers of a source share their draws.
 EVERY_DESTINATION = 2**32 - 1
+
+#: Numbers in a block of the generator.
+PER_BLOCK = 16
+
+# Microseconds, measured (benchmarks/draw_speed.py), which decide how the numbers of several links are drawn: with the
+# generator set to one link after the other, or blocks of all links together.
+_LOOP_LINK, _LOOP_BLOCK = 3.5, 0.018
+_VECTOR_CALL, _VECTOR_BLOCK = 190.0, 0.105
 
 _local = threading.local()
 
@@ -37,10 +46,6 @@ def _philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.rand
     return _local.philox
 
 
-def _link_word(source: int, destination: int) -> int:
-    return source << 32 | destination
-
-
 def _exchange_word(exchange: Exchange) -> int:
     stream = exchange.stream
     return (
@@ -53,31 +58,76 @@ def _exchange_word(exchange: Exchange) -> int:
 
 
 class Uniforms:
-    """Independent uniform numbers on [0, 1), one per unit of a link's exchange, with 48 bits of precision.
+    """Independent uniform numbers on [0, 1), one per unit of each of L links, with 48 bits of precision.
 
-    The upper 16 bits are drawn for all units at once. The lower 32 decide only comparisons that the upper bits
-    leave open (one in 65,536 per threshold), and are drawn for those units alone.
+    The upper 16 bits, ``upper`` uint16[L, units], are drawn for all units at once. The lower 32 decide only
+    comparisons that the upper bits leave open (one in 65,536 per threshold), and are drawn for those units alone.
+
+    Args:
+        seed, purpose: the key.
+        exchange: what the units belong to.
+        sources, destinations: integers [L]; without destinations all links of a source share their numbers.
+        units: units per link.
     """
 
-    def __init__(self, seed: int, purpose: int, exchange: Exchange, source: int, destination: int, units: int) -> None:
+    def __init__(
+        self,
+        seed: int,
+        purpose: int,
+        exchange: Exchange,
+        sources: np.ndarray,
+        destinations: np.ndarray | None,
+        units: int,
+    ) -> None:
         self._key = (seed, 2 * purpose)
-        self._counter = (exchange.step, _link_word(source, destination), _exchange_word(exchange))
-        raw = _philox(self._key, (0, *self._counter)).random_raw((units + 3) // 4)
-        self.upper = raw.astype("<u8", copy=False).view("<u2")[:units]
+        self._step, self._exchange = exchange.step, _exchange_word(exchange)
+        sources = np.asarray(sources, dtype=np.uint64) << np.uint64(32)
+        if destinations is None:
+            self._links = sources | np.uint64(EVERY_DESTINATION)
+            distinct, which = np.unique(self._links, return_inverse=True)
+            self.upper = self._upper(distinct, units)[which]
+        else:
+            self._links = sources | np.asarray(destinations, dtype=np.uint64)
+            self.upper = self._upper(self._links, units)
 
-    def below(self, threshold: float) -> np.ndarray:
-        """bool[units]: True with probability ``threshold``, in [0, 1]; monotone in the threshold."""
-        scaled = threshold * 65536.0  # exact
-        whole = int(scaled)
-        if whole >= 65536:
+    def _upper(self, links: np.ndarray, units: int) -> np.ndarray:
+        blocks = -(-units // PER_BLOCK)
+        one_by_one = len(links) * (_LOOP_LINK + blocks * _LOOP_BLOCK)
+        if one_by_one > _VECTOR_CALL + len(links) * blocks * _VECTOR_BLOCK:
+            return self._upper_together(links, blocks)[:, :units]
+        upper = np.empty((len(links), units), dtype=np.uint16)
+        for row, link in zip(upper, links.tolist()):
+            raw = _philox(self._key, (0, self._step, link, self._exchange)).random_raw((units + 3) // 4)
+            row[:] = raw.astype("<u8", copy=False).view("<u2")[:units]
+        return upper
+
+    def _upper_together(self, links: np.ndarray, blocks: int) -> np.ndarray:
+        counters = np.empty((4, len(links), blocks), dtype=np.uint64)
+        counters[0] = np.arange(1, blocks + 1)  # NumPy's generator counts up before the first block
+        counters[1] = self._step
+        counters[2] = links[:, None]
+        counters[3] = self._exchange
+        raw = philox4x64(self._key, counters.reshape(4, -1)).astype("<u8", copy=False)
+        return raw.view("<u2").reshape(len(links), blocks * PER_BLOCK)
+
+    def below(self, threshold: float | np.ndarray) -> np.ndarray:
+        """bool[L, units]: True with probability ``threshold``, in [0, 1]; monotone in the threshold.
+
+        An array [L] gives each link a threshold of its own, in [0, 1).
+        """
+        scaled = np.multiply(threshold, 65536.0)  # exact
+        whole = np.floor(scaled).astype(np.int64)
+        rest = np.rint((scaled - whole) * 2.0**32).astype(np.int64)
+        if whole.ndim == 0 and whole == 65536:
             return np.ones(self.upper.shape, dtype=bool)
-        result = self.upper < np.uint16(whole)
-        rest = round((scaled - whole) * 2.0**32)
-        if rest:
-            for unit in np.flatnonzero(self.upper == np.uint16(whole)):
-                result[unit] = self._lower(int(unit)) < rest
+        whole, rest = whole.astype(np.uint16)[..., None], rest[..., None]
+        result = self.upper < whole
+        if rest.any():
+            for link, unit in np.argwhere((self.upper == whole) & (rest > 0)):
+                result[link, unit] = self._lower(link, int(unit)) < np.broadcast_to(rest, result.shape)[link, unit]
         return result
 
-    def _lower(self, unit: int) -> int:
+    def _lower(self, link: int, unit: int) -> int:
         key = (self._key[0], self._key[1] + 1)
-        return int(_philox(key, (unit * 2**8, *self._counter)).random_raw()) >> 32
+        counter = (unit * 2**8, self._step, int(self._links[link]), self._exchange)
+        return int(_philox(key, counter).random_raw()) >> 32

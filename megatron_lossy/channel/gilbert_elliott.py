@@ -13,18 +13,18 @@ import dataclasses
 import numpy as np
 
 from ..config import PhaseLoss
-from .base import Channel
-from .exchange import Exchange
+from .base import DrawnChannel
+from .exchange import Exchange, Stream
 
 _CHAIN, _LOSS, _START = 1, 2, 3  # purposes of draws
 
 
-class GilbertElliott(Channel):
+class GilbertElliott(DrawnChannel):
     """Loses units in bursts; from four parameters, or from a (scheduled) mean rate and a mean burst length."""
 
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
         super().__init__(loss, seed, together)
-        self._ends: dict[tuple, tuple[int, bool]] = {}  # last state computed on each link: a cache, never needed
+        self._ends: dict[tuple[str, Stream, int], _Ends] = {}
 
     def parameters(self, step: int) -> tuple[float, float, float, float]:
         """(PGB, PBG, loss when good, loss when bad) of ``step``."""
@@ -33,64 +33,128 @@ class GilbertElliott(Channel):
         rate, to_good = self.loss.schedule.rate(step), 1 / self.loss.burst
         return to_good * rate / (1 - rate), to_good, 0.0, 1.0
 
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
+    def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
         *_, loss_good, loss_bad = self.parameters(exchange.step)
         if self._quiet(exchange.step):
-            return np.ones(units, dtype=bool)
-        bad = self._states(exchange, source, destination, units)
+            return np.ones((len(sources), units), dtype=bool)
+        bad = self._states(exchange, sources, destinations, units)
         if (loss_good, loss_bad) == (0.0, 1.0):
             return ~bad
-        draws = self.draw(_LOSS, exchange, source, destination, units)
+        draws = self.uniforms(_LOSS, exchange, sources, destinations, units)
         return ~np.where(bad, draws.below(loss_bad), draws.below(loss_good))
 
     def _quiet(self, step: int) -> bool:
         """True if the schedule allows no loss in ``step``; the chain then rests in the good state."""
         return self.loss.transitions is None and self.loss.schedule.rate(step) == 0
 
-    def _moves(self, exchange: Exchange, source: int, destination: int, units: int) -> tuple[np.ndarray, np.ndarray]:
-        """bool[units] twice: the state after each unit if it was good before it, and if it was bad."""
+    def _moves(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> _Moves:
         to_bad, to_good, *_ = self.parameters(exchange.step)
-        draws = self.draw(_CHAIN, exchange, source, destination, units)
-        return draws.below(to_bad), draws.below(1 - to_good)
+        draws = self.uniforms(_CHAIN, exchange, sources, destinations, units)
+        return _Moves(draws.below(to_bad), draws.below(1 - to_good), alternates=to_bad > 1 - to_good)
 
-    def _states(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
-        """bool[units]: True where the chain is in the bad state at that unit."""
-        if_good, if_bad = self._moves(exchange, source, destination, units)
-        forced = np.flatnonzero(if_good == if_bad)
-        # What is known at a forced place holds until the next one.
-        states = np.empty(units, dtype=bool)
-        first = int(forced[0]) if forced.size else units
-        states[first:] = np.repeat(if_good[forced], np.diff(forced, append=units))
-        if first:
-            states[:first] = self._state_before(exchange, source, destination, units)
-        to_bad, to_good, *_ = self.parameters(exchange.step)
-        if to_bad > 1 - to_good:
-            # Between forced places good goes to bad and bad to good: every unit flips the state.
-            free = if_good != if_bad
-            flips = np.cumsum(free)
-            flips[first:] -= np.repeat(flips[forced], np.diff(forced, append=units))
-            states ^= (flips & 1).astype(bool)
-        link = (exchange.phase, exchange.stream, source, destination, units)
-        self._ends[link] = (exchange.step, bool(states[-1]))
+    def _states(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
+        """bool[L, units]: True where the chain is in the bad state at that unit."""
+        moves = self._moves(exchange, sources, destinations, units)
+        before = np.zeros(len(sources), dtype=bool)
+        open_ = np.flatnonzero(~moves.forced[:, 0])
+        before[open_] = self._states_before(exchange, sources[open_], destinations[open_], units)
+        states = moves.states(before)
+        self._known(exchange, units).put(sources, destinations, exchange.step, states[:, -1])
         return states
 
-    def _state_before(self, exchange: Exchange, source: int, destination: int, units: int) -> bool:
-        """The state before the first unit of ``exchange.step``, from the last forced place in earlier steps."""
-        flipped = False
+    def _states_before(
+        self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
+    ) -> np.ndarray:
+        """bool[L]: the states before the first unit of ``exchange.step``.
+
+        Step by step back, for the links whose state is not known yet: what the step makes of a good state, what of a
+        bad one. If both become the same the state is known; if not the step keeps it or turns it over.
+        """
+        result = np.zeros(len(sources), dtype=bool)
+        turned = np.zeros(len(sources), dtype=bool)
+        links = np.arange(len(sources))  # whose state is open
+        known = self._known(exchange, units)
         for step in range(exchange.step - 1, -1, -1):
-            if self._quiet(step):
-                return flipped
-            cached = self._ends.get((exchange.phase, exchange.stream, source, destination, units))
-            if cached is not None and cached[0] == step:
-                return cached[1] ^ flipped
+            if not links.size or self._quiet(step):
+                result[links] = turned[links]
+                return result
+            found, states = known.get(sources[links], destinations[links], step)
+            result[links[found]] = states[found] ^ turned[links[found]]
+            links = links[~found]
             earlier = dataclasses.replace(exchange, step=step)
-            if_good, if_bad = self._moves(earlier, source, destination, units)
-            forced = np.flatnonzero(if_good == if_bad)
-            if forced.size:
-                last = forced[-1]
-                return bool(if_good[last]) ^ bool(np.count_nonzero(if_good[last + 1 :]) & 1) ^ flipped
-            flipped ^= bool(np.count_nonzero(if_good) & 1)
+            moves = self._moves(earlier, sources[links], destinations[links], units)
+            if_good, if_bad = (moves.states(np.full(len(links), state))[:, -1] for state in (False, True))
+            turned[links] ^= if_good
+            found = if_good == if_bad
+            result[links[found]] = turned[links[found]]
+            links = links[~found]
         to_bad, to_good, *_ = self.parameters(0)
         start = dataclasses.replace(exchange, step=0)
-        bad = self.draw(_START, start, source, destination, 1).below(to_bad / (to_bad + to_good))
-        return bool(bad[0]) ^ flipped
+        draws = self.uniforms(_START, start, sources[links], destinations[links], 1)
+        result[links] = draws.below(to_bad / (to_bad + to_good))[:, 0] ^ turned[links]
+        return result
+
+    def _known(self, exchange: Exchange, units: int) -> _Ends:
+        return self._ends.setdefault((exchange.phase, exchange.stream, units), _Ends())
+
+
+class _Moves:
+    """What the units of L links do to the state of the chain.
+
+    ``if_good``, ``if_bad`` bool[L, units]: the state after each unit if it was good before it, and if it was bad.
+    ``alternates``: between forced places good goes to bad and bad to good; otherwise the state stays there.
+    """
+
+    def __init__(self, if_good: np.ndarray, if_bad: np.ndarray, alternates: bool) -> None:
+        self.if_good = if_good
+        self.forced = if_good == if_bad
+        self.alternates = alternates
+
+    def states(self, before: np.ndarray) -> np.ndarray:
+        """bool[L, units]: the state after each unit, given the states ``before`` the first, bool[L]."""
+        links, units = self.if_good.shape
+        # A unit is a binary digit that generates a carry (forced to bad), stops it (forced to good) or passes it on,
+        # so that one addition of long integers runs all chains. In front of each link's units, its state before.
+        generates, passes = np.empty((2, links, units + 1), dtype=bool)
+        generates[:, 0] = passes[:, 0] = before
+        odd = np.arange(1, units + 1) % 2 == 1
+        # Where it alternates, the chain that differs from it at every other unit stays.
+        bad = self.if_good ^ odd if self.alternates else self.if_good
+        np.logical_and(bad, self.forced, out=generates[:, 1:])
+        np.logical_or(bad, ~self.forced, out=passes[:, 1:])
+        states = _carries(generates, passes)[:, 1:]
+        return states ^ odd if self.alternates else states
+
+
+def _carries(generates: np.ndarray, passes: np.ndarray) -> np.ndarray:
+    """bool, of the same shape: the carry out of each digit when the two are added as binary numbers, lowest first."""
+    first, second = (
+        int.from_bytes(np.packbits(digits, bitorder="little").tobytes(), "little") for digits in (generates, passes)
+    )
+    carries = (first + second ^ first ^ second) >> 1
+    packed = np.frombuffer(carries.to_bytes(-(-generates.size // 8), "little"), dtype=np.uint8)
+    return np.unpackbits(packed, bitorder="little", count=generates.size).view(bool).reshape(generates.shape)
+
+
+class _Ends:
+    """The last state computed on each link, and its step. A cache: never needed, and any thread may write to it."""
+
+    def __init__(self) -> None:
+        self._packed = np.full((0, 0), -1, dtype=np.int64)  # 2 * step + state
+
+    def get(self, sources: np.ndarray, destinations: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """bool[L] twice: whether the last state computed on each link is that of ``step``, and the state if so."""
+        packed = self._fitting(sources, destinations)[sources, destinations]
+        return packed >> 1 == step, packed & 1 == 1
+
+    def put(self, sources: np.ndarray, destinations: np.ndarray, step: int, states: np.ndarray) -> None:
+        """The chains of L links were in ``states`` at the end of ``step``."""
+        self._fitting(sources, destinations)[sources, destinations] = 2 * step + states
+
+    def _fitting(self, sources: np.ndarray, destinations: np.ndarray) -> np.ndarray:
+        packed, size = self._packed, 1 + max(sources.max(initial=0), destinations.max(initial=0))
+        if len(packed) < size:
+            grown = np.full((size, size), -1, dtype=np.int64)
+            grown[: len(packed), : len(packed)] = packed
+            self._packed = packed = grown
+        return packed

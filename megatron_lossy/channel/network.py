@@ -56,16 +56,30 @@ class Network:
         self.channel = make_channel(config, phase)
         self.lossless = config.phase(phase).lossless
         self.lossy_self = config.lossy_self and phase == "grad"
-        self.nodes = list(nodes) if config.lossy_links == "inter-node" else None
+        self.nodes = np.array(nodes) if config.lossy_links == "inter-node" else None
 
     def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
         """bool[units]: what arrives at ``destination`` from ``source`` (ranks in the full group)."""
+        return self.delivered_links(exchange, np.array([source]), np.array([destination]), units)[0]
+
+    def delivered_links(
+        self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
+    ) -> np.ndarray:
+        """bool[L, units]: what arrives on each of L links, given as integers [L] (ranks in the full group)."""
         assert exchange.phase == self.phase
-        own = source == destination
-        near = self.nodes is not None and not own and self.nodes[source] == self.nodes[destination]
-        if self.lossless or near or (own and not self.lossy_self):
-            return np.ones(units, dtype=bool)
-        return self.channel.delivered(exchange, source, destination, units)
+        if self.lossless:
+            return np.ones((len(sources), units), dtype=bool)
+        own = sources == destinations
+        reliable = np.zeros_like(own) if self.lossy_self else own
+        if self.nodes is not None:
+            reliable = reliable | ~own & (self.nodes[sources] == self.nodes[destinations])
+        if not reliable.any():
+            return self.channel.delivered_links(exchange, sources, destinations, units)
+        result = np.ones((len(sources), units), dtype=bool)
+        lossy = np.flatnonzero(~reliable)
+        if lossy.size:
+            result[lossy] = self.channel.delivered_links(exchange, sources[lossy], destinations[lossy], units)
+        return result
 
 
 class Deliveries:
@@ -118,10 +132,9 @@ class Deliveries:
 
     def _draw(self, step: int, outgoing: bool) -> np.ndarray:
         exchange = Exchange(self.network.phase, self.stream, step)
-        me = self.members[self.rank]
-        links = [(me, other) if outgoing else (other, me) for other in self.members]
-        result = np.empty((len(links), self.units), dtype=bool)
-        for row, (source, destination) in enumerate(links):
-            result[row] = self.network.delivered(exchange, source, destination, self.units)
+        others = np.array(self.members)
+        me = np.full_like(others, self.members[self.rank])
+        sources, destinations = (me, others) if outgoing else (others, me)
+        result = self.network.delivered_links(exchange, sources, destinations, self.units)
         result.flags.writeable = False
         return result

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..config import PhaseLoss
 from ..errors import refuse
-from .base import Channel
+from .base import DrawnChannel
 from .exchange import Exchange, Stream
 
 
@@ -34,7 +34,7 @@ def read_matrix(path: Path) -> np.ndarray:
     return matrix
 
 
-class PerLink(Channel):
+class PerLink(DrawnChannel):
     """Loses each unit independently with the rate of its link."""
 
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
@@ -49,8 +49,5 @@ class PerLink(Channel):
                 f"is {len(self.rates)} x {len(self.rates)}, but the {stream.kind} group has {size} ranks",
             )
 
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
-        rate = float(self.rates[source, destination])
-        if rate == 0:
-            return np.ones(units, dtype=bool)
-        return ~self.draw(0, exchange, source, destination, units).below(rate)
+    def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
+        return ~self.uniforms(0, exchange, sources, destinations, units).below(self.rates[sources, destinations])

@@ -1,0 +1,258 @@
+"""The virtual cluster against real gloo ranks, and the memory its replicas take."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.recovery import cut
+from megatron_lossy.virtual.versions import FIRST, Versions
+from tests.ranks import run_ranks
+
+STEPS = 5
+UNITS = {
+    "shard": {},
+    "bucket": {"loss_unit": "bucket"},
+    "packet": {"loss_unit": "packet", "packet_bytes": 512},
+}
+RULES = ("renormalize", "renormalize-remote", "previous", "zero")
+BUCKETS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
+
+
+def trace(path, size, units):
+    random = np.random.default_rng(5)
+    arrays = {phase: random.random((STEPS, size, size, units)) > 0.4 for phase in ("grad", "param")}
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def cases(folder, size):
+    """(name, TinyGPT, LossyConfig): every unit and rule, every channel, every way Megatron reduces gradients."""
+    lossy = {"p_grad": 0.4, "p_param": 0.4}
+    for unit, flags in UNITS.items():
+        for rule in RULES:
+            yield f"{unit} {rule}", BUCKETS, LossyConfig(**lossy, **flags, grad_recovery=rule)
+    matrix = folder / "rates.txt"
+    np.savetxt(matrix, np.random.default_rng(1).uniform(0, 0.8, (size, size)))
+    channels = {
+        "bursts": LossyConfig(**lossy, loss_model=("gilbert-elliott",), ge_mean_burst=(3.0,)),
+        "per link": LossyConfig(loss_model=("per-link",), link_rates_grad=str(matrix), link_rates_param=str(matrix)),
+        "trace": LossyConfig(loss_model=("trace",), trace=trace(folder / "trace.npz", size, 1)),
+        "schedule": LossyConfig(loss_schedule=("0:0,2:0.5",)),
+        "together": LossyConfig(**lossy, loss_correlation="source"),
+        "nodes": LossyConfig(**lossy, lossy_links="inter-node", ranks_per_node=1),
+        "self": LossyConfig(**lossy, lossy_self=True, loss_seed=3),
+        "no loss": LossyConfig(),
+        "gradients only": LossyConfig(p_grad=0.4),
+        "parameters only": LossyConfig(p_param=0.4, **UNITS["packet"]),
+    }
+    for name, config in channels.items():
+        yield name, {}, config
+    both = LossyConfig(**lossy, **UNITS["packet"])
+    for name, model in {
+        "accumulation": {"accumulation": 3},
+        "bf16": {"dtype": "bf16"},
+        "bf16 in buckets, accumulation": {"dtype": "bf16", "accumulation": 2, **BUCKETS},
+        "average in collective": {"average_in_collective": True},
+        "per-token loss": {"per_token_loss": True},
+        "untied": {"tied": False},
+        "no clipping": {"clip_grad": 0.0},
+        "weight decay": {"weight_decay": 0.1},
+    }.items():
+        yield name, model, both
+        yield f"{name}, previous", model, LossyConfig(**lossy, grad_recovery="previous")
+
+
+def real_runs(rank, chosen):
+    from megatron_lossy import hooks
+    from tests.tiny_gpt import TinyGPT, build
+
+    results = {}
+    for name, model, config in chosen:
+        lossy = hooks.install(config, steps=STEPS)
+        run = build(TinyGPT(**model))
+        history = []
+        for step in range(STEPS):
+            told = run.step(step)
+            if model.get("overlap_param_gather"):
+                run.gather()
+            history.append((told["loss"], told["grad_norm"], run.replica_buffers(), run.owner_buffers()))
+        results[name] = history
+        lossy.uninstall()
+    return results
+
+
+def virtual_runs(rank, chosen, size):
+    from megatron_lossy.virtual import VirtualCluster
+    from tests.tiny_gpt import TinyGPT, build
+
+    results = {}
+    for name, model, config in chosen:
+        cluster = VirtualCluster(config, size, steps=STEPS)
+        run = build(TinyGPT(**model), cluster)
+        history = []
+        for step in range(STEPS):
+            told = run.step(step)
+            history.append((told["loss"], told["grad_norm"], run.all_replica_buffers(), run.replica_buffers()))
+        results[name] = history
+        cluster.uninstall()
+    return results
+
+
+def test_two_workers_are_two_ranks_bit_for_bit(tmp_path):
+    """Losses, gradient norms, both replicas and the owners' weights after every step, in every case."""
+    chosen = list(cases(tmp_path, 2))
+    real = run_ranks(real_runs, 2, chosen)
+    [virtual] = run_ranks(virtual_runs, 1, chosen, 2)
+    for name, _, config in chosen:
+        differed = False
+        for step, (losses, norm, replicas, owners) in enumerate(virtual[name]):
+            for rank in range(2):
+                loss, real_norm, replica, real_owners = real[rank][name][step]
+                assert losses[rank] == loss, (name, step, rank)
+                assert norm == real_norm, (name, step, rank)
+                for key in replica:
+                    np.testing.assert_array_equal(replicas[rank][key], replica[key], f"{name}, step {step}")
+                    np.testing.assert_array_equal(owners[key], real_owners[key], f"{name}, step {step}")
+                    differed |= not np.array_equal(replica[key], owners[key])
+        assert differed != config.phase("param").lossless, name  # or the comparison says nothing
+
+
+def from_real_states(rank, chosen, size, real):
+    """The virtual cluster's owners and replicas after each step that starts where the real ranks were."""
+    from megatron_lossy.virtual import VirtualCluster
+    from tests.tiny_gpt import TinyGPT, build
+
+    results = {}
+    for name, model, config in chosen:
+        cluster = VirtualCluster(config, size)
+        run = build(TinyGPT(**model), cluster)
+        history = []
+        for step in range(STEPS):
+            if step:
+                adopt(run, [real[r][name][step - 1][2] for r in range(size)], real[0][name][step - 1][3])
+            told = run.step(step)
+            history.append((told["loss"], told["grad_norm"], run.all_replica_buffers(), run.replica_buffers()))
+        results[name] = history
+        cluster.uninstall()
+    return results
+
+
+def adopt(run, replicas, owners):
+    """Give a virtual cluster the replicas and the owners' weights of real ranks, fp32 with one buffer."""
+    [(key, buffer)] = run._buffers()
+    buffer.param_data.copy_(torch.from_numpy(owners[key]))
+    [group] = run.cluster._groups
+    versions = group.versions
+    versions._blocks.clear()
+    versions.held.fill(versions.current)
+    for worker, replica in enumerate(replicas):
+        values = torch.from_numpy(replica[key])
+        mine = Versions(
+            [values[b.offset : b.offset + b.param_data.numel()] for b in group.buckets],
+            group.units["param"],
+            versions.held.shape[2],
+            1,
+        )
+        lost = np.zeros(versions.held.shape[1:], dtype=bool)
+        for (fresh, numbers), (stale, _) in zip(versions._views, mine._views, strict=True):
+            lost[:, numbers] |= (fresh != stale).any(dim=2).numpy()
+        version = FIRST - 1 - worker
+        versions.held[worker][lost] = version
+        from megatron_lossy.virtual.versions import Block
+
+        versions._blocks[version] = [Block(view, lost[:, numbers]) for view, numbers in mine._views]
+
+
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_more_workers_follow_ranks_within_rounding(size, tmp_path):
+    """Each step from a common state: SGD of rate 0.1 on clipped gradients moves weights by up to 0.1; within 1e-6."""
+    lossy = {"p_grad": 0.4, "p_param": 0.4}
+    sgd = {"optimizer": "sgd", "lr": 0.1, **BUCKETS}
+    chosen = [
+        (f"{unit} {rule}", sgd, LossyConfig(**lossy, **UNITS[unit], grad_recovery=rule))
+        for unit, rule in (
+            ("shard", "renormalize"),
+            ("bucket", "renormalize-remote"),
+            ("packet", "previous"),
+            ("packet", "zero"),
+        )
+    ]
+    chosen.append(("accumulation", {**sgd, "accumulation": 2}, LossyConfig(**lossy)))
+    real = run_ranks(real_runs, size, chosen)
+    [virtual] = run_ranks(from_real_states, 1, chosen, size, real)
+    for name, *_ in chosen:
+        for step, (losses, norm, replicas, owners) in enumerate(virtual[name]):
+            for rank in range(size):
+                loss, real_norm, replica, real_owners = real[rank][name][step]
+                assert losses[rank] == pytest.approx(loss, rel=1e-6), (name, step, rank)
+                assert norm == pytest.approx(real_norm, rel=1e-5), (name, step, rank)
+                for key in replica:
+                    np.testing.assert_allclose(replicas[rank][key], replica[key], rtol=0, atol=1e-6)
+                    np.testing.assert_allclose(owners[key], real_owners[key], rtol=0, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    workers=st.integers(1, 5),
+    shards=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    unit=st.sampled_from(["shard", "bucket", "packet"]),
+    rate=st.floats(0, 1),
+    steps=st.integers(1, 8),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_versions_are_plain_copies(workers, shards, unit, rate, steps, seed, data):
+    """Replicas put together from versions are those of workers that each keep a whole copy, at any loss."""
+    random = np.random.default_rng(seed)
+    units, total = cut(shards, [4] * len(shards), unit, 12)
+    buffers = [torch.zeros(workers * shard) for shard in shards]
+    versions = Versions(buffers, units, total, workers)
+    copies = [[buffer.clone() for buffer in buffers] for _ in range(workers)]
+    for step in range(steps):
+        lost = random.random((workers, workers, total)) < rate
+        lost[range(workers), range(workers)] = False
+        versions.before_update(step, lost)
+        successful = data.draw(st.booleans())
+        if successful:
+            for buffer in buffers:
+                buffer.copy_(torch.from_numpy(random.standard_normal(buffer.numel()).astype(np.float32)))
+        versions.after_update(successful)
+        fresh = [buffer.clone() for buffer in buffers]
+        for worker in range(workers):
+            if successful:
+                for number, (cut_, buffer) in enumerate(zip(units, buffers, strict=True)):
+                    arrived = np.repeat(~lost[worker][:, cut_.numbers], cut_.elements, axis=1)
+                    arrived = torch.from_numpy(np.ascontiguousarray(arrived[:, : cut_.shard]).reshape(-1))
+                    copies[worker][number] = torch.where(arrived, buffer, copies[worker][number])
+            versions.swap_in(worker)
+            for buffer, copy in zip(buffers, copies[worker], strict=True):
+                assert torch.equal(buffer, copy)
+            versions.swap_out()
+            assert all(torch.equal(a, b) for a, b in zip(buffers, fresh, strict=True))
+        saved = versions.state_dict()
+        versions = Versions(buffers, units, total, workers)
+        versions.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("unit", ["shard", "packet"])
+def test_memory_follows_the_oldest_age_not_the_workers(unit):
+    """64 workers, p = 0.1, 200 steps: at most 8 copies of the weights at any time, with shards about four."""
+    workers, shard = 64, 64
+    units, total = cut([shard], [4], unit, 16)
+    buffer = torch.zeros(workers * shard)
+    versions = Versions([buffer], units, total, workers)
+    random = np.random.default_rng(0)
+    most = 0
+    for step in range(200):
+        lost = random.random((workers, workers, total)) < 0.1
+        lost[range(workers), range(workers)] = False
+        versions.before_update(step, lost)
+        most = max(most, versions.kept)
+        versions.after_update(True)
+    copies = 1 + most / buffer.numel()
+    assert 2 < copies < (5 if unit == "shard" else 8)
