@@ -120,11 +120,13 @@ class Uniforms:
         rest = np.rint((scaled - whole) * 2.0**32).astype(np.int64)
         if whole.ndim == 0 and whole == 65536:
             return np.ones(self.upper.shape, dtype=bool)
-        whole, rest = whole.astype(np.uint16)[..., None], rest[..., None]
+        whole = whole.astype(np.uint16)[..., None]
         result = self.upper < whole
         if rest.any():
-            for link, unit in np.argwhere((self.upper == whole) & (rest > 0)):
-                result[link, unit] = self._lower(link, int(unit)) < np.broadcast_to(rest, result.shape)[link, unit]
+            rest = np.broadcast_to(rest, len(self.upper))
+            for place in np.flatnonzero(self.upper == whole).tolist():
+                link, unit = divmod(place, self.upper.shape[1])
+                result[link, unit] = self._lower(link, unit) < rest[link]
         return result
 
     def _lower(self, link: int, unit: int) -> int:

@@ -56,8 +56,8 @@ class GilbertElliott(DrawnChannel):
         """bool[L, units]: True where the chain is in the bad state at that unit."""
         moves = self._moves(exchange, sources, destinations, units)
         before = np.zeros(len(sources), dtype=bool)
-        open_ = np.flatnonzero(~moves.forced[:, 0])
-        before[open_] = self._states_before(exchange, sources[open_], destinations[open_], units)
+        links = np.flatnonzero(~moves.first)
+        before[links] = self._states_before(exchange, sources[links], destinations[links], units)
         states = moves.states(before)
         self._known(exchange, units).put(sources, destinations, exchange.step, states[:, -1])
         return states
@@ -75,12 +75,14 @@ class GilbertElliott(DrawnChannel):
         links = np.arange(len(sources))  # whose state is open
         known = self._known(exchange, units)
         for step in range(exchange.step - 1, -1, -1):
-            if not links.size or self._quiet(step):
+            if self._quiet(step):
                 result[links] = turned[links]
                 return result
             found, states = known.get(sources[links], destinations[links], step)
             result[links[found]] = states[found] ^ turned[links[found]]
             links = links[~found]
+            if not links.size:
+                return result
             earlier = dataclasses.replace(exchange, step=step)
             moves = self._moves(earlier, sources[links], destinations[links], units)
             if_good, if_bad = (moves.states(np.full(len(links), state))[:, -1] for state in (False, True))
@@ -102,38 +104,39 @@ class _Moves:
     """What the units of L links do to the state of the chain.
 
     ``if_good``, ``if_bad`` bool[L, units]: the state after each unit if it was good before it, and if it was bad.
-    ``alternates``: between forced places good goes to bad and bad to good; otherwise the state stays there.
     """
 
     def __init__(self, if_good: np.ndarray, if_bad: np.ndarray, alternates: bool) -> None:
-        self.if_good = if_good
-        self.forced = if_good == if_bad
-        self.alternates = alternates
+        self.first = if_good[:, 0] == if_bad[:, 0]  # whether the first unit forgets what was before
+        # Where nothing is forced the state stays, or alternates; then the chain that differs from it at every other
+        # unit stays.
+        self._odd = None
+        if alternates:
+            self._odd = np.arange(1, if_good.shape[1] + 1) % 2 == 1
+            free = if_good & ~if_bad
+            if_good = (if_good ^ self._odd) & ~free
+            if_bad = if_good | free
+        self._if_good, self._if_bad = if_good, if_bad
 
     def states(self, before: np.ndarray) -> np.ndarray:
         """bool[L, units]: the state after each unit, given the states ``before`` the first, bool[L]."""
-        links, units = self.if_good.shape
-        # A unit is a binary digit that generates a carry (forced to bad), stops it (forced to good) or passes it on,
-        # so that one addition of long integers runs all chains. In front of each link's units, its state before.
-        generates, passes = np.empty((2, links, units + 1), dtype=bool)
-        generates[:, 0] = passes[:, 0] = before
-        odd = np.arange(1, units + 1) % 2 == 1
-        # Where it alternates, the chain that differs from it at every other unit stays.
-        bad = self.if_good ^ odd if self.alternates else self.if_good
-        np.logical_and(bad, self.forced, out=generates[:, 1:])
-        np.logical_or(bad, ~self.forced, out=passes[:, 1:])
-        states = _carries(generates, passes)[:, 1:]
-        return states ^ odd if self.alternates else states
+        links, units = self._if_good.shape
+        # A unit is a pair of binary digits that makes a carry (forced to bad), stops it (forced to good) or passes it
+        # on: one addition of long integers runs all chains. In front of each link's units is its state before.
+        digits = np.empty((2, links, units + 1), dtype=bool)
+        digits[:, :, 0] = before
+        digits[0, :, 1:] = self._if_good
+        digits[1, :, 1:] = self._if_bad
+        states = _carries(*digits)[:, 1:]
+        return states if self._odd is None else states ^ self._odd
 
 
-def _carries(generates: np.ndarray, passes: np.ndarray) -> np.ndarray:
+def _carries(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """bool, of the same shape: the carry out of each digit when the two are added as binary numbers, lowest first."""
-    first, second = (
-        int.from_bytes(np.packbits(digits, bitorder="little").tobytes(), "little") for digits in (generates, passes)
-    )
-    carries = (first + second ^ first ^ second) >> 1
-    packed = np.frombuffer(carries.to_bytes(-(-generates.size // 8), "little"), dtype=np.uint8)
-    return np.unpackbits(packed, bitorder="little", count=generates.size).view(bool).reshape(generates.shape)
+    a, b = (int.from_bytes(np.packbits(digits, bitorder="little").tobytes(), "little") for digits in (first, second))
+    carries = (a + b ^ a ^ b) >> 1
+    packed = np.frombuffer(carries.to_bytes(-(-first.size // 8), "little"), dtype=np.uint8)
+    return np.unpackbits(packed, bitorder="little", count=first.size).view(bool).reshape(first.shape)
 
 
 class _Ends:
