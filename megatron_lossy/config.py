@@ -19,11 +19,12 @@ from .errors import UsageError, refuse
 PHASES = ("grad", "param")
 
 
-def flag(default: Any, help: str, **argparse_options: Any) -> Any:
+def flag(default: Any, help: str, *, incidental: bool = False, **argparse_options: Any) -> Any:
     """A dataclass field that is also a command-line flag ``--name-with-dashes``.
 
     ``argparse_options`` go to ``ArgumentParser.add_argument``; ``flag="--x"`` overrides the name. A
-    default of ``False`` makes a switch.
+    default of ``False`` makes a switch. ``incidental``: it changes no weight and no loss of a run, only what is
+    written where and when.
     """
     options = dict(argparse_options, help=help)
     if default is False:
@@ -32,7 +33,18 @@ def flag(default: Any, help: str, **argparse_options: Any) -> Any:
         options["type"] = type(default)
     if isinstance(default, list):
         raise TypeError("use a tuple for a default of several values")
-    return field(default=default, metadata={"flag": options})
+    return field(default=default, metadata={"flag": options, "incidental": incidental})
+
+
+def incidental_fields(cls: type) -> set[str]:
+    """The flags of ``cls`` with which a run resumed otherwise is still the same run."""
+    return {f.name for f in dataclasses.fields(cls) if f.metadata.get("incidental")}
+
+
+def identity(config: Any) -> dict[str, Any]:
+    """The settings that make a run what it is; a folder with others of them holds another run."""
+    incidental = incidental_fields(type(config))
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in incidental}
 
 
 def flag_name(cls: type, name: str) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import LossyConfig
+from ..config import LossyConfig, incidental_fields
+from ..train.config import TrainConfig
 from .runs import Run
 
 # Repetitions of one setting differ in these.
@@ -15,22 +16,7 @@ SEEDS = {"seed", "loss_seed"}
 _RATES = {"p_grad", "p_param"}
 _LOSS_FLAGS = {f.name for f in dataclasses.fields(LossyConfig)}
 # What is saved, logged and evaluated, where and when, changes no weight.
-_NO_MATTER = {
-    "save",
-    "load",
-    "save_interval",
-    "exit_interval",
-    "save_replicas",
-    "eval_weights",
-    "log_interval",
-    "metrics_dir",
-    "tensorboard_dir",
-    "wandb_project",
-    "wandb_exp_name",
-    "wandb_mode",
-    "data_cache_path",
-    "distributed_timeout_minutes",
-}
+_NO_MATTER = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas", "eval_weights"}
 
 
 @dataclass(frozen=True)

@@ -14,21 +14,6 @@ from typing import Any
 from ..config import flag, flag_name
 from ..errors import UsageError, refuse
 
-# A run resumed with other values of these is still the same run.
-_INCIDENTAL = {
-    "save",
-    "load",
-    "save_interval",
-    "exit_interval",
-    "data_cache_path",
-    "distributed_timeout_minutes",
-    "log_interval",
-    "metrics_dir",
-    "tensorboard_dir",
-    "wandb_project",
-    "wandb_exp_name",
-    "wandb_mode",
-}
 # What fixes the shapes of the saved weights.
 SHAPE = (
     "num_layers",
@@ -122,7 +107,9 @@ class TrainConfig:
         type=int,
         metavar="N",
     )
-    distributed_timeout_minutes: int = flag(10, "give up on a collective after this long", metavar="MINUTES")
+    distributed_timeout_minutes: int = flag(
+        10, "give up on a collective after this long", metavar="MINUTES", incidental=True
+    )
 
     data: str | None = flag(
         None,
@@ -143,28 +130,39 @@ class TrainConfig:
         "byte", "tokenizer that made the data; see python -m megatron_lossy.data --help", metavar="NAME"
     )
     data_cache_path: str | None = flag(
-        None, "folder for the sample indices; default a folder cache beside the data", metavar="FOLDER"
+        None,
+        "folder for the sample indices; default a folder cache beside the data",
+        metavar="FOLDER",
+        incidental=True,
     )
 
     eval_interval: int = flag(1000, "iterations between evaluations", metavar="N")
     eval_iters: int = flag(100, "global batches per evaluation; 0 never evaluates", metavar="N")
-    save: str | None = flag(None, "folder to write checkpoints to", metavar="FOLDER")
+    save: str | None = flag(None, "folder to write checkpoints to", metavar="FOLDER", incidental=True)
     load: str | None = flag(
-        None, "folder to continue from; without a checkpoint in it, start fresh", metavar="FOLDER"
+        None, "folder to continue from; without a checkpoint in it, start fresh", metavar="FOLDER", incidental=True
     )
     save_interval: int | None = flag(
-        None, "iterations between checkpoints; default only the last", type=int, metavar="N"
+        None, "iterations between checkpoints; default only the last", type=int, metavar="N", incidental=True
     )
     exit_interval: int | None = flag(
-        None, "save and exit at the first iteration divisible by this", type=int, metavar="N"
+        None, "save and exit at the first iteration divisible by this", type=int, metavar="N", incidental=True
     )
 
-    log_interval: int = flag(10, "iterations between log lines and metric records", metavar="N")
-    metrics_dir: str | None = flag(None, "folder of metrics.jsonl; default --save", metavar="FOLDER")
-    tensorboard_dir: str | None = flag(None, "folder of TensorBoard events", metavar="FOLDER")
-    wandb_project: str | None = flag(None, "Weights & Biases project to log to", metavar="PROJECT")
-    wandb_exp_name: str | None = flag(None, "name of the run; default the last part of --save", metavar="NAME")
-    wandb_mode: str = flag("online", "offline keeps Weights & Biases on this disk", choices=("online", "offline"))
+    log_interval: int = flag(10, "iterations between log lines and metric records", metavar="N", incidental=True)
+    metrics_dir: str | None = flag(
+        None, "folder of metrics.jsonl; default --save", metavar="FOLDER", incidental=True
+    )
+    tensorboard_dir: str | None = flag(None, "folder of TensorBoard events", metavar="FOLDER", incidental=True)
+    wandb_project: str | None = flag(
+        None, "Weights & Biases project to log to", metavar="PROJECT", incidental=True
+    )
+    wandb_exp_name: str | None = flag(
+        None, "name of the run; default the last part of --save", metavar="NAME", incidental=True
+    )
+    wandb_mode: str = flag(
+        "online", "offline keeps Weights & Biases on this disk", choices=("online", "offline"), incidental=True
+    )
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -289,10 +287,6 @@ class TrainConfig:
             "ffn_hidden_size": self.ffn,
             "num_query_groups": self.query_groups,
         }
-
-    def identity(self) -> dict[str, Any]:
-        """The settings that make a run what it is; a folder with others of them holds another run."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in _INCIDENTAL}
 
 
 _REQUIRED = (

@@ -5,13 +5,12 @@ Read before any process group exists, so that a wrong folder costs one line and 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from ..config import LossyConfig, flag_name
+from ..config import LossyConfig, flag_name, identity
 from ..errors import refuse
 from .config import SHAPE, TrainConfig
 
@@ -37,7 +36,7 @@ def latest_iteration(folder: str | os.PathLike) -> int | None:
 
 def settings_of(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> dict[str, Any]:
     """What makes a run what it is, as JSON gives it back. ``data``: the fingerprint of its data, if known."""
-    settings = {"train": config.identity(), "loss": dataclasses.asdict(lossy), "data": data}
+    settings = {"train": identity(config), "loss": identity(lossy), "data": data}
     return json.loads(json.dumps(settings))
 
 
