@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
-import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
-import warnings
-from pathlib import Path
 
 import pytest
 
@@ -23,82 +16,24 @@ from megatron_lossy.train.arguments import configurations, make_parser, read_arg
 from megatron_lossy.train.config import TrainConfig
 from megatron_lossy.train.saved import check_folders, latest_iteration
 from tests.ranks import run_ranks
-
-ROOT = Path(__file__).parents[1]
-TINY = dict(
-    num_layers=2,
-    hidden_size=64,  # no parameter needs padding, which is saved uninitialised and could not be compared
-    ffn_hidden_size=64,
-    num_attention_heads=4,
-    num_query_groups=2,
-    seq_length=32,
-    micro_batch_size=2,
-    global_batch_size=8,
-    train_iters=8,
-    lr=1e-2,
-    lr_warmup_iters=2,
-    hidden_dropout=0.1,
-    eval_interval=4,
-    eval_iters=2,
-    log_interval=2,
+from tests.trainer import (
+    ROOT,
+    TINY,
+    as_flags,
+    checkpoint_bytes,
+    read_records,
+    recorded_losses,
+    run_module,
+    train_runs,
+    write_data,
 )
-
-
-def _write_data(rank: int, folder: str) -> None:
-    from megatron_lossy.data import build_tokenizer, write_indexed
-
-    text = (ROOT / "megatron_lossy" / "train" / "config.py").read_bytes()
-    for split, part in (("train", text[:8000]), ("valid", text[8000:12000])):
-        write_indexed([("text", part)], os.path.join(folder, split), build_tokenizer("byte"))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    run_ranks(_write_data, 1, str(folder))
+    run_ranks(write_data, 1, str(folder))
     return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
-
-
-def _train(rank: int, *runs: tuple[dict, dict]):
-    """Train one run after the other in the same processes; returns their summaries and rank 0's output."""
-    # megatron-core writes checkpoints from child processes, which daemons may not have.
-    multiprocessing.current_process()._config["daemon"] = False
-    warnings.simplefilter("ignore")
-    from megatron_lossy.train.loop import train
-
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        summaries = [train(TrainConfig(**config), LossyConfig(**loss)) for config, loss in runs]
-    return summaries, output.getvalue()
-
-
-def _records(folder: Path, kind: str) -> list[dict]:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if record["kind"] == kind]
-
-
-def _losses(folder: Path) -> list[tuple]:
-    """Everything that is recorded of a run but its times, to the last bit."""
-    kept = [r for kind in ("train", "valid") for r in _records(folder, kind)]
-    return [tuple((k, v) for k, v in record.items() if k != "seconds") for record in kept]
-
-
-def _checkpoint(folder: Path, iteration: int) -> dict:
-    """All tensors of a checkpoint, by name, as bytes."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    path = folder / f"iter_{iteration:07d}"
-    metadata = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
-    import torch
-
-    state = {
-        key: torch.empty(value.size, dtype=value.properties.dtype)
-        for key, value in metadata.items()
-        if isinstance(value, TensorStorageMetadata)
-    }
-    dcp.load(state, checkpoint_id=str(path), no_dist=True)
-    return {key: value.numpy().tobytes() for key, value in state.items()}
 
 
 LOSS = dict(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64, eval_weights="both", save_replicas=True)
@@ -115,7 +50,7 @@ def test_resumed_run_equals_uninterrupted_one(data, tmp_path, settings, loss):
     again = base | {"save": str(twice), "load": str(twice)}
     # 3 is neither a multiple of the log nor of the evaluation interval, nor the end of an epoch.
     results = run_ranks(
-        _train,
+        train_runs,
         2,
         (base | {"save": str(once)}, loss),
         (again | {"exit_interval": 3}, loss),
@@ -127,9 +62,9 @@ def test_resumed_run_equals_uninterrupted_one(data, tmp_path, settings, loss):
     assert stopped["iteration"] == 3 and f"no checkpoint in {twice}" in output
     # The second --exit-interval-free run goes to the end; the third finds nothing to do.
     assert nothing["iteration"] == resumed["iteration"] == 8
-    assert _losses(once) == _losses(twice)
-    assert _checkpoint(once, 8) == _checkpoint(twice, 8)
-    assert len(_records(twice, "run")) == 1
+    assert recorded_losses(once) == recorded_losses(twice)
+    assert checkpoint_bytes(once, 8) == checkpoint_bytes(twice, 8)
+    assert len(read_records(twice, "run")) == 1
     assert whole["valid"] == resumed["valid"] and set(whole["valid"]) == (
         {"replica", "owner"} if loss else {"replica"}
     )
@@ -146,8 +81,8 @@ def test_overlap_evaluation_and_saving_change_nothing(data, tmp_path):
             base | more | {"metrics_dir": str(f)}
             for f, more in zip(folders, ({}, overlap, overlap | busy), strict=True)
         ]
-        run_ranks(_train, 2, *((run, loss) for run in runs))
-        plain, overlapped, disturbed = ([r["lm loss"] for r in _records(f, "train")] for f in folders)
+        run_ranks(train_runs, 2, *((run, loss) for run in runs))
+        plain, overlapped, disturbed = ([r["lm loss"] for r in read_records(f, "train")] for f in folders)
         assert plain == overlapped == disturbed
 
 
@@ -157,7 +92,7 @@ def test_metrics_and_lines(data, tmp_path):
     )
     base["tensorboard_dir"] = str(tmp_path / "tensorboard")
     loss = {"p_grad": 0.2, "loss_unit": "packet", "packet_bytes": 64, "eval_weights": "owner"}
-    (summaries, output), (_, silence) = run_ranks(_train, 2, (base, loss))
+    (summaries, output), (_, silence) = run_ranks(train_runs, 2, (base, loss))
     assert silence == ""
     run, *_ = records = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -165,7 +100,7 @@ def test_metrics_and_lines(data, tmp_path):
     assert run["kind"] == "run" and run["name"] == "run" and run["world_size"] == 2
     assert (run["p_grad"], run["p_param"], run["config"]["num_layers"]) == (0.2, 0.0, 2)
     assert [r["kind"] for r in records[1:]] == ["train", "train", "valid", "train", "valid"]
-    train = _records(tmp_path / "run", "train")
+    train = read_records(tmp_path / "run", "train")
     assert train[0]["lm loss"] > train[-1]["lm loss"] + 1 and train[0]["lm loss"] < math.log(257)
     assert train[-1]["consumed samples"] == 240 and train[-1]["loss rate param"] == 0
     assert all(0.1 < record["loss rate grad"] < 0.3 for record in train)
@@ -182,7 +117,7 @@ def test_metrics_and_lines(data, tmp_path):
         r" \| lm loss value: (\S+) \| lm loss PPL: (\S+) \| \n\1$"
     )
     _, loss, ppl = re.search(line, output, re.MULTILINE).groups()
-    valid = _records(tmp_path / "run", "valid")[-1]
+    valid = read_records(tmp_path / "run", "valid")[-1]
     assert valid["weights"] == "owner" and float(loss) == pytest.approx(valid["lm loss"], rel=1e-6)
     assert float(ppl) == pytest.approx(math.exp(valid["lm loss"]), rel=1e-5)
     assert summaries[0]["valid"]["owner"] == valid["lm loss"]
@@ -194,8 +129,8 @@ def test_model_parallel_sizes_agree(data, tmp_path):
 
     def losses(world_size, **settings):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        run_ranks(_train, world_size, (base | settings | {"metrics_dir": str(folder)}, {}))
-        return [record["lm loss"] for record in _records(folder, "train") + _records(folder, "valid")]
+        run_ranks(train_runs, world_size, (base | settings | {"metrics_dir": str(folder)}, {}))
+        return [record["lm loss"] for record in read_records(folder, "train") + read_records(folder, "valid")]
 
     one = losses(1)
     # The same weights, batches and arithmetic, but for the order of sums.
@@ -220,7 +155,7 @@ def _interrupt(rank: int, config: dict) -> list:
         return step(self, batches)
 
     loop._Run._step = step_and_signal
-    return _train(rank, (config, {}))
+    return train_runs(rank, (config, {}))
 
 
 def test_sigterm_saves_on_all_ranks(data, tmp_path):
@@ -244,7 +179,7 @@ def _kill_while_saving(rank: int, config: dict, when: str) -> None:
         return original(*args)
 
     setattr(checkpoint, when, die)
-    _train(rank, (config, {}))
+    train_runs(rank, (config, {}))
 
 
 @pytest.mark.parametrize("when", ["_sync_tree", "_write_tracker"])
@@ -256,12 +191,12 @@ def test_killed_save_leaves_the_last_checkpoint_whole(data, tmp_path, when):
     with pytest.raises(RankFailed):
         run_ranks(_kill_while_saving, 1, config, when)
     assert latest_iteration(run) == 3
-    (((summary,), output),) = run_ranks(_train, 1, (config, {}))
+    (((summary,), output),) = run_ranks(train_runs, 1, (config, {}))
     assert "loaded checkpoint of iteration       3" in output and summary["iteration"] == 8
     assert sorted(p.name for p in run.glob("iter_*")) == ["iter_0000003", "iter_0000006", "iter_0000008"]
     whole = tmp_path / "whole"
-    run_ranks(_train, 1, (config | {"save": str(whole), "load": None}, {}))
-    assert _checkpoint(run, 8) == _checkpoint(whole, 8)
+    run_ranks(train_runs, 1, (config | {"save": str(whole), "load": None}, {}))
+    assert checkpoint_bytes(run, 8) == checkpoint_bytes(whole, 8)
 
 
 def _diverge(rank: int, config: dict):
@@ -277,7 +212,7 @@ def _diverge(rank: int, config: dict):
         return step(self, batches)
 
     loop._Run._step = break_weights
-    return _train(rank, (config, {}), (config | {"save": None}, {}))
+    return train_runs(rank, (config, {}), (config | {"save": None}, {}))
 
 
 def test_diverged_run_keeps_its_checkpoint(data, tmp_path):
@@ -286,7 +221,7 @@ def test_diverged_run_keeps_its_checkpoint(data, tmp_path):
         assert broken["diverged"] == "the loss of iteration 3 is nan" and not broken["finished"]
         assert fine["diverged"] is None and fine["finished"]
     assert latest_iteration(tmp_path / "run") == 2
-    assert [(r["iteration"], r["lm loss"] is None) for r in _records(tmp_path / "run", "train")] == [
+    assert [(r["iteration"], r["lm loss"] is None) for r in read_records(tmp_path / "run", "train")] == [
         (2, False),
         (3, True),
     ]
@@ -294,14 +229,14 @@ def test_diverged_run_keeps_its_checkpoint(data, tmp_path):
 
 def _refused(rank: int, config: dict) -> str:
     with pytest.raises(UsageError) as caught:
-        _train(rank, (config, {}))
+        train_runs(rank, (config, {}))
     return str(caught.value)
 
 
 def test_folders_of_other_runs_are_refused(data, tmp_path):
     run = tmp_path / "run"
     config = TINY | data | {"save": str(run), "eval_iters": 0, "train_iters": 3}
-    run_ranks(_train, 1, (config, {}))
+    run_ranks(train_runs, 1, (config, {}))
     before = (run / "metrics.jsonl").read_bytes()
 
     def refusal(loss=None, **settings):
@@ -419,44 +354,24 @@ def test_wrong_settings(change, ranks, message):
     assert str(caught.value).startswith(message)
 
 
-def _flags(config: dict) -> list[str]:
-    flags = []
-    for name, value in config.items():
-        values = value if isinstance(value, tuple) else (value,)
-        flags += ["--" + name.replace("_", "-"), *map(str, values)]
-    return flags
-
-
-def _run(module: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", module, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-
-
 def test_wrong_input_is_one_line_and_status_2(data, tmp_path):
-    result = _run("megatron_lossy.train", 0, *_flags(TINY | data | {"p_grad": 1.0}))
+    result = run_module("megatron_lossy.train", 0, *as_flags(TINY | data | {"p_grad": 1.0}))
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "megatron_lossy.train: error: --p-grad 1.0: must be in [0, 1)\n"
     missing = data | {"data_path": (str(tmp_path / "none"),)}
-    result = _run("megatron_lossy.train", 0, *_flags(TINY | missing))
+    result = run_module("megatron_lossy.train", 0, *as_flags(TINY | missing))
     assert result.returncode == 2 and f"--data-path {tmp_path}/none: there is no" in result.stderr.splitlines()[-1]
 
 
 def test_sweep_continues_and_reports(data, tmp_path):
-    config = _flags(TINY | data | {"save_interval": 4})
+    config = as_flags(TINY | data | {"save_interval": 4})
     arguments = [*config, "--out", str(tmp_path), "--rates"]
-    first = _run("megatron_lossy.train.sweep", 2, *arguments, "0.4")
+    first = run_module("megatron_lossy.train.sweep", 2, *arguments, "0.4")
     assert first.returncode == 0, first.stderr
-    second = _run("megatron_lossy.train.sweep", 2, *arguments, "0", "0.4")
+    second = run_module("megatron_lossy.train.sweep", 2, *arguments, "0", "0.4")
     assert second.returncode == 0, second.stderr
     assert "p = 0: starts, to 8" in second.stdout and "p = 0.4: starts" not in second.stdout
     assert re.search(r"^metric +0 % +40 %", second.stdout, re.MULTILINE)
     assert {"p_0.00", "p_0.40", "loss_table.md", "loss_table.csv"} <= {path.name for path in tmp_path.iterdir()}
-    third = _run("megatron_lossy.train.sweep", 0, *arguments, "0.4")
+    third = run_module("megatron_lossy.train.sweep", 0, *arguments, "0.4")
     assert third.returncode == 2 and "holds a run of 2 ranks, not 1" in third.stderr

@@ -49,7 +49,12 @@ def run(arguments: Sequence[str] | None = None) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """:func:`run`, with wrong input as one line and exit status 2."""
     sys.stdout.reconfigure(errors="replace")  # "±" on an ASCII terminal
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     with usage_errors("megatron_lossy.report"):
+        if arguments[:1] in (["table1"], ["study"]):
+            from ..study import commands
+
+            sys.exit(getattr(commands, arguments[0])(arguments[1:]))
         run(arguments)
 
 

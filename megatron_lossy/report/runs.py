@@ -97,13 +97,13 @@ def read_runs(folder: str | Path) -> list[Run]:
     """The runs in ``folder/*/metrics.jsonl``, least loss first. Raises :class:`UsageError`."""
     folder = Path(folder)
     files = sorted(folder.glob(f"*/{METRICS_FILE}"))
-    runs = [run for run in map(_read_run, files) if run is not None]
+    runs = [run for run in map(read_run, files) if run is not None]
     if not runs:
         raise refuse("RUNS_DIR", folder, f"holds no run: there must be files {folder}/*/{METRICS_FILE}")
     return sorted(runs, key=lambda run: (run.p_grad, run.p_param, run.condition, run.name))
 
 
-def _read_run(path: Path) -> Run | None:
+def read_run(path: Path) -> Run | None:
     """The run in ``path``; None if it was killed before its first line was written."""
     run = None
     recorded: list[int] = []

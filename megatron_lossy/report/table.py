@@ -29,14 +29,16 @@ DEFINITIONS = (
 @dataclass(frozen=True)
 class Cell:
     """One value: ``mean`` over ``runs`` runs, its standard ``error`` (None for one run) and the ``change``
-    relative to the lossless column in percent (None if there is nothing to compare with). ``mean`` is NaN if
-    ``diverged`` of the runs have no finite loss; ``runs`` is 0 if none has recorded the value."""
+    relative to the lossless column in percent (None if there is nothing to compare with), with its standard
+    ``change_error`` if the runs are paired with lossless ones. ``mean`` is NaN if ``diverged`` of the runs have no
+    finite loss; ``runs`` is 0 if none has recorded the value."""
 
     mean: float
     error: float | None
     change: float | None
     runs: int
-    diverged: int
+    diverged: int = 0
+    change_error: float | None = None
 
     def __str__(self) -> str:
         if not self.runs:
@@ -47,7 +49,8 @@ class Cell:
         if self.error is not None:
             text += f" ± {_decimal(self.error)}"
         if self.change is not None:
-            text += f" ({self.change:+.2f} %)"
+            error = f" ± {self.change_error:.2f}" if self.change_error is not None else ""
+            text += f" ({self.change:+.2f}{error} %)"
         return text
 
 
@@ -74,17 +77,34 @@ class LossTable:
         table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
         return "\n".join([*table, "", *(f"- {note}" for note in self.notes)]) + "\n"
 
+    def latex(self) -> str:
+        """A ``tabular`` environment with the rules of the package booktabs, and the notes as comments."""
+        lines = [["metric", *self.headings], *([name, *map(str, cells)] for name, cells in self.rows)]
+        rows = [" & ".join(map(_latex, line)) + r" \\" for line in lines]
+        body = [rf"\begin{{tabular}}{{l{'r' * len(self.headings)}}}", r"\toprule", rows[0], r"\midrule", *rows[1:]]
+        return "\n".join([*body, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in self.notes)]) + "\n"
+
     def csv(self) -> str:
         """One line per value, in full precision: metric, loss rate, runs, mean, standard error, change."""
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(
-            ["metric", "loss rate", "runs", "diverged runs", "mean", "standard error", "change in percent"]
+            [
+                "metric",
+                "loss rate",
+                "runs",
+                "diverged runs",
+                "mean",
+                "standard error",
+                "change in percent",
+                "standard error of the change",
+            ]
         )
         for name, cells in self.rows:
             for heading, cell in zip(self.headings, cells, strict=True):
                 mean = "" if math.isnan(cell.mean) else cell.mean
-                writer.writerow([name, heading, cell.runs, cell.diverged, mean, cell.error, cell.change])
+                row = [name, heading, cell.runs, cell.diverged, mean, cell.error, cell.change, cell.change_error]
+                writer.writerow(row)
         return stream.getvalue()
 
 
@@ -175,6 +195,12 @@ def _lengths(runs: Sequence[Run]) -> list[str]:
         if short := [f"{name} (last {iteration})" for name, iteration in last.items() if iteration < longest]:
             notes.append(f"{what} iteration {longest}: " + ", ".join(short))
     return notes
+
+
+def _latex(text: str) -> str:
+    for character in "&%_#$":
+        text = text.replace(character, "\\" + character)
+    return text.replace("±", r"$\pm$")
 
 
 def _decimal(value: float) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -38,11 +38,19 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     for cls in (TrainConfig, LossyConfig):
         for switch in dataclasses.fields(cls):
             if switch.default is False:
-                name = flag_name(cls, switch.name).replace("--", "--no-", 1)
                 parser.add_argument(
-                    name, dest=switch.name, action="store_false", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+                    _off(flag_name(cls, switch.name)),
+                    dest=switch.name,
+                    action="store_false",
+                    default=argparse.SUPPRESS,
+                    help=argparse.SUPPRESS,
                 )
     return parser
+
+
+def _off(switch: str) -> str:
+    """The flag that unsets ``switch``."""
+    return switch.replace("--", "--no-", 1)
 
 
 def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
@@ -75,6 +83,14 @@ def _yaml_arguments(file: Path) -> list[str]:
         raise UsageError(f"cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):
         raise UsageError("must be a mapping from flag names to values")
+    return setting_arguments(settings)
+
+
+def setting_arguments(settings: Mapping[str, Any]) -> list[str]:
+    """Flag names (with dashes or underscores) and their values as command-line arguments.
+
+    Raises :class:`UsageError`.
+    """
     flags = {
         field.name: (flag_name(cls, field.name), field.default is False)
         for cls in (TrainConfig, LossyConfig)
@@ -97,7 +113,7 @@ def _one_setting(key: str, flag: str, switch: bool, value: Any) -> list[str]:
     if switch != isinstance(value, bool):
         raise UsageError(f"{key} {value}: must be {'true or false' if switch else 'a value, not a switch'}")
     if switch:
-        return [flag] if value else []
+        return [flag if value else _off(flag)]
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
         return [flag, *map(str, value)]
     if isinstance(value, str | int | float):

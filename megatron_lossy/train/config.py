@@ -85,6 +85,12 @@ class TrainConfig:
     )
     lr_warmup_iters: int = flag(0, "iterations of linear warm-up", metavar="N")
     weight_decay: float = flag(0.01, "decoupled weight decay, of matrices only", metavar="WD")
+    optimizer: str = flag(
+        "adam", "adam: AdamW; sgd: descent along the decaying mean of the gradients", choices=("adam", "sgd")
+    )
+    sgd_momentum: float = flag(
+        0.9, "sgd: decay of the mean of the gradients; 0 follows the last gradient", metavar="B"
+    )
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", metavar="B")
     adam_beta2: float = flag(0.999, "decay of Adam's second moment", metavar="B")
     adam_eps: float = flag(1e-8, "Adam's epsilon", metavar="E")
@@ -176,7 +182,7 @@ class TrainConfig:
             self._check(name, 0 <= getattr(self, name) < math.inf, "must be at least 0")
         for name in ("adam_eps", "norm_epsilon", "rotary_base"):
             self._check(name, 0 < getattr(self, name) < math.inf, "must be above 0")
-        for name in ("adam_beta1", "adam_beta2", "hidden_dropout", "attention_dropout"):
+        for name in ("sgd_momentum", "adam_beta1", "adam_beta2", "hidden_dropout", "attention_dropout"):
             self._check(name, 0 <= getattr(self, name) < 1, "must be in [0, 1)")
         for name in ("eval_iters", "lr_warmup_iters"):
             self._check(name, getattr(self, name) >= 0, "must be at least 0")

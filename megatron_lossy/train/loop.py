@@ -18,8 +18,9 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from .. import device, hooks
 from ..channel import check_channels
-from ..config import LossyConfig
+from ..config import LossyConfig, identity
 from ..data import build_tokenizer
+from ..monitor import claim_delivery_log
 from ..monitor.writers import check_wandb
 from ..virtual import VirtualCluster
 from . import parallel
@@ -29,10 +30,10 @@ from .data import RankBatches, build_datasets
 from .evaluate import evaluate, mean_loss, perplexity
 from .log import Console, Silent
 from .model import build_model, transformer_impl
-from .optimizer import build_optimizer
+from .optimizer import build_optimizer, lr_scale
 from .process import launched_ranks
 from .records import Progress, open_writers
-from .saved import check_folders, latest_iteration, write_settings
+from .saved import check_folders, latest_iteration, same_folder, write_settings
 from .text import check_data, fingerprint, prepare_text, with_data_paths
 from .workers import Workers
 
@@ -53,12 +54,18 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     ranks = launched_ranks()
     config.check_world(ranks)
     check_channels(lossy_config, config.data_parallel_size(ranks), config.train_iters)
+    if config.virtual_workers:
+        VirtualCluster.check(lossy_config)
     transformer_impl(config)
     if config.wandb_project:
         check_wandb(config.wandb_project)
     if config.data is None:
         check_data(config)
     check_folders(config, lossy_config)
+    resumes = bool(config.load) and (
+        same_folder(config.save, config.load) or latest_iteration(config.load) is not None
+    )
+    claim_delivery_log(lossy_config, config.data_parallel_size(ranks), resumes, identity(config))
     with parallel.world(config):
         prepare_text(config)
         paths = with_data_paths(config)
@@ -191,7 +198,7 @@ class _Run:
             "consumed samples": self.progress.consumed_samples,
             "lm loss": loss,
             "grad norm": grad_norm,
-            "learning rate": get_canonical_lr_for_logging(self.optimizer.param_groups),
+            "learning rate": get_canonical_lr_for_logging(self.optimizer.param_groups) / lr_scale(self.config),
             "loss scale": self.optimizer.get_loss_scale().item(),
             "skipped": skipped,
             "seconds": seconds,
@@ -234,6 +241,7 @@ class _Run:
             return False
         if latest_iteration(folder) is None:
             self.console.note(f"no checkpoint in {folder}: starting from random weights")
+            self.lossy.set_iteration(0)  # what a killed run recorded before its first checkpoint no longer counts
             return False
         loaded = self.checkpoints.load(folder)
         self.progress = Progress(**loaded["progress"])

@@ -9,20 +9,32 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from .config import TrainConfig
 
 
+# Megatron's distributed optimizer shards Adam's state only. With an epsilon beside which the second moment is
+# nothing, Adam's step is lr/epsilon times the mean gradient: SGD, exactly, as multiplying by a power of two is exact.
+_SGD_SCALE = 2.0**40
+
+
+def lr_scale(config: TrainConfig) -> float:
+    """What the optimizer's learning rates are in units of ``--lr``."""
+    return _SGD_SCALE if config.optimizer == "sgd" else 1.0
+
+
 def build_optimizer(config: TrainConfig, model_chunks: list) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of ``model_chunks``, each rank with its shard of the state, and its scheduler.
 
     The scheduler counts samples, as Megatron-LM's does. Norms and biases are not decayed.
     """
+    scale = lr_scale(config)
+    sgd = config.optimizer == "sgd"
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",  # the only one that the distributed optimizer shards
-            lr=config.lr,
-            min_lr=config.min_lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.adam_beta1,
+            optimizer="adam",
+            lr=config.lr * scale,
+            min_lr=config.min_lr * scale,
+            weight_decay=config.weight_decay / scale,
+            adam_beta1=config.sgd_momentum if sgd else config.adam_beta1,
             adam_beta2=config.adam_beta2,
-            adam_eps=config.adam_eps,
+            adam_eps=_SGD_SCALE if sgd else config.adam_eps,
             clip_grad=config.clip_grad,
             bf16=config.bf16,
             params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
@@ -35,13 +47,13 @@ def build_optimizer(config: TrainConfig, model_chunks: list) -> tuple[MegatronOp
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
+        max_lr=config.lr * scale,
+        min_lr=config.min_lr * scale,
         lr_warmup_steps=config.lr_warmup_iters * samples,
         lr_decay_steps=(config.lr_decay_iters or config.train_iters) * samples,
         lr_decay_style=config.lr_decay_style,
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
+        start_wd=config.weight_decay / scale,
+        end_wd=config.weight_decay / scale,
         wd_incr_steps=config.train_iters * samples,
         wd_incr_style="constant",
     )

@@ -20,7 +20,7 @@ from ..config import LossyConfig
 from ..errors import UsageError, refuse, usage_errors
 from .arguments import configurations, make_parser, read_arguments
 from .config import TrainConfig
-from .log import Console
+from .log import Console, clock
 from .process import launched_ranks, quiet_imports, rank_errors
 from .saved import check_folders, latest_iteration
 
@@ -82,7 +82,12 @@ def _rate(base: TrainConfig, lossy: LossyConfig, rate: float, out: str) -> Rate:
     )
     try:
         # With the replicas saved, an interrupted run ends as it would have ended without.
-        return Rate(rate, config, dataclasses.replace(lossy, p_grad=rate, p_param=rate, save_replicas=True))
+        log = lossy.delivery_log and os.path.join(lossy.delivery_log, name)
+        return Rate(
+            rate,
+            config,
+            dataclasses.replace(lossy, p_grad=rate, p_param=rate, save_replicas=True, delivery_log=log),
+        )
     except UsageError as error:
         raise UsageError(f"--rates {rate}: {error}") from None
 
@@ -90,10 +95,11 @@ def _rate(base: TrainConfig, lossy: LossyConfig, rate: float, out: str) -> Rate:
 def _check_ranks(rate: Rate) -> None:
     """Runs of other numbers of ranks lose other things, and do not belong into one table."""
     metrics = Path(rate.config.save) / "metrics.jsonl"
+    mine = rate.config.virtual_workers or launched_ranks()
     if metrics.is_file():
-        ranks = json.loads(metrics.open().readline() or "{}").get("world_size", launched_ranks())
-        if ranks != launched_ranks():
-            raise refuse("--out", rate.config.save, f"holds a run of {ranks} ranks, not {launched_ranks()}")
+        ranks = json.loads(metrics.open().readline() or "{}").get("world_size", mine)
+        if ranks != mine:
+            raise refuse("--out", rate.config.save, f"holds a run of {ranks} ranks, not {mine}")
 
 
 class Progress(Console):
@@ -131,7 +137,7 @@ class Progress(Console):
         left = elapsed / done * (self._total - done)
         print(
             f"{self._label}: iteration {record['iteration']}/{train_iters}, lm loss {record['lm loss']:.3f}, "
-            f"elapsed {_clock(elapsed)}, about {_clock(left)} left for the sweep",
+            f"elapsed {clock(elapsed)}, about {clock(left)} left for the sweep",
             flush=True,
         )
 
@@ -142,11 +148,6 @@ class Progress(Console):
             f"PPL {record['lm loss PPL']:.2f}{whose}",
             flush=True,
         )
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes}:{seconds:02d}"
 
 
 def sweep(rates: Sequence[Rate]) -> bool:

@@ -1,0 +1,187 @@
+"""A cell of a study: one training run, known by its full configuration, in a folder of its own.
+
+Cells are shared by all studies that need them, and run once. Any number of processes, on any number of machines
+that see the folder, may work on the same cells: each takes what no other has taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import socket
+import uuid
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..config import LossyConfig, incidental_fields
+from ..report.runs import METRICS_FILE, Run, read_run
+from ..report.writers import replace_file
+from ..train.config import TrainConfig
+from ..train.saved import TRACKER
+
+CONFIG, STATE, LOG = "config.yaml", "cell.json", "train.log"
+COMPLETE, DIVERGED = "complete", "diverged"
+#: Seconds between two signs of life of whoever holds a cell, and without one until it is taken over.
+HEARTBEAT, ABANDONED = 15, 180
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training run: its two configurations, and on how many processes it runs."""
+
+    train: TrainConfig
+    loss: LossyConfig
+    processes: int = 1
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What makes the run what it is, where it differs from the defaults; keys are flag names without dashes."""
+        # Checkpoints of a study always hold the replicas.
+        incidental = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas"}
+        return {name: value for name, value in self.all_settings().items() if name.replace("-", "_") not in incidental}
+
+    def all_settings(self) -> dict[str, Any]:
+        """All that differs from the defaults, as the ``--config`` file of the run."""
+        return {
+            field.name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
+            for config in (self.train, self.loss)
+            for field in dataclasses.fields(config)
+            if (value := getattr(config, field.name)) != field.default
+        }
+
+    @cached_property
+    def name(self) -> str:
+        """The folder's name: a digest of the settings."""
+        text = json.dumps({"settings": self.settings, "processes": self.processes}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def make_cell(train: TrainConfig, loss: LossyConfig, processes: int = 1) -> Cell:
+    """The cell of these configurations. Without loss the loss flags say nothing, but whose weights are evaluated."""
+    if loss.lossless:
+        loss = LossyConfig(eval_weights=loss.eval_weights)
+    else:
+        loss = dataclasses.replace(loss, save_replicas=True)
+    train = dataclasses.replace(train, save_interval=train.save_interval or -(-train.train_iters // 4))
+    return Cell(train, loss, processes)
+
+
+class CellFolder:
+    """What a cell has on disk, below ``root``."""
+
+    def __init__(self, root: str | Path, cell: Cell) -> None:
+        self.cell = cell
+        self.path = Path(root) / cell.name
+        self._lock = Path(root) / f"{cell.name}.lock"
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """How the run ended; None if it has not."""
+        try:
+            return json.loads((self.path / STATE).read_text())
+        except FileNotFoundError:
+            return None
+
+    @property
+    def iterations(self) -> int:
+        """Iterations trained so far, as far as the metrics tell."""
+        try:
+            lines = (self.path / METRICS_FILE).read_text().splitlines()
+        except OSError:
+            return 0
+        for line in reversed(lines):
+            with contextlib.suppress(ValueError):  # the last line may be unfinished
+                if "iteration" in (record := json.loads(line)):
+                    return int(record["iteration"])
+        return 0
+
+    def result(self) -> Run:
+        """The run's losses. Raises :class:`UsageError` where they cannot be read."""
+        run = read_run(self.path / METRICS_FILE)
+        assert run is not None
+        return run
+
+    def write_config(self) -> Path:
+        """The cell's settings as a file for ``--config``."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(self.cell.all_settings(), sort_keys=False)
+        replace_file(self.path / CONFIG, lambda aside: aside.write_text(text))
+        return self.path / CONFIG
+
+    def finish(self, status: str, seconds: float, **facts: Any) -> None:
+        """Record that the run is over, and drop its checkpoints: a study needs only its losses."""
+        state = {
+            "status": status,
+            "seconds": round(seconds, 1),
+            "host": socket.gethostname(),
+            "processes": self.cell.processes,
+            "settings": self.cell.settings,
+            **facts,
+        }
+        replace_file(self.path / STATE, lambda aside: aside.write_text(json.dumps(state, indent=1)))
+        (self.path / TRACKER).unlink(missing_ok=True)
+        for folder in self.path.glob("iter_*"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # --- who works on it -----------------------------------------------------------------------------------------
+
+    def take(self) -> bool:
+        """Claim the cell; false if somebody else works on it. Call :meth:`keep` now and then, :meth:`release` last."""
+        self._lock.parent.mkdir(parents=True, exist_ok=True)
+        if self._create():
+            return True
+        if not self._abandoned():
+            return False
+        aside = self._lock.with_suffix(f".{uuid.uuid4().hex}")
+        try:
+            os.rename(self._lock, aside)  # only one of those who found it abandoned succeeds
+        except FileNotFoundError:
+            return False
+        aside.unlink()
+        return self._create()
+
+    def keep(self) -> None:
+        """A sign of life of whoever holds the cell."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._lock)
+
+    def release(self) -> None:
+        """Let others take the cell."""
+        self._lock.unlink(missing_ok=True)
+
+    def holder(self) -> str | None:
+        """Who works on the cell, as host and process."""
+        try:
+            return self._lock.read_text() or None
+        except FileNotFoundError:
+            return None
+
+    def _create(self) -> bool:
+        try:
+            with open(self._lock, "x") as file:
+                file.write(f"{socket.gethostname()}:{os.getpid()}")
+        except FileExistsError:
+            return False
+        return True
+
+    def _abandoned(self) -> bool:
+        try:
+            holder, sign = self._lock.read_text(), self._lock.stat().st_mtime
+        except FileNotFoundError:
+            return False
+        # By the file system's own clock: those of two machines may differ.
+        probe = self._lock.with_suffix(f".{uuid.uuid4().hex}")
+        probe.touch()
+        silence = probe.stat().st_mtime - sign
+        probe.unlink()
+        host, _, process = holder.rpartition(":")
+        dead = host == socket.gethostname() and Path("/proc/self").exists() and not Path(f"/proc/{process}").exists()
+        return silence > (2 * HEARTBEAT if dead else ABANDONED)

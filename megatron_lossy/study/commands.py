@@ -1,0 +1,249 @@
+"""``python -m megatron_lossy.report table1`` and ``python -m megatron_lossy.report study``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..config import add_flags, flag, from_namespace
+from ..errors import UsageError, refuse
+from ..report.table import LossTable
+from ..report.writers import replace_file
+from ..train.arguments import make_parser
+from .cells import CellFolder
+from .design import NO_LOSS, Design, Study, check_seeds, read_design
+from .runner import Outcome, run_cells
+from .summary import Results, comparison, loss_metrics, table_1
+
+SUMMARY = "study.json"
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """How a study is run, and where its report goes."""
+
+    out: str | None = flag(None, "folder of the report: tables and figures", type=str, metavar="DIR")
+    cells: str = flag(
+        "runs/cells", "folder of the training runs, shared by all studies; what is there is not run again", metavar="DIR"
+    )
+    jobs: int | None = flag(
+        None,
+        "cells to run at once; default one per device, on a CPU one per core and rank",
+        type=int,
+        metavar="N",
+    )
+    devices: tuple[str, ...] | None = flag(
+        None, "accelerators to give to the cells in turn, by number or name", nargs="+", metavar="DEVICE"
+    )
+    seeds: tuple[int, ...] | None = flag(
+        None, "seeds of weights and data, in every condition; default the study's, or 1 2 3", type=int, nargs="+", metavar="SEED"
+    )
+    loss_seeds: tuple[int, ...] | None = flag(
+        None, "seeds of the losses, with each of --seeds; default the study's, or 1 2", type=int, nargs="+", metavar="SEED"
+    )
+    list: bool = flag(False, "print the cells and what became of them, and run nothing")
+    report_only: bool = flag(False, "report what is there, and run nothing")
+
+    def __post_init__(self) -> None:
+        if self.jobs is not None and self.jobs < 1:
+            raise refuse("--jobs", self.jobs, "must be at least 1")
+        for name in ("seeds", "loss_seeds"):
+            if getattr(self, name) is not None:
+                check_seeds(f"--{name.replace('_', '-')}", list(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class Table1Config:
+    """What Table 1 compares."""
+
+    rates: tuple[float, ...] = flag(
+        (0.1, 0.2, 0.3, 0.4), "loss rates of gradients and parameters, beside 0", type=float, nargs="+", metavar="P"
+    )
+    processes: int = flag(1, "ranks of each cell, under torchrun; 1 with --virtual-workers", metavar="N")
+
+    def __post_init__(self) -> None:
+        for rate in self.rates:
+            if not 0 <= rate < 1:
+                raise refuse("--rates", rate, "must be in [0, 1)")
+        if len(set(self.rates)) != len(self.rates):
+            raise refuse("--rates", " ".join(map(str, self.rates)), "must differ from each other")
+        if self.processes < 1:
+            raise refuse("--processes", self.processes, "must be at least 1")
+
+
+_TABLE_1 = "Training under packet loss: Table 1"
+
+
+def table1(arguments: Sequence[str]) -> int:
+    """Run the sweep of Table 1 and report it; returns the exit status. Raises :class:`UsageError`."""
+    parser = _parser("table1", "Train at several loss rates and seeds, and print the paper's Table 1.")
+    add_flags(parser, Table1Config, "Table 1")
+    own, rest = _split(parser, arguments)
+    sweep, how = from_namespace(Table1Config, own), from_namespace(StudyConfig, own)
+    rates = {f"{100 * rate:g} %": rate for rate in sweep.rates if rate}
+    for name in ("--p-grad", "--p-param"):
+        if any(argument.split("=")[0] == name for argument in rest):
+            raise UsageError(f"{name}: cannot be given to a sweep over --rates")
+    design = Design(
+        title=_TABLE_1,
+        question="What does loss cost?",
+        processes=sweep.processes,
+        levels={name: {"p": rate} for name, rate in rates.items()},
+    )
+    study = _study(design, how, rest)
+    return _run(study, how, Path(how.out or "runs/table1"), rates)
+
+
+def study(arguments: Sequence[str]) -> int:
+    """Run a study file and report it; returns the exit status. Raises :class:`UsageError`."""
+    parser = _parser("study", "Run the study in a file, and report it.")
+    parser.add_argument("study", metavar="STUDY", help="study file (YAML), see docs/study.md")
+    own, rest = _split(parser, arguments)
+    how = from_namespace(StudyConfig, own)
+    if any(argument.split("=")[0] == "--config" for argument in rest):
+        raise UsageError("--config: cannot be given to a study, whose file names it")
+    design = _study(read_design(own.study), how, rest)
+    return _run(design, how, Path(how.out or Path("runs") / Path(own.study).stem), None)
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        f"python -m megatron_lossy.report {name}",
+        description=description,
+        epilog="All flags of python -m megatron_lossy.train are allowed too, for all cells.",
+        allow_abbrev=False,
+    )
+    return add_flags(parser, StudyConfig, "study")
+
+
+def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own flags, and those of the training program. Raises :class:`UsageError` for unknown ones."""
+    training = make_parser("study", "")
+    # Both parsers see all flags: a flag of one takes its values whatever the other has.
+    flags = {option for action in parser._actions for option in action.option_strings}
+    own: list[str] = []
+    rest: list[str] = []
+    target = own
+    for argument in arguments:
+        if argument.startswith("--"):
+            target = own if argument.split("=")[0] in flags else rest
+        target.append(argument)
+    namespace = parser.parse_args(own)
+    training.parse_args(rest)
+    return namespace, rest
+
+
+def _study(design: Design, how: StudyConfig, arguments: Sequence[str]) -> Study:
+    from dataclasses import replace
+
+    changes = {name: list(getattr(how, name)) for name in ("seeds", "loss_seeds") if getattr(how, name) is not None}
+    return replace(design, **changes).study(arguments)
+
+
+def _run(study: Study, how: StudyConfig, out: Path, rates: dict[str, float] | None) -> int:
+    _check_out(out, study)
+    if how.list:
+        _list(study, how.cells)
+        return 0
+    outcome = Outcome()
+    if not how.report_only:
+        outcome = run_cells(study.cells, how.cells, how.jobs or _default_jobs(study, how), how.devices or ())
+    runs = {}
+    for cell in study.cells:
+        folder = CellFolder(how.cells, cell)
+        if folder.state is not None:
+            runs[cell.name] = folder.result()
+    if runs:
+        _report(Results(study, runs), how, out, rates)
+    else:
+        print("no cell is done yet")
+    return _explain(outcome, len(study.cells) - len(runs))
+
+
+def _default_jobs(study: Study, how: StudyConfig) -> int:
+    if how.devices:
+        return len(how.devices)
+    from .. import device
+
+    if device.device_type() != "cpu":
+        return 1
+    return max(1, len(os.sched_getaffinity(0)) // study.cells[0].processes)
+
+
+def _list(study: Study, root: str) -> None:
+    states = {}
+    for cell in study.cells:
+        folder = CellFolder(root, cell)
+        state = folder.state
+        running = folder.holder()
+        states[cell] = state["status"] if state else f"running on {running}" if running else "to do"
+    for trial in study.trials:
+        seeds = f"seed {trial.seed}" + (f", loss seed {trial.loss_seed}" if trial.loss_seed is not None else "")
+        where = ", ".join(filter(None, (trial.variant, trial.level or NO_LOSS)))
+        print(f"{trial.cell.name}  {where}, {seeds}: {states[trial.cell]}")
+
+
+def _explain(outcome: Outcome, missing: int) -> int:
+    for name, reason in outcome.failed.items():
+        print(f"cell {name} failed: {reason}", file=sys.stderr)
+    if outcome.interrupted:
+        print("interrupted; run the same command again to continue")
+    elif outcome.elsewhere:
+        print(f"{len(outcome.elsewhere)} cells are trained by others: {', '.join(sorted(set(outcome.elsewhere)))}")
+    return 1 if outcome.failed or outcome.interrupted else 0
+
+
+def _check_out(out: Path, study: Study) -> None:
+    """A folder holds the report of one study."""
+    try:
+        title = json.loads((out / SUMMARY).read_text()).get("title")
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError):
+        raise refuse("--out", out, f"{SUMMARY} there cannot be read; choose another folder") from None
+    if title != study.title:
+        raise refuse("--out", out, f"holds the report of another study, {title!r}; choose another folder")
+
+
+def _report(results: Results, how: StudyConfig, out: Path, rates: dict[str, float] | None) -> None:
+    from .figures import plot_comparison, plot_figure_1, plot_figure_2
+
+    study = results.study
+    out.mkdir(parents=True, exist_ok=True)
+    tables: dict[str, LossTable] = {}
+    if rates is not None:
+        tables["table1"] = table_1(results, rates)
+    else:
+        for name in loss_metrics(results):
+            if name.startswith("val loss"):
+                tables["_".join(name.replace("(", "").replace(")", "").split())] = comparison(results, name)
+    summary = {
+        "title": study.title,
+        "question": study.question,
+        "command": " ".join(["python -m megatron_lossy.report", *sys.argv[1:]]),
+        "how": asdict(how),
+        "cells": {
+            trial.cell.name: {"variant": trial.variant, "level": trial.level, "seed": trial.seed, "loss_seed": trial.loss_seed}
+            for trial in study.trials
+        },
+    }
+    replace_file(out / SUMMARY, lambda aside: aside.write_text(json.dumps(summary, indent=1)))
+    files = [out / SUMMARY]
+    print(f"\n{study.title}" + (f": {study.question}" if study.question else "") + "\n")
+    for name, table in tables.items():
+        print(table.text())
+        for suffix, text in (("csv", table.csv()), ("md", table.markdown()), ("tex", table.latex())):
+            file = out / f"{name}.{suffix}"
+            replace_file(file, lambda aside, text=text: aside.write_text(text, encoding="utf-8"))
+            files.append(file)
+    if rates is not None:
+        files += plot_figure_1(results, out / "figure1") + plot_figure_2(results, out / "figure2")
+    else:
+        for name, metric in zip(tables, [m for m in loss_metrics(results) if m.startswith("val loss")], strict=True):
+            files += plot_comparison(results, metric, out / name)
+    print("wrote " + ", ".join(map(str, files)))

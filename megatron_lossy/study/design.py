@@ -1,0 +1,208 @@
+"""What a study compares: its file, and the cells that follow from it.
+
+A study file is YAML::
+
+    title: Gradients or parameters
+    question: Whose loss costs more, that of gradients or that of parameters?
+    config: ../tiny/llama_1m.yaml      # beside this file; settings of all cells
+    settings: {virtual-workers: 16}    # over those of the config
+    processes: 1                       # per cell, under torchrun if more than 1
+    seeds: [1, 2, 3]                   # of weights and data, the same ones in every cell of the table
+    loss-seeds: [1, 2]                 # of the losses; see loss_seed_of
+    level-name: loss rate
+    levels:                            # the columns of the table
+      10 %: {p: 0.1}
+      20 %: {p: 0.2}
+    variants:                          # its rows; a variant's settings win over the level's
+      both: {}
+      gradients only: {p-param: 0}
+
+Keys of ``settings``, levels and variants are flags of ``python -m megatron_lossy.train``; ``p`` stands for
+``p-grad`` and ``p-param``. Every variant is also trained without loss, which is what its changes refer to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..channel import check_channels
+from ..config import LossyConfig
+from ..errors import UsageError, refuse
+from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
+from .cells import Cell, make_cell
+
+# What the study sets itself, what would end a run early, or would be one folder for all cells.
+_NOT_HERE = ("save", "load", "metrics_dir", "exit_interval", "tensorboard_dir", "wandb_project", "delivery_log")
+NO_LOSS = "0 %"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A cell in its place in the study. ``level`` is None without loss; so is ``loss_seed``."""
+
+    variant: str
+    level: str | None
+    seed: int
+    loss_seed: int | None
+    cell: Cell
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study: its names, and its trials in the order in which they are run."""
+
+    title: str
+    question: str
+    level_name: str
+    levels: tuple[str, ...]
+    variants: tuple[str, ...]
+    trials: tuple[Trial, ...]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells to run, each once."""
+        return list(dict.fromkeys(trial.cell for trial in self.trials))
+
+    @property
+    def all_variants(self) -> bool:
+        """Whether the table has a row per variant."""
+        return self.variants != ("",)
+
+
+@dataclass(frozen=True)
+class Design:
+    """What a study file says, or a command line for Table 1."""
+
+    title: str
+    question: str = ""
+    config: str | None = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    processes: int = 1
+    seeds: Sequence[int] = (1, 2, 3)
+    loss_seeds: Sequence[int] = (1, 2)
+    level_name: str = "loss rate"
+    levels: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    variants: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: {"": {}})
+
+    def study(self, arguments: Sequence[str] = ()) -> Study:
+        """All cells, with ``arguments`` of the command line over ``settings``. Raises :class:`UsageError`."""
+        config = ["--config", self.config] if self.config else []
+        base = [*_arguments("settings", self.settings), *arguments]
+        trials = []
+        for variant, variant_settings in self.variants.items():
+            own = _arguments(f"variant {variant}", variant_settings)
+            for level, level_settings in {NO_LOSS: {}, **self.levels}.items():
+                theirs = _arguments(f"level {level}", level_settings)
+                trials += self._trials(variant, level, [*config, *base, *theirs, *own])
+        # Seed by seed, so that an unfinished study already compares something.
+        trials.sort(key=lambda trial: (self.seeds.index(trial.seed), trial.loss_seed or 0))
+        return Study(
+            self.title, self.question, self.level_name, tuple(self.levels), tuple(self.variants), tuple(trials)
+        )
+
+    def _trials(self, variant: str, level: str, arguments: list[str]) -> list[Trial]:
+        parser = make_parser("study", "")
+        where = ", ".join(filter(None, (variant, level)))
+        try:
+            train, loss = configurations(read_arguments(parser, arguments))
+            for config in (train, loss):
+                for name in _NOT_HERE:
+                    if getattr(config, name, None):
+                        raise refuse(f"--{name.replace('_', '-')}", getattr(config, name), "cannot be given to a study")
+            train.check_world(self.processes)
+            if level != NO_LOSS:
+                if loss.lossless:
+                    raise UsageError("loses nothing: a level needs a loss rate")
+                check_channels(loss, train.data_parallel_size(self.processes), train.train_iters)
+        except UsageError as error:
+            raise UsageError(f"{self.title}, {where}: {error}") from None
+        trials = []
+        for seed in self.seeds:
+            seeded = dataclasses.replace(train, seed=seed)
+            if level == NO_LOSS:
+                lossless = LossyConfig(eval_weights=loss.eval_weights)
+                trials.append(Trial(variant, None, seed, None, make_cell(seeded, lossless, self.processes)))
+                continue
+            for loss_seed in self.loss_seeds:
+                lossy = dataclasses.replace(loss, loss_seed=loss_seed_of(seed, loss_seed))
+                cell = make_cell(seeded, lossy, self.processes)
+                trials.append(Trial(variant, level, seed, loss_seed, cell))
+        return trials
+
+
+def loss_seed_of(seed: int, loss_seed: int) -> int:
+    """The ``--loss-seed`` of a trial: another one for every seed of weights and data.
+
+    With the same losses in all of them, what is peculiar to those losses would be in no error bar.
+    """
+    return 1000 * seed + loss_seed
+
+
+def read_design(file: str | Path) -> Design:
+    """The design in a study file. Raises :class:`UsageError`."""
+    file = Path(file)
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise refuse("STUDY", file, f"cannot be read: {' '.join(str(error).split())}") from None
+    try:
+        return _design(content, file.parent)
+    except UsageError as error:
+        raise refuse("STUDY", file, str(error)) from None
+
+
+def _design(content: Any, folder: Path) -> Design:
+    if not isinstance(content, dict):
+        raise UsageError("must be a mapping; see docs/study.md")
+    content = {str(key).replace("-", "_"): value for key, value in content.items()}
+    known = {field.name for field in dataclasses.fields(Design)}
+    if unknown := sorted(set(content) - known):
+        raise UsageError(f"unknown key {unknown[0].replace('_', '-')}: must be one of {', '.join(sorted(known))}")
+    for key in ("title", "levels"):
+        if not content.get(key):
+            raise UsageError(f"needs a {key}")
+    for key in ("settings", "levels", "variants"):
+        if not isinstance(content.get(key, {}), dict):
+            raise UsageError(f"{key}: must be a mapping")
+    for key in ("levels", "variants"):
+        if key in content:
+            content[key] = {str(name): settings or {} for name, settings in content[key].items()}
+            for name, settings in content[key].items():
+                if not isinstance(settings, dict):
+                    raise UsageError(f"{key}, {name}: must be a mapping from flags to values")
+    for key in ("seeds", "loss_seeds"):
+        if key in content:
+            content[key] = check_seeds(f"{key.replace('_', '-')}:", content[key])
+    processes = content.get("processes", 1)
+    if not isinstance(processes, int) or processes < 1:
+        raise UsageError(f"processes: {processes}: must be a number of at least 1")
+    if content.get("config"):
+        content["config"] = str(folder / content["config"])
+    return Design(**content)
+
+
+def check_seeds(flag: str, seeds: Any) -> list[int]:
+    """``seeds`` if they are different numbers. Raises :class:`UsageError`."""
+    if not isinstance(seeds, list) or not seeds or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
+        raise refuse(flag, seeds, "must be a list of whole numbers of at least 0")
+    if len(set(seeds)) != len(seeds):
+        raise refuse(flag, " ".join(map(str, seeds)), "must differ from each other")
+    return seeds
+
+
+def _arguments(where: str, settings: Mapping[str, Any]) -> list[str]:
+    """``settings`` as command-line arguments. Raises :class:`UsageError`."""
+    settings = dict(settings)
+    if "p" in settings:
+        rate = settings.pop("p")
+        settings = {"p-grad": rate, "p-param": rate, **settings}
+    try:
+        return setting_arguments(settings)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None

@@ -1,0 +1,158 @@
+"""Figures of a study: the paper's Figure 1 (all rates in one plot) and Figure 2 (a panel per rate), and a
+comparison of variants. Each as PNG and PDF.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps, ticker
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from ..report.curves import running_mean
+from ..report.runs import Run
+from ..report.writers import replace_file
+from .design import NO_LOSS
+from .summary import Results, loss_metrics, mean_and_error
+
+
+def plot_figure_1(results: Results, path: str | Path) -> list[Path]:
+    """Training loss over iterations at all rates, on a log scale, with validation losses as markers."""
+    figure = _figure(13, 8)
+    axes = figure.add_subplot()
+    shown = []
+    for colour, (label, runs) in zip(_colours(results), _levels(results), strict=True):
+        shown += _draw(axes, runs, colour, label, valid=True)
+    _loss_axis(axes, shown)
+    axes.set_xlabel("iteration", fontsize=14)
+    axes.set_title(results.study.title, fontsize=17)
+    axes.legend(fontsize=13, title=f"{results.study.level_name} (dots: validation)", title_fontsize=13)
+    return _save(figure, path)
+
+
+def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
+    """A panel per rate: training loss, validation losses, and the training loss without loss in grey."""
+    levels = _levels(results)
+    columns = min(3, len(levels))
+    rows = -(-len(levels) // columns)
+    figure = _figure(5.2 * columns, 4 * rows)
+    all_axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
+    shown = []
+    for axes, colour, (label, runs) in zip(all_axes, _colours(results), levels, strict=False):
+        if label != NO_LOSS:
+            _draw(axes, levels[0][1], "0.6", None, valid=False)
+        shown += _draw(axes, runs, colour, None, valid=True)
+        axes.set_title(f"{results.study.level_name} {label}", fontsize=14)
+    for axes in list(all_axes)[len(levels) :]:
+        axes.remove()
+    for axes in figure.axes:
+        _loss_axis(axes, shown, label=False)
+    figure.supxlabel("iteration", fontsize=14)
+    figure.supylabel("loss (nats per token, log scale)", fontsize=14)
+    figure.suptitle(f"{results.study.title}: line training, dots validation, grey without loss", fontsize=15)
+    return _save(figure, path)
+
+
+def plot_comparison(results: Results, metric_name: str, path: str | Path) -> list[Path]:
+    """Change of a metric relative to no loss at every level, a line per variant, with standard errors."""
+    study = results.study
+    metric = loss_metrics(results)[metric_name]
+    figure = _figure(max(8, 1.6 * len(study.levels) + 5), 6.5)
+    axes = figure.add_subplot()
+    colours = colormaps["tab10"](np.arange(10))
+    width = 0.5 if len(study.levels) > 1 else 0.2
+    offsets = np.linspace(-width / 2, width / 2, len(study.variants)) if len(study.variants) > 1 else [0.0]
+    for number, variant in enumerate(study.variants):
+        changes = [mean_and_error(results.changes(variant, level, metric)) for level in study.levels]
+        axes.errorbar(
+            np.arange(len(study.levels)) + offsets[number],
+            [mean for mean, _ in changes],
+            yerr=[error or 0.0 for _, error in changes],
+            marker="os^Dvphx*+"[number % 10],
+            linestyle="-" if len(study.levels) > 1 else "",
+            linewidth=1,
+            markersize=8,
+            capsize=4,
+            color=colours[number % 10],
+            label=variant or metric_name,
+        )
+    axes.axhline(0, color="0.5", linewidth=1)
+    axes.set_xticks(np.arange(len(study.levels)), study.levels)
+    axes.set_xlabel(study.level_name, fontsize=14)
+    axes.set_ylabel(f"change of {metric_name} (%), ± standard error", fontsize=14)
+    axes.set_title(study.title, fontsize=16)
+    axes.tick_params(labelsize=12)
+    axes.grid(True, axis="y", alpha=0.35)
+    if study.all_variants:
+        axes.legend(fontsize=12)
+    return _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _levels(results: Results) -> list[tuple[str, list[Run]]]:
+    """The runs of the first variant, by level, without loss first."""
+    variant = results.study.variants[0]
+    levels: list[str | None] = [None, *results.study.levels]
+    return [
+        (level or NO_LOSS, [results.runs[trial.cell.name] for trial in results.trials(variant, level)])
+        for level in levels
+    ]
+
+
+def _colours(results: Results) -> np.ndarray:
+    # The bright end of viridis is illegible on white.
+    return colormaps["viridis"](np.linspace(0, 0.88, len(results.study.levels) + 1))
+
+
+def _draw(axes, runs: Sequence[Run], colour, label: str | None, valid: bool) -> list[float]:
+    """The mean of ``runs`` with a band from least to most, and their validation losses; returns what is shown."""
+    if not runs:
+        return []
+    iterations = sorted(set.intersection(*(set(run.train) for run in runs)))
+    losses = np.array([running_mean(np.array([run.train[i] for i in iterations])) for run in runs])
+    mean = losses.mean(axis=0)
+    axes.plot(iterations, mean, color=colour, linewidth=2, label=label)
+    if len(runs) > 1:
+        axes.fill_between(iterations, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.18, linewidth=0)
+    shown = list(mean)
+    if valid:
+        kind = next((kind for kind in ("replica", "owner") if all(kind in run.valid for run in runs)), None)
+        if kind:
+            points = sorted(set.intersection(*(set(run.valid[kind]) for run in runs)))
+            means = [float(np.mean([run.valid[kind][i] for run in runs])) for i in points]
+            axes.plot(points, means, "o", color=colour, markeredgecolor="white", markersize=8, zorder=3)
+            shown += means
+    return shown
+
+
+def _loss_axis(axes, shown: Sequence[float], label: bool = True) -> None:
+    axes.set_yscale("log")
+    values = np.array(shown)
+    values = values[np.isfinite(values) & (values > 0)]
+    if len(values):
+        low, high = values.min(), values.max()
+        axes.set_ylim(low / 1.04, high * 1.04)
+        if high / low < 30:  # a decade has too few ticks for most curves
+            axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=9, steps=[1, 2, 2.5, 5, 10]))
+            axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+            axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.grid(True, which="major", alpha=0.35)
+    axes.tick_params(labelsize=12)
+    if label:
+        axes.set_ylabel("loss (nats per token, log scale)", fontsize=14)
+
+
+def _save(figure: Figure, path: str | Path) -> list[Path]:
+    """Write the figure as PNG and PDF; ``path`` is without a suffix."""
+    files = [Path(f"{path}.{kind}") for kind in ("png", "pdf")]
+    for file in files:
+        replace_file(file, lambda aside: figure.savefig(aside))
+    return files

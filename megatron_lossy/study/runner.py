@@ -1,0 +1,195 @@
+"""Runs the cells of a study: several at once, each in processes of its own, as far as nobody else works on them.
+
+A cell that fails does not stop the others. Interrupted cells save a checkpoint and continue next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from ..train.log import clock
+from .cells import COMPLETE, DIVERGED, HEARTBEAT, LOG, Cell, CellFolder
+
+_SECONDS_BETWEEN_LINES = 20
+_POLL = 0.5
+
+
+@dataclass
+class Outcome:
+    """What became of the cells: how many are over, run elsewhere, or failed (with the reason), and if all ran."""
+
+    done: int = 0
+    elsewhere: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+@dataclass
+class _Job:
+    folder: CellFolder
+    process: subprocess.Popen
+    log: IO[bytes]
+    started: float
+    first: int  # iterations trained before
+    slot: int
+
+
+def run_cells(cells: Sequence[Cell], root: str | Path, jobs: int, devices: Sequence[str] = ()) -> Outcome:
+    """Run what is not over, ``jobs`` at once, in folders below ``root``; ``devices`` are given to them in turn."""
+    return _Runner([CellFolder(root, cell) for cell in cells], jobs, devices).run()
+
+
+class _Runner:
+    def __init__(self, folders: Sequence[CellFolder], jobs: int, devices: Sequence[str]) -> None:
+        self._folders = folders
+        self._devices = devices
+        self._jobs: list[_Job] = []
+        self._slots = list(range(jobs))[::-1]
+        self._outcome = Outcome()
+        self._stop = threading.Event()
+        self._started = self._printed = time.monotonic()
+        self._trained = 0  # iterations trained here by cells that are over
+
+    def run(self) -> Outcome:
+        waiting = [folder for folder in self._folders if folder.state is None]
+        if not waiting:
+            self._outcome.done = len(self._folders)
+            return self._outcome
+        print(f"{len(self._folders)} cells, {len(self._folders) - len(waiting)} of them done earlier", flush=True)
+        with self._signals():
+            self._work(waiting)
+        self._outcome.done = sum(folder.state is not None for folder in self._folders)
+        return self._outcome
+
+    def _work(self, waiting: list[CellFolder]) -> None:
+        told = time.monotonic()
+        while (waiting and not self._stop.is_set()) or self._jobs:
+            while waiting and self._slots and not self._stop.is_set():
+                self._start(waiting.pop(0))
+            self._stop.wait(_POLL) if not self._stop.is_set() else time.sleep(_POLL)
+            for job in list(self._jobs):
+                if self._stop.is_set() and job.process.poll() is None:
+                    job.process.terminate()  # the trainer saves and leaves
+                if job.process.poll() is not None:
+                    self._end(job)
+            if time.monotonic() - told > HEARTBEAT:
+                told = time.monotonic()
+                for job in self._jobs:
+                    job.folder.keep()
+            self._tell(waiting)
+        self._outcome.interrupted = self._stop.is_set()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {name: signal.signal(name, self._on_signal) for name in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for name, handler in before.items():
+                signal.signal(name, handler)
+
+    def _on_signal(self, *_: object) -> None:
+        if not self._stop.is_set():
+            print("stopping: each running cell saves a checkpoint after its iteration", flush=True)
+        self._stop.set()
+
+    # --- one cell ------------------------------------------------------------------------------------------------
+
+    def _start(self, folder: CellFolder) -> None:
+        if not folder.take():
+            self._outcome.elsewhere.append(folder.holder() or "")
+            return
+        if folder.state is not None:  # somebody finished it meanwhile
+            folder.release()
+            return
+        slot = self._slots.pop()
+        config = folder.write_config()
+        log = open(folder.path / LOG, "ab")
+        process = subprocess.Popen(
+            self._command(folder, config),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=self._environment(slot),
+            start_new_session=True,  # a Ctrl-C is for us; we tell the trainer to save
+        )
+        self._jobs.append(_Job(folder, process, log, time.monotonic(), folder.iterations, slot))
+
+    @staticmethod
+    def _command(folder: CellFolder, config: Path) -> list[str]:
+        launcher = ["-m"]
+        if folder.cell.processes > 1:
+            count = str(folder.cell.processes)
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, "-m"]
+        where = str(folder.path)
+        program = ["megatron_lossy.train", "--config", str(config), "--save", where, "--load", where]
+        return [sys.executable, *launcher, *program]
+
+    def _environment(self, slot: int) -> dict[str, str]:
+        environment = dict(os.environ)
+        # A batch system's ranks are ours, not the cells'.
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+        # Cells beside each other would crawl with a thread per core each; and the sum's order shall not depend on it.
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        if self._devices:
+            device = self._devices[slot % len(self._devices)]
+            environment |= {"CUDA_VISIBLE_DEVICES": device, "HABANA_VISIBLE_MODULES": device}
+        return environment
+
+    def _end(self, job: _Job) -> None:
+        self._jobs.remove(job)
+        self._slots.append(job.slot)
+        job.log.close()
+        folder, status = job.folder, job.process.returncode
+        seconds = time.monotonic() - job.started
+        self._trained += max(0, folder.iterations - job.first)
+        try:
+            if status == 0 and folder.iterations >= folder.cell.train.train_iters:
+                folder.finish(COMPLETE, seconds)
+            elif status == 1 and (folder.path / "metrics.jsonl").is_file() and folder.result().diverged:
+                folder.finish(DIVERGED, seconds)
+            elif not self._stop.is_set():
+                self._outcome.failed[folder.cell.name] = f"exit status {status}; {_last_line(folder.path / LOG)}"
+                print(f"cell {folder.cell.name} failed: {self._outcome.failed[folder.cell.name]}", flush=True)
+        finally:
+            folder.release()
+
+    # --- what remains --------------------------------------------------------------------------------------------
+
+    def _tell(self, waiting: Sequence[CellFolder]) -> None:
+        now = time.monotonic()
+        if now - self._printed < _SECONDS_BETWEEN_LINES:
+            return
+        self._printed = now
+        running = [(job.folder.iterations, job.first, job.folder.cell.train.train_iters) for job in self._jobs]
+        trained = self._trained + sum(iteration - first for iteration, first, _ in running)
+        left = sum(folder.cell.train.train_iters - folder.iterations for folder in waiting)
+        left += sum(total - iteration for iteration, _, total in running)
+        done = sum(folder.state is not None for folder in self._folders)
+        elapsed = now - self._started
+        estimate = f"about {clock(elapsed / trained * left)}" if trained else "unknown time"
+        positions = ", ".join(f"{iteration}/{total}" for iteration, _, total in running)
+        print(
+            f"{done} of {len(self._folders)} cells done, {len(running)} running (iteration {positions}), "
+            f"elapsed {clock(elapsed)}, {estimate} left",
+            flush=True,
+        )
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"{lines[-1].strip()} (see {log})" if lines else f"see {log}"

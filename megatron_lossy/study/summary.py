@@ -1,0 +1,135 @@
+"""What a study's runs say: means over seeds, and changes relative to runs without loss from the same seeds.
+
+A seed (of weights and data) is the unit of repetition. Runs of one seed with several loss seeds are averaged
+first; the standard error is that of the mean over seeds, and so covers both. Changes are paired: each seed's loss
+is compared with what the same seed reaches without loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..report.runs import WEIGHTS, Run
+from ..report.table import DEFINITIONS, Cell, LossTable, perplexity
+from . import paper
+from .design import NO_LOSS, Study, Trial
+
+Metric = Callable[[Run], float | None]
+
+
+@dataclass(frozen=True)
+class Results:
+    """A study and the runs of those of its cells that are over, by the cells' names."""
+
+    study: Study
+    runs: Mapping[str, Run]
+
+    def trials(self, variant: str, level: str | None) -> list[Trial]:
+        """The finished trials of one place in the table; ``level`` None is without loss."""
+        return [
+            trial
+            for trial in self.study.trials
+            if (trial.variant, trial.level) == (variant, level) and trial.cell.name in self.runs
+        ]
+
+    def by_seed(self, variant: str, level: str | None, metric: Metric) -> dict[int, float]:
+        """The mean of ``metric`` over loss seeds, for every seed; NaN if one of them diverged."""
+        values: dict[int, list[float]] = {}
+        for trial in self.trials(variant, level):
+            value = metric(self.runs[trial.cell.name])
+            if value is not None:
+                values.setdefault(trial.seed, []).append(value)
+        return {seed: float(np.mean(v)) for seed, v in values.items()}
+
+    def changes(self, variant: str, level: str, metric: Metric) -> dict[int, float]:
+        """Change in percent relative to no loss, for every seed that has both."""
+        reference = self.by_seed(variant, None, metric)
+        own = self.by_seed(variant, level, metric)
+        return {seed: 100 * (own[seed] / reference[seed] - 1) for seed in own if reference.get(seed)}
+
+    def cell(self, variant: str, level: str | None, metric: Metric) -> Cell:
+        """Mean, standard error and change of ``metric``."""
+        found = [metric(self.runs[trial.cell.name]) for trial in self.trials(variant, level)]
+        found = [value for value in found if value is not None]
+        diverged = sum(map(math.isnan, found))
+        if not found or diverged:
+            return Cell(math.nan, None, None, len(found), diverged)
+        mean, error = mean_and_error(self.by_seed(variant, level, metric))
+        change = change_error = None
+        if level is not None:
+            change, change_error = mean_and_error(self.changes(variant, level, metric))
+        if change is not None and math.isnan(change):
+            change = change_error = None
+        return Cell(mean, error, change, len(found), 0, change_error)
+
+    @property
+    def weights(self) -> list[str]:
+        """Whose weights were evaluated."""
+        return [kind for kind in WEIGHTS if any(kind in run.valid for run in self.runs.values())]
+
+
+def mean_and_error(values: Mapping[int, float]) -> tuple[float, float | None]:
+    """Mean over seeds (NaN of none) and its standard error (None below two seeds)."""
+    if not values:
+        return math.nan, None
+    numbers = np.array(list(values.values()))
+    error = float(np.std(numbers, ddof=1) / math.sqrt(len(numbers))) if len(numbers) > 1 else None
+    return float(np.mean(numbers)), error
+
+
+def loss_metrics(results: Results) -> dict[str, Metric]:
+    """The rows of Table 1: train loss, train PPL, val loss, val PPL (of each kind of weights)."""
+    losses: dict[str, Metric] = {"train loss": lambda run: run.train_loss}
+    for kind in results.weights or WEIGHTS[:1]:
+        suffix = f" ({kind})" if len(results.weights) > 1 else ""
+        losses[f"val loss{suffix}"] = lambda run, kind=kind: run.valid_loss(kind)
+    metrics: dict[str, Metric] = {}
+    for name, loss in losses.items():
+        metrics[name] = loss
+        metrics[name.replace(" loss", " PPL")] = lambda run, loss=loss: perplexity(loss(run))
+    return metrics
+
+
+def table_1(results: Results, rates: Mapping[str, float]) -> LossTable:
+    """The paper's Table 1 with the paper's own rows beside ours. ``rates``: the rate of every level."""
+    levels: list[str | None] = [None, *results.study.levels]
+    rows = []
+    for name, metric in loss_metrics(results).items():
+        rows.append((name, tuple(results.cell("", level, metric) for level in levels)))
+        if not name.endswith("(owner)"):
+            theirs = name.partition(" (")[0]
+            cells = tuple(paper.paper_cell(theirs, rates[level] if level else 0.0) for level in levels)
+            rows.append((f"{theirs}, paper", cells))
+    return LossTable((NO_LOSS, *results.study.levels), tuple(rows), (*_notes(results), paper.SOURCE))
+
+
+def comparison(results: Results, metric_name: str) -> LossTable:
+    """One metric of every variant (rows) at every level (columns)."""
+    metric = loss_metrics(results)[metric_name]
+    levels: list[str | None] = [None, *results.study.levels]
+    rows = tuple(
+        (variant or metric_name, tuple(results.cell(variant, level, metric) for level in levels))
+        for variant in results.study.variants
+    )
+    return LossTable((NO_LOSS, *results.study.levels), rows, (f"values: {metric_name}", *_notes(results)))
+
+
+def _notes(results: Results) -> list[str]:
+    study = results.study
+    seeds = {trial.seed for trial in study.trials}
+    loss_seeds = {trial.loss_seed for trial in study.trials} - {None}
+    notes = [DEFINITIONS]
+    errors = "± standard error of the mean over seeds" if len(seeds) > 1 else "one seed: no error can be given"
+    notes.append(
+        f"{len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'} of weights and data, each with {len(loss_seeds)} "
+        f"{'seeds' if len(loss_seeds) > 1 else 'seed'} of the losses; {errors}; in brackets: change relative to "
+        "the same seed without loss"
+    )
+    missing = [cell for cell in study.cells if cell.name not in results.runs]
+    if missing:
+        notes.append(f"unfinished: {len(missing)} of {len(study.cells)} cells are missing")
+    return notes

@@ -1,0 +1,328 @@
+"""Studies: what a file means, cells that run once, and the statistics against plain NumPy."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lossy.errors import UsageError
+from megatron_lossy.report.runs import Run
+from megatron_lossy.study import cells, commands, paper
+from megatron_lossy.study.cells import CellFolder
+from megatron_lossy.study.design import Design, loss_seed_of, read_design
+from megatron_lossy.study.summary import Results, comparison, loss_metrics, table_1
+
+ROOT = Path(__file__).parent.parent
+TINY = {
+    "num-layers": 1,
+    "hidden-size": 32,
+    "num-attention-heads": 2,
+    "seq-length": 16,
+    "virtual-workers": 2,
+    "micro-batch-size": 1,
+    "global-batch-size": 2,
+    "train-iters": 8,
+    "lr": 1e-3,
+    "data": "stdlib",
+    "eval-interval": 4,
+    "eval-iters": 1,
+    "log-interval": 1,
+}
+
+
+def _design(**changes) -> Design:
+    fields = {"title": "T", "settings": TINY, "seeds": [1, 2], "loss_seeds": [1, 2], "levels": {"10 %": {"p": 0.1}}}
+    return Design(**{**fields, **changes})
+
+
+# --- what a study means ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs/studies").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_studies(file):
+    study = read_design(file).study()
+    assert study.question.endswith("?")
+    assert len(study.trials) >= len(study.variants) * (len(study.levels) + 1) * 3
+
+
+def test_trials_are_paired_over_seeds():
+    study = _design().study()
+    assert [(t.level, t.seed, t.loss_seed) for t in study.trials] == [
+        (None, 1, None),
+        ("10 %", 1, 1),
+        ("10 %", 1, 2),
+        (None, 2, None),
+        ("10 %", 2, 1),
+        ("10 %", 2, 2),
+    ]
+    for trial in study.trials:
+        assert trial.cell.train.seed == trial.seed
+        if trial.level:
+            assert (trial.cell.loss.p_grad, trial.cell.loss.p_param) == (0.1, 0.1)
+            assert trial.cell.loss.loss_seed == loss_seed_of(trial.seed, trial.loss_seed)
+        else:
+            assert trial.cell.loss.lossless
+    # What is peculiar to some losses must not repeat in every seed.
+    assert len({trial.cell.loss.loss_seed for trial in study.trials if trial.level}) == 4
+
+
+def test_variants_win_over_levels_and_share_lossless_cells():
+    variants = {"both": {}, "gradients": {"p-param": 0}, "packets": {"loss-unit": "packet"}, "fast": {"lr": 0.1}}
+    study = _design(variants=variants, seeds=[1], loss_seeds=[1]).study(["--weight-decay", "0.5"])
+    lossy = {trial.variant: trial.cell for trial in study.trials if trial.level}
+    assert lossy["gradients"].loss.p_grad == 0.1 and lossy["gradients"].loss.p_param == 0
+    assert all(trial.cell.train.weight_decay == 0.5 for trial in study.trials)
+    reference = {trial.variant: trial.cell.name for trial in study.trials if trial.level is None}
+    assert reference["both"] == reference["gradients"] == reference["packets"] != reference["fast"]
+    assert len(study.cells) == 4 + 2
+
+
+def test_a_cell_is_known_by_what_matters():
+    def name(*arguments, **changes):
+        return _design(seeds=[1], loss_seeds=[1], **changes).study(arguments).trials[1].cell.name
+
+    assert name() == name("--log-interval", "7") == name("--save-interval", "3") == name(title="U")
+    names = [name(), name("--lr", "0.1"), name("--grad-recovery", "zero"), name(settings={**TINY, "seq-length": 8})]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a", "must be a mapping"),
+        ("title: T", "needs a levels"),
+        ("title: T\nlevels: {a: {p: 0.1}}\nlevel: 1", "unknown key level"),
+        ("title: T\nlevels: {a: 3}", "levels, a: must be a mapping"),
+        ("title: T\nlevels: {a: {p: 0.1}}\nseeds: [1, 1]", "seeds: 1 1: must differ"),
+        ("title: T\nlevels: {a: {p: 0.1}}\nseeds: 3", "seeds: 3: must be a list"),
+        ("title: T\nlevels: {a: {p: 0.1}}\nprocesses: 0", "processes: 0: must be"),
+        ("title: [", "cannot be read"),
+    ],
+)
+def test_wrong_study_files(tmp_path, text, message):
+    file = tmp_path / "study.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message) as error:
+        read_design(file)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "message"),
+    [
+        ({"levels": {"a": {"p": 1.5}}}, [], "T, a: --p-grad 1.5: must be in"),
+        ({"levels": {"a": {}}}, [], "T, a: loses nothing"),
+        ({"levels": {"a": {"p_grd": 0.1}}}, [], "level a: unknown key p_grd, did you mean p-grad"),
+        ({"variants": {"v": {"lr": -1}}}, [], "T, v, 0 %: --lr -1.0: must be"),
+        ({}, ["--save", "x"], "--save x: cannot be given to a study"),
+        ({}, ["--virtual-workers", "3"], "--global-batch-size 2: must be divisible"),
+        ({"processes": 2}, [], "--virtual-workers 2: all share one device"),
+    ],
+)
+def test_wrong_conditions(changes, arguments, message):
+    with pytest.raises(UsageError, match=message):
+        _design(**changes).study(arguments)
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
+
+
+def _results(losses: dict) -> Results:
+    """Runs whose losses are ``losses[level, seed, loss_seed]``; no run where there is none."""
+    levels = {level: {"p": 0.1 * number} for number, level in enumerate(sorted({k[0] for k in losses} - {""}), 1)}
+    design = _design(levels=levels, seeds=[1, 2, 3])
+    study = design.study()
+    runs = {}
+    for trial in study.trials:
+        loss = losses.get((trial.level or "", trial.seed, trial.loss_seed or 0))
+        if loss is not None:
+            runs[trial.cell.name] = Run("r", 0.0, 0.0, 1, 1, {}, {20: loss}, {"replica": {20: 2 * loss}}, 20)
+    return Results(study, runs)
+
+
+def test_means_errors_and_paired_changes():
+    random = np.random.default_rng(7)
+    reference, lossy = random.uniform(2, 3, 3), random.uniform(2, 4, (3, 2))
+    losses = {("", seed, 0): reference[seed - 1] for seed in (1, 2, 3)}
+    losses |= {("10 %", seed, k): lossy[seed - 1, k - 1] for seed in (1, 2, 3) for k in (1, 2)}
+    table = table_1(_results(losses), {"10 %": 0.1})
+    rows = dict(table.rows)
+    none, ten = rows["train loss"]
+    assert none.mean == pytest.approx(np.mean(reference)) and none.change is None and none.runs == 3
+    assert none.error == pytest.approx(np.std(reference, ddof=1) / np.sqrt(3))
+    by_seed = lossy.mean(axis=1)
+    change = 100 * (by_seed / reference - 1)
+    assert (ten.mean, ten.runs) == (pytest.approx(np.mean(lossy)), 6)
+    assert ten.error == pytest.approx(np.std(by_seed, ddof=1) / np.sqrt(3))
+    assert ten.change == pytest.approx(np.mean(change))
+    assert ten.change_error == pytest.approx(np.std(change, ddof=1) / np.sqrt(3))
+    # Perplexities are those of runs, not of means.
+    assert rows["val PPL"][0].mean == pytest.approx(np.mean(np.exp(2 * reference)))
+    assert rows["val loss, paper"][1].mean == 2.378 and rows["val loss, paper"][1].change == 0.49
+
+
+def test_unfinished_and_diverged_runs():
+    losses = {("", 1, 0): 2.0, ("", 2, 0): 3.0, ("10 %", 1, 1): 3.0, ("10 %", 3, 1): 9.0}
+    results = _results(losses)
+    table = comparison(results, "train loss")
+    none, ten = table.rows[0][1]
+    # Seed 3 has nothing to be compared with, seed 2 no lossy run.
+    assert ten.change == pytest.approx(50) and ten.change_error is None and ten.runs == 2
+    assert any(note.startswith("unfinished: 5 of 9") for note in table.notes)
+    diverged = _results({**losses, ("10 %", 2, 1): float("nan")})
+    assert str(comparison(diverged, "train loss").rows[0][1][1]) == "diverged in 1 of 3 runs"
+    assert str(comparison(_results({("10 %", 1, 1): 2.0}), "train loss").rows[0][1][0]) == "-"
+    assert list(loss_metrics(results)) == ["train loss", "train PPL", "val loss", "val PPL"]
+
+
+def test_the_papers_changes_follow_from_its_losses():
+    """Within what rounding its losses to three digits leaves open."""
+    for metric, values in paper.TABLE_1.items():
+        for value, change in zip(values[1:], paper.CHANGES[metric], strict=True):
+            slack = 100 * (0.0005 / values[0] + 0.0005 * value / values[0] ** 2) + 0.005
+            assert abs(100 * (value / values[0] - 1) - change) <= slack + 0.01, (metric, value)
+
+
+def test_latex():
+    losses = {("", 1, 0): 2.0, ("", 2, 0): 3.0, ("10 %", 1, 1): None}
+    text = comparison(_results(losses), "train loss").latex()
+    assert text.startswith("\\begin{tabular}{lrr}\n\\toprule\nmetric & 0 \\% & 10 \\% \\\\\n\\midrule\n")
+    assert "train loss & 2.500 $\\pm$ 0.500 & - \\\\" in text
+
+
+# --- cells on disk ---------------------------------------------------------------------------------------------------
+
+
+def _folder(root) -> CellFolder:
+    return CellFolder(root, _design().study().cells[0])
+
+
+def test_a_cell_has_one_holder(tmp_path):
+    mine, other = _folder(tmp_path), _folder(tmp_path)
+    assert mine.take() and not other.take()
+    assert mine.holder().endswith(f":{os.getpid()}")
+    mine.release()
+    assert other.take()
+
+
+def test_abandoned_cells_are_taken_over(tmp_path):
+    folder = _folder(tmp_path)
+    assert folder.take()
+    lock = tmp_path / f"{folder.cell.name}.lock"
+    now = time.time()
+
+    def last_sign(seconds_ago: float, holder: str) -> None:
+        lock.write_text(holder)
+        os.utime(lock, (now - seconds_ago, now - seconds_ago))
+
+    last_sign(cells.ABANDONED - 30, "elsewhere:1")
+    assert not folder.take()
+    last_sign(cells.ABANDONED + 30, "elsewhere:1")
+    assert folder.take()
+    # On this machine one can look whether the process lives.
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    here = folder.holder().rpartition(":")[0]
+    last_sign(cells.ABANDONED - 30, f"{here}:{os.getpid()}")
+    assert not folder.take()
+    last_sign(cells.ABANDONED - 30, f"{here}:{dead.pid}")
+    assert folder.take()
+    assert [path.name for path in tmp_path.iterdir()] == [lock.name]
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def _study_file(folder: Path, **changes) -> Path:
+    content = {"title": "T", "question": "Q?", "settings": TINY, "seeds": [1], "loss-seeds": [1]}
+    content |= {"levels": {"20 %": {"p": 0.2}}, **changes}
+    file = folder / "study.yaml"
+    file.write_text(json.dumps(content))  # JSON is YAML
+    return file
+
+
+def _report(folder: Path, *arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "megatron_lossy.report", *arguments]
+    folders = ["--cells", str(folder / "cells"), "--out", str(folder / "out")]
+    return subprocess.Popen(
+        [*command, *folders], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    )
+
+
+def _losses(folder: Path) -> dict[str, dict]:
+    runs = {path.parent.name: cells.read_run(path) for path in (folder / "cells").glob("*/metrics.jsonl")}
+    return {name: (run.train, run.valid) for name, run in runs.items()}
+
+
+def test_cells_run_once_and_survive_an_interruption(tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    whole.mkdir(), broken.mkdir()
+    settings = {**TINY, "train-iters": 40, "save-interval": 5}
+    file = _study_file(tmp_path, settings=settings)
+    # Two processes share the cells of a study; a third one is interrupted.
+    pair = [_report(whole, "study", str(file), "--jobs", "1") for _ in range(2)]
+    third = _report(broken, "study", str(file), "--jobs", "2")
+    deadline = time.monotonic() + 100
+    while not any(len(path.read_text().splitlines()) > 3 for path in broken.glob("cells/*/metrics.jsonl")):
+        assert time.monotonic() < deadline and third.poll() is None, third.communicate()[0]
+        time.sleep(0.05)
+    third.send_signal(signal.SIGINT)
+    output = third.communicate(timeout=60)[0]
+    assert third.returncode == 1 and "run the same command again" in output, output
+    assert not list(broken.glob("cells/*.lock"))
+    outputs = [process.communicate(timeout=100)[0] for process in pair]
+    assert all(process.returncode == 0 for process in pair), outputs
+    assert sum("cells done" in output or "cells, 0 of them done" in output for output in outputs)
+    third = _report(broken, "study", str(file), "--jobs", "2")
+    output = third.communicate(timeout=100)[0]
+    assert third.returncode == 0, output
+    assert _losses(whole) == _losses(broken) and len(_losses(whole)) == 2
+    assert not list(whole.glob("cells/*/iter_*"))
+    # Once more: nothing runs, the report stays the same.
+    before = (broken / "out/val_loss.csv").read_text()
+    again = _report(broken, "study", str(file))
+    output = again.communicate(timeout=100)[0]
+    assert "cells, " not in output and "20 %" in output and (broken / "out/val_loss.csv").read_text() == before
+    for name in ("val_loss.png", "val_loss.pdf", "val_loss.md", "val_loss.tex", "study.json"):
+        assert (broken / "out" / name).stat().st_size > 0
+
+
+def test_a_failed_cell_does_not_stop_the_others(tmp_path):
+    settings = {name: value for name, value in TINY.items() if name != "data"}
+    broken = {"data-path": [str(tmp_path / "none")], "valid-data-path": [str(tmp_path / "none")]}
+    file = _study_file(tmp_path, settings=settings, variants={"good": {"data": "stdlib"}, "broken": broken})
+    process = _report(tmp_path, "study", str(file), "--jobs", "4")
+    output = process.communicate(timeout=200)[0]
+    assert process.returncode == 1
+    assert "exit status 2" in output and str(tmp_path / "none") in output
+    assert len(list(tmp_path.glob("cells/*/cell.json"))) == 2 and not list(tmp_path.glob("cells/*.lock"))
+    rows = {line.split("  ")[0]: line for line in output.splitlines()}
+    assert "(" in rows["good"] and rows["broken"].split()[1:] == ["-", "-"]
+
+
+def test_wrong_input_is_one_line_and_status_2(tmp_path):
+    file = _study_file(tmp_path)
+    for arguments, message in (
+        (["table1", "--rates", "0.1", "1.5"], "--rates 1.5: must be in [0, 1)"),
+        (["table1", "--config", str(tmp_path / "no.yaml")], "cannot be read"),
+        (["table1", "--p-grad", "0.1"], "--p-grad: cannot be given"),
+        (["study", str(tmp_path / "no.yaml")], "cannot be read"),
+        (["study", str(file), "--jobs", "0"], "--jobs 0: must be at least 1"),
+        (["study", str(file), "--seeds", "1", "1"], "--seeds 1 1: must differ"),
+        (["study", str(file), "--no-such-flag", "1"], "--no-such-flag"),
+        (["study", str(file), "--config", "x.yaml"], "--config: cannot be given"),
+    ):
+        process = _report(tmp_path, *arguments)
+        output = process.communicate(timeout=60)[0]
+        assert process.returncode == 2 and message in output, output
+        assert len(output.strip().splitlines()) == 1, output
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/study.json").write_text('{"title": "another"}')
+    with pytest.raises(UsageError, match="holds the report of another study"):
+        commands.study([str(file), "--out", str(tmp_path / "out")])

@@ -1,0 +1,115 @@
+"""The training program for tests: tiny runs on gloo ranks or from its command line, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.train.config import TrainConfig
+
+ROOT = Path(__file__).parents[1]
+
+#: Settings of :class:`TrainConfig` but the data.
+TINY = dict(
+    num_layers=2,
+    hidden_size=64,  # no parameter needs padding, which is saved uninitialised and could not be compared
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    num_query_groups=2,
+    seq_length=32,
+    micro_batch_size=2,
+    global_batch_size=8,
+    train_iters=8,
+    lr=1e-2,
+    lr_warmup_iters=2,
+    hidden_dropout=0.1,
+    eval_interval=4,
+    eval_iters=2,
+    log_interval=2,
+)
+
+
+def write_data(rank: int, folder: str) -> None:
+    """A few kilobytes of text, indexed as ``train`` and ``valid`` in ``folder``."""
+    from megatron_lossy.data import build_tokenizer, write_indexed
+
+    text = (ROOT / "megatron_lossy" / "train" / "config.py").read_bytes()
+    for split, part in (("train", text[:8000]), ("valid", text[8000:12000])):
+        write_indexed([("text", part)], os.path.join(folder, split), build_tokenizer("byte"))
+
+
+def allow_children() -> None:
+    """megatron-core writes checkpoints from child processes, which daemons may not have."""
+    multiprocessing.current_process()._config["daemon"] = False
+
+
+def train_runs(rank: int, *runs: tuple[dict, dict]):
+    """Train one run after the other in the same processes; returns their summaries and rank 0's output."""
+    allow_children()
+    warnings.simplefilter("ignore")
+    from megatron_lossy.train.loop import train
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        summaries = [train(TrainConfig(**config), LossyConfig(**loss)) for config, loss in runs]
+    return summaries, output.getvalue()
+
+
+def read_records(folder: Path, kind: str) -> list[dict]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == kind]
+
+
+def recorded_losses(folder: Path) -> list[tuple]:
+    """Everything that is recorded of a run but its times, to the last bit."""
+    kept = [r for kind in ("train", "valid") for r in read_records(folder, kind)]
+    return [tuple((k, v) for k, v in record.items() if k != "seconds") for record in kept]
+
+
+def checkpoint_bytes(folder: Path, iteration: int) -> dict:
+    """All tensors of a checkpoint, by name, as bytes."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    path = folder / f"iter_{iteration:07d}"
+    metadata = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    state = {
+        key: torch.empty(value.size, dtype=value.properties.dtype)
+        for key, value in metadata.items()
+        if isinstance(value, TensorStorageMetadata)
+    }
+    dcp.load(state, checkpoint_id=str(path), no_dist=True)
+    return {key: value.reshape(-1).view(torch.uint8).numpy().tobytes() for key, value in state.items()}
+
+
+def as_flags(config: dict) -> list[str]:
+    """The command line that says ``config``."""
+    flags = []
+    for name, value in config.items():
+        values = value if isinstance(value, tuple) else () if value is True else (value,)
+        flags += ["--" + name.replace("_", "-"), *map(str, values)]
+    return flags
+
+
+def run_module(module: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess:
+    """``python -m module arguments``, with ``ranks`` under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", module, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
