@@ -1,4 +1,6 @@
-"""Time to draw the losses of one rank and phase: 64 workers, 7 billion bf16 parameters, 4 KiB packets.
+"""Time to draw the losses of a step: 64 workers, one phase, for one rank and for a whole virtual cluster.
+
+A rank's packets are those of 7 billion bf16 parameters, the virtual cluster's those of 100 million, 4 KiB each.
 
     python -m benchmarks.draw_speed [--out benchmarks/results]
 """
@@ -7,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,27 +22,40 @@ import numpy as np
 from benchmarks.hardware import processor
 from megatron_lossy.channel import Deliveries, Network, Stream
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.virtual.arrivals import Arrivals
 
-WORKERS, BYTES, PACKET, REPEATS = 64, 2 * 7_000_000_000, 4096, 15
-CONFIGS = {
-    "bernoulli": LossyConfig(p_param=0.1, loss_unit="packet"),
-    "gilbert-elliott, mean burst 4": LossyConfig(
-        p_param=0.1, loss_unit="packet", loss_model=("gilbert-elliott",), ge_mean_burst=(4.0,)
-    ),
-    "bernoulli, one unit per shard": LossyConfig(p_param=0.1, loss_unit="shard"),
+WORKERS, PACKET, REPEATS = 64, 4096, 15
+RANK_BYTES, CLUSTER_BYTES = 2 * 7_000_000_000, 2 * 100_000_000
+MODELS = {
+    "bernoulli": {},
+    "gilbert-elliott, mean burst 4": {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (4.0,)},
 }
 
 
-def milliseconds(config: LossyConfig) -> tuple[int, list[float]]:
-    """Units drawn, and the time of each repetition."""
-    units = -(-BYTES // WORKERS // PACKET) if config.loss_unit == "packet" else 1
+def units_of(unit: str, size: int) -> int:
+    """Units on a link, of ``size`` bytes of parameters."""
+    return -(-size // WORKERS // PACKET) if unit == "packet" else 1
+
+
+def of_rank(config: LossyConfig) -> tuple[int, list[float]]:
+    """Units drawn by a rank, and the milliseconds of each repetition."""
+    units = units_of(config.loss_unit, RANK_BYTES)
     end = Deliveries(Network(config, "param", WORKERS), Stream(), range(WORKERS), 0, units)
-    times = []
-    for step in range(REPEATS):
-        start = time.perf_counter()
-        end.incoming(step)
-        times.append(1e3 * (time.perf_counter() - start))
-    return units * (WORKERS - 1), times
+    return units * (WORKERS - 1), [milliseconds(lambda: end.incoming(step)) for step in range(REPEATS)]
+
+
+def of_cluster(config: LossyConfig) -> tuple[int, list[float]]:
+    """Units drawn between all workers of a virtual cluster, and the milliseconds of each repetition."""
+    units = units_of(config.loss_unit, CLUSTER_BYTES)
+    arrivals = Arrivals(Network(config, "param", WORKERS), Stream(), WORKERS, units)
+    return units * WORKERS * (WORKERS - 1), [milliseconds(lambda: arrivals.at(step)) for step in range(REPEATS)]
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """How long ``work`` takes."""
+    start = time.perf_counter()
+    work()
+    return 1e3 * (time.perf_counter() - start)
 
 
 def main() -> None:
@@ -50,16 +67,18 @@ def main() -> None:
     lines = [
         f"# Drawing losses, {today}",
         "",
-        f"`python -m benchmarks.draw_speed`: {WORKERS} workers, {BYTES / 1e9:.0f} GB of parameters, {PACKET}-byte "
-        f"packets, one rank, one phase, median of {REPEATS}. One of {processor()}; numpy {np.__version__}, "
+        f"`python -m benchmarks.draw_speed`: {WORKERS} workers, {PACKET}-byte packets of {RANK_BYTES / 1e9:.0f} GB "
+        f"of parameters (one rank) and {CLUSTER_BYTES / 1e9:.1f} GB (all links of a virtual cluster), a step of "
+        f"one phase, median of {REPEATS}. One of {processor()}; numpy {np.__version__}, "
         f"Python {platform.python_version()}.",
         "",
-        "| loss model | draws | milliseconds of one core |",
-        "| --- | --- | --- |",
+        "| who draws | loss model | unit | draws | milliseconds of one core |",
+        "| --- | --- | --- | --- | --- |",
     ]
-    for name, config in CONFIGS.items():
-        draws, times = milliseconds(config)
-        lines.append(f"| {name} | {draws:,} | {statistics.median(times):.1f} |")
+    for who, draw in (("one rank", of_rank), ("virtual cluster", of_cluster)):
+        for (name, flags), unit in itertools.product(MODELS.items(), ("packet", "shard")):
+            draws, times = draw(LossyConfig(p_param=0.1, loss_unit=unit, **flags))
+            lines.append(f"| {who} | {name} | {unit} | {draws:,} | {statistics.median(times):.1f} |")
     text = "\n".join(lines) + "\n"
     print(text)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,17 +1,5 @@
 """What a benchmark ran on."""
 
-from __future__ import annotations
+from megatron_lossy.device.hardware import processor
 
-import os
-import platform
-from pathlib import Path
-
-
-def processor() -> str:
-    """Number and model of the processor cores that this process may use."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return f"{len(os.sched_getaffinity(0))} cores of {model}"
+__all__ = ["processor"]

@@ -1,13 +1,15 @@
 """What virtual workers cost: time per step over plain gradient accumulation of the same global batch, and memory.
 
-    python -m benchmarks.virtual_overhead [--workers 64] [--rounds 9] [--growth 1 4 16 64 256 1024] [--out DIR]
+    python -m benchmarks.virtual_overhead [--workers 64] [--rounds 5] [--growth 1 4 16 64 256 1024] [--out DIR]
 
 Overhead: one model of at least 20 M parameters, trained in one process on the same batches by megatron-core with
 gradient accumulation (baseline) and by a virtual cluster that loses 10 % of both exchanges. They take turns, a step
 each, in alternating order; the ratio is the median over rounds.
 
-Growth: a small model for N from 1 to 1,024 workers, a micro-batch each: time per step, the part that is not in plain
-accumulation, and the most memory that weights ever took, in copies of the model, against what N copies would take.
+Memory: the most that weights ever took while a small model was trained, in copies of the model, per unit of loss.
+
+Growth: a small model for N from 1 to 1,024 workers, a micro-batch each: time per step and worker, and memory, against
+plain accumulation and N copies of the model.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import dataclasses
 import datetime
 import gc
 import io
@@ -28,15 +31,18 @@ from typing import Any
 
 import torch
 
-from benchmarks.hardware import processor
 from megatron_lossy import __version__, device
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.device.hardware import hardware
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.train.config import TrainConfig
 
 P = 0.1
-VOCABULARY = 8192
+LOSSY = LossyConfig(p_grad=P, p_param=P)
+VOCABULARY = 2048
 LARGE = {"num_layers": 6, "hidden_size": 512, "num_attention_heads": 8, "seq_length": 512}
+# Steps of the small model after which memory no longer grows.
+STEPS = 40
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "seq_length": 32}
 
 
@@ -80,20 +86,12 @@ class Run:
             self.model = build_model(self.config, VOCABULARY)
         if self.cluster:
             self.cluster.attach(self.model[0])
-            self._pause()
         self._workers = Workers(self.config, self.model, self.cluster)
         self._optimizer, _ = build_optimizer(self.config, self.model)
         self._batches = self._workers.batches(RandomText(self.config.seq_length), consumed=0)
 
-    def _pause(self) -> None:
-        """The cluster's one patch is in only while it runs, so that the baseline is unpatched."""
-        self._patches = [patch for patch, *_ in self.cluster._ledger._installed]
-        self.cluster._ledger.uninstall()
-
     def step(self) -> float:
         """Seconds of one step."""
-        if self.cluster:
-            self.cluster._ledger.install(self._patches)
         _synchronize()
         started = time.perf_counter()
         for chunk in self.model:
@@ -102,10 +100,7 @@ class Run:
         self._workers.run(self._batches, self.config.global_batch_size, forward_only=False)
         self._workers.step(self._optimizer)
         _synchronize()
-        seconds = time.perf_counter() - started
-        if self.cluster:
-            self._pause()
-        return seconds
+        return time.perf_counter() - started
 
     @property
     def parameters(self) -> int:
@@ -141,45 +136,58 @@ def _ratio(times: dict[str, list[float]], name: str) -> tuple[float, float, floa
 
 def overhead(workers: int, rounds: int) -> str:
     """The Markdown table of the large model."""
-    variants: dict[str, LossyConfig | None] = {
-        "plain accumulation": None,
-        "shard": LossyConfig(p_grad=P, p_param=P),
-        "packet 4 KiB": LossyConfig(p_grad=P, p_param=P, loss_unit="packet"),
-    }
-    runs = {name: Run(LARGE, workers, lossy) for name, lossy in variants.items()}
-    parameters = runs["shard"].parameters
+    runs = {"plain accumulation": Run(LARGE, workers, None), "virtual workers": Run(LARGE, workers, LOSSY)}
+    parameters = runs["virtual workers"].parameters
     times = compare(runs, rounds, f"{workers} workers, {parameters / 1e6:.1f} M parameters", warm_up=2)
     lines = [
         f"{parameters / 1e6:.1f} M parameters, {workers} workers, {LARGE['seq_length']} tokens per worker and step, "
-        f"p = {P}, {rounds} rounds.",
+        f"p = {P}, unit shard, {rounds} rounds.",
         "",
-        "| variant | step, s | ratio (quartiles) | weights, copies of the model |",
-        "| --- | --- | --- | --- |",
+        "| variant | step, s | ratio (quartiles) |",
+        "| --- | --- | --- |",
     ]
-    for name, run in runs.items():
+    for name in runs:
         median, lower, upper = _ratio(times, name)
-        copies = f"{run.cluster.weight_copies:.2f}" if run.cluster else "1"
-        seconds = statistics.median(times[name])
-        lines.append(f"| {name} | {seconds:.2f} | {median:.3f} ({lower:.3f} to {upper:.3f}) | {copies} |")
+        lines.append(f"| {name} | {statistics.median(times[name]):.2f} | {median:.3f} ({lower:.3f} to {upper:.3f}) |")
     return "\n".join(lines)
 
 
-def growth(counts: list[int], rounds: int) -> list[dict[str, float]]:
-    """A row per number of workers: seconds per step, of which beyond plain accumulation, and copies of the weights."""
+def memory(workers: int) -> str:
+    """The Markdown table of the memory of weights, by unit of loss."""
+    units = {
+        "shard": LOSSY,
+        "packet of 256 bytes": dataclasses.replace(LOSSY, loss_unit="packet", packet_bytes=256),
+    }
+    lines = ["| unit | most copies of the model |", "| --- | --- |"]
+    for name, config in units.items():
+        run = Run(SMALL, workers, config)
+        for step in range(STEPS):
+            run.step()
+            print(f"\r{name}: step {step + 1} of {STEPS}", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+        lines.append(f"| {name} | {run.cluster.weight_copies:.2f} |")
+    return (
+        f"{run.parameters / 1e6:.2f} M parameters, {workers} workers, p = {P}, {STEPS} steps; the working copy is "
+        "included.\n\n" + "\n".join(lines)
+    )
+
+
+def growth(counts: list[int]) -> list[dict[str, float]]:
+    """A row per number of workers: seconds per step, the ratio to plain accumulation, and copies of the weights."""
     rows = []
     for workers in counts:
-        lossy = LossyConfig(p_grad=P, p_param=P if workers > 1 else 0.0)
-        runs = {"plain": Run(SMALL, workers, None), "virtual": Run(SMALL, workers, lossy)}
+        runs = {"plain": Run(SMALL, workers, None), "virtual": Run(SMALL, workers, LOSSY)}
         # Memory has a steady state when the oldest ages have been reached.
         for _ in range(4):
             runs["virtual"].step()
+        rounds = max(3, min(32, 256 // workers))  # the shorter a step, the more it varies
         times = compare(runs, rounds, f"{workers} workers", warm_up=1)
         rows.append(
             {
                 "workers": workers,
                 "parameters": runs["virtual"].parameters,
                 "step, s": statistics.median(times["virtual"]),
-                "step per worker, ms": 1e3 * statistics.median(times["virtual"]) / workers,
+                "plain step, s": statistics.median(times["plain"]),
                 "ratio": _ratio(times, "virtual")[0],
                 "copies": runs["virtual"].cluster.weight_copies,
             }
@@ -198,18 +206,18 @@ def plot(rows: list[dict[str, float]], path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
     workers = [row["workers"] for row in rows]
-    left.plot(workers, [row["step per worker, ms"] for row in rows], "o-", color="#1f77b4", label="virtual cluster")
-    left.plot(
-        workers,
-        [row["step per worker, ms"] / row["ratio"] for row in rows],
-        "s--",
-        color="grey",
-        label="plain gradient accumulation",
-    )
+    for key, style, color, label in (
+        ("step, s", "o-", "#1f77b4", "virtual workers"),
+        ("plain step, s", "s--", "grey", "plain gradient accumulation"),
+    ):
+        milliseconds = [1e3 * row[key] / row["workers"] for row in rows]
+        left.plot(workers, milliseconds, style, color=color, label=label)
     left.set(title="Time per step and worker", ylabel="milliseconds", ylim=(0, None))
     right.plot(workers, [row["copies"] for row in rows], "o-", color="#d62728", label="kept: versions of shards")
     right.plot(workers, workers, "--", color="grey", label="a copy per worker")
-    right.set(title="Most memory that weights took", ylabel="copies of the model", yscale="log")
+    right.set(title="Most memory that weights took", ylabel="copies of the model")
+    right.set_yscale("log", base=2)
+    right.set_yticks(workers, [str(n) for n in workers])
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(workers, [str(n) for n in workers])
@@ -236,10 +244,10 @@ def _versions() -> str:
 
 
 def main() -> None:
-    """Run both parts and write the result."""
+    """Measure all and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=64, help="of the large model")
-    parser.add_argument("--rounds", type=int, default=9, help="steps of each variant")
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each variant")
     parser.add_argument("--growth", type=int, nargs="*", default=[1, 4, 16, 64, 256, 1024], metavar="N")
     parser.add_argument("--out", default="benchmarks/results")
     arguments = parser.parse_args()
@@ -258,25 +266,28 @@ def main() -> None:
     )
     with parallel.world(config), parallel.model_parallel(config):
         large = overhead(arguments.workers, arguments.rounds)
-        print(large)
         gc.collect()
-        rows = growth(arguments.growth, rounds=max(3, arguments.rounds // 3))
-    _report(arguments, large, rows)
+        small = memory(arguments.workers)
+        rows = growth(arguments.growth)
+    _report(arguments, large, small, rows)
 
 
-def _report(arguments: Any, large: str, rows: list[dict[str, float]]) -> None:
+def _report(arguments: Any, large: str, small: str, rows: list[dict[str, float]]) -> None:
     date = datetime.date.today().isoformat()
-    hardware = torch.cuda.get_device_name() if device.device_type() == "cuda" else processor()
     name = f"virtual_overhead_{device.device_type()}_{date}"
     lines = [
         f"# Virtual workers, {date}",
         "",
         f"`python -m benchmarks.virtual_overhead {' '.join(sys.argv[1:])}`".replace(" `", "`"),
-        f"{hardware}, {torch.get_num_threads()} threads. {_versions()}.",
+        f"{hardware()}, {torch.get_num_threads()} threads. {_versions()}.",
         "",
         "## Overhead",
         "",
         large,
+        "",
+        "## Memory of weights",
+        "",
+        small,
     ]
     if rows:
         lines += [
@@ -289,7 +300,7 @@ def _report(arguments: Any, large: str, rows: list[dict[str, float]]) -> None:
             "| workers | step, s | per worker, ms | ratio to plain accumulation | weights, copies of the model |",
             "| --- | --- | --- | --- | --- |",
             *(
-                f"| {row['workers']} | {row['step, s']:.2f} | {row['step per worker, ms']:.1f} | {row['ratio']:.3f} "
+                f"| {row['workers']} | {row['step, s']:.2f} | {1e3 * row['step, s'] / row['workers']:.1f} | {row['ratio']:.3f} "
                 f"| {row['copies']:.2f} |"
                 for row in rows
             ),

@@ -12,9 +12,13 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .config import LossyConfig, add_flags, from_namespace
 from .errors import UsageError, refuse, usage_errors
+
+if TYPE_CHECKING:
+    from .hooks.install import Lossy
 
 USAGE = "usage: python -m megatron_lossy SCRIPT [Megatron's arguments] [loss flags]; --help after SCRIPT lists all"
 
@@ -69,11 +73,15 @@ def main(arguments: list[str] | None = None) -> None:
         sys.argv = [script, *rest]
         # Before any import of megatron: the script's own Megatron must win over an installed wheel.
         sys.path[0] = str(Path(script).resolve().parent)
-        _install(config, steps)
-        runpy.run_path(script, run_name="__main__")
+        lossy = _install(config, steps)
+        try:
+            runpy.run_path(script, run_name="__main__")
+        finally:
+            for observer in lossy.observers:
+                observer.close()
 
 
-def _install(config: LossyConfig, steps: int | None) -> None:
+def _install(config: LossyConfig, steps: int | None) -> Lossy:
     from . import device, hooks
     from .hooks import megatron_training
     from .hooks.ledger import Ledger
@@ -93,6 +101,7 @@ def _install(config: LossyConfig, steps: int | None) -> None:
     if not config.lossless:
         patches += megatron_training.patches(lossy)
     Ledger("megatron.training").install(patches)
+    return lossy
 
 
 if __name__ == "__main__":

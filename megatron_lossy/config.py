@@ -203,7 +203,9 @@ class LossyConfig:
         None, "per-link, parameters: as --link-rates-grad; replaces --p-param", metavar="FILE"
     )
     trace: str | None = flag(
-        None, "trace: recorded deliveries to replay (.npz, see docs/semantics.md)", metavar="FILE"
+        None,
+        "trace: recorded deliveries to replay: a folder that --delivery-log wrote, or an .npz file (docs/semantics.md)",
+        metavar="PATH",
     )
     loss_schedule: tuple[str, ...] | None = flag(
         None,
@@ -255,6 +257,30 @@ class LossyConfig:
         "checkpoints also hold the stale units and the state of --grad-recovery previous, so that a resumed run "
         "continues bit for bit",
     )
+    drift_interval: int = flag(
+        0,
+        "iterations between measurements of how far replicas are apart (docs/monitors.md); 0 never measures",
+        metavar="N",
+        incidental=True,
+    )
+
+    delivery_log: str | None = flag(
+        None,
+        "folder for a record of every loss decision, in Parquet (docs/delivery_log.md); --trace replays it",
+        metavar="FOLDER",
+        incidental=True,
+    )
+    delivery_log_bitmaps: bool = flag(
+        False,
+        "packet: record which packets arrived, where the seed and a digest would be enough to replay them",
+        incidental=True,
+    )
+    delivery_log_chunk: int = flag(
+        1000,
+        "iterations after which a file of the delivery log is closed; a killed run loses at most these",
+        metavar="N",
+        incidental=True,
+    )
 
     def __post_init__(self) -> None:
         for name in ("p_grad", "p_param"):
@@ -276,8 +302,14 @@ class LossyConfig:
                 raise refuse("--ge-mean-burst", burst, "must be a finite number of units of at least 1")
         if self.packet_bytes < 1:
             raise refuse("--packet-bytes", self.packet_bytes, "must be at least 1")
+        if self.delivery_log_bitmaps and self.delivery_log is None:
+            raise refuse("--delivery-log-bitmaps", "on", "needs --delivery-log FOLDER")
+        if self.delivery_log_chunk < 1:
+            raise refuse("--delivery-log-chunk", self.delivery_log_chunk, "must be at least 1")
         if self.ranks_per_node < 0:
             raise refuse("--ranks-per-node", self.ranks_per_node, "must be at least 0")
+        if self.drift_interval < 0:
+            raise refuse("--drift-interval", self.drift_interval, "must be at least 0")
         if not 0 <= self.loss_seed < 2**64:
             raise refuse("--loss-seed", self.loss_seed, "must be in [0, 2^64 - 1]")
         if self.lossy_self and self.grad_recovery == "renormalize-remote":
@@ -310,7 +342,7 @@ class LossyConfig:
         replaced_by = None
         if model == "trace":
             if self.trace is None:
-                raise refuse("--loss-model", "trace", "needs --trace FILE")
+                raise refuse("--loss-model", "trace", "needs --trace PATH")
             if self.loss_correlation != "independent":
                 raise refuse("--loss-correlation", self.loss_correlation, "a trace already says who loses together")
             replaced_by = "--loss-model trace"

@@ -30,7 +30,7 @@ def test_no_flags_give_the_defaults_and_no_loss():
         (["--loss-seed", "-1"], "--loss-seed -1"),
         (["--ranks-per-node", "-4"], "--ranks-per-node -4"),
         (["--loss-model", "per-link"], "--link-rates-grad"),
-        (["--loss-model", "trace"], "--trace FILE"),
+        (["--loss-model", "trace"], "--trace PATH"),
         (["--loss-model", "bernoulli", "bernoulli", "trace"], "--loss-model bernoulli bernoulli trace"),
         (["--trace", "x.npz"], "--trace x.npz"),
         (["--link-rates-grad", "m.txt"], "--link-rates-grad m.txt"),

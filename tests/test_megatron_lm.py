@@ -77,6 +77,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, flags, tmp_path)
     assert resumed[2:] == whole[-len(resumed) + 2 :]
 
 
+def test_monitors_write_to_megatrons_log_and_tensorboard(megatron_lm, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = [*LOSS, "--overlap-grad-reduce", "--overlap-param-gather"]
+    plain, _ = pretrain(megatron_lm, *flags)
+    lines, done = pretrain(megatron_lm, *flags, "--drift-interval", 5, "--tensorboard-dir", tmp_path)
+    assert lines == plain
+    assert len(re.findall(r"exchanges up to iteration +\d+ \| loss rate grad: 0\.\d+ \|", done.stdout)) == 20
+    assert len(re.findall(r"\| drift pairs: [1-9]", done.stdout)) == 4
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("stale age max")] == list(range(1, 21))
+    assert [event.step for event in events.Scalars("drift owner predicted")] == [5, 10, 15, 20]
+
+
 def test_help_shows_our_flags_as_a_group_of_their_own(megatron_lm):
     _, done = pretrain(megatron_lm, "--help", ranks=1)
     assert "loss (megatron-lossy):" in done.stdout and "--p-grad P" in done.stdout

@@ -42,6 +42,10 @@ class Channel(ABC):
             row[:] = self.delivered(exchange, int(source), int(destination), units)
         return result
 
+    def steps(self, phase: str, stream: Stream) -> int | None:
+        """How many steps this channel knows, from 0 on; ``None``: any."""
+        return None
+
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
         """Raise :class:`UsageError` if this channel cannot serve a group.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 KINDS = ("dense", "expert", "embedding")
+_NAME = re.compile(r"([a-z]+)-e(\d+)-s(\d+)-c(\d+)")
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,14 @@ class Stream:
     def name(self) -> str:
         """A readable name, also the suffix of arrays in a trace: ``dense-e0-s0-c0``."""
         return f"{self.kind}-e{self.expert_rank}-s{self.stage}-c{self.chunk}"
+
+    @classmethod
+    def parse(cls, name: str) -> Stream:
+        """The inverse of :attr:`name`. Raises ``ValueError``."""
+        found = _NAME.fullmatch(name)
+        if found is None or found[1] not in KINDS:
+            raise ValueError(f"{name!r} is no stream")
+        return cls(found[1], *map(int, found.groups()[1:]))
 
 
 @dataclass(frozen=True)

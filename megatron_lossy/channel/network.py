@@ -18,6 +18,7 @@ from .bernoulli import Bernoulli
 from .exchange import Exchange, Stream
 from .gilbert_elliott import GilbertElliott
 from .per_link import PerLink
+from .recorded import Recorded
 from .trace import Trace
 
 CHANNELS: dict[str, type[Channel]] = {
@@ -34,6 +35,8 @@ _AHEAD = 2**17
 def make_channel(config: LossyConfig, phase: str) -> Channel:
     """The channel of ``phase``. Raises :class:`UsageError` for unreadable files."""
     loss = config.phase(phase)
+    if loss.trace is not None and loss.trace.is_dir():
+        return Recorded(config, loss.trace, make_channel)
     return CHANNELS[loss.model](loss, config.loss_seed, config.loss_correlation == "source")
 
 
@@ -104,6 +107,16 @@ class Deliveries:
     def outgoing(self, step: int) -> np.ndarray:
         """bool[N, units]: what of this rank's data arrives at each destination."""
         return self._get(step, True)
+
+    def upcoming(self, step: int) -> np.ndarray:
+        """As :meth:`outgoing`, of a step that may lie beyond the end of a trace: then nothing is lost.
+
+        If such a step comes, :meth:`outgoing` refuses it.
+        """
+        steps = self.network.channel.steps(self.network.phase, self.stream)
+        if steps is not None and step >= steps:
+            return np.ones((len(self.members), self.units), dtype=bool)
+        return self.outgoing(step)
 
     def incoming(self, step: int) -> np.ndarray:
         """bool[N, units]: what arrives here from each source."""

@@ -125,7 +125,7 @@ class LossyGroup:
             self.rank,
             deliveries.outgoing(step)[:, numbers],
             deliveries.incoming(step)[:, numbers],
-            lambda: deliveries.outgoing(step + 1)[:, numbers],
+            lambda: deliveries.upcoming(step + 1)[:, numbers],
             averaged,
             loss_scale,
         )
@@ -175,12 +175,3 @@ class LossyGroup:
             deliveries.incoming(step)[None],
             self.units[phase],
         )
-
-    def lost(self, phase: str, step: int) -> tuple[int, int]:
-        """How many units that other ranks sent here in ``step`` were lost, and how many were sent."""
-        deliveries = self.deliveries[phase]
-        remote = (self.size - 1) * deliveries.units
-        if deliveries.lossless:
-            return 0, remote
-        arrived = deliveries.incoming(step)
-        return remote - int(arrived.sum() - arrived[self.rank].sum()), remote

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..config import LossyConfig
 from ..errors import UsageError
+from ..monitor import save_records
 from . import megatron_core
 from .checks import check_version
 from .ledger import Ledger
@@ -22,6 +23,7 @@ class Lossy(LossyRuntime):
 
     def save_replicas(self, folder: str) -> None:
         """With ``--save-replicas``: write this rank's stale units and recovery state into ``folder``."""
+        save_records(self.observers)
         if self.config.save_replicas and not self.config.lossless:
             save_replicas(self, folder)
 

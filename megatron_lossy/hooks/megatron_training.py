@@ -6,8 +6,11 @@ Only a checkout of Megatron-LM has megatron.training; the wheel of megatron-core
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import torch
 
 from ..config import LossyConfig, add_flags
 from ..errors import usage_errors
+from ..monitor import claim_delivery_log
 from .checks import check_arguments
 from .install import Lossy
 from .ledger import Patch
@@ -22,6 +26,9 @@ from .ledger import Patch
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
+_TRACKER = "latest_checkpointed_iteration.txt"
+# Arguments that tell runs with the same loss flags apart.
+_RUN = ("seed", "num_layers", "hidden_size", "seq_length", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 FLAG_GROUP = "loss (megatron-lossy)"
 
 
@@ -48,6 +55,7 @@ def patches(lossy: Lossy) -> list[Patch]:
             result = original(args, *rest, **kwargs)
             with usage_errors():
                 check_arguments(args, lossy.config)
+                _claim_delivery_log(args, lossy.config)
             return result
 
         return validate_args
@@ -99,6 +107,13 @@ def patches(lossy: Lossy) -> list[Patch]:
         ),
         *([] if lossy.config.eval_weights == "replica" else [evaluation]),
         Patch(
+            f"{_TRAINING}:training_log",
+            lambda original: _training_log(original, lossy),
+            "writes what the monitors measured beside Megatron's own values",
+            "all",
+            "Megatron logs plugins' values",
+        ),
+        Patch(
             f"{_TRAINING}:dummy_train_step",
             skip,
             "iterations without an optimizer step (--iterations-to-skip) count as well",
@@ -107,6 +122,13 @@ def patches(lossy: Lossy) -> list[Patch]:
             optional=True,
         ),
     ]
+
+
+def _claim_delivery_log(args: Any, config: LossyConfig) -> None:
+    ranks = args.data_parallel_size * args.context_parallel_size
+    same = args.load and args.save and os.path.realpath(args.load) == os.path.realpath(args.save)
+    resumes = bool(args.load) and (same or Path(args.load, _TRACKER).is_file()) and not getattr(args, "finetune", False)
+    claim_delivery_log(config, ranks, resumes, {name: getattr(args, name) for name in _RUN})
 
 
 def _checkpoint_folder(save_or_load: str, iteration: int) -> str:
@@ -143,6 +165,35 @@ def _load(original: Callable, lossy: Lossy) -> Callable:
         return result
 
     return load_checkpoint
+
+
+def _training_log(original: Callable, lossy: Lossy) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        result = original(*args, **kwargs)
+        iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+        if iteration % get_args().log_interval == 0:
+            _write(lossy.metrics(), iteration)
+        return result
+
+    return training_log
+
+
+def _write(metrics: dict[str, float], iteration: int) -> None:
+    """To the log, TensorBoard and Weights & Biases of the rank that has them."""
+    from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_last
+
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    for name, value in metrics.items() if tensorboard else ():
+        tensorboard.add_scalar(name, value, iteration)
+    if wandb:
+        wandb.log(metrics, iteration)
+    values = " | ".join(f"{name}: {value:.4g}" for name, value in metrics.items())
+    print_rank_last(f" exchanges up to iteration {iteration:8d} | {values} |")
 
 
 class _Recorder:

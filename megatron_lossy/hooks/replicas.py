@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UsageError, refuse
+from ..monitor import load_states, states_of
 from ..recovery import rows_for
 from .seam import slot_of
 
@@ -60,6 +61,7 @@ def save_replicas(runtime: LossyRuntime, folder: str | os.PathLike) -> None:
         "update": runtime.update,
         "stale": stale,
         "recovery": [[rule.state_dict() for rule in group.recoveries] for group in runtime.groups],
+        "observers": states_of(runtime.observers),
     }
     path = _path(folder)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,3 +101,4 @@ def load_replicas(runtime: LossyRuntime, folder: str | os.PathLike) -> None:
     for group, rules in zip(runtime.groups, state["recovery"], strict=True):
         for rule, saved in zip(group.recoveries, rules, strict=True):
             rule.load_state_dict(saved, device)
+    load_states(runtime.observers, state["observers"])

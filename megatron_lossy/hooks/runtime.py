@@ -14,8 +14,9 @@ import torch.distributed as dist
 from ..channel import Network, Stream
 from ..collectives import BucketSpec, LossyGroup, find_nodes
 from ..config import PHASES, LossyConfig
-from ..monitor import Observer, make_observers
+from ..monitor import Drift, Observer, make_observers
 from .checks import check_ddp
+from .rank_replicas import RankReplicas
 from .seam import Slot, attach, slot_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class LossyRuntime:
         self._all_reduced = False  # the gradients of this iteration
         self._told_all_reduce = False
         self.observers: list[Observer] = [] if config.lossless else make_observers(config)
+        self._drift = next((observer for observer in self.observers if isinstance(observer, Drift)), None)
 
     # --- what is lossy -------------------------------------------------------------------------------------------
 
@@ -101,6 +103,8 @@ class LossyRuntime:
         """
         self._depth += 1
         if applies:
+            if self._drift is not None and not self._successful:
+                self._drift.before_update(self.iteration, self._replicas)
             self.update = self.iteration
             self._successful = True
         try:
@@ -116,6 +120,7 @@ class LossyRuntime:
         for group in self.groups:
             group.finish_step(self.iteration, self._successful)
         self._tell_observers()
+        self._measure_drift()
         self._all_reduced = False
         self.iteration += 1
         for group in self.groups:
@@ -133,6 +138,23 @@ class LossyRuntime:
                         observer.observe(observation)
         for observer in self.observers:
             observer.finish_iteration(self.iteration, self._successful)
+
+    def _measure_drift(self) -> None:
+        if self._drift is None or self.update is None or not self._drift.due(self.iteration):
+            return
+        with torch.no_grad():
+            for ddp in self.chunks:
+                for bucket_group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
+                    self._settle(bucket_group)
+            self._drift.measure(self.iteration, self._successful, self._replicas())
+
+    def _replicas(self) -> list[RankReplicas]:
+        result = []
+        for ddp in self.chunks:
+            streams = zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True)
+            for group, (_, _, pairs) in streams:
+                result.append(RankReplicas(group, pairs[0][0].data_parallel_group, pairs))
+        return result
 
     def skip_iteration(self) -> None:
         """An iteration passed without a step of the optimizer."""
@@ -169,12 +191,8 @@ class LossyRuntime:
                 )
 
     def metrics(self) -> dict[str, float]:
-        """Share of units that other ranks sent to this one and that were lost, in the last finished iteration."""
-        result = {}
-        for phase, step in (("grad", self.iteration - 1), ("param", self.update)):
-            counts = [group.lost(phase, step) for group in self.groups] if step is not None and step >= 0 else []
-            sent = sum(total for _, total in counts)
-            result[f"loss rate {phase}"] = sum(lost for lost, _ in counts) / sent if sent else 0.0
+        """What the observers have measured since the last call (docs/monitors.md). A collective call."""
+        result = {f"loss rate {phase}": 0.0 for phase in PHASES}
         for observer in self.observers:
             result |= observer.metrics()
         return result

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from ..config import LossyConfig
-from .observation import Observation, Observer
+from .delivery_log import DeliveryLog, claim_delivery_log
+from .drift import Drift
+from .exchanges import ExchangeMonitor
+from .observation import Observation, Observer, load_states, save_records, states_of
 
-__all__ = ["Observation", "Observer", "make_observers"]
+__all__ = [
+    "DeliveryLog",
+    "Drift",
+    "Observation",
+    "Observer",
+    "claim_delivery_log",
+    "load_states",
+    "make_observers",
+    "save_records",
+    "states_of",
+]
 
 
 def make_observers(config: LossyConfig) -> list[Observer]:
     """The observers that the flags ask for."""
-    return []
+    observers: list[Observer] = [ExchangeMonitor()]
+    if config.drift_interval:
+        observers.append(Drift(config))
+    if config.delivery_log is not None:
+        observers.append(DeliveryLog(config))
+    return observers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,6 +26,42 @@ class Observation:
     receivers: Sequence[int]
     arrived: np.ndarray
     buckets: Sequence[BucketUnits]
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An observer with a state of this rank that ``--save-replicas`` keeps."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """An observer that writes files in pieces."""
+
+    def save(self) -> None:
+        """A checkpoint is being written: what was observed so far must be on disk when it is loaded."""
+
+
+def save_records(observers: Sequence[Observer]) -> None:
+    """Let recorders write what they have, before a checkpoint."""
+    for one in observers:
+        if isinstance(one, Recorder):
+            one.save()
+
+
+def states_of(observers: Sequence[Observer]) -> dict[str, Any]:
+    """The states of resumable observers by the name of their class."""
+    return {type(one).__name__: one.state_dict() for one in observers if isinstance(one, Resumable)}
+
+
+def load_states(observers: Sequence[Observer], states: dict[str, Any]) -> None:
+    """Restore :func:`states_of`; observers that were not there then start anew."""
+    for one in observers:
+        if isinstance(one, Resumable) and type(one).__name__ in states:
+            one.load_state_dict(states[type(one).__name__])
 
 
 class Observer(Protocol):

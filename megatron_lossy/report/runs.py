@@ -42,6 +42,8 @@ class Run:
     valid: dict[str, dict[int, float]] = field(default_factory=dict)
     iterations: int = 0
     """The last iteration trained."""
+    origin: dict[str, Any] = field(default_factory=dict)
+    """Where the run was trained, as far as it was recorded: ``date``, ``hardware``, ``versions``."""
 
     @property
     def condition(self) -> tuple[str, str]:
@@ -160,6 +162,7 @@ def _described(record: dict[str, Any], folder: str) -> Run:
         seed=record.get("seed"),
         # The number of ranks decides what is lost, as the flags do.
         config={**(record.get("config") or {}), "world_size": record.get("world_size")},
+        origin={key: record[key] for key in ("date", "hardware", "versions") if key in record},
     )
 
 

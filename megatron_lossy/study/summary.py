@@ -8,7 +8,7 @@ is compared with what the same seed reaches without loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,7 +129,20 @@ def _notes(results: Results) -> list[str]:
         f"{'seeds' if len(loss_seeds) > 1 else 'seed'} of the losses; {errors}; in brackets: change relative to "
         "the same seed without loss"
     )
+    notes += _origins(results.runs.values())
     missing = [cell for cell in study.cells if cell.name not in results.runs]
     if missing:
         notes.append(f"unfinished: {len(missing)} of {len(study.cells)} cells are missing")
     return notes
+
+
+def _origins(runs: Iterable[Run]) -> list[str]:
+    """When, on what and with which versions the runs were trained."""
+    origins = [run.origin for run in runs]
+    dates = sorted({origin["date"] for origin in origins if "date" in origin})
+    if not dates:
+        return []
+    hardware = sorted({origin["hardware"] for origin in origins if "hardware" in origin})
+    versions = sorted({f"{name} {v}" for origin in origins for name, v in origin.get("versions", {}).items()})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return [f"trained {when} on {' and '.join(hardware)}, with {', '.join(versions)}"]

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import platform
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import megatron.core
@@ -13,6 +14,7 @@ import torch
 
 from .. import __version__, device
 from ..config import LossyConfig
+from ..device.hardware import hardware
 from ..monitor.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, Writer, Writers
 from .config import TrainConfig
 
@@ -87,5 +89,7 @@ def _run_record(config: TrainConfig, lossy_config: LossyConfig, name: str) -> di
         "config": dataclasses.asdict(config) | dataclasses.asdict(lossy_config),
         "versions": versions,
         "device": device.device_type(),
+        "hardware": hardware(),
+        "date": f"{datetime.now():%Y-%m-%d}",
         "world_size": config.virtual_workers or torch.distributed.get_world_size(),
     }

@@ -13,104 +13,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..channel import Exchange, Network, Stream
-from ..collectives import BucketSpec, LossyGroup
 from ..config import PHASES, LossyConfig
 from ..errors import refuse
 from ..hooks.ledger import Ledger, Patch
 from ..hooks.runtime import buckets_by_stream
-from ..monitor import Observation, Observer, make_observers
-from .arrivals import Arrivals, WorkerDeliveries
+from ..monitor import Drift, Observer, load_states, make_observers, save_records, states_of
 from .grad_norm import by_shards
+from .group import Group
 from .layout import buffers_for
-from .versions import Versions
+from .versions import FIRST
+from .worker_replicas import WorkerReplicas
 
 REPLICAS = Path("lossy_replicas") / "virtual.pt"
-# Adding in pieces that fit into a core's cache, and clearing each while it is there.
-_PIECE = 2**17
-
-
-class _Group:
-    """The buckets of one stream: their losses and rules for every worker, the sum, and the replicas."""
-
-    def __init__(
-        self, config: LossyConfig, buckets: list[Any], stream: Stream, workers: int, steps: int | None
-    ) -> None:
-        nodes = None
-        if config.lossy_links == "inter-node":
-            nodes = [worker // config.ranks_per_node for worker in range(workers)]
-        self.buckets = buckets
-        self.stream = stream
-        self.arrivals: dict[str, Arrivals] = {}
-
-        def deliveries(network: Network, stream: Stream, members: Any, rank: int, units: int) -> WorkerDeliveries:
-            phase = network.phase
-            if phase not in self.arrivals:
-                self.arrivals[phase] = Arrivals(network, stream, workers, units)
-            return WorkerDeliveries(self.arrivals[phase], network, stream, members, rank, units)
-
-        specs = [
-            BucketSpec(bucket.grad_data.numel() // workers, bucket.grad_data.dtype, bucket.param_data.dtype)
-            for bucket in buckets
-        ]
-        networks = {phase: Network(config, phase, workers, nodes) for phase in PHASES}
-        self.workers = [
-            LossyGroup(config, specs, networks, range(workers), rank, stream, steps, deliveries)
-            for rank in range(workers)
-        ]
-        self.units = self.workers[0].units
-        self.lossless = {phase: self.workers[0].deliveries[phase].lossless for phase in PHASES}
-        self.sums = [torch.empty_like(bucket.grad_data) for bucket in buckets]
-        self.finishes: list[list[Any]] = []
-        self.versions = Versions(
-            [bucket.param_data for bucket in buckets], self.units["param"], self.arrivals["param"].units, workers
-        )
-
-    def collect(self, worker: int, step: int) -> None:
-        """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards."""
-        finishes = []
-        for number, (bucket, total) in enumerate(zip(self.buckets, self.sums, strict=True)):
-            finishes.append(self.workers[worker].before_reduce_scatter(number, bucket.grad_data, step))
-            _move(bucket.grad_data, total, add=bool(self.finishes))
-        self.finishes.append(finishes)
-
-    def reduce(self, scale: float) -> None:
-        """Let every owner correct its shard of the sum, and put ``scale`` times the result into Megatron's buffers."""
-        for worker, finishes in enumerate(self.finishes):
-            for finish, cut, total in zip(finishes, self.units["grad"], self.sums, strict=True):
-                if finish is not None:
-                    finish(total[worker * cut.shard : (worker + 1) * cut.shard])
-        self.finishes = []
-        for bucket, total in zip(self.buckets, self.sums, strict=True):
-            torch.mul(total, scale, out=bucket.grad_data)
-
-    def lost(self, step: int) -> np.ndarray:
-        """bool[N receivers, N sources, units]: what the update of ``step`` does not bring."""
-        arrivals = self.arrivals["param"]
-        if self.lossless["param"]:
-            return np.zeros((arrivals.size, arrivals.size, arrivals.units), dtype=bool)
-        return ~arrivals.at(step)
-
-    def observation(self, phase: str, step: int) -> Observation | None:
-        """All deliveries of ``step``; ``None`` in a phase without loss."""
-        if self.lossless[phase]:
-            return None
-        everyone = range(len(self.workers))
-        arrived = self.arrivals[phase].at(step)
-        return Observation(Exchange(phase, self.stream, step), everyone, everyone, arrived, self.units[phase])
-
-
-def _move(source: torch.Tensor, target: torch.Tensor, add: bool) -> None:
-    pieces = 1 if source.device.type != "cpu" else max(1, source.numel() // _PIECE)
-    for part, into in zip(source.chunk(pieces), target.chunk(pieces), strict=True):
-        if add:
-            into.add_(part)
-        else:
-            into.copy_(part)
-        part.zero_()
 
 
 class VirtualCluster:
@@ -121,19 +37,23 @@ class VirtualCluster:
     """
 
     def __init__(self, config: LossyConfig, workers: int, steps: int | None = None) -> None:
-        if config.lossy_links == "inter-node" and not config.ranks_per_node:
-            raise refuse("--lossy-links", "inter-node", "needs --ranks-per-node with virtual workers")
+        self.check(config)
         self.config = config
         self.workers = workers
         self.steps = steps
         self.iteration = 0
         self.observers: list[Observer] = [] if config.lossless else make_observers(config)
-        self._ddp: Any = None
-        self._groups: list[_Group] = []
+        self._drift = next((observer for observer in self.observers if isinstance(observer, Drift)), None)
+        self._groups: list[Group] = []
         self._worker: int | None = None
         self._tokens: torch.Tensor | None = None
         self._peak = 1.0
-        self._ledger = Ledger("virtual cluster")
+
+    @staticmethod
+    def check(config: LossyConfig) -> None:
+        """Raise :class:`UsageError` for loss flags that mean nothing without real ranks."""
+        if config.lossy_links == "inter-node" and not config.ranks_per_node:
+            raise refuse("--lossy-links", "inter-node", "needs --ranks-per-node with --virtual-workers")
 
     # --- building ------------------------------------------------------------------------------------------------
 
@@ -147,32 +67,34 @@ class VirtualCluster:
         From here on Megatron neither reduces gradients nor gathers parameters: it calls this cluster where it would
         finish the gradients of a rank.
         """
-        self._ddp = ddp
         ddp.ddp_config.overlap_grad_reduce = False  # it has cut the buckets; nothing is sent
         ddp.config.no_sync_func = None
         ddp.config.finalize_model_grads_func = self._collect
         for stream, _, pairs in buckets_by_stream(ddp):
-            buckets = [bucket for _, bucket in pairs]
-            self._groups.append(_Group(self.config, buckets, stream, self.workers, self.steps))
-        self._ledger.install(
+            self._groups.append(Group(self.config, pairs, stream, self.workers, self.steps))
+
+    @contextlib.contextmanager
+    def _norm_by_shards(self) -> Iterator[None]:
+        buffers = [bucket.grad_data for group in self._groups for bucket in group.buckets]
+        ledger = Ledger("virtual cluster")
+        ledger.install(
             [
                 Patch(
                     "megatron.core.optimizer.optimizer:get_grad_norm_fp32",
-                    lambda original: by_shards(original, self._gradients, self.workers),
+                    lambda original: by_shards(original, buffers, self.workers),
                     "adds up the gradient norm shard by shard, as the ranks do, so that clipping rounds alike",
                     "all",
                     "never: Megatron has one rank here",
                 )
             ]
         )
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [bucket.grad_data for group in self._groups for bucket in group.buckets]
+        try:
+            yield
+        finally:
+            ledger.uninstall()
 
     def uninstall(self) -> None:
-        """Put back what was patched."""
-        if self._ledger.installed:
-            self._ledger.uninstall()
+        """Close the observers. Nothing stays patched outside of :meth:`building` and :meth:`step`."""
         for observer in self.observers:
             observer.close()
 
@@ -214,13 +136,17 @@ class VirtualCluster:
                 group.reduce(scale)
                 group.versions.before_update(self.iteration, group.lost(self.iteration))
             self._note_peak()
-            result = optimizer.step()
+            if self._drift is not None:
+                self._drift.before_update(self.iteration, self._replicas)
+            with self._norm_by_shards():
+                result = optimizer.step()
             successful = bool(result[0])
             for group in self._groups:
                 group.versions.after_update(successful)
                 for worker in group.workers:
                     worker.finish_step(self.iteration, successful)
         self._tell_observers(successful)
+        self._measure_drift(successful)
         self.iteration += 1
         return result
 
@@ -236,11 +162,20 @@ class VirtualCluster:
         for observer in self.observers:
             observer.finish_iteration(self.iteration, successful)
 
+    def _replicas(self) -> list[WorkerReplicas]:
+        return [WorkerReplicas(group.stream, group.pairs, group.versions) for group in self._groups]
+
+    def _measure_drift(self, successful: bool) -> None:
+        if self._drift is None or not self._drift.due(self.iteration):
+            return
+        if any(group.versions.current != FIRST for group in self._groups):
+            self._drift.measure(self.iteration, successful, self._replicas())
+
     # --- what a training program asks ------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """What the observers have measured since the last call."""
-        result: dict[str, float] = {}
+        """What the observers have measured since the last call (docs/monitors.md)."""
+        result = {f"loss rate {phase}": 0.0 for phase in PHASES}
         for observer in self.observers:
             result |= observer.metrics()
         return result
@@ -271,6 +206,7 @@ class VirtualCluster:
 
     def save_replicas(self, folder: str | os.PathLike) -> None:
         """With ``--save-replicas``: write what makes the replicas differ, and the state of the rules."""
+        save_records(self.observers)
         if not self.config.save_replicas or self.config.lossless:
             return
         state = {
@@ -283,6 +219,7 @@ class VirtualCluster:
                 [[rule.state_dict() for rule in worker.recoveries] for worker in group.workers]
                 for group in self._groups
             ],
+            "observers": states_of(self.observers),
         }
         path = Path(folder) / REPLICAS
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -317,3 +254,4 @@ class VirtualCluster:
             for worker, rules in zip(group.workers, recovery, strict=True):
                 for rule, saved in zip(worker.recoveries, rules, strict=True):
                     rule.load_state_dict(saved, device)
+        load_states(self.observers, state["observers"])

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 
-def by_shards(original: Callable, buffers: Callable[[], Sequence[torch.Tensor]], workers: int) -> Callable:
-    """``get_grad_norm_fp32`` of megatron-core over gradients that are views into ``buffers()`` [N * shard]."""
+def by_shards(original: Callable, buffers: Sequence[torch.Tensor], workers: int) -> Callable:
+    """``get_grad_norm_fp32`` of megatron-core over gradients that are views into ``buffers`` [N * shard]."""
 
     def pieces(grad: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """Parts of ``grad`` with the rank whose shard they are in."""
-        for buffer in buffers():
+        for buffer in buffers:
             first = (grad.data_ptr() - buffer.data_ptr()) // buffer.element_size()
             if 0 <= first < buffer.numel() and grad.device == buffer.device:
                 break

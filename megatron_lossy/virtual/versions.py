@@ -43,10 +43,11 @@ class Block:
         self.index[places] = np.arange(count)
 
 
-def _gather(view: torch.Tensor, places: Places) -> torch.Tensor:
-    """The units of ``view`` [N, units, elements] at ``places``, as [k, elements]."""
+def _gather(view: torch.Tensor, places: Places, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """The units of ``view`` [N, units, elements] at ``places``, as [k, elements]; in ``rows`` if that has room."""
     if view.shape[1] == 1:
-        rows = view.new_empty(len(places[0]), view.shape[2])
+        count = len(places[0])
+        rows = rows[:count] if rows is not None and len(rows) >= count else view.new_empty(count, view.shape[2])
         for row, shard in enumerate(places[0]):
             rows[row].copy_(view[shard, 0])
         return rows
@@ -81,6 +82,7 @@ class Versions:
     def __init__(
         self, buffers: Sequence[torch.Tensor], units: Sequence[BucketUnits], total: int, workers: int
     ) -> None:
+        self._buckets = list(zip(buffers, units, strict=True))
         # Per bucket: views [N, units, elements] with the numbers of their units in the stream.
         self._views = [
             (view, slice(cut.first + inner.start, cut.first + inner.stop))
@@ -93,6 +95,8 @@ class Versions:
         self._blocks: dict[int, list[Block]] = {}  # by version, a block per view
         self._pending: tuple[int, np.ndarray, list[Block] | None] | None = None
         self._fresh: list[tuple[Places, torch.Tensor]] | None = None
+        # Rows of earlier turns, by view: on a CPU touching new memory costs far more than copying into it.
+        self._spare: dict[int, torch.Tensor] = {}
 
     def before_update(self, step: int, lost: np.ndarray) -> None:
         """Keep what the update of ``step`` is about to overwrite and somebody misses: ``lost`` bool[N, N, units]."""
@@ -124,9 +128,12 @@ class Versions:
         held = self.held[worker]
         stale = held != self.current
         self._fresh = []
-        for view, numbers in self._views:
+        for number, (view, numbers) in enumerate(self._views):
             places = np.nonzero(stale[:, numbers])
-            self._fresh.append((places, _gather(view, places)))
+            rows = _gather(view, places, self._spare.get(number))
+            if view.shape[1] == 1 and (number not in self._spare or len(rows) > len(self._spare[number])):
+                self._spare[number] = rows
+            self._fresh.append((places, rows))
         for version, blocks in self._blocks.items():
             mine = held == version
             if not mine.any():
@@ -141,12 +148,31 @@ class Versions:
         for (places, rows), (view, _) in zip(fresh, self._views, strict=True):
             _scatter(view, places, rows)
 
+    def everyone(self, bucket: int, places: np.ndarray) -> torch.Tensor:
+        """[N, S]: what each replica has at ``places``, offsets int64[S] into ``bucket``."""
+        assert self._fresh is None, "a replica is swapped in"
+        buffer, cut = self._buckets[bucket]
+        result = buffer[torch.from_numpy(places).to(buffer.device)].repeat(len(self.held), 1)
+        shards, offsets = np.divmod(places, cut.shard)
+        units, elements = np.divmod(offsets, cut.elements)
+        held = self.held[:, shards, cut.first + units]
+        earlier = sum(len(unit_views(*other)) for other in self._buckets[:bucket])
+        for number, (_, inner) in enumerate(unit_views(buffer, cut), start=earlier):
+            inside = (units >= inner.start) & (units < inner.stop)
+            for version, blocks in self._blocks.items():
+                workers, chosen = np.nonzero((held == version) & inside)
+                rows = blocks[number].index[shards[chosen], units[chosen] - inner.start].astype(np.int64)
+                values = blocks[number].rows[_tensors((rows, elements[chosen]), buffer.device)]
+                result.index_put_(_tensors((workers, chosen), buffer.device), values)
+        return result
+
     @property
     def kept(self) -> int:
         """Elements held beside the parameter buffers."""
         blocks = sum(block.rows.numel() for version in self._blocks.values() for block in version)
         pending = sum(block.rows.numel() for block in (self._pending[2] or [])) if self._pending else 0
-        return blocks + pending + sum(rows.numel() for _, rows in self._fresh or [])
+        turn = {number: rows for number, (_, rows) in enumerate(self._fresh or [])} | self._spare
+        return blocks + pending + sum(rows.numel() for rows in turn.values())
 
     def restart(self) -> None:
         """All replicas are equal to the parameter buffers."""

@@ -1,0 +1,95 @@
+"""Bytes that the delivery log takes per iteration and rank: one rank of 64, a model of 7 billion parameters.
+
+    python -m benchmarks.delivery_log_size [--out benchmarks/results]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet  # here, so that no measurement waits for it
+
+from benchmarks.hardware import processor
+from megatron_lossy.channel import Deliveries, Exchange, Network, Stream
+from megatron_lossy.config import PHASES, LossyConfig
+from megatron_lossy.monitor import DeliveryLog, Observation
+from megatron_lossy.recovery import cut
+
+WORKERS, PARAMETERS, BUCKET = 64, 7_000_000_000, 64_000_000  # a bucket as Megatron cuts it for 64 ranks
+ITEMSIZE = {"grad": 4, "param": 2}
+RATES = (0.1, 0.4)
+#: Name, flags, iterations.
+CASES = (
+    ("shard", {}, 1000),
+    ("bucket", {"loss_unit": "bucket"}, 100),
+    ("packet of 4096 bytes, digests", {"loss_unit": "packet"}, 100),
+    ("packet of 4096 bytes, bitmaps", {"loss_unit": "packet", "delivery_log_bitmaps": True}, 20),
+)
+
+
+def measure(flags: dict, rate: float, iterations: int) -> tuple[int, float, float]:
+    """Units per link and iteration in both phases, bytes per iteration and rank, and milliseconds to write them."""
+    shards = [BUCKET // WORKERS] * (PARAMETERS // BUCKET)
+    stream, seconds = Stream(), 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        config = LossyConfig(p_grad=rate, p_param=rate, delivery_log=folder, **flags)
+        log, ends = DeliveryLog(config), {}
+        for phase in PHASES:
+            units, total = cut(shards, [ITEMSIZE[phase]] * len(shards), config.loss_unit, config.packet_bytes)
+            ends[phase] = units, Deliveries(Network(config, phase, WORKERS), stream, range(WORKERS), 0, total)
+        for step in range(iterations):
+            told = [
+                Observation(Exchange(phase, stream, step), range(WORKERS), [0], end.incoming(step)[None], units)
+                for phase, (units, end) in ends.items()
+            ]
+            start = time.process_time()
+            for observation in told:
+                log.observe(observation)
+            log.finish_iteration(step, True)
+            seconds += time.process_time() - start
+        start = time.process_time()
+        log.close()
+        seconds += time.process_time() - start
+        size = sum(path.stat().st_size for path in Path(folder).iterdir())
+    return sum(end.units for _, end in ends.values()), size / iterations, 1e3 * seconds / iterations
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="benchmarks/results")
+    folder = Path(parser.parse_args().out)
+    today = datetime.date.today().isoformat()
+    lines = [
+        f"# Size of the delivery log, {today}",
+        "",
+        f"`python -m benchmarks.delivery_log_size`: one rank of {WORKERS}, {PARAMETERS / 1e9:.0f} billion parameters in "
+        f"{PARAMETERS // BUCKET} buckets, bf16 parameters and fp32 gradients, independent losses at the same rate in "
+        f"both phases, files of {LossyConfig().delivery_log_chunk} iterations or less. One of {processor()}; pyarrow "
+        f"{pyarrow.__version__}, numpy {np.__version__}, Python {platform.python_version()}.",
+        "",
+        "| unit | units per link, both phases | loss rate | iterations | bytes per iteration and rank | "
+        "milliseconds of one core per iteration |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, flags, iterations in CASES:
+        for rate in RATES:
+            units, size, milliseconds = measure(flags, rate, iterations)
+            lines.append(f"| {name} | {units:,} | {rate:.0%} | {iterations} | {size:,.0f} | {milliseconds:.2f} |")
+            print(lines[-1], flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    aside = folder / f"delivery_log_size_{today}.tmp"
+    aside.write_text("\n".join(lines) + "\n")
+    os.replace(aside, aside.with_suffix(".md"))
+
+
+if __name__ == "__main__":
+    main()

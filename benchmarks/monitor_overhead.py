@@ -1,0 +1,193 @@
+"""What the monitors cost: time of a lossy step with them over time of the same step without.
+
+    python -m benchmarks.monitor_overhead [--ranks 4] [--rounds 40] [--out benchmarks/results]
+
+The model is that of benchmarks.step_overhead. Per unit of loss three variants take turns, one step each: without
+monitors; with them and a record after every step; and with drift measured in every step as well. From the median
+ratios follows the cost of drift every 50 steps. A ratio near 1 drowns in the noise of a step, so that the calls of
+the monitors are timed by themselves too, and divided by the median step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.step_overhead import Settings, Trainer, _hardware, _versions, compare
+from megatron_lossy import device
+from megatron_lossy.errors import refuse, usage_errors
+
+UNITS = {"shard": {"loss_unit": "shard"}, "packet 4 KiB": {"loss_unit": "packet", "packet_bytes": 4096}}
+INTERVAL = 50
+COUNTING, DRIFT, RECORD = "counting, every step", f"drift, every {INTERVAL} steps", "a record, every log interval"
+
+
+class Monitored(Trainer):
+    """A variant with monitors and a record after every step; without monitors if ``drift`` is ``None``."""
+
+    def __init__(self, settings: Settings, flags: dict, drift: int | None) -> None:
+        super().__init__(settings, flags | {"drift_interval": drift or 0}, lossy_self=False)
+        if drift is None:
+            self.lossy.observers.clear()
+
+    def step(self) -> None:
+        super().step()
+        self.lossy.metrics()
+
+    def seconds_of_calls(self, steps: int) -> dict[str, float]:
+        """Median seconds per step in each of the runtime's calls of monitors, with drift measured in every step."""
+        drift = self.lossy._drift
+        spent: dict[str, float] = {}
+
+        def timed(owner: Any, name: str, what: str) -> None:
+            original = getattr(owner, name)
+
+            @functools.wraps(original)
+            def call(*args: Any) -> Any:
+                dist.barrier()  # waiting for a slower rank is no cost of the monitors
+                started = time.perf_counter()
+                result = original(*args)
+                spent[what] = spent.get(what, 0.0) + time.perf_counter() - started
+                return result
+
+            setattr(owner, name, call)
+
+        timed(self.lossy, "_tell_observers", COUNTING)
+        timed(drift, "before_update", DRIFT)
+        timed(drift, "measure", DRIFT)
+        timed(self.lossy, "metrics", RECORD)
+        history: dict[str, list[float]] = {}
+        for _ in range(steps):
+            spent.clear()
+            self.timed(self.step)
+            for what, seconds in spent.items():
+                history.setdefault(what, []).append(seconds)
+        return {what: statistics.median(seconds) for what, seconds in history.items()}
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Everything, on every rank; the result of rank 0 counts."""
+    results = {}
+    for unit, flags in UNITS.items():
+        variants = {"off": None, "on": 0, "drift in every step": 1}
+        trainers = {name: Monitored(settings, flags, drift) for name, drift in variants.items()}
+        steps = compare(trainers, "step", settings.rounds)
+        on, always = steps["on"]["ratio"], steps["drift in every step"]["ratio"]
+        calls = trainers["drift in every step"].seconds_of_calls(settings.rounds)
+        monitoring = calls[COUNTING] + calls[DRIFT] / INTERVAL + calls[RECORD]
+        results[unit] = {
+            "steps": steps,
+            f"ratio with drift every {INTERVAL} steps": on + (always - on) / INTERVAL,
+            "seconds of calls": calls,
+            "share of a step": monitoring / steps["off"]["seconds"],
+        }
+    model = trainers["off"].model
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python -m benchmarks.monitor_overhead", *sys.argv[1:]]),
+        "settings": dataclasses.asdict(settings),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "ranks": dist.get_world_size(),
+        "hardware": _hardware(),
+        "versions": _versions(),
+        "units": results,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    lines = [
+        f"# Overhead of monitors, {result['date']}",
+        "",
+        f"`{result['command']}`: {result['parameters'] / 1e6:.1f} M parameters, {result['ranks']} ranks, "
+        f"p = {result['settings']['p']}, {result['settings']['rounds']} rounds. {result['hardware']}. "
+        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        + ".",
+        "",
+        "| unit | step without, s | ratio with (quartiles) | ratio with drift in every step | "
+        f"ratio with drift every {INTERVAL} steps | the calls alone, share of a step |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for unit, values in result["units"].items():
+        on, always = values["steps"]["on"], values["steps"]["drift in every step"]
+        lines.append(
+            f"| {unit} | {values['steps']['off']['seconds']:.3f} "
+            f"| {on['ratio']:.4f} ({on['lower quartile']:.4f} to {on['upper quartile']:.4f}) "
+            f"| {always['ratio']:.4f} "
+            f"| {values[f'ratio with drift every {INTERVAL} steps']:.4f} | {values['share of a step']:.3%} |"
+        )
+    lines += ["", "With a record after every step. Milliseconds of the calls alone:", ""]
+    calls = [COUNTING, DRIFT, RECORD]
+    lines += ["| unit | " + " | ".join(calls) + " |", "| --- |" + " --- |" * len(calls)]
+    for unit, values in result["units"].items():
+        cells = [f"{1e3 * values['seconds of calls'][name]:.2f}" for name in calls]
+        lines.append(f"| {unit} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _rank(rank: int, ranks: int, port: int, settings: Settings, out: str) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    device.prepare()
+    if device.device_type() == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(device.backend(), init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    result = run(settings)
+    if rank == 0:
+        text = table(result)
+        print("\n" + text)
+        path = Path(out) / f"monitor_overhead_{device.device_type()}_{result['date']}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for suffix, content in ((".md", text), (".json", json.dumps(result, indent=1) + "\n")):
+            aside = path.with_name(path.name + suffix + ".tmp")
+            aside.write_text(content)
+            os.replace(aside, path.with_name(path.name + suffix))
+        print(f"wrote {path}.md and .json")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=Settings.layers)
+    parser.add_argument("--hidden", type=int, default=Settings.hidden)
+    parser.add_argument("--out", default="benchmarks/results")
+    arguments = parser.parse_args()
+    with usage_errors("monitor_overhead"):
+        if arguments.ranks < 2:
+            raise refuse("--ranks", arguments.ranks, "must be at least 2: one rank loses nothing")
+        if arguments.rounds < 4:
+            raise refuse("--rounds", arguments.rounds, "must be at least 4, for quartiles")
+    settings = Settings(rounds=arguments.rounds, layers=arguments.layers, hidden=arguments.hidden)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, (arguments.ranks, port, settings, arguments.out), nprocs=arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()

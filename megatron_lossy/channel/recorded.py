@@ -1,0 +1,216 @@
+"""Replay of a delivery log (docs/delivery_log.md): what was lost in the recorded run is lost again.
+
+Rows of all ranks' files together say what every link lost. Where a row has a digest in place of its bitmap, its
+losses are drawn again from the recorded seed and flags, and checked against the number lost and the digest.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ..config import LossyConfig
+from ..errors import UsageError, refuse
+from ..log.reader import BadLog, DeliveryLogFolder, Links, LogFile
+from ..log.schema import check_pyarrow, digests, pack
+from .base import Channel
+from .exchange import Exchange, Stream
+
+#: Makes the channel of a phase from flags: :func:`megatron_lossy.channel.make_channel`.
+MakeChannel = Callable[[LossyConfig, str], Channel]
+
+
+class Redrawn:
+    """Fills in what rows without bitmaps lost."""
+
+    def __init__(self, make_channel: MakeChannel) -> None:
+        self._make_channel = make_channel
+        self._channels: dict[tuple[str, str], Channel] = {}
+
+    def fill(self, links: Links, chosen: np.ndarray, exchange: Exchange, file: LogFile) -> np.ndarray:
+        """bool[len(chosen), units]: what arrived on the links with the numbers ``chosen``.
+
+        Raises ``ValueError`` if what is drawn is not what was recorded. A digest is over all links to a destination,
+        so that it is checked where they are all chosen.
+        """
+        arrived = links.arrived[chosen]
+        open_ = np.flatnonzero(~links.known[chosen])
+        if not open_.size:
+            return arrived
+        key = (repr(file.meta.loss), exchange.phase)
+        if key not in self._channels:
+            self._channels[key] = self._make_channel(file.meta.config, exchange.phase)
+        some = chosen[open_]
+        arrived[open_] = self._channels[key].delivered_links(
+            exchange, links.sources[some], links.destinations[some], arrived.shape[1]
+        )
+        wrong = (~arrived[open_]).sum(axis=1) != links.lost[some]
+        if not wrong.any():
+            wrong = self._wrong_digest(links, chosen, arrived)[open_]
+        if wrong.any():
+            link = some[np.flatnonzero(wrong)[0]]
+            raise ValueError(
+                f"phase {exchange.phase}, link {links.sources[link]} to {links.destinations[link]}: the losses drawn "
+                "again from the recorded seed are not those that were recorded"
+            )
+        return arrived
+
+    @staticmethod
+    def _wrong_digest(links: Links, chosen: np.ndarray, arrived: np.ndarray) -> np.ndarray:
+        wrong = np.zeros(len(chosen), dtype=bool)
+        destinations = links.destinations[chosen]
+        for rank in np.unique(destinations):
+            everything = np.flatnonzero(links.destinations == rank)
+            mine = np.flatnonzero(destinations == rank)
+            mine = mine[np.argsort(chosen[mine])]
+            if np.array_equal(chosen[mine], everything):
+                [digest] = set(digests(destinations[mine], pack(arrived[mine])))
+                wrong[mine] = digest != links.digest[everything[0]]
+        return wrong
+
+
+class Recorded(Channel):
+    """Loses exactly what a recorded run lost, whatever the seed.
+
+    An exchange that the recorded run did not make (gradients that Megatron all-reduced, an update that an overflow
+    skipped, a phase without loss) loses nothing. Raises :class:`UsageError` for an iteration without records.
+    """
+
+    def __init__(self, config: LossyConfig, path: Path, make_channel: MakeChannel) -> None:
+        super().__init__(config.phase("grad"), config.loss_seed)
+        check_pyarrow("--trace", path)
+        self.path = path
+        self._redrawn = Redrawn(make_channel)
+        self._steps: dict[Stream, int] = {}
+        self._kept: OrderedDict[tuple[LogFile, Exchange], tuple[Links, np.ndarray] | None] = OrderedDict()
+        try:
+            self.folder = DeliveryLogFolder(path)
+            self._check_flags(config)
+        except (FileNotFoundError, BadLog) as error:
+            raise self._refuse(error) from None
+
+    def _refuse(self, reason: object) -> UsageError:
+        return refuse("--trace", self.path, str(reason))
+
+    def _check_flags(self, config: LossyConfig) -> None:
+        metas = [files[0].meta for files in self.folder.ranks.values()]
+        recorded = metas[0].config
+        for meta in metas[1:]:
+            if meta.loss != metas[0].loss:
+                raise self._refuse(f"ranks {metas[0].rank} and {meta.rank} have records of different runs")
+        for flag, there, here in (
+            ("--loss-unit", recorded.loss_unit, config.loss_unit),
+            ("--packet-bytes", recorded.packet_bytes, config.packet_bytes),
+        ):
+            if there != here and (flag == "--loss-unit" or config.loss_unit == "packet"):
+                raise refuse(flag, here, f"the run recorded in --trace {self.path} had {there}")
+        if recorded.lossy_self and not config.lossy_self:
+            raise refuse("--lossy-self", "off", f"it was on in the run recorded in --trace {self.path}")
+
+    def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
+        try:
+            recorded = self.folder.size(stream.name)
+            if units is not None and not recorded:
+                raise self._refuse(f"has no records of {stream.name}")
+            if recorded and recorded != size:
+                raise self._refuse(f"is of {recorded} ranks, but the group has {size}")
+            for files in self.folder.ranks.values():
+                cut = files[0].meta.streams.get(stream.name, {}).get(phase)
+                if units is not None and cut is not None and cut.units != units:
+                    raise self._refuse(f"has {cut.units} units per link in phase {phase}, this run has {units}")
+            if recorded:
+                self._check_steps(stream, recorded, steps)
+        except BadLog as error:
+            raise self._refuse(error) from None
+
+    def _check_steps(self, stream: Stream, size: int, steps: int | None) -> None:
+        for writer in {self._writer(stream, rank) for rank in range(size)}:
+            first, last = self.folder.covered(writer)[0]
+            missing = last + 1 if first == 0 else 0
+            if missing < (1 if steps is None else steps):
+                needs = "" if steps is None else f", the run needs {steps}"
+                raise self._refuse(f"has no records of iteration {missing} of rank {writer}{needs}")
+
+    def _writer(self, stream: Stream, destination: int) -> int:
+        """The rank whose records of ``destination`` are used: the first; others that have them have the same."""
+        writers = self.folder.writers.get((stream.name, destination))
+        if writers is None:
+            raise self._refuse(f"has no records of rank {destination} of {stream.name}")
+        return writers[0]
+
+    def steps(self, phase: str, stream: Stream) -> int:
+        if stream not in self._steps:
+            size = self.folder.size(stream.name)
+            writers = {self._writer(stream, rank) for rank in range(size)}
+            self._steps[stream] = min((self.folder.covered(writer)[-1][1] + 1 for writer in writers), default=0)
+        return self._steps[stream]
+
+    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
+        return self.delivered_links(exchange, np.array([source]), np.array([destination]), units)[0]
+
+    def delivered_links(
+        self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
+    ) -> np.ndarray:
+        result = np.ones((len(sources), units), dtype=bool)
+        try:
+            files: dict[LogFile, list[np.ndarray]] = {}
+            for destination in np.unique(destinations).tolist():
+                file = self._file(exchange, destination)
+                files.setdefault(file, []).append(np.flatnonzero(destinations == destination))
+            for file, parts in files.items():
+                places = np.concatenate(parts)
+                found = self._links(file, exchange)
+                if found is not None:
+                    result[places] = self._of(found, file, exchange, sources[places], destinations[places])
+        except BadLog as error:
+            raise self._refuse(error) from None
+        return result
+
+    def _file(self, exchange: Exchange, destination: int) -> LogFile:
+        writer = self._writer(exchange.stream, destination)
+        file = self.folder.file(writer, exchange.step)
+        if file is None:
+            raise self._refuse(f"has no records of iteration {exchange.step} of rank {writer}")
+        return file
+
+    def _links(self, file: LogFile, exchange: Exchange) -> tuple[Links, np.ndarray] | None:
+        """The links of an exchange, and their numbers by source and destination, -1 where there is none."""
+        key = (file, exchange)
+        if key not in self._kept:
+            self._kept[key] = self._decode(file, exchange)
+            while len(self._kept) > 3 * len(self.folder.ranks):
+                self._kept.popitem(last=False)
+        return self._kept[key]
+
+    @staticmethod
+    def _decode(file: LogFile, exchange: Exchange) -> tuple[Links, np.ndarray] | None:
+        rows = file.exchange(exchange.step, exchange.phase, exchange.stream.name)
+        if rows is None:
+            return None
+        links = file.links(rows)
+        size = 1 + max(links.sources.max(), links.destinations.max())
+        numbers = np.full((size, size), -1)
+        numbers[links.sources, links.destinations] = np.arange(len(links.sources))
+        return links, numbers
+
+    def _of(
+        self, found: tuple[Links, np.ndarray], file: LogFile, exchange: Exchange, sources: np.ndarray, to: np.ndarray
+    ) -> np.ndarray:
+        links, numbers = found
+        units = links.arrived.shape[1]
+        inside = (sources < len(numbers)) & (to < len(numbers))
+        chosen = np.where(inside, numbers[np.where(inside, sources, 0), np.where(inside, to, 0)], -1)
+        absent = (chosen < 0) & (sources != to)
+        if absent.any():
+            place = np.flatnonzero(absent)[0]
+            raise BadLog(file.path, exchange.step, f"has no row of the link {sources[place]} to {to[place]}")
+        result = np.ones((len(sources), units), dtype=bool)
+        recorded = chosen >= 0  # a worker's own shard is recorded only where it can be lost
+        try:
+            result[recorded] = self._redrawn.fill(links, chosen[recorded], exchange, file)
+        except ValueError as error:
+            raise BadLog(file.path, exchange.step, error) from None
+        return result

@@ -1,0 +1,1 @@
+"""The delivery log: its format and reader, and ``python -m megatron_lossy.log`` (docs/delivery_log.md)."""

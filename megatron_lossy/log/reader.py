@@ -1,0 +1,270 @@
+"""Reading a delivery log: which files there are, and the rows of an exchange.
+
+Files are opened when they are needed and decoded one row group at a time, so that what precedes a corrupt or
+truncated file can be used.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .schema import ALL_BUCKETS, RUN, Meta, PhaseCut, arrow_schema, intervals, parse_name, unpack
+
+
+class BadLog(Exception):
+    """A file that cannot be used from ``iteration`` on, whose first record is row ``row`` of the file."""
+
+    def __init__(self, path: Path, iteration: int, reason: object, row: int = 0) -> None:
+        super().__init__(f"{path.name}, row {row}, iteration {iteration}: {' '.join(str(reason).split())}")
+        self.path, self.iteration = path, iteration
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive rows of a file, the columns as arrays. ``first``: number of the first one in the file.
+
+    ``phase`` and ``stream`` are words; ``bitmap`` and ``digest`` Arrow arrays of bytes, null where there is none.
+    """
+
+    first: int
+    iteration: np.ndarray
+    phase: np.ndarray
+    stream: np.ndarray
+    bucket: np.ndarray
+    source: np.ndarray
+    destination: np.ndarray
+    units: np.ndarray
+    lost: np.ndarray
+    bitmap: Any
+    digest: Any
+
+    def __len__(self) -> int:
+        return len(self.iteration)
+
+    def __getitem__(self, part: slice) -> Rows:
+        columns = {name: getattr(self, name)[part] for name in arrow_schema().names}
+        return Rows(self.first + part.start, **columns)
+
+    @cached_property
+    def exchanges(self) -> dict[tuple[int, str, str], slice]:
+        """The rows of each exchange by iteration, phase and stream, in the order of the file."""
+        if not len(self):
+            return {}
+        changes = np.zeros(len(self) - 1, dtype=bool)
+        for column in (self.iteration, self.phase, self.stream):
+            changes |= column[1:] != column[:-1]
+        edges = [0, *(np.flatnonzero(changes) + 1).tolist(), len(self)]
+        return {
+            (int(self.iteration[a]), str(self.phase[a]), str(self.stream[a])): slice(a, b)
+            for a, b in zip(edges, edges[1:])
+        }
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a file says about one exchange, link by link: ``sources`` and ``destinations`` integers [L].
+
+    ``arrived`` bool[L, units] is right where ``known`` bool[L]; elsewhere ``lost`` [L] units did not arrive, and
+    ``digest`` [L] is over all links of the destination.
+    """
+
+    sources: np.ndarray
+    destinations: np.ndarray
+    arrived: np.ndarray
+    known: np.ndarray
+    lost: np.ndarray
+    digest: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Rows, cut: PhaseCut) -> Links:
+        """From the rows of one exchange, whose units ``cut`` describes. Raises ``ValueError`` if they do not fit it."""
+        count = np.flatnonzero((rows.source != rows.source[0]) | (rows.destination != rows.destination[0]))
+        parts = int(count[0]) if count.size else len(rows)  # rows of a link: one for each bucket, or one for all
+        buckets = rows.bucket[:parts]
+        shape = (len(rows) // parts, parts)
+        if len(rows) % parts or (rows.bucket.reshape(shape) != buckets).any():
+            raise ValueError("its rows are not one for every link and bucket")
+        links = rows.source.reshape(shape)[:, 0], rows.destination.reshape(shape)[:, 0]
+        units, lost = rows.units.reshape(shape), rows.lost.reshape(shape)
+        known = np.asarray(rows.bitmap.is_valid()).reshape(shape)
+        arrived = np.ones((shape[0], cut.units), dtype=bool)
+        for k, bucket in enumerate(buckets.tolist()):
+            first, size = (0, cut.units) if bucket == ALL_BUCKETS else cut.buckets[bucket][:2]
+            if (units[:, k] != size).any():
+                raise ValueError(f"bucket {bucket} has {size} units, its rows say {units[0, k]}")
+            chosen = np.flatnonzero(known[:, k])
+            if chosen.size:
+                bitmaps = _bytes(rows.bitmap.take(_indices(chosen * parts + k)), -(-size // 8))
+                arrived[chosen, first : first + size] = unpack(bitmaps, size)
+                wrong = np.flatnonzero((~arrived[chosen, first : first + size]).sum(axis=1) != lost[chosen, k])
+                if wrong.size:
+                    raise ValueError(f"row {rows.first + chosen[wrong[0]] * parts + k}: bitmap and lost do not agree")
+        lost = lost.sum(axis=1)
+        digest = np.array(rows.digest.to_pylist(), dtype=object).reshape(shape)[:, 0]
+        return cls(*links, arrived, known.all(axis=1) | (lost == 0), lost, digest)
+
+
+def _indices(places: np.ndarray) -> Any:
+    import pyarrow as pa
+
+    return pa.array(places, pa.int64())
+
+
+def _bytes(values: Any, width: int) -> np.ndarray:
+    """uint8[n, width] of an Arrow array of n byte strings of that length. Raises ``ValueError`` for other lengths."""
+    _, offsets, data = values.buffers()
+    ends = np.frombuffer(offsets, dtype=np.int32)[values.offset : values.offset + len(values) + 1]
+    if (np.diff(ends) != width).any():
+        raise ValueError(f"a bitmap is not {width} bytes long")
+    return np.frombuffer(data, dtype=np.uint8)[ends[0] : ends[-1]].reshape(len(values), width)
+
+
+class LogFile:
+    """One file of the log: the rows of ``rank`` for iterations ``first`` to ``last``, inclusive."""
+
+    def __init__(self, path: Path, rank: int, first: int, last: int) -> None:
+        self.path, self.rank, self.first, self.last = path, rank, first, last
+        self._kept: tuple[int, Rows] | None = None
+
+    @cached_property
+    def _parquet(self) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            file = pq.ParquetFile(
+                self.path, read_dictionary=["phase", "stream"], page_checksum_verification=True
+            )
+            names = file.schema_arrow.names
+            if names != arrow_schema().names:
+                raise ValueError(f"has other columns: {', '.join(names)}")
+            return file
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise BadLog(self.path, self.first, error) from None
+
+    @cached_property
+    def meta(self) -> Meta:
+        """What the file says about all of its rows. Raises :class:`BadLog`."""
+        try:
+            return Meta.decode(self._parquet.metadata.metadata)
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadLog(self.path, self.first, error) from None
+
+    @cached_property
+    def groups(self) -> list[tuple[int, int, int]]:
+        """(first iteration, last iteration, number of the first row) of every row group. Raises :class:`BadLog`."""
+        metadata = self._parquet.metadata
+        result, row = [], 0
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            statistics = group.column(0).statistics
+            result.append((statistics.min, statistics.max, row))
+            row += group.num_rows
+        return result
+
+    def read(self, group: int) -> Rows:
+        """The rows of a row group; the last one read is kept. Raises :class:`BadLog`."""
+        import pyarrow as pa
+
+        if self._kept is None or self._kept[0] != group:
+            try:
+                table = self._parquet.read_row_group(group)
+                self._kept = group, _rows(table, self.groups[group][2])
+            except (OSError, ValueError, pa.ArrowException) as error:
+                raise BadLog(self.path, self.groups[group][0], error, self.groups[group][2]) from None
+        return self._kept[1]
+
+    def links(self, rows: Rows) -> Links:
+        """The links of the rows of one exchange. Raises :class:`BadLog`."""
+        iteration, phase, stream = next(iter(rows.exchanges))
+        try:
+            return Links.of(rows, self.meta.streams[stream][phase])
+        except (KeyError, IndexError, ValueError) as error:
+            raise BadLog(self.path, iteration, error, rows.first) from None
+
+    def exchange(self, iteration: int, phase: str, stream: str) -> Rows | None:
+        """The rows of one exchange; ``None`` if it has none. Raises :class:`BadLog`."""
+        for number, (first, last, _) in enumerate(self.groups):
+            if first <= iteration <= last:
+                rows = self.read(number)
+                part = rows.exchanges.get((iteration, phase, stream))
+                return rows[part] if part is not None else None
+        return None
+
+
+def _rows(table: Any, first: int) -> Rows:
+    columns = {}
+    for name in table.column_names:
+        column = table.column(name).combine_chunks()
+        if name in ("bitmap", "digest"):
+            columns[name] = column
+        elif name in ("phase", "stream"):
+            words = np.array(column.dictionary.to_pylist(), dtype=object)
+            columns[name] = words[column.indices.to_numpy(zero_copy_only=False)]
+        else:
+            columns[name] = column.to_numpy(zero_copy_only=False)
+    return Rows(first, **columns)
+
+
+class DeliveryLogFolder:
+    """The files of a delivery log, by rank and in the order of iterations. Raises ``FileNotFoundError`` without any."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ranks: OrderedDict[int, list[LogFile]] = OrderedDict()
+        names = [(file, parse_name(file)) for file in sorted(path.iterdir())] if path.is_dir() else []
+        for file, name in names:
+            if name is not None:
+                self.ranks.setdefault(name[0], []).append(LogFile(file, *name))
+        if not self.ranks:
+            raise FileNotFoundError(f"{path} holds no delivery log")
+
+    @property
+    def files(self) -> list[LogFile]:
+        """All files, rank by rank."""
+        return [file for files in self.ranks.values() for file in files]
+
+    @cached_property
+    def run(self) -> dict[str, Any]:
+        """What ``_run.json`` says about the run, if it is there."""
+        note = self.path / RUN
+        return json.loads(note.read_text()) if note.is_file() else {}
+
+    def covered(self, rank: int) -> list[tuple[int, int]]:
+        """The inclusive ranges of iterations that ``rank`` has records of."""
+        return intervals([(file.first, file.last) for file in self.ranks[rank]])
+
+    def file(self, rank: int, iteration: int) -> LogFile | None:
+        """The file with the records of ``rank`` for ``iteration``, if there is one."""
+        files = self.ranks[rank]
+        number = bisect.bisect_right(files, iteration, key=lambda file: file.first) - 1
+        return files[number] if number >= 0 and iteration <= files[number].last else None
+
+    @cached_property
+    def writers(self) -> dict[tuple[str, int], list[int]]:
+        """By stream and destination, the ranks whose files have its rows. Raises :class:`BadLog`."""
+        result: dict[tuple[str, int], list[int]] = {}
+        for rank, files in self.ranks.items():
+            for name, phases in files[0].meta.streams.items():
+                for destination in {one for cut in phases.values() for one in cut.receivers}:
+                    result.setdefault((name, destination), []).append(rank)
+        return result
+
+    def size(self, stream: str) -> int:
+        """Ranks of the full group of ``stream``; 0 if there is no such stream. Raises :class:`BadLog`."""
+        return max(
+            (
+                1 + max(*cut.sources, *cut.receivers)
+                for files in self.ranks.values()
+                for cut in files[0].meta.streams.get(stream, {}).values()
+            ),
+            default=0,
+        )

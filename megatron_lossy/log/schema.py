@@ -1,0 +1,167 @@
+"""The format of the delivery log (docs/delivery_log.md): columns, names of files, metadata.
+
+A folder of Parquet files, each with the rows of one writing rank and a range of iterations, and ``_run.json``, which
+says whose records these are. Readers of Parquet folders skip names that begin with an underscore or a dot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..config import LossyConfig, identity
+from ..errors import refuse
+
+if TYPE_CHECKING:
+    import pyarrow
+
+FORMAT = 1
+RUN = "_run.json"
+#: The bucket of a row whose units are those of all buckets of its stream.
+ALL_BUCKETS = -1
+DIGEST_BYTES = 8
+
+_KEY = b"megatron_lossy"
+_NAME = re.compile(r"rank_(\d+)_(\d+)_(\d+)\.parquet")
+
+
+def check_pyarrow(flag: str, value: object) -> None:
+    """Raise :class:`UsageError` unless the package pyarrow is installed."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise refuse(flag, value, "needs the package pyarrow: pip install 'megatron-lossy[log]'")
+
+
+def arrow_schema() -> pyarrow.Schema:
+    """The columns, in order."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            pa.field("iteration", pa.int64(), nullable=False),
+            pa.field("phase", pa.string(), nullable=False),
+            pa.field("stream", pa.string(), nullable=False),
+            pa.field("bucket", pa.int32(), nullable=False),
+            pa.field("source", pa.int32(), nullable=False),
+            pa.field("destination", pa.int32(), nullable=False),
+            pa.field("units", pa.int32(), nullable=False),
+            pa.field("lost", pa.int32(), nullable=False),
+            pa.field("bitmap", pa.binary()),
+            pa.field("digest", pa.binary()),
+        ]
+    )
+
+
+def file_name(rank: int, first: int, last: int) -> str:
+    """The name of the file with iterations ``first`` to ``last`` (inclusive) that ``rank`` wrote."""
+    return f"rank_{rank:05d}_{first:09d}_{last:09d}.parquet"
+
+
+def parse_name(path: Path) -> tuple[int, int, int] | None:
+    """(rank, first, last) of a file of the log; ``None`` for any other file."""
+    found = _NAME.fullmatch(path.name)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else None
+
+
+@dataclass(frozen=True)
+class PhaseCut:
+    """One phase of one stream as a rank saw it.
+
+    ``sources``, ``receivers``: ranks of the full group. ``units``: units per link. ``buckets``: for each bucket the
+    number of its first unit, its units, elements of its shard and of a unit.
+    """
+
+    sources: tuple[int, ...]
+    receivers: tuple[int, ...]
+    units: int
+    buckets: tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a file says about all of its rows. ``streams``: by name, then by phase. ``loss``: the flags of the run."""
+
+    rank: int
+    version: str
+    loss: dict[str, Any]
+    streams: dict[str, dict[str, PhaseCut]]
+
+    def encode(self) -> dict[bytes, bytes]:
+        """As the key-value metadata of a Parquet file."""
+        return {_KEY: json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).encode()}
+
+    @classmethod
+    def decode(cls, metadata: dict[bytes, bytes] | None) -> Meta:
+        """The inverse of :meth:`encode`. Raises ``ValueError`` if it is not that of a delivery log."""
+        if _KEY not in (metadata or {}):
+            raise ValueError("is no file of a delivery log")
+        values = json.loads(metadata[_KEY])
+        if values.pop("format") != FORMAT:
+            raise ValueError(f"has another format than {FORMAT}")
+        streams = {
+            name: {
+                phase: PhaseCut(
+                    tuple(cut["sources"]), tuple(cut["receivers"]), cut["units"], tuple(map(tuple, cut["buckets"]))
+                )
+                for phase, cut in phases.items()
+            }
+            for name, phases in values.pop("streams").items()
+        }
+        return cls(**values, streams=streams)
+
+    @property
+    def config(self) -> LossyConfig:
+        """The loss flags of the run."""
+        return loss_config(self.loss)
+
+
+def loss_identity(config: LossyConfig) -> dict[str, Any]:
+    """The loss flags that make a run what it is, as JSON gives them back."""
+    return json.loads(json.dumps(identity(config)))
+
+
+def loss_config(flags: dict[str, Any]) -> LossyConfig:
+    """The inverse of :func:`loss_identity`."""
+    return LossyConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in flags.items()})
+
+
+def digests(destinations: np.ndarray, bitmaps: np.ndarray) -> list[bytes]:
+    """For every row, of all rows with its destination: BLAKE2b of their bitmaps, one after another.
+
+    ``destinations`` integers [L]; ``bitmaps`` uint8[L, bytes], the rows of a destination in the order of sources.
+    """
+    from hashlib import blake2b
+
+    known = {
+        int(rank): blake2b(bitmaps[destinations == rank].tobytes(), digest_size=DIGEST_BYTES).digest()
+        for rank in np.unique(destinations)
+    }
+    return [known[rank] for rank in destinations.tolist()]
+
+
+def pack(arrived: np.ndarray) -> np.ndarray:
+    """uint8[L, ceil(units / 8)] of ``arrived`` bool[L, units]: unit u is bit u % 8 of byte u // 8."""
+    return np.packbits(arrived, axis=1, bitorder="little")
+
+
+def unpack(bitmaps: np.ndarray, units: int) -> np.ndarray:
+    """The inverse of :func:`pack`."""
+    return np.unpackbits(bitmaps, axis=1, count=units, bitorder="little").view(bool)
+
+
+def intervals(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The union of inclusive ranges of iterations, as few disjoint ones as possible, sorted."""
+    result: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if result and first <= result[-1][1] + 1:
+            result[-1] = (result[-1][0], max(last, result[-1][1]))
+        else:
+            result.append((first, last))
+    return result

@@ -1,0 +1,160 @@
+"""``summary``: what was lost, on which links, in what bursts, and how old it made parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from ..config import PHASES, LossyConfig, flag_name
+from .reader import DeliveryLogFolder, Links
+from .scan import Rates, scan
+from .schema import loss_config
+
+
+class Counts:
+    """How often each whole number from 0 on occurred."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(1, dtype=np.int64)
+
+    def add(self, values: np.ndarray) -> None:
+        """Count ``values``, integers of any shape."""
+        more = np.bincount(values.reshape(-1), minlength=len(self.counts))
+        more[: len(self.counts)] += self.counts
+        self.counts = more
+
+    @property
+    def total(self) -> int:
+        """How many values were counted."""
+        return int(self.counts.sum())
+
+    @property
+    def mean(self) -> float:
+        """Their mean."""
+        return float(self.counts @ np.arange(len(self.counts))) / max(1, self.total)
+
+    @property
+    def largest(self) -> int:
+        """The largest of them."""
+        return int(np.flatnonzero(self.counts)[-1]) if self.total else 0
+
+    def text(self, first: int, most: int = 6) -> str:
+        """Shares of the values from ``first`` on, the last one of ``most`` with all that is larger."""
+        shares = self.counts[first:] / max(1, self.counts[first:].sum())
+        words = [f"{first + k}: {share:.1%}" for k, share in enumerate(shares[: most - 1])]
+        if len(shares) >= most:
+            words.append(f"{first + most - 1} and more: {shares[most - 1:].sum():.1%}")
+        return ", ".join(words)
+
+
+class Bursts:
+    """Lengths of runs of lost units on a link, in the order of units through all iterations. Those that ended."""
+
+    def __init__(self, links: int) -> None:
+        self._open = np.zeros(links, dtype=np.int64)  # the length so far of the run that each link is in
+
+    def add(self, lost: np.ndarray, lengths: Counts) -> None:
+        """Take in ``lost`` bool[L, units] of the next exchange, and count the lengths of runs that end in it."""
+        units = lost.shape[1]
+        edges = np.diff(np.pad(lost, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+        link, start = np.nonzero(edges == 1)
+        end = np.nonzero(edges == -1)[1]
+        length = end - start
+        goes_on = start == 0
+        length[goes_on] += self._open[link[goes_on]]
+        lengths.add(self._open[(self._open > 0) & ~lost[:, 0]])
+        lengths.add(length[end < units])
+        self._open = np.zeros_like(self._open)
+        self._open[link[end == units]] = length[end == units]
+
+
+class Part:
+    """What is counted of one phase of one stream."""
+
+    def __init__(self, size: int) -> None:
+        self.rates = Rates(size)
+        self.bursts, self.ages = Counts(), Counts()
+        self.complete = True  # every row had a bitmap, or had lost nothing
+        self._runs: dict[int, Bursts] = {}
+        self._age: dict[int, np.ndarray] = {}
+
+    def follow(self, rank: int, links: Links) -> None:
+        """Bursts, and ages of what the update did not bring, on the links that ``rank`` recorded."""
+        self.complete &= bool(links.known.all())
+        if not self.complete:
+            return
+        lost = ~links.arrived
+        if rank not in self._runs:
+            self._runs[rank] = Bursts(len(lost))
+            self._age[rank] = np.zeros(lost.shape, dtype=np.int64)
+        self._runs[rank].add(lost, self.bursts)
+        self._age[rank] = np.where(lost, self._age[rank] + 1, 0)
+        self.ages.add(self._age[rank])
+
+
+def summarize(folder: DeliveryLogFolder) -> dict[str, dict[str, Part]]:
+    """What the log says by phase and stream. Raises :class:`~megatron_lossy.log.reader.BadLog`."""
+    parts: dict[str, dict[str, Part]] = defaultdict(dict)
+    for file, rows in scan(folder):
+        phase, stream = str(rows.phase[0]), str(rows.stream[0])
+        if stream not in parts[phase]:
+            parts[phase][stream] = Part(folder.size(stream))
+        part = parts[phase][stream]
+        part.rates.add(rows)
+        part.follow(file.rank, file.links(rows))
+    return parts
+
+
+def summary_text(folder: DeliveryLogFolder) -> str:
+    """The summary for people."""
+    covered = [folder.covered(rank) for rank in folder.ranks]
+    iterations = sum(last - first + 1 for ranges in covered for first, last in ranges)
+    size = sum(file.path.stat().st_size for file in folder.files)
+    first, last = min(ranges[0][0] for ranges in covered), max(ranges[-1][1] for ranges in covered)
+    lines = [
+        f"{folder.path}: iterations {first} to {last}, {len(folder.files)} files of {len(folder.ranks)} writing ranks, "
+        f"{size:,} bytes, {size / iterations:,.1f} per iteration and writing rank",
+        f"flags: {_flags(folder)}",
+    ]
+    parts = summarize(folder)
+    for phase in PHASES:
+        if not parts.get(phase):
+            lines += ["", f"{phase}: nothing recorded, nothing lost"]
+        for stream, part in sorted(parts.get(phase, {}).items()):
+            lines += ["", f"{phase}, {stream}, {len(part.rates.sent)} ranks", *_part_lines(phase, part)]
+    return "\n".join(lines)
+
+
+def _flags(folder: DeliveryLogFolder) -> str:
+    loss = loss_config(folder.files[0].meta.loss)
+    default = LossyConfig()
+    words = []
+    for name in folder.files[0].meta.loss:
+        value = getattr(loss, name)
+        if value != getattr(default, name):
+            value = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            words.append(flag_name(LossyConfig, name) + ("" if value is True else f" {value}"))
+    return " ".join(words)
+
+
+def _part_lines(phase: str, part: Part) -> list[str]:
+    rates = part.rates.rates
+    low, high = (np.unravel_index(pick(rates), rates.shape) for pick in (np.nanargmin, np.nanargmax))
+    lines = [
+        f"  lost      {part.rates.lost.sum():,} of {part.rates.sent.sum():,} units, {part.rates.mean:.2%}",
+        f"  per link  lowest {rates[low]:.2%} ({low[0]} to {low[1]}), mean {np.nanmean(rates):.2%}, "
+        f"highest {rates[high]:.2%} ({high[0]} to {high[1]})",
+    ]
+    if not part.complete:
+        return [*lines, "  bursts and ages are not known: packets were recorded without bitmaps"]
+    if part.bursts.total:
+        lines.append(
+            f"  bursts    {part.bursts.total:,}, mean {part.bursts.mean:.2f} units, longest {part.bursts.largest}; "
+            + part.bursts.text(1)
+        )
+    if phase == "param":
+        lines.append(
+            f"  ages      mean {part.ages.mean:.3f} updates, oldest {part.ages.largest}; " + part.ages.text(0)
+        )
+    return lines

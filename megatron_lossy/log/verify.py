@@ -1,0 +1,134 @@
+"""``verify``: whether every record of a delivery log can be read and is what was written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..channel import Exchange, Stream, make_channel
+from ..channel.recorded import Redrawn
+from ..config import PHASES
+from .reader import BadLog, DeliveryLogFolder, LogFile, Rows
+
+
+@dataclass
+class Verdict:
+    """``problems``: one line each, empty if all is well. ``rows`` that were read. ``usable``: by rank, up to where.
+
+    ``usable`` has the inclusive range of iterations before the first problem or gap, ``None`` without any.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    rows: int = 0
+    usable: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+
+
+def verify(folder: DeliveryLogFolder) -> Verdict:
+    """Read everything; check rows, bitmaps, digests, gaps, missing ranks, and that ranks agree."""
+    verdict = Verdict()
+    redrawn = Redrawn(make_channel)
+    for rank, files in folder.ranks.items():
+        good = None
+        for number, file in enumerate(files):
+            previous = files[number - 1] if number else None
+            if previous is not None and file.first > previous.last + 1:
+                verdict.problems.append(
+                    f"rank {rank}: no records of iterations {previous.last + 1} to {file.first - 1}"
+                )
+                break
+            try:
+                verdict.rows += _check_file(file, folder, redrawn)
+            except BadLog as error:
+                verdict.problems.append(str(error))
+                if error.iteration > files[0].first:
+                    good = files[0].first, error.iteration - 1
+                break
+            good = files[0].first, file.last
+        verdict.usable[rank] = good
+    verdict.problems += _missing_ranks(folder)
+    return verdict
+
+
+def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redrawn) -> int:
+    reference = next(iter(folder.ranks.values()))[0]
+    if file is not reference and _loss_of(reference) not in (None, file.meta.loss):
+        raise BadLog(file.path, file.first, f"is of a run with other loss flags than {reference.path.name}")
+    if file.meta.rank != file.rank:
+        raise BadLog(file.path, file.first, f"was written by rank {file.meta.rank}")
+    count = 0
+    for group in range(len(file.groups)):
+        rows = file.read(group)
+        for key, part in rows.exchanges.items():
+            _check_exchange(file, rows[part], key, folder, redrawn)
+        count += len(rows)
+    return count
+
+
+def _loss_of(file: LogFile) -> dict | None:
+    try:
+        return file.meta.loss
+    except BadLog:
+        return None  # reported where it is checked itself
+
+
+def _check_exchange(
+    file: LogFile, rows: Rows, key: tuple[int, str, str], folder: DeliveryLogFolder, redrawn: Redrawn
+) -> None:
+    iteration, phase, stream = key
+
+    def bad(reason: object) -> BadLog:
+        return BadLog(file.path, iteration, reason, rows.first)
+
+    if not file.first <= iteration <= file.last:
+        raise BadLog(file.path, file.first, f"has records of iteration {iteration}", rows.first)
+    if phase not in PHASES or stream not in file.meta.streams:
+        raise bad(f"phase {phase!r}, stream {stream!r} are not those of the file")
+    links = file.links(rows)
+    try:
+        redrawn.fill(links, np.arange(len(links.sources)), Exchange(phase, Stream.parse(stream), iteration), file)
+    except ValueError as error:
+        raise bad(error) from None
+    first = folder.writers[stream, int(links.destinations[0])][0]
+    if first != file.rank:
+        other = folder.file(first, iteration)
+        theirs = other.exchange(iteration, phase, stream) if other is not None else None
+        if theirs is not None and not _equal(rows, theirs):
+            raise bad(f"ranks {first} and {file.rank} recorded different losses")
+
+
+def _equal(rows: Rows, theirs: Rows) -> bool:
+    return (
+        len(rows) == len(theirs)
+        and all(
+            np.array_equal(getattr(rows, name), getattr(theirs, name)) for name in ("bucket", "source", "destination")
+        )
+        and np.array_equal(rows.lost, theirs.lost)
+        and rows.bitmap.equals(theirs.bitmap)
+        and rows.digest.equals(theirs.digest)
+    )
+
+
+def _missing_ranks(folder: DeliveryLogFolder) -> list[str]:
+    try:
+        streams = {name for name, _ in folder.writers}
+        missing = [
+            f"no records of rank {rank} of {stream}"
+            for stream in sorted(streams)
+            for rank in range(folder.size(stream))
+            if (stream, rank) not in folder.writers
+        ]
+    except BadLog:
+        return []  # reported already
+    return missing
+
+
+def verdict_text(folder: DeliveryLogFolder, verdict: Verdict) -> str:
+    """The verdict for people."""
+    usable = list(verdict.usable.values())
+    if any(part is None for part in usable):
+        rest = "no iteration is usable for all ranks"
+    else:
+        first, last = max(part[0] for part in usable), min(part[1] for part in usable)
+        rest = f"iterations {first} to {last} are usable for all ranks"
+    return "\n".join([*verdict.problems, f"{folder.path}: {verdict.rows:,} good records; {rest}"])

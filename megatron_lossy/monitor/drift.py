@@ -1,0 +1,220 @@
+"""How far replicas are apart: mean squared discrepancy of a sample of weights, and its prediction (docs/monitors.md).
+
+Every ``--drift-interval`` iterations all ranks gather the same few coordinates of their replicas. Discrepancies come
+from differences to the owner's value in float64; E[x^2] - E[x]^2 in float32 would lose them in the size of the
+weights. The prediction is a closed form of :mod:`megatron_lossy.theory` times the measured mean squared increment.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from .. import theory
+from ..channel import Stream
+from ..channel.gilbert_elliott import GilbertElliott
+from ..config import LossyConfig
+from .observation import Observation
+from .window import Window
+
+#: Sampled coordinates of a stream.
+SAMPLE = 2048
+_SEED = 20250707
+
+
+class Replicas(Protocol):
+    """The parameters of one stream: this rank's replica, or all replicas of a virtual cluster.
+
+    ``workers``: N, the ranks that shard the buckets. ``owned``: those among them whose shards this process owns.
+    ``units``: units of loss of the stream. ``shards``: elements of a shard, per bucket. ``used``: int64[k, 2] per
+    bucket, where in its N shards parameters are (first, last + 1); the rest is padding. Places are offsets into
+    the N shards of each bucket.
+    """
+
+    stream: Stream
+    workers: int
+    owned: range
+    units: int
+    shards: Sequence[int]
+    used: Sequence[np.ndarray]
+
+    def own(self, places: Sequence[np.ndarray]) -> np.ndarray:
+        """float64[S]: values in this process, which are the owner's where it owns them."""
+
+    def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
+        """float64[N, S]: values of all replicas. A collective call."""
+
+
+class Sample:
+    """At most ``count`` of the parameters of ``replicas``, spread evenly over the buckets; the same on all ranks.
+
+    ``places``: int64 per bucket. ``owners``: int64[S], the rank that owns each. ``population``: parameters in all.
+    """
+
+    def __init__(self, replicas: Replicas, count: int = SAMPLE) -> None:
+        runs = [(k, first, last) for k, used in enumerate(replicas.used) for first, last in used.tolist()]
+        bucket, first, last = np.array(runs, dtype=np.int64).reshape(-1, 3).T
+        ends = np.cumsum(last - first)
+        self.population = int(ends[-1])
+        if self.population <= count:
+            chosen = np.arange(self.population)
+        else:  # one in each of equal strata
+            edges = np.arange(count + 1) * self.population // count
+            chosen = edges[:-1] + (np.random.default_rng(_SEED).random(count) * np.diff(edges)).astype(np.int64)
+        run = np.searchsorted(ends, chosen, side="right")
+        offset = last[run] - (ends[run] - chosen)
+        self.places = [offset[bucket[run] == k] for k in range(len(replicas.shards))]
+        owners = [places // shard for places, shard in zip(self.places, replicas.shards, strict=True)]
+        self.owners = np.concatenate(owners)
+
+
+def discrepancies(values: np.ndarray, owners: np.ndarray) -> tuple[float, float]:
+    """Mean squared difference over all pairs of replicas, and of the others to the owner; over all coordinates.
+
+    ``values`` float64[N, S], N at least 2; ``owners`` int64[S].
+    """
+    workers, coordinates = values.shape
+    differences = values - values[owners, np.arange(coordinates)]
+    squares = (differences**2).sum(axis=0)
+    # Sum over pairs of (d_i - d_j)^2. The owner's d is 0, which keeps it from cancelling.
+    pairs = workers * squares - differences.sum(axis=0) ** 2
+    return float(pairs.mean()) * 2 / (workers * (workers - 1)), float(squares.mean()) / (workers - 1)
+
+
+def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple[float, float] | None:
+    """The two discrepancies in the steady state, for uncorrelated increments with a mean square of 1.
+
+    At the loss rate of ``step``, with ``units`` units of loss per step. ``None`` if links differ in their losses.
+    """
+    loss = config.phase("param")
+    if loss.lossless:
+        return 0.0, 0.0
+    if config.lossy_links != "all" or loss.model not in ("bernoulli", "gilbert-elliott"):
+        return None
+    if loss.model == "bernoulli":
+        p = loss.schedule.rate(step)
+        drift = float(theory.drift_to_owner(p)), float(theory.drift_between(p))
+    else:
+        drift = _drift_of_bursts(GilbertElliott(loss, config.loss_seed).parameters(step), units)
+    if drift is None:
+        return None
+    owner, between = drift
+    if config.loss_correlation == "source":
+        between = 0.0
+    return 2 / workers * owner + (1 - 2 / workers) * between, owner
+
+
+@functools.lru_cache
+def _drift_of_bursts(transitions: tuple[float, ...], units: int) -> tuple[float, float] | None:
+    """Drift to the owner and between two receivers; ``None`` if ages of thousands of steps matter."""
+    for steps in (64, 512, 4096):
+        tail = theory.burst_tail(transitions, steps, units)
+        if tail[-1] <= 1e-9 * tail[0]:
+            return theory.drift_of_ages(tail)
+    return None
+
+
+class Drift:
+    """Discrepancies since the last record, over all streams. An :class:`Observer` that also looks at weights."""
+
+    def __init__(self, config: LossyConfig) -> None:
+        self._config = config
+        self._samples: dict[Any, Sample] = {}
+        self._before: dict[Stream, np.ndarray] = {}
+        self._window = Window(
+            ["weight", "pairs", "owner", "moved", "increment", "foreseen", "pairs_predicted", "owner_predicted"]
+        )
+
+    def due(self, iteration: int) -> bool:
+        """Whether to measure at the end of ``iteration`` (from 0)."""
+        return (iteration + 1) % self._config.drift_interval == 0
+
+    def before_update(self, iteration: int, replicas: Callable[[], Sequence[Replicas]]) -> None:
+        """The owners' shards are about to be updated."""
+        self._before.clear()
+        if self.due(iteration):
+            for stream in replicas():
+                self._before[stream.stream] = stream.own(self._sample(stream).places)
+
+    def measure(self, iteration: int, successful: bool, replicas: Sequence[Replicas]) -> None:
+        """``iteration`` is over and every replica has what it got of its update, if that was ``successful``.
+
+        A collective call.
+        """
+        if not successful:
+            self._before.clear()
+        for stream in replicas:
+            if stream.workers > 1:
+                self._measure(iteration, stream)
+        self._before.clear()
+
+    def _measure(self, iteration: int, replicas: Replicas) -> None:
+        sample = self._sample(replicas)
+        values = replicas.everyone(sample.places)
+        pairs, owner = discrepancies(values, sample.owners)
+        # Every rank of a group finds the same; together they count as much as the group has parameters.
+        weight = sample.population * len(replicas.owned) / replicas.workers
+        self._window.add(weight=weight, pairs=weight * pairs, owner=weight * owner)
+        before = self._before.get(replicas.stream)
+        if before is None:
+            return  # the update was skipped
+        mine = np.flatnonzero((sample.owners >= replicas.owned.start) & (sample.owners < replicas.owned.stop))
+        share = sample.population / len(sample.owners)
+        moved = share * len(mine)
+        increment = share * float(((values[sample.owners[mine], mine] - before[mine]) ** 2).sum())
+        self._window.add(moved=moved, increment=increment)
+        factors = predicted(self._config, iteration, replicas.workers, replicas.units)
+        if factors is not None:
+            self._window.add(
+                foreseen=moved, pairs_predicted=factors[0] * increment, owner_predicted=factors[1] * increment
+            )
+
+    def _sample(self, replicas: Replicas) -> Sample:
+        key = (replicas.stream, *replicas.shards)
+        if key not in self._samples:
+            self._samples[key] = Sample(replicas)
+        return self._samples[key]
+
+    def observe(self, observation: Observation) -> None:
+        """Nothing: weights say it all."""
+
+    def finish_iteration(self, iteration: int, successful: bool) -> None:
+        """Nothing; see :meth:`measure`."""
+
+    def restart(self, iteration: int) -> None:
+        self._window.clear()
+
+    def metrics(self) -> dict[str, float]:
+        total = self._window.close()
+        result = {}
+        for weight, columns in (
+            ("weight", ("pairs", "owner")),
+            ("moved", ("increment",)),
+            ("foreseen", ("pairs_predicted", "owner_predicted")),
+        ):
+            if total[weight]:
+                result |= {_NAMES[column]: total[column] / total[weight] for column in columns}
+        return result
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has measured since the last record."""
+        return {"window": self._window.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        self._window.load_state_dict(state["window"])
+
+
+_NAMES = {
+    "pairs": "drift pairs",
+    "owner": "drift owner",
+    "increment": "squared increment",
+    "pairs_predicted": "drift pairs predicted",
+    "owner_predicted": "drift owner predicted",
+}

@@ -1,0 +1,93 @@
+"""What the exchanges lost: realised loss, survivors of gradients, ages of stale parameters (docs/monitors.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..channel import Stream
+from .observation import Observation
+from .window import Window
+
+
+class ExchangeMonitor:
+    """Metrics of all exchanges since the last record, over all ranks and streams. An :class:`Observer`."""
+
+    def __init__(self) -> None:
+        self._window = Window(
+            [
+                "grad_lost",
+                "grad_sent",
+                "param_lost",
+                "param_sent",
+                "reduced",  # units that owners reduced
+                "survivors",
+                "without_survivor",
+                "ages",  # of stale units
+            ],
+            largest=["fewest_survivors_negated", "oldest"],
+        )
+        #: int32[receivers, sources, units] by stream: updates that each unit of each replica has missed in a row.
+        self._ages: dict[Stream, np.ndarray] = {}
+
+    def observe(self, observation: Observation) -> None:
+        arrived = observation.arrived
+        sources = list(observation.sources)
+        own = arrived[range(len(arrived)), [sources.index(rank) for rank in observation.receivers]]
+        missed = arrived.size - np.count_nonzero(arrived)
+        lost, sent = missed - (own.size - np.count_nonzero(own)), arrived.size - own.size
+        if observation.exchange.phase == "grad":
+            count = np.uint8 if len(sources) < 256 else np.uint32
+            survivors = np.add.reduce(arrived.view(np.uint8), axis=1, dtype=count)
+            self._window.add(
+                grad_lost=lost,
+                grad_sent=sent,
+                reduced=survivors.size,
+                survivors=arrived.size - missed,
+                without_survivor=survivors.size - np.count_nonzero(survivors),
+                fewest_survivors_negated=-int(survivors.min()),
+            )
+        else:
+            ages = self._ages.get(observation.exchange.stream)
+            if ages is None:
+                ages = self._ages[observation.exchange.stream] = np.zeros(arrived.shape, dtype=np.int32)
+            ages += 1
+            np.multiply(ages, ~arrived, out=ages)
+            self._window.add(param_lost=lost, param_sent=sent, ages=int(ages.sum()), oldest=int(ages.max()))
+
+    def finish_iteration(self, iteration: int, successful: bool) -> None:
+        """Nothing is left to do."""
+
+    def restart(self, iteration: int) -> None:
+        self._ages.clear()
+        self._window.clear()
+
+    def metrics(self) -> dict[str, float]:
+        total = self._window.close()
+        result = {
+            "loss rate grad": total["grad_lost"] / max(total["grad_sent"], 1),
+            "loss rate param": total["param_lost"] / max(total["param_sent"], 1),
+        }
+        if total["reduced"]:
+            result["survivors mean"] = total["survivors"] / total["reduced"]
+            result["survivors min"] = -total["fewest_survivors_negated"]
+            result["share without survivor"] = total["without_survivor"] / total["reduced"]
+        if total["param_sent"]:
+            result["stale age mean"] = total["ages"] / max(total["param_lost"], 1)
+            result["stale age max"] = total["oldest"]
+        return result
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's ages, and what it has counted since the last record."""
+        ages = [(vars(stream), torch.from_numpy(ages.copy())) for stream, ages in self._ages.items()]
+        return {"ages": ages, "window": self._window.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        self._ages = {Stream(**stream): ages.cpu().numpy().copy() for stream, ages in state["ages"]}
+        self._window.load_state_dict(state["window"])

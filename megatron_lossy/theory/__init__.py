@@ -1,0 +1,42 @@
+"""Closed forms for ages, drift and recovery rules, each with its derivation in a line or two (docs/theory.md).
+
+:mod:`.ages`, :mod:`.drift` and :mod:`.recovery` need NumPy only and are what is imported here. :mod:`.simulate`
+counts the same things with the real channels and recovery rules, :mod:`.real_run` in a training run.
+"""
+
+from .ages import age_exceeds, age_max, age_mean, age_variance, burst_tail
+from .drift import (
+    UNCORRELATED,
+    ar1,
+    drift_between,
+    drift_of_ages,
+    drift_over_pairs,
+    drift_paper,
+    drift_to_owner,
+    second_moments,
+    settling_steps,
+)
+from .recovery import Weights, no_survivor, previous_long_run, previous_staleness, survivors, weights
+
+__all__ = [
+    "UNCORRELATED",
+    "Weights",
+    "age_exceeds",
+    "age_max",
+    "age_mean",
+    "age_variance",
+    "ar1",
+    "burst_tail",
+    "drift_between",
+    "drift_of_ages",
+    "drift_over_pairs",
+    "drift_paper",
+    "drift_to_owner",
+    "no_survivor",
+    "previous_long_run",
+    "previous_staleness",
+    "second_moments",
+    "settling_steps",
+    "survivors",
+    "weights",
+]

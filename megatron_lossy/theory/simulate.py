@@ -1,0 +1,176 @@
+"""What the closed forms say, counted instead: with the real channels and the real recovery rules.
+
+Replicas hold random walks instead of a model's weights, and gradients are random numbers; who loses what, and what is
+done about it, is the code that training uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..channel import Network, Stream
+from ..config import LossyConfig
+from ..recovery import GRAD_RECOVERIES, Outcome, cut
+from ..virtual.arrivals import Arrivals
+
+#: What the elements of a unit are in :func:`estimates`.
+TOTAL, OWN, GRADIENT = range(3)
+
+#: Is told of each step of work done.
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A mean and its standard error, from parts that are independent or long against what correlates them."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def over(cls, values: np.ndarray, blocks: int | None = None) -> Measured:
+        """The mean of ``values`` [n], which are independent, or cut into ``blocks`` of consecutive ones."""
+        if blocks is not None:
+            values = np.array([part.mean() for part in np.array_split(values, blocks)])
+        return cls(float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values))))
+
+
+# --- Drift and ages ------------------------------------------------------------------------------------------------
+
+
+def random_walk(steps: int, shape: tuple[int, ...], phi: float, seed: int) -> np.ndarray:
+    """float64[steps, *shape]: increments of variance 1 whose autocorrelation at lag k is phi^k."""
+    noise = np.random.default_rng(seed).standard_normal((steps, *shape))
+    for before, now in zip(noise, noise[1:]):
+        now *= np.sqrt(1 - phi**2)
+        now += phi * before
+    return noise
+
+
+def drift(
+    config: LossyConfig, workers: int, increments: np.ndarray, tick: Tick = lambda: None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Drift between two receivers, and to the owner, after each broadcast of replicas that start equal.
+
+    ``increments`` [steps, N, coordinates]: what each owner adds to the weights of its shard. Returns
+    float64[steps, coordinates] twice: means over shards, and over pairs of receivers or over receivers.
+    """
+    arrivals = Arrivals(Network(config, "param", workers), Stream(), workers, 1)
+    steps, _, coordinates = increments.shape
+    owner = np.zeros((workers, coordinates))
+    replicas = np.zeros((workers, workers, coordinates))  # receiver, source
+    between, to_owner = np.empty((2, steps, coordinates))
+    for step in range(steps):
+        owner += increments[step]
+        np.copyto(replicas, owner, where=arrivals.at(step))
+        between[step], to_owner[step] = squared_differences(replicas - owner).mean(axis=1)
+        tick()
+    return between, to_owner
+
+
+def squared_differences(gaps: np.ndarray) -> np.ndarray:
+    """[2, ...]: mean squared difference between two receivers, and to the owner.
+
+    ``gaps`` [N, ...]: what each worker has less the owner's, which is 0 for the owner itself, whoever that is.
+    The sum over pairs of (a-b)^2 is n sum of a^2 - (sum of a)^2; gaps are small, so that nothing cancels.
+    """
+    receivers = len(gaps) - 1
+    squares, square = (gaps**2).sum(axis=0), gaps.sum(axis=0) ** 2
+    pairs = receivers * (receivers - 1) / 2
+    between = (receivers * squares - square) / pairs if pairs else np.zeros_like(squares)
+    return np.stack([between, squares / receivers])
+
+
+def ages(
+    config: LossyConfig, workers: int, steps: int, units: int = 1, burn_in: int = 0, tick: Tick = lambda: None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Counts of each age over all links and units, the largest age of a worker, and the largest of all, per step.
+
+    Returns int64[steps, ages], float64[steps] (mean over workers) and int64[steps]; after ``burn_in`` more steps.
+    """
+    arrivals = Arrivals(Network(config, "param", workers), Stream(), workers, units)
+    age = np.zeros((workers, workers, units), dtype=np.int64)
+    remote = ~np.eye(workers, dtype=bool)
+    counts, of_worker, of_all = [], np.empty(steps), np.empty(steps, dtype=np.int64)
+    for step in range(-burn_in, steps):
+        age += 1
+        age[arrivals.at(step + burn_in)] = 0
+        tick()
+        if step >= 0:
+            counts.append(np.bincount(age[remote].ravel()))
+            of_worker[step], of_all[step] = age.max(axis=(1, 2)).mean(), age.max()
+    table = np.zeros((steps, max(map(len, counts))), dtype=np.int64)
+    for row, count in zip(table, counts, strict=True):
+        row[: len(count)] = count
+    return table, of_worker, of_all
+
+
+# --- Recovery of gradients -----------------------------------------------------------------------------------------
+
+
+def estimates(
+    rule: str, p: float, workers: int, lossy_self: bool = False, units: int = 1000, steps: int = 1, burn_in: int = 0,
+    seed: int = 1234,
+) -> np.ndarray:
+    """float32[steps, N * units, 3]: what the owners' gradients become, unit by unit, after ``burn_in`` more steps.
+
+    The elements of a unit: ``TOTAL``, 1 in every gradient, shows the sum of the weights; ``OWN``, 1 in the owner's
+    gradient and 0 in others, shows its weight; ``GRADIENT`` is normal, of mean 1 and variance 1, new in every step.
+    """
+    config = LossyConfig(
+        p_grad=p, lossy_self=lossy_self, loss_unit="packet", packet_bytes=12, grad_recovery=rule, loss_seed=seed
+    )
+    [cuts], count = cut([3 * units], [4], "packet", 12)
+    arrivals = Arrivals(Network(config, "grad", workers), Stream(), workers, count)
+    rules = [GRAD_RECOVERIES[rule](cuts) for _ in range(workers)]
+    generator = torch.Generator().manual_seed(seed)
+    buffer = torch.empty(workers, units, 3)
+    result = np.empty((steps, workers * units, 3), dtype=np.float32)
+    for step in range(burn_in + steps):
+        arrived = arrivals.at(step)
+        following = arrivals.at(step + 1)
+        total, exchanges = torch.zeros_like(buffer), []
+        for rank, recovery in enumerate(rules):
+            outcome = Outcome(
+                step, rank, arrived[:, rank], arrived[rank], lambda rank=rank: following[:, rank]
+            )
+            buffer[..., TOTAL] = 1
+            buffer[..., OWN] = 0
+            buffer[rank, :, OWN] = 1
+            buffer[..., GRADIENT].normal_(1, 1, generator=generator)
+            exchanges.append((recovery, outcome, recovery.send(buffer.view(-1), outcome)))
+            total += buffer
+        for rank, (recovery, outcome, sent) in enumerate(exchanges):
+            recovery.receive(total[rank].view(-1), outcome, sent)
+            recovery.finish_step(step, True)
+        if step >= burn_in:
+            result[step - burn_in] = (total / workers).view(-1, 3).numpy()
+    return result
+
+
+def one_step(values: np.ndarray) -> dict[str, Measured]:
+    """Of :func:`estimates`: mean weights (``total``, ``own``), mean and ``variance`` of the gradient's estimate."""
+    values = values.astype(np.float64)
+    gradient = values[..., GRADIENT]
+    return {
+        "total": Measured.over(values[..., TOTAL].mean(axis=0)),
+        "own": Measured.over(values[..., OWN].mean(axis=0)),
+        "mean": Measured.over(gradient.mean(axis=0)),
+        "variance": Measured.over(((gradient - gradient.mean()) ** 2).mean(axis=0)),
+    }
+
+
+def long_run(values: np.ndarray, lags: int) -> Measured:
+    """Of :func:`estimates`: variance of the sum of the gradient's estimates over T steps, over T, for large T.
+
+    The sum of autocovariances up to ``lags``.
+    """
+    series = values[..., GRADIENT].astype(np.float64)
+    series -= series.mean()
+    steps = len(series) - lags
+    ahead = series[:steps] + 2 * sum(series[lag : lag + steps] for lag in range(1, lags + 1))
+    return Measured.over((series[:steps] * ahead).mean(axis=0))

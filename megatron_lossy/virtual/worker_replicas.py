@@ -1,0 +1,43 @@
+"""What the drift monitor sees of a virtual cluster: all workers' replicas of the buckets of one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..channel import Stream
+from ..hooks.rank_replicas import used_ranges
+from .versions import Versions
+
+
+class WorkerReplicas:
+    """See :class:`megatron_lossy.monitor.drift.Replicas`.
+
+    ``pairs``: Megatron's (buffer, bucket) in canonical order.
+    """
+
+    def __init__(self, stream: Stream, pairs: Sequence[tuple[Any, Any]], versions: Versions) -> None:
+        self.stream = stream
+        self.workers, _, self.units = versions.held.shape
+        self.owned = range(self.workers)
+        self.shards = [bucket.param_data.numel() // self.workers for _, bucket in pairs]
+        self._pairs = pairs
+        self._versions = versions
+
+    @property
+    def used(self) -> list[np.ndarray]:
+        return [used_ranges(buffer, bucket) for buffer, bucket in self._pairs]
+
+    def own(self, places: Sequence[np.ndarray]) -> np.ndarray:
+        values = [
+            bucket.param_data[torch.from_numpy(chosen).to(bucket.param_data.device)]
+            for (_, bucket), chosen in zip(self._pairs, places, strict=True)
+        ]
+        return torch.cat(values).double().cpu().numpy()
+
+    def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
+        values = [self._versions.everyone(number, chosen) for number, chosen in enumerate(places)]
+        return torch.cat(values, dim=1).double().cpu().numpy()

@@ -1,0 +1,561 @@
+"""The delivery log: what is written, what is read back, what replays it, and what a broken one costs."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy.channel import Deliveries, Exchange, Network, Stream, check_channels
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.log.reader import DeliveryLogFolder
+from megatron_lossy.log.schema import RUN, digests, pack, unpack
+from megatron_lossy.monitor import Observation
+from megatron_lossy.monitor.delivery_log import DeliveryLog, claim_delivery_log
+from megatron_lossy.recovery import cut
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[1]
+UNITS = {
+    "shard": {},
+    "bucket": {"loss_unit": "bucket"},
+    "digests": {"loss_unit": "packet", "packet_bytes": 16},
+    "bitmaps": {"loss_unit": "packet", "packet_bytes": 16, "delivery_log_bitmaps": True},
+}
+SHARDS = (5, 17, 60)  # elements of the shards of three buckets
+LOSSY = {"p_grad": 0.4, "p_param": 0.3}
+
+
+def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0, ranks=None):
+    """Log ``steps`` iterations of ``size`` ranks, one log for all receivers or, with ``ranks``, one for each.
+
+    In iterations in ``skipped`` the optimizer made no update. Returns bool[N, N, units], receivers first, by exchange.
+    """
+    config = dataclasses.replace(config, delivery_log=str(folder))
+    units, total = cut(SHARDS, [4] * 3, config.loss_unit, config.packet_bytes)
+    networks = {phase: Network(config, phase, size) for phase in ("grad", "param")}
+    everyone = np.arange(size)
+    logs = []
+    for rank in [None] if ranks is None else ranks:
+        log = DeliveryLog(config)
+        if rank is not None:
+            log.__class__ = type("RankLog", (DeliveryLog,), {"_rank": rank})
+        if first:
+            log.restart(first)
+        logs.append((log, everyone if rank is None else [rank]))
+    truth = {}
+    for step in range(first, steps):
+        for stream in streams:
+            for phase in ("grad", "param") if step not in skipped else ("grad",):
+                exchange = Exchange(phase, stream, step)
+                arrived = networks[phase].delivered_links(
+                    exchange, np.tile(everyone, size), np.repeat(everyone, size), total
+                )
+                truth[exchange] = arrived = arrived.reshape(size, size, total)
+                for log, receivers in logs:
+                    log.observe(Observation(exchange, everyone, receivers, arrived[list(receivers)], units))
+        for log, _ in logs:
+            log.finish_iteration(step, step not in skipped)
+    for log, _ in logs:
+        log.close()
+    return truth
+
+
+def replayed(folder, exchange, config, size, units):
+    """What a replay of the log in ``folder`` says about an exchange."""
+    flags = {name: getattr(config, name) for name in ("loss_unit", "packet_bytes", "lossy_self")}
+    network = Network(LossyConfig(loss_model=("trace",), trace=str(folder), loss_seed=99, **flags), exchange.phase, size)
+    everyone = np.arange(size)
+    arrived = network.delivered_links(exchange, np.tile(everyone, size), np.repeat(everyone, size), units)
+    return arrived.reshape(size, size, units)
+
+
+# --- what is written is what is read -------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(1, 5),
+    steps=st.integers(1, 7),
+    unit=st.sampled_from(sorted(UNITS)),
+    chunk=st.integers(1, 4),
+    per_rank=st.booleans(),
+    lossy_self=st.booleans(),
+    skipped=st.sets(st.integers(0, 6)),
+    model=st.sampled_from(["bernoulli", "gilbert-elliott"]),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_a_replay_loses_what_was_recorded(
+    tmp_path_factory, size, steps, unit, chunk, per_rank, lossy_self, skipped, model, seed
+):
+    folder = tmp_path_factory.mktemp("log")
+    streams = (Stream(), Stream("expert", 1), Stream("embedding"))
+    config = LossyConfig(
+        **LOSSY,
+        **UNITS[unit],
+        loss_model=(model,),
+        loss_seed=seed,
+        lossy_self=lossy_self,
+        delivery_log="later",
+        delivery_log_chunk=chunk,
+    )
+    ranks = range(size) if per_rank else None
+    truth = write(folder, config, size, steps, skipped, streams, ranks=ranks)
+    for exchange, arrived in truth.items():
+        assert np.array_equal(replayed(folder, exchange, config, size, arrived.shape[2]), arrived), exchange
+    for step in skipped & set(range(steps)):
+        assert replayed(folder, Exchange("param", Stream(), step), config, size, arrived.shape[2]).all()
+    if size == 1 and not lossy_self:
+        return
+    with pytest.raises(UsageError, match=f"no records of iteration {steps} of rank 0"):
+        replayed(folder, Exchange("grad", Stream(), steps), config, size, arrived.shape[2])
+
+
+@given(st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_bitmaps_are_packed_and_unpacked(units, seed):
+    arrived = np.random.default_rng(seed).random((3, units)) < 0.5
+    assert np.array_equal(unpack(pack(arrived), units), arrived)
+    assert pack(arrived)[1, 0] & 1 == arrived[1, 0]
+
+
+# --- runs ----------------------------------------------------------------------------------------------------------
+
+STEPS = 3
+RANKS = 3
+MODEL = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
+RULES = {
+    "shard": ("previous", {}),
+    "bucket": ("renormalize", {"loss_unit": "bucket", "lossy_self": True}),
+    "digests": ("previous", {"loss_unit": "packet", "packet_bytes": 512, "loss_model": ("gilbert-elliott",)}),
+}
+
+
+def configs(folder):
+    """By name, the configuration of a run that records, and that of its replay, with another seed."""
+    for name, (rule, flags) in RULES.items():
+        log = str(folder / name)
+        recording = LossyConfig(**LOSSY, **flags, grad_recovery=rule, delivery_log=log, delivery_log_chunk=2)
+        replay = {key: flags[key] for key in ("loss_unit", "packet_bytes", "lossy_self") if key in flags}
+        yield name, recording, LossyConfig(
+            **replay, loss_model=("trace",), trace=log, loss_seed=77, grad_recovery=rule
+        )
+
+
+def replica_history(config, build_run):
+    from tests.tiny_gpt import TinyGPT
+
+    lossy, run, replicas = build_run(config, TinyGPT(**MODEL))
+    history = []
+    for step in range(STEPS):
+        told = run.step(step)
+        history.append((told["loss"], told["grad_norm"], replicas()))
+    lossy.uninstall()
+    return history
+
+
+def real_run(config, model):
+    from megatron_lossy import hooks
+    from tests.tiny_gpt import build
+
+    lossy = hooks.install(config, steps=STEPS)
+    run = build(model)
+    return lossy, run, lambda: run.gather() or run.replica_buffers()
+
+
+def virtual_run(config, model):
+    from megatron_lossy.virtual import VirtualCluster
+    from tests.tiny_gpt import build
+
+    cluster = VirtualCluster(config, RANKS, steps=STEPS)
+    run = build(model, cluster)
+    return cluster, run, run.all_replica_buffers
+
+
+def record_and_replay(rank, folder, build_run):
+    import torch
+
+    results = {}
+    for name, recording, replay in configs(folder):
+        recorded = replica_history(recording, build_run)
+        torch.distributed.barrier()  # a replay reads the files of all ranks
+        results[name] = recorded, replica_history(replay, build_run)
+    return results
+
+
+def table(folder):
+    """All rows of a log, in an order that does not depend on who wrote them."""
+    import pyarrow.parquet as pq
+
+    order = ["iteration", "phase", "stream", "bucket", "destination", "source"]
+    return pq.read_table(folder).sort_by([(name, "ascending") for name in order])
+
+
+def assert_same_history(recorded, replayed):
+    for (loss, norm, replicas), (again, norm_again, replicas_again) in zip(recorded, replayed, strict=True):
+        assert (loss, norm) == (again, norm_again)
+        for one, other in zip(np.ravel(replicas), np.ravel(replicas_again), strict=True):
+            for key in one:
+                np.testing.assert_array_equal(one[key], other[key])
+
+
+def test_replays_of_real_and_virtual_runs_are_bit_identical_and_their_logs_equal(tmp_path):
+    """Weights, losses and gradient norms after every step, in a trace of exactly as many steps as the run."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "virtual").mkdir()
+    real = run_ranks(record_and_replay, RANKS, tmp_path / "real", real_run)
+    [virtual] = run_ranks(record_and_replay, 1, tmp_path / "virtual", virtual_run)
+    for name in RULES:
+        for results in [*real, virtual]:
+            assert_same_history(*results[name])
+        logs = [table(tmp_path / kind / name) for kind in ("real", "virtual")]
+        assert logs[0].equals(logs[1]) and len(logs[0]) > 0
+        links = RANKS * (RANKS - 1) + (RANKS if name == "bucket" else 0) / 2  # own gradients with --lossy-self
+        exchanges = 2 * STEPS * (logs[0]["bucket"].to_numpy().max() + 1 or 1)
+        assert len(logs[0]) == links * exchanges
+
+
+def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(tmp_path):
+    from tests.trainer import TINY, train_runs, write_data
+
+    run_ranks(write_data, 1, str(tmp_path))
+    data = {"data_path": (str(tmp_path / "train"),), "valid_data_path": (str(tmp_path / "valid"),)}
+    base = TINY | data | {"eval_iters": 0, "eval_interval": 1000}
+    loss = {**LOSSY, "delivery_log_chunk": 2}
+    once, twice = ({**loss, "delivery_log": str(tmp_path / name)} for name in ("once", "twice"))
+    again = base | {"save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
+    run_ranks(
+        train_runs,
+        2,
+        (base, once),
+        (again | {"exit_interval": 5}, twice),
+        (again, {**twice, "delivery_log_chunk": 3}),  # how it is written may change
+    )
+    assert table(tmp_path / "once").equals(table(tmp_path / "twice"))
+    assert set(table(tmp_path / "twice")["iteration"].to_pylist()) == set(range(TINY["train_iters"]))
+    names = sorted(path.name for path in (tmp_path / "twice").iterdir())
+    assert names[:2] == [RUN, "rank_00000_000000000_000000001.parquet"]
+    assert "rank_00001_000000004_000000004.parquet" in names  # closed for the checkpoint
+
+
+def killed_log(rank, folder):
+    config = LossyConfig(**LOSSY, delivery_log=str(folder), delivery_log_chunk=10)
+    units, total = cut(SHARDS, [4] * 3, "shard", 1)
+    log = DeliveryLog(config)
+    for step in range(37):
+        arrived = np.ones((2, 2, total), dtype=bool)
+        log.observe(Observation(Exchange("grad", Stream(), step), range(2), range(2), arrived, units))
+        log.finish_iteration(step, True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_run_loses_at_most_the_last_chunk(tmp_path):
+    with pytest.raises(AssertionError, match="the process died"):
+        run_ranks(killed_log, 1, tmp_path)
+    assert DeliveryLogFolder(tmp_path).covered(0) == [(0, 29)]
+    assert set(table(tmp_path)["iteration"].to_pylist()) == set(range(30))
+
+
+# --- resuming ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("iteration", [0, 1, 4, 5, 9])
+def test_a_restart_drops_what_comes_after_the_checkpoint_and_nothing_else(tmp_path, iteration):
+    config = LossyConfig(**LOSSY, delivery_log="later", delivery_log_chunk=4)
+    write(tmp_path / "a", config, 3, 9)
+    write(tmp_path / "whole", config, 3, 12)
+    log = DeliveryLog(dataclasses.replace(config, delivery_log=str(tmp_path / "a")))
+    log.restart(iteration)
+    kept = table(tmp_path / "a")["iteration"].to_pylist() if iteration else []
+    assert set(kept) == set(range(iteration))
+    write(tmp_path / "a", config, 3, 12, first=iteration or 0)
+    assert table(tmp_path / "a").equals(table(tmp_path / "whole"))
+
+
+def test_a_folder_with_another_run_is_refused(tmp_path):
+    config = LossyConfig(**LOSSY, delivery_log=str(tmp_path))
+    run = {"hidden_size": 64, "seed": 1}
+    claim_delivery_log(config, 3, False, run)
+    claim_delivery_log(dataclasses.replace(config, loss_seed=5), 3, False, run)  # nothing is recorded yet
+    claim_delivery_log(config, 3, False, run)
+    write(tmp_path, config, 3, 2)
+    claim_delivery_log(dataclasses.replace(config, delivery_log_chunk=5), 3, True, run)
+    for changes, ranks, resumes, other, message in (
+        ({}, 3, False, {}, "holds the log of a run with these settings"),
+        ({"loss_seed": 5}, 3, True, {}, "--loss-seed was 1234 there and is 5 here"),
+        ({}, 4, True, {}, "of 3 data-parallel ranks, here 4"),
+        ({}, 3, True, {"hidden_size": 32}, "--hidden-size was 64 there and is 32 here"),
+    ):
+        with pytest.raises(UsageError, match=message) as error:
+            claim_delivery_log(dataclasses.replace(config, **changes), ranks, resumes, run | other)
+        assert f"--delivery-log {tmp_path}" in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(UsageError, match="holds the log of a run"):  # without a claim: in somebody's own program
+        write(tmp_path, config, 3, 2)
+    (tmp_path / RUN).unlink()
+    with pytest.raises(UsageError, match="holds another run"):
+        claim_delivery_log(config, 3, True, run)
+    with pytest.raises(UsageError, match="must be a folder that can be written to"):
+        claim_delivery_log(dataclasses.replace(config, delivery_log=__file__), 3, False, run)
+
+
+# --- broken logs ---------------------------------------------------------------------------------------------------
+
+
+def command(*arguments):
+    """``python -m megatron_lossy.log`` on a log; without the interpreter's start where it does not matter."""
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_lossy.log", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+
+
+def verdict(folder):
+    from megatron_lossy.log.verify import verify
+
+    return verify(DeliveryLogFolder(folder))
+
+
+def test_verify_accepts_good_logs(tmp_path):
+    for name, flags in UNITS.items():
+        config = LossyConfig(**LOSSY, **flags, delivery_log="later", delivery_log_chunk=3)
+        write(tmp_path / name, config, 3, 8, skipped={5}, ranks=range(3))
+        found = verdict(tmp_path / name)
+        assert found.problems == [] and found.usable == {rank: (0, 7) for rank in range(3)}
+        assert found.rows == len(table(tmp_path / name))
+
+
+def broken(folder, damage):
+    """A log of 3 ranks and 9 iterations in files of 3, whose middle file of rank 1 ``damage`` changes."""
+    config = LossyConfig(**LOSSY, loss_unit="packet", packet_bytes=4, delivery_log="later", delivery_log_chunk=3)
+    config = dataclasses.replace(config, delivery_log_bitmaps=True)
+    write(folder, config, 3, 9, ranks=range(3))
+    path = folder / "rank_00001_000000003_000000005.parquet"
+    damage(path)
+    return config, path
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_bits(path):
+    import pyarrow.parquet as pq
+
+    column = pq.read_metadata(path).row_group(0).column(8)
+    content = bytearray(path.read_bytes())
+    content[column.data_page_offset + column.total_compressed_size // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_bits, Path.unlink])
+def test_what_precedes_a_broken_file_is_usable(tmp_path, damage):
+    config, path = broken(tmp_path, damage)
+    found = verdict(tmp_path)
+    assert found.usable == {0: (0, 8), 1: (0, 2), 2: (0, 8)}
+    [problem] = found.problems
+    if damage is Path.unlink:
+        assert problem == "rank 1: no records of iterations 3 to 5"
+    else:
+        assert problem.startswith(f"{path.name}, row 0, iteration 3: ")
+    for step in range(3):
+        replayed(tmp_path, Exchange("grad", Stream(), step), config, 3, sum(SHARDS))
+    with pytest.raises(UsageError, match="--trace .*iteration 3") as error:
+        replayed(tmp_path, Exchange("grad", Stream(), 3), config, 3, sum(SHARDS))
+    assert "\n" not in str(error.value)
+
+
+def rewrite(path, change):
+    """Write the file again with rows that ``change`` changed, and otherwise as it was."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path)
+    rows, metadata = file.read().to_pylist(), file.metadata.metadata
+    change(rows)
+    with pq.ParquetWriter(path, file.schema_arrow, store_schema=False) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, file.schema_arrow))
+        writer.add_key_value_metadata({key: value for key, value in metadata.items() if key == b"megatron_lossy"})
+
+
+@pytest.mark.parametrize("unit", ["shard", "digests"])
+def test_a_wrong_record_is_found(tmp_path, unit):
+    config = LossyConfig(**LOSSY, **UNITS[unit], delivery_log="later")
+    write(tmp_path, config, 3, 9)
+
+    def change(rows):
+        row = next(row for row in rows[30:] if row["lost"])
+        row["lost"] -= 1
+
+    [path] = tmp_path.glob("*.parquet")
+    rewrite(path, change)
+    [problem] = verdict(tmp_path).problems
+    assert ("bitmap and lost do not agree" if unit == "shard" else "drawn again") in problem
+    if unit == "digests":  # the number lost is right, but not who
+        write(tmp_path / "two", config, 3, 9)
+        [path] = (tmp_path / "two").glob("*.parquet")
+        rewrite(path, lambda rows: [row.update(digest=b"12345678") for row in rows])
+        assert "drawn again" in verdict(tmp_path / "two").problems[0]
+
+
+def test_a_missing_rank_and_a_mixture_are_found(tmp_path):
+    config = LossyConfig(**LOSSY, delivery_log="later")
+    write(tmp_path, config, 3, 4, ranks=range(3))
+    (tmp_path / "rank_00001_000000000_000000003.parquet").unlink()
+    assert verdict(tmp_path).problems == ["no records of rank 1 of dense-e0-s0-c0"]
+    with pytest.raises(UsageError, match="no records of rank 1"):
+        check_channels(LossyConfig(loss_model=("trace",), trace=str(tmp_path)), 3, 4)
+    write(tmp_path, dataclasses.replace(config, loss_seed=1), 3, 4, ranks=[1])
+    assert "other loss flags" in verdict(tmp_path).problems[0]
+    with pytest.raises(UsageError, match="different runs"):
+        check_channels(LossyConfig(loss_model=("trace",), trace=str(tmp_path)), 3, 4)
+
+
+# --- what does not fit ---------------------------------------------------------------------------------------------
+
+
+def test_a_log_that_does_not_fit_is_refused(tmp_path):
+    config = LossyConfig(**LOSSY, loss_unit="packet", packet_bytes=16, lossy_self=True, delivery_log="later")
+    write(tmp_path, config, 3, 4)
+    fits = {"loss_model": ("trace",), "trace": str(tmp_path), "loss_unit": "packet", "packet_bytes": 16}
+    fits["lossy_self"] = True
+    check_channels(LossyConfig(**fits), 3, 4)
+    for changes, size, steps, message in (
+        ({"loss_unit": "shard"}, 3, 4, "--loss-unit shard: the run recorded in"),
+        ({"packet_bytes": 32}, 3, 4, "--packet-bytes 32: the run recorded in"),
+        ({"lossy_self": False}, 3, 4, "--lossy-self off"),
+        ({}, 4, 4, "is of 3 ranks, but the group has 4"),
+        ({}, 3, 5, "no records of iteration 4 of rank 0, the run needs 5"),
+        ({"trace": str(tmp_path.parent)}, 3, 4, "holds no delivery log"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            check_channels(LossyConfig(**{**fits, **changes}), size, steps)
+    network = Network(LossyConfig(**fits), "grad", 3)
+    with pytest.raises(UsageError, match="has 22 units per link in phase grad, this run has 9"):
+        network.channel.check("grad", Stream(), 3, 9, 4)
+    with pytest.raises(UsageError, match="no records of expert-e0-s0-c0"):
+        network.channel.check("grad", Stream("expert"), 3, 22, 4)
+
+
+def test_the_step_after_a_trace_can_be_looked_at_but_not_taken(tmp_path):
+    config = LossyConfig(**LOSSY, delivery_log="later")
+    write(tmp_path, config, 3, 4)
+    end = Deliveries(Network(LossyConfig(loss_model=("trace",), trace=str(tmp_path)), "grad", 3), Stream(), range(3), 0, 1)
+    assert end.upcoming(4).all() and np.array_equal(end.upcoming(3), end.outgoing(3))
+    with pytest.raises(UsageError, match="iteration 4"):
+        end.outgoing(4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"delivery_log_bitmaps": True}, "--delivery-log-bitmaps on: needs --delivery-log"),
+        ({"delivery_log": "x", "delivery_log_chunk": 0}, "--delivery-log-chunk 0: must be at least 1"),
+    ],
+)
+def test_wrong_flags(flags, message):
+    with pytest.raises(UsageError, match=message):
+        LossyConfig(**flags)
+
+
+# --- for people ----------------------------------------------------------------------------------------------------
+
+
+def test_pandas_and_duckdb_read_it(tmp_path):
+    import duckdb
+    import pandas
+
+    config = LossyConfig(**LOSSY, loss_unit="bucket", delivery_log="later", delivery_log_chunk=3)
+    truth = write(tmp_path, config, 3, 8, ranks=range(3))
+    (tmp_path / RUN).write_text("{}")
+    frame = pandas.read_parquet(tmp_path)
+    lost = frame[(frame.phase == "grad") & (frame.source == 0) & (frame.destination == 2)].lost.sum()
+    expected = sum((~arrived[2, 0]).sum() for exchange, arrived in truth.items() if exchange.phase == "grad")
+    assert lost == expected > 0
+    query = f"select sum(lost)::int from '{tmp_path}/*.parquet' where phase = 'grad' and source = 0 and destination = 2"
+    assert duckdb.sql(query).fetchall() == [(expected,)]
+    query = f"select count(*) from '{tmp_path}/*.parquet' where lost = 1 and bitmap = '\\x00'::blob"
+    assert duckdb.sql(query).fetchall() == [(int(frame.lost.sum()),)]
+
+
+def test_summary_counts_rates_bursts_and_ages(tmp_path):
+    from megatron_lossy.log.summary import summarize, summary_text
+
+    config = LossyConfig(**LOSSY, loss_unit="bucket", delivery_log="later", delivery_log_chunk=3)
+    truth = write(tmp_path, config, 4, 30, skipped={7})
+    parts = summarize(DeliveryLogFolder(tmp_path))
+    links = [(a, b) for a in range(4) for b in range(4) if a != b]
+    for phase in ("grad", "param"):
+        part = parts[phase]["dense-e0-s0-c0"]
+        arrived = np.stack([arrived for exchange, arrived in truth.items() if exchange.phase == phase])
+        lengths, ages = [], []
+        for a, b in links:
+            lost = "".join("0" if one else "1" for one in arrived[:, b, a].ravel())
+            lengths += [len(run) for run in lost.rstrip("1").split("0") if run]
+            for unit in range(3):
+                age = 0
+                for one in arrived[:, b, a, unit]:
+                    age = 0 if one else age + 1
+                    ages.append(age)
+        assert part.rates.lost.sum() == sum((~arrived[:, b, a]).sum() for a, b in links)
+        assert part.rates.rates[0, 1] == (~arrived[:, 1, 0]).mean()
+        assert part.bursts.counts.tolist() == np.bincount(lengths).tolist()
+        if phase == "param":
+            assert part.ages.counts.tolist() == np.bincount(ages).tolist()
+    text = summary_text(DeliveryLogFolder(tmp_path))
+    assert "iterations 0 to 29, 10 files of 1 writing ranks" in text
+    assert "flags: --p-grad 0.4 --p-param 0.3 --loss-unit bucket" in text
+
+
+def test_the_command_line(tmp_path):
+    config = LossyConfig(**LOSSY, **UNITS["digests"], delivery_log="later")
+    write(tmp_path / "log", config, 3, 6, streams=(Stream(), Stream("expert")))
+    done = command("summary", tmp_path / "log")
+    assert done.returncode == 0 and "grad, expert-e0-s0-c0, 3 ranks" in done.stdout
+    assert "bursts and ages are not known" in done.stdout
+    done = command("plot", tmp_path / "log", "--out", tmp_path / "links.png")
+    assert done.returncode == 0 and (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
+    done = command("verify", tmp_path / "log")
+    assert done.returncode == 0 and "iterations 0 to 5 are usable for all ranks" in done.stdout
+    [path] = (tmp_path / "log").glob("*.parquet")
+    truncate(path)
+    done = command("verify", tmp_path / "log")
+    assert done.returncode == 1 and f"{path.name}, row 0, iteration 0: " in done.stdout
+    done = command("summary", tmp_path / "log")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and path.name in done.stderr
+
+
+def main_error(capsys, monkeypatch, *arguments):
+    from megatron_lossy.log.__main__ import main
+
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as error:
+        main(list(map(str, arguments)))
+    assert error.value.code == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    return text
+
+
+def test_wrong_command_lines_are_one_line(tmp_path, capsys, monkeypatch):
+    write(tmp_path / "log", LossyConfig(**LOSSY, delivery_log="later"), 2, 2)
+    for arguments, message in (
+        ([], "COMMAND"),
+        (["look"], "invalid choice: 'look'"),
+        (["verify"], "DIR"),
+        (["verify", tmp_path], "must be a folder that --delivery-log wrote"),
+        (["plot", tmp_path / "log"], "--out"),
+        (["plot", tmp_path / "log", "--out", tmp_path / "x.gif"], "must end in .png, .pdf, .svg"),
+        (["plot", tmp_path / "log", "--out", tmp_path / "no" / "x.png"], "must be a folder"),
+        (["plot", tmp_path / "log", "--out", tmp_path / "x.png", "--stream", "y"], "must be one of dense-e0-s0-c0"),
+    ):
+        assert message in main_error(capsys, monkeypatch, *arguments)

@@ -1,0 +1,303 @@
+"""``--virtual-workers`` of the training program, against real ranks, interrupted, and refused."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_lossy.errors import UsageError
+from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.train.saved import latest_iteration
+from tests.ranks import RankFailed, run_ranks
+from tests.trainer import (
+    TINY,
+    allow_children,
+    as_flags,
+    checkpoint_bytes,
+    read_records,
+    recorded_losses,
+    run_module,
+    train_runs,
+    write_data,
+)
+
+PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
+BURSTS = {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (3.0,)}
+LOSS = {"p_grad": 0.3, "p_param": 0.3}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 9000}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
+
+
+def run_both(workers: int, data: dict, folder: Path, cases: dict[str, tuple[dict, dict]]):
+    """For each case the folders of a run of real ranks and of one of virtual workers."""
+    base = TINY | data | {"log_interval": 1}
+    folders = {name: (folder / f"{name} real", folder / f"{name} virtual") for name in cases}
+    real, virtual = (
+        [(base | settings | {"save": str(folders[name][k])}, loss) for name, (settings, loss) in cases.items()]
+        for k in (0, 1)
+    )
+    run_ranks(train_runs, workers, *real)
+    run_ranks(train_runs, 1, *((config | {"virtual_workers": workers}, loss) for config, loss in virtual))
+    return folders
+
+
+def losses_of(folder: Path) -> list[tuple]:
+    """All recorded losses and gradient norms. (Loss rates are of one rank, or of all virtual workers.)"""
+    return [tuple(pair for pair in record if "loss rate" not in pair[0]) for record in recorded_losses(folder)]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """The owners' weights and the optimizer's moments in the last checkpoint."""
+    return {k: v for k, v in checkpoint_bytes(folder, latest_iteration(folder)).items() if "rng" not in k}
+
+
+def test_two_workers_train_as_two_ranks_bit_for_bit(data, tmp_path):
+    """Losses, gradient norms, both validation losses and the checkpoint, with dropout."""
+    dropout = {"attention_dropout": 0.1}
+    cases = {
+        "no loss": (dropout, {}),
+        "packets": (dropout, {**LOSS, **PACKETS, "eval_weights": "both"}),
+        "previous": (OVERLAP | {"bf16": True}, {**LOSS, **BURSTS, **PACKETS, "grad_recovery": "previous"}),
+        "per token": ({"calculate_per_token_loss": True}, {**LOSS, "loss_unit": "bucket", "eval_weights": "owner"}),
+        "nodes": ({}, {**LOSS, "lossy_links": "inter-node", "ranks_per_node": 1, "eval_weights": "both"}),
+        "own shard": (
+            OVERLAP | {"ddp_average_in_collective": True, "share_embeddings_and_output_weights": True},
+            {**LOSS, "lossy_self": True, "grad_recovery": "zero", "loss_schedule": ("0:0,3:0.5",)},
+        ),
+    }
+    for case in cases.values():
+        if "loss_schedule" in case[1]:
+            del case[1]["p_grad"], case[1]["p_param"]
+    for name, (real, virtual) in run_both(2, data, tmp_path, cases).items():
+        assert losses_of(virtual) == losses_of(real), name
+        assert weights(virtual) == weights(real), name
+        assert any("exp_avg" in key for key in weights(real))
+    replica, owner = (record["lm loss"] for record in read_records(tmp_path / "packets virtual", "valid")[-2:])
+    assert replica != owner
+
+
+@pytest.mark.parametrize(("workers", "batch"), [(3, 6), (4, 8)])
+def test_more_workers_train_as_ranks_within_a_bound(data, tmp_path, workers, batch):
+    """Rounding differs, and grows with the steps: losses within 0.1 % over 8 iterations of learning rate 0.01."""
+    settings = {"global_batch_size": batch, "eval_iters": 1}
+    cases = {
+        "shards": (settings, {**LOSS, "eval_weights": "both"}),
+        "bursts": (settings | OVERLAP, {**LOSS, **BURSTS, **PACKETS, "grad_recovery": "renormalize-remote"}),
+        "nodes": (settings, {**LOSS, "lossy_links": "inter-node", "ranks_per_node": 2, "grad_recovery": "previous"}),
+    }
+    curves = {}
+    for name, folders in run_both(workers, data, tmp_path, cases).items():
+        real, virtual = (
+            [r["lm loss"] for r in read_records(folder, "train") + read_records(folder, "valid")] for folder in folders
+        )
+        assert virtual == pytest.approx(real, rel=1e-3), name
+        curves[name] = virtual
+    assert curves["shards"][:8] != pytest.approx(curves["nodes"][:8], rel=1e-3)  # the bound tells cases apart
+
+
+def die_in_second_save(rank: int, config: dict, loss: dict) -> None:
+    """A run that is killed when its second checkpoint is written but not yet in place."""
+    from megatron_lossy.train import checkpoint
+
+    original, calls = checkpoint._sync_tree, []
+
+    def die(folder: Path) -> None:
+        calls.append(folder)
+        if len(calls) > 1:
+            os._exit(9)
+        original(folder)
+
+    checkpoint._sync_tree = die
+    train_runs(rank, (config, loss))
+
+
+def signalled(rank: int, config: dict, loss: dict) -> list:
+    """A run that gets SIGTERM while it computes iteration 6."""
+    from megatron_lossy.train import loop
+
+    step = loop._Run._step
+
+    def step_and_signal(self, batches):
+        if self.progress.iteration == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, batches)
+
+    loop._Run._step = step_and_signal
+    return train_runs(rank, (config, loss))
+
+
+@pytest.mark.parametrize(
+    ("settings", "loss"),
+    [
+        (OVERLAP, {**LOSS, **BURSTS, **PACKETS, "grad_recovery": "previous"}),
+        ({"bf16": True, "attention_dropout": 0.1}, LOSS),
+    ],
+    ids=["previous in bursts", "bf16 shards"],
+)
+def test_killed_and_stopped_run_continues_bit_for_bit(data, tmp_path, settings, loss):
+    """Killed in the save of iteration 4, told to stop in iteration 6: with ``--save-replicas`` nobody can tell."""
+    base = TINY | data | settings | {"virtual_workers": 4, "save_interval": 2}
+    loss = loss | {"save_replicas": True, "eval_weights": "both"}
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    again = base | {"save": str(twice), "load": str(twice)}
+    with pytest.raises(RankFailed):
+        run_ranks(die_in_second_save, 1, again, loss)
+    assert latest_iteration(twice) == 2
+    [([stopped], _)] = run_ranks(signalled, 1, again, loss)
+    assert stopped["iteration"] == 6 and not stopped["finished"]
+    [([resumed, whole], _)] = run_ranks(train_runs, 1, (again, loss), (base | {"save": str(once)}, loss))
+    assert resumed["finished"] and resumed["valid"] == whole["valid"]
+    assert recorded_losses(once) == recorded_losses(twice)
+    assert checkpoint_bytes(once, 8) == checkpoint_bytes(twice, 8)
+    assert (once / "iter_0000008/lossy_replicas/virtual.pt").stat().st_size > 10_000
+
+
+def test_resumed_without_replicas_as_ranks_are(data, tmp_path):
+    """Replicas start equal and the rules forget, as on real ranks; the checkpoint fits other numbers of workers."""
+    loss = {**LOSS, **PACKETS, "grad_recovery": "previous"}
+    folders = {}
+    for name, ranks, workers in (("real", 2, None), ("virtual", 1, 2)):
+        folders[name] = tmp_path / name
+        run = TINY | data | {"save": str(folders[name]), "load": str(folders[name]), "virtual_workers": workers}
+        run_ranks(train_runs, ranks, (run | {"exit_interval": 3}, loss), (run, loss))
+    assert losses_of(folders["virtual"]) == losses_of(folders["real"])
+    assert weights(folders["virtual"]) == weights(folders["real"])
+
+    base = TINY | data | {"load": str(folders["virtual"]), "train_iters": 10, "eval_iters": 0}
+    for ranks, workers in ((1, 4), (1, 2), (2, None)):
+        for [summary], output in run_ranks(train_runs, ranks, (base | {"virtual_workers": workers}, loss)):
+            assert summary["finished"] and summary["lm loss"] < 5
+    assert not (folders["virtual"] / "iter_0000008/lossy_replicas").exists()
+
+
+def refusal(rank: int, config: dict, loss: dict) -> str:
+    with pytest.raises(UsageError) as caught:
+        train_runs(rank, (config, loss))
+    return str(caught.value)
+
+
+def test_replicas_of_other_runs_are_refused(data, tmp_path):
+    run = tmp_path / "run"
+    loss = LOSS | {"save_replicas": True}
+    base = TINY | data | {"train_iters": 2, "eval_iters": 0, "lr_warmup_iters": 0}
+    run_ranks(train_runs, 1, (base | {"virtual_workers": 4, "save": str(run)}, loss))
+    base |= {"load": str(run), "train_iters": 4}
+    folder = run / "iter_0000002"
+
+    [text] = run_ranks(refusal, 1, base | {"virtual_workers": 2}, loss)
+    assert text == f"--save-replicas with {folder}: workers was 4 there and is 2 here"
+    [text] = run_ranks(refusal, 1, base | {"virtual_workers": 4}, loss | {"grad_recovery": "previous"})
+    assert text == f"--save-replicas with {folder}: --grad-recovery was renormalize there and is previous here"
+    for text in run_ranks(refusal, 2, base, loss):
+        assert text.startswith(f"--save-replicas {folder}/lossy_replicas/rank_0000") and "is missing" in text
+    (folder / "lossy_replicas" / "virtual.pt").unlink()
+    [text] = run_ranks(refusal, 1, base | {"virtual_workers": 4}, loss)
+    assert text.startswith(f"--save-replicas with {folder}: that checkpoint has no replicas of virtual workers")
+
+
+def test_a_diverging_run_stops_and_leaves_the_process_usable(data, tmp_path):
+    base = TINY | data | {"virtual_workers": 4, "eval_iters": 0, "lr_warmup_iters": 0, "log_interval": 1}
+    wild = base | {"lr": 1e30, "clip_grad": 0.0, "save": str(tmp_path / "wild")}
+    [([broken, fine], _)] = run_ranks(train_runs, 1, (wild, LOSS), (base, LOSS))
+    assert not broken["finished"] and "is nan" in broken["diverged"] and broken["iteration"] < 8
+    assert read_records(tmp_path / "wild", "train")[-1]["lm loss"] is None
+    assert fine["finished"] and fine["lm loss"] < 5.6
+
+
+def test_one_worker_and_sixty_four(data, tmp_path):
+    """Without loss N workers are plain accumulation; with it they train, at any N."""
+    settings = TINY | data | {"global_batch_size": 64, "micro_batch_size": 1, "train_iters": 3, "hidden_dropout": 0.0}
+    settings |= {"eval_iters": 1, "log_interval": 1}
+
+    def run(name, workers, **loss):
+        return settings | {"virtual_workers": workers, "metrics_dir": str(tmp_path / name)}, loss
+
+    run_ranks(
+        train_runs,
+        1,
+        run("plain", None),
+        run("1", 1, **LOSS),
+        run("64", 64),
+        run("64 lossy", 64, p_grad=0.1, p_param=0.1, eval_weights="both"),
+        run("64 packets", 64, **LOSS, **PACKETS, **BURSTS, grad_recovery="previous"),
+    )
+
+    def losses(name):
+        return [r["lm loss"] for r in read_records(tmp_path / name, "train") + read_records(tmp_path / name, "valid")]
+
+    assert losses("1") == losses("plain")
+    assert losses("64") == pytest.approx(losses("plain"), rel=1e-5)
+    for name in ("64 lossy", "64 packets"):
+        assert losses(name)[0] == losses("64")[0] and losses(name)[1:3] != losses("64")[1:3]
+    for record in read_records(tmp_path / "64 lossy", "train"):
+        assert record["loss rate grad"] == pytest.approx(0.1, abs=0.02)
+        assert record["loss rate param"] == pytest.approx(0.1, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("change", "processes", "message"),
+    [
+        ({"tensor_model_parallel_size": 2}, 1, "--tensor-model-parallel-size 2: must be 1 with --virtual-workers"),
+        ({"pipeline_model_parallel_size": 2}, 1, "--pipeline-model-parallel-size 2: must be 1 with --virtual-w"),
+        ({"num_distributed_optimizer_instances": 2}, 1, "--num-distributed-optimizer-instances 2: must be 1 with"),
+        ({}, 2, "--virtual-workers 4: all share one device: needs 1 process, not 2"),
+        ({"virtual_workers": 3}, 1, "--global-batch-size 8: must be divisible by --micro-batch-size 2 x 3 data-"),
+        ({"virtual_workers": 0}, 1, "--virtual-workers 0: must be at least 1"),
+        ({"virtual_workers": -4}, 1, "--virtual-workers -4: must be at least 1"),
+    ],
+)
+def test_refused(change, processes, message):
+    with pytest.raises(UsageError) as caught:
+        config = {"virtual_workers": 4, "data_path": ("x",), "valid_data_path": ("y",)}
+        TrainConfig(**TINY | config | change).check_world(processes)
+    assert str(caught.value).startswith(message)
+
+
+def test_refused_by_the_command_line(data, tmp_path):
+    """One line and status 2, before anything starts or is written."""
+    folder = tmp_path / "run"
+    flags = as_flags(TINY | data | {"virtual_workers": 4, "save": str(folder)})
+    result = run_module("megatron_lossy.train", 2, *flags)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("megatron_lossy.train: ")]
+    assert lines == [
+        "megatron_lossy.train: error: --virtual-workers 4: all share one device: needs 1 process, not 2"
+    ]
+    result = run_module("megatron_lossy.train", 0, *flags, "--p-grad", "0.1", "--lossy-links", "inter-node")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "megatron_lossy.train: error: --lossy-links inter-node: needs --ranks-per-node with --virtual-workers\n"
+    )
+    assert not folder.exists()
+
+
+def sweeps(rank: int, *commands: list[str]) -> list[str]:
+    """What sweeps print, one after the other."""
+    from megatron_lossy.train.sweep import main
+
+    allow_children()
+    outputs = []
+    for command in commands:
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            main(command)
+        outputs.append(output.getvalue())
+    return outputs
+
+
+def test_a_sweep_of_virtual_workers_continues(data, tmp_path):
+    small = {"virtual_workers": 4, "train_iters": 2, "lr_warmup_iters": 0, "eval_iters": 0}
+    flags = [*as_flags(TINY | data | small), "--out", str(tmp_path), "--rates"]
+    [(_, second)] = run_ranks(sweeps, 1, [*flags, "0.4"], [*flags, "0.4", "0"])
+    assert "p = 0: starts, to 2" in second and "p = 0.4: starts" not in second
+    [run] = read_records(tmp_path / "p_0.40", "run")
+    assert run["world_size"] == 4
