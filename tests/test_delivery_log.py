@@ -1,7 +1,6 @@
 """The delivery log: what is written, what is read back, what replays it, and what a broken one costs."""
 
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -72,7 +71,8 @@ def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0,
 def replayed(folder, exchange, config, size, units):
     """What a replay of the log in ``folder`` says about an exchange."""
     flags = {name: getattr(config, name) for name in ("loss_unit", "packet_bytes", "lossy_self")}
-    network = Network(LossyConfig(loss_model=("trace",), trace=str(folder), loss_seed=99, **flags), exchange.phase, size)
+    replay = LossyConfig(loss_model=("trace",), trace=str(folder), loss_seed=99, **flags)
+    network = Network(replay, exchange.phase, size)
     everyone = np.arange(size)
     arrived = network.delivered_links(exchange, np.tile(everyone, size), np.repeat(everyone, size), units)
     return arrived.reshape(size, size, units)
@@ -449,7 +449,8 @@ def test_a_log_that_does_not_fit_is_refused(tmp_path):
 def test_the_step_after_a_trace_can_be_looked_at_but_not_taken(tmp_path):
     config = LossyConfig(**LOSSY, delivery_log="later")
     write(tmp_path, config, 3, 4)
-    end = Deliveries(Network(LossyConfig(loss_model=("trace",), trace=str(tmp_path)), "grad", 3), Stream(), range(3), 0, 1)
+    network = Network(LossyConfig(loss_model=("trace",), trace=str(tmp_path)), "grad", 3)
+    end = Deliveries(network, Stream(), range(3), 0, 1)
     assert end.upcoming(4).all() and np.array_equal(end.upcoming(3), end.outgoing(3))
     with pytest.raises(UsageError, match="iteration 4"):
         end.outgoing(4)

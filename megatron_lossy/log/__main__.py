@@ -22,7 +22,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"python -m {PROGRAM}", description="Look at what --delivery-log recorded.", allow_abbrev=False)
+    parser = _Parser(
+        prog=f"python -m {PROGRAM}", description="Look at what --delivery-log recorded.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for name, text in (
         ("summary", "loss rates, per link and in all, lengths of bursts, ages of parameters"),
@@ -32,7 +34,8 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.add_argument("folder", metavar="DIR", help="the folder that --delivery-log wrote")
         if name == "plot":
-            command.add_argument("--out", required=True, metavar="FILE", help=f"picture to write, {', '.join(_SUFFIXES)}")
+            picture = f"picture to write, {', '.join(_SUFFIXES)}"
+            command.add_argument("--out", required=True, metavar="FILE", help=picture)
             command.add_argument("--stream", metavar="NAME", help="whose buckets; default the first stream")
     return parser
 
