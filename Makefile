@@ -5,7 +5,7 @@ RUN_DIR ?= runs/tiny
 # Several ranks on few cores crawl if each of them starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: run test bench flags
+.PHONY: run test bench docs
 
 run: .venv/installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.train.sweep \
@@ -17,8 +17,8 @@ test: .venv/installed
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.step_overhead
 
-flags: .venv/installed
-	$(BIN)/python scripts/update_readme.py
+docs: .venv/installed
+	$(BIN)/python scripts/update_docs.py
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

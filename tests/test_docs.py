@@ -3,19 +3,21 @@
 import re
 from pathlib import Path
 
-from scripts.update_readme import with_flags
+import pytest
+
+from scripts.update_docs import PAGES, current
 
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_table_of_flags_in_the_readme_is_current():
-    text = (ROOT / "README.md").read_text()
-    assert text == with_flags(text), "run make flags"
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_what_is_made_elsewhere_is_current(page):
+    text = page.read_text()
+    assert text == current(text), "run make docs"
+    assert text.count("<!-- end -->") == text.count("<!-- flags -->") + text.count("<!-- table: ")
 
 
 def test_links_in_the_documentation_exist():
-
-
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)

@@ -1,0 +1,46 @@
+"""Write into the documentation what is made elsewhere; --check only says whether it is current.
+
+Between ``<!-- flags -->`` and ``<!-- end -->``: the table of loss flags, from megatron_lossy/config.py. Between
+``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from megatron_lossy.config import LossyConfig, flag_table
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_MARKS = re.compile(r"(<!-- (flags|table: \S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def current(text: str) -> str:
+    """``text`` of a page with everything between marks as it is now."""
+    return _MARKS.sub(lambda match: match[1] + _content(match[2]) + match[3], text)
+
+
+def _content(mark: str) -> str:
+    if mark == "flags":
+        return flag_table(LossyConfig) + "\n"
+    return (ROOT / "benchmarks/results" / mark.removeprefix("table: ")).read_text(encoding="utf-8")
+
+
+def main() -> None:
+    """Update the pages, or check them."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if text == current(text):
+            continue
+        if "--check" in sys.argv:
+            sys.exit(f"{page}: is not current; run make docs")
+        aside = page.with_suffix(".tmp")
+        aside.write_text(current(text), encoding="utf-8")
+        os.replace(aside, page)
+
+
+if __name__ == "__main__":
+    main()
