@@ -6,22 +6,19 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
-import platform
 import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet  # here, so that no measurement waits for it
 
-from benchmarks.hardware import processor
+from benchmarks.common import RESULTS, today, version_list, write_results
 from megatron_lossy.channel import Deliveries, Exchange, Network, Stream
 from megatron_lossy.config import PHASES, LossyConfig
 from megatron_lossy.monitor import DeliveryLog, Observation
 from megatron_lossy.recovery import cut
+from megatron_lossy.environment import processor
 
 WORKERS, PARAMETERS, BUCKET = 64, 7_000_000_000, 64_000_000  # a bucket as Megatron cuts it for 64 ranks
 ITEMSIZE = {"grad": 4, "param": 2}
@@ -65,16 +62,15 @@ def measure(flags: dict, rate: float, iterations: int) -> tuple[int, float, floa
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/results")
-    folder = Path(parser.parse_args().out)
-    today = datetime.date.today().isoformat()
+    parser.add_argument("--out", default=RESULTS)
+    out = parser.parse_args().out
     lines = [
-        f"# Size of the delivery log, {today}",
+        f"# Size of the delivery log, {today()}",
         "",
         f"`python -m benchmarks.delivery_log_size`: one rank of {WORKERS}, {PARAMETERS / 1e9:.0f} billion parameters in "
         f"{PARAMETERS // BUCKET} buckets, bf16 parameters and fp32 gradients, independent losses at the same rate in "
-        f"both phases, files of {LossyConfig().delivery_log_chunk} iterations or less. One of {processor()}; pyarrow "
-        f"{pyarrow.__version__}, numpy {np.__version__}, Python {platform.python_version()}.",
+        f"both phases, files of {LossyConfig().delivery_log_chunk} iterations or less. One of {processor()}; "
+        f"pyarrow {pyarrow.__version__}, {version_list()}.",
         "",
         "| unit | units per link, both phases | loss rate | iterations | bytes per iteration and rank | "
         "milliseconds of one core per iteration |",
@@ -85,10 +81,7 @@ def main() -> None:
             units, size, milliseconds = measure(flags, rate, iterations)
             lines.append(f"| {name} | {units:,} | {rate:.0%} | {iterations} | {size:,.0f} | {milliseconds:.2f} |")
             print(lines[-1], flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f"delivery_log_size_{today}.tmp"
-    aside.write_text("\n".join(lines) + "\n")
-    os.replace(aside, aside.with_suffix(".md"))
+    write_results(out, f"delivery_log_size_{today()}", md="\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,21 +8,17 @@ A rank's packets are those of 7 billion bf16 parameters, the virtual cluster's t
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
 
-from benchmarks.hardware import processor
+from benchmarks.common import RESULTS, today, version_list, write_results
 from megatron_lossy.channel import Deliveries, Network, Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.virtual.arrivals import Arrivals
+from megatron_lossy.environment import processor
 
 WORKERS, PACKET, REPEATS = 64, 4096, 15
 RANK_BYTES, CLUSTER_BYTES = 2 * 7_000_000_000, 2 * 100_000_000
@@ -61,16 +57,14 @@ def milliseconds(work: Callable[[], object]) -> float:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/results")
-    folder = Path(parser.parse_args().out)
-    today = datetime.date.today().isoformat()
+    parser.add_argument("--out", default=RESULTS)
+    out = parser.parse_args().out
     lines = [
-        f"# Drawing losses, {today}",
+        f"# Drawing losses, {today()}",
         "",
         f"`python -m benchmarks.draw_speed`: {WORKERS} workers, {PACKET}-byte packets of {RANK_BYTES / 1e9:.0f} GB "
         f"of parameters (one rank) and {CLUSTER_BYTES / 1e9:.1f} GB (all links of a virtual cluster), a step of "
-        f"one phase, median of {REPEATS}. One of {processor()}; numpy {np.__version__}, "
-        f"Python {platform.python_version()}.",
+        f"one phase, median of {REPEATS}. One of {processor()}; {version_list()}.",
         "",
         "| who draws | loss model | unit | draws | milliseconds of one core |",
         "| --- | --- | --- | --- | --- |",
@@ -81,10 +75,7 @@ def main() -> None:
             lines.append(f"| {who} | {name} | {unit} | {draws:,} | {statistics.median(times):.1f} |")
     text = "\n".join(lines) + "\n"
     print(text)
-    folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f"draw_speed_{today}.tmp"
-    aside.write_text(text)
-    os.replace(aside, aside.with_suffix(".md"))
+    write_results(out, f"draw_speed_{today()}", md=text)
 
 
 if __name__ == "__main__":

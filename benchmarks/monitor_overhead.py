@@ -12,22 +12,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
-import json
-import os
-import socket
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from benchmarks.step_overhead import Settings, Trainer, _hardware, _versions, compare
-from megatron_lossy import device
+from benchmarks.common import RESULTS, run_ranks
+from benchmarks.step_overhead import Settings, Trainer, compare
 from megatron_lossy.errors import refuse, usage_errors
 
 UNITS = {"shard": {"loss_unit": "shard"}, "packet 4 KiB": {"loss_unit": "packet", "packet_bytes": 4096}}
@@ -96,13 +90,9 @@ def run(settings: Settings) -> dict[str, Any]:
         }
     model = trainers["off"].model
     return {
-        "date": datetime.date.today().isoformat(),
         "command": " ".join(["python -m benchmarks.monitor_overhead", *sys.argv[1:]]),
         "settings": dataclasses.asdict(settings),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "ranks": dist.get_world_size(),
-        "hardware": _hardware(),
-        "versions": _versions(),
         "units": results,
     }
 
@@ -138,35 +128,6 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rank(rank: int, ranks: int, port: int, settings: Settings, out: str) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    device.prepare()
-    if device.device_type() == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(device.backend(), init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    torch.manual_seed(1)
-    model_parallel_cuda_manual_seed(1)
-    result = run(settings)
-    if rank == 0:
-        text = table(result)
-        print("\n" + text)
-        path = Path(out) / f"monitor_overhead_{device.device_type()}_{result['date']}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for suffix, content in ((".md", text), (".json", json.dumps(result, indent=1) + "\n")):
-            aside = path.with_name(path.name + suffix + ".tmp")
-            aside.write_text(content)
-            os.replace(aside, path.with_name(path.name + suffix))
-        print(f"wrote {path}.md and .json")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def main() -> None:
     """Start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -174,7 +135,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--layers", type=int, default=Settings.layers)
     parser.add_argument("--hidden", type=int, default=Settings.hidden)
-    parser.add_argument("--out", default="benchmarks/results")
+    parser.add_argument("--out", default=RESULTS)
     arguments = parser.parse_args()
     with usage_errors("monitor_overhead"):
         if arguments.ranks < 2:
@@ -182,11 +143,7 @@ def main() -> None:
         if arguments.rounds < 4:
             raise refuse("--rounds", arguments.rounds, "must be at least 4, for quartiles")
     settings = Settings(rounds=arguments.rounds, layers=arguments.layers, hidden=arguments.hidden)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (arguments.ranks, port, settings, arguments.out), nprocs=arguments.ranks)
+    run_ranks(arguments.ranks, run, settings, table, "monitor_overhead", arguments.out)
 
 
 if __name__ == "__main__":

@@ -11,23 +11,17 @@ compared with the bytes really lost in it.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
-import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.hardware import processor
-from megatron_lossy import __version__, device
+from benchmarks.common import RESULTS, run_ranks
+from megatron_lossy import device
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import refuse, usage_errors
 
@@ -236,34 +230,13 @@ def run(settings: Settings) -> dict:
     memory = {name: gather_memory(trainer) for name, trainer in trainers.items()}
     parameters = sum(parameter.numel() for parameter in trainers["megatron-core"].model.parameters())
     return {
-        "date": datetime.date.today().isoformat(),
         "command": "python -m benchmarks.step_overhead " + " ".join(sys.argv[1:]),
         "settings": asdict(settings),
         "tokens per rank and step": settings.tokens,
         "parameters": parameters,
-        "ranks": dist.get_world_size(),
-        "hardware": _hardware(),
-        "versions": _versions(),
         "step": steps,
         "exchanges alone": exchanges,
         "memory of one gather": memory,
-    }
-
-
-def _hardware() -> str:
-    if device.device_type() == "cuda":
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    return f"{processor()}, {torch.get_num_threads()} thread(s) per rank"
-
-
-def _versions() -> dict[str, str]:
-    import megatron.core
-
-    return {
-        "megatron-lossy": __version__,
-        "megatron-core": megatron.core.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
     }
 
 
@@ -292,36 +265,6 @@ def table(result: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rank(rank: int, ranks: int, port: int, settings: Settings, out: str) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-    device.prepare()
-    if device.device_type() == "cuda":
-        torch.cuda.set_device(rank)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(device.backend(), init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
-    torch.manual_seed(1)
-    model_parallel_cuda_manual_seed(1)
-    result = run(settings)
-    if rank == 0:
-        text = table(result)
-        print("\n" + text)
-        name = f"step_overhead_{device.device_type()}_{result['date']}"
-        folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
-        for suffix, content in ((".md", text), (".json", json.dumps(result, indent=1) + "\n")):
-            aside = folder / (name + suffix + ".tmp")
-            aside.write_text(content)
-            os.replace(aside, folder / (name + suffix))
-        print(f"wrote {folder / name}.md and .json")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def main() -> None:
     """Start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -329,7 +272,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=Settings.rounds)
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--overlap", action="store_true", help="overlap the gradient reduce with the backward pass")
-    parser.add_argument("--out", default="benchmarks/results")
+    parser.add_argument("--out", default=RESULTS)
     arguments = parser.parse_args()
     with usage_errors("step_overhead"):
         if arguments.ranks < 1:
@@ -337,11 +280,7 @@ def main() -> None:
         if arguments.rounds < 4:
             raise refuse("--rounds", arguments.rounds, "must be at least 4, for quartiles")
     settings = Settings(rounds=arguments.rounds, bf16=arguments.bf16, overlap=arguments.overlap)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (arguments.ranks, port, settings, arguments.out), nprocs=arguments.ranks)
+    run_ranks(arguments.ranks, run, settings, table, "step_overhead", arguments.out)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,8 @@ import argparse
 import contextlib
 import csv
 import dataclasses
-import datetime
 import gc
 import io
-import os
-import platform
 import statistics
 import sys
 import time
@@ -31,10 +28,11 @@ from typing import Any
 
 import torch
 
-from megatron_lossy import __version__, device
+from benchmarks.common import RESULTS, machine, today, version_list, write_results
+from megatron_lossy import device
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.device.hardware import hardware
 from megatron_lossy.errors import refuse, usage_errors
+from megatron_lossy.report.writers import replace_file
 from megatron_lossy.train.config import TrainConfig
 
 P = 0.1
@@ -228,28 +226,13 @@ def plot(rows: list[dict[str, float]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _write(path: Path, content: bytes) -> None:
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_bytes(content)
-    os.replace(aside, path)
-
-
-def _versions() -> str:
-    import megatron.core
-
-    return (
-        f"megatron-lossy {__version__}, megatron-core {megatron.core.__version__}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}"
-    )
-
-
 def main() -> None:
     """Measure all and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=64, help="of the large model")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each variant")
     parser.add_argument("--growth", type=int, nargs="*", default=[1, 4, 16, 64, 256, 1024], metavar="N")
-    parser.add_argument("--out", default="benchmarks/results")
+    parser.add_argument("--out", default=RESULTS)
     arguments = parser.parse_args()
     with usage_errors("virtual_overhead"):
         if arguments.workers < 2:
@@ -273,13 +256,12 @@ def main() -> None:
 
 
 def _report(arguments: Any, large: str, small: str, rows: list[dict[str, float]]) -> None:
-    date = datetime.date.today().isoformat()
-    name = f"virtual_overhead_{device.device_type()}_{date}"
+    name = f"virtual_overhead_{device.device_type()}_{today()}"
     lines = [
-        f"# Virtual workers, {date}",
+        f"# Virtual workers, {today()}",
         "",
         f"`python -m benchmarks.virtual_overhead {' '.join(sys.argv[1:])}`".replace(" `", "`"),
-        f"{hardware()}, {torch.get_num_threads()} threads. {_versions()}.",
+        f"{machine()}. {version_list()}.",
         "",
         "## Overhead",
         "",
@@ -309,17 +291,16 @@ def _report(arguments: Any, large: str, small: str, rows: list[dict[str, float]]
         ]
     text = "\n".join(lines) + "\n"
     print(text)
-    folder = Path(arguments.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / f"{name}.md", text.encode())
+    contents = {"md": text}
     if rows:
         table = io.StringIO()
-        writer = csv.DictWriter(table, list(rows[0]))
+        writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-        _write(folder / f"{name}.csv", table.getvalue().encode())
-        plot(rows, folder / f"{name}.png")
-    print(f"wrote {folder / name}.md")
+        contents["csv"] = table.getvalue()
+    write_results(arguments.out, name, **contents)
+    if rows:
+        replace_file(Path(arguments.out) / f"{name}.png", lambda aside: plot(rows, aside))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-import platform
 import shlex
 import sys
 import time
@@ -18,19 +17,17 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_lossy import theory
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import refuse, usage_errors
+from megatron_lossy.environment import processor, versions
+from megatron_lossy.report.writers import replace_file
+from megatron_lossy.theory import simulate
+from megatron_lossy.theory.picture import draw
+from megatron_lossy.theory.rows import Row, agreement, markdown, write_csv
+from megatron_lossy.theory.simulate import Measured
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # for benchmarks.hardware
-
-from benchmarks.hardware import processor  # noqa: E402
-from megatron_lossy import __version__, theory  # noqa: E402
-from megatron_lossy.config import LossyConfig  # noqa: E402
-from megatron_lossy.errors import refuse, usage_errors  # noqa: E402
-from megatron_lossy.report.writers import replace_file  # noqa: E402
-from megatron_lossy.theory import simulate  # noqa: E402
-from megatron_lossy.theory.picture import draw  # noqa: E402
-from megatron_lossy.theory.rows import Row, agreement, markdown, write_csv  # noqa: E402
-from megatron_lossy.theory.simulate import Measured  # noqa: E402
-
 MOMENTUM, BURST, BURN_IN, BLOCKS = 0.9, 4.0, 100, 20
 BURST_RATES, SETTLING_RATES, AGE_RATES = (0.1, 0.2, 0.4), (0.1, 0.4), (0.1, 0.4)
 SETTLING_STEPS, SETTLING_RUNS = 16, 40
@@ -263,10 +260,11 @@ def run(flags: argparse.Namespace) -> None:
         rows += real_rows
     minutes = (time.monotonic() - started) / 60
     command = shlex.join(["python", "scripts/theory.py", *sys.argv[1:]])
+    version_list = ", ".join(f"{name} {version}" for name, version in versions().items())
     header = [
         f"# Theory, measured, {today}",
         "",
-        f"`{command}`: {minutes:.1f} minutes on {processor()}. {versions()}. Seed {flags.seed}.",
+        f"`{command}`: {minutes:.1f} minutes on {processor()}. {version_list}. Seed {flags.seed}.",
         f"Numbers: [{stem}.csv]({stem}.csv). Formulas: `docs/theory.md`.",
         "",
         f"![Simulation, closed form and the paper's formula]({stem}.png)",
@@ -280,15 +278,6 @@ def run(flags: argparse.Namespace) -> None:
     replace_file(folder / f"{stem}.md", lambda path: path.write_text(text, encoding="utf-8"))
     print("wrote " + ", ".join(str(folder / (stem + suffix)) for suffix in (".md", ".csv", ".png")), file=sys.stderr)
 
-
-def versions() -> str:
-    """Of everything that was run."""
-    import torch
-
-    used = {"megatron-lossy": __version__, "torch": torch.__version__, "numpy": np.__version__}
-    if "megatron.core" in sys.modules:
-        used["megatron-core"] = sys.modules["megatron.core"].__version__
-    return ", ".join(f"{name} {version}" for name, version in {**used, "Python": platform.python_version()}.items())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from megatron_lossy.channel import Deliveries, Exchange, Network, Stream, check_
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.log.reader import DeliveryLogFolder
-from megatron_lossy.log.schema import RUN, digests, pack, unpack
+from megatron_lossy.log.schema import RUN, pack, unpack
 from megatron_lossy.monitor import Observation
 from megatron_lossy.monitor.delivery_log import DeliveryLog, claim_delivery_log
 from megatron_lossy.recovery import cut

@@ -37,7 +37,13 @@ TINY = {
 
 
 def _design(**changes) -> Design:
-    fields = {"title": "T", "settings": TINY, "seeds": [1, 2], "loss_seeds": [1, 2], "levels": {"10 %": {"p": 0.1}}}
+    fields = {
+        "title": "T",
+        "settings": TINY,
+        "seeds": [1, 2],
+        "loss_seeds": [1, 2],
+        "levels": {"10 %": {"p": 0.1}},
+    }
     return Design(**{**fields, **changes})
 
 
@@ -88,7 +94,12 @@ def test_a_cell_is_known_by_what_matters():
         return _design(seeds=[1], loss_seeds=[1], **changes).study(arguments).trials[1].cell.name
 
     assert name() == name("--log-interval", "7") == name("--save-interval", "3") == name(title="U")
-    names = [name(), name("--lr", "0.1"), name("--grad-recovery", "zero"), name(settings={**TINY, "seq-length": 8})]
+    names = [
+        name(),
+        name("--lr", "0.1"),
+        name("--grad-recovery", "zero"),
+        name(settings={**TINY, "seq-length": 8}),
+    ]
     assert len(set(names)) == len(names)
 
 

@@ -1,6 +1,5 @@
 """The virtual cluster against real gloo ranks, and the memory its replicas take."""
 
-import json
 
 import numpy as np
 import pytest

@@ -63,7 +63,11 @@ def save_replicas(runtime: LossyRuntime, folder: str | os.PathLike) -> None:
         "recovery": [[rule.state_dict() for rule in group.recoveries] for group in runtime.groups],
         "observers": states_of(runtime.observers),
     }
-    path = _path(folder)
+    write_state(state, _path(folder))
+
+
+def write_state(state: dict[str, Any], path: Path) -> None:
+    """Write what ``torch.load`` reads, aside and renamed once it is on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
     with open(aside, "wb") as file:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..channel import Network, Stream
 from ..collectives import BucketSpec, LossyGroup, find_nodes
 from ..config import PHASES, LossyConfig
-from ..monitor import Drift, Observer, make_observers
+from ..monitor import Drift, Observer, make_observers, metrics_of
 from .checks import check_ddp
 from .rank_replicas import RankReplicas
 from .seam import Slot, attach, slot_of
@@ -192,10 +192,7 @@ class LossyRuntime:
 
     def metrics(self) -> dict[str, float]:
         """What the observers have measured since the last call (docs/monitors.md). A collective call."""
-        result = {f"loss rate {phase}": 0.0 for phase in PHASES}
-        for observer in self.observers:
-            result |= observer.metrics()
-        return result
+        return metrics_of(self.observers)
 
     # --- the owners' weights -------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from ..config import LossyConfig
 from .delivery_log import DeliveryLog, claim_delivery_log
 from .drift import Drift
 from .exchanges import ExchangeMonitor
-from .observation import Observation, Observer, load_states, save_records, states_of
+from .observation import Observation, Observer, load_states, metrics_of, save_records, states_of
 
 __all__ = [
     "DeliveryLog",
@@ -16,6 +16,7 @@ __all__ = [
     "claim_delivery_log",
     "load_states",
     "make_observers",
+    "metrics_of",
     "save_records",
     "states_of",
 ]

@@ -6,8 +6,6 @@ something is missing, so that the owner can weight the two parts apart.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 

@@ -95,6 +95,11 @@ def _label(axes, values: np.ndarray) -> None:
     axes.set_ylabel("language-model loss (nats per token, log scale)", fontsize=17)
     axes.tick_params(labelsize=15)
     axes.grid(True, which="major", alpha=0.35)
+    log_axis(axes, values)
+
+
+def log_axis(axes, values: np.ndarray) -> None:
+    """Make the loss axis logarithmic, around the finite ones of ``values``, with ticks that can be read."""
     axes.set_yscale("log")
     values = values[np.isfinite(values) & (values > 0)]
     if not len(values):

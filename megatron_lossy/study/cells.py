@@ -46,7 +46,9 @@ class Cell:
         """What makes the run what it is, where it differs from the defaults; keys are flag names without dashes."""
         # Checkpoints of a study always hold the replicas.
         incidental = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas"}
-        return {name: value for name, value in self.all_settings().items() if name.replace("-", "_") not in incidental}
+        return {
+            name: value for name, value in self.all_settings().items() if name.replace("-", "_") not in incidental
+        }
 
     def all_settings(self) -> dict[str, Any]:
         """All that differs from the defaults, as the ``--config`` file of the run."""
@@ -183,5 +185,7 @@ class CellFolder:
         silence = probe.stat().st_mtime - sign
         probe.unlink()
         host, _, process = holder.rpartition(":")
-        dead = host == socket.gethostname() and Path("/proc/self").exists() and not Path(f"/proc/{process}").exists()
+        dead = (
+            host == socket.gethostname() and Path("/proc/self").exists() and not Path(f"/proc/{process}").exists()
+        )
         return silence > (2 * HEARTBEAT if dead else ABANDONED)

@@ -29,7 +29,9 @@ class StudyConfig:
 
     out: str | None = flag(None, "folder of the report: tables and figures", type=str, metavar="DIR")
     cells: str = flag(
-        "runs/cells", "folder of the training runs, shared by all studies; what is there is not run again", metavar="DIR"
+        "runs/cells",
+        "folder of the training runs, shared by all studies; what is there is not run again",
+        metavar="DIR",
     )
     jobs: int | None = flag(
         None,
@@ -41,10 +43,18 @@ class StudyConfig:
         None, "accelerators to give to the cells in turn, by number or name", nargs="+", metavar="DEVICE"
     )
     seeds: tuple[int, ...] | None = flag(
-        None, "seeds of weights and data, in every condition; default the study's, or 1 2 3", type=int, nargs="+", metavar="SEED"
+        None,
+        "seeds of weights and data, in every condition; default the study's, or 1 2 3",
+        type=int,
+        nargs="+",
+        metavar="SEED",
     )
     loss_seeds: tuple[int, ...] | None = flag(
-        None, "seeds of the losses, with each of --seeds; default the study's, or 1 2", type=int, nargs="+", metavar="SEED"
+        None,
+        "seeds of the losses, with each of --seeds; default the study's, or 1 2",
+        type=int,
+        nargs="+",
+        metavar="SEED",
     )
     list: bool = flag(False, "print the cells and what became of them, and run nothing")
     report_only: bool = flag(False, "report what is there, and run nothing")
@@ -62,7 +72,11 @@ class Table1Config:
     """What Table 1 compares."""
 
     rates: tuple[float, ...] = flag(
-        (0.1, 0.2, 0.3, 0.4), "loss rates of gradients and parameters, beside 0", type=float, nargs="+", metavar="P"
+        (0.1, 0.2, 0.3, 0.4),
+        "loss rates of gradients and parameters, beside 0",
+        type=float,
+        nargs="+",
+        metavar="P",
     )
     processes: int = flag(1, "ranks of each cell, under torchrun; 1 with --virtual-workers", metavar="N")
 
@@ -141,7 +155,9 @@ def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
 def _study(design: Design, how: StudyConfig, arguments: Sequence[str]) -> Study:
     from dataclasses import replace
 
-    changes = {name: list(getattr(how, name)) for name in ("seeds", "loss_seeds") if getattr(how, name) is not None}
+    changes = {
+        name: list(getattr(how, name)) for name in ("seeds", "loss_seeds") if getattr(how, name) is not None
+    }
     return replace(design, **changes).study(arguments)
 
 
@@ -228,7 +244,12 @@ def _report(results: Results, how: StudyConfig, out: Path, rates: dict[str, floa
         "command": " ".join(["python -m megatron_lossy.report", *sys.argv[1:]]),
         "how": asdict(how),
         "cells": {
-            trial.cell.name: {"variant": trial.variant, "level": trial.level, "seed": trial.seed, "loss_seed": trial.loss_seed}
+            trial.cell.name: {
+                "variant": trial.variant,
+                "level": trial.level,
+                "seed": trial.seed,
+                "loss_seed": trial.loss_seed,
+            }
             for trial in study.trials
         },
     }
@@ -244,6 +265,8 @@ def _report(results: Results, how: StudyConfig, out: Path, rates: dict[str, floa
     if rates is not None:
         files += plot_figure_1(results, out / "figure1") + plot_figure_2(results, out / "figure2")
     else:
-        for name, metric in zip(tables, [m for m in loss_metrics(results) if m.startswith("val loss")], strict=True):
+        for name, metric in zip(
+            tables, [m for m in loss_metrics(results) if m.startswith("val loss")], strict=True
+        ):
             files += plot_comparison(results, metric, out / name)
     print("wrote " + ", ".join(map(str, files)))

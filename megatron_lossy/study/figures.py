@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps, ticker
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ..report.curves import running_mean
+from ..report.curves import log_axis, running_mean
 from ..report.runs import Run
 from ..report.writers import replace_file
 from .design import NO_LOSS
@@ -121,7 +121,9 @@ def _draw(axes, runs: Sequence[Run], colour, label: str | None, valid: bool) -> 
     mean = losses.mean(axis=0)
     axes.plot(iterations, mean, color=colour, linewidth=2, label=label)
     if len(runs) > 1:
-        axes.fill_between(iterations, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.18, linewidth=0)
+        axes.fill_between(
+            iterations, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.18, linewidth=0
+        )
     shown = list(mean)
     if valid:
         kind = next((kind for kind in ("replica", "owner") if all(kind in run.valid for run in runs)), None)
@@ -134,16 +136,7 @@ def _draw(axes, runs: Sequence[Run], colour, label: str | None, valid: bool) -> 
 
 
 def _loss_axis(axes, shown: Sequence[float], label: bool = True) -> None:
-    axes.set_yscale("log")
-    values = np.array(shown)
-    values = values[np.isfinite(values) & (values > 0)]
-    if len(values):
-        low, high = values.min(), values.max()
-        axes.set_ylim(low / 1.04, high * 1.04)
-        if high / low < 30:  # a decade has too few ticks for most curves
-            axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=9, steps=[1, 2, 2.5, 5, 10]))
-            axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-            axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    log_axis(axes, np.array(shown))
     axes.grid(True, which="major", alpha=0.35)
     axes.tick_params(labelsize=12)
     if label:

@@ -6,7 +6,6 @@ those of :class:`megatron_lossy.config.LossyConfig`.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import platform
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-import megatron.core
 import torch
 
-from .. import __version__, device
+from .. import device
 from ..config import LossyConfig
-from ..device.hardware import hardware
+from ..environment import hardware, versions
 from ..monitor.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, Writer, Writers
 from .config import TrainConfig
 
@@ -73,12 +71,6 @@ def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int
 
 
 def _run_record(config: TrainConfig, lossy_config: LossyConfig, name: str) -> dict[str, Any]:
-    versions = {
-        "megatron-lossy": __version__,
-        "megatron-core": megatron.core.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
     return {
         "kind": "run",
         "name": name,
@@ -87,7 +79,7 @@ def _run_record(config: TrainConfig, lossy_config: LossyConfig, name: str) -> di
         "loss_seed": lossy_config.loss_seed,
         "seed": config.seed,
         "config": dataclasses.asdict(config) | dataclasses.asdict(lossy_config),
-        "versions": versions,
+        "versions": versions(),
         "device": device.device_type(),
         "hardware": hardware(),
         "date": f"{datetime.now():%Y-%m-%d}",

@@ -18,8 +18,9 @@ import torch
 from ..config import PHASES, LossyConfig
 from ..errors import refuse
 from ..hooks.ledger import Ledger, Patch
+from ..hooks.replicas import write_state
 from ..hooks.runtime import buckets_by_stream
-from ..monitor import Drift, Observer, load_states, make_observers, save_records, states_of
+from ..monitor import Drift, Observer, load_states, make_observers, metrics_of, save_records, states_of
 from .grad_norm import by_shards
 from .group import Group
 from .layout import buffers_for
@@ -175,10 +176,7 @@ class VirtualCluster:
 
     def metrics(self) -> dict[str, float]:
         """What the observers have measured since the last call (docs/monitors.md)."""
-        result = {f"loss rate {phase}": 0.0 for phase in PHASES}
-        for observer in self.observers:
-            result |= observer.metrics()
-        return result
+        return metrics_of(self.observers)
 
     @contextlib.contextmanager
     def owner_weights(self, model_chunks: Any) -> Iterator[None]:
@@ -221,14 +219,7 @@ class VirtualCluster:
             ],
             "observers": states_of(self.observers),
         }
-        path = Path(folder) / REPLICAS
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(".tmp")
-        with open(aside, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        write_state(state, Path(folder) / REPLICAS)
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
         """With ``--save-replicas``: restore :meth:`save_replicas`. Raises :class:`UsageError` if it does not fit."""

@@ -1,0 +1,88 @@
+"""What benchmarks share: ranks on one machine, and results written with what they were made on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_lossy import device
+from megatron_lossy.environment import hardware, versions
+from megatron_lossy.report.writers import replace_file
+
+RESULTS = "benchmarks/results"
+
+
+def today() -> str:
+    """The date that results bear."""
+    return datetime.date.today().isoformat()
+
+
+def version_list() -> str:
+    """The versions in use, for a sentence."""
+    return ", ".join(f"{name} {version}" for name, version in versions().items())
+
+
+def machine() -> str:
+    """What a rank of a benchmark computes on, for a sentence."""
+    threads = f", {torch.get_num_threads()} thread(s) per rank" if device.device_type() == "cpu" else ""
+    return hardware() + threads
+
+
+def write_results(folder: str | Path, name: str, **contents: str) -> None:
+    """Write ``contents``, texts by suffix, to ``folder``/``name``.suffix, replacing older ones."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix, text in contents.items():
+        replace_file(
+            folder / f"{name}.{suffix}", lambda aside, text=text: aside.write_text(text, encoding="utf-8")
+        )
+    print(f"wrote {folder / name}." + ", .".join(contents))
+
+
+def run_ranks(
+    ranks: int, run: Callable[[Any], dict], settings: Any, table: Callable[[dict], str], name: str, out: str
+) -> None:
+    """``run(settings)`` in that many processes; the result of rank 0 is printed as ``table`` and written to ``out``.
+
+    In the result are added: ``date``, ``ranks``, ``hardware`` and ``versions``.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, (ranks, port, run, settings, table, name, out), nprocs=ranks)
+
+
+def _rank(
+    rank: int, ranks: int, port: int, run: Callable, settings: Any, table: Callable, name: str, out: str
+) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    device.prepare()
+    if device.device_type() == "cuda":
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group(device.backend(), init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    result = run(settings)
+    result |= {"date": today(), "ranks": ranks, "hardware": machine(), "versions": versions()}
+    if rank == 0:
+        text = table(result)
+        print("\n" + text)
+        stem = f"{name}_{device.device_type()}_{result['date']}"
+        write_results(out, stem, md=text, json=json.dumps(result, indent=1) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()

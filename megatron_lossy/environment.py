@@ -1,0 +1,43 @@
+"""On what, and with which versions, a run or a benchmark was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+from . import __version__
+
+
+def processor() -> str:
+    """Number and model of the processor cores that this process may use."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
+        ]
+        model = names[0] if names else model
+    return f"{len(os.sched_getaffinity(0))} cores of {model}"
+
+
+def hardware() -> str:
+    """The accelerators of this machine, or the processor where there are none."""
+    import torch
+
+    from .device import device_type
+
+    if device_type() == "cpu":
+        return processor()
+    accelerator = getattr(torch, device_type())
+    return f"{accelerator.device_count()} x {accelerator.get_device_name()}"
+
+
+def versions() -> dict[str, str]:
+    """Of this package, of what it is made of as far as it is in use, and of Python."""
+    used = {"megatron-lossy": __version__}
+    for name, module in (("megatron-core", "megatron.core"), ("torch", "torch"), ("numpy", "numpy")):
+        if module in sys.modules:
+            used[name] = sys.modules[module].__version__
+    return {**used, "python": platform.python_version()}
