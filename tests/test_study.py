@@ -274,7 +274,7 @@ def _losses(folder: Path) -> dict[str, dict]:
 def test_cells_run_once_and_survive_an_interruption(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir(), broken.mkdir()
-    settings = {**TINY, "train-iters": 40, "save-interval": 5}
+    settings = {**TINY, "train-iters": 30, "save-interval": 5}
     file = _study_file(tmp_path, settings=settings)
     # Two processes share the cells of a study; a third one is interrupted.
     pair = [_report(whole, "study", str(file), "--jobs", "1") for _ in range(2)]
