@@ -30,7 +30,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         "python -m megatron_lossy.report", description="Table of losses and training curves of a folder of runs."
     )
-    parser.add_argument("runs", metavar="RUNS_DIR", help=f"holds one folder per run, each with {METRICS_FILE}")
+    parser.add_argument(
+        "runs",
+        metavar="RUNS_DIR",
+        help=f"holds one folder per run, each with {METRICS_FILE}, or with the log or the TensorBoard files of Megatron-LM",
+    )
     namespace = add_flags(parser, ReportConfig, "output").parse_args(arguments)
     config = from_namespace(ReportConfig, namespace)
     runs = read_runs(namespace.runs)

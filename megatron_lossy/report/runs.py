@@ -1,4 +1,4 @@
-"""Runs, read from the ``metrics.jsonl`` that training writes.
+"""Runs, read from the ``metrics.jsonl`` that training writes; those of Megatron-LM are read by :mod:`.megatron_logs`.
 
 The first line describes the run (``kind`` = ``run``: name, p_grad, p_param, loss_seed, seed, config). Then come
 records of training (``train``: iteration, lm loss, skipped, …) and of evaluation (``valid``: iteration, lm loss,
@@ -96,44 +96,52 @@ class Run:
 
 
 def read_runs(folder: str | Path) -> list[Run]:
-    """The runs in ``folder/*/metrics.jsonl``, least loss first. Raises :class:`UsageError`."""
+    """The runs in the folders of ``folder``, least loss first. Raises :class:`UsageError`.
+
+    Of each folder its ``metrics.jsonl``, or else what Megatron-LM logged there.
+    """
+    from .megatron_logs import read_megatron_run
+
     folder = Path(folder)
-    files = sorted(folder.glob(f"*/{METRICS_FILE}"))
-    runs = [run for run in map(read_run, files) if run is not None]
+    runs = []
+    for path in sorted(path for path in folder.glob("*") if path.is_dir()):
+        metrics = path / METRICS_FILE
+        run = read_run(metrics) if metrics.is_file() else read_megatron_run(path)
+        if run is not None:
+            runs.append(run)
     if not runs:
-        raise refuse("RUNS_DIR", folder, f"holds no run: there must be files {folder}/*/{METRICS_FILE}")
+        raise refuse(
+            "RUNS_DIR",
+            folder,
+            f"holds no run: there must be a folder per run, with {METRICS_FILE}, Megatron's log or its TensorBoard files",
+        )
     return sorted(runs, key=lambda run: (run.p_grad, run.p_param, run.condition, run.name))
 
 
 def read_run(path: Path) -> Run | None:
     """The run in ``path``; None if it was killed before its first line was written."""
-    run = None
-    recorded: list[int] = []
+    recorder = None
     for number, record in _records(path):
-
-        def wrong(problem: str, number: int = number) -> UsageError:
-            return refuse("RUNS_DIR", f"{path} line {number}", problem)
-
+        where = f"{path} line {number}"
         kind = record.get("kind") if isinstance(record, dict) else None
         try:
             if kind == "run":
                 described = _described(record, path.parent.name)
-                if run is None:
-                    run = described
-                elif (run.condition, run.loss_seed) != (described.condition, described.loss_seed):
-                    raise wrong("describes another run than line 1")
-            elif run is None:
-                raise wrong('the first line must describe the run ("kind": "run")')
+                if recorder is None:
+                    recorder = RunRecorder(described)
+                recorder.check_same(described, where)
+            elif recorder is None:
+                raise refuse("RUNS_DIR", where, 'the first line must describe the run ("kind": "run")')
             elif kind in ("train", "valid"):
-                _add(run, recorded, kind, record)
+                recorder.add(kind, record)
             # Other kinds are for other readers.
             elif not isinstance(kind, str):
-                raise wrong('must be a record with a "kind"')
+                raise refuse("RUNS_DIR", where, 'must be a record with a "kind"')
         except KeyError as error:
-            raise wrong(f"holds no {error}") from None
+            raise refuse("RUNS_DIR", where, f"holds no {error}") from None
         except (TypeError, AttributeError) as error:
-            raise wrong(f"holds a wrong value: {error}") from None
-    return run
+            raise refuse("RUNS_DIR", where, f"holds a wrong value: {error}") from None
+    return recorder.run if recorder else None
 
 
 def _records(path: Path) -> Iterator[tuple[int, Any]]:
@@ -166,23 +174,35 @@ def _described(record: dict[str, Any], folder: str) -> Run:
     )
 
 
-def _add(run: Run, recorded: list[int], kind: str, record: dict[str, Any]) -> None:
-    """Add a record. ``recorded``: the iterations of the training records so far, ascending."""
-    iteration = record["iteration"] + 0
-    if kind == "valid":
-        run.valid.setdefault(record.get("weights") or "replica", {})[iteration] = _number(record["lm loss"])
-        return
-    if iteration <= run.iterations:  # resumed from an earlier checkpoint
-        for losses in (run.train, *run.valid.values()):
-            for stale in [i for i in losses if i >= iteration]:
-                del losses[stale]
-        while recorded and recorded[-1] >= iteration:
-            recorded.pop()
-    covered = iteration - (recorded[-1] if recorded else 0)
-    recorded.append(iteration)
-    run.iterations = iteration
-    if (record.get("skipped") or 0) < covered:  # else the mean is over no iteration
-        run.train[iteration] = _number(record["lm loss"])
+class RunRecorder:
+    """Builds a run from its records, in the order in which they were written."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._recorded: list[int] = []  # the iterations of the training records so far, ascending
+
+    def check_same(self, other: Run, where: str) -> None:
+        """Raise :class:`UsageError` if ``other``, described at ``where``, is not this run."""
+        if (self.run.condition, self.run.loss_seed) != (other.condition, other.loss_seed):
+            raise refuse("RUNS_DIR", where, "describes another run than what precedes it")
+
+    def add(self, kind: str, record: dict[str, Any]) -> None:
+        """Add a "train" or "valid" record."""
+        run, iteration = self.run, record["iteration"] + 0
+        if kind == "valid":
+            run.valid.setdefault(record.get("weights") or "replica", {})[iteration] = _number(record["lm loss"])
+            return
+        if iteration <= run.iterations:  # resumed from an earlier checkpoint
+            for losses in (run.train, *run.valid.values()):
+                for stale in [i for i in losses if i >= iteration]:
+                    del losses[stale]
+            while self._recorded and self._recorded[-1] >= iteration:
+                self._recorded.pop()
+        covered = iteration - (self._recorded[-1] if self._recorded else 0)
+        self._recorded.append(iteration)
+        run.iterations = iteration
+        if (record.get("skipped") or 0) < covered:  # else the mean is over no iteration
+            run.train[iteration] = _number(record["lm loss"])
 
 
 def _number(value: Any) -> float:
