@@ -5,7 +5,7 @@ RUN_DIR ?= runs/tiny
 # Several ranks on few cores crawl if each of them starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: run test bench docs
+.PHONY: run test bench docs compat compat-ci
 
 run: .venv/installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.train.sweep \
@@ -19,6 +19,15 @@ bench: .venv/installed
 
 docs: .venv/installed
 	$(BIN)/python scripts/update_docs.py
+
+# The hook contract over every Megatron that this machine can run, into docs/verified.md. For example
+# make compat COMPAT="--python /path/to/venv312/bin/python --checkout HabanaAI-1.24.0=/path/to/Megatron-LM"
+compat: .venv/installed
+	$(BIN)/python scripts/compat.py $(COMPAT)
+
+# The oldest; make test runs the newest that this Python allows.
+compat-ci: .venv/installed
+	$(BIN)/python scripts/compat.py --only 0.12.3 --no-docs
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -3,6 +3,8 @@
 Under torchrun, mpirun or srun, for example
 
     torchrun --nproc-per-node 8 -m megatron_lossy pretrain_gpt.py … --p-grad 0.1 --p-param 0.1
+
+``python -m megatron_lossy doctor`` says whether this machine is ready for that.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from .errors import UsageError, refuse, usage_errors
 if TYPE_CHECKING:
     from .hooks.install import Lossy
 
-USAGE = "usage: python -m megatron_lossy SCRIPT [Megatron's arguments] [loss flags]; --help after SCRIPT lists all"
+USAGE = (
+    "usage: python -m megatron_lossy SCRIPT [Megatron's arguments] [loss flags]; --help after SCRIPT lists all; "
+    "python -m megatron_lossy doctor [--help] examines this machine"
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,6 +71,10 @@ def main(arguments: list[str] | None = None) -> None:
                 return
             raise UsageError(USAGE)
         script, *rest = arguments
+        if script == "doctor":  # a script of that name is ./doctor
+            from .doctor import main as doctor
+
+            sys.exit(doctor(rest))
         if not Path(script).is_file():
             raise refuse("SCRIPT", script, "must be a Python file, for example Megatron-LM's pretrain_gpt.py")
         config = parse_loss_flags(rest)
@@ -86,6 +95,7 @@ def _install(config: LossyConfig, steps: int | None) -> Lossy:
     from .hooks import megatron_training
     from .hooks.ledger import Ledger
 
+    device.prepare_import()
     try:
         import megatron.core
         import megatron.training.arguments  # noqa: F401

@@ -2,6 +2,10 @@
 
 import pytest
 
+from megatron_lossy import device
+
+device.prepare_import()
+
 
 def pytest_addoption(parser):
     parser.addoption("--megatron-lm", metavar="PATH", help="checkout of Megatron-LM core_v0.16.1 to run the plugin against")

@@ -14,6 +14,7 @@ from megatron.core.distributed import param_and_grad_buffer as pgb
 from megatron_lossy import hooks
 from megatron_lossy.channel import Exchange, Network
 from megatron_lossy.hooks.seam import slot_of
+from megatron_lossy.hooks.versions import full_group
 from tests.reference import ReferenceReduce, pieces, reference_gather
 from tests.tiny_gpt import build
 
@@ -79,7 +80,7 @@ def _places(lossy, run):
                 slot = slot_of(bucket.grad_data)
                 expert = slot.group.stream.kind == "expert"
                 part = group.intra_distributed_optimizer_instance_group
-                full = ddp.expt_dp_group if expert else ddp.dp_cp_group
+                full = full_group(ddp, expert)
                 units = slot.group.units
                 places.append(
                     (

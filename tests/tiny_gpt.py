@@ -6,11 +6,13 @@ function of (iteration, data-parallel rank, micro-batch), so that runs which sho
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import megatron.core
 import numpy as np
 import torch
 from megatron.core import parallel_state
@@ -28,6 +30,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_lossy import device
+from megatron_lossy.hooks.versions import dense_buffers
 from megatron_lossy.virtual import VirtualCluster
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -163,7 +166,7 @@ class TinyRun:
 
     def _buffers(self) -> Iterator[tuple[str, Any]]:
         for c, chunk in enumerate(self.model):
-            for kind, buffers in (("dense", chunk.buffers), ("expert", chunk.expert_parallel_buffers)):
+            for kind, buffers in (("dense", dense_buffers(chunk)), ("expert", chunk.expert_parallel_buffers)):
                 for k, buffer in enumerate(buffers):
                     yield f"{c}/{kind}/{k}", buffer
 
@@ -236,11 +239,27 @@ def build(config: TinyGPT, cluster: VirtualCluster | None = None) -> TinyRun:
             virtual_pipeline_model_parallel_size=config.virtual,
             expert_model_parallel_size=config.expert,
             num_distributed_optimizer_instances=config.instances,
-            create_gloo_process_groups=False,
+            **_known(parallel_state.initialize_model_parallel, create_gloo_process_groups=False),
         )
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
     return TinyRun(config) if cluster is None else VirtualTinyRun(config, cluster)
+
+
+def missing(config: TinyGPT) -> str | None:
+    """What of ``config`` the Megatron that is here does not have, in words; ``None`` if it has everything."""
+    version = megatron.core.__version__
+    if config.fp32_accumulation and not _known(DistributedDataParallelConfig, reduce_scatter_with_fp32_accumulation=1):
+        return f"megatron-core {version} has no reduce-scatter with fp32 accumulation"
+    tied = config.tied and config.pipeline > 1 and config.bucket_size
+    if tied and tuple(map(int, version.split(".")[:2])) < (0, 13):  # an assertion fails, with or without us
+        return f"megatron-core {version} has no bucket of its own for this shared embedding"
+    return None
+
+
+def _known(function: Callable, **arguments: Any) -> dict[str, Any]:
+    """Those of ``arguments`` that ``function`` takes in the Megatron that is here."""
+    return {name: value for name, value in arguments.items() if name in inspect.signature(function).parameters}
 
 
 def _transformer_config(config: TinyGPT) -> TransformerConfig:
@@ -290,7 +309,10 @@ def _model(config: TinyGPT, transformer: TransformerConfig) -> list[DistributedD
     chunks = []
     for stage in range(config.virtual or 1):
         vp_stage = stage if config.virtual else None
-        where = {"ignore_virtual": config.virtual is None, "vp_stage": vp_stage}
+        numbered = _known(GPTModel, vp_stage=vp_stage)
+        if config.virtual and not numbered:  # before 0.13 the number of a chunk is global while it is built
+            parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+        where = {"ignore_virtual": config.virtual is None, **numbered}
         module = GPTModel(
             config=transformer,
             transformer_layer_spec=get_gpt_layer_local_spec(num_experts=config.experts),
@@ -299,7 +321,7 @@ def _model(config: TinyGPT, transformer: TransformerConfig) -> list[DistributedD
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
             share_embeddings_and_output_weights=config.tied,
-            **({"vp_stage": vp_stage} if config.virtual else {}),
+            **numbered,
         )
         if config.dtype != "fp32":
             module = Float16Module(transformer, module)
@@ -331,10 +353,10 @@ def _optimizer(config: TinyGPT, model: list[DistributedDataParallel]) -> Any:
             loss_scale=config.loss_scale,
             initial_loss_scale=config.initial_loss_scale,
             use_distributed_optimizer=True,
-            overlap_param_gather=config.overlap_param_gather,
+            **_known(OptimizerConfig, overlap_param_gather=config.overlap_param_gather),
         ),
         model,
-        use_gloo_process_groups=False,
+        **_known(get_megatron_optimizer, use_gloo_process_groups=False),
     )
 
 

@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.data``: text files to Megatron's indexed format."""
+"""``python -m megatron_lossy.data``: text files to Megatron's indexed format; ``manifest`` and ``check``: their hashes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ def _with_progress(documents: Iterable[Document], verb: str, total: int) -> Iter
 def run(arguments: Sequence[str] | None = None) -> None:
     """Do what the command line says. Raises :class:`UsageError`."""
     parser = argparse.ArgumentParser(
-        "python -m megatron_lossy.data", description="Text files to Megatron's indexed format."
+        "python -m megatron_lossy.data",
+        description="Text files to Megatron's indexed format.",
+        epilog="python -m megatron_lossy.data manifest|check --help: hashes of data sets, and their check.",
     )
     config = from_namespace(DataConfig, add_flags(parser, DataConfig, "data").parse_args(arguments))
     started = time.monotonic()
@@ -152,8 +154,14 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """:func:`run`, with wrong input as one line and exit status 2."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     with usage_errors("megatron_lossy.data"):
-        run(arguments)
+        if arguments[:1] in (["manifest"], ["check"]):
+            from . import manifest
+
+            getattr(manifest, f"run_{arguments[0]}")(arguments[1:])
+        else:
+            run(arguments)
 
 
 if __name__ == "__main__":

@@ -182,8 +182,17 @@ def read_description(prefix: str | os.PathLike) -> DatasetDescription | None:
         return None
 
 
-def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "--data-path") -> None:
-    """Raise :class:`UsageError` unless ``prefix`` is a complete data set that ``tokenizer`` can have made.
+def is_weight(text: str) -> bool:
+    """True for the weights between the prefixes of ``--data-path``."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> DatasetDescription | None:
+    """Raise :class:`UsageError` unless ``prefix`` is a complete data set; returns what ``prefix.json`` says.
 
     Without a ``prefix.json`` of ours only the presence of the files is checked.
     """
@@ -195,11 +204,18 @@ def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "
         if not os.access(f"{prefix}.{suffix}", os.R_OK):
             raise refuse(flag, prefix, f"{prefix}.{suffix} cannot be read")
     description = read_description(prefix)
-    if description is None:
-        return
-    expected = description.tokens * np.dtype(description.dtype).itemsize
-    size = os.path.getsize(prefix + ".bin")
-    if size != expected:
-        raise refuse(flag, prefix, f"{prefix}.bin has {size} bytes, not the {expected} that {prefix}.json says")
-    if description.fingerprint != tokenizer.fingerprint:
-        raise refuse("--tokenizer", tokenizer.name, f"{prefix} was made with --tokenizer {description.tokenizer}")
+    if description is not None:
+        expected = description.tokens * np.dtype(description.dtype).itemsize
+        size = os.path.getsize(prefix + ".bin")
+        if size != expected:
+            raise refuse(flag, prefix, f"{prefix}.bin has {size} bytes, not the {expected} that {prefix}.json says")
+    return description
+
+
+def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "--data-path") -> None:
+    """As :func:`check_files`; raise :class:`UsageError` also if ``tokenizer`` cannot have made the data set."""
+    description = check_files(prefix, flag)
+    if description is not None and description.fingerprint != tokenizer.fingerprint:
+        raise refuse(
+            "--tokenizer", tokenizer.name, f"{os.fspath(prefix)} was made with --tokenizer {description.tokenizer}"
+        )

@@ -7,6 +7,8 @@ machine without an accelerator the patches of :mod:`.cpu` (and :mod:`.cpu_traini
 from __future__ import annotations
 
 import importlib.util
+import sys
+import types
 
 import torch
 
@@ -46,15 +48,38 @@ def current_device() -> torch.device:
     return torch.device(kind, getattr(torch, kind).current_device())
 
 
+def prepare_import() -> None:
+    """Make HabanaAI's Megatron importable where Intel's Transformer Engine is missing; call it before the first import.
+
+    Its core imports a function for fp8 parameters, and its ``megatron.training`` a norm, that only this package has.
+    Without it there are stand-ins here, which say so when they are called. Nothing else imports them.
+    """
+    if importlib.util.find_spec("intel_transformer_engine") is not None:
+        return
+    for module, name in (
+        ("intel_transformer_engine.cpp_extensions.cast", "cast_to_fp8"),
+        ("megatron.core.transformer.custom_layers.intel_transformer_engine", "IntelTENorm"),
+    ):
+        # Just the leaf, so that importing the packages above it fails as before.
+        leaf = types.ModuleType(module)
+        setattr(leaf, name, _without_intel_transformer_engine)
+        sys.modules.setdefault(module, leaf)
+
+
+def _without_intel_transformer_engine(*_: object, **__: object) -> None:
+    raise RuntimeError("this needs intel_transformer_engine, which is not installed")
+
+
 def prepare(megatron_training: bool = False, cpu: bool = False) -> str:
     """Make Megatron usable on this machine's device and return :func:`device_type`; may be called again.
 
     Call it once the Megatron to train with is first on ``sys.path``: on CPU it imports ``megatron.core``, and with
     ``megatron_training`` also ``megatron.training``, which only a checkout of Megatron-LM has. ``cpu`` asks for the
-    CPU where an accelerator exists. With an accelerator nothing is patched. Raises ``RuntimeError`` if this version
-    of Megatron lacks something that has to be patched, or if another device is in use already.
+    CPU where an accelerator exists. With an accelerator nothing is patched. Raises :class:`UsageError` if this
+    version of Megatron lacks something that has to be patched, ``RuntimeError`` if another device is in use already.
     """
     global _device_type
+    prepare_import()
     if cpu:
         if _device_type not in (None, "cpu"):
             raise RuntimeError(f"cannot switch to the CPU: this process already uses {_device_type}")

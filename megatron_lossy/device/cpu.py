@@ -21,6 +21,8 @@ from megatron_lossy.hooks.ledger import Patch
 
 _CPU = torch.device("cpu")
 
+_VERSIONS = "megatron-core 0.11 to 0.20"
+
 # The constructors that Megatron calls with device="cuda".
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
 
@@ -209,6 +211,17 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _nothing_to_quantize(original: Callable) -> Callable:
+    """``_quantize_param_shard_impl`` of 0.12, which fails without Transformer Engine even without fp8 parameters."""
+
+    @functools.wraps(original)
+    def quantize(model_params: Any, *args: Any, **kwargs: Any) -> None:
+        if model_params:
+            original(model_params, *args, **kwargs)
+
+    return quantize
+
+
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
     if isinstance(replacement, types.FunctionType):
         # torch.compile keeps one rule per function object: no two names may share one.
@@ -219,7 +232,7 @@ def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
             replacement.__defaults__,
             replacement.__closure__,
         )
-    return Patch(target, lambda _: replacement, why, "megatron-core 0.13 to 0.16", "Megatron trains on CPU", **options)
+    return Patch(target, lambda _: replacement, why, _VERSIONS, "Megatron trains on CPU", **options)
 
 
 def patches() -> list[Patch]:
@@ -252,7 +265,7 @@ def patches() -> list[Patch]:
             "torch:Tensor.type",
             _tensor_type,
             "optimizers sort parameters, and clipping checks gradients, by 'torch.cuda.*' type names",
-            "megatron-core 0.13 to 0.16",
+            _VERSIONS,
             "Megatron trains on CPU",
             create=True,
         ),
@@ -268,6 +281,14 @@ def patches() -> list[Patch]:
             "the router reads a name that 0.16 defines only where Transformer Engine is installed",
             optional=True,
             create=True,
+        ),
+        Patch(
+            "megatron.core.fp8_utils:_quantize_param_shard_impl",
+            _nothing_to_quantize,
+            "the update of parameters that are not fp8 goes through it too",
+            "megatron-core 0.12",
+            "0.12 is no longer supported",
+            optional=True,
         ),
         _patch("torch._dynamo.eval_frame:_stance", eager, "compiling for the CPU takes longer than small runs do"),
     ]
@@ -286,7 +307,7 @@ def patches() -> list[Patch]:
                 f"{optimizer}.{name}",
                 replacement,
                 why,
-                "megatron-core 0.13 to 0.16",
+                _VERSIONS,
                 "Megatron loads checkpoints without Transformer Engine and Apex",
             )
         )
@@ -296,7 +317,7 @@ def patches() -> list[Patch]:
                 f"torch:{name}",
                 _on_cpu,
                 'scalars and masks are created with device="cuda"',
-                "megatron-core 0.13 to 0.16",
+                _VERSIONS,
                 "Megatron trains on CPU",
             )
         )

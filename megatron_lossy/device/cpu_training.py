@@ -1,6 +1,6 @@
 """What megatron.training, and with it Megatron-LM's own pretraining scripts, needs on CPU beyond :mod:`.cpu`.
 
-Separate because the wheels of megatron-core do not ship megatron.training: only a checkout of Megatron-LM has it.
+Separate because the wheels of megatron-core before 0.17 do not ship megatron.training: it comes with a checkout of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ def _one_device() -> int:
     return 1
 
 
+def _yes() -> bool:
+    return True
+
+
 def _newest_architecture() -> int:
     return 10
 
@@ -45,7 +49,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
-    return Patch(target, lambda _: replacement, why, "Megatron-LM 0.16", "Megatron trains on CPU", **options)
+    return Patch(target, lambda _: replacement, why, "Megatron-LM 0.13 to 0.20", "Megatron trains on CPU", **options)
 
 
 def patches() -> list[Patch]:
@@ -55,14 +59,14 @@ def patches() -> list[Patch]:
             "megatron.training.training:initialize_megatron",
             _without_cuda,
             "pretrain() asserts that CUDA is available",
-            "Megatron-LM 0.16",
+            "Megatron-LM 0.13 to 0.20",
             "Megatron trains on CPU",
         ),
         Patch(
             "megatron.training.training:build_train_valid_test_data_iterators",
             _keeping_rng,
             "data loaders draw from the CPU's generator, which must reach dropout as the checkpoint left it",
-            "Megatron-LM 0.16",
+            "Megatron-LM 0.13 to 0.20",
             "Megatron trains on CPU",
         ),
         _patch("torch.cuda:device_count", _one_device, "without devices no parallel groups are initialised"),
@@ -72,6 +76,15 @@ def patches() -> list[Patch]:
             _newest_architecture,
             "GPUs before generation 10 need CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor parallelism",
             optional=True,
+        ),
+        *(
+            _patch(
+                f"megatron.training.{module}:is_real_cuda_device_available",
+                _yes,
+                "HabanaAI's asks for Gaudi's software where torch is not built for CUDA",
+                optional=True,
+            )
+            for module in ("arguments", "initialize", "training")
         ),
         _patch("megatron.legacy.fused_kernels:load", _nothing, "builds CUDA kernels with nvcc", optional=True),
     ]

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from ..config import LossyConfig
-from .checks import check_version
-from .install import Lossy, install
+from .install import Lossy, check_patches, install
+from .versions import check_version
 
-__all__ = ["Lossy", "LossyConfig", "check_version", "install"]
+__all__ = ["Lossy", "LossyConfig", "check_patches", "check_version", "install"]

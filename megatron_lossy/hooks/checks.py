@@ -1,4 +1,4 @@
-"""Which Megatrons and which of their settings the hooks are right for; everything else is refused with a reason."""
+"""Which settings of Megatron the hooks are right for; everything else is refused with a reason."""
 
 from __future__ import annotations
 
@@ -8,25 +8,7 @@ import torch
 
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
-
-#: Versions of megatron-core that the hooks are tested with: at least the first, below the second.
-SUPPORTED = ((0, 16), (0, 17))
-
-
-def check_version(version: str) -> None:
-    """Raise :class:`UsageError` if megatron-core ``version`` is not supported."""
-    try:
-        parsed = tuple(int(part) for part in version.split(".")[:2])
-    except ValueError:
-        parsed = ()
-    low, high = SUPPORTED
-    if not low <= parsed < high:
-        raise refuse(
-            "megatron-core",
-            version,
-            f"is not supported; install at least {low[0]}.{low[1]} and below {high[0]}.{high[1]}",
-        )
-
+from .versions import dense_buffers
 
 def _full_iteration_graph(config: Any) -> bool:
     scope = getattr(config, "cuda_graph_scope", None) or ()
@@ -47,7 +29,7 @@ def check_ddp(ddp: Any, config: LossyConfig) -> None:
         )
     if _full_iteration_graph(ddp.config):
         raise UsageError("--cuda-graph-scope full_iteration: a captured graph repeats one draw for ever; turn it off")
-    quantized = any(buffer.param_dtype == torch.uint8 for buffer in ddp.buffers + ddp.expert_parallel_buffers)
+    quantized = any(buffer.param_dtype == torch.uint8 for buffer in dense_buffers(ddp) + ddp.expert_parallel_buffers)
     if quantized and not config.phase("param").lossless:
         raise UsageError("--fp8-param-gather with parameter loss: stale bytes would be read at new scales; turn one off")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from ..config import LossyConfig
 from ..errors import UsageError
 from ..monitor import save_records
 from . import megatron_core
-from .checks import check_version
-from .ledger import Ledger
+from .ledger import Check, Ledger, check
 from .replicas import load_replicas, save_replicas
 from .runtime import LossyRuntime
+from .versions import check_version
 
 _current: Lossy | None = None
 
@@ -48,8 +50,8 @@ def install(config: LossyConfig, steps: int | None = None) -> Lossy:
     """Hook megatron-core so that data-parallel exchanges lose what ``config`` says. Call it before DDP is built.
 
     ``steps``: the length of the run, if known, so that a trace that is too short is refused at once. With a lossless
-    configuration nothing is patched at all. Raises :class:`UsageError` for an
-    unsupported megatron-core, ``RuntimeError`` if hooks are already installed.
+    configuration nothing is patched at all. Raises :class:`UsageError` for a megatron-core that is not supported or
+    not as expected, ``RuntimeError`` if hooks are already installed.
     """
     global _current
     if _current is not None:
@@ -63,3 +65,21 @@ def install(config: LossyConfig, steps: int | None = None) -> Lossy:
     lossy.ledger.install([] if config.lossless else megatron_core.patches(lossy))
     _current = lossy
     return lossy
+
+
+def check_patches() -> list[Check]:
+    """Which patches a lossy run would make in the Megatron that is here, and whether they fit; applies none of them.
+
+    With those of ``megatron.training`` if it can be imported. Raises ``ImportError`` without megatron-core.
+    """
+    import megatron.core  # noqa: F401
+
+    lossy = Lossy(LossyConfig(eval_weights="both"))  # which patches more
+    patches = megatron_core.patches(lossy)
+    with contextlib.suppress(ImportError):
+        import megatron.training.training  # noqa: F401
+
+        from . import megatron_training
+
+        patches += megatron_training.flag_patches() + megatron_training.patches(lossy)
+    return [check(patch) for patch in patches]

@@ -1,15 +1,20 @@
 """The ledger of everything we change in somebody else's module.
 
 One :class:`Patch` per changed attribute says what is replaced, why, for which versions of megatron-core and
-when the patch can go. Installing is all or nothing; uninstalling refuses to remove somebody else's later patch.
+when the patch can go. Installing checks that all targets exist and take what the replacements rely on, and is all or
+nothing; uninstalling refuses to remove somebody else's later patch.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from ..errors import UsageError
+from .signatures import Takes, signature_of
 
 _MISSING = object()
 
@@ -19,7 +24,8 @@ class Patch:
     """One attribute that we replace.
 
     ``target`` is ``module:attribute.path``; ``replacement`` is called with the original (``None`` if absent and
-    ``create``) and returns the new value. ``optional`` skips a target that this version does not have.
+    ``create``) and returns the new value. ``takes``: what it relies on of the original's signature. ``optional`` skips
+    a target that this version does not have.
     """
 
     target: str
@@ -29,6 +35,28 @@ class Patch:
     until: str
     optional: bool = False
     create: bool = False
+    takes: Takes | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """Whether a patch fits the Megatron that is here.
+
+    ``signature``: of the target, if it is there and the patch relies on one. ``problem``: one line that names target,
+    version and signature; empty if the patch can go in, or is not needed with this version.
+    """
+
+    target: str
+    found: bool
+    signature: str
+    why: str
+    versions: str
+    problem: str
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing speaks against the patch."""
+        return not self.problem
 
 
 class Ledger:
@@ -44,14 +72,19 @@ class Ledger:
         return bool(self._installed)
 
     def install(self, patches: list[Patch]) -> None:
-        """Apply all of ``patches`` or none. Raises ``RuntimeError`` naming a target that does not exist."""
+        """Apply all of ``patches`` or none.
+
+        Raises :class:`UsageError` naming a target that does not exist or has an unexpected signature.
+        """
         if self._installed:
             raise RuntimeError(f"{self.name} patches are already installed")
         resolved = []
         for patch in patches:
-            found = _resolve(patch)
-            if found is not None:
-                resolved.append((patch, *found))
+            checked = check(patch)
+            if not checked.ok:
+                raise UsageError(checked.problem)
+            if checked.found or patch.create:
+                resolved.append((patch, *_resolve(patch)))
         try:
             for patch, owner, attribute, original in resolved:
                 new = patch.replacement(None if original is _MISSING else original)
@@ -93,20 +126,39 @@ def _get(owner: Any, attribute: str) -> Any:
     return getattr(owner, attribute, _MISSING)
 
 
-def _resolve(patch: Patch) -> tuple[Any, str, Any] | None:
+def check(patch: Patch) -> Check:
+    """Whether ``patch`` fits, without applying it. Imports the module of its target."""
+    problem, found, signature = "", True, ""
+    try:
+        owner, attribute, original = _resolve(patch)
+    except (ImportError, AttributeError) as error:
+        found = False
+        if not patch.optional:
+            problem = f"{error}"
+    else:
+        found = original is not _MISSING
+        if not found and not patch.create and not patch.optional:
+            problem = "no such attribute"
+        if found and patch.takes is not None:
+            function = getattr(owner, attribute)
+            signature = signature_of(function)
+            if not patch.takes.fits(function):
+                problem = f"it takes {signature}, not {patch.takes}"
+    if problem:
+        problem = f"cannot patch {patch.target} of {_megatron()}: {problem} (patched because: {patch.why})"
+    return Check(patch.target, found, signature, patch.why, patch.versions, problem)
+
+
+def _megatron() -> str:
+    version = getattr(sys.modules.get("megatron.core"), "__version__", None)
+    return f"megatron-core {version}" if version else "this environment"
+
+
+def _resolve(patch: Patch) -> tuple[Any, str, Any]:
+    """Owner, attribute and the original, ``_MISSING`` if absent. Raises what importing or looking up raises."""
     module_name, _, path = patch.target.partition(":")
     *parents, attribute = path.split(".")
-    try:
-        owner: Any = importlib.import_module(module_name)
-        for parent in parents:
-            owner = getattr(owner, parent)
-    except (ImportError, AttributeError) as error:
-        if patch.optional:
-            return None
-        raise RuntimeError(f"cannot patch {patch.target}, needed because {patch.why}: {error}") from error
-    original = _get(owner, attribute)
-    if original is _MISSING and not patch.create:
-        if patch.optional:
-            return None
-        raise RuntimeError(f"cannot patch {patch.target}, needed because {patch.why}: no such attribute")
-    return owner, attribute, original
+    owner: Any = importlib.import_module(module_name)
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, attribute, _get(owner, attribute)

@@ -9,10 +9,15 @@ from typing import Any
 from . import seam
 from .ledger import Patch
 from .runtime import LossyRuntime
+from .signatures import Takes
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _UNTIL = "Megatron offers hooks around its data-parallel collectives"
+
+_REDUCE_SCATTER = Takes(("output|output_tensor", "input|input_tensor", "op", "group", "async_op"))
+_ALL_GATHER = Takes(("output_tensor|output", "input_tensor|input", "group", "async_op"))
+_SELF = Takes(("self",), others=())
 
 
 def _seam_patches(runtime: LossyRuntime) -> list[Patch]:
@@ -29,6 +34,7 @@ def _seam_patches(runtime: LossyRuntime) -> list[Patch]:
             "removes from the send buffer what will not arrive",
             "all",
             _UNTIL,
+            takes=_REDUCE_SCATTER,
         ),
         Patch(
             f"{_BUFFER}:reduce_scatter_with_fp32_accumulation",
@@ -37,6 +43,7 @@ def _seam_patches(runtime: LossyRuntime) -> list[Patch]:
             "0.16 and later",
             _UNTIL,
             optional=True,
+            takes=_REDUCE_SCATTER,
         ),
         Patch(
             f"{_BUFFER}:dist_all_gather_func",
@@ -44,6 +51,7 @@ def _seam_patches(runtime: LossyRuntime) -> list[Patch]:
             "puts aside the units that will stay stale",
             "all",
             _UNTIL,
+            takes=_ALL_GATHER,
         ),
         Patch(
             f"{_BUFFER}:_coalescing_manager",
@@ -51,6 +59,7 @@ def _seam_patches(runtime: LossyRuntime) -> list[Patch]:
             "the collectives run, and recovery follows, when this context exits or its handle is waited for",
             "all",
             _UNTIL,
+            takes=Takes(("group", "device", "async_ops"), others=()),
         ),
     ]
 
@@ -67,7 +76,8 @@ def _step_patch(runtime: LossyRuntime, class_name: str, method: str) -> Patch:
         return step
 
     why = "an update begins on entry to the outermost one" if applies else "an iteration ends with the outermost one"
-    return Patch(f"{_OPTIMIZER}:{class_name}.{method}", replacement, why, "all", "Megatron counts steps in its core")
+    until = "Megatron counts steps in its core"
+    return Patch(f"{_OPTIMIZER}:{class_name}.{method}", replacement, why, "all", until, takes=_SELF)
 
 
 def _after_init(note: Callable[[Any], None]) -> Callable[[Callable], Callable]:
@@ -104,13 +114,15 @@ def patches(runtime: LossyRuntime) -> list[Patch]:
             "learns which buckets exist, in canonical order",
             "all",
             _UNTIL,
+            takes=Takes(("self", "config", "ddp_config", "module")),
         ),
         Patch(
             f"{_BUFFER}:_ParamAndGradBucketGroup.start_grad_sync",
             notice_all_reduce,
             "says once that steps with force_all_reduce carry no loss",
-            "0.16 and later",
+            "all, of use from 0.16 on",
             "force_all_reduce is gone",
+            takes=Takes(("self",), others=("force_all_reduce",)),
         ),
         Patch(
             f"{_OPTIMIZER}:MixedPrecisionOptimizer.__init__",
@@ -118,6 +130,7 @@ def patches(runtime: LossyRuntime) -> list[Patch]:
             "learns the loss scale, which --grad-recovery previous must not keep",
             "all",
             "the loss scale can be read from DDP",
+            takes=Takes(("self", "optimizer", "config", "grad_scaler")),
         ),
         *(
             _step_patch(runtime, class_name, method)

@@ -22,6 +22,7 @@ from ..monitor import claim_delivery_log
 from .checks import check_arguments
 from .install import Lossy
 from .ledger import Patch
+from .signatures import Takes
 
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
@@ -43,7 +44,8 @@ def flag_patches() -> list[Patch]:
         return _add_distributed_args
 
     why = "adds the loss flags to Megatron's own"
-    return [Patch(f"{_ARGUMENTS}:_add_distributed_args", add, why, "all", "Megatron loads plugins' flags")]
+    takes = Takes(("parser",), others=())
+    return [Patch(f"{_ARGUMENTS}:_add_distributed_args", add, why, "all", "Megatron loads plugins' flags", takes=takes)]
 
 
 def patches(lossy: Lossy) -> list[Patch]:
@@ -75,6 +77,7 @@ def patches(lossy: Lossy) -> list[Patch]:
         "evaluates with the weights that --eval-weights asks for",
         "all",
         "Megatron evaluates through a hook",
+        takes=Takes(("forward_step_func", "data_iterator", "model")),
     )
     return [
         *(
@@ -85,6 +88,7 @@ def patches(lossy: Lossy) -> list[Patch]:
                 "all",
                 "Megatron validates plugins' flags",
                 optional=module != _ARGUMENTS,
+                takes=Takes(("args",)),
             )
             for module in (_ARGUMENTS, "megatron.training.initialize")
         ),
@@ -95,6 +99,7 @@ def patches(lossy: Lossy) -> list[Patch]:
                 "checkpoints hold the owners' weights",
                 "all",
                 "Megatron gathers parameters before a save",
+                takes=Takes(("iteration", "model"), named=("non_persistent_ckpt",)),
             )
             for module in (_CHECKPOINTING, _TRAINING)
         ),
@@ -104,6 +109,7 @@ def patches(lossy: Lossy) -> list[Patch]:
             "draws continue at the loaded iteration",
             "all",
             "Megatron tells its core the iteration",
+            takes=Takes(("ddp_model|model", "optimizer")),
         ),
         *([] if lossy.config.eval_weights == "replica" else [evaluation]),
         Patch(
@@ -112,6 +118,7 @@ def patches(lossy: Lossy) -> list[Patch]:
             "writes what the monitors measured beside Megatron's own values",
             "all",
             "Megatron logs plugins' values",
+            takes=Takes(named=("iteration",)),
         ),
         Patch(
             f"{_TRAINING}:dummy_train_step",

@@ -18,6 +18,7 @@ from ..monitor import Drift, Observer, make_observers, metrics_of
 from .checks import check_ddp
 from .rank_replicas import RankReplicas
 from .seam import Slot, attach, slot_of
+from .versions import dense_buffers, expert_rank, full_group, innermost, model_chunk, number_model_chunk, pipeline_stage
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -54,6 +55,7 @@ class LossyRuntime:
         if self.config.lossless:
             return
         check_ddp(ddp, self.config)
+        number_model_chunk(ddp, len(self._chunks))
         self._chunks[ddp] = [
             self._add_group(buckets, full, stream) for stream, full, buckets in buckets_by_stream(ddp)
         ]
@@ -85,7 +87,7 @@ class LossyRuntime:
     @property
     def chunks(self) -> list[DistributedDataParallel]:
         """The model chunks whose exchanges are lossy, in order."""
-        return sorted(self._chunks, key=_model_chunk)
+        return sorted(self._chunks, key=model_chunk)
 
     @property
     def groups(self) -> list[LossyGroup]:
@@ -221,8 +223,8 @@ class LossyRuntime:
         if self.update is None or self.config.phase("param").lossless:
             return []
         chunks = model_chunks if isinstance(model_chunks, Sequence) else [model_chunks]
-        wanted = {id(_innermost(chunk)) for chunk in chunks}
-        found = [ddp for ddp in self.chunks if id(_innermost(ddp)) in wanted]
+        wanted = {id(innermost(chunk)) for chunk in chunks}
+        found = [ddp for ddp in self.chunks if id(innermost(ddp)) in wanted]
         if len(found) != len(wanted):
             raise ValueError(f"{len(wanted) - len(found)} of the given model chunks were not wrapped in Megatron's DDP")
         return [group for ddp in found for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups]
@@ -248,10 +250,10 @@ class LossyRuntime:
 def buckets_by_stream(ddp: DistributedDataParallel) -> list[tuple[Stream, Any, list[tuple[Any, Any]]]]:
     """The streams of a model chunk: each with its full group and its (buffer, bucket) pairs in canonical order."""
     result = []
-    stage, chunk = _rank(ddp.pp_group), _model_chunk(ddp)
+    stage, chunk = pipeline_stage(ddp), model_chunk(ddp)
     for buffers, full, kind, expert in (
-        (ddp.buffers, ddp.dp_cp_group, "dense", 0),
-        (ddp.expert_parallel_buffers, ddp.expt_dp_group, "expert", _rank(ddp.ep_group)),
+        (dense_buffers(ddp), full_group(ddp, expert=False), "dense", 0),
+        (ddp.expert_parallel_buffers, full_group(ddp, expert=True), "expert", expert_rank(ddp)),
     ):
         buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         tied = [pair for pair in buckets if _is_shared_embedding(pair[1])]
@@ -260,20 +262,6 @@ def buckets_by_stream(ddp: DistributedDataParallel) -> list[tuple[Stream, Any, l
             if chosen:
                 result.append((stream, full, chosen))
     return result
-
-
-def _rank(group: Any) -> int:
-    return (group[0] if isinstance(group, list) else group).rank()
-
-
-def _innermost(module: torch.nn.Module) -> torch.nn.Module:
-    while isinstance(getattr(module, "module", None), torch.nn.Module):
-        module = module.module
-    return module
-
-
-def _model_chunk(ddp: torch.nn.Module) -> int:
-    return getattr(_innermost(ddp), "vp_stage", None) or 0
 
 
 def _is_shared_embedding(bucket: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..data import build_tokenizer, check_dataset, read_description, stdlib_documents, write_train_valid
+from ..data import build_tokenizer, check_dataset, is_weight, read_description, stdlib_documents, write_train_valid
 from ..errors import UsageError
 from .config import TrainConfig
 
@@ -48,7 +48,7 @@ def prepare_text(config: TrainConfig) -> None:
 def prefixes(config: TrainConfig) -> list[str]:
     """The prefixes in ``--data-path`` and ``--valid-data-path``, without the weights between them."""
     texts = (config.data_path or ()) + (config.valid_data_path or ())
-    return [text for text in texts if not _is_weight(text)]
+    return [text for text in texts if not is_weight(text)]
 
 
 def check_data(config: TrainConfig) -> None:
@@ -56,7 +56,7 @@ def check_data(config: TrainConfig) -> None:
     tokenizer = build_tokenizer(config.tokenizer)
     for flag, paths in (("--data-path", config.data_path), ("--valid-data-path", config.valid_data_path)):
         for prefix in paths or ():
-            if not _is_weight(prefix):
+            if not is_weight(prefix):
                 check_dataset(prefix, tokenizer, flag)
 
 
@@ -67,11 +67,3 @@ def fingerprint(config: TrainConfig) -> list[Any]:
         description = read_description(prefix)
         result.append(description.documents_sha256 if description else os.path.getsize(prefix + ".bin"))
     return result
-
-
-def _is_weight(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..hooks.ledger import Ledger, Patch
+from ..hooks.signatures import Takes
 
 
 class _Sized:
@@ -41,16 +42,33 @@ def buffers_for(workers: int) -> Iterator[None]:
 
         return PaddedBuffer
 
+    def laid_out(original: staticmethod) -> staticmethod:
+        def compute_layout(params, bucket_size, data_parallel_world_size, *rest, **more):
+            return original.__func__(params, bucket_size, workers, *rest, **more)
+
+        return staticmethod(compute_layout)
+
+    why = "buckets must be padded for as many shards as there are virtual workers"
+    until = "Megatron takes the padding of buckets as an argument"
     ledger = Ledger("layout of virtual workers")
     ledger.install(
         [
             Patch(
                 "megatron.core.distributed.distributed_data_parallel:_ParamAndGradBuffer",
                 padded,
-                "buckets must be padded for as many shards as there are virtual workers",
-                "all",
-                "Megatron takes the padding of buckets as an argument",
-            )
+                why,
+                "before 0.18; later it is given the layout",
+                until,
+            ),
+            Patch(
+                "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
+                laid_out,
+                why,
+                "0.18 and later",
+                until,
+                optional=True,
+                takes=Takes(("params", "bucket_size", "data_parallel_world_size")),
+            ),
         ]
     )
     try:

@@ -1,0 +1,113 @@
+"""``python -m megatron_lossy doctor``: is this machine ready to train with loss, and if not, what is missing?
+
+It looks at versions, at whether the hooks fit the Megatron that is found, at devices, and tries a lossy step on
+two processes. Exit status 0 if ready, 1 if not, 2 for a wrong command line; ``--json`` for machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .. import __version__
+from ..config import add_flags, flag, from_namespace
+from ..errors import UsageError, refuse
+
+PROGRAM = "megatron_lossy doctor"
+_MARKS = {"ok": "ok", "absent": "-", "warning": "warning", "problem": "PROBLEM"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. ``status``: ok, absent (and not needed), warning, or problem (not ready)."""
+
+    section: str
+    name: str
+    status: str
+    text: str
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """What to look at."""
+
+    megatron_lm: str | None = flag(
+        None,
+        "checkout of Megatron-LM, whose Megatron is looked at instead of an installed wheel",
+        type=str,
+        metavar="PATH",
+    )
+    step: str = flag(
+        "auto",
+        "two-process step: on the accelerators if there are two, else on the CPU (auto); on the CPU; or none",
+        choices=("auto", "cpu", "none"),
+    )
+    json: bool = flag(False, "print one JSON object")
+
+    def __post_init__(self) -> None:
+        if self.megatron_lm is not None and not Path(self.megatron_lm, "megatron", "core").is_dir():
+            raise refuse(
+                "--megatron-lm", self.megatron_lm, "must be a checkout of Megatron-LM; there is no megatron/core"
+            )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UsageError(message.removeprefix("argument "))
+
+
+def examine(config: DoctorConfig) -> list[Finding]:
+    """Everything that ``config`` asks for. Imports Megatron, so that it can look at one Megatron per process."""
+    from .found import devices, hook_targets, versions
+    from .step import try_step
+
+    if config.megatron_lm is not None:
+        sys.path.insert(0, str(Path(config.megatron_lm).resolve()))
+    kind, count, found = devices()
+    findings = versions(config.megatron_lm) + found
+    if not any(finding.status == "problem" for finding in findings):
+        findings += hook_targets(config.megatron_lm is not None)
+    if any(finding.status == "problem" for finding in findings):
+        findings.append(Finding("step", "two processes", "warning", "not tried, because of the problems above"))
+    elif config.step != "none":
+        findings.append(try_step(kind if config.step == "auto" and count >= 2 else "cpu", config.megatron_lm))
+    return findings
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """The findings as text."""
+    lines, section = [f"megatron-lossy {__version__}"], None
+    for finding in findings:
+        if finding.section != section:
+            section = finding.section
+            lines.append(f"{section}:")
+        lines.append(f"  {_MARKS[finding.status]:8} {finding.name:25} {finding.text}".rstrip())
+    return "\n".join([*lines, f"ready: {'yes' if ready(findings) else 'no'}"])
+
+
+def ready(findings: Sequence[Finding]) -> bool:
+    """True if nothing stands in the way of training."""
+    return all(finding.status != "problem" for finding in findings)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what was found; returns the exit status."""
+    parser = _Parser(
+        f"python -m {PROGRAM}", description="Is this machine ready to train with loss?", allow_abbrev=False
+    )
+    config = from_namespace(DoctorConfig, add_flags(parser, DoctorConfig, "doctor").parse_args(arguments))
+    findings = examine(config)
+    if config.json:
+        content = {
+            "ready": ready(findings),
+            "megatron-lossy": __version__,
+            "findings": [asdict(f) for f in findings],
+        }
+        print(json.dumps(content, indent=1))
+    else:
+        print(report(findings))
+    return 0 if ready(findings) else 1

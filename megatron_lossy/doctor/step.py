@@ -1,0 +1,85 @@
+"""A lossy step on two processes: our trainer, for a few iterations of a model of a few thousand weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from . import Finding
+
+_SECONDS = 300
+_ITERATIONS = 3
+_FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
+    f"--global-batch-size 8 --train-iters {_ITERATIONS} --lr 1e-2 --eval-iters 0 --log-interval 1 "
+    "--p-grad 0.5 --p-param 0.5 --loss-unit packet --packet-bytes 256 --distributed-timeout-minutes 2"
+).split()
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "hpu": "hccl"}
+
+
+def try_step(kind: str, checkout: str | None) -> Finding:
+    """Train on two ranks of ``kind``. ``checkout``: a Megatron-LM whose megatron.core comes before an installed one."""
+    name = f"{_BACKENDS[kind]}, {kind}"
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _write_data(folder)
+            loss, lost = _train(kind, checkout, folder)
+        except (RuntimeError, OSError) as error:
+            return Finding("step", name, "problem", f"failed: {error}")
+    if not math.isfinite(loss) or not lost > 0:
+        return Finding("step", name, "problem", f"wrong: loss {loss:.3f}, {100 * lost:.0f} % of packets lost")
+    text = f"{_ITERATIONS} iterations on 2 processes, {100 * lost:.0f} % of packets lost, loss {loss:.3f}"
+    return Finding("step", name, "ok", f"{text}, {time.monotonic() - started:.0f} s")
+
+
+def _write_data(folder: str) -> None:
+    from ..data import build_tokenizer, write_indexed
+
+    text = (Path(__file__).parents[1] / "config.py").read_bytes()
+    write_indexed([("config.py", text)], os.path.join(folder, "data"), build_tokenizer("byte"))
+
+
+def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
+    """The last training loss, and the share of gradient packets that was lost."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "megatron_lossy.train", *_FLAGS]
+    command += ["--data-path", os.path.join(folder, "data"), "--metrics-dir", os.path.join(folder, "run")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    # The step is a world of its own, wherever the doctor was started.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    package = str(Path(__file__).parents[2])
+    first = [str(Path(checkout).resolve())] if checkout else []
+    environment["PYTHONPATH"] = os.pathsep.join([*first, package, environment.get("PYTHONPATH", "")]).rstrip(
+        os.pathsep
+    )
+    if kind == "cpu":
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "HABANA_VISIBLE_MODULES": ""}
+    if kind == "hpu":
+        environment["PT_HPU_GPU_MIGRATION"] = "1"
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, cwd=folder, timeout=_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no end after {_SECONDS} s") from None
+    if done.returncode:
+        raise RuntimeError(_reason(done.stderr))
+    lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    last = [record for record in map(json.loads, lines) if record["kind"] == "train"][-1]
+    return last["lm loss"], last.get("loss rate grad", 0.0)
+
+
+def _reason(output: str) -> str:
+    """The line that says most about a failed launch: an exception's, ours, or the last."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    ours = [line for line in lines if "megatron_lossy.train: error: " in line]
+    errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]
+    return (ours or errors or lines or ["no output"])[0][:300]

@@ -1,0 +1,92 @@
+"""Which Megatrons the hooks are for, and what differs between them: nowhere else is a version asked for.
+
+Read and tested: megatron-core 0.12 to 0.19 and the development of 0.20, and the cores of HabanaAI's branches 1.22
+(0.11 with changes of its own), 1.23 and 1.24 (0.13). ``docs/verified.md`` says what ran. Where a later version has an
+attribute that an earlier one lacks, the attribute decides and not the number: forks take changes out of order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import refuse
+
+#: Versions of megatron-core that the hooks are tested with: at least the first, below the second. A newer one is
+#: refused even where all signatures match: 0.17 moved a copy of gradients without changing a single signature.
+SUPPORTED = ((0, 11), (0, 21))
+
+_CHUNK = "_megatron_lossy_model_chunk"
+
+
+def check_version(version: str) -> None:
+    """Raise :class:`UsageError` if megatron-core ``version`` is not supported."""
+    try:
+        parsed = tuple(int(part) for part in version.split(".")[:2])
+    except ValueError:
+        parsed = ()
+    low, high = SUPPORTED
+    if not low <= parsed < high:
+        raise refuse(
+            "megatron-core",
+            version,
+            f"is not supported; use at least {low[0]}.{low[1]} and below {high[0]}.{high[1]}",
+        )
+
+
+def dense_buffers(ddp: Any) -> list[Any]:
+    """The buffers of a model chunk but those of its experts. HabanaAI's 0.11 has its own name for them."""
+    return getattr(ddp, "dense_buffers", None) or ddp.buffers
+
+
+def full_group(ddp: Any, expert: bool) -> torch.distributed.ProcessGroup:
+    """The data-parallel (x context-parallel) or expert-data group, over all optimizer instances."""
+    name = "expt_dp_group" if expert else "dp_cp_group"
+    if hasattr(ddp, name):
+        return getattr(ddp, name)
+    # Before 0.13 DDP keeps no groups.
+    from megatron.core import parallel_state
+
+    if expert:
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+
+
+def pipeline_stage(ddp: Any) -> int:
+    """The pipeline-parallel rank."""
+    from megatron.core import parallel_state
+
+    group = getattr(ddp, "pp_group", None) or parallel_state.get_pipeline_model_parallel_group()
+    return _rank(group)
+
+
+def expert_rank(ddp: Any) -> int:
+    """The expert-parallel rank."""
+    from megatron.core import parallel_state
+
+    return _rank(getattr(ddp, "ep_group", None) or parallel_state.get_expert_model_parallel_group())
+
+
+def number_model_chunk(ddp: torch.nn.Module, position: int) -> None:
+    """Note that ``ddp`` is wrapped as the ``position``-th chunk; before 0.13 a chunk does not know its number."""
+    if not hasattr(innermost(ddp), "vp_stage"):
+        from megatron.core import parallel_state
+
+        setattr(ddp, _CHUNK, position % (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1))
+
+
+def model_chunk(ddp: torch.nn.Module) -> int:
+    """The number of the model chunk within its rank; 0 without a virtual pipeline."""
+    return getattr(innermost(ddp), "vp_stage", None) or getattr(ddp, _CHUNK, 0)
+
+
+def innermost(module: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DDP and what converts its precision."""
+    while isinstance(getattr(module, "module", None), torch.nn.Module):
+        module = module.module
+    return module
+
+
+def _rank(group: Any) -> int:
+    return (group[0] if isinstance(group, list) else group).rank()

@@ -1,0 +1,103 @@
+"""``python -m megatron_lossy.launch --config FILE.yaml --program SCRIPT --out FOLDER [flags]``: see docs/cluster.md."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from ..errors import UsageError, usage_errors
+from .checks import check, check_memory
+from .command import container, launch_command, shell, torchrun_environment
+from .devices import GIB
+from .memory import checkpoint_bytes, parameters, seconds, tokens
+from .plan import PROGRAM, Plan, make_plan
+from .slurm import done_iterations, run_in_job
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Check the run, then start it, or print it."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    with usage_errors(PROGRAM):
+        in_job = "SLURM_JOB_ID" in os.environ and "SLURM_NTASKS" in os.environ
+        plan = make_plan(arguments, int(os.environ["SLURM_NTASKS"]) if in_job else None)
+        start, srun = not plan.launch.dry_run, plan.launch.launcher == "srun"
+        if start and srun and not in_job:
+            raise UsageError("--launcher srun: needs a Slurm job with tasks; submit launch/slurm/run.sbatch")
+        if plan.launch.container_image and start:
+            _check_in_container(plan, arguments)
+        else:
+            check(plan, starting=start and plan.launch.launcher != "mpirun")
+        command = launch_command(plan, os.environ)
+        own = plan.environment | (torchrun_environment() if plan.launch.launcher == "torchrun" else {})
+        if not start:
+            print("\n".join(describe(plan)))
+            print(shell(command, own))
+            return
+        environment = os.environ | own
+        os.makedirs(plan.folder, exist_ok=True)
+        if srun:
+            sys.exit(run_in_job(plan, command, environment))
+        print(shell(command, own), flush=True)
+        os.execvpe(command[0], command, environment)
+
+
+def _check_in_container(plan: Plan, arguments: list[str]) -> None:
+    """Data, tokenizer and Megatron are checked where the ranks will see them."""
+    inside = ["srun", "--nodes", "1", "--ntasks", "1", *container(plan)]
+    inside += ["python", "-m", PROGRAM, *arguments, "--accelerators", str(plan.launch.accelerators), "--dry-run"]
+    done = subprocess.run(inside, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        errors = [line.partition("error: ")[2] for line in lines if f"{PROGRAM}: error: " in line]
+        raise UsageError(errors[-1] if errors else f"--container-image {plan.launch.container_image}: {lines[-1]}")
+
+
+def describe(plan: Plan) -> list[str]:
+    """What a dry run says about the run, a line each."""
+    launch, train = plan.launch, plan.train
+    tensor, pipeline = train.tensor_model_parallel_size, train.pipeline_model_parallel_size
+    data = train.data_parallel_size(launch.accelerators)
+    lines = [
+        f"run      {plan.folder}, from iteration {done_iterations(plan)} to {train.train_iters}",
+        f"ranks    {launch.accelerators} on {launch.nodes} nodes: data {data} x tensor {tensor} x pipeline {pipeline}",
+        f"loss     gradients {_rate(plan, 'grad')}, parameters {_rate(plan, 'param')}, unit {plan.lossy.loss_unit}, "
+        f"recovery {plan.lossy.grad_recovery}",
+        *estimates(plan),
+    ]
+    if launch.tokens_per_second:
+        hours = seconds(train, launch.accelerators, launch.tokens_per_second) / 3600
+        lines.append(f"         with R = {launch.tokens_per_second:g}: {hours:,.1f} h")
+    return lines
+
+
+def estimates(plan: Plan) -> list[str]:
+    """Size, tokens, memory, disk and time of a run: what a configuration states of itself."""
+    launch, train = plan.launch, plan.train
+    total = tokens(train)
+    memory = check_memory(plan)
+    has = f" of {plan.device.memory / GIB:.1f}" if plan.device.memory else ""
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.components.items())
+    hours = seconds(train, launch.accelerators, 1) / 3600
+    return [
+        f"model    {parameters(train, plan.layout.vocab_size) / 1e9:.3f} B parameters",
+        f"tokens   {total / train.train_iters / 1e6:.3f} M an iteration, {total / 1e9:.2f} G in all",
+        f"memory   {memory.total / GIB:.1f}{has} GiB on {launch.device}, stage {memory.stage}: {parts} (assumed)",
+        f"disk     {checkpoint_bytes(train, plan.lossy, plan.layout, plan.device) / GIB:,.1f} GiB a checkpoint",
+        f"time     {hours:,.0f} h / R, where R is the measured tokens per second and accelerator",
+    ]
+
+
+def _rate(plan: Plan, phase: str) -> str:
+    loss = plan.lossy.phase(phase)
+    if loss.lossless:
+        return "0 %"
+    if loss.matrix or loss.trace or loss.transitions:
+        return loss.model
+    rates = loss.schedule.rates
+    return f"{100 * rates[0]:g} %" if len(rates) == 1 else " to ".join(f"{100 * rate:g} %" for rate in rates)
+
+
+if __name__ == "__main__":
+    main()

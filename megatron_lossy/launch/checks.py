@@ -1,0 +1,118 @@
+"""Everything that can be known to be wrong before a single rank is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ..data import check_files, is_weight
+from ..data.manifest import check_manifest
+from ..errors import UsageError, refuse
+from ..train.saved import check_folders, latest_iteration
+from .command import check_shape, ranks_of_node
+from .devices import GIB
+from .memory import StageMemory, estimate
+from .nodes import check_devices
+from .plan import Plan
+
+
+def check(plan: Plan, starting: bool) -> None:
+    """Raise :class:`UsageError` for whatever is wrong with ``plan``.
+
+    ``starting``: this node is one that will train, so that it must have the accelerators.
+    """
+    check_shape(plan)
+    plan.train.check_world(plan.launch.accelerators)
+    check_memory(plan)
+    if starting:
+        check_devices(plan.device.kind, ranks_of_node(plan))
+    if plan.launch.trainer:
+        check_folders(plan.train, plan.lossy)
+    elif not Path(plan.launch.program).is_file():
+        raise refuse(
+            "--program", plan.launch.program, "must be train or a file, for example Megatron-LM's pretrain_gpt.py"
+        )
+    latest_iteration(plan.folder)
+    check_data(plan)
+    if not plan.launch.trainer:
+        check_megatron(plan)
+
+
+def check_memory(plan: Plan) -> StageMemory:
+    """The pipeline stage that needs most. Raises :class:`UsageError` if the device has less."""
+    found = estimate(plan.train, plan.lossy, plan.layout, plan.device)
+    memory = plan.device.memory
+    if memory is not None and found.total > memory:
+        raise refuse(
+            "--device",
+            plan.launch.device,
+            f"has {memory / GIB:.1f} GiB, pipeline stage {found.stage} needs {found.total / GIB:.1f} GiB; raise "
+            "--tensor-model-parallel-size or --pipeline-model-parallel-size, or lower --micro-batch-size",
+        )
+    return found
+
+
+def check_data(plan: Plan) -> None:
+    """Raise :class:`UsageError` unless data, tokenizer and manifest are there and agree."""
+    _check_tokenizer(plan.train.tokenizer)
+    if plan.train.data is not None or plan.mock_data:
+        return
+    prefixes = []
+    for flag, paths in (("--data-path", plan.train.data_path), ("--valid-data-path", plan.train.valid_data_path)):
+        for prefix in paths or ():
+            if not is_weight(prefix):
+                description = check_files(prefix, flag)
+                prefixes.append(prefix)
+                if description is not None and _vocabulary(description.tokenizer) != _vocabulary(
+                    plan.train.tokenizer
+                ):
+                    raise refuse(
+                        "--tokenizer",
+                        plan.train.tokenizer,
+                        f"{prefix} was made with --tokenizer {description.tokenizer}",
+                    )
+    if plan.launch.data_manifest is not None:
+        check_manifest(plan.launch.data_manifest, prefixes)
+
+
+def _vocabulary(tokenizer: str) -> str:
+    """One vocabulary can have several names: a file, or a model of the Hub. Only byte is certainly another."""
+    return "byte" if tokenizer == "byte" else "other"
+
+
+def _check_tokenizer(name: str) -> None:
+    """The tokenizer must lie on a disk: 64 ranks must not fetch it at once, nor wait for a network there is not."""
+    kind, _, source = name.partition(":")
+    if kind == "sentencepiece" and not os.path.isfile(source):
+        raise refuse("--tokenizer", name, "there is no such model file")
+    if kind == "hf" and not os.path.isdir(source):
+        cache = Path(
+            os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
+        )
+        if not (cache.expanduser() / f"models--{source.replace('/', '--')}").is_dir():
+            raise refuse(
+                "--tokenizer",
+                name,
+                f"is neither a folder nor in {cache}; download it there once, or give hf:FOLDER or sentencepiece:FILE",
+            )
+
+
+def check_megatron(plan: Plan) -> None:
+    """Raise :class:`UsageError` unless the Megatron beside the script is supported and takes all flags.
+
+    Megatron's own parser and validation decide, in a process of their own.
+    """
+    command = [sys.executable, "-m", "megatron_lossy.launch.megatron_flags", *plan.module[1:]]
+    environment = os.environ | plan.environment
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
+        environment.pop(name, None)
+    environment["WORLD_SIZE"] = str(plan.launch.accelerators)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
+    if done.returncode == 2:
+        marked = [line for line in lines if "error: " in line]
+        raise UsageError((marked or lines)[-1].partition("error: ")[2] or lines[-1])
+    if done.returncode:
+        raise refuse("--program", plan.launch.program, f"its Megatron cannot be loaded here: {lines[-1]}")

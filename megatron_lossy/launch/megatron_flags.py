@@ -1,0 +1,72 @@
+"""``python -m megatron_lossy.launch.megatron_flags SCRIPT flags…``: does the Megatron beside SCRIPT take these
+flags?
+
+Its own parser and its own validation say so, with our flags added as the launcher of ``python -m megatron_lossy``
+adds them. Exit status 0, or 2 with one line. A process of its own, because Megatron reads ``sys.argv`` and keeps
+state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import UsageError, usage_errors
+
+
+def check_flags(script: str, flags: list[str]) -> None:
+    """Raise :class:`UsageError` if the Megatron beside ``script`` is unsupported, or refuses ``flags``."""
+    sys.argv = [script, *flags]
+    sys.path[0] = str(Path(script).resolve().parent)
+    warnings.simplefilter("ignore")
+    from .. import device, hooks
+    from ..__main__ import parse_loss_flags
+    from ..hooks import megatron_training
+    from ..hooks.checks import check_arguments
+    from ..hooks.ledger import Ledger
+
+    try:
+        import megatron.core
+        import megatron.training.arguments as arguments
+    except ImportError as error:
+        raise UsageError(
+            f"--program {script}: megatron.training cannot be imported from its folder: {error}"
+        ) from None
+    hooks.check_version(megatron.core.__version__)
+    on_cpu = device.prepare(megatron_training=True) == "cpu"
+    Ledger("megatron.training").install(megatron_training.flag_patches())
+
+    def refused(_: argparse.ArgumentParser, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+    argparse.ArgumentParser.error = refused  # not usage and all flags, but the one line
+    with contextlib.redirect_stdout(io.StringIO()):
+        args = arguments.parse_args()
+        check_arguments(args, parse_loss_flags(flags))
+        _validate(arguments, args, on_cpu)
+
+
+def _validate(arguments: Any, args: argparse.Namespace, on_cpu: bool) -> None:
+    try:
+        arguments.validate_args(args)
+    except (AssertionError, ValueError) as error:
+        raise UsageError("Megatron-LM says: " + (" ".join(str(error).split()) or "an assertion failed")) from None
+    except Exception:
+        # A login node lacks what some of its checks look at; on the machine that trains, nothing is forgiven.
+        if not on_cpu:
+            raise
+
+
+def main() -> None:
+    """Check the command line."""
+    with usage_errors("megatron-lossy"):
+        check_flags(sys.argv[1], sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Memory of a device in training, by component, with loss on: computed, not measured.
+
+Notation: s tokens of a sequence, b samples of a micro-batch, h hidden size, k = h (query groups) / (heads), f
+hidden size of the MLP, a heads, V padded vocabulary, t tensor-parallel size, N ranks that shard the optimizer, c
+bytes of an element in computing (2 in bf16, 4 in fp32). A layer has h(2h + 2k) + 3hf parameters in its matrices,
+split over t, and 2h in its norms.
+
+Per parameter: c of weight and 4 of gradient (Megatron accumulates in fp32), and the sharded optimizer: Adam's two
+moments, and in bf16 a copy of the weight, in fp32: 12/N in bf16, 8/N in fp32.
+
+Activations that a layer keeps for its backward pass, after Korthikanti et al. 2022 (Reducing Activation
+Recomputation in Large Transformer Models, section 4), for a LLaMA without dropout. In units of s b c: input and
+output of both norms, 4h (split over t with sequence parallelism only); queries, keys, values h + 2k and what
+attention returns h; the two halves of SwiGLU's input 2f and its output f; all of those /t. A fused (flash)
+attention adds 4 bytes per head and token; one that is not keeps probabilities, a s^2 b c / t, unless recomputed
+selectively. Full recomputation keeps a layer's input, h, and needs one layer's worth meanwhile. With P pipeline
+stages stage i holds min(P - i, micro-batches) micro-batches at once (1F1B). The last stage holds logits, their
+copy in fp32, and their gradient: (4 + 2c) s b V / t.
+
+Loss adds what is put aside. Stale units: a gather keeps what its losses would overwrite, p c per parameter on
+average, and saving or evaluating with the owners' weights keeps all of it at once. When whole shards are lost the
+number of lost ones varies, and four standard deviations are added. ``--grad-recovery previous`` keeps the
+substitutes of this step and of the next: 2 x 4 p per parameter. HPU, where shapes must not depend on the draw,
+keeps everything instead of a share p, and one full-size selection is made at a time: of gradients, or of weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..config import LossyConfig
+from ..train.config import TrainConfig
+from .devices import GIB, Device
+
+#: Bytes for the driver's context, communication buffers, workspaces and what the allocator cannot use: an assumption.
+RESERVED = 6 * GIB
+_GRADIENT = 4
+# Components that --save-replicas stores.
+_SAVED = ("stale units", "last gradients")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What decides the memory and is not in :class:`TrainConfig`."""
+
+    world_size: int
+    vocab_size: int = 32000
+    sequence_parallel: bool = False
+    flash_attention: bool = True
+    recompute: str | None = None
+    """``selective``, ``full`` or None."""
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on each device of one pipeline stage, by component."""
+
+    stage: int
+    components: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Bytes of all components."""
+        return sum(self.components.values())
+
+
+def parameters(config: TrainConfig, vocab_size: int) -> int:
+    """Weights of the whole model, with the vocabulary as it is padded."""
+    vocab = _padded(config, vocab_size)
+    matrices = 1 if config.share_embeddings_and_output_weights else 2
+    return config.num_layers * (_matrices(config) + 2 * config.hidden_size) + (
+        matrices * vocab * config.hidden_size + config.hidden_size
+    )
+
+
+def tokens(config: TrainConfig) -> int:
+    """Tokens of the whole training."""
+    return config.train_iters * config.global_batch_size * config.seq_length
+
+
+def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> float:
+    """Size of a checkpoint: per parameter weight, copy in fp32 and two moments; with --save-replicas of every rank
+    what it has put aside besides."""
+    compute = 2 if config.bf16 else 4
+    total = parameters(config, layout.vocab_size) * (compute + 12.0)
+    if lossy.save_replicas:
+        loss = estimate(config, lossy, layout, device).components
+        total += layout.world_size * sum(loss.get(name, 0.0) for name in _SAVED)
+    return total
+
+
+def seconds(config: TrainConfig, world_size: int, tokens_per_second: float) -> float:
+    """Length of the training at a measured number of tokens per second and accelerator, evaluation and saves apart."""
+    return tokens(config) / (world_size * tokens_per_second)
+
+
+def estimate(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> StageMemory:
+    """The pipeline stage that needs most. ``config`` must fit ``layout.world_size`` (``TrainConfig.check_world``)."""
+    stages = range(config.pipeline_model_parallel_size)
+    return max((_stage(config, lossy, layout, device, stage) for stage in stages), key=lambda found: found.total)
+
+
+def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device, stage: int) -> StageMemory:
+    compute = 2 if config.bf16 else 4
+    pipeline, tensor = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
+    first, last = stage == 0, stage == pipeline - 1
+    weights = _weights(config, layout.vocab_size, first, last)
+    data = config.data_parallel_size(layout.world_size)
+    shards = max(1, data // config.num_distributed_optimizer_instances)
+    batches = config.global_batch_size // config.micro_batch_size // data
+    optimizer = weights * (12 if config.bf16 else 8) / shards
+    components = {
+        "weights": weights * compute,
+        "gradients": weights * _GRADIENT,
+        "optimizer shard": optimizer,
+        "activations": min(pipeline - stage, batches) * _activations(config, layout, compute),
+    }
+    if last:
+        logits = config.seq_length * config.micro_batch_size * _padded(config, layout.vocab_size) / tensor
+        components["logits"] = logits * (4 + 2 * compute)
+    components |= _loss(lossy, weights, compute, shards, device)
+    components["reserved"] = RESERVED
+    return StageMemory(stage, components)
+
+
+def _weights(config: TrainConfig, vocab_size: int, first: bool, last: bool) -> int:
+    """Parameters on one device of a stage."""
+    tensor = config.tensor_model_parallel_size
+    layers = config.num_layers // config.pipeline_model_parallel_size
+    embedding = _padded(config, vocab_size) // tensor * config.hidden_size
+    shared = config.share_embeddings_and_output_weights and first and last
+    tables = int(first) + int(last and not shared)
+    norms = 2 * layers * config.hidden_size + (config.hidden_size if last else 0)
+    return layers * _matrices(config) // tensor + tables * embedding + norms
+
+
+def _matrices(config: TrainConfig) -> int:
+    """Parameters in the matrices of a layer."""
+    hidden, keys = config.hidden_size, _keys(config)
+    return 2 * hidden * (hidden + keys) + 3 * hidden * config.ffn
+
+
+def _keys(config: TrainConfig) -> int:
+    """Width of a token's keys, and of its values."""
+    return config.hidden_size * config.query_groups // config.num_attention_heads
+
+
+def _padded(config: TrainConfig, vocab_size: int) -> int:
+    multiple = config.make_vocab_size_divisible_by * config.tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def _activations(config: TrainConfig, layout: Layout, compute: int) -> float:
+    """Bytes that the layers of a stage keep for one micro-batch."""
+    tensor, hidden = config.tensor_model_parallel_size, config.hidden_size
+    layers = config.num_layers // config.pipeline_model_parallel_size
+    tokens = config.seq_length * config.micro_batch_size
+    split = tensor if layout.sequence_parallel else 1
+    kept = 4 * hidden / split + (2 * hidden + 2 * _keys(config) + 3 * config.ffn) / tensor
+    layer = tokens * compute * kept
+    if layout.flash_attention:
+        layer += tokens * 4 * config.num_attention_heads / tensor
+    elif layout.recompute is None:
+        layer += tokens * compute * config.num_attention_heads * config.seq_length / tensor
+    if layout.recompute == "full":
+        return layers * tokens * compute * hidden / split + layer
+    return layers * layer
+
+
+def _loss(lossy: LossyConfig, weights: int, compute: int, shards: int, device: Device) -> dict[str, float]:
+    """What loss puts aside."""
+    components: dict[str, float] = {}
+    grad, param = (0.0 if shards == 1 else _share(lossy, phase, shards) for phase in ("grad", "param"))
+    masked = device.kind == "hpu"
+    if param:
+        components["stale units"] = weights * compute * (1 if masked else param)
+    if grad and lossy.grad_recovery == "previous":
+        components["last gradients"] = 2 * weights * _GRADIENT * (1 if masked else grad)
+    if masked and (grad or param):
+        components["selection"] = weights * (_GRADIENT if grad else compute)
+    return components
+
+
+def _share(lossy: LossyConfig, phase: str, shards: int) -> float:
+    """The share of a buffer that one step may lose: its mean, and four standard deviations if shards are lost whole."""
+    loss = lossy.phase(phase)
+    if loss.lossless:
+        return 0.0
+    if loss.transitions is not None or loss.matrix is not None or loss.trace is not None:
+        return 1.0  # no mean rate is known without reading files
+    rate = max(loss.schedule.rates)
+    others = shards - 1
+    spread = 0.0 if lossy.loss_unit == "packet" else 4 * math.sqrt(rate * (1 - rate) / others)
+    return min(1.0, rate + spread) * others / shards

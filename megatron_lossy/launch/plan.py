@@ -1,0 +1,203 @@
+"""What will run: the configuration file and the command line, made into one command that every rank runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..config import LossyConfig, add_flags, flag_name, from_namespace
+from ..errors import UsageError, refuse
+from ..train.arguments import configurations, make_parser, setting_arguments
+from ..train.config import TrainConfig
+from .devices import DEVICES, Device
+from .memory import Layout
+from .options import LaunchConfig
+from .recipe import Recipe, flag_arguments, read_recipe
+from .translate import loss_arguments, megatron_arguments
+
+PROGRAM = "megatron_lossy.launch"
+# Flags of the trainer that follow from --out.
+_FROM_OUT = ("save", "load", "tensorboard_dir", "metrics_dir")
+# Megatron's flags that would make the checks of sizes and memory wrong.
+_UNKNOWN_SIZES = ("--context-parallel-size", "--expert-model-parallel-size", "--num-experts")
+
+
+# Without it Megatron's calls of CUDA find nothing on Gaudi.
+_ENVIRONMENT = {"hpu": {"PT_HPU_GPU_MIGRATION": "1"}}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is complete but for its checks (:mod:`.checks`).
+
+    ``module``: module and arguments of every rank, after ``python -m``. ``only_megatron``: flags that only
+    Megatron-LM has, as it will see them. ``folder``: the run's own.
+    """
+
+    launch: LaunchConfig
+    train: TrainConfig
+    lossy: LossyConfig
+    module: list[str]
+    only_megatron: list[str]
+    environment: dict[str, str]
+    folder: Path
+    config_file: str
+
+    @property
+    def device(self) -> Device:
+        """The accelerator that ``--device`` names."""
+        return DEVICES[self.launch.device]
+
+    @property
+    def mock_data(self) -> bool:
+        """True if Megatron-LM makes its data up."""
+        return "--mock-data" in self.only_megatron
+
+    @property
+    def layout(self) -> Layout:
+        """What the memory depends on besides the configurations."""
+        flags = self.only_megatron
+        recompute = _value(flags, "--recompute-granularity")
+        if "--recompute-activations" in flags:
+            recompute = "selective"
+        unfused = _value(flags, "--attention-backend") in ("unfused", "local")
+        if self.launch.trainer:  # which has Transformer Engine's layers on CUDA only
+            engine = self.device.kind == "cuda" and self.train.transformer_impl != "local"
+        else:
+            engine = self.device.kind != "cpu" and _value(self.module, "--transformer-impl") != "local"
+        return Layout(
+            self.launch.accelerators,
+            257 if self.train.tokenizer == "byte" else self.launch.vocab_size,
+            "--sequence-parallel" in flags,
+            engine and not unfused or "--use-flash-attn" in flags,
+            recompute,
+        )
+
+
+def make_parser_of_launch() -> argparse.ArgumentParser:
+    """A parser of the launcher's own flags, and ``--config``."""
+    parser = _Parser(
+        prog=f"python -m {PROGRAM}",
+        description="Check a run completely, then start it on every rank.",
+        epilog="All other flags are those of python -m megatron_lossy.train, or of Megatron-LM; they win over the file.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help="configuration, for example one of configs/llama2_7b"
+    )
+    return add_flags(parser, LaunchConfig, "launch")
+
+
+def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
+    """The run that the command line asks for. ``tasks``: those of the Slurm job, if any. Raises :class:`UsageError`."""
+    parser = make_parser_of_launch()
+    first, _ = parser.parse_known_args(arguments)
+    if first.config is None:
+        raise UsageError("--config: needs a value, for example configs/llama2_7b/cuda_dp64.yaml")
+    recipe = read_recipe(first.config)
+    launch, rest = _launch_config(parser, recipe, first.config, arguments)
+    if launch.launcher != "srun":
+        tasks = None
+    if launch.accelerators is None:
+        if tasks is None:
+            raise UsageError("--accelerators: needs a value, here or under launch: in the --config file")
+        launch = replace(launch, accelerators=tasks)
+    elif tasks is not None and tasks != launch.accelerators and not launch.dry_run:
+        raise refuse("--accelerators", launch.accelerators, f"must be the {tasks} tasks of the Slurm job")
+    folder = Path(launch.out) / (_rate_name(launch.chosen_rate) or Path(first.config).stem)
+    train, lossy, module, only_megatron = _program(launch, recipe, first.config, rest, folder)
+    given = dict(pair.split("=", 1) for pair in launch.environment or ())
+    environment = _ENVIRONMENT.get(DEVICES[launch.device].kind, {}) | given
+    return Plan(launch, train, lossy, module, only_megatron, environment, folder, first.config)
+
+
+def _launch_config(
+    parser: argparse.ArgumentParser, recipe: Recipe, file: str, arguments: Sequence[str]
+) -> tuple[LaunchConfig, list[str]]:
+    """The launcher's flags, and all others."""
+    try:
+        namespace, unknown = parser.parse_known_args(flag_arguments(recipe.launch, "launch"))
+        if unknown:
+            raise refuse("launch", unknown[0], f"must be a flag of python -m {PROGRAM}")
+    except UsageError as error:
+        raise UsageError(f"--config {file}: {error}") from None
+    namespace, rest = parser.parse_known_args(arguments, namespace)
+    return from_namespace(LaunchConfig, namespace), rest
+
+
+def _program(
+    launch: LaunchConfig, recipe: Recipe, file: str, rest: list[str], folder: Path
+) -> tuple[TrainConfig, LossyConfig, list[str], list[str]]:
+    try:
+        settings = setting_arguments(recipe.settings)
+    except UsageError as error:
+        raise UsageError(f"--config {file}: {error}") from None
+    parser = make_parser(f"python -m {PROGRAM}", "")
+    given, from_command_line = parser.parse_known_args(rest)
+    for name in _FROM_OUT:
+        if getattr(given, name):
+            raise refuse(
+                flag_name(TrainConfig, name), getattr(given, name), "cannot be given to launch; --out sets it"
+            )
+    if launch.chosen_rate is not None:
+        if given.p_grad or given.p_param:
+            raise refuse("--rate", launch.chosen_rate, "cannot be combined with --p-grad or --p-param")
+        rest = [*rest, "--p-grad", str(launch.chosen_rate), "--p-param", str(launch.chosen_rate)]
+    known, _ = parser.parse_known_args([*settings, *rest])
+    if given.data_path and not given.data:
+        known.data = None
+    given_flags = {item.partition("=")[0] for item in rest if item.startswith("--")}
+    of_file = {name: value for name, value in recipe.megatron.items() if f"--{name}" not in given_flags}
+    only_megatron = flag_arguments(of_file, "megatron") + from_command_line
+    if "--mock-data" in only_megatron and not known.data_path:
+        known.data = "stdlib"  # a trainer needs some data; Megatron-LM will not see it
+    known.save = known.load = str(folder)
+    known.tensorboard_dir = str(folder / "tensorboard")
+    train, lossy = configurations(known)
+    if launch.trainer:
+        if from_command_line:
+            raise UsageError(f"{' '.join(from_command_line)}: is no flag of python -m megatron_lossy.train")
+        return train, lossy, ["megatron_lossy.train", *_trainer_arguments(train), *loss_arguments(lossy)], []
+    for flag in _UNKNOWN_SIZES:
+        if _value(only_megatron, flag) not in (None, "1"):
+            raise refuse(
+                flag, _value(only_megatron, flag), "launch cannot check it; start pretrain_gpt.py with torchrun"
+            )
+    flags = megatron_arguments(train, lossy, of_file, "--mock-data" in only_megatron)
+    return train, lossy, ["megatron_lossy", launch.program, *flags, *from_command_line], only_megatron
+
+
+def _trainer_arguments(config: TrainConfig) -> list[str]:
+    changed: dict[str, Any] = {
+        name: getattr(config, name)
+        for name, f in TrainConfig.__dataclass_fields__.items()
+        if getattr(config, name) != f.default
+    }
+    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+    return flag_arguments({name.replace("_", "-"): value for name, value in listed.items()}, "train")
+
+
+def _rate_name(rate: float | None) -> str | None:
+    """As ``python -m megatron_lossy.train.sweep`` names its folders."""
+    if rate is None:
+        return None
+    return f"p_{rate:.2f}" if round(rate, 2) == rate else f"p_{rate!r}"
+
+
+def _value(arguments: Sequence[str], flag: str) -> str | None:
+    """The last value of ``flag`` in a command line."""
+    value = None
+    for item, following in zip(arguments, [*arguments[1:], None]):
+        if item == flag:
+            value = following
+        elif item.startswith(flag + "="):
+            value = item.partition("=")[2]
+    return value

@@ -1,0 +1,265 @@
+"""Run the hook contract over every Megatron that this machine can run, and write the matrix into docs/verified.md.
+
+    python scripts/compat.py [--only NAME …] [--checkout [NAME=]PATH …] [--python PATH …] [--no-docs]
+
+The contract is tests/test_hooks.py: without loss every bit is Megatron's; with loss reduced shards and stale units are
+right by value, with and without overlap, for several optimizer instances. The wheels of megatron-core are laid side by
+side in build/compat/; of a checkout of Megatron-LM the folder megatron/ is put first on the path. Each runs with the
+first interpreter that is new enough for it, of the running one and those given; what finds none is skipped, and the
+matrix says so. With --pretrain the checkouts run tests/test_megatron_lm.py instead: the plugin under the unmodified
+pretrain_gpt.py. What does not run stays in the matrix as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "compat"
+PAGE = ROOT / "docs" / "verified.md"
+MARKS = re.compile(r"(<!-- compat -->\n)(.*?)(<!-- end compat -->)", re.DOTALL)
+
+#: Wheels of megatron-core, and the Python that each needs.
+WHEELS = {
+    "0.12.3": (3, 10),
+    "0.13.1": (3, 10),
+    "0.14.0": (3, 10),
+    "0.15.3": (3, 10),
+    "0.16.1": (3, 10),
+    "0.17.1": (3, 12),
+    "0.18.2": (3, 12),
+    "0.19.2": (3, 12),
+}
+
+#: Columns of the matrix, and the tests of each; the last takes the rest.
+CONTRACT = {
+    "p = 0 identical": r"test_without_loss",
+    "optimizer instances": r"two instances",
+    "by value": r"",
+}
+HEADER = ["Megatron", "core", "Python", "torch", *CONTRACT, "pretrain_gpt.py", "not there", "date"]
+PRETRAIN = HEADER.index("pretrain_gpt.py")
+
+
+@dataclass(frozen=True)
+class Megatron:
+    """A wheel by its version, or a checkout by its path."""
+
+    name: str
+    python: tuple[int, ...]
+    checkout: Path | None = None
+
+    def lay(self, python: str) -> Path:
+        """The folder to put on the path: made or found in build/compat."""
+        folder = BUILD / self.name
+        if self.checkout is None:
+            if not (folder / "megatron" / "core").is_dir():
+                _install(python, folder, f"megatron-core=={self.name}")
+        else:
+            # Not the checkout itself, whose tests/ and tools/ would hide ours.
+            folder.mkdir(parents=True, exist_ok=True)
+            link = folder / "megatron"
+            link.unlink(missing_ok=True)
+            link.symlink_to(self.checkout / "megatron")
+        return folder
+
+
+def _install(python: str, folder: Path, requirement: str) -> None:
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target"]
+    subprocess.run([*pip, str(folder), requirement], check=True)
+
+
+def _checkout(text: str) -> Megatron:
+    name, _, path = text.rpartition("=")
+    checkout = Path(path).expanduser().resolve()
+    if not (checkout / "megatron" / "core").is_dir():
+        sys.exit(f"compat: error: --checkout {path}: has no megatron/core")
+    project = checkout / "pyproject.toml"
+    found = re.search(r'requires-python\s*=\s*">=(\d+)\.(\d+)', project.read_text() if project.is_file() else "")
+    return Megatron(name or checkout.name, tuple(map(int, found.groups())) if found else (3, 10), checkout)
+
+
+@functools.cache
+def _version_of(python: str) -> tuple[int, ...]:
+    code = "import sys, torch, pytest, hypothesis, einops; print(sys.version_info[0], sys.version_info[1])"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["does not run"])[-1]
+        sys.exit(f"compat: error: --python {python}: {why}; it needs what the extra dev installs")
+    return tuple(map(int, done.stdout.split()))
+
+
+def _environment(python: str, megatron: Megatron) -> dict[str, str]:
+    path = [str(ROOT), str(megatron.lay(python))]
+    if megatron.checkout and _wants_pkg_resources(megatron.checkout) and not _has(python, "pkg_resources"):
+        folder = BUILD / "setuptools"
+        if not (folder / "pkg_resources").is_dir():
+            _install(python, folder, "setuptools<81")
+        path.append(str(folder))
+    path += filter(None, [os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+
+
+def _wants_pkg_resources(checkout: Path) -> bool:
+    return "pkg_resources" in (checkout / "megatron/core/transformer/attention.py").read_text()
+
+
+def _has(python: str, module: str) -> bool:
+    return not subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode
+
+
+def _identify(python: str, environment: dict[str, str]) -> dict[str, str]:
+    """Versions, from the interpreter that will run the tests."""
+    code = (
+        "import json, platform, torch; from megatron_lossy import device; device.prepare_import(); "
+        "import megatron.core as core; print(json.dumps({'core': core.__version__, 'file': core.__file__, "
+        "'python': platform.python_version(), 'torch': torch.__version__}))"
+    )
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=environment, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["cannot be imported"])[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _pytest(python: str, environment: dict[str, str], megatron: Megatron, *arguments: str) -> list[tuple[str, str, str]]:
+    """(test, outcome, why it was skipped) of a run of pytest."""
+    report = BUILD / f"{megatron.name}.{Path(arguments[0]).stem}.xml"
+    report.unlink(missing_ok=True)
+    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", f"--junitxml={report}"]
+    subprocess.run([python, "-m", "pytest", *options, *arguments], env=environment, cwd=ROOT)
+    if not report.is_file():
+        raise RuntimeError("pytest wrote no report")
+    result = []
+    for case in xml.etree.ElementTree.parse(report).iter("testcase"):
+        failed = case.find("failure") is not None or case.find("error") is not None
+        skipped = case.find("skipped")
+        why = skipped.get("message", "") if skipped is not None else ""
+        result.append((case.get("name", ""), "failed" if failed else "skipped" if skipped is not None else "passed", why))
+    return result
+
+
+def _cell(outcomes: list[str]) -> str:
+    ran = [outcome for outcome in outcomes if outcome != "skipped"]
+    failed = ran.count("failed")
+    if not ran:
+        return "none ran"
+    return f"**{failed} of {len(ran)} fail**" if failed else f"yes ({len(ran)})"
+
+
+def _columns(results: list[tuple[str, str, str]]) -> list[str]:
+    """The cells of the contract."""
+    cells = dict.fromkeys(CONTRACT, "")
+    left = results
+    for column, pattern in CONTRACT.items():
+        cells[column] = _cell([outcome for name, outcome, _ in left if re.search(pattern, name)])
+        left = [result for result in left if not re.search(pattern, result[0])]
+    return list(cells.values())
+
+
+def run(megatron: Megatron, pythons: list[str], pretrain: bool) -> tuple[list[str], bool]:
+    """The row of one Megatron, and whether nothing failed."""
+    today = datetime.date.today().isoformat()
+    python = next((python for python in pythons if _version_of(python) >= megatron.python), None)
+    if python is None:
+        why = "skipped: needs Python {}.{} (--python)".format(*megatron.python)
+        return [megatron.name, "", "", "", *([""] * len(CONTRACT)), "", why, today], True
+    started = time.monotonic()
+    try:
+        environment = _environment(python, megatron)
+        versions = _identify(python, environment)
+        if not versions["file"].startswith(str(BUILD / megatron.name)):
+            raise RuntimeError(f"Python found another megatron.core: {versions['file']}")
+        if pretrain:
+            option = f"--megatron-lm={megatron.checkout}"
+            results = _pytest(python, environment, megatron, "tests/test_megatron_lm.py", option)
+        else:
+            results = _pytest(python, environment, megatron, "tests/test_hooks.py")
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        return [megatron.name, "", "", "", *([""] * len(CONTRACT)), "", f"**{error}**", today], False
+    version = re.escape(f"megatron-core {versions['core']} has no ")
+    absent = sorted({re.sub(f"^{version}", "", why) for _, outcome, why in results if outcome == "skipped"})
+    row = [megatron.name, versions["core"], versions["python"], versions["torch"]]
+    if pretrain:
+        row += [*([""] * len(CONTRACT)), _cell([outcome for _, outcome, _ in results]), "", today]
+    else:
+        row += [*_columns(results), "", "; ".join(absent), today]
+    print(f"compat: {' | '.join(row)} ({time.monotonic() - started:.0f} s)", flush=True)
+    return row, all(outcome != "failed" for _, outcome, _ in results)
+
+
+def _table(rows: list[list[str]]) -> str:
+    lines = [HEADER, ["---"] * len(HEADER), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _written(text: str) -> dict[str, list[str]]:
+    """The rows between the marks of a page, by name."""
+    found = MARKS.search(text)
+    lines = found[2].splitlines()[2:] if found else []
+    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("|")]
+    return {row[0]: row for row in rows if len(row) == len(HEADER)}
+
+
+def write(rows: list[list[str]]) -> None:
+    """Put ``rows`` into the page, over rows of the same name; what did not run replaces nothing, an error everything."""
+    text = PAGE.read_text(encoding="utf-8")
+    kept = _written(text)
+    for row in rows:
+        old = kept.get(row[0])
+        if old is None or not (row[1] or row[-2].startswith("skipped")):
+            kept[row[0]] = row
+        elif row[1]:
+            contract = row[4:PRETRAIN] if any(row[4:PRETRAIN]) else old[4:PRETRAIN]
+            absent = row[-2] if any(row[4:PRETRAIN]) else old[-2]
+            kept[row[0]] = [*row[:4], *contract, row[PRETRAIN] or old[PRETRAIN], absent, row[-1]]
+    order = {name: number for number, name in enumerate(WHEELS)}
+    ordered = sorted(kept.values(), key=lambda row: (order.get(row[0], len(order)), row[0]))
+    aside = PAGE.with_suffix(".tmp")
+    aside.write_text(MARKS.sub(lambda match: match[1] + _table(ordered) + match[3], text), encoding="utf-8")
+    os.replace(aside, PAGE)
+
+
+def main() -> None:
+    """Run, print the matrix, write it; exit status 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these wheels and no others; none with --only none")
+    parser.add_argument("--checkout", nargs="+", default=[], metavar="[NAME=]PATH", help="checkouts of Megatron-LM")
+    parser.add_argument("--python", nargs="+", default=[], metavar="PATH", help="further interpreters, as python3.12")
+    parser.add_argument("--pretrain", action="store_true", help="run pretrain_gpt.py of the checkouts instead")
+    parser.add_argument("--no-docs", action="store_true", help="print the matrix, do not write it")
+    arguments = parser.parse_args()
+    wanted = list(WHEELS) if arguments.only is None else [name for name in arguments.only if name != "none"]
+    for name in wanted:
+        if name not in WHEELS:
+            parser.error(f"--only {name}: choose from {', '.join(WHEELS)}, none")
+    if arguments.pretrain:
+        wanted = []
+    megatrons = [Megatron(name, WHEELS[name]) for name in wanted] + [_checkout(text) for text in arguments.checkout]
+    pythons = [sys.executable, *arguments.python]
+    for python in pythons:
+        _version_of(python)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    rows, good = [], True
+    for megatron in megatrons:
+        row, passed = run(megatron, pythons, arguments.pretrain)
+        rows.append(row)
+        good &= passed
+        if not arguments.no_docs:
+            write([row])
+    print(_table(rows), end="")
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,443 @@
+"""The launcher: configurations, memory, checks, commands, and what it does in a Slurm job."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.data.manifest import BLOCK, check_manifest, write_manifest
+from megatron_lossy.errors import UsageError
+from megatron_lossy.launch.__main__ import estimates
+from megatron_lossy.launch.checks import check, check_memory
+from megatron_lossy.launch.command import check_shape, launch_command, shell
+from megatron_lossy.launch.devices import DEVICES
+from megatron_lossy.launch.memory import Layout, estimate, parameters
+from megatron_lossy.launch.plan import make_plan
+from megatron_lossy.launch.rank import rank_environment
+from megatron_lossy.launch.slurm import run_in_job
+from megatron_lossy.train.config import TrainConfig
+
+from .ranks import run_ranks
+from .trainer import TINY, read_records, write_data
+
+ROOT = Path(__file__).parents[1]
+LARGE = sorted((ROOT / "configs").glob("llama*/*_dp*.yaml"))
+TINY_FILE = ROOT / "configs/tiny/llama_1m.yaml"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with the data sets train and valid."""
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return folder
+
+
+def arguments(file, data, out, *more):
+    return [
+        f"--config={file}", "--program=train", f"--out={out}", "--tokenizer=byte",
+        f"--data-path={data}/train", f"--valid-data-path={data}/valid", *map(str, more),
+    ]  # fmt: skip
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_llama2_7b_by_hand():
+    """The published number of weights, and DP 64 added up without the module's own functions."""
+    config = llama2_7b()
+    assert parameters(config, 32000) == 6_738_415_616
+    found = estimate(config, LossyConfig(p_param=0.4, loss_unit="packet"), Layout(64), DEVICES["h100"]).components
+    weights = 6_738_415_616
+    assert found["weights"] == 2 * weights and found["gradients"] == 4 * weights
+    assert found["optimizer shard"] == 12 * weights / 64
+    assert found["stale units"] == pytest.approx(0.4 * 63 / 64 * 2 * weights)
+    layer = 2 * 4096 * (4 * 4096 + 3 * 4096 + 4096 + 3 * 11008) + 4 * 4096 * 32  # bf16; 4 bytes per head and token
+    assert found["activations"] == 32 * layer
+    assert found["logits"] == 4096 * 32000 * 8
+    assert "last gradients" not in found and "selection" not in found
+
+
+def test_what_loss_adds():
+    config, layout = llama2_7b(), Layout(64)
+
+    def components(device="h100", **loss):
+        return estimate(config, LossyConfig(**loss), layout, DEVICES[device]).components
+
+    weights = components()["weights"] / 2
+    assert components().keys() == {"weights", "gradients", "optimizer shard", "activations", "logits", "reserved"}
+    previous = components(p_grad=0.1, grad_recovery="previous", loss_unit="packet")
+    assert previous["last gradients"] == pytest.approx(2 * 0.1 * 63 / 64 * 4 * weights)
+    shards = components(p_param=0.1)["stale units"] / (2 * weights)
+    assert 0.1 < shards < 0.3  # whole shards: the mean and four standard deviations
+    gaudi = components("gaudi3", p_grad=0.1, p_param=0.1)
+    assert gaudi["stale units"] == 2 * weights and gaudi["selection"] == 4 * weights
+
+
+def llama2_7b():
+    settings = yaml.safe_load((ROOT / "configs/llama2_7b/llama2_7b.yaml").read_text())
+    names = {key.replace("-", "_"): value for key, value in settings.items() if key != "drift-interval"}
+    return TrainConfig(**names, data="stdlib")
+
+
+def weights_and_saved(rank, config):
+    """Parameters of this rank's stage, what memory.py says, bytes kept by autograd, and what memory.py says."""
+    import torch
+
+    from megatron_lossy import device
+
+    device.prepare()
+    from megatron.core import parallel_state
+
+    from megatron_lossy.launch import memory
+    from megatron_lossy.train.model import build_model
+    from megatron_lossy.train.parallel import model_parallel
+
+    with model_parallel(config):
+        chunk = build_model(config, 257)[0]
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        last = stage == config.pipeline_model_parallel_size - 1
+        weights = sum(parameter.numel() for parameter in chunk.parameters())
+        expected = memory._weights(config, 257, stage == 0, last)
+        if config.pipeline_model_parallel_size > 1:
+            return weights, expected, None, None
+        own = {buffer.param_data.untyped_storage().data_ptr() for buffer in chunk.buffers}
+        kept, sizes = [], {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            kept.append(tensor)  # or its address is given to the next one
+            sizes[storage.data_ptr()] = 0 if storage.data_ptr() in own else storage.nbytes()
+            return tensor
+
+        tokens = torch.zeros(config.micro_batch_size, config.seq_length, dtype=torch.long)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            chunk(tokens, torch.arange(config.seq_length).expand_as(tokens), None, labels=tokens)
+        layout = memory.Layout(1, 257, flash_attention=False)
+        return weights, expected, sum(sizes.values()), memory._activations(config, layout, 4)
+
+
+def test_weights_of_every_stage_are_those_of_the_model():
+    config = TrainConfig(**TINY | dict(
+        num_layers=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2, data="stdlib"
+    ))  # fmt: skip
+    for weights, expected, *_ in run_ranks(weights_and_saved, 4, config):
+        assert weights == expected
+
+
+def test_activations_are_those_that_autograd_keeps():
+    """On CPU norms and SwiGLU are not fused and keep intermediate values, so that more is kept than computed."""
+    config = TrainConfig(
+        **TINY | dict(num_layers=4, seq_length=128, ffn_hidden_size=192, hidden_dropout=0.0, data="stdlib")
+    )
+    [(_, _, kept, computed)] = run_ranks(weights_and_saved, 1, config)
+    logits = 12 * 384 * config.seq_length * config.micro_batch_size
+    assert 1.0 < kept / (computed + logits) < 1.5
+
+
+# --- configurations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", LARGE, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_shipped_configuration_states_what_is_computed_and_fits(file, tmp_path):
+    plan = make_plan(
+        [
+            f"--config={file}",
+            "--program=pretrain_gpt.py",
+            f"--out={tmp_path}",
+            "--data-path=a",
+            "--valid-data-path=b",
+        ]
+        + ["--rate-index=4", "--launcher=srun"]
+    )
+    assert plan.lossy.p_grad == plan.lossy.p_param == 0.4
+    check_shape(plan)
+    plan.train.check_world(plan.launch.accelerators)
+    check_memory(plan)
+    comments = [line[1:] for line in file.read_text().splitlines() if line.startswith("#")]
+    header = " ".join(" ".join(comments).split())
+    for line in estimates(plan):
+        assert " ".join(line.split()) in header
+
+
+def test_layers_of_files(tmp_path):
+    (tmp_path / "base.yaml").write_text("num-layers: 2\nlr: 1.0e-3\nlaunch: {device: cpu, accelerators: 2}\n")
+    (tmp_path / "top.yaml").write_text("base: base.yaml\nlr: 2.0e-3\nlaunch: {accelerators: 4}\n")
+    tiny = [f"--{key.replace('_', '-')}={value}" for key, value in TINY.items() if key not in ("num_layers", "lr")]
+    plan = make_plan([f"--config={tmp_path}/top.yaml", "--program=train", "--out=x", "--data=stdlib", *tiny])
+    assert (plan.train.num_layers, plan.train.lr, plan.launch.accelerators) == (2, 2e-3, 4)
+    assert plan.folder == Path("x/top")
+
+
+def test_flags_for_megatron(data, tmp_path):
+    command = arguments(ROOT / "configs/llama2_7b/gaudi3_dp32.yaml", data, tmp_path, "--rate=0.1", "--hostfile=h")
+    command[1] = "--program=pretrain_gpt.py"
+    plan = make_plan([*command, "--launcher=mpirun", "--tokenizer=sentencepiece:t.model", "--eod-mask-loss"])
+    line = " ".join(plan.module)
+    assert line.startswith("megatron_lossy pretrain_gpt.py --num-layers 32 ")
+    for flags in (
+        "--optimizer fusedadamw", "--normalization RMSNorm", "--position-embedding-type rope", "--swiglu",
+        "--tensor-model-parallel-size 2", "--untie-embeddings-and-output-weights", "--attention-dropout 0.0",
+        "--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model t.model", "--p-grad 0.1 --p-param 0.1",
+        f"--train-data-path {data}/train --valid-data-path {data}/valid", f"--save {tmp_path}/p_0.10 --load",
+        "--exit-signal-handler", "--sequence-parallel", "--eod-mask-loss", "--use-fused-sdpa 1",
+    ):  # fmt: skip
+        assert f" {flags}" in line
+    assert (
+        " ".join(make_plan([*command, "--launcher=mpirun", "--optimizer=sgd"]).module).count("--optimizer sgd")
+        == 1
+    )
+    assert line.count("--optimizer ") == 1 and "--overlap-grad-reduce" not in line and "--group-query" not in line
+    assert plan.environment["PT_HPU_GPU_MIGRATION"] == "1"
+    assert plan.layout.sequence_parallel and plan.layout.flash_attention
+
+
+# --- wrong input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--config=absent.yaml"], "--config absent.yaml: cannot be read"),
+        (["--accelerators=60"], "--accelerators 60: must fill nodes"),
+        (["--accelerators=72"], "--global-batch-size 1024: must be divisible by"),
+        (["--accelerators-per-node=7"], "--accelerators 64: must fill nodes"),
+        (["--device=a100-40gb"], "--device a100-40gb: has 40.0 GiB, pipeline stage 0 needs .* raise"),
+        (["--device=h1000"], "--device: invalid choice"),
+        (["--rate=1.5"], "--p-grad 1.5: must be in"),
+        (["--rate=0.1", "--p-grad=0.2"], "--rate 0.1: cannot be combined with --p-grad"),
+        (["--rate-index=5"], "--rate-index 5: must be from 0 to 4"),
+        (["--tensor-model-parallel-size=3"], "TP x PP = 3 x 1 needs a multiple of 3 ranks"),
+        (["--num-attention-heads=30"], "--hidden-size 4096: must be divisible by"),
+        (["--data-path=absent"], "--data-path absent: there is no absent.bin"),
+        (["--tokenizer=sentencepiece:absent"], "--tokenizer sentencepiece:absent: there is no such model file"),
+        (["--tokenizer=hf:absent/model"], "--tokenizer hf:absent/model: is neither a folder nor in"),
+        (["--data-manifest=absent.json"], "--data-manifest absent.json: cannot be read"),
+        (["--program=absent.py"], "--program absent.py: must be train or a file"),
+        (["--save=x"], "--save x: cannot be given to launch"),
+        (["--unknown-flag", "3"], "--unknown-flag 3: is no flag of python -m megatron_lossy.train"),
+        (["--environment=A"], "--environment A: must be pairs NAME=VALUE"),
+        (["--hostfile=h"], "--hostfile h: needs --launcher mpirun"),
+        (["--context-parallel-size=2", "--program=p.py"], "--context-parallel-size 2: launch cannot check it"),
+    ],
+)
+def test_one_line_says_what_is_wrong(flags, message, data, tmp_path):
+    command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", data, tmp_path, "--rdzv-endpoint=n:1", *flags)
+    with pytest.raises(UsageError, match=message) as raised:
+        check(make_plan(command), starting=False)
+    assert "\n" not in str(raised.value)
+
+
+def test_status_2_and_nothing_started(data, tmp_path):
+    """The node has no accelerator."""
+    command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", data, tmp_path / "out", "--rdzv-endpoint=n:1")
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_lossy.launch", *command], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and not done.stdout and not (tmp_path / "out").exists()
+    assert done.stderr.strip() == (
+        "megatron_lossy.launch: error: --device (cuda): 8 accelerators are asked for on this node, 0 are there"
+    )
+
+
+def test_a_file_may_not_be_its_own_base(tmp_path):
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(UsageError, match="leads back to it"):
+        make_plan([f"--config={tmp_path}/a.yaml", "--program=train", "--out=x"])
+
+
+def test_a_job_of_another_size_is_refused(data, tmp_path):
+    command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", data, tmp_path, "--launcher=srun")
+    with pytest.raises(UsageError, match="--accelerators 64: must be the 32 tasks of the Slurm job"):
+        make_plan(command, tasks=32)
+
+
+# --- manifests --------------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_finds_what_changed(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    large = b"0123456789abcdef" * (BLOCK // 16)
+    (folder / "d.bin").write_bytes(large * 2 + b"end")
+    (folder / "d.idx").write_bytes(b"index")
+    prefix, manifest = str(folder / "d"), str(folder / "manifest.json")
+    assert write_manifest([prefix], manifest)["files"]["d.bin"]["bytes"] == 2 * BLOCK + 3
+    with pytest.raises(UsageError, match="exists already"):
+        write_manifest([prefix], manifest)
+    moved = folder.rename(tmp_path / "elsewhere")
+    manifest = str(moved / "manifest.json")
+    assert check_manifest(manifest, [str(moved / "d")]) == 2 * BLOCK + 3 + 5
+    with pytest.raises(UsageError, match="does not name .*other.bin"):
+        check_manifest(manifest, [str(moved / "other")])
+    with open(moved / "d.bin", "r+b") as stream:
+        stream.seek(BLOCK + 7)
+        stream.write(b"x")
+    with pytest.raises(UsageError, match="d.bin differs in the 64 MiB from byte 67,108,864 on"):
+        check_manifest(manifest)
+    (moved / "d.idx").write_bytes(b"inde")
+    with pytest.raises(UsageError, match="d.idx has 4 bytes, not the 5"):
+        check_manifest(manifest)
+    (moved / "d.idx").unlink()
+    with pytest.raises(UsageError, match="d.idx, which is not there"):
+        check_manifest(manifest)
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_commands_of_the_launchers(data, tmp_path):
+    file = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
+
+    def command(*flags, environment=None):
+        return " ".join(launch_command(make_plan(arguments(file, data, tmp_path, *flags)), environment or {}))
+
+    nodes = command("--launcher=torchrun", "--rdzv-endpoint=n1:29400", "--rate=0.1", "--max-restarts=3")
+    assert "--nnodes 8 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint n1:29400 --rdzv-id p_0.10" in nodes
+    assert "--max-restarts 3" in nodes and " -m megatron_lossy.train " in nodes
+    assert "--standalone" in command("--launcher=torchrun", "--accelerators=4")
+    with pytest.raises(UsageError, match="8 nodes need --rdzv-endpoint"):
+        command("--launcher=torchrun")
+
+    job = {"SLURM_JOB_ID": "70012", "SLURM_RESTART_COUNT": "2", "SLURM_CPUS_PER_TASK": "8"}
+    image = ["--container-image=/images/a.sqsh", "--container-mounts=/d:/d"]
+    slurm = command("--launcher=srun", "--rate=0", *image, environment=job)
+    assert slurm.startswith("srun --nodes 8 --ntasks 64 --ntasks-per-node 8 ")
+    assert f"--output={tmp_path}/p_0.00/logs/70012.2/rank-%t.log" in slurm and "--cpus-per-task 8" in slurm
+    assert (
+        "--container-image=/images/a.sqsh --container-mounts=/d:/d python -m megatron_lossy.launch.rank" in slurm
+    )
+    assert "--ranks 64" in slurm and "--master-port 29512" in slurm
+
+    (tmp_path / "hosts").write_text("10.0.0.1 slots=8\n# spare\n10.0.0.2 slots=8\n")
+    gaudi = ["--device=gaudi3", "--launcher=mpirun", f"--hostfile={tmp_path}/hosts"]
+    mpi = command(*gaudi, "--accelerators=16")
+    assert "mpirun -n 16 --bind-to none" in mpi and "-x PT_HPU_GPU_MIGRATION=1" in mpi
+    assert "--kind hpu --ranks 16 --master-addr 10.0.0.1" in mpi
+    with pytest.raises(UsageError, match="has 16 slots for --accelerators 32"):
+        command(*gaudi, "--accelerators=32")
+
+
+def test_what_a_dry_run_prints_is_a_shell_command():
+    text = shell(["echo", "--a", "x y", "--b"], {"NAME": "it's"})
+    done = subprocess.run(["bash", "-c", text + ' "$NAME"'], capture_output=True, text=True)
+    assert done.stdout == "--a x y --b \n"
+
+
+def test_ranks_of_srun_and_mpirun():
+    slurm = {"SLURM_PROCID": "9", "SLURM_NTASKS": "12", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+    slurm["SLURM_STEP_TASKS_PER_NODE"] = "8,4"
+    expected = {"RANK": "9", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert rank_environment(slurm) == expected
+    assert rank_environment(slurm | {"SLURM_STEP_TASKS_PER_NODE": "4(x3)"}) == expected
+    mpi = {
+        f"OMPI_COMM_WORLD_{name}": value
+        for name, value in zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "3416")
+    }
+    assert rank_environment(slurm | mpi) == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "6",
+    }
+    with pytest.raises(UsageError, match="neither mpirun"):
+        rank_environment({})
+
+
+def test_torchrun_trains_and_writes_a_log_per_rank(data, tmp_path):
+    flags = ["--device=cpu", "--accelerators=2", "--rate=0.1", "--train-iters=2", "--lr-warmup-iters=1"]
+    flags += ["--num-layers=2", "--hidden-size=64", "--seq-length=32", "--eval-iters=1", "--log-interval=1"]
+    done = subprocess.run(
+        [ROOT / "launch/torchrun.sh", *arguments(TINY_FILE, data, tmp_path, *flags, "--no-save-replicas")],
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+        },
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    run = tmp_path / "p_0.10"
+    assert [record["iteration"] for record in read_records(run, "train")] == [1, 2]
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "2"
+    logs = sorted(run.glob("logs/**/stdout.log"))
+    assert [path.parent.name for path in logs] == ["0", "1"] and "iteration" in logs[0].read_text()
+
+
+# --- in a Slurm job -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("done_before", "saves", "status", "expected", "requeued"),
+    [
+        (0, 60, 0, 0, True),  # stopped before the time limit
+        (60, 200, 0, 0, False),  # complete
+        (60, None, 0, 1, False),  # would come back for ever
+        (60, None, 7, 7, False),  # crashed
+        (200, None, 7, 0, False),  # nothing to do: srun would fail
+    ],
+)
+def test_a_job_is_requeued_until_the_run_is_complete(
+    done_before, saves, status, expected, requeued, data, tmp_path, monkeypatch
+):
+    """With programs named srun and scontrol in place of Slurm's."""
+    plan = make_plan(
+        arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--launcher=srun", "--rate=0.1"), tasks=2
+    )
+
+    def checkpoint(iteration):
+        return f"mkdir -p {plan.folder}/iter_{iteration:07d}; echo {iteration} > {plan.folder}/latest_checkpointed_iteration.txt"
+
+    programs = {
+        # A signal to the batch script must not keep it from deciding what is next.
+        "srun": f"kill -TERM $PPID\n{checkpoint(saves) if saves else ''}\nexit {status}",
+        "scontrol": f"echo $@ > {tmp_path}/called",
+    }
+    (tmp_path / "bin").mkdir()
+    for name, body in programs.items():
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    if done_before:
+        subprocess.run(["sh", "-c", checkpoint(done_before)], check=True)
+    environment = os.environ | {"SLURM_JOB_ID": "11", "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    monkeypatch.setenv("PATH", environment["PATH"])
+    assert run_in_job(plan, launch_command(plan, environment), environment) == expected
+    assert (tmp_path / "called").exists() == requeued
+    if requeued:
+        assert (tmp_path / "called").read_text() == "requeue 11\n"
+        assert (plan.folder / "logs/11.0").is_dir()
+
+
+# --- with Megatron-LM ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.megatron_lm
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], None),
+        (["--foo", "3"], "unrecognized arguments: --foo 3"),
+        (["--recompute-granularity", "some"], "--recompute-granularity: invalid choice: 'some'"),
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp: cannot go with loss"),
+        (["--recompute-granularity", "selective", "--recompute-method", "uniform"], "Megatron-LM says: "),
+    ],
+    ids=["fits", "unknown", "wrong", "refused", "invalid"],
+)
+def test_megatron_itself_checks_its_flags(flags, message, megatron_lm, data, tmp_path):
+    command = arguments(ROOT / "configs/llama2_7b/cuda_dp16.yaml", data, tmp_path, "--rate=0.1", "--launcher=srun")
+    command[1] = f"--program={megatron_lm}/pretrain_gpt.py"
+    plan = make_plan([*command, *flags])
+    if message is None:
+        check(plan, starting=False)
+    else:
+        with pytest.raises(UsageError, match=message):
+            check(plan, starting=False)
