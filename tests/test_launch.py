@@ -45,7 +45,7 @@ def arguments(file, data, out, *more):
     ]  # fmt: skip
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
+# --- memory ------------------------------------------------------------
 
 
 def test_llama2_7b_by_hand():
@@ -140,7 +140,7 @@ def test_activations_are_those_that_autograd_keeps():
     assert 1.0 < kept / (computed + logits) < 1.5
 
 
-# --- configurations ---------------------------------------------------------------------------------------------------
+# --- configurations ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("file", LARGE, ids=lambda path: f"{path.parent.name}/{path.stem}")
@@ -197,7 +197,7 @@ def test_flags_for_megatron(data, tmp_path):
     assert plan.layout.sequence_parallel and plan.layout.flash_attention
 
 
-# --- wrong input ------------------------------------------------------------------------------------------------------
+# --- wrong input ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_job_of_another_size_is_refused(data, tmp_path):
         make_plan(command, tasks=32)
 
 
-# --- manifests --------------------------------------------------------------------------------------------------------
+# --- manifests ------------------------------------------------------------
 
 
 def test_a_manifest_finds_what_changed(tmp_path):
@@ -289,7 +289,7 @@ def test_a_manifest_finds_what_changed(tmp_path):
         check_manifest(manifest)
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands ------------------------------------------------------------
 
 
 def test_commands_of_the_launchers(data, tmp_path):
@@ -372,7 +372,7 @@ def test_torchrun_trains_and_writes_a_log_per_rank(data, tmp_path):
     assert [path.parent.name for path in logs] == ["0", "1"] and "iteration" in logs[0].read_text()
 
 
-# --- in a Slurm job -----------------------------------------------------------------------------------------------------
+# --- in a Slurm job ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,8 @@ def test_a_job_is_requeued_until_the_run_is_complete(
     )
 
     def checkpoint(iteration):
-        return f"mkdir -p {plan.folder}/iter_{iteration:07d}; echo {iteration} > {plan.folder}/latest_checkpointed_iteration.txt"
+        tracker = plan.folder / "latest_checkpointed_iteration.txt"
+        return f"mkdir -p {plan.folder}/iter_{iteration:07d}; echo {iteration} > {tracker}"
 
     programs = {
         # A signal to the batch script must not keep it from deciding what is next.
@@ -417,7 +418,7 @@ def test_a_job_is_requeued_until_the_run_is_complete(
         assert (plan.folder / "logs/11.0").is_dir()
 
 
-# --- with Megatron-LM ---------------------------------------------------------------------------------------------------
+# --- with Megatron-LM ------------------------------------------------------------
 
 
 @pytest.mark.megatron_lm

@@ -95,6 +95,8 @@ def test_monitors_write_to_megatrons_log_and_tensorboard(megatron_lm, tmp_path):
 
 def test_help_shows_our_flags_as_a_group_of_their_own(megatron_lm):
     _, done = pretrain(megatron_lm, "--help", ranks=1)
+    if done.returncode and pretrain(megatron_lm, "--help", plugin=False, ranks=1)[1].returncode:
+        pytest.skip("the --help of this Megatron fails by itself")  # a per cent sign in a help text of 0.18
     assert "loss (megatron-lossy):" in done.stdout and "--p-grad P" in done.stdout
 
 

@@ -254,6 +254,11 @@ def missing(config: TinyGPT) -> str | None:
     tied = config.tied and config.pipeline > 1 and config.bucket_size
     if tied and tuple(map(int, version.split(".")[:2])) < (0, 13):  # an assertion fails, with or without us
         return f"megatron-core {version} has no bucket of its own for this shared embedding"
+    if config.experts:
+        try:
+            get_gpt_layer_local_spec(num_experts=config.experts)
+        except NameError as error:  # HabanaAI's 0.13
+            return f"megatron-core {version} has no experts without a Transformer Engine ({error})"
     return None
 
 

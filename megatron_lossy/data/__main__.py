@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.data``: text files to Megatron's indexed format; ``manifest`` and ``check``: their hashes."""
+"""``python -m megatron_lossy.data``: text files to Megatron's indexed format; ``manifest``, ``check``: hashes."""
 
 from __future__ import annotations
 

@@ -208,7 +208,8 @@ def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> Dataset
         expected = description.tokens * np.dtype(description.dtype).itemsize
         size = os.path.getsize(prefix + ".bin")
         if size != expected:
-            raise refuse(flag, prefix, f"{prefix}.bin has {size} bytes, not the {expected} that {prefix}.json says")
+            allowed = f"{prefix}.bin has {size} bytes, not the {expected} that {prefix}.json says"
+            raise refuse(flag, prefix, allowed)
     return description
 
 

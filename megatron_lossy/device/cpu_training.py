@@ -1,6 +1,6 @@
 """What megatron.training, and with it Megatron-LM's own pretraining scripts, needs on CPU beyond :mod:`.cpu`.
 
-Separate because the wheels of megatron-core before 0.17 do not ship megatron.training: it comes with a checkout of Megatron-LM.
+Separate because megatron.training comes with a checkout of Megatron-LM: wheels of megatron-core have it from 0.17 on.
 """
 
 from __future__ import annotations

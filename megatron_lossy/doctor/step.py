@@ -24,7 +24,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "hpu": "hccl"}
 
 
 def try_step(kind: str, checkout: str | None) -> Finding:
-    """Train on two ranks of ``kind``. ``checkout``: a Megatron-LM whose megatron.core comes before an installed one."""
+    """Train on two ranks of ``kind``. ``checkout``: a Megatron-LM, whose megatron.core is then used."""
     name = f"{_BACKENDS[kind]}, {kind}"
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

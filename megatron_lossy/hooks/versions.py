@@ -17,16 +17,19 @@ from ..errors import refuse
 #: refused even where all signatures match: 0.17 moved a copy of gradients without changing a single signature.
 SUPPORTED = ((0, 11), (0, 21))
 
+#: The oldest with what megatron_lossy.train uses of schedules and checkpoints.
+OLDEST_FOR_TRAIN = (0, 16)
+
 _CHUNK = "_megatron_lossy_model_chunk"
 
 
-def check_version(version: str) -> None:
-    """Raise :class:`UsageError` if megatron-core ``version`` is not supported."""
+def check_version(version: str, oldest: tuple[int, int] = SUPPORTED[0]) -> None:
+    """Raise :class:`UsageError` if megatron-core ``version`` is not supported, or older than ``oldest``."""
     try:
         parsed = tuple(int(part) for part in version.split(".")[:2])
     except ValueError:
         parsed = ()
-    low, high = SUPPORTED
+    low, high = oldest, SUPPORTED[1]
     if not low <= parsed < high:
         raise refuse(
             "megatron-core",

@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.launch --config FILE.yaml --program SCRIPT --out FOLDER [flags]``: see docs/cluster.md."""
+"""``python -m megatron_lossy.launch --config FILE.yaml --program SCRIPT --out FOLDER``: see docs/cluster.md."""
 
 from __future__ import annotations
 
@@ -61,9 +61,10 @@ def describe(plan: Plan) -> list[str]:
     data = train.data_parallel_size(launch.accelerators)
     lines = [
         f"run      {plan.folder}, from iteration {done_iterations(plan)} to {train.train_iters}",
-        f"ranks    {launch.accelerators} on {launch.nodes} nodes: data {data} x tensor {tensor} x pipeline {pipeline}",
-        f"loss     gradients {_rate(plan, 'grad')}, parameters {_rate(plan, 'param')}, unit {plan.lossy.loss_unit}, "
-        f"recovery {plan.lossy.grad_recovery}",
+        f"ranks    {launch.accelerators} on {launch.nodes} node{'s' if launch.nodes > 1 else ''}: "
+        f"data {data} x tensor {tensor} x pipeline {pipeline}",
+        f"loss     gradients {_rate(plan, 'grad')}, parameters {_rate(plan, 'param')}, "
+        f"unit {plan.lossy.loss_unit}, recovery {plan.lossy.grad_recovery}",
         *estimates(plan),
     ]
     if launch.tokens_per_second:

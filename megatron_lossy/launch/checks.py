@@ -83,7 +83,7 @@ def _vocabulary(tokenizer: str) -> str:
 
 
 def _check_tokenizer(name: str) -> None:
-    """The tokenizer must lie on a disk: 64 ranks must not fetch it at once, nor wait for a network there is not."""
+    """The tokenizer must lie on a disk: 64 ranks must not fetch it at once, maybe without a network."""
     kind, _, source = name.partition(":")
     if kind == "sentencepiece" and not os.path.isfile(source):
         raise refuse("--tokenizer", name, "there is no such model file")
@@ -95,7 +95,7 @@ def _check_tokenizer(name: str) -> None:
             raise refuse(
                 "--tokenizer",
                 name,
-                f"is neither a folder nor in {cache}; download it there once, or give hf:FOLDER or sentencepiece:FILE",
+                f"is neither a folder nor in {cache}; download it once, or give hf:FOLDER or sentencepiece:FILE",
             )
 
 

@@ -73,7 +73,7 @@ def _torchrun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
 
 
 def torchrun_environment() -> dict[str, str]:
-    """What torchrun reads: on SIGTERM it ends ranks after 30 s, too early for a checkpoint of billions of weights."""
+    """What torchrun reads: otherwise it ends ranks 30 s after SIGTERM, too early for a large checkpoint."""
     return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS)}
 
 

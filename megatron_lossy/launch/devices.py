@@ -9,7 +9,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """``kind``: cuda, hpu or cpu. ``memory``: bytes, as nvidia-smi or hl-smi shows them; None where nobody checks."""
+    """``kind``: cuda, hpu or cpu. ``memory``: bytes, as nvidia-smi or hl-smi shows them; None if unlimited."""
 
     kind: str
     memory: int | None

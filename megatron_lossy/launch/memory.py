@@ -34,7 +34,7 @@ from ..config import LossyConfig
 from ..train.config import TrainConfig
 from .devices import GIB, Device
 
-#: Bytes for the driver's context, communication buffers, workspaces and what the allocator cannot use: an assumption.
+#: Bytes for the driver's context, communication buffers, workspaces, and what fragmentation wastes: an assumption.
 RESERVED = 6 * GIB
 _GRADIENT = 4
 # Components that --save-replicas stores.
@@ -92,12 +92,12 @@ def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, de
 
 
 def seconds(config: TrainConfig, world_size: int, tokens_per_second: float) -> float:
-    """Length of the training at a measured number of tokens per second and accelerator, evaluation and saves apart."""
+    """Length of the training at that many tokens per second and accelerator, evaluation and saves apart."""
     return tokens(config) / (world_size * tokens_per_second)
 
 
 def estimate(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> StageMemory:
-    """The pipeline stage that needs most. ``config`` must fit ``layout.world_size`` (``TrainConfig.check_world``)."""
+    """The pipeline stage that needs most. ``config`` must fit ``layout.world_size``: ``check_world``."""
     stages = range(config.pipeline_model_parallel_size)
     return max((_stage(config, lossy, layout, device, stage) for stage in stages), key=lambda found: found.total)
 
@@ -184,7 +184,7 @@ def _loss(lossy: LossyConfig, weights: int, compute: int, shards: int, device: D
 
 
 def _share(lossy: LossyConfig, phase: str, shards: int) -> float:
-    """The share of a buffer that one step may lose: its mean, and four standard deviations if shards are lost whole."""
+    """The share of a buffer that one step may lose: the mean, and four standard deviations for whole shards."""
     loss = lossy.phase(phase)
     if loss.lossless:
         return 0.0

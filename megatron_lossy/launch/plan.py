@@ -87,7 +87,7 @@ def make_parser_of_launch() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=f"python -m {PROGRAM}",
         description="Check a run completely, then start it on every rank.",
-        epilog="All other flags are those of python -m megatron_lossy.train, or of Megatron-LM; they win over the file.",
+        epilog="All other flags are those of megatron_lossy.train or of Megatron-LM; they win over the file.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -97,7 +97,10 @@ def make_parser_of_launch() -> argparse.ArgumentParser:
 
 
 def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
-    """The run that the command line asks for. ``tasks``: those of the Slurm job, if any. Raises :class:`UsageError`."""
+    """The run that the command line asks for. Raises :class:`UsageError`.
+
+    ``tasks``: those of the Slurm job, if there is one.
+    """
     parser = make_parser_of_launch()
     first, _ = parser.parse_known_args(arguments)
     if first.config is None:

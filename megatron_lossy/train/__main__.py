@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..errors import usage_errors
 from .arguments import configurations, make_parser, read_arguments
-from .process import launched_ranks, quiet_imports, rank_errors
+from .process import launched_ranks, quiet_imports, rank_errors, require_megatron
 
 PROGRAM = "megatron_lossy.train"
 
@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config.check_world(launched_ranks())
         with rank_errors(PROGRAM):
             quiet_imports()
+            require_megatron()
             # Wrong flags are found before this import, which takes seconds.
             from .loop import train
 

@@ -23,6 +23,17 @@ def quiet_imports() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
+def require_megatron() -> None:
+    """Raise :class:`UsageError` if megatron-core is missing or not one that this program trains with."""
+    try:
+        import megatron.core
+    except ImportError as error:
+        raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
+    from ..hooks.versions import OLDEST_FOR_TRAIN, check_version
+
+    check_version(megatron.core.__version__, OLDEST_FOR_TRAIN)
+
+
 @contextlib.contextmanager
 def rank_errors(program: str) -> Iterator[None]:
     """After an error, end the process with status 1 at once: leaving process groups in order waits for the others.

@@ -21,7 +21,7 @@ from ..errors import UsageError, refuse, usage_errors
 from .arguments import configurations, make_parser, read_arguments
 from .config import TrainConfig
 from .log import Console, clock
-from .process import launched_ranks, quiet_imports, rank_errors
+from .process import launched_ranks, quiet_imports, rank_errors, require_megatron
 from .saved import check_folders, latest_iteration
 
 PROGRAM = "megatron_lossy.train.sweep"
@@ -156,6 +156,7 @@ def sweep(rates: Sequence[Rate]) -> bool:
     if not todo:
         return True
     quiet_imports()
+    require_megatron()
     from .. import device
 
     device.prepare()
