@@ -1,6 +1,6 @@
 """Run the hook contract over every Megatron that this machine can run, and write the matrix into docs/verified.md.
 
-    python scripts/compat.py [--only NAME …] [--checkout [NAME=]PATH …] [--python PATH …] [--no-docs]
+    python scripts/compat.py [--only NAME …] [--checkout [NAME=]PATH …] [--python PATH …] [--pretrain] [--no-docs]
 
 The contract is tests/test_hooks.py: without loss every bit is Megatron's; with loss reduced shards and stale units are
 right by value, with and without overlap, for several optimizer instances. The wheels of megatron-core are laid side by
@@ -49,6 +49,9 @@ CONTRACT = {
     "by value": r"",
 }
 HEADER = ["Megatron", "core", "Python", "torch", *CONTRACT, "pretrain_gpt.py", "not there", "date"]
+#: A test, its outcome, and why it was skipped.
+Result = tuple[str, str, str]
+
 PRETRAIN = HEADER.index("pretrain_gpt.py")
 
 
@@ -132,8 +135,8 @@ def _identify(python: str, environment: dict[str, str]) -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _pytest(python: str, environment: dict[str, str], megatron: Megatron, *arguments: str) -> list[tuple[str, str, str]]:
-    """(test, outcome, why it was skipped) of a run of pytest."""
+def _pytest(python: str, environment: dict[str, str], megatron: Megatron, *arguments: str) -> list[Result]:
+    """Run pytest."""
     report = BUILD / f"{megatron.name}.{Path(arguments[0]).stem}.xml"
     report.unlink(missing_ok=True)
     options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", f"--junitxml={report}"]
@@ -145,7 +148,8 @@ def _pytest(python: str, environment: dict[str, str], megatron: Megatron, *argum
         failed = case.find("failure") is not None or case.find("error") is not None
         skipped = case.find("skipped")
         why = skipped.get("message", "") if skipped is not None else ""
-        result.append((case.get("name", ""), "failed" if failed else "skipped" if skipped is not None else "passed", why))
+        outcome = "failed" if failed else "skipped" if skipped is not None else "passed"
+        result.append((case.get("name", ""), outcome, why))
     return result
 
 
@@ -157,7 +161,7 @@ def _cell(outcomes: list[str]) -> str:
     return f"**{failed} of {len(ran)} fail**" if failed else f"yes ({len(ran)})"
 
 
-def _columns(results: list[tuple[str, str, str]]) -> list[str]:
+def _columns(results: list[Result]) -> list[str]:
     """The cells of the contract."""
     cells = dict.fromkeys(CONTRACT, "")
     left = results
@@ -212,7 +216,7 @@ def _written(text: str) -> dict[str, list[str]]:
 
 
 def write(rows: list[list[str]]) -> None:
-    """Put ``rows`` into the page, over rows of the same name; what did not run replaces nothing, an error everything."""
+    """Put ``rows`` into the page, over those of the same name. What did not run replaces nothing, an error all."""
     text = PAGE.read_text(encoding="utf-8")
     kept = _written(text)
     for row in rows:
@@ -233,7 +237,7 @@ def write(rows: list[list[str]]) -> None:
 def main() -> None:
     """Run, print the matrix, write it; exit status 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these wheels and no others; none with --only none")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these wheels and no others; 'none' for none")
     parser.add_argument("--checkout", nargs="+", default=[], metavar="[NAME=]PATH", help="checkouts of Megatron-LM")
     parser.add_argument("--python", nargs="+", default=[], metavar="PATH", help="further interpreters, as python3.12")
     parser.add_argument("--pretrain", action="store_true", help="run pretrain_gpt.py of the checkouts instead")

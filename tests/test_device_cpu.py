@@ -58,10 +58,11 @@ def test_patches_come_only_with_prepare_and_go_without_a_trace():
 
 def _without_megatron_training(rank):
     from megatron_lossy import device
+    from megatron_lossy.errors import UsageError
 
     try:
         device.prepare(megatron_training=True)
-    except RuntimeError as error:
+    except UsageError as error:
         return str(error), device.TRAINING.installed, torch.cuda.device_count()
     return None
 

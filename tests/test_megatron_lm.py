@@ -1,6 +1,6 @@
 """The unmodified pretrain_gpt.py of a checkout of Megatron-LM, on two gloo ranks.
 
-    pytest tests/test_megatron_lm.py --megatron-lm /path/to/Megatron-LM      (about three minutes)
+    pytest tests/test_megatron_lm.py --megatron-lm=/path/to/Megatron-LM      (about three minutes)
 
 On CPU the checkout must have its data helpers compiled (megatron/core/datasets: make), or those of the wheel copied.
 """
@@ -65,6 +65,8 @@ def test_without_loss_every_digit_is_megatrons(megatron_lm):
 def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, flags, tmp_path):
     flags = [*LOSS, *flags, "--save-replicas"]
     whole, done = pretrain(megatron_lm, *flags, "--save", tmp_path / "whole", "--save-interval", 10)
+    if "'numpy' has no attribute 'product'" in done.stderr:
+        pytest.skip("torch_dist checkpoints of this Megatron need NumPy 1")  # 0.14
     assert done.returncode == 0, done.stderr[-3000:]
     half = tmp_path / "half"
     half.mkdir()

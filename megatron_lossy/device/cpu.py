@@ -179,9 +179,9 @@ def _load_state_dict_with_steps(original: Callable) -> Callable:
     """
 
     @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> Any:
+    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            result = original(self, state_dict)
+            result = original(self, state_dict, *args, **kwargs)
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 if "step" in self.optimizer.state[parameter]:
