@@ -39,7 +39,7 @@ def pretrain(megatron_lm, *arguments, plugin=True, ranks=2):
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     )
     # Ranks share the output: take what one of them printed, not whole lines.
-    pattern = r"iteration +\d+/.*?number of nan iterations: +\d+ \||validation loss at .*?(?: \| (?=\n)|(?=\n))"
+    pattern = r"iteration +\d+/.*?number of nan iterations: +\d+ \||validation loss at iteration [^|\n]*(?:\| [^|\n:]+: [\d.E+-]+ )+\|"
     lines = [
         re.sub(r"elapsed time per iteration \(ms\): [\d.]+ \|", "", line) for line in re.findall(pattern, done.stdout)
     ]
