@@ -90,7 +90,7 @@ class Table1Config:
             raise refuse("--processes", self.processes, "must be at least 1")
 
 
-_TABLE_1 = "Training under packet loss: Table 1"
+_TABLE_1 = "Training under packet loss"
 
 
 def table1(arguments: Sequence[str]) -> int:

@@ -39,15 +39,17 @@ def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
     columns = min(3, len(levels))
     rows = -(-len(levels) // columns)
     figure = _figure(5.2 * columns, 4 * rows)
-    all_axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
+    all_axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     shown = []
     for axes, colour, (label, runs) in zip(all_axes, _colours(results), levels, strict=False):
         if label != NO_LOSS:
             _draw(axes, levels[0][1], "0.6", None, valid=False)
         shown += _draw(axes, runs, colour, None, valid=True)
         axes.set_title(f"{results.study.level_name} {label}", fontsize=14)
-    for axes in list(all_axes)[len(levels) :]:
+    for axes in all_axes[len(levels) :]:
         axes.remove()
+    for axes in all_axes[: len(levels)][-columns:]:  # nothing is below them
+        axes.xaxis.set_tick_params(labelbottom=True)
     for axes in figure.axes:
         _loss_axis(axes, shown, label=False)
     figure.supxlabel("iteration", fontsize=14)
