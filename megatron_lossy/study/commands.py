@@ -18,9 +18,9 @@ from ..train.arguments import make_parser
 from .cells import CellFolder
 from .design import NO_LOSS, Design, Study, check_seeds, read_design
 from .runner import Outcome, run_cells
-from .summary import Results, comparison, loss_metrics, table_1
+from .summary import Results, comparison, differences, loss_metrics, run_table, table_1
 
-SUMMARY = "study.json"
+SUMMARY, RUNS = "study.json", "runs.csv"
 
 
 @dataclass(frozen=True)
@@ -231,30 +231,23 @@ def _report(results: Results, how: StudyConfig, out: Path, rates: dict[str, floa
 
     study = results.study
     out.mkdir(parents=True, exist_ok=True)
+    validation = {_file_name(name): name for name in loss_metrics(results) if name.startswith("val loss")}
     tables: dict[str, LossTable] = {}
     if rates is not None:
         tables["table1"] = table_1(results, rates)
     else:
-        for name in loss_metrics(results):
-            if name.startswith("val loss"):
-                tables["_".join(name.replace("(", "").replace(")", "").split())] = comparison(results, name)
+        for file, metric in validation.items():
+            tables[file] = comparison(results, metric)
+            tables |= {f"{file}_{name}": table for name, table in differences(results, metric).items()}
     summary = {
         "title": study.title,
         "question": study.question,
         "command": " ".join(["python -m megatron_lossy.report", *sys.argv[1:]]),
         "how": asdict(how),
-        "cells": {
-            trial.cell.name: {
-                "variant": trial.variant,
-                "level": trial.level,
-                "seed": trial.seed,
-                "loss_seed": trial.loss_seed,
-            }
-            for trial in study.trials
-        },
     }
     replace_file(out / SUMMARY, lambda aside: aside.write_text(json.dumps(summary, indent=1)))
-    files = [out / SUMMARY]
+    replace_file(out / RUNS, lambda aside: aside.write_text(run_table(results)))
+    files = [out / SUMMARY, out / RUNS]
     print(f"\n{study.title}" + (f": {study.question}" if study.question else "") + "\n")
     for name, table in tables.items():
         print(table.text())
@@ -265,8 +258,10 @@ def _report(results: Results, how: StudyConfig, out: Path, rates: dict[str, floa
     if rates is not None:
         files += plot_figure_1(results, out / "figure1") + plot_figure_2(results, out / "figure2")
     else:
-        for name, metric in zip(
-            tables, [m for m in loss_metrics(results) if m.startswith("val loss")], strict=True
-        ):
-            files += plot_comparison(results, metric, out / name)
+        for file, metric in validation.items():
+            files += plot_comparison(results, metric, out / file)
     print("wrote " + ", ".join(map(str, files)))
+
+
+def _file_name(metric: str) -> str:
+    return "_".join(metric.replace("(", "").replace(")", "").split())
