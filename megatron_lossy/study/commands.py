@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import add_flags, flag, from_namespace
@@ -18,7 +19,7 @@ from ..train.arguments import make_parser
 from .cells import CellFolder
 from .design import NO_LOSS, Design, Study, check_seeds, read_design
 from .runner import Outcome, run_cells
-from .summary import Results, comparison, differences, loss_metrics, run_table, table_1
+from .summary import Results, comparison, differences, loss_metrics, replica_against_owner, run_table, table_1
 
 SUMMARY, RUNS = "study.json", "runs.csv"
 
@@ -153,8 +154,6 @@ def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
 
 
 def _study(design: Design, how: StudyConfig, arguments: Sequence[str]) -> Study:
-    from dataclasses import replace
-
     changes = {
         name: list(getattr(how, name)) for name in ("seeds", "loss_seeds") if getattr(how, name) is not None
     }
@@ -175,7 +174,7 @@ def _run(study: Study, how: StudyConfig, out: Path, rates: dict[str, float] | No
         if folder.state is not None:
             runs[cell.name] = folder.result()
     if runs:
-        _report(Results(study, runs), how, out, rates)
+        _report(Results(study, runs), out, rates)
     else:
         print("no cell is done yet")
     return _explain(outcome, len(study.cells) - len(runs))
@@ -226,7 +225,7 @@ def _check_out(out: Path, study: Study) -> None:
         raise refuse("--out", out, f"holds the report of another study, {title!r}; choose another folder")
 
 
-def _report(results: Results, how: StudyConfig, out: Path, rates: dict[str, float] | None) -> None:
+def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None:
     from .figures import plot_comparison, plot_figure_1, plot_figure_2
 
     study = results.study
@@ -239,11 +238,16 @@ def _report(results: Results, how: StudyConfig, out: Path, rates: dict[str, floa
         for file, metric in validation.items():
             tables[file] = comparison(results, metric)
             tables |= {f"{file}_{name}": table for name, table in differences(results, metric).items()}
+    if weights := replica_against_owner(results):
+        tables["replica_against_owner"] = weights
     summary = {
         "title": study.title,
         "question": study.question,
-        "command": " ".join(["python -m megatron_lossy.report", *sys.argv[1:]]),
-        "how": asdict(how),
+        # What would make this report from nothing.
+        "command": shlex.join(
+            ["python", "-m", "megatron_lossy.report", *(a for a in sys.argv[1:] if a != "--report-only")]
+        ),
+        "settings of the first cell": study.cells[0].settings,
     }
     replace_file(out / SUMMARY, lambda aside: aside.write_text(json.dumps(summary, indent=1)))
     replace_file(out / RUNS, lambda aside: aside.write_text(run_table(results)))

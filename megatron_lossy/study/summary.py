@@ -30,7 +30,7 @@ _T += (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
 
 @dataclass(frozen=True)
 class Difference(Cell):
-    """A difference of two changes, in percentage points; printed with its standard error and 95 % interval."""
+    """A difference in percent, or in points of it; printed with its sign, standard error and 95 % interval."""
 
     @classmethod
     def of(cls, by_seed: Mapping[int, float]) -> Difference:
@@ -44,7 +44,9 @@ class Difference(Cell):
         if self.error is None:
             return f"{self.mean:+.2f}"
         half = (_T[self.runs - 2] if self.runs - 2 < len(_T) else _T[-1]) * self.error
-        return f"{self.mean:+.2f} ± {self.error:.2f} ({self.mean - half:+.1f} to {self.mean + half:+.1f})"
+        places = 1 if half >= 0.1 else 3
+        interval = f"{self.mean - half:+.{places}f} to {self.mean + half:+.{places}f}"
+        return f"{self.mean:+.{places + 1}f} ± {self.error:.{places + 1}f} ({interval})"
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,27 @@ def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
         )
         tables["between_levels"] = LossTable(tuple(more), rows, (f"against {first_level!r}; {note}",))
     return tables
+
+
+def replica_against_owner(results: Results) -> LossTable | None:
+    """By how many percent the replicas' validation loss is above the owners', at the last evaluation of both."""
+    if results.weights != list(WEIGHTS):
+        return None
+
+    def excess(run: Run) -> float | None:
+        replica, owner = (run.valid_loss(kind) for kind in WEIGHTS)
+        return None if replica is None or owner is None else 100 * (replica / owner - 1)
+
+    study = results.study
+    rows = tuple(
+        (
+            variant or "val loss",
+            tuple(Difference.of(results.by_seed(variant, level, excess)) for level in study.levels),
+        )
+        for variant in study.variants
+    )
+    note = "last validation loss with the workers' replicas over that with the owners' weights, in percent"
+    return LossTable(study.levels, rows, (f"{note}; ± standard error (95 % interval, Student's t)",))
 
 
 def run_table(results: Results) -> str:
