@@ -333,7 +333,7 @@ def test_a_failed_cell_does_not_stop_the_others(tmp_path):
     assert process.returncode == 1
     assert "exit status 2" in output and str(tmp_path / "none") in output
     assert len(list(tmp_path.glob("cells/*/cell.json"))) == 2 and not list(tmp_path.glob("cells/*.lock"))
-    rows = {line.split("  ")[0]: line for line in output.splitlines()}
+    rows = {line.split("  ")[0]: line for line in reversed(output.splitlines())}  # of the first table
     assert "(" in rows["good"] and rows["broken"].split()[1:] == ["-", "-"]
 
 
