@@ -16,7 +16,7 @@ from megatron_lossy.report.runs import Run
 from megatron_lossy.study import cells, commands, paper
 from megatron_lossy.study.cells import CellFolder
 from megatron_lossy.study.design import Design, loss_seed_of, read_design
-from megatron_lossy.study.summary import Results, comparison, loss_metrics, table_1
+from megatron_lossy.study.summary import Results, comparison, differences, loss_metrics, run_table, table_1
 
 ROOT = Path(__file__).parent.parent
 TINY = {
@@ -178,6 +178,26 @@ def test_means_errors_and_paired_changes():
     assert rows["val loss, paper"][1].mean == 2.378 and rows["val loss, paper"][1].change == 0.49
 
 
+def test_differences_are_paired_by_seed():
+    random = np.random.default_rng(11)
+    reference, first, second = random.uniform(2, 3, 3), random.uniform(2, 4, 3), random.uniform(2, 4, 3)
+    losses = {("", seed, 0): reference[seed - 1] for seed in (1, 2, 3)}
+    losses |= {("10 %", seed, 1): first[seed - 1] for seed in (1, 2, 3)}
+    losses |= {("20 %", seed, 1): second[seed - 1] for seed in (1, 2, 3)}
+    results = _results(losses)
+    tables = differences(results, "train loss")
+    assert list(tables) == ["between_levels"] and tables["between_levels"].headings == ("20 %",)
+    found = tables["between_levels"].rows[0][1][0]
+    wanted = 100 * (second - first) / reference
+    error = np.std(wanted, ddof=1) / np.sqrt(3)
+    assert found.mean == pytest.approx(np.mean(wanted)) and found.error == pytest.approx(error)
+    low, high = np.mean(wanted) - 4.303 * error, np.mean(wanted) + 4.303 * error
+    assert str(found) == f"{np.mean(wanted):+.2f} ± {error:.2f} ({low:+.1f} to {high:+.1f})"
+    lines = run_table(results).splitlines()
+    assert lines[0] == "cell,variant,level,seed,loss seed,train loss,val loss" and len(lines) == 1 + 9
+    assert lines[2].split(",")[2:6] == ["10 %", "1", "1001", str(first[0])]
+
+
 def test_unfinished_and_diverged_runs():
     losses = {("", 1, 0): 2.0, ("", 2, 0): 3.0, ("10 %", 1, 1): 3.0, ("10 %", 3, 1): 9.0}
     results = _results(losses)
@@ -313,7 +333,7 @@ def test_a_failed_cell_does_not_stop_the_others(tmp_path):
     assert process.returncode == 1
     assert "exit status 2" in output and str(tmp_path / "none") in output
     assert len(list(tmp_path.glob("cells/*/cell.json"))) == 2 and not list(tmp_path.glob("cells/*.lock"))
-    rows = {line.split("  ")[0]: line for line in output.splitlines()}
+    rows = {line.split("  ")[0]: line for line in reversed(output.splitlines())}  # of the first table
     assert "(" in rows["good"] and rows["broken"].split()[1:] == ["-", "-"]
 
 

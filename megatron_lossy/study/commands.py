@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import add_flags, flag, from_namespace
@@ -18,9 +19,9 @@ from ..train.arguments import make_parser
 from .cells import CellFolder
 from .design import NO_LOSS, Design, Study, check_seeds, read_design
 from .runner import Outcome, run_cells
-from .summary import Results, comparison, loss_metrics, table_1
+from .summary import Results, comparison, differences, loss_metrics, replica_against_owner, run_table, table_1
 
-SUMMARY = "study.json"
+SUMMARY, RUNS = "study.json", "runs.csv"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Table1Config:
             raise refuse("--processes", self.processes, "must be at least 1")
 
 
-_TABLE_1 = "Training under packet loss: Table 1"
+_TABLE_1 = "Training under packet loss"
 
 
 def table1(arguments: Sequence[str]) -> int:
@@ -153,8 +154,6 @@ def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
 
 
 def _study(design: Design, how: StudyConfig, arguments: Sequence[str]) -> Study:
-    from dataclasses import replace
-
     changes = {
         name: list(getattr(how, name)) for name in ("seeds", "loss_seeds") if getattr(how, name) is not None
     }
@@ -175,7 +174,7 @@ def _run(study: Study, how: StudyConfig, out: Path, rates: dict[str, float] | No
         if folder.state is not None:
             runs[cell.name] = folder.result()
     if runs:
-        _report(Results(study, runs), how, out, rates)
+        _report(Results(study, runs), out, rates)
     else:
         print("no cell is done yet")
     return _explain(outcome, len(study.cells) - len(runs))
@@ -226,35 +225,33 @@ def _check_out(out: Path, study: Study) -> None:
         raise refuse("--out", out, f"holds the report of another study, {title!r}; choose another folder")
 
 
-def _report(results: Results, how: StudyConfig, out: Path, rates: dict[str, float] | None) -> None:
+def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None:
     from .figures import plot_comparison, plot_figure_1, plot_figure_2
 
     study = results.study
     out.mkdir(parents=True, exist_ok=True)
+    validation = {_file_name(name): name for name in loss_metrics(results) if name.startswith("val loss")}
     tables: dict[str, LossTable] = {}
     if rates is not None:
         tables["table1"] = table_1(results, rates)
     else:
-        for name in loss_metrics(results):
-            if name.startswith("val loss"):
-                tables["_".join(name.replace("(", "").replace(")", "").split())] = comparison(results, name)
+        for file, metric in validation.items():
+            tables[file] = comparison(results, metric)
+            tables |= {f"{file}_{name}": table for name, table in differences(results, metric).items()}
+    if weights := replica_against_owner(results):
+        tables["replica_against_owner"] = weights
     summary = {
         "title": study.title,
         "question": study.question,
-        "command": " ".join(["python -m megatron_lossy.report", *sys.argv[1:]]),
-        "how": asdict(how),
-        "cells": {
-            trial.cell.name: {
-                "variant": trial.variant,
-                "level": trial.level,
-                "seed": trial.seed,
-                "loss_seed": trial.loss_seed,
-            }
-            for trial in study.trials
-        },
+        # What would make this report from nothing.
+        "command": shlex.join(
+            ["python", "-m", "megatron_lossy.report", *(a for a in sys.argv[1:] if a != "--report-only")]
+        ),
+        "settings of the first cell": study.cells[0].settings,
     }
     replace_file(out / SUMMARY, lambda aside: aside.write_text(json.dumps(summary, indent=1)))
-    files = [out / SUMMARY]
+    replace_file(out / RUNS, lambda aside: aside.write_text(run_table(results)))
+    files = [out / SUMMARY, out / RUNS]
     print(f"\n{study.title}" + (f": {study.question}" if study.question else "") + "\n")
     for name, table in tables.items():
         print(table.text())
@@ -265,8 +262,10 @@ def _report(results: Results, how: StudyConfig, out: Path, rates: dict[str, floa
     if rates is not None:
         files += plot_figure_1(results, out / "figure1") + plot_figure_2(results, out / "figure2")
     else:
-        for name, metric in zip(
-            tables, [m for m in loss_metrics(results) if m.startswith("val loss")], strict=True
-        ):
-            files += plot_comparison(results, metric, out / name)
+        for file, metric in validation.items():
+            files += plot_comparison(results, metric, out / file)
     print("wrote " + ", ".join(map(str, files)))
+
+
+def _file_name(metric: str) -> str:
+    return "_".join(metric.replace("(", "").replace(")", "").split())

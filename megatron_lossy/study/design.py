@@ -69,11 +69,6 @@ class Study:
         """The cells to run, each once."""
         return list(dict.fromkeys(trial.cell for trial in self.trials))
 
-    @property
-    def all_variants(self) -> bool:
-        """Whether the table has a row per variant."""
-        return self.variants != ("",)
-
 
 @dataclass(frozen=True)
 class Design:

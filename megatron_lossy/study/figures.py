@@ -39,15 +39,17 @@ def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
     columns = min(3, len(levels))
     rows = -(-len(levels) // columns)
     figure = _figure(5.2 * columns, 4 * rows)
-    all_axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
+    all_axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     shown = []
     for axes, colour, (label, runs) in zip(all_axes, _colours(results), levels, strict=False):
         if label != NO_LOSS:
             _draw(axes, levels[0][1], "0.6", None, valid=False)
         shown += _draw(axes, runs, colour, None, valid=True)
         axes.set_title(f"{results.study.level_name} {label}", fontsize=14)
-    for axes in list(all_axes)[len(levels) :]:
+    for axes in all_axes[len(levels) :]:
         axes.remove()
+    for axes in all_axes[: len(levels)][-columns:]:  # nothing is below them
+        axes.xaxis.set_tick_params(labelbottom=True)
     for axes in figure.axes:
         _loss_axis(axes, shown, label=False)
     figure.supxlabel("iteration", fontsize=14)
@@ -57,36 +59,47 @@ def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
 
 
 def plot_comparison(results: Results, metric_name: str, path: str | Path) -> list[Path]:
-    """Change of a metric relative to no loss at every level, a line per variant, with standard errors."""
+    """Change of a metric relative to no loss at every level, a line per variant, with standard errors.
+
+    With one level, a point per variant.
+    """
     study = results.study
     metric = loss_metrics(results)[metric_name]
-    figure = _figure(max(8, 1.6 * len(study.levels) + 5), 6.5)
+
+    def change(variant: str, level: str) -> tuple[float, float]:
+        mean, error = mean_and_error(results.changes(variant, level, metric))
+        return mean, error or 0.0
+
+    if len(study.levels) > 1:
+        places, name = study.levels, study.level_name
+        lines = {variant: [change(variant, level) for level in places] for variant in study.variants}
+    else:
+        places, name = study.variants, f"{study.level_name} {study.levels[0]}"
+        lines = {name: [change(variant, study.levels[0]) for variant in places]}
+    figure = _figure(max(8, 1.5 * len(places) + 4), 6.5)
     axes = figure.add_subplot()
-    colours = colormaps["tab10"](np.arange(10))
-    width = 0.5 if len(study.levels) > 1 else 0.2
-    offsets = np.linspace(-width / 2, width / 2, len(study.variants)) if len(study.variants) > 1 else [0.0]
-    for number, variant in enumerate(study.variants):
-        changes = [mean_and_error(results.changes(variant, level, metric)) for level in study.levels]
+    for number, (label, changes) in enumerate(lines.items()):
         axes.errorbar(
-            np.arange(len(study.levels)) + offsets[number],
+            np.arange(len(places)) + 0.05 * (number - (len(lines) - 1) / 2),
             [mean for mean, _ in changes],
-            yerr=[error or 0.0 for _, error in changes],
+            yerr=[error for _, error in changes],
             marker="os^Dvphx*+"[number % 10],
             linestyle="-" if len(study.levels) > 1 else "",
             linewidth=1,
             markersize=8,
             capsize=4,
-            color=colours[number % 10],
-            label=variant or metric_name,
+            color=colormaps["tab10"](number % 10),
+            label=label or metric_name,
         )
     axes.axhline(0, color="0.5", linewidth=1)
-    axes.set_xticks(np.arange(len(study.levels)), study.levels)
-    axes.set_xlabel(study.level_name, fontsize=14)
-    axes.set_ylabel(f"change of {metric_name} (%), ± standard error", fontsize=14)
+    axes.set_xticks(np.arange(len(places)), [place.replace(", ", "\n") for place in places])
+    axes.set_xlim(-0.5, len(places) - 0.5)
+    axes.set_xlabel(name, fontsize=14)
+    axes.set_ylabel(f"change of {metric_name}, %\n± standard error", fontsize=14)
     axes.set_title(study.title, fontsize=16)
     axes.tick_params(labelsize=12)
     axes.grid(True, axis="y", alpha=0.35)
-    if study.all_variants:
+    if len(lines) > 1:
         axes.legend(fontsize=12)
     return _save(figure, path)
 

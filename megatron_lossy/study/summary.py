@@ -7,6 +7,8 @@ is compared with what the same seed reaches without loss.
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +21,32 @@ from . import paper
 from .design import NO_LOSS, Study, Trial
 
 Metric = Callable[[Run], float | None]
+Place = tuple[str, str]
+
+# The 97.5 % quantile of Student's t by degrees of freedom; from 20 on it is within 0.13 of the normal law's 1.96.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_T += (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
+
+
+@dataclass(frozen=True)
+class Difference(Cell):
+    """A difference in percent, or in points of it; printed with its sign, standard error and 95 % interval."""
+
+    @classmethod
+    def of(cls, by_seed: Mapping[int, float]) -> Difference:
+        """The mean over seeds."""
+        mean, error = mean_and_error(by_seed)
+        return cls(mean, error, None, len(by_seed), sum(map(math.isnan, by_seed.values())))
+
+    def __str__(self) -> str:
+        if not self.runs or math.isnan(self.mean):
+            return "-"
+        if self.error is None:
+            return f"{self.mean:+.2f}"
+        half = (_T[self.runs - 2] if self.runs - 2 < len(_T) else _T[-1]) * self.error
+        places = 1 if half >= 0.1 else 3
+        interval = f"{self.mean - half:+.{places}f} to {self.mean + half:+.{places}f}"
+        return f"{self.mean:+.{places + 1}f} ± {self.error:.{places + 1}f} ({interval})"
 
 
 @dataclass(frozen=True)
@@ -65,6 +93,11 @@ class Results:
         if change is not None and math.isnan(change):
             change = change_error = None
         return Cell(mean, error, change, len(found), 0, change_error)
+
+    def difference(self, here: Place, there: Place, metric: Metric) -> Difference:
+        """How much more ``here`` changes than ``there``, both (variant, level), seed by seed."""
+        ours, theirs = (self.changes(variant, level, metric) for variant, level in (here, there))
+        return Difference.of({seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs})
 
     @property
     def weights(self) -> list[str]:
@@ -116,6 +149,69 @@ def comparison(results: Results, metric_name: str) -> LossTable:
         for variant in results.study.variants
     )
     return LossTable((NO_LOSS, *results.study.levels), rows, (f"values: {metric_name}", *_notes(results)))
+
+
+def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
+    """How much more one variant changes a metric than the first, and one level than the first, in tables by name."""
+    study, metric = results.study, loss_metrics(results)[metric_name]
+    note = (
+        f"{metric_name}: difference of the changes, in percentage points, seed by seed; ± standard error (95 % interval, "
+        "Student's t)"
+    )
+    tables = {}
+    first, *others = study.variants
+    if others:
+        rows = tuple(
+            (name, tuple(results.difference((name, level), (first, level), metric) for level in study.levels))
+            for name in others
+        )
+        tables["between_variants"] = LossTable(study.levels, rows, (f"against {first!r}; {note}",))
+    first_level, *more = study.levels
+    if more:
+        rows = tuple(
+            (
+                name or metric_name,
+                tuple(results.difference((name, level), (name, first_level), metric) for level in more),
+            )
+            for name in study.variants
+        )
+        tables["between_levels"] = LossTable(tuple(more), rows, (f"against {first_level!r}; {note}",))
+    return tables
+
+
+def replica_against_owner(results: Results) -> LossTable | None:
+    """By how many percent the replicas' validation loss is above the owners', at the last evaluation of both."""
+    if results.weights != list(WEIGHTS):
+        return None
+
+    def excess(run: Run) -> float | None:
+        replica, owner = (run.valid_loss(kind) for kind in WEIGHTS)
+        return None if replica is None or owner is None else 100 * (replica / owner - 1)
+
+    study = results.study
+    rows = tuple(
+        (
+            variant or "val loss",
+            tuple(Difference.of(results.by_seed(variant, level, excess)) for level in study.levels),
+        )
+        for variant in study.variants
+    )
+    note = "last validation loss with the workers' replicas over that with the owners' weights, in percent"
+    return LossTable(study.levels, rows, (f"{note}; ± standard error (95 % interval, Student's t)",))
+
+
+def run_table(results: Results) -> str:
+    """All finished runs as CSV: where they stand in the study, and their losses."""
+    metrics = {name: metric for name, metric in loss_metrics(results).items() if "PPL" not in name}
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(["cell", "variant", "level", "seed", "loss seed", *metrics])
+    for trial in results.study.trials:
+        if run := results.runs.get(trial.cell.name):
+            seeds = [trial.seed, trial.cell.loss.loss_seed if trial.level else ""]
+            losses = [metric(run) for metric in metrics.values()]
+            writer.writerow([trial.cell.name, trial.variant, trial.level or NO_LOSS, *seeds, *losses])
+    return stream.getvalue()
 
 
 def _notes(results: Results) -> list[str]:

@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import shutil
+import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,14 +31,12 @@ def build_datasets(config: TrainConfig, tokenizer) -> tuple[GPTDataset, GPTDatas
     train_samples = config.train_iters * config.global_batch_size
     valid_samples = evaluations * config.eval_iters * config.global_batch_size
     cache = _cache_folder(config, train_samples, valid_samples)
-    building = cache.with_name(cache.name + ".building")
     first = torch.distributed.get_rank() == 0
-    if first:
-        # A cache that was being written when the run was killed looks complete to GPTDataset.
-        shutil.rmtree(building, ignore_errors=True)
-    found = [cache.is_dir()]
-    torch.distributed.broadcast_object_list(found)
-    ready = found[0]
+    # Aside, because a cache that was being written when the run was killed looks complete to GPTDataset; and in a
+    # folder of its own, because another run may be building the same one.
+    place = [str(cache if cache.is_dir() else _building_folder(cache)) if first else None]
+    torch.distributed.broadcast_object_list(place)
+    folder = Path(place[0])
     dataset_config = GPTDatasetConfig(
         random_seed=config.seed,
         sequence_length=config.seq_length,
@@ -45,7 +45,7 @@ def build_datasets(config: TrainConfig, tokenizer) -> tuple[GPTDataset, GPTDatas
             get_blend_from_list(list(config.valid_data_path)) if config.eval_iters else None,
             None,
         ],
-        path_to_cache=str(cache if ready else building),
+        path_to_cache=str(folder),
         tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -56,9 +56,22 @@ def build_datasets(config: TrainConfig, tokenizer) -> tuple[GPTDataset, GPTDatas
         GPTDataset, [train_samples, valid_samples, 0], lambda: True, dataset_config
     ).build()
     torch.distributed.barrier()
-    if first and not ready:
-        os.replace(building, cache)
+    if first and folder != cache:
+        try:
+            os.replace(folder, cache)
+        except OSError:  # another run was faster; what we have loaded stays mapped
+            shutil.rmtree(folder, ignore_errors=True)
     return train, valid
+
+
+def _building_folder(cache: Path) -> Path:
+    """A new folder beside ``cache``. Those that killed runs left there an hour ago are removed."""
+    for left in cache.parent.glob(f"{cache.name}.building.*"):
+        if time.time() - left.stat().st_mtime > 3600:
+            shutil.rmtree(left, ignore_errors=True)
+    folder = cache.with_name(f"{cache.name}.building.{uuid.uuid4().hex}")
+    folder.mkdir(parents=True)
+    return folder
 
 
 def _cache_folder(config: TrainConfig, *samples: int) -> Path:
