@@ -5,7 +5,7 @@ RUN_DIR ?= runs/tiny
 # Several ranks on few cores crawl if each of them starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: run test bench docs compat compat-ci
+.PHONY: run test test-slurm bench docs compat compat-ci
 
 run: .venv/installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.train.sweep \
@@ -13,6 +13,11 @@ run: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q
+
+# In a real Slurm, which it starts on this machine and ends again.
+test-slurm: .venv/installed
+	@$(BIN)/python -m tests.slurm_cluster
+	$(BIN)/python -m pytest -q -m slurm tests/test_slurm.py
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.step_overhead

@@ -19,7 +19,7 @@ from megatron_lossy.launch.devices import DEVICES
 from megatron_lossy.launch.memory import Layout, estimate, parameters
 from megatron_lossy.launch.plan import make_plan
 from megatron_lossy.launch.rank import rank_environment
-from megatron_lossy.launch.slurm import run_in_job
+from megatron_lossy.launch.slurm import check_job, job_name, run_in_job
 from megatron_lossy.train.config import TrainConfig
 
 from .ranks import run_ranks
@@ -375,20 +375,26 @@ def test_torchrun_trains_and_writes_a_log_per_rank(data, tmp_path):
 # --- in a Slurm job ------------------------------------------------------------
 
 
+RUNNING = "JobState=RUNNING PreemptTime=None"
+
+
 @pytest.mark.parametrize(
-    ("done_before", "saves", "status", "expected", "requeued"),
+    ("done_before", "saves", "status", "state", "expected", "requeued"),
     [
-        (0, 60, 0, 0, True),  # stopped before the time limit
-        (60, 200, 0, 0, False),  # complete
-        (60, None, 0, 1, False),  # would come back for ever
-        (60, None, 7, 7, False),  # crashed
-        (200, None, 7, 0, False),  # nothing to do: srun would fail
+        (0, 60, 0, RUNNING, 0, True),  # stopped before the time limit
+        (60, 200, 0, RUNNING, 0, False),  # complete
+        (60, None, 0, RUNNING, 1, False),  # would come back for ever
+        (60, None, 7, RUNNING, 7, False),  # crashed
+        (200, None, 7, RUNNING, 0, False),  # nothing to do: srun would fail
+        (60, 80, 0, "JobState=COMPLETING", 0, False),  # cancelled, and must not come back
+        (0, None, 143, "JobState=RUNNING PreemptTime=2026-11-21T10:57:30", 0, True),  # preempted while starting
+        (0, 60, 0, "", 1, False),  # Slurm does not answer
     ],
 )
 def test_a_job_is_requeued_until_the_run_is_complete(
-    done_before, saves, status, expected, requeued, data, tmp_path, monkeypatch
+    done_before, saves, status, state, expected, requeued, data, tmp_path, monkeypatch
 ):
-    """With programs named srun and scontrol in place of Slurm's."""
+    """With programs named srun and scontrol in place of Slurm's; test_slurm.py has the real ones."""
     plan = make_plan(
         arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--launcher=srun", "--rate=0.1"), tasks=2
     )
@@ -400,7 +406,7 @@ def test_a_job_is_requeued_until_the_run_is_complete(
     programs = {
         # A signal to the batch script must not keep it from deciding what is next.
         "srun": f"kill -TERM $PPID\n{checkpoint(saves) if saves else ''}\nexit {status}",
-        "scontrol": f"echo $@ > {tmp_path}/called",
+        "scontrol": f'[ "$1" = requeue ] && echo $@ > {tmp_path}/called || echo "JobId=11 {state}"',
     }
     (tmp_path / "bin").mkdir()
     for name, body in programs.items():
@@ -416,6 +422,20 @@ def test_a_job_is_requeued_until_the_run_is_complete(
     if requeued:
         assert (tmp_path / "called").read_text() == "requeue 11\n"
         assert (plan.folder / "logs/11.0").is_dir()
+
+
+def test_a_job_of_an_array_is_not_the_whole_array():
+    assert job_name({"SLURM_JOB_ID": "11", "SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "4"}) == "11_4"
+
+
+def test_a_job_with_other_nodes_is_refused(data, tmp_path):
+    file = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
+    plan = make_plan(arguments(file, data, tmp_path, "--launcher=srun"), tasks=64)
+    check_job(plan, {"SLURM_JOB_NUM_NODES": "8"})
+    with pytest.raises(UsageError, match="--accelerators-per-node 8: must be 4: the Slurm job has 16 nodes"):
+        check_job(plan, {"SLURM_JOB_NUM_NODES": "16"})
+    with pytest.raises(UsageError, match="--accelerators-per-node 8: the Slurm job has 7 nodes for 64 ranks"):
+        check_job(plan, {"SLURM_JOB_NUM_NODES": "7"})
 
 
 # --- with Megatron-LM ------------------------------------------------------------

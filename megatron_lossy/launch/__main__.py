@@ -13,7 +13,7 @@ from .command import container, launch_command, shell, torchrun_environment
 from .devices import GIB
 from .memory import checkpoint_bytes, parameters, seconds, tokens
 from .plan import PROGRAM, Plan, make_plan
-from .slurm import done_iterations, run_in_job
+from .slurm import check_job, done_iterations, run_in_job
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -25,21 +25,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         start, srun = not plan.launch.dry_run, plan.launch.launcher == "srun"
         if start and srun and not in_job:
             raise UsageError("--launcher srun: needs a Slurm job with tasks; submit launch/slurm/run.sbatch")
+        if start and srun:
+            check_job(plan, os.environ)
         if plan.launch.container_image and start:
             _check_in_container(plan, arguments)
         else:
             check(plan, starting=start and plan.launch.launcher != "mpirun")
         command = launch_command(plan, os.environ)
-        own = plan.environment | (torchrun_environment() if plan.launch.launcher == "torchrun" else {})
+        own = plan.environment | (torchrun_environment(plan) if plan.launch.launcher == "torchrun" else {})
         if not start:
             print("\n".join(describe(plan)))
             print(shell(command, own))
             return
         environment = os.environ | own
         os.makedirs(plan.folder, exist_ok=True)
+        print(shell(command, own), flush=True)
         if srun:
             sys.exit(run_in_job(plan, command, environment))
-        print(shell(command, own), flush=True)
         os.execvpe(command[0], command, environment)
 
 

@@ -72,9 +72,15 @@ def _torchrun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     return [*command, "-m", *plan.module]
 
 
-def torchrun_environment() -> dict[str, str]:
-    """What torchrun reads: otherwise it ends ranks 30 s after SIGTERM, too early for a large checkpoint."""
-    return {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS)}
+def torchrun_environment(plan: Plan) -> dict[str, str]:
+    """What torchrun reads from the environment."""
+    # Otherwise it ends ranks 30 s after SIGTERM, too early for a large checkpoint.
+    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS)}
+    if plan.launch.nodes > 1:
+        # Otherwise an agent that was started again waits in vain for the address of rank 0, which the surviving
+        # agents (torch 2.13, dynamic_rendezvous.py) publish in their first round only.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return environment
 
 
 def _rank(plan: Plan, python: str, address: str, port: int) -> list[str]:

@@ -25,10 +25,10 @@ def check_flags(script: str, flags: list[str]) -> None:
     sys.path[0] = str(Path(script).resolve().parent)
     warnings.simplefilter("ignore")
     from .. import device, hooks
-    from ..__main__ import parse_loss_flags
     from ..hooks import megatron_training
     from ..hooks.checks import check_arguments
     from ..hooks.ledger import Ledger
+    from ..plugin import parse_loss_flags
 
     try:
         import megatron.core

@@ -3,53 +3,110 @@
 ``--signal=TERM@300`` of the job script makes Slurm send SIGTERM to the ranks before the time limit; they save and
 end in order. So do they when a job is preempted with a grace time. Then the job is put back in the queue, and
 continues from the checkpoint. A job that made no progress is not: it would come back for ever.
+
+``tests/test_slurm.py`` runs this in a real Slurm.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 
+from ..errors import refuse
 from ..train.saved import latest_iteration
 from .plan import Plan
 
 PROGRAM = "megatron_lossy.launch"
 
 
-def run_in_job(plan: Plan, command: Sequence[str], environment: dict[str, str]) -> int:
+def check_job(plan: Plan, environment: Mapping[str, str]) -> None:
+    """Raise :class:`UsageError` unless the job that this process is in has the nodes of ``plan``."""
+    launch = plan.launch
+    has = int(environment.get("SLURM_JOB_NUM_NODES", launch.nodes))
+    if has != launch.nodes:
+        share, rest = divmod(launch.accelerators, has)
+        must = "" if rest else f"must be {share}: "
+        raise refuse(
+            "--accelerators-per-node",
+            launch.accelerators_per_node,
+            f"{must}the Slurm job has {has} nodes for {launch.accelerators} ranks",
+        )
+
+
+def run_in_job(plan: Plan, command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Start ``command`` (srun), wait, and requeue the job unless the run is complete; returns the exit status."""
-    job = environment["SLURM_JOB_ID"]
+    job = job_name(environment)
     before = done_iterations(plan)
     if before >= plan.train.train_iters:
-        print(f"{PROGRAM}: {plan.folder} is complete, {before} iterations", flush=True)
+        _say(f"{plan.folder} is complete, {before} iterations")
         return 0
     log = next(item for item in command if item.startswith("--output=")).partition("=")[2]
     os.makedirs(os.path.dirname(log), exist_ok=True)
     # The ranks get their own; this process must outlive them to decide what is next.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
-    print(f"{PROGRAM}: job {job} continues {plan.folder} after iteration {before}; logs: {log}", flush=True)
+    _say(f"job {job} continues {plan.folder} after iteration {before}; logs: {log}")
     try:
         # A group of its own: a signal to the batch script's group must not make srun kill ranks that are saving.
         status = subprocess.Popen(command, env=environment, start_new_session=True).wait()
+        after = done_iterations(plan)
+        _say(f"srun ended with status {status}, at iteration {after} of {plan.train.train_iters}")
+        if after >= plan.train.train_iters:
+            return status
+        return _requeue(job, status, after > before)
     finally:
         signal.signal(signal.SIGTERM, previous)
-    after = done_iterations(plan)
-    print(
-        f"{PROGRAM}: srun ended with status {status}, at iteration {after} of {plan.train.train_iters}", flush=True
-    )
-    if status or after >= plan.train.train_iters:
-        return status
-    if after <= before:
-        print(f"{PROGRAM}: no checkpoint was added; not requeued", flush=True)
-        return 1
-    requeued = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
-    # Slurm refuses where it requeues the job itself, after preemption.
-    print(f"{PROGRAM}: requeue: {requeued.stderr.strip() or 'done'}", flush=True)
-    return 0
+
+
+def job_name(environment: Mapping[str, str]) -> str:
+    """The job as ``scontrol`` wants it. One job of an array has the number of the whole array as its own."""
+    if "SLURM_ARRAY_TASK_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment["SLURM_JOB_ID"]
 
 
 def done_iterations(plan: Plan) -> int:
     """Iterations that the run's latest checkpoint holds."""
     return latest_iteration(plan.folder) or 0
+
+
+def _requeue(job: str, status: int, progress: bool) -> int:
+    """Put a job whose run is incomplete back in the queue, if that is right; returns its exit status."""
+    shown = _scontrol("--oneliner", "show", "job", job)
+    state = dict(re.findall(r"(\S+?)=(\S*)", shown.stdout))
+    if shown.returncode or "JobState" not in state:
+        _say(f"not requeued: {shown.stderr.strip() or f'scontrol does not know job {job}'}")
+        return status or 1
+    if state["JobState"] != "RUNNING":
+        # Slurm is ending the job: it requeues a preempted one itself, and scontrol would revive a cancelled one.
+        _say(f"job {job} is {state['JobState']}: what is next is Slurm's decision")
+        return status
+    # Preempted with a grace time: it may have come before the ranks could take a signal, let alone save.
+    if state.get("PreemptTime", "None") == "None":
+        if status:
+            return status
+        if not progress:
+            _say("no checkpoint was added; not requeued")
+            return 1
+    _say("requeue")
+    done = _scontrol("requeue", job)
+    if done.returncode:
+        _say(f"requeue failed: {done.stderr.strip()}")
+    return done.returncode
+
+
+def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``scontrol``, again and again for a minute: on large clusters Slurm is often too busy to answer in time."""
+    for seconds in (10, 20, 30, 0):
+        done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True)
+        if done.returncode == 0 or "timed out" not in done.stderr:
+            break
+        time.sleep(seconds)
+    return done
+
+
+def _say(text: str) -> None:
+    print(f"{PROGRAM}: {text}", flush=True)

@@ -1,0 +1,182 @@
+"""Loss for programs built on ``megatron.training``: what ``python -m megatron_lossy`` and a patched fork share.
+
+Both read the loss flags from the command line, refuse what is wrong before Megatron starts anything, and install the
+hooks at the same point: ``megatron.training`` is imported, the training script has not gone on. The launcher does it
+before it runs the script; a fork that carries ``patches/megatron_lm.patch`` calls :func:`enable`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from .config import LossyConfig, add_flags, from_namespace
+from .errors import UsageError, usage_errors
+
+if TYPE_CHECKING:
+    from .hooks.install import Lossy
+    from .hooks.ledger import Ledger, Patch
+
+_ledgers: dict[str, Ledger] = {}
+_lossy: Lossy | None = None
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that knows some of the arguments and reports errors as :class:`UsageError`."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> None:
+        raise UsageError(message)
+
+
+def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    return add_flags(_Parser(), LossyConfig, "loss").parse_known_args(arguments)
+
+
+def parse_loss_flags(arguments: list[str]) -> LossyConfig:
+    """The loss flags among Megatron's arguments, checked as far as possible before anything is imported."""
+    return from_namespace(LossyConfig, _split(arguments)[0])
+
+
+def check_channels(config: LossyConfig, arguments: list[str]) -> int | None:
+    """Check files of rates and traces against the size and length of the run; returns its length if known."""
+    from .channel import check_channels as check
+
+    parser = _Parser()
+    names = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "train-iters")
+    for name in names:
+        parser.add_argument(f"--{name}", type=int)
+    found = parser.parse_known_args(arguments)[0]
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    # Context-parallel ranks shard the optimizer too, so that they do not divide the group.
+    size, rest = divmod(world, (found.tensor_model_parallel_size or 1) * (found.pipeline_model_parallel_size or 1))
+    if not rest:
+        check(config, size, found.train_iters)
+    return found.train_iters
+
+
+def install(config: LossyConfig, steps: int | None) -> Lossy:
+    """Teach ``megatron.training``, which must be importable, our flags, and make it lose what ``config`` says.
+
+    ``steps``: the length of the run, if known. On a machine without an accelerator Megatron is made usable as well.
+    Returns the hooks; called again with the same ``config``, those that are in. Raises :class:`UsageError` for
+    another ``config``, and for a Megatron that is not supported or not as expected.
+    """
+    global _lossy
+    if _lossy is not None:
+        if _lossy.config != config:
+            raise UsageError("the loss flags changed after the hooks were installed with others")
+        return _lossy
+    import megatron.core
+
+    from . import device, hooks
+    from .hooks import megatron_training
+
+    hooks.check_version(megatron.core.__version__)
+    device.prepare(megatron_training=True)
+    lossy = hooks.install(config, steps)
+    _install_once("flags", megatron_training.flag_patches)
+    if not config.lossless:
+        _install_once("megatron.training", lambda: megatron_training.patches(lossy))
+    _lossy = lossy
+    atexit.register(_close)  # of programs with a training loop of their own, around which nothing is running()
+    return lossy
+
+
+def enable() -> None:
+    """What a fork calls at the end of ``megatron/training/__init__.py``, in place of the launcher.
+
+    Megatron's parser then knows the loss flags. The rest of :func:`install` happens only if the command line has one
+    of them, be it a rate of 0: every other program of the fork stays as it was. A wrong flag ends the process with
+    one line and status 2. Calling it again, or running a patched fork under the launcher, changes nothing.
+    """
+    if _in_charge():
+        return
+    from .hooks import megatron_training
+
+    with usage_errors():
+        _install_once("flags", megatron_training.flag_patches)
+        _obey_command_line()
+        _install_once("command line", _command_line_patches)
+
+
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """Around a run: a wrong input is one line and exit status 2, and in the end the observers' records are complete."""
+    with usage_errors():
+        try:
+            yield
+        finally:
+            _close()
+
+
+def _obey_command_line() -> None:
+    arguments = sys.argv[1:]
+    if _lossy is not None or len(_split(arguments)[1]) < len(arguments):
+        config = parse_loss_flags(arguments)
+        if _lossy is None or _lossy.config != config:
+            install(config, check_channels(config, arguments))
+            _install_once("programs", _program_patches)
+
+
+def _command_line_patches() -> list[Patch]:
+    from .hooks.ledger import Patch
+    from .hooks.signatures import Takes
+
+    def replacement(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def _add_distributed_args(parser: Any) -> Any:
+            with usage_errors():
+                _obey_command_line()
+            return original(parser)
+
+        return _add_distributed_args
+
+    target = "megatron.training.arguments:_add_distributed_args"
+    why = "a script may put its command line together after it has imported megatron.training"
+    return [Patch(target, replacement, why, "all", "Megatron loads plugins", takes=Takes(("parser",), others=()))]
+
+
+def _program_patches() -> list[Patch]:
+    from .hooks.ledger import Patch
+
+    def replacement(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def pretrain(*args: Any, **kwargs: Any) -> Any:
+            with running():
+                return original(*args, **kwargs)
+
+        return pretrain
+
+    why = "no launcher is around the script to report wrong input and to complete the records"
+    return [
+        Patch(f"megatron.training{module}:pretrain", replacement, why, "all", "Megatron loads plugins")
+        for module in ("", ".training")  # scripts import it from either
+    ]
+
+
+def _in_charge() -> bool:
+    """Whether the running program is one of ours, which install for themselves what they need."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec is not None and spec.name.partition(".")[0] == __package__
+
+
+def _install_once(name: str, patches: Callable[[], list[Patch]]) -> None:
+    from .hooks.ledger import Ledger
+
+    ledger = _ledgers.setdefault(name, Ledger(f"megatron.training ({name})"))
+    if not ledger.installed:
+        ledger.install(patches())
+
+
+def _close() -> None:
+    for observer in _lossy.observers if _lossy is not None else ():
+        observer.close()

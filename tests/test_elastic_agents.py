@@ -1,0 +1,96 @@
+"""``launch/torchrun.sh`` on two nodes, which are two agents on this machine: one is killed, and started again."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_lossy.launch.plan import make_plan
+
+from .ranks import run_ranks
+from .trainer import ROOT, recorded_losses, train_runs, write_data
+
+
+@pytest.fixture
+def agents(tmp_path):
+    """Starts agents with flags, each with a log. All of them, with their workers, end with the test."""
+    started = []
+
+    def start(flags: Sequence[str]) -> subprocess.Popen:
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+        }
+        with open(tmp_path / f"agent{len(started)}.log", "w") as log:
+            agent = subprocess.Popen(
+                [ROOT / "launch/torchrun.sh", *flags], env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        started.append(agent)
+        return agent
+
+    yield start
+    for agent in started:
+        kill(agent)
+
+
+def kill(agent: subprocess.Popen) -> None:
+    """As when the node loses power: the agent and its worker."""
+    if agent.poll() is not None:
+        return
+    for process in (*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    agent.wait()
+
+
+def wait_for(what: str, done: Callable[[], bool], agents: Sequence[subprocess.Popen]) -> None:
+    deadline = time.monotonic() + 120
+    while not done():
+        assert all(agent.poll() is None for agent in agents), f"{what}: an agent ended"
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path):
+    run_ranks(write_data, 1, str(tmp_path))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = [
+        f"--config={ROOT}/configs/tiny/llama_1m.yaml", "--program=train", "--device=cpu", "--accelerators=2",
+        "--accelerators-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}", "--max-restarts=3",
+        f"--out={tmp_path}/runs", f"--data-path={tmp_path}/train", f"--valid-data-path={tmp_path}/valid",
+        "--num-layers=2", "--hidden-size=64", "--ffn-hidden-size=64", "--seq-length=32", "--hidden-dropout=0.1",
+        "--micro-batch-size=2", "--global-batch-size=8", "--train-iters=100", "--lr-warmup-iters=2",
+        "--eval-interval=50", "--eval-iters=2", "--log-interval=1", "--save-interval=10", "--save-replicas",
+        "--rate=0.1",
+    ]  # fmt: skip
+
+    def listening() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    first = agents(flags)
+    wait_for("the rendezvous", listening, [first])  # whose node is the one that must stay
+    second = agents(flags)
+    run = tmp_path / "runs/p_0.10"
+    wait_for("a checkpoint", (run / "latest_checkpointed_iteration.txt").exists, [first, second])
+    kill(second)
+    second = agents(flags)
+
+    plan = make_plan([*flags, f"--out={tmp_path}/uninterrupted"])
+    run_ranks(train_runs, 2, (asdict(plan.train), asdict(plan.lossy)))
+    log = tmp_path / "agent2.log"
+    assert second.wait(180) == 0 and first.wait(60) == 0, log.read_text()
+    assert recorded_losses(run) == recorded_losses(tmp_path / "uninterrupted/p_0.10")
+    again = [path.read_text() for path in run.glob("logs/*/attempt_1/0/stdout.log")]
+    assert "loaded checkpoint of iteration" in "".join([log.read_text(), *again])
