@@ -275,3 +275,23 @@ def test_gpt_dataset_reads_it(tmp_path):
         samples.append([*sample["tokens"].tolist(), sample["labels"][-1].item()])
         assert sample["labels"].tolist()[:-1] == samples[-1][1:-1]
     assert sorted(samples) in [sorted(expected) for expected in slices]
+
+
+def test_processes_that_need_the_same_text_write_it_once(tmp_path):
+    program = (
+        "import os, sys\n"
+        "from megatron_lossy.train.arguments import configurations, make_parser, read_arguments\n"
+        "from megatron_lossy.train.text import prefixes, with_data_paths, write_text\n"
+        "given = ['--config', 'configs/tiny/llama_1m.yaml', '--data', 'stdlib', '--data-cache-path', sys.argv[1]]\n"
+        "paths = with_data_paths(configurations(read_arguments(make_parser('p', ''), given))[0])\n"
+        "write_text(paths)\n"
+        "print(*(os.stat(prefix + '.idx').st_ino for prefix in prefixes(paths)))\n"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes)
+    # The same files for all: nobody replaced what another one had already found complete.
+    assert len(set(outputs)) == 1 and len(outputs[0].split()) == 2

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_lossy.errors import UsageError
@@ -322,6 +323,28 @@ def test_cells_run_once_and_survive_an_interruption(tmp_path):
     assert "cells, " not in output and "20 %" in output and (broken / "out/val_loss.csv").read_text() == before
     for name in ("val_loss.png", "val_loss.pdf", "val_loss.md", "val_loss.tex", "study.json"):
         assert (broken / "out" / name).stat().st_size > 0
+
+
+def test_a_killed_cell_goes_on_if_it_got_further(tmp_path):
+    file = _study_file(tmp_path, settings={**TINY, "train-iters": 200, "save-interval": 20})
+    study = _report(tmp_path, "study", str(file), "--jobs", "1")
+
+    def kill_when(ready) -> None:
+        deadline = time.monotonic() + 100
+        while not ready():
+            assert time.monotonic() < deadline and study.poll() is None, study.communicate()[0]
+            time.sleep(0.02)
+        (trainer,) = psutil.Process(study.pid).children()
+        trainer.kill()
+
+    # The first one after a checkpoint, the second one before any.
+    kill_when(lambda: list(tmp_path.glob("cells/*/latest_checkpointed_iteration.txt")))
+    kill_when(lambda: len(list(tmp_path.glob("cells/*/train.log"))) == 2)
+    output = study.communicate(timeout=100)[0]
+    assert study.returncode == 1, output
+    assert output.count("was ended by SIGKILL at iteration") == 1 and output.count("exit status -9") == 2, output
+    ((run, _),) = _losses(tmp_path).values()
+    assert list(run) == list(range(1, 201))
 
 
 def test_a_failed_cell_does_not_stop_the_others(tmp_path):

@@ -1,6 +1,7 @@
 """Runs the cells of a study: several at once, each in processes of its own, as far as nobody else works on them.
 
-A cell that fails does not stop the others. Interrupted cells save a checkpoint and continue next time.
+A cell that fails does not stop the others. One that a signal ended (out of memory, a crash) goes on from its last
+checkpoint as long as it gets further each time. Interrupted cells save a checkpoint and continue next time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from ..train.log import clock
+from ..train.saved import latest_iteration
 from .cells import COMPLETE, DIVERGED, HEARTBEAT, LOG, Cell, CellFolder
 
 _SECONDS_BETWEEN_LINES = 20
@@ -80,8 +82,8 @@ class _Runner:
             for job in list(self._jobs):
                 if self._stop.is_set() and job.process.poll() is None:
                     job.process.terminate()  # the trainer saves and leaves
-                if job.process.poll() is not None:
-                    self._end(job)
+                if job.process.poll() is not None and not self._end(job):
+                    waiting.insert(0, job.folder)
             if time.monotonic() - told > HEARTBEAT:
                 told = time.monotonic()
                 for job in self._jobs:
@@ -150,7 +152,8 @@ class _Runner:
             environment |= {"CUDA_VISIBLE_DEVICES": device, "HABANA_VISIBLE_MODULES": device}
         return environment
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: _Job) -> bool:
+        """Take note of how ``job`` ended; False if its cell is to be started again."""
         self._jobs.remove(job)
         self._slots.append(job.slot)
         job.log.close()
@@ -163,10 +166,19 @@ class _Runner:
             elif status == 1 and (folder.path / "metrics.jsonl").is_file() and folder.result().diverged:
                 folder.finish(DIVERGED, seconds)
             elif not self._stop.is_set():
+                saved = (latest_iteration(folder.path) or 0) if status < 0 else 0
+                if saved > job.first:
+                    print(
+                        f"cell {folder.cell.name} was ended by {_signal_name(-status)} at iteration "
+                        f"{folder.iterations}: going on from iteration {saved}",
+                        flush=True,
+                    )
+                    return False
                 self._outcome.failed[folder.cell.name] = f"exit status {status}; {_last_line(folder.path / LOG)}"
                 print(f"cell {folder.cell.name} failed: {self._outcome.failed[folder.cell.name]}", flush=True)
         finally:
             folder.release()
+        return True
 
     # --- what remains --------------------------------------------------------------------------------------------
 
@@ -188,6 +200,13 @@ class _Runner:
             f"elapsed {clock(elapsed)}, {estimate} left",
             flush=True,
         )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _last_line(log: Path) -> str:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import os
 import platform
 from typing import Any
 
 import torch
 
-from ..data import build_tokenizer, check_dataset, is_weight, read_description, stdlib_documents, write_train_valid
+from ..data import (
+    Tokenizer,
+    build_tokenizer,
+    check_dataset,
+    is_weight,
+    read_description,
+    stdlib_documents,
+    write_train_valid,
+)
 from ..errors import UsageError
 from .config import TrainConfig
 
@@ -32,17 +42,37 @@ def with_data_paths(config: TrainConfig) -> TrainConfig:
 def prepare_text(config: TrainConfig) -> None:
     """Write the data sets of ``--data`` unless they exist. Rank 0 writes, all ranks wait: a collective call."""
     if config.data is not None and torch.distributed.get_rank() == 0:
-        paths = with_data_paths(config)
-        tokenizer = build_tokenizer(config.tokenizer)
-        try:
-            for prefix in prefixes(paths):
-                check_dataset(prefix, tokenizer)
-        except UsageError:
+        write_text(with_data_paths(config))
+    torch.distributed.barrier()
+
+
+def write_text(paths: TrainConfig) -> None:
+    """Write the data sets of ``--data``, of which ``paths`` has the paths, unless they exist.
+
+    Of several processes at once, on machines that share the folder, one writes and the others wait: what a run has
+    found complete must not be replaced while it reads it.
+    """
+    tokenizer = build_tokenizer(paths.tokenizer)
+    if _complete(paths, tokenizer):
+        return
+    prefix = paths.data_path[0].removesuffix("_train")
+    os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+    with open(prefix + ".lock", "w") as lock:
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or this process dies
+        if not _complete(paths, tokenizer):
             documents = stdlib_documents()
             names = [name for name, _ in documents]
-            prefix = paths.data_path[0].removesuffix("_train")
             write_train_valid(documents, names, _VALIDATION_SHARE, prefix, tokenizer, overwrite=True)
-    torch.distributed.barrier()
+
+
+def _complete(paths: TrainConfig, tokenizer: Tokenizer) -> bool:
+    try:
+        for prefix in prefixes(paths):
+            check_dataset(prefix, tokenizer)
+    except UsageError:
+        return False
+    return True
 
 
 def prefixes(config: TrainConfig) -> list[str]:
