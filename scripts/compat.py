@@ -52,6 +52,9 @@ HEADER = ["Megatron", "core", "Python", "torch", *CONTRACT, "pretrain_gpt.py", "
 #: A test, its outcome, and why it was skipped.
 Result = tuple[str, str, str]
 
+#: What HabanaAI's branches import and Intel's images bring: module and requirement.
+_HABANA = {"pkg_resources": "setuptools<81", "tqdm": "tqdm"}
+
 PRETRAIN = HEADER.index("pretrain_gpt.py")
 
 
@@ -105,17 +108,18 @@ def _version_of(python: str) -> tuple[int, ...]:
 
 def _environment(python: str, megatron: Megatron) -> dict[str, str]:
     path = [str(ROOT), str(megatron.lay(python))]
-    if megatron.checkout and _wants_pkg_resources(megatron.checkout) and not _has(python, "pkg_resources"):
-        folder = BUILD / "setuptools"
-        if not (folder / "pkg_resources").is_dir():
-            _install(python, folder, "setuptools<81")
-        path.append(str(folder))
+    for module, requirement in _HABANA.items() if megatron.checkout and _is_habana(megatron.checkout) else ():
+        if not _has(python, module):
+            folder = BUILD / "habana"
+            if not (folder / module).is_dir():
+                _install(python, folder, requirement)
+            path.append(str(folder))
     path += filter(None, [os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 
 
-def _wants_pkg_resources(checkout: Path) -> bool:
-    return "pkg_resources" in (checkout / "megatron/core/transformer/attention.py").read_text()
+def _is_habana(checkout: Path) -> bool:
+    return (checkout / "megatron/core/extensions/intel_transformer_engine.py").is_file()
 
 
 def _has(python: str, module: str) -> bool:
@@ -237,9 +241,10 @@ def write(rows: list[list[str]]) -> None:
 def main() -> None:
     """Run, print the matrix, write it; exit status 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these wheels and no others; 'none' for none")
-    parser.add_argument("--checkout", nargs="+", default=[], metavar="[NAME=]PATH", help="checkouts of Megatron-LM")
-    parser.add_argument("--python", nargs="+", default=[], metavar="PATH", help="further interpreters, as python3.12")
+    several = {"nargs": "+", "action": "extend"}
+    parser.add_argument("--only", **several, metavar="NAME", help="these wheels and no others; 'none' for none")
+    parser.add_argument("--checkout", **several, default=[], metavar="[NAME=]PATH", help="checkouts of Megatron-LM")
+    parser.add_argument("--python", **several, default=[], metavar="PATH", help="further interpreters, as python3.12")
     parser.add_argument("--pretrain", action="store_true", help="run pretrain_gpt.py of the checkouts instead")
     parser.add_argument("--no-docs", action="store_true", help="print the matrix, do not write it")
     arguments = parser.parse_args()
