@@ -267,14 +267,19 @@ def _parse(*arguments: str) -> tuple[TrainConfig, LossyConfig]:
 
 @pytest.mark.parametrize(
     "file",
-    [file for file in sorted((ROOT / "configs").rglob("*.yaml")) if file.parent.name != "studies"],
+    # Those with a base are the launcher's: test_launch.py.
+    [
+        file
+        for file in sorted((ROOT / "configs").rglob("*.yaml"))
+        if file.parent.name != "studies" and "\nbase: " not in file.read_text()
+    ],
     ids=lambda path: path.stem,
 )
 def test_shipped_configurations(file):
     text = ["--data-path", "a", "--valid-data-path", "b"] if "data: stdlib" not in file.read_text() else []
     config, loss = _parse("--config", str(file), *text)
     config.check_world(1 if config.virtual_workers else 4)
-    assert loss == LossyConfig(eval_weights=loss.eval_weights)
+    assert loss.lossless
 
 
 def test_command_line_wins_over_yaml(tmp_path):
