@@ -10,6 +10,12 @@ from pathlib import Path
 from . import __version__
 
 
+def without_ranks() -> dict[str, str]:
+    """The environment of this process but for its place among ranks, for a process that is to be no rank of them."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
 def processor() -> str:
     """Number and model of the processor cores that this process may use."""
     model = platform.processor() or platform.machine()

@@ -6,11 +6,13 @@ allowed. Programs wrap their main function in :func:`usage_errors`.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 #: Seconds that all but the first rank of a node wait before they print their error.
 _GRACE = 5.0
@@ -23,6 +25,14 @@ class UsageError(ValueError):
 def refuse(flag: str, value: object, allowed: str) -> UsageError:
     """The :class:`UsageError` that says that ``flag`` may not be ``value``."""
     return UsageError(f"{flag} {value}: {allowed}")
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser that raises :class:`UsageError` where argparse would print its usage and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse, with its own description of what is wrong."""
+        raise UsageError(message.removeprefix("argument "))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError, refuse
-from .indexed import check_files, is_weight
+from .indexed import check_files, is_weight, output_files
 
 BLOCK = 64 * 2**20
 _FORMAT = "megatron-lossy data manifest 1"
@@ -35,7 +35,7 @@ def write_manifest(prefixes: Sequence[str], output: str, overwrite: bool = False
     files: dict[str, Any] = {}
     for prefix in prefixes:
         check_files(prefix, "PREFIX")
-        for path in _files(prefix):
+        for path in filter(Path.is_file, map(Path, output_files(prefix))):
             size = path.stat().st_size
             name = os.path.relpath(path.resolve(), target.parent.resolve())
             files[name] = {"bytes": size, "sha256": _hashes(path, range(_blocks(size)))}
@@ -117,11 +117,6 @@ def run_check(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     read = check_manifest(given.manifest, full=given.full)
     print(f"{given.manifest}: as it says; {read:,} bytes read")
-
-
-def _files(prefix: str) -> list[Path]:
-    paths = [Path(f"{prefix}.{suffix}") for suffix in ("bin", "idx", "json")]
-    return [path for path in paths if path.is_file()]
 
 
 def _blocks(size: int) -> int:

@@ -6,7 +6,6 @@ two processes. Exit status 0 if ready, 1 if not, 2 for a wrong command line; ``-
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..config import add_flags, flag, from_namespace
-from ..errors import UsageError, refuse
+from ..errors import ArgumentParser, refuse
 
 PROGRAM = "megatron_lossy doctor"
 _MARKS = {"ok": "ok", "absent": "-", "warning": "warning", "problem": "PROBLEM"}
@@ -55,11 +54,6 @@ class DoctorConfig:
             )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise UsageError(message.removeprefix("argument "))
-
-
 def examine(config: DoctorConfig) -> list[Finding]:
     """Everything that ``config`` asks for. Imports Megatron, so that it can look at one Megatron per process."""
     from .found import devices, hook_targets, versions
@@ -69,9 +63,9 @@ def examine(config: DoctorConfig) -> list[Finding]:
         sys.path.insert(0, str(Path(config.megatron_lm).resolve()))
     kind, count, found = devices()
     findings = versions(config.megatron_lm) + found
-    if not any(finding.status == "problem" for finding in findings):
+    if ready(findings):
         findings += hook_targets(config.megatron_lm is not None)
-    if any(finding.status == "problem" for finding in findings):
+    if not ready(findings):
         findings.append(Finding("step", "two processes", "warning", "not tried, because of the problems above"))
     elif config.step != "none":
         findings.append(try_step(kind if config.step == "auto" and count >= 2 else "cpu", config.megatron_lm))
@@ -96,7 +90,7 @@ def ready(findings: Sequence[Finding]) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Print what was found; returns the exit status."""
-    parser = _Parser(
+    parser = ArgumentParser(
         f"python -m {PROGRAM}", description="Is this machine ready to train with loss?", allow_abbrev=False
     )
     config = from_namespace(DoctorConfig, add_flags(parser, DoctorConfig, "doctor").parse_args(arguments))

@@ -11,6 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from ..environment import without_ranks
+from ..launch.devices import ENVIRONMENT
 from . import Finding
 
 _SECONDS = 300
@@ -51,10 +53,8 @@ def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "megatron_lossy.train", *_FLAGS]
     command += ["--data-path", os.path.join(folder, "data"), "--metrics-dir", os.path.join(folder, "run")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     # The step is a world of its own, wherever the doctor was started.
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
+    environment = without_ranks() | {"OMP_NUM_THREADS": "1"}
     package = str(Path(__file__).parents[2])
     first = [str(Path(checkout).resolve())] if checkout else []
     environment["PYTHONPATH"] = os.pathsep.join([*first, package, environment.get("PYTHONPATH", "")]).rstrip(
@@ -62,8 +62,7 @@ def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
     )
     if kind == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HABANA_VISIBLE_MODULES": ""}
-    if kind == "hpu":
-        environment["PT_HPU_GPU_MIGRATION"] = "1"
+    environment |= ENVIRONMENT.get(kind, {})
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, cwd=folder, timeout=_SECONDS

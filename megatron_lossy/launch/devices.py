@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 GIB = 2**30
 
+#: What every rank needs in its environment, by kind. Without it Megatron's calls of CUDA find nothing on Gaudi.
+ENVIRONMENT = {"hpu": {"PT_HPU_GPU_MIGRATION": "1"}}
+
 
 @dataclass(frozen=True)
 class Device:

@@ -6,13 +6,13 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ..config import LossyConfig, add_flags, flag_name, from_namespace
-from ..errors import UsageError, refuse
+from ..errors import ArgumentParser, UsageError, refuse
 from ..train.arguments import configurations, make_parser, setting_arguments
 from ..train.config import TrainConfig
-from .devices import DEVICES, Device
+from .devices import DEVICES, ENVIRONMENT, Device
 from .memory import Layout
 from .options import LaunchConfig
 from .recipe import Recipe, flag_arguments, read_recipe
@@ -23,15 +23,6 @@ PROGRAM = "megatron_lossy.launch"
 _FROM_OUT = ("save", "load", "tensorboard_dir", "metrics_dir")
 # Megatron's flags that would make the checks of sizes and memory wrong.
 _UNKNOWN_SIZES = ("--context-parallel-size", "--expert-model-parallel-size", "--num-experts")
-
-
-# Without it Megatron's calls of CUDA find nothing on Gaudi.
-_ENVIRONMENT = {"hpu": {"PT_HPU_GPU_MIGRATION": "1"}}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
 
 
 @dataclass(frozen=True)
@@ -84,7 +75,7 @@ class Plan:
 
 def make_parser_of_launch() -> argparse.ArgumentParser:
     """A parser of the launcher's own flags, and ``--config``."""
-    parser = _Parser(
+    parser = ArgumentParser(
         prog=f"python -m {PROGRAM}",
         description="Check a run completely, then start it on every rank.",
         epilog="All other flags are those of megatron_lossy.train or of Megatron-LM; they win over the file.",
@@ -118,7 +109,7 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
     folder = Path(launch.out) / (_rate_name(launch.chosen_rate) or Path(first.config).stem)
     train, lossy, module, only_megatron = _program(launch, recipe, first.config, rest, folder)
     given = dict(pair.split("=", 1) for pair in launch.environment or ())
-    environment = _ENVIRONMENT.get(DEVICES[launch.device].kind, {}) | given
+    environment = ENVIRONMENT.get(DEVICES[launch.device].kind, {}) | given
     return Plan(launch, train, lossy, module, only_megatron, environment, folder, first.config)
 
 

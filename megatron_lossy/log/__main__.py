@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from ..errors import UsageError, refuse, usage_errors
+from ..errors import ArgumentParser, refuse, usage_errors
 from .reader import BadLog, DeliveryLogFolder
 from .schema import check_pyarrow
 
@@ -16,16 +14,11 @@ PROGRAM = "megatron_lossy.log"
 _SUFFIXES = (".png", ".pdf", ".svg")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog=f"python -m {PROGRAM}", description="Look at what --delivery-log recorded.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=ArgumentParser)
     for name, text in (
         ("summary", "loss rates, per link and in all, lengths of bursts, ages of parameters"),
         ("verify", "read everything and check it; status 1 if a record is wrong or missing"),

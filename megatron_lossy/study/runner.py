@@ -7,7 +7,6 @@ checkpoint as long as it gets further each time. Interrupted cells save a checkp
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from ..environment import without_ranks
 from ..train.log import clock
 from ..train.saved import latest_iteration
 from .cells import COMPLETE, DIVERGED, HEARTBEAT, LOG, Cell, CellFolder
@@ -141,10 +141,7 @@ class _Runner:
         return [sys.executable, *launcher, *program]
 
     def _environment(self, slot: int) -> dict[str, str]:
-        environment = dict(os.environ)
-        # A batch system's ranks are ours, not the cells'.
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            environment.pop(name, None)
+        environment = without_ranks()  # a batch system's ranks are ours, not the cells'
         # Cells beside each other would crawl with a thread per core each; and the sum's order shall not depend on it.
         environment.setdefault("OMP_NUM_THREADS", "1")
         if self._devices:

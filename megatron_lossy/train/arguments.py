@@ -10,23 +10,18 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
 from ..config import LossyConfig, add_flags, flag_name, from_namespace
-from ..errors import UsageError
+from ..errors import ArgumentParser, UsageError
 from .config import TrainConfig
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser of every training and loss flag, and ``--config``."""
-    parser = _Parser(
+    parser = ArgumentParser(
         prog=prog,
         description=description,
         epilog="A switch that the YAML file sets is unset by --no-NAME, for example --no-bf16.",
@@ -55,7 +50,7 @@ def _off(switch: str) -> str:
 
 def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """``arguments`` over the ``--config`` file they name, over the defaults. Raises :class:`UsageError`."""
-    first = _Parser(add_help=False, allow_abbrev=False)
+    first = ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     file = first.parse_known_args(arguments)[0].config
     namespace = None
