@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_lossy import device
-from megatron_lossy.environment import hardware, versions
-from megatron_lossy.report.writers import replace_file
+from megatron_lossy.device.environment import hardware, versions
+from megatron_lossy.files import replace_file
 
 RESULTS = "benchmarks/results"
 

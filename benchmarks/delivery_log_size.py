@@ -14,11 +14,11 @@ import pyarrow
 import pyarrow.parquet  # here, so that no measurement waits for it
 
 from benchmarks.common import RESULTS, today, version_list, write_results
-from megatron_lossy.channel import Deliveries, Exchange, Network, Stream
 from megatron_lossy.config import PHASES, LossyConfig
-from megatron_lossy.monitor import DeliveryLog, Observation
-from megatron_lossy.recovery import cut
-from megatron_lossy.environment import processor
+from megatron_lossy.delivery_log.writer import DeliveryLog
+from megatron_lossy.device.environment import processor
+from megatron_lossy.exchange import Exchange, Observation, Stream, cut
+from megatron_lossy.transport import Deliveries, Network
 
 WORKERS, PARAMETERS, BUCKET = 64, 7_000_000_000, 64_000_000  # a bucket as Megatron cuts it for 64 ranks
 ITEMSIZE = {"grad": 4, "param": 2}

@@ -13,12 +13,12 @@ import statistics
 import time
 from collections.abc import Callable
 
-
 from benchmarks.common import RESULTS, today, version_list, write_results
-from megatron_lossy.channel import Deliveries, Network, Stream
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.device.environment import processor
+from megatron_lossy.exchange import Stream
+from megatron_lossy.transport import Deliveries, Network
 from megatron_lossy.virtual.arrivals import Arrivals
-from megatron_lossy.environment import processor
 
 WORKERS, PACKET, REPEATS = 64, 4096, 15
 RANK_BYTES, CLUSTER_BYTES = 2 * 7_000_000_000, 2 * 100_000_000

@@ -32,7 +32,7 @@ from benchmarks.common import RESULTS, machine, today, version_list, write_resul
 from megatron_lossy import device
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import refuse, usage_errors
-from megatron_lossy.report.writers import replace_file
+from megatron_lossy.files import replace_file
 from megatron_lossy.train.config import TrainConfig
 
 P = 0.1

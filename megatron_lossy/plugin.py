@@ -20,8 +20,8 @@ from .config import LossyConfig, add_flags, from_namespace
 from .errors import UsageError, usage_errors
 
 if TYPE_CHECKING:
-    from .hooks.install import Lossy
-    from .hooks.ledger import Ledger, Patch
+    from .hooks import Lossy
+    from .ledger import Ledger, Patch
 
 _ledgers: dict[str, Ledger] = {}
 _lossy: Lossy | None = None
@@ -48,7 +48,7 @@ def parse_loss_flags(arguments: list[str]) -> LossyConfig:
 
 def check_channels(config: LossyConfig, arguments: list[str]) -> int | None:
     """Check files of rates and traces against the size and length of the run; returns its length if known."""
-    from .channel import check_channels as check
+    from .transport import check_channels as check
 
     parser = _Parser()
     names = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "train-iters")
@@ -128,8 +128,7 @@ def _obey_command_line() -> None:
 
 
 def _command_line_patches() -> list[Patch]:
-    from .hooks.ledger import Patch
-    from .hooks.signatures import Takes
+    from .ledger import Patch, Takes
 
     def replacement(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -146,7 +145,7 @@ def _command_line_patches() -> list[Patch]:
 
 
 def _program_patches() -> list[Patch]:
-    from .hooks.ledger import Patch
+    from .ledger import Patch
 
     def replacement(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -170,7 +169,7 @@ def _in_charge() -> bool:
 
 
 def _install_once(name: str, patches: Callable[[], list[Patch]]) -> None:
-    from .hooks.ledger import Ledger
+    from .ledger import Ledger
 
     ledger = _ledgers.setdefault(name, Ledger(f"megatron.training ({name})"))
     if not ledger.installed:

@@ -19,13 +19,13 @@ import numpy as np
 
 from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.device.environment import processor, versions
 from megatron_lossy.errors import refuse, usage_errors
-from megatron_lossy.environment import processor, versions
-from megatron_lossy.report.writers import replace_file
-from megatron_lossy.theory import simulate
-from megatron_lossy.theory.picture import draw
-from megatron_lossy.theory.rows import Row, agreement, markdown, write_csv
-from megatron_lossy.theory.simulate import Measured
+from megatron_lossy.files import replace_file
+from megatron_lossy.study.theory import simulate
+from megatron_lossy.study.theory.picture import draw
+from megatron_lossy.study.theory.rows import Row, agreement, markdown, write_csv
+from megatron_lossy.study.theory.simulate import Measured
 
 ROOT = Path(__file__).resolve().parent.parent
 MOMENTUM, BURST, BURN_IN, BLOCKS = 0.9, 4.0, 100, 20
@@ -187,7 +187,7 @@ def real_runs(iterations: int, progress: Progress) -> tuple[list[Row], list]:
     from megatron_lossy.train.process import quiet_imports
 
     quiet_imports()
-    from megatron_lossy.theory import real_run
+    from megatron_lossy.study.theory import real_run
     from megatron_lossy.train.arguments import configurations, make_parser, read_arguments
 
     rows, runs = [], []

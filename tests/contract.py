@@ -6,15 +6,15 @@ The expectation comes from the NumPy reference and from deliveries asked of the 
 from collections import defaultdict
 
 import numpy as np
-
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import param_and_grad_buffer as pgb
 
 from megatron_lossy import hooks
-from megatron_lossy.channel import Exchange, Network
+from megatron_lossy.exchange import Exchange
 from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.hooks.versions import full_group
+from megatron_lossy.transport import Network
 from tests.reference import ReferenceReduce, pieces, reference_gather
 from tests.tiny_gpt import build
 

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.channel import Deliveries, Exchange, Network, Stream, check_channels, make_channel
+from megatron_lossy.channel import make_channel
 from megatron_lossy.channel.draws import Uniforms
 from megatron_lossy.channel.gilbert_elliott import GilbertElliott
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
+from megatron_lossy.exchange import Exchange, Stream
+from megatron_lossy.transport import Deliveries, Network, check_channels
 
 SIX_SIGMA = 6.0  # two-sided probability of a false alarm: 2e-9
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lossy.channel import Exchange, Network, Stream
-from megatron_lossy.collectives import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.exchange import Exchange, Stream
+from megatron_lossy.transport import BucketSpec, LossyGroup, Network, lossy_all_gather, lossy_reduce_scatter
 from tests.ranks import RankFailed, run_ranks
 from tests.reference import ReferenceReduce, pieces, reference_gather
 

@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.channel import Deliveries, Exchange, Network, Stream, check_channels
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+from megatron_lossy.delivery_log.schema import RUN, pack, unpack
+from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
 from megatron_lossy.errors import UsageError
-from megatron_lossy.log.reader import DeliveryLogFolder
-from megatron_lossy.log.schema import RUN, pack, unpack
-from megatron_lossy.monitor import Observation
-from megatron_lossy.monitor.delivery_log import DeliveryLog, claim_delivery_log
-from megatron_lossy.recovery import cut
+from megatron_lossy.exchange import Exchange, Observation, Stream, cut
+from megatron_lossy.transport import Deliveries, Network, check_channels
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -309,9 +308,9 @@ def test_a_folder_with_another_run_is_refused(tmp_path):
 
 
 def command(*arguments):
-    """``python -m megatron_lossy.log`` on a log; without the interpreter's start where it does not matter."""
+    """``python -m megatron_lossy.delivery_log`` on a log; without the interpreter's start where it does not matter."""
     return subprocess.run(
-        [sys.executable, "-m", "megatron_lossy.log", *map(str, arguments)],
+        [sys.executable, "-m", "megatron_lossy.delivery_log", *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -320,7 +319,7 @@ def command(*arguments):
 
 
 def verdict(folder):
-    from megatron_lossy.log.verify import verify
+    from megatron_lossy.delivery_log.verify import verify
 
     return verify(DeliveryLogFolder(folder))
 
@@ -489,7 +488,7 @@ def test_pandas_and_duckdb_read_it(tmp_path):
 
 
 def test_summary_counts_rates_bursts_and_ages(tmp_path):
-    from megatron_lossy.log.summary import summarize, summary_text
+    from megatron_lossy.delivery_log.summary import summarize, summary_text
 
     config = LossyConfig(**LOSSY, loss_unit="bucket", delivery_log="later", delivery_log_chunk=3)
     truth = write(tmp_path, config, 4, 30, skipped={7})
@@ -536,7 +535,7 @@ def test_the_command_line(tmp_path):
 
 
 def main_error(capsys, monkeypatch, *arguments):
-    from megatron_lossy.log.__main__ import main
+    from megatron_lossy.delivery_log.__main__ import main
 
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as error:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lossy.channel import Deliveries, Network, Stream
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.recovery import GRAD_RECOVERIES, Outcome, cut
+from megatron_lossy.exchange import Stream, cut
+from megatron_lossy.recovery import GRAD_RECOVERIES, Outcome
+from megatron_lossy.transport import Deliveries, Network
 
 UNITS = 60_000
 

@@ -7,11 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_lossy.hooks.checks import check_arguments
-from megatron_lossy.hooks.ledger import Ledger, Patch
-from megatron_lossy.hooks.versions import check_version
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
+from megatron_lossy.hooks import check_version
+from megatron_lossy.hooks.checks import check_arguments
+from megatron_lossy.ledger import Ledger, Patch
 
 
 def launch(*arguments, **environment):

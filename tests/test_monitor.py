@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy import theory
-from megatron_lossy.channel import Exchange, Network, Stream
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
+from megatron_lossy.exchange import Exchange, Stream, cut
 from megatron_lossy.monitor import drift
-from megatron_lossy.recovery import cut
+from megatron_lossy.transport import Network
 from megatron_lossy.virtual.versions import Versions
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build

@@ -4,8 +4,7 @@ import pytest
 
 from megatron_lossy import device, hooks
 from megatron_lossy.errors import UsageError
-from megatron_lossy.hooks.ledger import Ledger, Patch, check
-from megatron_lossy.hooks.signatures import Takes, signature_of
+from megatron_lossy.ledger import Ledger, Patch, Takes, check, signature_of
 
 
 def taken(output_tensor, input_tensor, op=None, *, group=None):

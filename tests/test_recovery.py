@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.errors import UsageError
-from megatron_lossy.recovery import IndexedRows, MaskedRows, cut
+from megatron_lossy.exchange import cut
+from megatron_lossy.recovery import IndexedRows, MaskedRows
 from megatron_lossy.recovery.rows import scale_
 
 shards = st.lists(st.integers(1, 40), min_size=1, max_size=4)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megatron_lossy.errors import UsageError
-from megatron_lossy.report.runs import Run
+from megatron_lossy.report import Run
 from megatron_lossy.study import cells, commands, paper
 from megatron_lossy.study.cells import CellFolder
 from megatron_lossy.study.design import Design, loss_seed_of, read_design
@@ -280,7 +280,7 @@ def _study_file(folder: Path, **changes) -> Path:
 
 
 def _report(folder: Path, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "megatron_lossy.report", *arguments]
+    command = [sys.executable, "-m", "megatron_lossy.study", *arguments]
     folders = ["--cells", str(folder / "cells"), "--out", str(folder / "out")]
     return subprocess.Popen(
         [*command, *folders], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
@@ -298,8 +298,8 @@ def test_cells_run_once_and_survive_an_interruption(tmp_path):
     settings = {**TINY, "train-iters": 30, "save-interval": 5}
     file = _study_file(tmp_path, settings=settings)
     # Two processes share the cells of a study; a third one is interrupted.
-    pair = [_report(whole, "study", str(file), "--jobs", "1") for _ in range(2)]
-    third = _report(broken, "study", str(file), "--jobs", "2")
+    pair = [_report(whole, str(file), "--jobs", "1") for _ in range(2)]
+    third = _report(broken, str(file), "--jobs", "2")
     deadline = time.monotonic() + 100
     while not any(len(path.read_text().splitlines()) > 3 for path in broken.glob("cells/*/metrics.jsonl")):
         assert time.monotonic() < deadline and third.poll() is None, third.communicate()[0]
@@ -311,14 +311,14 @@ def test_cells_run_once_and_survive_an_interruption(tmp_path):
     outputs = [process.communicate(timeout=100)[0] for process in pair]
     assert all(process.returncode == 0 for process in pair), outputs
     assert sum("cells done" in output or "cells, 0 of them done" in output for output in outputs)
-    third = _report(broken, "study", str(file), "--jobs", "2")
+    third = _report(broken, str(file), "--jobs", "2")
     output = third.communicate(timeout=100)[0]
     assert third.returncode == 0, output
     assert _losses(whole) == _losses(broken) and len(_losses(whole)) == 2
     assert not list(whole.glob("cells/*/iter_*"))
     # Once more: nothing runs, the report stays the same.
     before = (broken / "out/val_loss.csv").read_text()
-    again = _report(broken, "study", str(file))
+    again = _report(broken, str(file))
     output = again.communicate(timeout=100)[0]
     assert "cells, " not in output and "20 %" in output and (broken / "out/val_loss.csv").read_text() == before
     for name in ("val_loss.png", "val_loss.pdf", "val_loss.md", "val_loss.tex", "study.json"):
@@ -327,7 +327,7 @@ def test_cells_run_once_and_survive_an_interruption(tmp_path):
 
 def test_a_killed_cell_goes_on_if_it_got_further(tmp_path):
     file = _study_file(tmp_path, settings={**TINY, "train-iters": 200, "save-interval": 20})
-    study = _report(tmp_path, "study", str(file), "--jobs", "1")
+    study = _report(tmp_path, str(file), "--jobs", "1")
 
     def kill_when(ready) -> None:
         deadline = time.monotonic() + 100
@@ -351,7 +351,7 @@ def test_a_failed_cell_does_not_stop_the_others(tmp_path):
     settings = {name: value for name, value in TINY.items() if name != "data"}
     broken = {"data-path": [str(tmp_path / "none")], "valid-data-path": [str(tmp_path / "none")]}
     file = _study_file(tmp_path, settings=settings, variants={"good": {"data": "stdlib"}, "broken": broken})
-    process = _report(tmp_path, "study", str(file), "--jobs", "4")
+    process = _report(tmp_path, str(file), "--jobs", "4")
     output = process.communicate(timeout=200)[0]
     assert process.returncode == 1
     assert "exit status 2" in output and str(tmp_path / "none") in output
@@ -366,11 +366,11 @@ def test_wrong_input_is_one_line_and_status_2(tmp_path):
         (["table1", "--rates", "0.1", "1.5"], "--rates 1.5: must be in [0, 1)"),
         (["table1", "--config", str(tmp_path / "no.yaml")], "cannot be read"),
         (["table1", "--p-grad", "0.1"], "--p-grad: cannot be given"),
-        (["study", str(tmp_path / "no.yaml")], "cannot be read"),
-        (["study", str(file), "--jobs", "0"], "--jobs 0: must be at least 1"),
-        (["study", str(file), "--seeds", "1", "1"], "--seeds 1 1: must differ"),
-        (["study", str(file), "--no-such-flag", "1"], "--no-such-flag"),
-        (["study", str(file), "--config", "x.yaml"], "--config: cannot be given"),
+        ([str(tmp_path / "no.yaml")], "cannot be read"),
+        ([str(file), "--jobs", "0"], "--jobs 0: must be at least 1"),
+        ([str(file), "--seeds", "1", "1"], "--seeds 1 1: must differ"),
+        ([str(file), "--no-such-flag", "1"], "--no-such-flag"),
+        ([str(file), "--config", "x.yaml"], "--config: cannot be given"),
     ):
         process = _report(tmp_path, *arguments)
         output = process.communicate(timeout=60)[0]

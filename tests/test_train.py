@@ -375,12 +375,12 @@ def test_wrong_input_is_one_line_and_status_2(data, tmp_path):
 def test_sweep_continues_and_reports(data, tmp_path):
     config = as_flags(TINY | data | {"save_interval": 4})
     arguments = [*config, "--out", str(tmp_path), "--rates"]
-    first = run_module("megatron_lossy.train.sweep", 2, *arguments, "0.4")
+    first = run_module("megatron_lossy.study", 2, "sweep", *arguments, "0.4")
     assert first.returncode == 0, first.stderr
-    second = run_module("megatron_lossy.train.sweep", 2, *arguments, "0", "0.4")
+    second = run_module("megatron_lossy.study", 2, "sweep", *arguments, "0", "0.4")
     assert second.returncode == 0, second.stderr
     assert "p = 0: starts, to 8" in second.stdout and "p = 0.4: starts" not in second.stdout
     assert re.search(r"^metric +0 % +40 %", second.stdout, re.MULTILINE)
     assert {"p_0.00", "p_0.40", "loss_table.md", "loss_table.csv"} <= {path.name for path in tmp_path.iterdir()}
-    third = run_module("megatron_lossy.train.sweep", 0, *arguments, "0.4")
+    third = run_module("megatron_lossy.study", 0, "sweep", *arguments, "0.4")
     assert third.returncode == 2 and "holds a run of 2 ranks, not 1" in third.stderr

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.recovery import cut
+from megatron_lossy.exchange import cut
 from megatron_lossy.virtual.versions import FIRST, Versions
 from tests.ranks import run_ranks
 

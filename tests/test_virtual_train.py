@@ -283,7 +283,7 @@ def test_refused_by_the_command_line(data, tmp_path):
 
 def sweeps(rank: int, *commands: list[str]) -> list[str]:
     """What sweeps print, one after the other."""
-    from megatron_lossy.train.sweep import main
+    from megatron_lossy.study.sweep import main
 
     allow_children()
     outputs = []

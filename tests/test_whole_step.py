@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lossy.channel import Exchange, Network, Stream
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.exchange import Exchange, Stream
+from megatron_lossy.transport import Network
 from tests.ranks import run_ranks
 from tests.reference import ReferenceAdamW, ReferenceReduce, pieces, reference_gather
 

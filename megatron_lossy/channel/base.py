@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from ..config import PhaseLoss
+from ..exchange import Exchange, Stream
 from .draws import PER_BLOCK, Uniforms
-from .exchange import Exchange, Stream
 
 #: Blocks of random numbers to draw at once, so that they stay in a core's cache.
 PIECE = 2**13

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..exchange import Exchange
 from .base import DrawnChannel
-from .exchange import Exchange
 
 
 class Bernoulli(DrawnChannel):

@@ -14,7 +14,7 @@ import threading
 import numpy as np
 
 from ..config import PHASES
-from .exchange import KINDS, Exchange
+from ..exchange import KINDS, Exchange
 from .philox import philox4x64
 
 #: Destination used in place of a rank when all receivers of a source share their draws.

@@ -13,8 +13,8 @@ import dataclasses
 import numpy as np
 
 from ..config import PhaseLoss
+from ..exchange import Exchange, Stream
 from .base import DrawnChannel
-from .exchange import Exchange, Stream
 
 _CHAIN, _LOSS, _START = 1, 2, 3  # purposes of draws
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from ..config import PhaseLoss
 from ..errors import refuse
+from ..exchange import Exchange, Stream
 from .base import DrawnChannel
-from .exchange import Exchange, Stream
 
 
 def read_matrix(path: Path) -> np.ndarray:

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..config import PHASES, PhaseLoss
 from ..errors import refuse
+from ..exchange import Exchange, Stream
 from .base import Channel
-from .exchange import Exchange, Stream
 
 
 class Trace(Channel):

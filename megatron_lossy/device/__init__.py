@@ -12,7 +12,7 @@ import types
 
 import torch
 
-from megatron_lossy.hooks.ledger import Ledger
+from ..ledger import Ledger
 
 CORE = Ledger("megatron.core on CPU")
 TRAINING = Ledger("megatron.training on CPU")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo.eval_frame
 
-from megatron_lossy.hooks.ledger import Patch
+from ..ledger import Patch
 
 _CPU = torch.device("cpu")
 

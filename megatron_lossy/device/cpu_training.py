@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_lossy.hooks.ledger import Patch
+from ..ledger import Patch
 
 
 def _without_cuda(initialize_megatron: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,19 +15,10 @@ from pathlib import Path
 from .. import __version__
 from ..config import add_flags, flag, from_namespace
 from ..errors import ArgumentParser, refuse
+from .finding import Finding
 
 PROGRAM = "megatron_lossy doctor"
 _MARKS = {"ok": "ok", "absent": "-", "warning": "warning", "problem": "PROBLEM"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at. ``status``: ok, absent (and not needed), warning, or problem (not ready)."""
-
-    section: str
-    name: str
-    status: str
-    text: str
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from . import Finding
+from .finding import Finding
 
 
 def versions(checkout: str | None) -> list[Finding]:
@@ -130,7 +130,7 @@ def devices() -> tuple[str, int, list[Finding]]:
         return "cpu", 0, []
     kind = device.device_type()
     if kind == "cpu":
-        from ..environment import processor
+        from ..device.environment import processor
 
         return kind, 0, [Finding("devices", "cpu", "ok", f"{processor()}; no accelerator")]
     accelerators = getattr(torch, kind)

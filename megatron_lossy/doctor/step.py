@@ -11,9 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..environment import without_ranks
+from ..device.environment import without_ranks
 from ..launch.devices import ENVIRONMENT
-from . import Finding
+from .finding import Finding
 
 _SECONDS = 300
 _ITERATIONS = 3

@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 from ..config import LossyConfig
-from .install import Lossy, check_patches, install
+from .install import check_patches, install
+from .runtime import Lossy
 from .versions import check_version
 
 __all__ = ["Lossy", "LossyConfig", "check_patches", "check_version", "install"]

@@ -10,6 +10,7 @@ from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from .versions import dense_buffers
 
+
 def _full_iteration_graph(config: Any) -> bool:
     scope = getattr(config, "cuda_graph_scope", None) or ()
     scopes = [scope] if isinstance(scope, str) else scope

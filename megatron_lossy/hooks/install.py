@@ -6,44 +6,12 @@ import contextlib
 
 from ..config import LossyConfig
 from ..errors import UsageError
-from ..monitor import save_records
+from ..ledger import Check, check
 from . import megatron_core
-from .ledger import Check, Ledger, check
-from .replicas import load_replicas, save_replicas
-from .runtime import LossyRuntime
+from .runtime import Lossy
 from .versions import check_version
 
 _current: Lossy | None = None
-
-
-class Lossy(LossyRuntime):
-    """An installed set of hooks; :class:`LossyRuntime` with what a training program calls."""
-
-    def __init__(self, config: LossyConfig, steps: int | None = None) -> None:
-        super().__init__(config, steps)
-        self.ledger = Ledger("megatron-core")
-
-    def save_replicas(self, folder: str) -> None:
-        """With ``--save-replicas``: write this rank's stale units and recovery state into ``folder``."""
-        save_records(self.observers)
-        if self.config.save_replicas and not self.config.lossless:
-            save_replicas(self, folder)
-
-    def load_replicas(self, folder: str) -> None:
-        """With ``--save-replicas``: restore what :meth:`save_replicas` wrote, after the checkpoint was loaded.
-
-        Raises :class:`UsageError` if it was written by another world size or other loss flags.
-        """
-        if self.config.save_replicas and not self.config.lossless:
-            load_replicas(self, folder)
-
-    def uninstall(self) -> None:
-        """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
-        global _current
-        self.ledger.uninstall()
-        for observer in self.observers:
-            observer.close()
-        _current = None
 
 
 def install(config: LossyConfig, steps: int | None = None) -> Lossy:
@@ -54,7 +22,7 @@ def install(config: LossyConfig, steps: int | None = None) -> Lossy:
     not as expected, ``RuntimeError`` if hooks are already installed.
     """
     global _current
-    if _current is not None:
+    if _current is not None and _current.installed:
         raise RuntimeError("the hooks are already installed; call uninstall() on what install() returned first")
     try:
         import megatron.core
@@ -63,6 +31,7 @@ def install(config: LossyConfig, steps: int | None = None) -> Lossy:
     check_version(megatron.core.__version__)
     lossy = Lossy(config, steps)
     lossy.ledger.install([] if config.lossless else megatron_core.patches(lossy))
+    lossy.installed = True
     _current = lossy
     return lossy
 

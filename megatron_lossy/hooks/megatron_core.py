@@ -6,10 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from ..ledger import Patch, Takes
 from . import seam
-from .ledger import Patch
 from .runtime import LossyRuntime
-from .signatures import Takes
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"

@@ -17,12 +17,11 @@ import numpy as np
 import torch
 
 from ..config import LossyConfig, add_flags
+from ..delivery_log.writer import claim_delivery_log
 from ..errors import usage_errors
-from ..monitor import claim_delivery_log
+from ..ledger import Patch, Takes
 from .checks import check_arguments
-from .install import Lossy
-from .ledger import Patch
-from .signatures import Takes
+from .runtime import Lossy
 
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"

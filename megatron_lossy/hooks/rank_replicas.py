@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..collectives import LossyGroup
+from ..transport import LossyGroup
 
 
 class RankReplicas:

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..channel import Network, Stream
-from ..collectives import BucketSpec, LossyGroup, find_nodes
 from ..config import PHASES, LossyConfig
-from ..monitor import Drift, Observer, make_observers, metrics_of
+from ..exchange import Stream
+from ..ledger import Ledger
+from ..monitor import Drift, Observer, metrics_of, save_records
+from ..run import make_observers
+from ..transport import BucketSpec, LossyGroup, Network, find_nodes
 from .checks import check_ddp
 from .rank_replicas import RankReplicas
+from .replicas import load_replicas, save_replicas
 from .seam import Slot, attach, slot_of
 from .versions import dense_buffers, expert_rank, full_group, innermost, model_chunk, number_model_chunk, pipeline_stage
 
@@ -245,6 +248,36 @@ class LossyRuntime:
         own = bucket.param_data.chunk(group.size())[group.rank()]
         dist.all_gather_into_tensor(bucket.param_data, own, group=group)
         return finish
+
+
+class Lossy(LossyRuntime):
+    """An installed set of hooks; :class:`LossyRuntime` with what a training program calls."""
+
+    def __init__(self, config: LossyConfig, steps: int | None = None) -> None:
+        super().__init__(config, steps)
+        self.ledger = Ledger("megatron-core")
+        self.installed = False
+
+    def save_replicas(self, folder: str) -> None:
+        """With ``--save-replicas``: write this rank's stale units and recovery state into ``folder``."""
+        save_records(self.observers)
+        if self.config.save_replicas and not self.config.lossless:
+            save_replicas(self, folder)
+
+    def load_replicas(self, folder: str) -> None:
+        """With ``--save-replicas``: restore what :meth:`save_replicas` wrote, after the checkpoint was loaded.
+
+        Raises :class:`UsageError` if it was written by another world size or other loss flags.
+        """
+        if self.config.save_replicas and not self.config.lossless:
+            load_replicas(self, folder)
+
+    def uninstall(self) -> None:
+        """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
+        self.ledger.uninstall()
+        for observer in self.observers:
+            observer.close()
+        self.installed = False
 
 
 def buckets_by_stream(ddp: DistributedDataParallel) -> list[tuple[Stream, Any, list[tuple[Any, Any]]]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..collectives import LossyGroup
+from ..transport import LossyGroup
 
 _ATTRIBUTE = "_megatron_lossy_slot"
 _open = threading.local()  # autograd launches collectives on a thread of its own

@@ -27,7 +27,7 @@ def check_flags(script: str, flags: list[str]) -> None:
     from .. import device, hooks
     from ..hooks import megatron_training
     from ..hooks.checks import check_arguments
-    from ..hooks.ledger import Ledger
+    from ..ledger import Ledger
     from ..plugin import parse_loss_flags
 
     try:

@@ -1,1 +1,1 @@
-"""The delivery log: its format and reader, and ``python -m megatron_lossy.log`` (docs/delivery_log.md)."""
+"""The former name of :mod:`megatron_lossy.delivery_log`."""

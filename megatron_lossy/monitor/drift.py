@@ -14,10 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import theory
-from ..channel import Stream
 from ..channel.gilbert_elliott import GilbertElliott
 from ..config import LossyConfig
-from .observation import Observation
+from ..exchange import Observation, Stream
 from .window import Window
 
 #: Sampled coordinates of a stream.

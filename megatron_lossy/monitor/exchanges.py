@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..channel import Stream
-from .observation import Observation
+from ..exchange import Observation, Stream
 from .window import Window
 
 

@@ -5,7 +5,6 @@ from .previous import Previous
 from .renormalize import Renormalize
 from .renormalize_remote import RenormalizeRemote
 from .rows import IndexedRows, MaskedRows, rows_for, unit_views
-from .units import BucketUnits, cut
 from .zero import Zero
 
 GRAD_RECOVERIES: dict[str, type[GradRecovery]] = {
@@ -17,12 +16,10 @@ GRAD_RECOVERIES: dict[str, type[GradRecovery]] = {
 
 __all__ = [
     "GRAD_RECOVERIES",
-    "BucketUnits",
     "GradRecovery",
     "IndexedRows",
     "MaskedRows",
     "Outcome",
-    "cut",
     "rows_for",
     "unit_views",
 ]

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..exchange import BucketUnits
 from .rows import Rows, rows_for
-from .units import BucketUnits
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..exchange import BucketUnits
 from .base import GradRecovery, Outcome
 from .rows import Saved
-from .units import BucketUnits
 
 
 class Previous(GradRecovery):

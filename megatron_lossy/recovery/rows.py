@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from .units import BucketUnits
+from ..exchange import BucketUnits
 
 Saved = list[tuple[torch.Tensor, ...]]
 

@@ -1,6 +1,7 @@
 """Tables and figures from the metrics of runs: ``python -m megatron_lossy.report --help``."""
 
-from .runs import Run, read_runs
+from .read import read_runs
+from .runs import Run
 from .table import LossTable, loss_table
 from .writers import write_report
 

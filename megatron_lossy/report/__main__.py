@@ -10,7 +10,9 @@ from pathlib import Path
 
 from ..config import add_flags, flag, from_namespace
 from ..errors import refuse, usage_errors
-from .runs import METRICS_FILE, read_runs
+from ..moved import run_as
+from .read import read_runs
+from .runs import METRICS_FILE
 from .table import loss_table
 from .writers import CURVES, TABLE_CSV, TABLE_MARKDOWN, write_report
 
@@ -54,11 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """:func:`run`, with wrong input as one line and exit status 2."""
     sys.stdout.reconfigure(errors="replace")  # "±" on an ASCII terminal
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] in (["table1"], ["study"]):
+        command = [] if arguments[0] == "study" else ["table1"]
+        sys.argv[1:] = [*command, *arguments[1:]]
+        new = " ".join(["megatron_lossy.study", *(command or ["FILE.yaml"])])
+        run_as("megatron_lossy.study", f"megatron_lossy.report {arguments[0]}", new)
+        return
     with usage_errors("megatron_lossy.report"):
-        if arguments[:1] in (["table1"], ["study"]):
-            from ..study import commands
-
-            sys.exit(getattr(commands, arguments[0])(arguments[1:]))
         run(arguments)
 
 

@@ -11,9 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from ..files import replace_file
 from .columns import columns
 from .runs import WEIGHTS, Run
-from .writers import replace_file
 
 # Owners are small and drawn last: their losses are close to those of the replicas.
 _MARKERS = {

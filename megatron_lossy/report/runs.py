@@ -8,16 +8,13 @@ file from its checkpoint: a record of an iteration replaces everything that was 
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..errors import UsageError, refuse
+from ..errors import refuse
 
 METRICS_FILE = "metrics.jsonl"
 WEIGHTS = ("replica", "owner")
@@ -93,85 +90,6 @@ class Run:
         if schedule:
             return schedule if isinstance(schedule, str) else schedule[0 if phase == "grad" else -1]
         return f"{100 * rate:g} %"
-
-
-def read_runs(folder: str | Path) -> list[Run]:
-    """The runs in the folders of ``folder``, least loss first. Raises :class:`UsageError`.
-
-    Of each folder its ``metrics.jsonl``, or else what Megatron-LM logged there.
-    """
-    from .megatron_logs import read_megatron_run
-
-    folder = Path(folder)
-    runs = []
-    for path in sorted(path for path in folder.glob("*") if path.is_dir()):
-        metrics = path / METRICS_FILE
-        run = read_run(metrics) if metrics.is_file() else read_megatron_run(path)
-        if run is not None:
-            runs.append(run)
-    if not runs:
-        raise refuse(
-            "RUNS_DIR",
-            folder,
-            f"holds no run: there must be a folder per run, with {METRICS_FILE}, Megatron's log or its TensorBoard files",
-        )
-    return sorted(runs, key=lambda run: (run.p_grad, run.p_param, run.condition, run.name))
-
-
-def read_run(path: Path) -> Run | None:
-    """The run in ``path``; None if it was killed before its first line was written."""
-    recorder = None
-    for number, record in _records(path):
-        where = f"{path} line {number}"
-        kind = record.get("kind") if isinstance(record, dict) else None
-        try:
-            if kind == "run":
-                described = _described(record, path.parent.name)
-                if recorder is None:
-                    recorder = RunRecorder(described)
-                recorder.check_same(described, where)
-            elif recorder is None:
-                raise refuse("RUNS_DIR", where, 'the first line must describe the run ("kind": "run")')
-            elif kind in ("train", "valid"):
-                recorder.add(kind, record)
-            # Other kinds are for other readers.
-            elif not isinstance(kind, str):
-                raise refuse("RUNS_DIR", where, 'must be a record with a "kind"')
-        except KeyError as error:
-            raise refuse("RUNS_DIR", where, f"holds no {error}") from None
-        except (TypeError, AttributeError) as error:
-            raise refuse("RUNS_DIR", where, f"holds a wrong value: {error}") from None
-    return recorder.run if recorder else None
-
-
-def _records(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise refuse("RUNS_DIR", path, f"cannot be read: {error.strerror}") from None
-    *lines, unfinished = text.split("\n")
-    for number, line in enumerate(lines, 1):
-        try:
-            yield number, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise refuse("RUNS_DIR", f"{path} line {number}", f"is not JSON: {error}") from None
-    try:
-        yield len(lines) + 1, json.loads(unfinished)
-    except json.JSONDecodeError:
-        pass
-
-
-def _described(record: dict[str, Any], folder: str) -> Run:
-    return Run(
-        name=str(record.get("name", folder)),
-        p_grad=record["p_grad"] + 0.0,
-        p_param=record["p_param"] + 0.0,
-        loss_seed=record.get("loss_seed"),
-        seed=record.get("seed"),
-        # The number of ranks decides what is lost, as the flags do.
-        config={**(record.get("config") or {}), "world_size": record.get("world_size")},
-        origin={key: record[key] for key in ("date", "hardware", "versions") if key in record},
-    )
 
 
 class RunRecorder:

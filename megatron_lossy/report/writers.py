@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import refuse
+from ..files import replace_file
 from .runs import Run
 from .table import LossTable
 
@@ -27,11 +26,3 @@ def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path) -> l
     except OSError as error:
         raise refuse("--out", folder, f"cannot be written: {error.strerror}") from None
     return [folder / name for name in (TABLE_MARKDOWN, TABLE_CSV, CURVES)]
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` make a file beside ``path``, then rename it: ``path`` is never half written."""
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        aside = Path(folder) / path.name
-        write(aside)
-        os.replace(aside, path)

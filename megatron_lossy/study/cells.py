@@ -22,8 +22,10 @@ from typing import Any
 import yaml
 
 from ..config import LossyConfig, incidental_fields
-from ..report.runs import METRICS_FILE, Run, read_run
-from ..report.writers import replace_file
+from ..files import replace_file
+from ..report import Run
+from ..report.read import read_run
+from ..report.runs import METRICS_FILE
 from ..train.config import TrainConfig
 from ..train.saved import TRACKER
 

@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.report table1`` and ``python -m megatron_lossy.report study``."""
+"""``python -m megatron_lossy.study``: Table 1, and studies in files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ..config import add_flags, flag, from_namespace
 from ..errors import UsageError, refuse
-from ..report.table import LossTable
-from ..report.writers import replace_file
+from ..files import replace_file
+from ..report import LossTable
 from ..train.arguments import make_parser
 from .cells import CellFolder
 from .design import NO_LOSS, Design, Study, check_seeds, read_design
@@ -116,7 +116,7 @@ def table1(arguments: Sequence[str]) -> int:
 
 def study(arguments: Sequence[str]) -> int:
     """Run a study file and report it; returns the exit status. Raises :class:`UsageError`."""
-    parser = _parser("study", "Run the study in a file, and report it.")
+    parser = _parser("", "Run the study in a file, and report it.")
     parser.add_argument("study", metavar="STUDY", help="study file (YAML), see docs/study.md")
     own, rest = _split(parser, arguments)
     how = from_namespace(StudyConfig, own)
@@ -128,7 +128,7 @@ def study(arguments: Sequence[str]) -> int:
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        f"python -m megatron_lossy.report {name}",
+        f"python -m megatron_lossy.study {name}".strip(),
         description=description,
         epilog="All flags of python -m megatron_lossy.train are allowed too, for all cells.",
         allow_abbrev=False,
@@ -245,7 +245,7 @@ def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None
         "question": study.question,
         # What would make this report from nothing.
         "command": shlex.join(
-            ["python", "-m", "megatron_lossy.report", *(a for a in sys.argv[1:] if a != "--report-only")]
+            ["python", "-m", "megatron_lossy.study", *(a for a in sys.argv[1:] if a != "--report-only")]
         ),
         "settings of the first cell": study.cells[0].settings,
     }

@@ -31,10 +31,10 @@ from typing import Any
 
 import yaml
 
-from ..channel import check_channels
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
+from ..transport import check_channels
 from .cells import Cell, make_cell
 
 # What the study sets itself, what would end a run early, or would be one folder for all cells.

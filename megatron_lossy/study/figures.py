@@ -12,9 +12,9 @@ from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ..files import replace_file
+from ..report import Run
 from ..report.curves import log_axis, running_mean
-from ..report.runs import Run
-from ..report.writers import replace_file
 from .design import NO_LOSS
 from .summary import Results, loss_metrics, mean_and_error
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from ..environment import without_ranks
+from ..device.environment import without_ranks
 from ..train.log import clock
 from ..train.saved import latest_iteration
 from .cells import COMPLETE, DIVERGED, HEARTBEAT, LOG, Cell, CellFolder

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..report.runs import WEIGHTS, Run
-from ..report.table import DEFINITIONS, Cell, LossTable, perplexity
+from ..report import LossTable, Run
+from ..report.runs import WEIGHTS
+from ..report.table import DEFINITIONS, Cell, perplexity
 from . import paper
 from .design import NO_LOSS, Study, Trial
 

@@ -1,7 +1,7 @@
 """Closed forms for ages, drift and recovery rules, each with its derivation in a line or two (docs/theory.md).
 
-:mod:`.ages`, :mod:`.drift` and :mod:`.recovery` need NumPy only and are what is imported here. :mod:`.simulate`
-counts the same things with the real channels and recovery rules, :mod:`.real_run` in a training run.
+They need NumPy only. :mod:`megatron_lossy.study.theory` counts the same things with the real channels and recovery
+rules, and in a training run.
 """
 
 from .ages import age_exceeds, age_max, age_mean, age_variance, burst_tail

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.utils import unwrap_model
 
-from ..hooks.ledger import Ledger, Patch
+from ..ledger import Ledger, Patch
 from .rng import rng_state, set_rng_state
 from .saved import TRACKER, iteration_folder, latest_iteration
 

@@ -1,6 +1,6 @@
 """What a run prints, in Megatron-LM's line formats, so that whoever reads its logs can read ours.
 
-Only rank 0 prints. The same records go to the metric writers (:mod:`megatron_lossy.monitor.writers`).
+Only rank 0 prints. The same records go to the metric writers (:mod:`megatron_lossy.train.metrics`).
 """
 
 from __future__ import annotations

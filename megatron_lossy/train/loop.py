@@ -17,11 +17,10 @@ import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from .. import device, hooks
-from ..channel import check_channels
 from ..config import LossyConfig, identity
 from ..data import build_tokenizer
-from ..monitor import claim_delivery_log
-from ..monitor.writers import check_wandb
+from ..delivery_log.writer import claim_delivery_log
+from ..transport import check_channels
 from ..virtual import VirtualCluster
 from . import parallel
 from .checkpoint import Checkpoints
@@ -29,6 +28,7 @@ from .config import TrainConfig
 from .data import RankBatches, build_datasets
 from .evaluate import evaluate, mean_loss, perplexity
 from .log import Console, Silent
+from .metrics import check_wandb
 from .model import build_model, transformer_impl
 from .optimizer import build_optimizer, lr_scale
 from .process import launched_ranks

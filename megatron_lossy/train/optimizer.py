@@ -8,7 +8,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from .config import TrainConfig
 
-
 # Megatron's distributed optimizer shards Adam's state only. With an epsilon beside which the second moment is
 # nothing, Adam's step is lr/epsilon times the mean gradient: SGD, exactly, as multiplying by a power of two is exact.
 _SGD_SCALE = 2.0**40

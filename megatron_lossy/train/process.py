@@ -29,7 +29,8 @@ def require_megatron() -> None:
         import megatron.core
     except ImportError as error:
         raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
-    from ..hooks.versions import OLDEST_FOR_TRAIN, check_version
+    from ..hooks import check_version
+    from ..hooks.versions import OLDEST_FOR_TRAIN
 
     check_version(megatron.core.__version__, OLDEST_FOR_TRAIN)
 

@@ -12,9 +12,9 @@ import torch
 
 from .. import device
 from ..config import LossyConfig
-from ..environment import hardware, versions
-from ..monitor.writers import JsonLinesWriter, TensorBoardWriter, WandbWriter, Writer, Writers
+from ..device.environment import hardware, versions
 from .config import TrainConfig
+from .metrics import JsonLinesWriter, TensorBoardWriter, WandbWriter, Writer, Writers
 
 
 @dataclass

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..channel import Deliveries, Exchange, Network, Stream
+from ..exchange import Exchange, Stream
+from ..transport import Deliveries, Network
 
 
 class Arrivals:

@@ -17,10 +17,11 @@ import torch
 
 from ..config import PHASES, LossyConfig
 from ..errors import refuse
-from ..hooks.ledger import Ledger, Patch
 from ..hooks.replicas import write_state
 from ..hooks.runtime import buckets_by_stream
-from ..monitor import Drift, Observer, load_states, make_observers, metrics_of, save_records, states_of
+from ..ledger import Ledger, Patch
+from ..monitor import Drift, Observer, load_states, metrics_of, save_records, states_of
+from ..run import make_observers
 from .grad_norm import by_shards
 from .group import Group
 from .layout import buffers_for

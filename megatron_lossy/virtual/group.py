@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..channel import Exchange, Network, Stream
-from ..collectives import BucketSpec, LossyGroup
 from ..config import PHASES, LossyConfig
-from ..monitor import Observation
+from ..exchange import Exchange, Observation, Stream
+from ..transport import BucketSpec, LossyGroup, Network
 from .arrivals import Arrivals, WorkerDeliveries
 from .versions import Versions
 

@@ -10,8 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ..hooks.ledger import Ledger, Patch
-from ..hooks.signatures import Takes
+from ..ledger import Ledger, Patch, Takes
 
 
 class _Sized:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..recovery import BucketUnits, unit_views
+from ..exchange import BucketUnits
+from ..recovery import unit_views
 
 #: The version of weights that were never lost: the initial ones, or those of a checkpoint.
 FIRST = -1

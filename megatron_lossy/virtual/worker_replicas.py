@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..channel import Stream
+from ..exchange import Stream
 from ..hooks.rank_replicas import used_ranges
 from .versions import Versions
 

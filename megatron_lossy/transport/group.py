@@ -1,7 +1,7 @@
 """The lossy exchanges of the buckets that one process group shards.
 
 :class:`LossyGroup` knows what is lost and what to do about it, before and after a collective that somebody else
-runs (Megatron's, or :mod:`megatron_lossy.collectives.ops`). Nothing extra is communicated.
+runs (Megatron's, or :mod:`megatron_lossy.transport.ops`). Nothing extra is communicated.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..channel import Deliveries, Exchange, Network, Stream
 from ..config import PHASES, LossyConfig
-from ..monitor import Observation
-from ..recovery import GRAD_RECOVERIES, Outcome, cut, rows_for
+from ..exchange import Exchange, Observation, Stream, cut
+from ..recovery import GRAD_RECOVERIES, Outcome, rows_for
+from .network import Deliveries, Network
 
 #: Called with the collective's output once it has arrived.
 Finish = Callable[[torch.Tensor], None]

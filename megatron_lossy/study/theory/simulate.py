@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..channel import Network, Stream
-from ..config import LossyConfig
-from ..recovery import GRAD_RECOVERIES, Outcome, cut
-from ..virtual.arrivals import Arrivals
+from ...config import LossyConfig
+from ...exchange import Stream, cut
+from ...recovery import GRAD_RECOVERIES, Outcome
+from ...transport import Network
+from ...virtual.arrivals import Arrivals
 
 #: What the elements of a unit are in :func:`estimates`.
 TOTAL, OWN, GRADIENT = range(3)

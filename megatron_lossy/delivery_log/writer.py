@@ -1,7 +1,7 @@
 """The delivery log (``--delivery-log``): every decision of the channels on record, in Parquet.
 
 Each rank writes what arrived at it, in files that are closed after ``--delivery-log-chunk`` iterations, before a
-checkpoint, or when they have grown large. The format is in :mod:`megatron_lossy.log.schema`.
+checkpoint, or when they have grown large. The format is in :mod:`megatron_lossy.delivery_log.schema`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from .. import __version__
 from ..config import LossyConfig, flag_name, identity
 from ..errors import refuse
-from ..log import schema
-from .observation import Observation
+from ..exchange import Observation
+from . import schema
 
 if TYPE_CHECKING:
     import pyarrow

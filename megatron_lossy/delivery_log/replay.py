@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from ..channel import Channel
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
-from ..log.reader import BadLog, DeliveryLogFolder, Links, LogFile
-from ..log.schema import check_pyarrow, digests, pack
-from .base import Channel
-from .exchange import Exchange, Stream
+from ..exchange import Exchange, Stream
+from .reader import BadLog, DeliveryLogFolder, Links, LogFile
+from .schema import check_pyarrow, digests, pack
 
 #: Makes the channel of a phase from flags: :func:`megatron_lossy.channel.make_channel`.
 MakeChannel = Callable[[LossyConfig, str], Channel]

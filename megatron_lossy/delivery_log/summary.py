@@ -94,7 +94,7 @@ class Part:
 
 
 def summarize(folder: DeliveryLogFolder) -> dict[str, dict[str, Part]]:
-    """What the log says by phase and stream. Raises :class:`~megatron_lossy.log.reader.BadLog`."""
+    """What the log says by phase and stream. Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`."""
     parts: dict[str, dict[str, Part]] = defaultdict(dict)
     for file, rows in scan(folder):
         phase, stream = str(rows.phase[0]), str(rows.stream[0])

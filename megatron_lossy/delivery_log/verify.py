@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..channel import Exchange, Stream, make_channel
-from ..channel.recorded import Redrawn
+from ..channel import make_channel
 from ..config import PHASES
+from ..exchange import Exchange, Stream
 from .reader import BadLog, DeliveryLogFolder, LogFile, Rows
+from .replay import Redrawn
 
 
 @dataclass

@@ -12,39 +12,28 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
+from ..channel import Channel, make_channel
 from ..config import PHASES, LossyConfig
-from .base import Channel
-from .bernoulli import Bernoulli
-from .exchange import Exchange, Stream
-from .gilbert_elliott import GilbertElliott
-from .per_link import PerLink
-from .recorded import Recorded
-from .trace import Trace
-
-CHANNELS: dict[str, type[Channel]] = {
-    "bernoulli": Bernoulli,
-    "gilbert-elliott": GilbertElliott,
-    "per-link": PerLink,
-    "trace": Trace,
-}
+from ..delivery_log.replay import Recorded
+from ..exchange import Exchange, Stream
 
 #: Draws of at least this many units are made ahead of time, on another thread.
 _AHEAD = 2**17
 
 
-def make_channel(config: LossyConfig, phase: str) -> Channel:
-    """The channel of ``phase``. Raises :class:`UsageError` for unreadable files."""
+def channel_of(config: LossyConfig, phase: str) -> Channel:
+    """The channel of ``phase``, be it a recorded run. Raises :class:`UsageError` for unreadable files."""
     loss = config.phase(phase)
     if loss.trace is not None and loss.trace.is_dir():
         return Recorded(config, loss.trace, make_channel)
-    return CHANNELS[loss.model](loss, config.loss_seed, config.loss_correlation == "source")
+    return make_channel(config, phase)
 
 
 def check_channels(config: LossyConfig, size: int, steps: int | None) -> None:
     """Raise :class:`UsageError` if the files of ``config`` do not fit ``size`` ranks or ``steps`` iterations."""
     for phase in PHASES:
         if not config.phase(phase).lossless:
-            make_channel(config, phase).check(phase, Stream(), size, None, steps)
+            channel_of(config, phase).check(phase, Stream(), size, None, steps)
 
 
 class Network:
@@ -56,7 +45,7 @@ class Network:
     def __init__(self, config: LossyConfig, phase: str, size: int, nodes: Sequence[int] | None = None) -> None:
         self.phase = phase
         self.size = size
-        self.channel = make_channel(config, phase)
+        self.channel = channel_of(config, phase)
         self.lossless = config.phase(phase).lossless
         self.lossy_self = config.lossy_self and phase == "grad"
         self.nodes = np.array(nodes) if config.lossy_links == "inter-node" else None

@@ -13,7 +13,7 @@ def scan(folder: DeliveryLogFolder) -> Iterator[tuple[LogFile, Rows]]:
     """The rows of every exchange with the file they are in, rank by rank, in the order of iterations.
 
     What several ranks recorded (peers of tensor parallelism, a tied embedding) comes once, from the first of them.
-    Raises :class:`~megatron_lossy.log.reader.BadLog`.
+    Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`.
     """
     for rank, files in folder.ranks.items():
         done = -1

@@ -12,21 +12,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .. import device
-from ..config import LossyConfig
-from ..data import build_tokenizer
-from ..errors import refuse
-from ..train import parallel
-from ..train.config import TrainConfig
-from ..train.data import build_datasets
-from ..train.model import build_model
-from ..train.optimizer import build_optimizer
-from ..train.text import prepare_text, with_data_paths
-from ..train.workers import Workers
-from ..virtual import VirtualCluster
-from .drift import drift_between, second_moments
+from ... import device
+from ...config import LossyConfig
+from ...data import build_tokenizer
+from ...errors import refuse
+from ...theory.drift import drift_between, second_moments
+from ...train import parallel
+from ...train.config import TrainConfig
+from ...train.data import build_datasets
+from ...train.model import build_model
+from ...train.optimizer import build_optimizer
+from ...train.text import prepare_text, with_data_paths
+from ...train.workers import Workers
+from ...virtual import VirtualCluster
 from .simulate import Measured, squared_differences
-
 
 #: Groups of neighbouring coordinates, which share few units: their scatter is the error of a ratio.
 GROUPS = 20
