@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .errors import UsageError, refuse
+from .registry import CHANNELS, GRAD_RECOVERIES
 
 PHASES = ("grad", "param")
 
@@ -90,7 +91,7 @@ def flag_table(cls: type) -> str:
         elif options.get("action") != "store_true":
             metavar = options.get("metavar") or f.name.upper()
             value = " " + (metavar if isinstance(metavar, str) else " ".join(metavar))
-        default = "off" if f.default is False else "" if f.default is None else _text(f.default)
+        default = "off" if f.default is False else "" if f.default is None else as_text(f.default)
         text = options["help"].replace("%%", "%").replace("|", "\\|")
         rows.append(f"| `{flag_name(cls, f.name)}{value}` | {default} | {text} |")
     return "\n".join(rows)
@@ -130,26 +131,20 @@ class Schedule:
 
 @dataclass(frozen=True)
 class PhaseLoss:
-    """How one phase loses data, after every flag has been read.
+    """How one phase loses data, after every flag has been read: what its channel is made of.
 
-    ``schedule`` is the loss rate over iterations (constant for a plain rate); ``burst`` the mean burst
-    length and ``transitions`` the four Gilbert-Elliott parameters (at most one of the two is set);
-    ``matrix`` and ``trace`` are files.
+    ``model``: the channel's name. ``schedule``: the loss rate over iterations (constant for a plain rate).
+    ``lossless``: nothing can ever be lost. ``burst``: mean length of bursts; ``transitions``: the four
+    Gilbert-Elliott parameters (at most one of the two is set). ``matrix`` and ``trace``: files.
     """
 
     model: str
     schedule: Schedule
+    lossless: bool = False
     burst: float | None = None
     transitions: tuple[float, ...] | None = None
     matrix: Path | None = None
     trace: Path | None = None
-
-    @property
-    def lossless(self) -> bool:
-        """True if nothing can ever be lost in this phase."""
-        return self.model in ("bernoulli", "gilbert-elliott") and self.transitions is None and not any(
-            self.schedule.rates
-        )
 
 
 @dataclass(frozen=True)
@@ -168,7 +163,7 @@ class LossyConfig:
         "one value for both phases, or two: gradients, parameters",
         type=str,
         nargs="+",
-        choices=("bernoulli", "gilbert-elliott", "per-link", "trace"),
+        choices=CHANNELS,
     )
     ge_mean_burst: tuple[float, ...] = flag(
         (4.0,),
@@ -241,7 +236,7 @@ class LossyConfig:
         "renormalize",
         "what the owner does about missing gradients: mean of what arrived; that with its own shard weighted 1/N; "
         "the last gradient received from that sender; or zeros",
-        choices=("renormalize", "renormalize-remote", "previous", "zero"),
+        choices=GRAD_RECOVERIES,
     )
     lossy_self: bool = flag(
         False, "a worker's own gradient shard can be lost too (the paper's literal formula)"
@@ -312,87 +307,27 @@ class LossyConfig:
             raise refuse("--drift-interval", self.drift_interval, "must be at least 0")
         if not 0 <= self.loss_seed < 2**64:
             raise refuse("--loss-seed", self.loss_seed, "must be in [0, 2^64 - 1]")
-        if self.lossy_self and self.grad_recovery == "renormalize-remote":
-            raise refuse(
-                "--lossy-self",
-                "with --grad-recovery renormalize-remote",
-                "that rule gives the own shard, always there, the weight 1/N; choose renormalize, previous or zero",
-            )
+        GRAD_RECOVERIES.load(self.grad_recovery).check(self)
         for phase in PHASES:
             self.phase(phase)
 
     def phase(self, phase: str) -> PhaseLoss:
         """How ``phase`` ("grad" or "param") loses data. Raises :class:`UsageError`."""
-        k = PHASES.index(phase)
-        model = self._of_phase(self.loss_model, k)
-        rate_flag = f"--p-{phase}"
-        rate = getattr(self, f"p_{phase}")
-        transitions = getattr(self, f"ge_{phase}")
-        matrix = getattr(self, f"link_rates_{phase}")
-        schedule = self._of_phase(self.loss_schedule, k) if self.loss_schedule else None
+        return CHANNELS.load(self.of_phase("loss_model", phase)).plan(self, phase)
 
-        def needs(value: Any, flag: str, wanted: str) -> None:
-            if value is not None and model != wanted:
-                raise refuse(flag, _text(value), f"needs --loss-model {wanted}, not {model}")
-
-        needs(transitions, f"--ge-{phase}", "gilbert-elliott")
-        needs(matrix, f"--link-rates-{phase}", "per-link")
-        if self.trace is not None and "trace" not in self.loss_model:
-            raise refuse("--trace", self.trace, f"needs --loss-model trace, not {model}")
-        replaced_by = None
-        if model == "trace":
-            if self.trace is None:
-                raise refuse("--loss-model", "trace", "needs --trace PATH")
-            if self.loss_correlation != "independent":
-                raise refuse("--loss-correlation", self.loss_correlation, "a trace already says who loses together")
-            replaced_by = "--loss-model trace"
-        elif model == "per-link":
-            if matrix is not None:
-                replaced_by = f"--link-rates-{phase}"
-            elif rate or self.link_rates_grad is self.link_rates_param is None:
-                raise refuse("--loss-model", "per-link", f"needs --link-rates-{phase} FILE")
-            else:  # a matrix for the other phase only: this one is lossless
-                model = "bernoulli"
-        elif transitions is not None:
-            _check_transitions(f"--ge-{phase}", transitions)
-            replaced_by = f"--ge-{phase}"
-        if schedule is not None:
-            if replaced_by:
-                raise refuse("--loss-schedule", schedule, f"cannot be combined with {replaced_by}")
-            replaced_by = "--loss-schedule"
-        if rate and replaced_by:
-            raise refuse(rate_flag, rate, f"cannot be combined with {replaced_by}, which sets the rate")
-        plan = Schedule.parse(schedule) if schedule is not None else Schedule((0,), (rate,))
-        burst = None
-        if model == "gilbert-elliott" and transitions is None:
-            burst = self._of_phase(self.ge_mean_burst, k)
-            worst = max(plan.rates)
-            if worst / (1 - worst) > burst:
-                raise refuse(
-                    rate_flag if schedule is None else "--loss-schedule",
-                    worst,
-                    f"must be at most B/(1+B) = {burst / (1 + burst):.4g} with --ge-mean-burst B = {burst:g}",
-                )
-        return PhaseLoss(
-            model,
-            plan,
-            burst,
-            transitions,
-            Path(matrix) if matrix is not None else None,
-            Path(self.trace) if model == "trace" else None,
-        )
+    def of_phase(self, name: str, phase: str) -> Any:
+        """The value for ``phase`` of a flag that takes one for both phases, or two; ``None`` if it is not set."""
+        values = getattr(self, name)
+        return values and values[PHASES.index(phase) if len(values) == 2 else 0]
 
     @property
     def lossless(self) -> bool:
         """True if no flag can cause any loss, so that training must be exactly Megatron's."""
         return all(self.phase(phase).lossless for phase in PHASES)
 
-    @staticmethod
-    def _of_phase(values: tuple, k: int) -> Any:
-        return values[k] if len(values) == 2 else values[0]
 
-
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """The value of a flag as it is written on the command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -402,20 +337,9 @@ def _in_unit_interval(flag: str, value: float) -> None:
 
 
 def _one_of(config: LossyConfig, name: str, value: str) -> None:
-    choices: Sequence[str] = LossyConfig.__dataclass_fields__[name].metadata["flag"]["choices"]
+    choices: Iterable[str] = LossyConfig.__dataclass_fields__[name].metadata["flag"]["choices"]
     if value not in choices:
         raise refuse(flag_name(LossyConfig, name), value, "must be one of " + ", ".join(choices))
-
-
-def _check_transitions(flag: str, values: tuple[float, ...]) -> None:
-    if len(values) != 4 or not all(0 <= value <= 1 for value in values):
-        raise refuse(flag, _text(values), "must be four probabilities PGB PBG LG LB in [0, 1]")
-    to_bad, to_good, loss_good, loss_bad = values
-    if to_bad + to_good == 0:
-        raise refuse(flag, _text(values), "PGB + PBG must be positive, or the chain never leaves its first state")
-    stationary_bad = to_bad / (to_bad + to_good)
-    if (1 - stationary_bad) * loss_good + stationary_bad * loss_bad >= 1:
-        raise refuse(flag, _text(values), "the mean loss rate must be below 1")
 
 
 __all__ = [

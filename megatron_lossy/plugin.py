@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -127,37 +126,43 @@ def _obey_command_line() -> None:
             _install_once("programs", _program_patches)
 
 
+def _add_distributed_args(original: Callable, parser: Any) -> Any:
+    with usage_errors():
+        _obey_command_line()
+    return original(parser)
+
+
 def _command_line_patches() -> list[Patch]:
     from .ledger import Patch, Takes
 
-    def replacement(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def _add_distributed_args(parser: Any) -> Any:
-            with usage_errors():
-                _obey_command_line()
-            return original(parser)
+    return [
+        Patch(
+            target="megatron.training.arguments:_add_distributed_args",
+            around=_add_distributed_args,
+            why="a script may put its command line together after it has imported megatron.training",
+            versions="all",
+            until="Megatron loads plugins",
+            takes=Takes(("parser",), others=()),
+        )
+    ]
 
-        return _add_distributed_args
 
-    target = "megatron.training.arguments:_add_distributed_args"
-    why = "a script may put its command line together after it has imported megatron.training"
-    return [Patch(target, replacement, why, "all", "Megatron loads plugins", takes=Takes(("parser",), others=()))]
+def _pretrain(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    with running():
+        return original(*args, **kwargs)
 
 
 def _program_patches() -> list[Patch]:
     from .ledger import Patch
 
-    def replacement(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def pretrain(*args: Any, **kwargs: Any) -> Any:
-            with running():
-                return original(*args, **kwargs)
-
-        return pretrain
-
-    why = "no launcher is around the script to report wrong input and to complete the records"
     return [
-        Patch(f"megatron.training{module}:pretrain", replacement, why, "all", "Megatron loads plugins")
+        Patch(
+            target=f"megatron.training{module}:pretrain",
+            around=_pretrain,
+            why="no launcher is around the script to report wrong input and to complete the records",
+            versions="all",
+            until="Megatron loads plugins",
+        )
         for module in ("", ".training")  # scripts import it from either
     ]
 

@@ -1,17 +1,248 @@
-"""One run, real or virtual."""
+"""One run, real or virtual: its clock, groups, observers, metrics, saved state, and what happens after an update.
+
+A real run has one worker in each process, whose exchanges Megatron makes (:mod:`megatron_lossy.hooks`). A virtual run
+has all of them in one (:mod:`megatron_lossy.virtual`). Whoever trains, logs and saves uses either in the same way.
+"""
 
 from __future__ import annotations
 
-from .config import LossyConfig
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import PHASES, LossyConfig
 from .delivery_log.writer import DeliveryLog
-from .monitor import Drift, ExchangeMonitor, Observer
+from .errors import UsageError, refuse
+from .exchange import Delivery
+from .files import replace_file
+from .monitor import Drift, ExchangeMonitor, Observer, Replicas, load_states, metrics_of, states_of
+from .transport import LossyGroup
+
+#: The folder of saved replicas in a checkpoint.
+REPLICAS = "lossy_replicas"
+#: Of saved replicas: 2 since virtual and real runs write the same.
+FORMAT = 2
 
 
 def make_observers(config: LossyConfig) -> list[Observer]:
-    """The observers that the flags ask for."""
+    """The observers that the flags ask for; none where nothing can be lost."""
+    if config.lossless:
+        return []
     observers: list[Observer] = [ExchangeMonitor()]
     if config.drift_interval:
         observers.append(Drift(config))
     if config.delivery_log is not None:
         observers.append(DeliveryLog(config))
     return observers
+
+
+class Run(ABC):
+    """What all runs share.
+
+    ``iteration`` counts attempted iterations; gradient exchanges of the next one are keyed by it. ``update`` is the
+    iteration of the last successful update, which keys parameter exchanges; ``None`` while all replicas are equal.
+    ``after_update``: functions of the run, called in order after every successful update, before the iteration
+    counts as over: what replicas do beside the gradient exchange. ``steps``: length of the run, if known, to refuse
+    a trace that is too short.
+    """
+
+    def __init__(self, config: LossyConfig, steps: int | None = None) -> None:
+        self.config = config
+        self.steps = steps
+        self.iteration = 0
+        self.update: int | None = None
+        self.observers = make_observers(config)
+        self.after_update: list[Callable[[Run], None]] = []
+
+    # --- in what real and virtual runs differ ----------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def groups(self) -> list[LossyGroup]:
+        """The lossy groups of every worker of this process."""
+
+    @abstractmethod
+    def deliveries(self, phases: Sequence[str]) -> list[Delivery]:
+        """What arrived in this iteration, stream by stream, in those of ``phases`` that can lose something."""
+
+    @abstractmethod
+    def replicas(self) -> Sequence[Replicas]:
+        """Each stream's replicas, as they are."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Let every replica have what it gets of the last update. A collective call."""
+
+    @abstractmethod
+    def owner_weights(
+        self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module
+    ) -> contextlib.AbstractContextManager[None]:
+        """Within this context the model holds the owners' weights; afterwards its replica again. A collective call."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for saved replicas to mean the same, by the names that an error gives them."""
+
+    @abstractmethod
+    def replica_state(self) -> Any:
+        """What makes the replicas of this process differ from the owners' weights."""
+
+    @abstractmethod
+    def load_replica_state(self, state: Any) -> None:
+        """Restore :meth:`replica_state`; ``iteration`` and ``update`` are restored already."""
+
+    @abstractmethod
+    def replica_file(self) -> str:
+        """The name of this process's file of saved replicas."""
+
+    def missing(self, folder: str | os.PathLike, path: Path) -> UsageError:
+        """The error that the checkpoint in ``folder`` lacks the saved replicas at ``path``."""
+        if path.parent.is_dir():
+            return refuse("--save-replicas", path, f"is missing; the run must have the world size of {folder}")
+        return refuse("--save-replicas", f"with {folder}", "that checkpoint was saved without replicas; omit the flag")
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where replicas live."""
+
+    def loss_scale(self) -> torch.Tensor | None:
+        """What the loss is multiplied with, or ``None`` without a gradient scaler."""
+        return None
+
+    # --- an iteration ----------------------------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        """The owners' shards are about to be updated."""
+        for observer in self.observers:
+            observer.before_update(self.iteration, self.replicas)
+
+    def finish_iteration(self, successful: bool, all_reduced: bool = False) -> None:
+        """The iteration is over. ``successful``: it updated the weights. ``all_reduced``: its gradients lost nothing."""
+        for group in self.groups:
+            group.finish_step(self.iteration, successful)
+        if successful:
+            for act in self.after_update:
+                act(self)
+        self._tell_observers(successful, all_reduced)
+        self.iteration += 1
+        for group in self.groups:
+            group.prepare(self.iteration)
+
+    def _tell_observers(self, successful: bool, all_reduced: bool) -> None:
+        if not self.observers:
+            return
+        happened = {"grad": not all_reduced, "param": successful}
+        for delivery in self.deliveries([phase for phase in PHASES if happened[phase]]):
+            for observer in self.observers:
+                observer.observe(delivery)
+        for observer in self.observers:
+            observer.finish_iteration(self.iteration, successful, self._look)
+
+    def _look(self) -> Sequence[Replicas]:
+        if self.update is None:
+            return []
+        self.settle()
+        return self.replicas()
+
+    def skip_iteration(self) -> None:
+        """An iteration passed without a step of the optimizer."""
+        self.iteration += 1
+
+    def set_iteration(self, iteration: int) -> None:
+        """A checkpoint of ``iteration`` attempted iterations was loaded: all replicas are equal."""
+        self.iteration = iteration
+        self.update = None
+        for group in self.groups:
+            group.restart()
+        for observer in self.observers:
+            observer.restart(iteration)
+
+    def metrics(self) -> dict[str, float]:
+        """What the observers have measured since the last call (docs/monitors.md). A collective call."""
+        return metrics_of(self.observers)
+
+    def uninstall(self) -> None:
+        """The run is over: close the observers."""
+        for observer in self.observers:
+            observer.close()
+
+    # --- saved replicas --------------------------------------------------------------------------------------------
+
+    def save_replicas(self, folder: str | os.PathLike) -> None:
+        """With ``--save-replicas``: write what makes the replicas differ, and the state of rules and observers."""
+        for observer in self.observers:
+            observer.save()
+        if not self.config.save_replicas or self.config.lossless:
+            return
+        state = {
+            "format": FORMAT,
+            "identity": self._identity(),
+            "iteration": self.iteration,
+            "update": self.update,
+            "replicas": self.replica_state(),
+            "recovery": [[rule.state_dict() for rule in group.rules] for group in self.groups],
+            "observers": states_of(self.observers),
+        }
+        path = Path(folder, REPLICAS, self.replica_file())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda aside: torch.save(state, aside))
+
+    def load_replicas(self, folder: str | os.PathLike) -> None:
+        """With ``--save-replicas``: restore what :meth:`save_replicas` wrote, after the checkpoint was loaded.
+
+        Raises :class:`UsageError` if it was written by another number of workers or with other loss flags.
+        """
+        if not self.config.save_replicas or self.config.lossless:
+            return
+        path = Path(folder, REPLICAS, self.replica_file())
+        if not path.is_file():
+            raise self.missing(folder, path)
+        state = _upgraded(torch.load(path, map_location=self.device, weights_only=True))
+        for name, value in self._identity().items():
+            saved = state["identity"].get(name)
+            if saved != value:
+                raise refuse("--save-replicas", f"with {folder}", f"{name} was {saved} there and is {value} here")
+        self.iteration, self.update = state["iteration"] or self.iteration, state["update"]
+        try:
+            self.load_replica_state(state["replicas"])
+        except ValueError as error:
+            raise UsageError(f"--save-replicas with {folder}: {error}") from None
+        for group, rules in zip(self.groups, state["recovery"], strict=True):
+            for rule, saved in zip(group.rules, rules, strict=True):
+                rule.load_state_dict(saved, self.device)
+        load_states(self.observers, state["observers"])
+
+    def _identity(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            **self.identity(),
+            "--loss-unit": config.loss_unit,
+            "--packet-bytes": config.packet_bytes if config.loss_unit == "packet" else None,
+            "--grad-recovery": config.grad_recovery,
+        }
+
+
+def _upgraded(state: dict[str, Any]) -> dict[str, Any]:
+    """Saved replicas as they are written now. Those of version 0.1.0 have no format, and two layouts."""
+    if "format" in state:
+        if state["format"] != FORMAT:
+            raise refuse("--save-replicas", f"format {state['format']}", f"is of another version; this one reads {FORMAT}")
+        return state
+    if "versions" not in state:  # of a real rank
+        return {**state, "replicas": state["stale"]}
+    current = state["versions"][0]["current"]
+    names = ("workers", "--loss-unit", "--packet-bytes", "--grad-recovery")
+    return {
+        "identity": {name: state[name] for name in names},
+        "iteration": None,
+        "update": None if current < 0 else current,
+        "replicas": state["versions"],
+        "recovery": [rules for group in state["recovery"] for rules in group],
+        "observers": state["observers"],
+    }

@@ -1,6 +1,6 @@
 """Who loses what: channels and keyed draws. Pure: no process group, no megatron."""
 
 from .base import Channel
-from .laws import CHANNELS, make_channel
+from .laws import make_channel
 
-__all__ = ["CHANNELS", "Channel", "make_channel"]
+__all__ = ["Channel", "make_channel"]

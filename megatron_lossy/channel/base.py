@@ -6,11 +6,15 @@ Pure: NumPy only, no process group, no megatron.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
-from ..config import PhaseLoss
+from ..config import PHASES, LossyConfig, PhaseLoss, Schedule, as_text
+from ..errors import refuse
 from ..exchange import Exchange, Stream
+from ..registry import CHANNELS
 from .draws import PER_BLOCK, Uniforms
 
 #: Blocks of random numbers to draw at once, so that they stay in a core's cache.
@@ -24,10 +28,74 @@ class Channel(ABC):
     and in every process, whatever was asked before. ``together``: all receivers of one sender lose together.
     """
 
+    #: The value of ``--loss-model``.
+    name: ClassVar[str]
+    #: Flags that only this channel reads; ``{phase}`` stands for the phase.
+    flags: ClassVar[tuple[str, ...]] = ()
+    #: Whether the flags alone say what is lost, so that a record needs a digest only.
+    redrawable: ClassVar[bool] = True
+
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
         self.loss = loss
         self.seed = seed
         self.together = together
+
+    # --- what the flags say --------------------------------------------------------------------------------------
+
+    @classmethod
+    def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
+        """How ``phase`` loses data with this channel. Raises :class:`UsageError` for flags that do not fit."""
+        cls._refuse_flags_of_others(config, phase)
+        rate, schedule = getattr(config, f"p_{phase}"), config.of_phase("loss_schedule", phase)
+        instead = cls.sets_rate(config, phase)
+        if schedule is not None:
+            if instead:
+                raise refuse("--loss-schedule", schedule, f"cannot be combined with {instead}")
+            instead = "--loss-schedule"
+        if rate and instead:
+            raise refuse(f"--p-{phase}", rate, f"cannot be combined with {instead}, which sets the rate")
+        plan = Schedule.parse(schedule) if schedule is not None else Schedule((0,), (rate,))
+        return PhaseLoss(cls.name, plan, lossless=not any(plan.rates))
+
+    @classmethod
+    def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
+        """The flag that sets the rate in place of ``--p-grad`` and ``--p-param``. Raises :class:`UsageError`."""
+        return None
+
+    @classmethod
+    def _refuse_flags_of_others(cls, config: LossyConfig, phase: str) -> None:
+        for name in CHANNELS.built_in:  # no other can have flags
+            for pattern in CHANNELS.load(name).flags:
+                value = getattr(config, pattern.format(phase=phase))
+                # A flag without a phase needs its channel in one of them.
+                models = {cls.name} if "{phase}" in pattern else {cls.name, *config.loss_model}
+                if value is not None and name not in models:
+                    flag = "--" + pattern.format(phase=phase).replace("_", "-")
+                    raise refuse(flag, as_text(value), f"needs --loss-model {name}, not {cls.name}")
+
+    @classmethod
+    def label(cls, flags: Mapping[str, Any], phase: str) -> str:
+        """What the losses of ``phase`` are called in a table; ``flags``: those of the run, by their field names."""
+        schedule = flags.get("loss_schedule")
+        if schedule:
+            return schedule if isinstance(schedule, str) else schedule[0 if phase == PHASES[0] else -1]
+        return f"{100 * flags.get(f'p_{phase}', 0.0):g} %"
+
+    @classmethod
+    def highest_rate(cls, loss: PhaseLoss) -> float | None:
+        """The highest mean loss rate of a step, or ``None`` if the flags do not tell."""
+        return max(loss.schedule.rates)
+
+    @classmethod
+    def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float] | None:
+        """Drift in the steady state at the rate of ``step``: to the owner, and between two receivers.
+
+        In squared increments, if these are uncorrelated (:mod:`megatron_lossy.theory`). ``units``: units of loss of a
+        step. ``None`` if there is no closed form, or links differ.
+        """
+        return None
+
+    # --- what is lost --------------------------------------------------------------------------------------------
 
     @abstractmethod
     def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:

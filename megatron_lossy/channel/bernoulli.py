@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import theory
+from ..config import PhaseLoss
 from ..exchange import Exchange
 from .base import DrawnChannel
 
@@ -11,8 +13,15 @@ from .base import DrawnChannel
 class Bernoulli(DrawnChannel):
     """Loses each unit independently with the rate that ``loss.schedule`` gives for the step."""
 
+    name = "bernoulli"
+
     def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
         rate = self.loss.schedule.rate(exchange.step)
         if rate == 0:
             return np.ones((len(sources), units), dtype=bool)
         return ~self.uniforms(0, exchange, sources, destinations, units).below(rate)
+
+    @classmethod
+    def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float]:
+        rate = loss.schedule.rate(step)
+        return float(theory.drift_to_owner(rate)), float(theory.drift_between(rate))

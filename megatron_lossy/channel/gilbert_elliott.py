@@ -9,10 +9,15 @@ saving anything.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from ..config import PhaseLoss
+from .. import theory
+from ..config import LossyConfig, PhaseLoss, as_text
+from ..errors import refuse
 from ..exchange import Exchange, Stream
 from .base import DrawnChannel
 
@@ -22,9 +27,49 @@ _CHAIN, _LOSS, _START = 1, 2, 3  # purposes of draws
 class GilbertElliott(DrawnChannel):
     """Loses units in bursts; from four parameters, or from a (scheduled) mean rate and a mean burst length."""
 
+    name = "gilbert-elliott"
+    flags = ("ge_{phase}",)
+
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
         super().__init__(loss, seed, together)
         self._ends: dict[tuple[str, Stream, int], _Ends] = {}
+
+    @classmethod
+    def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
+        loss = super().plan(config, phase)
+        transitions = getattr(config, f"ge_{phase}")
+        if transitions is not None:
+            return dataclasses.replace(loss, transitions=transitions, lossless=False)
+        burst, worst = config.of_phase("ge_mean_burst", phase), max(loss.schedule.rates)
+        if worst / (1 - worst) > burst:
+            raise refuse(
+                f"--p-{phase}" if config.loss_schedule is None else "--loss-schedule",
+                worst,
+                f"must be at most B/(1+B) = {burst / (1 + burst):.4g} with --ge-mean-burst B = {burst:g}",
+            )
+        return dataclasses.replace(loss, burst=burst)
+
+    @classmethod
+    def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
+        transitions = getattr(config, f"ge_{phase}")
+        if transitions is None:
+            return None
+        _check_transitions(f"--ge-{phase}", transitions)
+        return f"--ge-{phase}"
+
+    @classmethod
+    def label(cls, flags: Mapping[str, Any], phase: str) -> str:
+        if transitions := flags.get(f"ge_{phase}"):
+            return "GE " + " ".join(f"{value:g}" for value in transitions)
+        return super().label(flags, phase)
+
+    @classmethod
+    def highest_rate(cls, loss: PhaseLoss) -> float | None:
+        return None if loss.transitions is not None else super().highest_rate(loss)
+
+    @classmethod
+    def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float] | None:
+        return _drift(cls(loss, seed=0).parameters(step), units)
 
     def parameters(self, step: int) -> tuple[float, float, float, float]:
         """(PGB, PBG, loss when good, loss when bad) of ``step``."""
@@ -98,6 +143,27 @@ class GilbertElliott(DrawnChannel):
 
     def _known(self, exchange: Exchange, units: int) -> _Ends:
         return self._ends.setdefault((exchange.phase, exchange.stream, units), _Ends())
+
+
+def _check_transitions(flag: str, values: tuple[float, ...]) -> None:
+    if len(values) != 4 or not all(0 <= value <= 1 for value in values):
+        raise refuse(flag, as_text(values), "must be four probabilities PGB PBG LG LB in [0, 1]")
+    to_bad, to_good, loss_good, loss_bad = values
+    if to_bad + to_good == 0:
+        raise refuse(flag, as_text(values), "PGB + PBG must be positive, or the chain never leaves its first state")
+    stationary_bad = to_bad / (to_bad + to_good)
+    if (1 - stationary_bad) * loss_good + stationary_bad * loss_bad >= 1:
+        raise refuse(flag, as_text(values), "the mean loss rate must be below 1")
+
+
+@functools.lru_cache
+def _drift(transitions: tuple[float, ...], units: int) -> tuple[float, float] | None:
+    """Drift to the owner and between two receivers; ``None`` if ages of thousands of steps matter."""
+    for steps in (64, 512, 4096):
+        tail = theory.burst_tail(transitions, steps, units)
+        if tail[-1] <= 1e-9 * tail[0]:
+            return theory.drift_of_ages(tail)
+    return None
 
 
 class _Moves:

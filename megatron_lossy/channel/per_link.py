@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ..config import PhaseLoss
+from ..config import LossyConfig, PhaseLoss
 from ..errors import refuse
 from ..exchange import Exchange, Stream
 from .base import DrawnChannel
@@ -35,11 +38,37 @@ def read_matrix(path: Path) -> np.ndarray:
 
 
 class PerLink(DrawnChannel):
-    """Loses each unit independently with the rate of its link."""
+    """Loses each unit independently with the rate of its link; nothing in a phase without a matrix."""
+
+    name = "per-link"
+    flags = ("link_rates_{phase}",)
+    redrawable = False  # the rates are in a file
 
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
         super().__init__(loss, seed, together)
-        self.rates = read_matrix(loss.matrix)
+        self.rates = None if loss.lossless else read_matrix(loss.matrix)
+
+    @classmethod
+    def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
+        loss = super().plan(config, phase)
+        matrix = getattr(config, f"link_rates_{phase}")
+        return loss if matrix is None else replace(loss, matrix=Path(matrix), lossless=False)
+
+    @classmethod
+    def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
+        if getattr(config, f"link_rates_{phase}") is not None:
+            return f"--link-rates-{phase}"
+        if getattr(config, f"p_{phase}") or config.link_rates_grad is config.link_rates_param is None:
+            raise refuse("--loss-model", cls.name, f"needs --link-rates-{phase} FILE")
+        return None  # the matrix is for the other phase, and this one loses nothing
+
+    @classmethod
+    def label(cls, flags: Mapping[str, Any], phase: str) -> str:
+        return cls.name if flags.get(f"link_rates_{phase}") else super().label(flags, phase)
+
+    @classmethod
+    def highest_rate(cls, loss: PhaseLoss) -> float | None:
+        return None
 
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
         if len(self.rates) != size:

@@ -8,9 +8,14 @@ unit from source (second axis) to destination (third axis) arrived. Step 0 is th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 
-from ..config import PHASES, PhaseLoss
+from ..config import PHASES, LossyConfig, PhaseLoss
 from ..errors import refuse
 from ..exchange import Exchange, Stream
 from .base import Channel
@@ -18,6 +23,10 @@ from .base import Channel
 
 class Trace(Channel):
     """Loses exactly what the recorded trace lost, whatever the seed."""
+
+    name = "trace"
+    flags = ("trace",)
+    redrawable = False  # it is in a file
 
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
         super().__init__(loss, seed, together)
@@ -36,6 +45,26 @@ class Trace(Channel):
                     self.path,
                     f"array {name!r} is {array.dtype}{list(array.shape)}; must be bool[steps, N, N, units]",
                 )
+
+    @classmethod
+    def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
+        return replace(super().plan(config, phase), trace=Path(config.trace), lossless=False)
+
+    @classmethod
+    def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
+        if config.trace is None:
+            raise refuse("--loss-model", cls.name, "needs --trace PATH")
+        if config.loss_correlation != "independent":
+            raise refuse("--loss-correlation", config.loss_correlation, "a trace already says who loses together")
+        return f"--loss-model {cls.name}"
+
+    @classmethod
+    def label(cls, flags: Mapping[str, Any], phase: str) -> str:
+        return cls.name
+
+    @classmethod
+    def highest_rate(cls, loss: PhaseLoss) -> float | None:
+        return None
 
     def _array(self, phase: str, stream: Stream) -> np.ndarray:
         array = self.arrays.get(f"{phase}.{stream.name}", self.arrays.get(phase))

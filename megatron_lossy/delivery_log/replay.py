@@ -7,27 +7,22 @@ losses are drawn again from the recorded seed and flags, and checked against the
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from ..channel import Channel
+from ..channel import Channel, make_channel
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..exchange import Exchange, Stream
 from .reader import BadLog, DeliveryLogFolder, Links, LogFile
 from .schema import check_pyarrow, digests, pack
 
-#: Makes the channel of a phase from flags: :func:`megatron_lossy.channel.make_channel`.
-MakeChannel = Callable[[LossyConfig, str], Channel]
-
 
 class Redrawn:
     """Fills in what rows without bitmaps lost."""
 
-    def __init__(self, make_channel: MakeChannel) -> None:
-        self._make_channel = make_channel
+    def __init__(self) -> None:
         self._channels: dict[tuple[str, str], Channel] = {}
 
     def fill(self, links: Links, chosen: np.ndarray, exchange: Exchange, file: LogFile) -> np.ndarray:
@@ -42,7 +37,7 @@ class Redrawn:
             return arrived
         key = (repr(file.meta.loss), exchange.phase)
         if key not in self._channels:
-            self._channels[key] = self._make_channel(file.meta.config, exchange.phase)
+            self._channels[key] = make_channel(file.meta.config, exchange.phase)
         some = chosen[open_]
         arrived[open_] = self._channels[key].delivered_links(
             exchange, links.sources[some], links.destinations[some], arrived.shape[1]
@@ -79,11 +74,14 @@ class Recorded(Channel):
     skipped, a phase without loss) loses nothing. Raises :class:`UsageError` for an iteration without records.
     """
 
-    def __init__(self, config: LossyConfig, path: Path, make_channel: MakeChannel) -> None:
+    name = "trace"
+    redrawable = False
+
+    def __init__(self, config: LossyConfig, path: Path) -> None:
         super().__init__(config.phase("grad"), config.loss_seed)
         check_pyarrow("--trace", path)
         self.path = path
-        self._redrawn = Redrawn(make_channel)
+        self._redrawn = Redrawn()
         self._steps: dict[Stream, int] = {}
         self._kept: OrderedDict[tuple[LogFile, Exchange], tuple[Links, np.ndarray] | None] = OrderedDict()
         try:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..channel import make_channel
 from ..config import PHASES
 from ..exchange import Exchange, Stream
 from .reader import BadLog, DeliveryLogFolder, LogFile, Rows
@@ -28,7 +27,7 @@ class Verdict:
 def verify(folder: DeliveryLogFolder) -> Verdict:
     """Read everything; check rows, bitmaps, digests, gaps, missing ranks, and that ranks agree."""
     verdict = Verdict()
-    redrawn = Redrawn(make_channel)
+    redrawn = Redrawn()
     for rank, files in folder.ranks.items():
         good = None
         for number, file in enumerate(files):

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from .. import __version__
 from ..config import LossyConfig, flag_name, identity
 from ..errors import refuse
-from ..exchange import Observation
+from ..exchange import Delivery
+from ..monitor.observer import Look, Observer
+from ..registry import CHANNELS
 from . import schema
 
 if TYPE_CHECKING:
@@ -31,9 +33,6 @@ _GROUP_BYTES = 2**20
 # A file is closed when what it will hold takes about this much memory.
 _FILE_BYTES = 2**26
 _ROW_BYTES = 48  # of a row without its bitmap, in memory
-
-#: Losses that the flags alone determine, so that a digest is enough.
-_REDRAWN = ("bernoulli", "gilbert-elliott")
 
 
 def claim_delivery_log(config: LossyConfig, ranks: int, resumes: bool, run: dict[str, Any]) -> None:
@@ -102,8 +101,8 @@ class _Entry:
         return self.lost.size * _ROW_BYTES + (self.bitmaps.nbytes if self.bitmaps is not None else 0)
 
 
-class DeliveryLog:
-    """Writes the log of this process's rank; of all receivers in a virtual cluster. An :class:`Observer`."""
+class DeliveryLog(Observer):
+    """Writes the log of this process's rank; of all receivers in a virtual cluster."""
 
     def __init__(self, config: LossyConfig) -> None:
         schema.check_pyarrow(_FLAG, config.delivery_log)
@@ -120,26 +119,26 @@ class DeliveryLog:
     def _rank(self) -> int:
         return dist.get_rank() if dist.is_initialized() else 0
 
-    # --- what the Observer protocol asks ---------------------------------------------------------------------------
+    # --- what a run tells -------------------------------------------------------------------------------------------
 
-    def observe(self, observation: Observation) -> None:
+    def observe(self, delivery: Delivery) -> None:
         if not self._checked:
             self._check_free()
-        exchange = observation.exchange
+        exchange = delivery.exchange
         phases = self._streams.setdefault(exchange.stream.name, {})
         if exchange.phase not in phases:
             phases[exchange.phase] = schema.PhaseCut(
-                tuple(map(int, observation.sources)),
-                tuple(map(int, observation.receivers)),
-                observation.arrived.shape[2],
-                tuple((cut.first, cut.count, cut.shard, cut.elements) for cut in observation.buckets),
+                tuple(map(int, delivery.sources)),
+                tuple(map(int, delivery.receivers)),
+                delivery.arrived.shape[2],
+                tuple((cut.first, cut.count, cut.shard, cut.elements) for cut in delivery.cut),
             )
-        entry = self._entry(observation)
+        entry = self._entry(delivery)
         if entry.lost.size:  # nothing crosses the network in a group of one rank
             self._entries.append(entry)
             self._size += entry.size
 
-    def finish_iteration(self, iteration: int, successful: bool) -> None:
+    def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
         self._end = iteration + 1
         if self._end - self._first >= self._config.delivery_log_chunk or self._size >= _FILE_BYTES:
             self.save()
@@ -151,9 +150,6 @@ class DeliveryLog:
         for path, first, last in self._own_files():
             if last >= iteration:
                 self._cut(path, first, iteration)
-
-    def metrics(self) -> dict[str, float]:
-        return {}
 
     def save(self) -> None:
         """Close the file of all iterations that are over."""
@@ -170,9 +166,9 @@ class DeliveryLog:
 
     # --- rows ------------------------------------------------------------------------------------------------------
 
-    def _entry(self, observation: Observation) -> _Entry:
-        exchange, arrived = observation.exchange, observation.arrived
-        sources, receivers = np.array(observation.sources), np.array(observation.receivers)
+    def _entry(self, delivery: Delivery) -> _Entry:
+        exchange, arrived = delivery.exchange, delivery.arrived
+        sources, receivers = np.array(delivery.sources), np.array(delivery.receivers)
         crosses = receivers[:, None] != sources
         if exchange.phase == "grad" and self._config.lossy_self:
             crosses = np.ones_like(crosses)
@@ -182,7 +178,7 @@ class DeliveryLog:
         by_bucket = self._config.loss_unit != "shard"
         redrawn = self._redrawn(exchange.phase)
         if by_bucket and not redrawn:
-            parts = [(number, cut.numbers) for number, cut in enumerate(observation.buckets)]
+            parts = [(number, cut.numbers) for number, cut in enumerate(delivery.cut)]
         else:
             parts = [(schema.ALL_BUCKETS, all_units)]
         units = np.array([numbers.stop - numbers.start for _, numbers in parts], dtype=np.int32)
@@ -207,7 +203,9 @@ class DeliveryLog:
         """Whether rows carry a digest in place of the bitmap, because the losses can be drawn again."""
         config = self._config
         return (
-            config.loss_unit == "packet" and not config.delivery_log_bitmaps and config.phase(phase).model in _REDRAWN
+            config.loss_unit == "packet"
+            and not config.delivery_log_bitmaps
+            and CHANNELS.load(config.phase(phase).model).redrawable
         )
 
     # --- files -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from ..ledger import Patch
 _CPU = torch.device("cpu")
 
 _VERSIONS = "megatron-core 0.11 to 0.20"
+_UNTIL = "Megatron trains on CPU"
 
 # The constructors that Megatron calls with device="cuda".
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
@@ -99,35 +100,23 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, torch.device) and device.type == "cuda"
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``factory``, with a CUDA device replaced by the CPU, where there is no pinned memory either."""
-
-    @functools.wraps(factory)
-    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
-            kwargs["device"] = _CPU
-            kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
-
-    return create
+def _factory(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Around a constructor of tensors: a CUDA device becomes the CPU, where there is no pinned memory either."""
+    if "device" in kwargs and _is_cuda(kwargs["device"]):
+        kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+    return original(*args, **kwargs)
 
 
 def _tensor_cuda(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return tensor
 
 
-def _tensor_type(original: Any) -> Callable[..., Any]:
+@functools.wraps(torch._C.TensorBase.type)
+def _tensor_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """``Tensor.type``, which without arguments names the CUDA type as it would on a GPU."""
-    base = torch._C.TensorBase.type
-
-    @functools.wraps(base)
-    def named(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        result = base(tensor, *args, **kwargs)
-        if isinstance(result, str):
-            return result.replace("torch.", "torch.cuda.", 1)
-        return result
-
-    return named
+    result = torch._C.TensorBase.type(tensor, *args, **kwargs)
+    return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 
 
 def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -157,53 +146,38 @@ def _fork_rng(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
         torch.set_rng_state(tracker.states_.get(outer_name, outer))
 
 
-def _state_dict_before_first_step(original: Callable) -> Callable:
-    """``DistributedOptimizer.state_dict`` also before the first step, when torch's optimizers have no state yet."""
-
-    @functools.wraps(original)
-    def state_dict(self: Any) -> Any:
-        if not self.optimizer.state and self.init_state_fn is not None:
-            self.init_state_fn(self.optimizer, self.config)
-            for state in self.optimizer.state.values():
-                state["step"] = torch.tensor(0.0)
-        return original(self)
-
-    return state_dict
+def _state_dict(original: Callable, self: Any) -> Any:
+    """Around ``DistributedOptimizer.state_dict``, before the first step, when torch's optimizers have no state yet."""
+    if not self.optimizer.state and self.init_state_fn is not None:
+        self.init_state_fn(self.optimizer, self.config)
+        for state in self.optimizer.state.values():
+            state["step"] = torch.tensor(0.0)
+    return original(self)
 
 
-def _load_state_dict_with_steps(original: Callable) -> Callable:
-    """``DistributedOptimizer.load_state_dict`` that gives every parameter the step count of its group.
+def _load_state_dict(original: Callable, self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around ``DistributedOptimizer.load_state_dict``: gives every parameter the step count of its group.
 
     Megatron hands all of them one tensor, which torch's optimizers would count up once per parameter, and which a
     distributed checkpoint resets to zero. Without autograd: the main parameters of fp32 models are the model's own.
     """
-
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            result = original(self, state_dict, *args, **kwargs)
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if "step" in self.optimizer.state[parameter]:
-                    self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
-        return result
-
-    return load_state_dict
+    with torch.no_grad():
+        result = original(self, state_dict, *args, **kwargs)
+    for group in self.optimizer.param_groups:
+        for parameter in group["params"]:
+            if "step" in self.optimizer.state[parameter]:
+                self.optimizer.state[parameter]["step"] = torch.tensor(float(group["step"]))
+    return result
 
 
-def _set_states_without_step(original: Callable) -> Callable:
-    """``DistributedOptimizer._set_main_param_and_optimizer_states`` for files that hold no step count."""
-
-    @functools.wraps(original)
-    def set_states(self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        known = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        if "step" in known and "step" not in tensors:
-            tensors = {**tensors, "step": known["step"]}
-        with torch.no_grad():
-            original(self, model_param, tensors)
-
-    return set_states
+def _set_states(original: Callable, self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """Around ``DistributedOptimizer._set_main_param_and_optimizer_states``, for files that hold no step count."""
+    group, order = self.model_param_group_index_map[model_param]
+    known = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+    if "step" in known and "step" not in tensors:
+        tensors = {**tensors, "step": known["step"]}
+    with torch.no_grad():
+        original(self, model_param, tensors)
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -211,18 +185,14 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _nothing_to_quantize(original: Callable) -> Callable:
-    """``_quantize_param_shard_impl`` of 0.12, which fails without Transformer Engine even without fp8 parameters."""
-
-    @functools.wraps(original)
-    def quantize(model_params: Any, *args: Any, **kwargs: Any) -> None:
-        if model_params:
-            original(model_params, *args, **kwargs)
-
-    return quantize
+def _quantize(original: Callable, model_params: Any, *args: Any, **kwargs: Any) -> None:
+    """Around ``_quantize_param_shard_impl`` of 0.12, which fails without Transformer Engine even without fp8."""
+    if model_params:
+        original(model_params, *args, **kwargs)
 
 
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
+    """A patch whose new value is ``replacement``."""
     if isinstance(replacement, types.FunctionType):
         # torch.compile keeps one rule per function object: no two names may share one.
         replacement = types.FunctionType(
@@ -232,7 +202,7 @@ def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
             replacement.__defaults__,
             replacement.__closure__,
         )
-    return Patch(target, lambda _: replacement, why, _VERSIONS, "Megatron trains on CPU", **options)
+    return Patch(target=target, value=lambda: replacement, why=why, versions=_VERSIONS, until=_UNTIL, **options)
 
 
 def patches() -> list[Patch]:
@@ -243,7 +213,8 @@ def patches() -> list[Patch]:
     state = "the random state of dropout is that of the CPU's generator"
     rng = "megatron.core.tensor_parallel.random"
     eager = torch._dynamo.eval_frame.DynamoStance("force_eager")
-    result = [
+    optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+    return [
         _patch("torch.cuda:current_device", _current_device, "buffers are created on torch.cuda.current_device()"),
         _patch("torch.cuda:set_device", _nothing, "there is one device"),
         _patch("torch.cuda:synchronize", _nothing, "work is done when a call returns"),
@@ -261,12 +232,10 @@ def patches() -> list[Patch]:
         _patch(f"{rng}:_set_cuda_rng_state", _set_rng_state, state),
         _patch(f"{rng}:CudaRNGStatesTracker.fork", _fork_rng, state),
         _patch("torch:Tensor.cuda", _tensor_cuda, "moves tensors and modules to the GPU", create=True),
-        Patch(
+        _patch(
             "torch:Tensor.type",
             _tensor_type,
             "optimizers sort parameters, and clipping checks gradients, by 'torch.cuda.*' type names",
-            _VERSIONS,
-            "Megatron trains on CPU",
             create=True,
         ),
         _patch(
@@ -283,42 +252,40 @@ def patches() -> list[Patch]:
             create=True,
         ),
         Patch(
-            "megatron.core.fp8_utils:_quantize_param_shard_impl",
-            _nothing_to_quantize,
-            "the update of parameters that are not fp8 goes through it too",
-            "megatron-core 0.12",
-            "0.12 is no longer supported",
+            target="megatron.core.fp8_utils:_quantize_param_shard_impl",
+            around=_quantize,
+            why="the update of parameters that are not fp8 goes through it too",
+            versions="megatron-core 0.12",
+            until="0.12 is no longer supported",
             optional=True,
         ),
         _patch("torch._dynamo.eval_frame:_stance", eager, "compiling for the CPU takes longer than small runs do"),
-    ]
-    optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
-    for name, replacement, why in (
-        ("state_dict", _state_dict_before_first_step, "a checkpoint is loaded before torch's Adam has state"),
-        ("load_state_dict", _load_state_dict_with_steps, "torch's Adam would lose its step count"),
-        (
-            "_set_main_param_and_optimizer_states",
-            _set_states_without_step,
-            "checkpoints of the format torch hold no step count of torch's Adam",
+        *(
+            Patch(
+                target=f"{optimizer}.{name}",
+                around=around,
+                why=why,
+                versions=_VERSIONS,
+                until="Megatron loads checkpoints without Transformer Engine and Apex",
+            )
+            for name, around, why in (
+                ("state_dict", _state_dict, "a checkpoint is loaded before torch's Adam has state"),
+                ("load_state_dict", _load_state_dict, "torch's Adam would lose its step count"),
+                (
+                    "_set_main_param_and_optimizer_states",
+                    _set_states,
+                    "checkpoints of the format torch hold no step count of torch's Adam",
+                ),
+            )
         ),
-    ):
-        result.append(
+        *(
             Patch(
-                f"{optimizer}.{name}",
-                replacement,
-                why,
-                _VERSIONS,
-                "Megatron loads checkpoints without Transformer Engine and Apex",
+                target=f"torch:{name}",
+                around=_factory,
+                why='scalars and masks are created with device="cuda"',
+                versions=_VERSIONS,
+                until=_UNTIL,
             )
-        )
-    for name in _FACTORIES:
-        result.append(
-            Patch(
-                f"torch:{name}",
-                _on_cpu,
-                'scalars and masks are created with device="cuda"',
-                _VERSIONS,
-                "Megatron trains on CPU",
-            )
-        )
-    return result
+            for name in _FACTORIES
+        ),
+    ]

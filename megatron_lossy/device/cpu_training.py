@@ -6,7 +6,6 @@ Separate because megatron.training comes with a checkout of Megatron-LM: wheels 
 from __future__ import annotations
 
 import collections
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,18 +13,17 @@ import torch
 
 from ..ledger import Patch
 
+_VERSIONS = "Megatron-LM 0.13 to 0.20"
+_UNTIL = "Megatron trains on CPU"
 
-def _without_cuda(initialize_megatron: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(initialize_megatron, allow_no_cuda=True)
+
+def _initialize_megatron(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **{"allow_no_cuda": True, **kwargs})
 
 
-def _keeping_rng(build_iterators: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(build_iterators)
-    def build(*args: Any, **kwargs: Any) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            return build_iterators(*args, **kwargs)
-
-    return build
+def _build_iterators(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        return original(*args, **kwargs)
 
 
 def _one_device() -> int:
@@ -49,25 +47,25 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
-    return Patch(target, lambda _: replacement, why, "Megatron-LM 0.13 to 0.20", "Megatron trains on CPU", **options)
+    return Patch(target=target, value=lambda: replacement, why=why, versions=_VERSIONS, until=_UNTIL, **options)
 
 
 def patches() -> list[Patch]:
     """Every attribute that megatron.training needs replaced on a machine without an accelerator."""
     return [
         Patch(
-            "megatron.training.training:initialize_megatron",
-            _without_cuda,
-            "pretrain() asserts that CUDA is available",
-            "Megatron-LM 0.13 to 0.20",
-            "Megatron trains on CPU",
+            target="megatron.training.training:initialize_megatron",
+            around=_initialize_megatron,
+            why="pretrain() asserts that CUDA is available",
+            versions=_VERSIONS,
+            until=_UNTIL,
         ),
         Patch(
-            "megatron.training.training:build_train_valid_test_data_iterators",
-            _keeping_rng,
-            "data loaders draw from the CPU's generator, which must reach dropout as the checkpoint left it",
-            "Megatron-LM 0.13 to 0.20",
-            "Megatron trains on CPU",
+            target="megatron.training.training:build_train_valid_test_data_iterators",
+            around=_build_iterators,
+            why="data loaders draw from the CPU's generator, which must reach dropout as the checkpoint left it",
+            versions=_VERSIONS,
+            until=_UNTIL,
         ),
         _patch("torch.cuda:device_count", _one_device, "without devices no parallel groups are initialised"),
         _patch("torch.cuda:memory_stats", _no_memory, "logged to TensorBoard on request"),

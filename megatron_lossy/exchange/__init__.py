@@ -1,7 +1,7 @@
 """What is exchanged, how it is cut into units, and what came of it. Pure: NumPy only."""
 
-from .delivery import Observation
+from .delivery import Delivery
 from .exchange import KINDS, Exchange, Stream
-from .units import BucketUnits, cut
+from .units import BucketUnits, cut, units_of
 
-__all__ = ["KINDS", "BucketUnits", "Exchange", "Observation", "Stream", "cut"]
+__all__ = ["KINDS", "BucketUnits", "Delivery", "Exchange", "Stream", "cut", "units_of"]

@@ -63,3 +63,8 @@ def cut(
         return [BucketUnits(k, 1, shard, shard) for k, shard in enumerate(shards)], len(shards)
     assert unit == "shard"
     return [BucketUnits(0, 1, shard, shard) for shard in shards], 1
+
+
+def units_of(cut: Sequence[BucketUnits]) -> int:
+    """Units per link and step of a stream whose buckets are cut as ``cut``."""
+    return max((bucket.first + bucket.count for bucket in cut), default=0)

@@ -1,26 +1,23 @@
 """The patches of megatron.training: flags, checks, evaluation, checkpoints (docs/semantics.md).
 
-Only a checkout of Megatron-LM has megatron.training; the wheel of megatron-core does not.
+Only a checkout of Megatron-LM has megatron.training; the wheel of megatron-core does not before 0.17.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
-import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
 
 from ..config import LossyConfig, add_flags
 from ..delivery_log.writer import claim_delivery_log
 from ..errors import usage_errors
 from ..ledger import Patch, Takes
 from .checks import check_arguments
+from .rng import rng_state, set_rng_state
 from .runtime import Lossy
 
 _ARGUMENTS = "megatron.training.arguments"
@@ -34,58 +31,36 @@ FLAG_GROUP = "loss (megatron-lossy)"
 
 def flag_patches() -> list[Patch]:
     """Make Megatron's parser know our flags."""
-
-    def add(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def _add_distributed_args(parser: Any) -> Any:
-            return add_flags(original(parser), LossyConfig, FLAG_GROUP)
-
-        return _add_distributed_args
-
-    why = "adds the loss flags to Megatron's own"
-    takes = Takes(("parser",), others=())
-    return [Patch(f"{_ARGUMENTS}:_add_distributed_args", add, why, "all", "Megatron loads plugins' flags", takes=takes)]
+    return [
+        Patch(
+            target=f"{_ARGUMENTS}:_add_distributed_args",
+            around=_add_distributed_args,
+            why="adds the loss flags to Megatron's own",
+            versions="all",
+            until="Megatron loads plugins' flags",
+            takes=Takes(("parser",), others=()),
+        )
+    ]
 
 
 def patches(lossy: Lossy) -> list[Patch]:
     """Every patch that a lossy run needs in megatron.training."""
-
-    def check(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-            result = original(args, *rest, **kwargs)
-            with usage_errors():
-                check_arguments(args, lossy.config)
-                _claim_delivery_log(args, lossy.config)
-            return result
-
-        return validate_args
-
-    def skip(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def dummy_train_step(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            lossy.skip_iteration()
-            return result
-
-        return dummy_train_step
-
     evaluation = Patch(
-        f"{_TRAINING}:evaluate",
-        lambda original: _evaluate(original, lossy),
-        "evaluates with the weights that --eval-weights asks for",
-        "all",
-        "Megatron evaluates through a hook",
+        target=f"{_TRAINING}:evaluate",
+        around=partial(evaluate, lossy),
+        why="evaluates with the weights that --eval-weights asks for",
+        versions="all",
+        until="Megatron evaluates through a hook",
         takes=Takes(("forward_step_func", "data_iterator", "model")),
     )
     return [
         *(
             Patch(
-                f"{module}:validate_args",
-                check,
-                "refuses settings that cannot go with loss before any process group exists",
-                "all",
-                "Megatron validates plugins' flags",
+                target=f"{module}:validate_args",
+                around=partial(validate_args, lossy),
+                why="refuses settings that cannot go with loss before any process group exists",
+                versions="all",
+                until="Megatron validates plugins' flags",
                 optional=module != _ARGUMENTS,
                 takes=Takes(("args",)),
             )
@@ -93,41 +68,61 @@ def patches(lossy: Lossy) -> list[Patch]:
         ),
         *(
             Patch(
-                f"{module}:save_checkpoint",
-                lambda original: _save(original, lossy),
-                "checkpoints hold the owners' weights",
-                "all",
-                "Megatron gathers parameters before a save",
+                target=f"{module}:save_checkpoint",
+                around=partial(save_checkpoint, lossy),
+                why="checkpoints hold the owners' weights",
+                versions="all",
+                until="Megatron gathers parameters before a save",
                 takes=Takes(("iteration", "model"), named=("non_persistent_ckpt",)),
             )
             for module in (_CHECKPOINTING, _TRAINING)
         ),
         Patch(
-            f"{_TRAINING}:load_checkpoint",
-            lambda original: _load(original, lossy),
-            "draws continue at the loaded iteration",
-            "all",
-            "Megatron tells its core the iteration",
+            target=f"{_TRAINING}:load_checkpoint",
+            around=partial(load_checkpoint, lossy),
+            why="draws continue at the loaded iteration",
+            versions="all",
+            until="Megatron tells its core the iteration",
             takes=Takes(("ddp_model|model", "optimizer")),
         ),
         *([] if lossy.config.eval_weights == "replica" else [evaluation]),
         Patch(
-            f"{_TRAINING}:training_log",
-            lambda original: _training_log(original, lossy),
-            "writes what the monitors measured beside Megatron's own values",
-            "all",
-            "Megatron logs plugins' values",
+            target=f"{_TRAINING}:training_log",
+            around=partial(training_log, lossy),
+            why="writes what the monitors measured beside Megatron's own values",
+            versions="all",
+            until="Megatron logs plugins' values",
             takes=Takes(named=("iteration",)),
         ),
         Patch(
-            f"{_TRAINING}:dummy_train_step",
-            skip,
-            "iterations without an optimizer step (--iterations-to-skip) count as well",
-            "0.12 and later",
-            "Megatron tells its core the iteration",
+            target=f"{_TRAINING}:dummy_train_step",
+            around=partial(dummy_train_step, lossy),
+            why="iterations without an optimizer step (--iterations-to-skip) count as well",
+            versions="0.12 and later",
+            until="Megatron tells its core the iteration",
             optional=True,
         ),
     ]
+
+
+def _add_distributed_args(original: Callable, parser: Any) -> Any:
+    return add_flags(original(parser), LossyConfig, FLAG_GROUP)
+
+
+def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Around Megatron's checks of its arguments: ours follow."""
+    result = original(args, *rest, **kwargs)
+    with usage_errors():
+        check_arguments(args, lossy.config)
+        _claim_delivery_log(args, lossy.config)
+    return result
+
+
+def dummy_train_step(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Around an iteration that trains nothing."""
+    result = original(*args, **kwargs)
+    lossy.skip_iteration()
+    return result
 
 
 def _claim_delivery_log(args: Any, config: LossyConfig) -> None:
@@ -143,50 +138,39 @@ def _checkpoint_folder(save_or_load: str, iteration: int) -> str:
     return get_checkpoint_name(save_or_load, iteration, return_base_dir=True)
 
 
-def _save(original: Callable, lossy: Lossy) -> Callable:
-    @functools.wraps(original)
-    def save_checkpoint(iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
+def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around a save: the checkpoint holds the owners' weights."""
+    from megatron.training import get_args
+
+    if not kwargs.get("non_persistent_ckpt"):
+        # Before the checkpoint: its last act is to become the latest one.
+        lossy.save_replicas(_checkpoint_folder(get_args().save, iteration))
+    with lossy.owner_weights(model):
+        return original(iteration, model, *args, **kwargs)
+
+
+def load_checkpoint(lossy: Lossy, original: Callable, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around a load: the run goes on at the checkpoint's iteration, with its replicas if they were saved."""
+    result = original(model, optimizer, *args, **kwargs)
+    if optimizer is not None:  # not a reference model
         from megatron.training import get_args
 
-        if not kwargs.get("non_persistent_ckpt"):
-            # Before the checkpoint: its last act is to become the latest one.
-            lossy.save_replicas(_checkpoint_folder(get_args().save, iteration))
-        with lossy.owner_weights(model):
-            return original(iteration, model, *args, **kwargs)
-
-    return save_checkpoint
+        iteration = result[0]
+        lossy.set_iteration(iteration)
+        if iteration:
+            lossy.load_replicas(_checkpoint_folder(get_args().load, iteration))
+    return result
 
 
-def _load(original: Callable, lossy: Lossy) -> Callable:
-    @functools.wraps(original)
-    def load_checkpoint(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(model, optimizer, *args, **kwargs)
-        if optimizer is not None:  # not a reference model
-            from megatron.training import get_args
+def training_log(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Around Megatron's log line: the monitors' values follow."""
+    from megatron.training import get_args
 
-            iteration = result[0]
-            lossy.set_iteration(iteration)
-            if iteration:
-                lossy.load_replicas(_checkpoint_folder(get_args().load, iteration))
-        return result
-
-    return load_checkpoint
-
-
-def _training_log(original: Callable, lossy: Lossy) -> Callable:
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def training_log(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
-        result = original(*args, **kwargs)
-        iteration = signature.bind(*args, **kwargs).arguments["iteration"]
-        if iteration % get_args().log_interval == 0:
-            _write(lossy.metrics(), iteration)
-        return result
-
-    return training_log
+    result = original(*args, **kwargs)
+    iteration = inspect.signature(original).bind(*args, **kwargs).arguments["iteration"]
+    if iteration % get_args().log_interval == 0:
+        _write(lossy.metrics(), iteration)
+    return result
 
 
 def _write(metrics: dict[str, float], iteration: int) -> None:
@@ -235,49 +219,24 @@ def _record(data_iterator: Any) -> tuple[Any, Callable[[], Any]]:
     return recorder, repeat
 
 
-def _rng_state() -> dict[str, Any]:
-    from megatron.core import tensor_parallel
-
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    from megatron.core import tensor_parallel
-
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    torch.cuda.set_rng_state(state["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-
-
-def _evaluate(original: Callable, lossy: Lossy) -> Callable:
-    """``evaluate(forward_step_func, data_iterator, model, …)`` with owners' weights, or twice with both."""
-
-    @functools.wraps(original)
-    def evaluate(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if lossy.config.eval_weights == "owner":
-            with lossy.owner_weights(model):
-                return original(forward_step_func, data_iterator, model, *args, **kwargs)
-        from megatron.training import get_args
-
-        recorder, repeat = _record(data_iterator)
-        state = _rng_state()
-        losses, extra, time_limit = original(forward_step_func, recorder, model, *args, **kwargs)
-        if time_limit:
-            return losses, extra, time_limit
-        consumed = get_args().consumed_valid_samples
-        _set_rng_state(state)
+def evaluate(
+    lossy: Lossy, original: Callable, forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Around ``evaluate(forward_step_func, data_iterator, model, …)``: with owners' weights, or twice with both."""
+    if lossy.config.eval_weights == "owner":
         with lossy.owner_weights(model):
-            owner, _, time_limit = original(forward_step_func, repeat(), model, *args, **kwargs)
-        get_args().consumed_valid_samples = consumed
-        losses = losses | {f"{key} (owner weights)": value for key, value in (owner or {}).items()}
-        return losses, extra, time_limit
+            return original(forward_step_func, data_iterator, model, *args, **kwargs)
+    from megatron.training import get_args
 
-    return evaluate
+    recorder, repeat = _record(data_iterator)
+    state = rng_state()
+    losses, extra, time_limit = original(forward_step_func, recorder, model, *args, **kwargs)
+    if time_limit:
+        return losses, extra, time_limit
+    consumed = get_args().consumed_valid_samples
+    set_rng_state(state)
+    with lossy.owner_weights(model):
+        owner, _, time_limit = original(forward_step_func, repeat(), model, *args, **kwargs)
+    get_args().consumed_valid_samples = consumed
+    losses = losses | {f"{key} (owner weights)": value for key, value in (owner or {}).items()}
+    return losses, extra, time_limit

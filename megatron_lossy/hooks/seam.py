@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from ..transport import LossyGroup
+from ..run import Run
+from ..transport import LossyGroup, Transfer
 
 _ATTRIBUTE = "_megatron_lossy_slot"
 _open = threading.local()  # autograd launches collectives on a thread of its own
@@ -41,98 +42,64 @@ def slot_of(buffer: torch.Tensor) -> Slot | None:
     return getattr(buffer, _ATTRIBUTE, None)
 
 
-class _Pending:
-    """What is left to do after the collectives of one coalescing context."""
-
-    def __init__(self) -> None:
-        self.finishes: list[tuple[Callable[[torch.Tensor], None], torch.Tensor]] = []
-
-    def run(self) -> None:
-        finishes, self.finishes = self.finishes, []
-        with torch.no_grad():
-            for finish, output in finishes:
-                finish(output)
-
-
-class _Handle:
-    """A handle whose ``wait`` also finishes the recovery; everything else is the wrapped handle's."""
-
-    def __init__(self, handle: Any, pending: _Pending) -> None:
-        self._handle = handle
-        self._pending = pending
-        self._waited = False
-
-    def wait(self) -> None:
-        # Only once: every wait of gloo's reduce-scatter copies the unrecovered result into the output again.
-        if not self._waited:
-            self._waited = True
-            self._handle.wait()
-            self._pending.run()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._handle, name)
+@contextlib.contextmanager
+def coalescing_manager(original: Callable, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Around ``_coalescing_manager``: the lossy exchanges begun in it are complete when it is, or its handle."""
+    asynchronous = kwargs.get("async_ops", args[2] if len(args) > 2 else False)
+    transfers: list[Transfer] = []
+    outer, _open.transfers = getattr(_open, "transfers", None), transfers
+    try:
+        with original(*args, **kwargs) as manager:
+            yield Transfer(manager, lambda: _complete(transfers))
+    finally:
+        _open.transfers = outer
+    if not asynchronous:
+        _complete(transfers)
 
 
-def wrap_coalescing_manager(original: Callable) -> Callable:
-    """``_coalescing_manager`` that finishes the lossy exchanges made in it."""
-
-    @contextlib.contextmanager
-    def coalescing_manager(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        asynchronous = kwargs.get("async_ops", args[2] if len(args) > 2 else False)
-        outer, _open.pending = getattr(_open, "pending", None), _Pending()
-        pending = _open.pending
-        try:
-            with original(*args, **kwargs) as manager:
-                yield _Handle(manager, pending)
-        finally:
-            _open.pending = outer
-        if not asynchronous:
-            pending.run()
-
-    return coalescing_manager
+def _complete(transfers: list[Transfer]) -> None:
+    """The collectives of a context have arrived."""
+    for transfer in transfers:
+        transfer.complete()
 
 
-def wrap_reduce_scatter(original: Callable, step: Callable[[], int], loss_scale: Callable[[], Any]) -> Callable:
-    """A reduce-scatter (``output, input, op=, group=, async_op=``) that loses what its slot says.
-
-    ``step()``: the iteration that is being computed. ``loss_scale()``: what the loss is multiplied with, or ``None``.
-    """
-
-    def reduce_scatter(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        slot = slot_of(input)
-        if slot is None:
-            return original(output, input, *args, **kwargs)
-        averaged = kwargs.get("op", args[0] if args else None) == torch.distributed.ReduceOp.AVG
-        with torch.no_grad():
-            finish = slot.group.before_reduce_scatter(slot.bucket, input, step(), averaged, loss_scale())
-        return _finish_later(original(output, input, *args, **kwargs), finish, output)
-
-    return reduce_scatter
-
-
-def wrap_all_gather(original: Callable, step: Callable[[], int | None]) -> Callable:
-    """An all-gather (``output, input, group=, async_op=``) that keeps the stale units its slot says.
-
-    ``step()``: the last successful update, or ``None`` if there was none since the weights were equal everywhere.
-    """
-
-    def all_gather(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        slot, current = slot_of(output), step()
-        if slot is None or current is None:
-            return original(output, input, *args, **kwargs)
-        with torch.no_grad():
-            finish = slot.group.before_all_gather(slot.bucket, output, current)
-        return _finish_later(original(output, input, *args, **kwargs), finish, output)
-
-    return all_gather
+def reduce_scatter(
+    run: Run, original: Callable, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Around a reduce-scatter (``output, input, op=, group=, async_op=``): it loses what its slot says."""
+    slot = slot_of(input)
+    if slot is None or slot.group.lossless("grad"):
+        return original(output, input, *args, **kwargs)
+    averaged = kwargs.get("op", args[0] if args else None) == torch.distributed.ReduceOp.AVG
+    return _begun(
+        slot.group.reduce_scatter(
+            slot.bucket,
+            input,
+            output,
+            run.iteration,
+            lambda: original(output, input, *args, **kwargs),
+            averaged,
+            run.loss_scale(),
+        )
+    )
 
 
-def _finish_later(handle: Any, finish: Callable | None, output: torch.Tensor) -> Any:
-    """Do ``finish`` when the open coalescing context ends or the returned handle is waited for."""
-    if finish is None:
-        return handle
-    pending = _open.pending
-    assert pending is not None, "Megatron ran a data-parallel collective outside its coalescing context"
-    pending.finishes.append((finish, output))
+def all_gather(
+    run: Run, original: Callable, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Around an all-gather (``output, input, group=, async_op=``): it keeps the stale units that its slot says."""
+    slot, update = slot_of(output), run.update
+    if slot is None or update is None or slot.group.lossless("param"):
+        return original(output, input, *args, **kwargs)
+    return _begun(
+        slot.group.all_gather(slot.bucket, output, update, lambda: original(output, input, *args, **kwargs))
+    )
+
+
+def _begun(transfer: Transfer) -> Any:
+    """Complete ``transfer`` when the open coalescing context ends or its handle is waited for."""
+    transfers = _open.transfers
+    assert transfers is not None, "Megatron ran a data-parallel collective outside its coalescing context"
+    transfers.append(transfer)
     # With fp32 accumulation Megatron waits for this handle instead of the context's.
-    return _Handle(handle, pending) if handle is not None else None
+    return transfer if transfer.has_work else None

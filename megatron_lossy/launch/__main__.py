@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import UsageError, usage_errors
+from ..registry import CHANNELS
 from .checks import check, check_memory
 from .command import container, launch_command, shell, torchrun_environment
 from .devices import GIB
@@ -96,7 +97,7 @@ def _rate(plan: Plan, phase: str) -> str:
     loss = plan.lossy.phase(phase)
     if loss.lossless:
         return "0 %"
-    if loss.matrix or loss.trace or loss.transitions:
+    if CHANNELS.load(loss.model).highest_rate(loss) is None:
         return loss.model
     rates = loss.schedule.rates
     return f"{100 * rates[0]:g} %" if len(rates) == 1 else " to ".join(f"{100 * rate:g} %" for rate in rates)

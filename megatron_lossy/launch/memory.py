@@ -31,6 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..config import LossyConfig
+from ..registry import CHANNELS, GRAD_RECOVERIES
 from ..train.config import TrainConfig
 from .devices import GIB, Device
 
@@ -176,8 +177,9 @@ def _loss(lossy: LossyConfig, weights: int, compute: int, shards: int, device: D
     masked = device.kind == "hpu"
     if param:
         components["stale units"] = weights * compute * (1 if masked else param)
-    if grad and lossy.grad_recovery == "previous":
-        components["last gradients"] = 2 * weights * _GRADIENT * (1 if masked else grad)
+    kept = GRAD_RECOVERIES.load(lossy.grad_recovery).kept_share(1 if masked else grad)
+    if grad and kept:
+        components["last gradients"] = kept * weights * _GRADIENT
     if masked and (grad or param):
         components["selection"] = weights * (_GRADIENT if grad else compute)
     return components
@@ -188,9 +190,9 @@ def _share(lossy: LossyConfig, phase: str, shards: int) -> float:
     loss = lossy.phase(phase)
     if loss.lossless:
         return 0.0
-    if loss.transitions is not None or loss.matrix is not None or loss.trace is not None:
-        return 1.0  # no mean rate is known without reading files
-    rate = max(loss.schedule.rates)
+    rate = CHANNELS.load(loss.model).highest_rate(loss)
+    if rate is None:
+        return 1.0
     others = shards - 1
     spread = 0.0 if lossy.loss_unit == "packet" else 4 * math.sqrt(rate * (1 - rate) / others)
     return min(1.0, rate + spread) * others / shards

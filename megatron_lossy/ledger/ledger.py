@@ -7,6 +7,7 @@ nothing; uninstalling refuses to remove somebody else's later patch.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -19,23 +20,47 @@ from .signatures import Takes, signature_of
 _MISSING = object()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Patch:
-    """One attribute that we replace.
+    """One attribute that we replace, and why.
 
-    ``target`` is ``module:attribute.path``; ``replacement`` is called with the original (``None`` if absent and
-    ``create``) and returns the new value. ``takes``: what it relies on of the original's signature. ``optional`` skips
-    a target that this version does not have.
+    ``target`` is ``module:attribute.path``. Exactly one of three says what it becomes: ``around``, a plain function
+    that is called in its place with the original (``None`` if absent and ``create``) before the arguments;
+    ``value``, a function without arguments that returns the new value; ``make``, a function that makes the new value
+    of the original. ``why`` it is needed, in which ``versions``, and ``until`` when. ``takes``: what it relies on of
+    the original's signature. ``optional`` skips a target that this version does not have.
     """
 
     target: str
-    replacement: Callable[[Any], Any]
     why: str
     versions: str
     until: str
+    around: Callable[..., Any] | None = None
+    value: Callable[[], Any] | None = None
+    make: Callable[[Any], Any] | None = None
     optional: bool = False
     create: bool = False
     takes: Takes | None = None
+
+    def __post_init__(self) -> None:
+        assert sum(kind is not None for kind in (self.around, self.value, self.make)) == 1, self.target
+
+    def replacement(self, original: Any) -> Any:
+        """What the attribute becomes."""
+        if self.value is not None:
+            return self.value()
+        if self.make is not None:
+            return self.make(original)
+        if isinstance(original, staticmethod):
+            return staticmethod(_around(self.around, original.__func__))
+        return _around(self.around, original)
+
+
+def _around(around: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    return replaced if original is None else functools.wraps(original)(replaced)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,6 @@
 
 from .drift import Drift
 from .exchanges import ExchangeMonitor
-from .observer import Observer, load_states, metrics_of, save_records, states_of
+from .observer import Observer, Replicas, load_states, metrics_of, states_of
 
-__all__ = ["Drift", "ExchangeMonitor", "Observer", "load_states", "metrics_of", "save_records", "states_of"]
+__all__ = ["Drift", "ExchangeMonitor", "Observer", "Replicas", "load_states", "metrics_of", "states_of"]

@@ -7,44 +7,19 @@ weights. The prediction is a closed form of :mod:`megatron_lossy.theory` times t
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from .. import theory
-from ..channel.gilbert_elliott import GilbertElliott
 from ..config import LossyConfig
-from ..exchange import Observation, Stream
+from ..exchange import Stream
+from ..registry import CHANNELS
+from .observer import Look, Observer, Replicas
 from .window import Window
 
 #: Sampled coordinates of a stream.
 SAMPLE = 2048
 _SEED = 20250707
-
-
-class Replicas(Protocol):
-    """The parameters of one stream: this rank's replica, or all replicas of a virtual cluster.
-
-    ``workers``: N, the ranks that shard the buckets. ``owned``: those among them whose shards this process owns.
-    ``units``: units of loss of the stream. ``shards``: elements of a shard, per bucket. ``used``: int64[k, 2] per
-    bucket, where in its N shards parameters are (first, last + 1); the rest is padding. Places are offsets into
-    the N shards of each bucket.
-    """
-
-    stream: Stream
-    workers: int
-    owned: range
-    units: int
-    shards: Sequence[int]
-    used: Sequence[np.ndarray]
-
-    def own(self, places: Sequence[np.ndarray]) -> np.ndarray:
-        """float64[S]: values in this process, which are the owner's where it owns them."""
-
-    def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
-        """float64[N, S]: values of all replicas. A collective call."""
 
 
 class Sample:
@@ -91,13 +66,7 @@ def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple
     loss = config.phase("param")
     if loss.lossless:
         return 0.0, 0.0
-    if config.lossy_links != "all" or loss.model not in ("bernoulli", "gilbert-elliott"):
-        return None
-    if loss.model == "bernoulli":
-        p = loss.schedule.rate(step)
-        drift = float(theory.drift_to_owner(p)), float(theory.drift_between(p))
-    else:
-        drift = _drift_of_bursts(GilbertElliott(loss, config.loss_seed).parameters(step), units)
+    drift = CHANNELS.load(loss.model).drift(loss, step, units) if config.lossy_links == "all" else None
     if drift is None:
         return None
     owner, between = drift
@@ -106,18 +75,8 @@ def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple
     return 2 / workers * owner + (1 - 2 / workers) * between, owner
 
 
-@functools.lru_cache
-def _drift_of_bursts(transitions: tuple[float, ...], units: int) -> tuple[float, float] | None:
-    """Drift to the owner and between two receivers; ``None`` if ages of thousands of steps matter."""
-    for steps in (64, 512, 4096):
-        tail = theory.burst_tail(transitions, steps, units)
-        if tail[-1] <= 1e-9 * tail[0]:
-            return theory.drift_of_ages(tail)
-    return None
-
-
-class Drift:
-    """Discrepancies since the last record, over all streams. An :class:`Observer` that also looks at weights."""
+class Drift(Observer):
+    """Discrepancies since the last record, over all streams."""
 
     def __init__(self, config: LossyConfig) -> None:
         self._config = config
@@ -127,25 +86,22 @@ class Drift:
             ["weight", "pairs", "owner", "moved", "increment", "foreseen", "pairs_predicted", "owner_predicted"]
         )
 
-    def due(self, iteration: int) -> bool:
+    def _due(self, iteration: int) -> bool:
         """Whether to measure at the end of ``iteration`` (from 0)."""
         return (iteration + 1) % self._config.drift_interval == 0
 
-    def before_update(self, iteration: int, replicas: Callable[[], Sequence[Replicas]]) -> None:
-        """The owners' shards are about to be updated."""
+    def before_update(self, iteration: int, look: Look) -> None:
         self._before.clear()
-        if self.due(iteration):
-            for stream in replicas():
+        if self._due(iteration):
+            for stream in look():
                 self._before[stream.stream] = stream.own(self._sample(stream).places)
 
-    def measure(self, iteration: int, successful: bool, replicas: Sequence[Replicas]) -> None:
-        """``iteration`` is over and every replica has what it got of its update, if that was ``successful``.
-
-        A collective call.
-        """
+    def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
+        if not self._due(iteration):
+            return
         if not successful:
             self._before.clear()
-        for stream in replicas:
+        for stream in look():
             if stream.workers > 1:
                 self._measure(iteration, stream)
         self._before.clear()
@@ -177,12 +133,6 @@ class Drift:
             self._samples[key] = Sample(replicas)
         return self._samples[key]
 
-    def observe(self, observation: Observation) -> None:
-        """Nothing: weights say it all."""
-
-    def finish_iteration(self, iteration: int, successful: bool) -> None:
-        """Nothing; see :meth:`measure`."""
-
     def restart(self, iteration: int) -> None:
         self._window.clear()
 
@@ -197,9 +147,6 @@ class Drift:
             if total[weight]:
                 result |= {_NAMES[column]: total[column] / total[weight] for column in columns}
         return result
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has measured since the last record."""

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..exchange import Observation, Stream
+from ..exchange import Delivery, Stream
+from .observer import Observer
 from .window import Window
 
 
-class ExchangeMonitor:
-    """Metrics of all exchanges since the last record, over all ranks and streams. An :class:`Observer`."""
+class ExchangeMonitor(Observer):
+    """Metrics of all exchanges since the last record, over all ranks and streams."""
 
     def __init__(self) -> None:
         self._window = Window(
@@ -31,13 +32,13 @@ class ExchangeMonitor:
         #: int32[receivers, sources, units] by stream: updates that each unit of each replica has missed in a row.
         self._ages: dict[Stream, np.ndarray] = {}
 
-    def observe(self, observation: Observation) -> None:
-        arrived = observation.arrived
-        sources = list(observation.sources)
-        own = arrived[range(len(arrived)), [sources.index(rank) for rank in observation.receivers]]
+    def observe(self, delivery: Delivery) -> None:
+        arrived = delivery.arrived
+        sources = list(delivery.sources)
+        own = arrived[range(len(arrived)), [sources.index(rank) for rank in delivery.receivers]]
         missed = arrived.size - np.count_nonzero(arrived)
         lost, sent = missed - (own.size - np.count_nonzero(own)), arrived.size - own.size
-        if observation.exchange.phase == "grad":
+        if delivery.exchange.phase == "grad":
             count = np.uint8 if len(sources) < 256 else np.uint32
             survivors = np.add.reduce(arrived.view(np.uint8), axis=1, dtype=count)
             self._window.add(
@@ -49,15 +50,12 @@ class ExchangeMonitor:
                 fewest_survivors_negated=-int(survivors.min()),
             )
         else:
-            ages = self._ages.get(observation.exchange.stream)
+            ages = self._ages.get(delivery.exchange.stream)
             if ages is None:
-                ages = self._ages[observation.exchange.stream] = np.zeros(arrived.shape, dtype=np.int32)
+                ages = self._ages[delivery.exchange.stream] = np.zeros(arrived.shape, dtype=np.int32)
             ages += 1
             np.multiply(ages, ~arrived, out=ages)
             self._window.add(param_lost=lost, param_sent=sent, ages=int(ages.sum()), oldest=int(ages.max()))
-
-    def finish_iteration(self, iteration: int, successful: bool) -> None:
-        """Nothing is left to do."""
 
     def restart(self, iteration: int) -> None:
         self._ages.clear()
@@ -77,9 +75,6 @@ class ExchangeMonitor:
             result["stale age mean"] = total["ages"] / max(total["param_lost"], 1)
             result["stale age max"] = total["oldest"]
         return result
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's ages, and what it has counted since the last record."""

@@ -1,67 +1,89 @@
-"""What the monitors and the delivery log are told: every exchange once, when its iteration is over."""
+"""What watches a run: told every exchange once, when its iteration is over, and where the weights are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
 
 from ..config import PHASES
-from ..exchange import Observation
+from ..exchange import Delivery, Stream
 
 
-@runtime_checkable
-class Resumable(Protocol):
-    """An observer with a state of this rank that ``--save-replicas`` keeps."""
+class Replicas(Protocol):
+    """The parameters of one stream: this rank's replica, or all replicas of a virtual cluster.
 
-    def state_dict(self) -> dict[str, Any]: ...
+    ``workers``: N, the ranks that shard the buckets. ``owned``: those among them whose shards this process owns.
+    ``units``: units of loss of the stream. ``shards``: elements of a shard, per bucket. ``used``: int64[k, 2] per
+    bucket, where in its N shards parameters are (first, last + 1); the rest is padding. Places are offsets into
+    the N shards of each bucket.
+    """
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    stream: Stream
+    workers: int
+    owned: range
+    units: int
+    shards: Sequence[int]
+    used: Sequence[np.ndarray]
 
+    def own(self, places: Sequence[np.ndarray]) -> np.ndarray:
+        """float64[S]: values in this process, which are the owner's where it owns them."""
 
-@runtime_checkable
-class Recorder(Protocol):
-    """An observer that writes files in pieces."""
-
-    def save(self) -> None:
-        """A checkpoint is being written: what was observed so far must be on disk when it is loaded."""
-
-
-def save_records(observers: Sequence[Observer]) -> None:
-    """Let recorders write what they have, before a checkpoint."""
-    for one in observers:
-        if isinstance(one, Recorder):
-            one.save()
-
-
-def states_of(observers: Sequence[Observer]) -> dict[str, Any]:
-    """The states of resumable observers by the name of their class."""
-    return {type(one).__name__: one.state_dict() for one in observers if isinstance(one, Resumable)}
+    def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
+        """float64[N, S]: values of all replicas. A collective call."""
 
 
-def load_states(observers: Sequence[Observer], states: dict[str, Any]) -> None:
-    """Restore :func:`states_of`; observers that were not there then start anew."""
-    for one in observers:
-        if isinstance(one, Resumable) and type(one).__name__ in states:
-            one.load_state_dict(states[type(one).__name__])
+#: Looks at the replicas; a collective call at the end of an iteration, when every rank has what it gets of the update.
+Look = Callable[[], Sequence[Replicas]]
 
 
-class Observer(Protocol):
-    """Is told what happened. Exchanges without loss flags, or that Megatron all-reduced, are not reported."""
+class Observer:
+    """Is told what happens in a run. Exchanges without loss flags, or that Megatron all-reduced, are not reported."""
 
-    def observe(self, observation: Observation) -> None:
+    def before_update(self, iteration: int, look: Look) -> None:
+        """The owners' shards are about to be updated; ``look`` is not collective here."""
+
+    def observe(self, delivery: Delivery) -> None:
         """An exchange of the iteration that just ended. Its ``step`` is that iteration in both phases."""
 
-    def finish_iteration(self, iteration: int, successful: bool) -> None:
-        """Attempted iteration ``iteration`` (from 0) is over, all its exchanges have been observed."""
+    def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
+        """Attempted iteration ``iteration`` (from 0) is over, all its exchanges have been observed.
+
+        ``successful``: it updated the weights. ``look`` finds nothing while no update was made.
+        """
 
     def restart(self, iteration: int) -> None:
         """A checkpoint of ``iteration`` attempted iterations was loaded: the next one is ``iteration``."""
 
     def metrics(self) -> dict[str, float]:
         """Values since the last call, the same on all ranks. A collective call."""
+        return {}
+
+    def save(self) -> None:
+        """A checkpoint is being written: what was observed so far must be on disk when it is loaded."""
 
     def close(self) -> None:
         """The run is over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank that ``--save-replicas`` keeps; empty if there is none."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+
+
+def states_of(observers: Sequence[Observer]) -> dict[str, Any]:
+    """The states that are not empty, by the name of the observer's class."""
+    return {type(one).__name__: state for one in observers if (state := one.state_dict())}
+
+
+def load_states(observers: Sequence[Observer], states: dict[str, Any]) -> None:
+    """Restore :func:`states_of`; observers that were not there then start anew."""
+    for one in observers:
+        if type(one).__name__ in states:
+            one.load_state_dict(states[type(one).__name__])
 
 
 def metrics_of(observers: Sequence[Observer]) -> dict[str, float]:

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .. import device
+
 
 class Window:
     """Named columns: ``sums`` are added up over iterations and ranks, of ``largest`` the largest value is kept."""
@@ -56,8 +58,6 @@ def _of_all_ranks(values: np.ndarray) -> np.ndarray:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return values[None].copy()
-    from .. import device  # which imports the ledger of the hooks, and they import this
-
     mine = torch.from_numpy(values.view(np.uint8)).to(device.current_device())
     rows = torch.empty(world * mine.numel(), dtype=torch.uint8, device=mine.device)
     dist.all_gather_into_tensor(rows, mine)

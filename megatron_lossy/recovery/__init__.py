@@ -1,25 +1,16 @@
-"""What the receiver does about what is missing. Pure functions on flat buffers; no process group, no megatron."""
+"""What is done about units that do not arrive. Pure functions on flat buffers; no process group, no megatron."""
 
-from .base import GradRecovery, Outcome
-from .previous import Previous
-from .renormalize import Renormalize
-from .renormalize_remote import RenormalizeRemote
+from .base import GradRecovery, Reduction, Rule
 from .rows import IndexedRows, MaskedRows, rows_for, unit_views
-from .zero import Zero
-
-GRAD_RECOVERIES: dict[str, type[GradRecovery]] = {
-    "renormalize": Renormalize,
-    "renormalize-remote": RenormalizeRemote,
-    "previous": Previous,
-    "zero": Zero,
-}
+from .stale import Stale
 
 __all__ = [
-    "GRAD_RECOVERIES",
     "GradRecovery",
     "IndexedRows",
     "MaskedRows",
-    "Outcome",
+    "Reduction",
+    "Rule",
+    "Stale",
     "rows_for",
     "unit_views",
 ]

@@ -1,57 +1,64 @@
-"""What a gradient recovery rule is: what the sender removes and how the owner corrects the sum."""
+"""What a recovery rule is: what is done before an exchange and after it about units that do not arrive.
+
+Rules are pure: they know no process group. Torch is not imported here, so that flags can be checked without it.
+"""
 
 from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-import torch
-
-from ..exchange import BucketUnits
+from ..exchange import BucketUnits, Delivery
 from .rows import Rows, rows_for
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config import LossyConfig
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The outcome of one gradient exchange of one bucket, as rank ``rank`` sees it.
+class Reduction:
+    """How the gradients of one exchange are reduced, beside who loses what.
 
-    ``outgoing`` [N, count]: what of this rank's shards arrives at each owner; ``incoming`` [N, count]: what arrives
-    here from each source; ``next_outgoing()``: the former, one step later. ``averaged``: the collective divides the
-    sum by N. ``loss_scale``: what the gradients are multiplied with (a number or a scalar tensor), or ``None``.
+    ``averaged``: the collective divides the sum by N (``ReduceOp.AVG``). ``loss_scale``: what the gradients are
+    multiplied with (a number or a scalar tensor), or ``None``. ``upcoming()``: the delivery of the next step, or
+    ``None`` if there is none; asked by rules with :attr:`Rule.foresight` only.
     """
 
-    step: int
-    rank: int
-    outgoing: np.ndarray
-    incoming: np.ndarray
-    next_outgoing: Callable[[], np.ndarray]
     averaged: bool = False
     loss_scale: torch.Tensor | float | None = None
+    upcoming: Callable[[], Delivery | None] = lambda: None
 
 
-class GradRecovery(ABC):
-    """One rule for one bucket. Rules that keep gradients between steps hold them here.
+class Rule(ABC):
+    """One rule for one bucket at one rank. Rules that keep data between steps hold them here.
 
-    A step may be exchanged more than once (Megatron's rerun machine); the result must not depend on that.
+    A step may be exchanged more than once (Megatron's rerun machine, repeated gathers); the result must not depend
+    on that. ``units``: how the bucket is cut. ``rank``: this rank's index among the sources of a delivery.
     """
 
-    def __init__(self, units: BucketUnits) -> None:
+    #: The value of the flag.
+    name: ClassVar[str]
+    #: Whether the rule needs to know what the next step will lose, which only drawn losses can tell.
+    foresight: ClassVar[bool] = False
+
+    def __init__(self, units: BucketUnits, rank: int) -> None:
         self.units = units
+        self.rank = rank
 
     @staticmethod
     def rows(buffer: torch.Tensor) -> Rows:
         """How to change units of ``buffer``."""
         return rows_for(buffer.device)
 
-    def send(self, buffer: torch.Tensor, outcome: Outcome) -> Any:
-        """Remove from ``buffer`` [N * shard] what will not arrive. The result is given to :meth:`receive`."""
-        self.rows(buffer).zero_(buffer, self.units, ~outcome.outgoing)
+    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> Any:
+        """Change ``buffer`` [N * shard] before the exchange; the result is given to :meth:`after`."""
 
-    def receive(self, shard: torch.Tensor, outcome: Outcome, sent: Any) -> None:
-        """Correct the reduced ``shard`` [shard] of this rank in place."""
+    def after(self, output: torch.Tensor, delivery: Delivery, kept: Any, reduction: Reduction) -> None:
+        """Correct ``output`` in place once the exchange has arrived. ``kept``: what :meth:`before` returned."""
 
     def finish_step(self, step: int, successful: bool) -> None:
         """The optimizer used (or, after an overflow, threw away) the gradients of ``step``."""
@@ -62,3 +69,22 @@ class GradRecovery(ABC):
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Restore :meth:`state_dict`, with tensors on ``device``."""
+
+
+class GradRecovery(Rule):
+    """A rule for gradients: senders remove what will not arrive, and owners correct the sum of the rest.
+
+    In :meth:`after`, ``output`` is the reduced shard [shard] of this rank.
+    """
+
+    @classmethod
+    def check(cls, config: LossyConfig) -> None:
+        """Raise :class:`UsageError` if the rule cannot go with other flags."""
+
+    @classmethod
+    def kept_share(cls, lost: float) -> float:
+        """Elements that the rule keeps between steps, per element of the gradients, if a step loses ``lost`` of them."""
+        return 0.0
+
+    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> Any:
+        self.rows(buffer).zero_(buffer, self.units, ~delivery.outgoing(self.units))

@@ -7,51 +7,61 @@ step may turn out to have overflowed after the next one is prepared, and everyth
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from ..exchange import BucketUnits
-from .base import GradRecovery, Outcome
-from .rows import Saved
+from ..exchange import BucketUnits, Delivery
+from .base import GradRecovery, Reduction
+from .rows import Saved, to_tensor
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Previous(GradRecovery):
     """Substitutes the last received gradient before the sum."""
 
-    def __init__(self, units: BucketUnits) -> None:
-        super().__init__(units)
+    name = "previous"
+    foresight = True
+
+    def __init__(self, units: BucketUnits, rank: int) -> None:
+        super().__init__(units, rank)
         self._kept: dict[int, tuple[np.ndarray, Saved]] = {}  # step: what it loses, and its substitutes
         self._received: torch.Tensor | None = None  # with a loss scale: last received, of steps that counted
         self._pending: tuple[int, torch.Tensor] | None = None
 
-    def send(self, buffer: torch.Tensor, outcome: Outcome) -> None:
-        if outcome.loss_scale is not None:
-            self._send_scaled(buffer, outcome)
+    @classmethod
+    def kept_share(cls, lost: float) -> float:
+        return 2 * lost  # the substitutes of this step and of the next
+
+    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> None:
+        if reduction.loss_scale is not None:
+            self._before_scaled(buffer, delivery, reduction.loss_scale)
             return
-        rows = self.rows(buffer)
-        lost = ~outcome.outgoing
-        known = self._kept.get(outcome.step)
+        rows, step = self.rows(buffer), delivery.exchange.step
+        lost = ~delivery.outgoing(self.units)
+        known = self._kept.get(step)
         if known is None:
             rows.zero_(buffer, self.units, lost)
         else:
             assert np.array_equal(known[0], lost)
             rows.put_(buffer, self.units, lost, known[1])
         # The buffer now holds the last received gradient of every link.
-        coming = ~outcome.next_outgoing()
-        self._kept = {outcome.step: known} if known is not None else {}
-        self._kept[outcome.step + 1] = (coming, rows.take(buffer, self.units, coming))
+        upcoming = reduction.upcoming()
+        coming = ~upcoming.outgoing(self.units) if upcoming is not None else np.zeros_like(lost)
+        self._kept = {step: known} if known is not None else {}
+        self._kept[step + 1] = (coming, rows.take(buffer, self.units, coming))
 
-    def _send_scaled(self, buffer: torch.Tensor, outcome: Outcome) -> None:
+    def _before_scaled(self, buffer: torch.Tensor, delivery: Delivery, loss_scale: torch.Tensor | float) -> None:
         rows = self.rows(buffer)
-        lost = ~outcome.outgoing
+        lost = ~delivery.outgoing(self.units)
         if self._received is None:
             rows.zero_(buffer, self.units, lost)
         else:
-            substitutes = rows.take(self._received * outcome.loss_scale, self.units, lost)
+            substitutes = rows.take(self._received * loss_scale, self.units, lost)
             rows.put_(buffer, self.units, lost, substitutes)
-        self._pending = (outcome.step, buffer / outcome.loss_scale)
+        self._pending = (delivery.exchange.step, buffer / loss_scale)
 
     def finish_step(self, step: int, successful: bool) -> None:
         if self._pending is not None and self._pending[0] == step:
@@ -60,7 +70,7 @@ class Previous(GradRecovery):
             self._pending = None
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {step: (torch.from_numpy(lost), saved) for step, (lost, saved) in self._kept.items()}
+        kept = {step: (to_tensor(lost), saved) for step, (lost, saved) in self._kept.items()}
         return {"kept": kept, "received": self._received}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:

@@ -6,18 +6,23 @@ zero.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from .base import GradRecovery, Outcome
-from .rows import scale_
+from ..exchange import Delivery
+from .base import GradRecovery, Reduction
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Renormalize(GradRecovery):
     """Scales each unit by N/K."""
 
-    def receive(self, shard: torch.Tensor, outcome: Outcome, sent: Any) -> None:
-        survivors = outcome.incoming.sum(axis=0)
-        scale_(shard, self.units, len(outcome.incoming) / np.maximum(survivors, 1))
+    name = "renormalize"
+
+    def after(self, shard: torch.Tensor, delivery: Delivery, kept: Any, reduction: Reduction) -> None:
+        arrived = delivery.incoming(self.units)
+        survivors = arrived.sum(axis=0)
+        self.rows(shard).scale_(shard, self.units, len(arrived) / np.maximum(survivors, 1))

@@ -6,41 +6,57 @@ something is missing, so that the owner can weight the two parts apart.
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
-from .base import GradRecovery, Outcome
-from .rows import Saved, scale_
+import numpy as np
+
+from ..errors import refuse
+from ..exchange import Delivery
+from .base import GradRecovery, Reduction
+from .rows import Saved
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config import LossyConfig
 
 
 class RenormalizeRemote(GradRecovery):
     """Scales the remote sum by (N-1)/K and adds the own gradient."""
 
-    def send(self, buffer: torch.Tensor, outcome: Outcome) -> Saved:
-        rows, kept_out = self.rows(buffer), self._kept_out(outcome)
-        own = self._shard(buffer, outcome.rank)
+    name = "renormalize-remote"
+
+    @classmethod
+    def check(cls, config: LossyConfig) -> None:
+        if config.lossy_self:
+            raise refuse(
+                "--lossy-self",
+                f"with --grad-recovery {cls.name}",
+                "that rule gives the own shard, always there, the weight 1/N; choose renormalize, previous or zero",
+            )
+
+    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> Saved:
+        rows, kept_out = self.rows(buffer), self._kept_out(delivery)
+        own = buffer[self.rank * self.units.shard : (self.rank + 1) * self.units.shard]
         saved = rows.take(own, self.units, kept_out)
-        rows.zero_(buffer, self.units, ~outcome.outgoing)
+        super().before(buffer, delivery, reduction)
         rows.zero_(own, self.units, kept_out)
         return saved
 
-    def receive(self, shard: torch.Tensor, outcome: Outcome, sent: Saved) -> None:
-        kept_out = self._kept_out(outcome)
-        if not kept_out.any() and shard.device.type != "hpu":
+    def after(self, shard: torch.Tensor, delivery: Delivery, kept: Saved, reduction: Reduction) -> None:
+        rows, kept_out = self.rows(shard), self._kept_out(delivery)
+        if rows.nothing(kept_out):
             return
-        size = len(outcome.incoming)
-        remote = outcome.incoming.sum(axis=0) - 1
-        scale_(shard, self.units, np.where(remote > 0, (size - 1) / np.maximum(remote, 1), 1.0))
-        part = torch.zeros_like(shard)
-        self.rows(shard).put_(part, self.units, kept_out, sent)
+        arrived = delivery.incoming(self.units)
+        size, remote = len(arrived), arrived.sum(axis=0) - 1
+        rows.scale_(shard, self.units, np.where(remote > 0, (size - 1) / np.maximum(remote, 1), 1.0))
+        part = shard.new_zeros(shard.shape)
+        rows.put_(part, self.units, kept_out, kept)
         # Alone, the own gradient is the mean: it must survive the division by N.
-        own_weight = np.where(remote > 0, 1.0, float(size)) / (size if outcome.averaged else 1)
-        scale_(part, self.units, own_weight)
+        own_weight = np.where(remote > 0, 1.0, float(size)) / (size if reduction.averaged else 1)
+        rows.scale_(part, self.units, own_weight)
         shard.add_(part)
 
-    def _kept_out(self, outcome: Outcome) -> np.ndarray:
+    def _kept_out(self, delivery: Delivery) -> np.ndarray:
         """bool[1, count]: units of the own shard that stay out of the sum."""
-        return ~outcome.incoming.all(axis=0, keepdims=True)
-
-    def _shard(self, buffer: torch.Tensor, rank: int) -> torch.Tensor:
-        return buffer[rank * self.units.shard : (rank + 1) * self.units.shard]
+        return ~delivery.incoming(self.units).all(axis=0, keepdims=True)

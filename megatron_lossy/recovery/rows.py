@@ -7,12 +7,24 @@ Lost values are selected, never multiplied: infinity times zero is not zero.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
-import torch
 
 from ..exchange import BucketUnits
 
-Saved = list[tuple[torch.Tensor, ...]]
+if TYPE_CHECKING:
+    import torch
+
+#: What ``take`` returns: tensors, for each view of the bucket.
+Saved = list[tuple[Any, ...]]
+
+
+def to_tensor(array: np.ndarray, device: torch.device | str = "cpu") -> torch.Tensor:
+    """``array`` on ``device``; on a CPU it shares the memory."""
+    import torch  # takes a second, and flags are checked where it is not installed
+
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Tensor, slice]]:
@@ -33,8 +45,13 @@ class IndexedRows:
     """Work proportional to what was lost."""
 
     @staticmethod
+    def nothing(lost: np.ndarray) -> bool:
+        """Whether the work for ``lost`` may be left out, because nothing was lost."""
+        return not lost.any()
+
+    @staticmethod
     def _places(lost: np.ndarray, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.from_numpy(index).to(device, non_blocking=True) for index in np.nonzero(lost))
+        return tuple(to_tensor(index, device) for index in np.nonzero(lost))
 
     @classmethod
     def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray) -> None:
@@ -72,19 +89,38 @@ class IndexedRows:
             elif values:
                 view.index_put_(values[:-1], values[-1])
 
+    @staticmethod
+    def scale_(shard: torch.Tensor, units: BucketUnits, factors: np.ndarray) -> None:
+        """Multiply each unit of one shard, in place, by its float64 factor; factors of 1 change nothing.
+
+        The product is computed in float32 at least and rounded once to the dtype of ``shard``.
+        """
+        for view, numbers in unit_views(shard, units):
+            values = factors[numbers]
+            if len(values) == 1:
+                if values[0] != 1:
+                    view.mul_(float(values[0]))
+            elif (values != 1).any():
+                view.mul_(to_tensor(values.astype(np.float32), shard.device)[None, :, None])
+
 
 class MaskedRows:
     """The same with full-size masks."""
 
     @staticmethod
+    def nothing(lost: np.ndarray) -> bool:
+        """See :meth:`IndexedRows.nothing`; never, since a graph that is left out would be another graph."""
+        return False
+
+    @staticmethod
     def _mask(lost: np.ndarray, numbers: slice, device: torch.device) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(lost[:, numbers, None])).to(device)
+        return to_tensor(np.ascontiguousarray(lost[:, numbers, None]), device)
 
     @classmethod
     def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray) -> None:
         """See :meth:`IndexedRows.zero_`."""
         for view, numbers in unit_views(buffer, units):
-            view.copy_(torch.where(cls._mask(lost, numbers, buffer.device), view.new_zeros(()), view))
+            view.copy_(view.new_zeros(()).where(cls._mask(lost, numbers, buffer.device), view))
 
     @classmethod
     def take(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray) -> Saved:
@@ -95,7 +131,17 @@ class MaskedRows:
     def put_(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray, saved: Saved) -> None:
         """See :meth:`IndexedRows.put_`."""
         for (view, numbers), (value,) in zip(unit_views(buffer, units), saved, strict=True):
-            view.copy_(torch.where(cls._mask(lost, numbers, buffer.device), value, view))
+            view.copy_(value.where(cls._mask(lost, numbers, buffer.device), view))
+
+    @staticmethod
+    def scale_(shard: torch.Tensor, units: BucketUnits, factors: np.ndarray) -> None:
+        """See :meth:`IndexedRows.scale_`."""
+        for view, numbers in unit_views(shard, units):
+            values = factors[numbers]
+            if len(values) == 1:
+                view.mul_(float(values[0]))
+            else:
+                view.mul_(to_tensor(values.astype(np.float32), shard.device)[None, :, None])
 
 
 Rows = type[IndexedRows] | type[MaskedRows]
@@ -104,17 +150,3 @@ Rows = type[IndexedRows] | type[MaskedRows]
 def rows_for(device: torch.device) -> Rows:
     """The implementation that suits ``device``."""
     return MaskedRows if device.type == "hpu" else IndexedRows
-
-
-def scale_(shard: torch.Tensor, units: BucketUnits, factors: np.ndarray) -> None:
-    """Multiply each unit of one shard, in place, by its float64 factor; factors of 1 change nothing.
-
-    The product is computed in float32 at least and rounded once to the dtype of ``shard``.
-    """
-    for view, numbers in unit_views(shard, units):
-        values = factors[numbers]
-        if len(values) == 1:
-            if values[0] != 1 or shard.device.type == "hpu":
-                view.mul_(float(values[0]))
-        elif (values != 1).any() or shard.device.type == "hpu":
-            view.mul_(torch.from_numpy(values.astype(np.float32)).to(shard.device, non_blocking=True)[None, :, None])

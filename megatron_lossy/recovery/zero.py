@@ -7,3 +7,5 @@ from .base import GradRecovery
 
 class Zero(GradRecovery):
     """Removes what is lost and corrects nothing."""
+
+    name = "zero"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import refuse
+from ..registry import CHANNELS
 
 METRICS_FILE = "metrics.jsonl"
 WEIGHTS = ("replica", "owner")
@@ -78,18 +79,12 @@ class Run:
         return math.nan if self.diverged else losses[max(losses)]
 
     def _loss(self, phase: str, rate: float) -> str:
-        """Models that set their rates themselves leave ``p_grad`` and ``p_param`` at 0."""
         models = self.config.get("loss_model") or ["bernoulli"]
         models = [models] if isinstance(models, str) else models
         model = models[0 if phase == "grad" else -1]
-        schedule = self.config.get("loss_schedule")
-        if model == "trace" or (model == "per-link" and self.config.get(f"link_rates_{phase}")):
+        if model not in CHANNELS:  # of a package that is not installed here
             return model
-        if self.config.get(f"ge_{phase}"):
-            return "GE " + " ".join(f"{value:g}" for value in self.config[f"ge_{phase}"])
-        if schedule:
-            return schedule if isinstance(schedule, str) else schedule[0 if phase == "grad" else -1]
-        return f"{100 * rate:g} %"
+        return CHANNELS.load(model).label({**self.config, f"p_{phase}": rate}, phase)
 
 
 class RunRecorder:

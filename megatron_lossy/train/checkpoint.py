@@ -22,15 +22,16 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.utils import unwrap_model
 
+from ..hooks.rng import rng_state, set_rng_state
 from ..ledger import Ledger, Patch
-from .rng import rng_state, set_rng_state
+from ..run import Run
 from .saved import TRACKER, iteration_folder, latest_iteration
 
 
 class Checkpoints:
     """Saves and loads one run's model, optimizer, scheduler and random states. All methods are collective."""
 
-    def __init__(self, model_chunks: list, optimizer: Any, scheduler: Any, lossy: Any) -> None:
+    def __init__(self, model_chunks: list, optimizer: Any, scheduler: Any, lossy: Run) -> None:
         self._chunks = model_chunks
         self._model = unwrap_model(model_chunks[0])
         self._optimizer = optimizer
@@ -117,12 +118,12 @@ def _in_process_results() -> Iterator[None]:
     ledger.install(
         [
             Patch(
-                "megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
-                lambda _: queue.SimpleQueue,
-                "its queue lives in a process of its own, for asynchronous saving; that process takes seconds to "
+                target="megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
+                value=lambda: queue.SimpleQueue,
+                why="its queue lives in a process of its own, for asynchronous saving; that process takes seconds to "
                 "start, and dies of the SIGTERM on which we save",
-                "megatron-core 0.16; later it is gone",
-                "0.16 is no longer supported",
+                versions="megatron-core 0.16; later it is gone",
+                until="0.16 is no longer supported",
                 optional=True,
             )
         ]

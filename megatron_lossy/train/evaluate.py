@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from ..run import Run
 from .config import TrainConfig
 from .data import RankBatches
 from .workers import Workers
@@ -45,7 +46,7 @@ def evaluate(
     model_chunks: list,
     dataset: Any,
     number: int,
-    lossy: Any,
+    lossy: Run,
     weights: str,
 ) -> dict[str, float]:
     """The loss of evaluation ``number`` (from 0) by whose weights it is: "replica", "owner" or, for "both", both.

@@ -20,6 +20,7 @@ from .. import device, hooks
 from ..config import LossyConfig, identity
 from ..data import build_tokenizer
 from ..delivery_log.writer import claim_delivery_log
+from ..run import Run
 from ..transport import check_channels
 from ..virtual import VirtualCluster
 from . import parallel
@@ -90,7 +91,7 @@ class _Run:
     """The state of one run on this rank."""
 
     def __init__(
-        self, config: TrainConfig, lossy_config: LossyConfig, lossy: Any, paths: TrainConfig, console: Console
+        self, config: TrainConfig, lossy_config: LossyConfig, lossy: Run, paths: TrainConfig, console: Console
     ) -> None:
         self.config = config
         self.lossy_config = lossy_config

@@ -8,11 +8,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from ..hooks.rng import rng_state, set_rng_state
 from ..virtual import VirtualCluster
 from .config import TrainConfig
 from .data import RankBatches
 from .model import forward_step
-from .rng import rng_state, set_rng_state
 
 
 class Workers:

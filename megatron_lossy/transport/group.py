@@ -1,27 +1,26 @@
-"""The lossy exchanges of the buckets that one process group shards.
+"""One path for every exchange of the buckets that one process group shards.
 
-:class:`LossyGroup` knows what is lost and what to do about it, before and after a collective that somebody else
-runs (Megatron's, or :mod:`megatron_lossy.transport.ops`). Nothing extra is communicated.
+:class:`LossyGroup` joins a transport, which says what arrived, with the rules for what did not. Megatron's hooks, the
+virtual cluster and :mod:`megatron_lossy.transport.ops` all go through it.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from ..config import PHASES, LossyConfig
-from ..exchange import Exchange, Observation, Stream, cut
-from ..recovery import GRAD_RECOVERIES, Outcome, rows_for
-from .network import Deliveries, Network
-
-#: Called with the collective's output once it has arrived.
-Finish = Callable[[torch.Tensor], None]
+from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut, units_of
+from ..recovery import GradRecovery, Reduction, Rule, Stale
+from ..registry import GRAD_RECOVERIES
+from .base import Collective, Transfer, Transport
+from .collective import CollectiveTransport
+from .drawn import check_links
+from .network import Network, find_nodes
 
 
 @dataclass(frozen=True)
@@ -33,59 +32,30 @@ class BucketSpec:
     param_dtype: torch.dtype = torch.float32
 
 
-def find_nodes(group: dist.ProcessGroup | None, ranks_per_node: int = 0) -> list[int]:
-    """The node number of every rank of ``group``.
-
-    By host name (a collective call), or by ``ranks_per_node`` consecutive global ranks (``--ranks-per-node``).
-    """
-    group = group or dist.group.WORLD
-    if ranks_per_node:
-        return [rank // ranks_per_node for rank in dist.get_process_group_ranks(group)]
-    hosts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    return [hosts.index(host) for host in hosts]
+def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str, list[BucketUnits]]:
+    """How each bucket is cut into units, by phase. Raises :class:`UsageError` if a packet holds no element."""
+    shards = [bucket.shard for bucket in buckets]
+    result = {}
+    for phase in PHASES:
+        itemsizes = [getattr(bucket, f"{phase}_dtype").itemsize for bucket in buckets]
+        result[phase], _ = cut(shards, itemsizes, config.loss_unit, config.packet_bytes)
+    return result
 
 
 class LossyGroup:
-    """Losses and recovery of a list of buckets, in canonical order, over one group.
+    """The exchanges of a list of buckets, in canonical order, over one group, as one of its ranks makes them.
 
-    Args:
-        config: the loss flags.
-        buckets: the buckets; all ranks of the group must give the same list.
-        networks: for each phase the losses between the ranks of the full group.
-        members: the group's ranks within the full group.
-        rank: this process's rank in the group.
-        stream: what the buckets belong to.
-        steps: length of the run, if known, to refuse a trace that is too short.
-        make_deliveries: what draws the losses that ``rank`` sees.
-
-    Raises :class:`UsageError` if the channel cannot serve the group or a packet is smaller than an element.
+    ``last``: by phase, the delivery of the latest exchange. That of the parameters says what is stale in this rank's
+    replica. ``rules``: for each bucket, what is done about missing gradients; ``stale``: about missing parameters.
     """
 
-    def __init__(
-        self,
-        config: LossyConfig,
-        buckets: Sequence[BucketSpec],
-        networks: dict[str, Network],
-        members: Sequence[int],
-        rank: int,
-        stream: Stream = Stream(),
-        steps: int | None = None,
-        make_deliveries: Callable[..., Deliveries] = Deliveries,
-    ) -> None:
-        self.rank = rank
-        self.size = len(members)
-        self.stream = stream
-        shards = [bucket.shard for bucket in buckets]
-        self.units, self.deliveries = {}, {}
-        for phase in PHASES:
-            itemsizes = [getattr(bucket, f"{phase}_dtype").itemsize for bucket in buckets]
-            self.units[phase], total = cut(shards, itemsizes, config.loss_unit, config.packet_bytes)
-            deliveries = make_deliveries(networks[phase], stream, members, rank, total)
-            if not deliveries.lossless:
-                networks[phase].channel.check(phase, stream, networks[phase].size, total, steps)
-            self.deliveries[phase] = deliveries
-        self.recoveries = [GRAD_RECOVERIES[config.grad_recovery](units) for units in self.units["grad"]]
+    def __init__(self, config: LossyConfig, transport: Transport) -> None:
+        self.transport = transport
+        self.stream, self.size, self.rank = transport.stream, transport.size, transport.rank
+        rule = GRAD_RECOVERIES.load(config.grad_recovery)
+        self.rules: list[GradRecovery] = [rule(units, self.rank) for units in transport.cut["grad"]]
+        self.stale: list[Stale] = [Stale(units, self.rank) for units in transport.cut["param"]]
+        self.last: dict[str, Delivery] = {}
 
     @classmethod
     def create(
@@ -96,82 +66,123 @@ class LossyGroup:
         stream: Stream = Stream(),
         steps: int | None = None,
     ) -> LossyGroup:
-        """A lossy group over a whole torch process group (default: the world). Call it on all its ranks."""
-        nodes = find_nodes(group, config.ranks_per_node) if config.lossy_links == "inter-node" else None
-        size = dist.get_world_size(group)
-        networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
-        return cls(config, buckets, networks, range(size), dist.get_rank(group), stream, steps)
+        """A lossy group over a whole torch process group (default: the world). Call it on all its ranks.
 
-    def before_reduce_scatter(
+        ``buckets``: the same list on all ranks. ``steps``: length of the run, if known, to refuse a trace that is too
+        short. Raises :class:`UsageError` if the channel cannot serve the group or a packet holds no element.
+        """
+        size, parts = dist.get_world_size(group), cut_buckets(config, buckets)
+        nodes = find_nodes(group, config.ranks_per_node) if config.lossy_links == "inter-node" else None
+        networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
+        check_links(networks, stream, parts, size, steps)
+        return cls(config, CollectiveTransport(networks, stream, range(size), dist.get_rank(group), parts))
+
+    # --- exchanges -----------------------------------------------------------------------------------------------
+
+    def lossless(self, phase: str) -> bool:
+        """Whether nothing can be lost in ``phase``: its exchanges need not go through here."""
+        return self.transport.lossless(phase)
+
+    def reduce_scatter(
         self,
         bucket: int,
         buffer: torch.Tensor,
+        output: torch.Tensor,
         step: int,
+        collective: Collective,
         averaged: bool = False,
         loss_scale: torch.Tensor | float | None = None,
-    ) -> Finish | None:
-        """Remove from ``buffer`` [N * shard], the input of a reduce-scatter, what will not arrive.
+    ) -> Transfer:
+        """Begin a reduce-scatter of ``buffer`` [N * shard] into ``output`` [shard], keyed by ``step``.
 
-        Returns what must be called with the reduced shard, or ``None`` if nothing is to be done. ``averaged``: the
-        collective divides by N (``ReduceOp.AVG``). ``loss_scale``: what the gradients were multiplied with.
+        ``buffer`` changes in place. ``collective``: runs the reduce-scatter. ``averaged``: it divides by N
+        (``ReduceOp.AVG``). ``loss_scale``: what the gradients were multiplied with.
         """
-        deliveries = self.deliveries["grad"]
-        if deliveries.lossless:
-            return None
-        recovery = self.recoveries[bucket]
-        numbers = recovery.units.numbers
-        outcome = Outcome(
-            step,
-            self.rank,
-            deliveries.outgoing(step)[:, numbers],
-            deliveries.incoming(step)[:, numbers],
-            lambda: deliveries.upcoming(step + 1)[:, numbers],
-            averaged,
-            loss_scale,
-        )
-        sent = recovery.send(buffer, outcome)
-        return lambda shard: recovery.receive(shard, outcome, sent)
+        exchange = Exchange("grad", self.stream, step)
+        reduction = Reduction(averaged, loss_scale, lambda: self._upcoming(exchange))
+        return self._begin(exchange, bucket, self.rules[bucket], buffer, output, collective, reduction)
 
-    def before_all_gather(self, bucket: int, buffer: torch.Tensor, step: int) -> Finish | None:
-        """Put aside what of ``buffer`` [N * shard], the output of an all-gather, must survive it: the stale units.
+    def all_gather(self, bucket: int, buffer: torch.Tensor, step: int, collective: Collective) -> Transfer:
+        """Begin an all-gather into ``buffer`` [N * shard], this rank's replica, keyed by ``step``.
 
-        Returns what must be called with the same buffer when the gather has arrived, or ``None``.
+        A unit that does not arrive keeps the value that it had before. ``collective``: runs the all-gather.
         """
-        lost = self.stale(bucket, step)
-        if lost is None or (not lost.any() and buffer.device.type != "hpu"):
-            return None
-        units = self.units["param"][bucket]
-        rows = rows_for(buffer.device)
-        saved = rows.take(buffer, units, lost)
-        return lambda gathered: rows.put_(gathered, units, lost, saved)
+        exchange = Exchange("param", self.stream, step)
+        return self._begin(exchange, bucket, self.stale[bucket], buffer, buffer, collective, Reduction())
 
-    def stale(self, bucket: int, step: int) -> np.ndarray | None:
-        """bool[N, count]: units of the bucket that this rank missed in the broadcast of ``step``."""
-        deliveries = self.deliveries["param"]
-        if deliveries.lossless:
+    def _begin(
+        self,
+        exchange: Exchange,
+        bucket: int,
+        rule: Rule,
+        buffer: torch.Tensor,
+        output: torch.Tensor,
+        collective: Collective,
+        reduction: Reduction,
+    ) -> Transfer:
+        if self.lossless(exchange.phase):
+            return Transfer(collective(), lambda: None)
+        with torch.no_grad():
+            kept = rule.before(buffer, self._foresee(exchange), reduction)
+        transfer = self.transport.begin(exchange, bucket, buffer, collective)
+
+        def after(delivery: Delivery) -> None:
+            self.last[exchange.phase] = delivery
+            rule.after(output, delivery, kept, reduction)
+
+        return transfer.then(after)
+
+    def put_stale_aside(self, bucket: int, buffer: torch.Tensor, step: int) -> Callable[[], None] | None:
+        """Before ``buffer`` is gathered reliably: keep what of it is stale since ``step``.
+
+        Returns what puts it back, or ``None`` in a phase without loss.
+        """
+        delivery = self.delivery("param", step)
+        if delivery is None:
             return None
-        return ~deliveries.incoming(step)[:, self.units["param"][bucket].numbers]
+        rule = self.stale[bucket]
+        kept = rule.before(buffer, delivery)
+        return lambda: rule.after(buffer, delivery, kept)
+
+    # --- deliveries ----------------------------------------------------------------------------------------------
+
+    def delivery(self, phase: str, step: int) -> Delivery | None:
+        """What arrived at this rank in the exchange of ``step``; ``None`` in a phase without loss."""
+        return None if self.lossless(phase) else self._foresee(Exchange(phase, self.stream, step))
+
+    def _foresee(self, exchange: Exchange) -> Delivery | None:
+        last = self.last.get(exchange.phase)
+        return last if last is not None and last.exchange == exchange else self.transport.foresee(exchange)
+
+    def _upcoming(self, exchange: Exchange) -> Delivery | None:
+        following, steps = replace(exchange, step=exchange.step + 1), self.transport.steps(exchange.phase)
+        # Beyond the end of a trace nothing is lost; if such a step comes, it is refused.
+        return None if steps is not None and following.step >= steps else self.transport.foresee(following)
+
+    def restore(self, step: int, lost: dict[int, np.ndarray]) -> None:
+        """This rank missed these parameters of ``step``, the last update before a checkpoint was saved.
+
+        ``lost``: bool[N, count] by bucket; of the others nothing.
+        """
+        cut, members = self.transport.cut["param"], self.transport.members
+        arrived = np.ones((1, self.size, units_of(cut)), dtype=bool)
+        for bucket, missed in lost.items():
+            arrived[0][:, cut[bucket].numbers] = ~missed
+        exchange, receivers = Exchange("param", self.stream, step), members[self.rank : self.rank + 1]
+        self.last["param"] = Delivery(exchange, members, receivers, arrived, cut)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
 
     def prepare(self, step: int) -> None:
-        """Draw the outcomes of ``step`` ahead of time, on another thread, if that is much work."""
-        self.deliveries["grad"].prepare(step, outgoing=True)
-        self.deliveries["grad"].prepare(step, outgoing=False)
-        self.deliveries["param"].prepare(step, outgoing=False)
+        """The exchanges of ``step`` come next."""
+        for phase in PHASES:
+            self.transport.prepare(Exchange(phase, self.stream, step))
 
     def finish_step(self, step: int, successful: bool) -> None:
         """Tell the recovery rules whether the optimizer used the gradients of ``step``."""
-        for recovery in self.recoveries:
-            recovery.finish_step(step, successful)
+        for rule in self.rules:
+            rule.finish_step(step, successful)
 
-    def observation(self, phase: str, step: int) -> Observation | None:
-        """What arrived at this rank in ``step``; ``None`` in a phase without loss."""
-        deliveries = self.deliveries[phase]
-        if deliveries.lossless:
-            return None
-        return Observation(
-            Exchange(phase, self.stream, step),
-            deliveries.members,
-            deliveries.members[self.rank : self.rank + 1],
-            deliveries.incoming(step)[None],
-            self.units[phase],
-        )
+    def restart(self) -> None:
+        """All replicas are equal."""
+        self.last.clear()

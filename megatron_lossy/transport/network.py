@@ -6,26 +6,24 @@ together (docs/semantics.md, Links).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import socket
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from ..channel import Channel, make_channel
 from ..config import PHASES, LossyConfig
 from ..delivery_log.replay import Recorded
 from ..exchange import Exchange, Stream
 
-#: Draws of at least this many units are made ahead of time, on another thread.
-_AHEAD = 2**17
-
 
 def channel_of(config: LossyConfig, phase: str) -> Channel:
     """The channel of ``phase``, be it a recorded run. Raises :class:`UsageError` for unreadable files."""
     loss = config.phase(phase)
     if loss.trace is not None and loss.trace.is_dir():
-        return Recorded(config, loss.trace, make_channel)
+        return Recorded(config, loss.trace)
     return make_channel(config, phase)
 
 
@@ -74,69 +72,14 @@ class Network:
         return result
 
 
-class Deliveries:
-    """What the ranks of a collective's group lose, as rank ``rank`` of it sees it, step by step.
+def find_nodes(group: dist.ProcessGroup | None, ranks_per_node: int = 0) -> list[int]:
+    """The node number of every rank of ``group``.
 
-    ``members`` are the ranks of the collective's group within the full group (all of it with one optimizer
-    instance). Outcomes of a step are computed once and kept for the latest steps.
+    By host name (a collective call), or by ``ranks_per_node`` consecutive global ranks (``--ranks-per-node``).
     """
-
-    _thread: ThreadPoolExecutor | None = None
-
-    def __init__(self, network: Network, stream: Stream, members: Sequence[int], rank: int, units: int) -> None:
-        self.network = network
-        self.stream = stream
-        self.members = list(members)
-        self.rank = rank
-        self.units = units
-        self._kept: OrderedDict[tuple[int, bool], Future | np.ndarray] = OrderedDict()
-        alone = len(self.members) == 1 and not network.lossy_self
-        self.lossless = network.lossless or alone
-
-    def outgoing(self, step: int) -> np.ndarray:
-        """bool[N, units]: what of this rank's data arrives at each destination."""
-        return self._get(step, True)
-
-    def upcoming(self, step: int) -> np.ndarray:
-        """As :meth:`outgoing`, of a step that may lie beyond the end of a trace: then nothing is lost.
-
-        If such a step comes, :meth:`outgoing` refuses it.
-        """
-        steps = self.network.channel.steps(self.network.phase, self.stream)
-        if steps is not None and step >= steps:
-            return np.ones((len(self.members), self.units), dtype=bool)
-        return self.outgoing(step)
-
-    def incoming(self, step: int) -> np.ndarray:
-        """bool[N, units]: what arrives here from each source."""
-        return self._get(step, False)
-
-    def prepare(self, step: int, outgoing: bool) -> None:
-        """Start drawing ``step`` on another thread if it is much work."""
-        if not self.lossless and self.units * len(self.members) >= _AHEAD and (step, outgoing) not in self._kept:
-            if Deliveries._thread is None:
-                Deliveries._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-draws")
-            self._keep(step, outgoing, Deliveries._thread.submit(self._draw, step, outgoing))
-
-    def _get(self, step: int, outgoing: bool) -> np.ndarray:
-        known = self._kept.get((step, outgoing))
-        if known is None:
-            known = self._draw(step, outgoing)
-        elif isinstance(known, Future):
-            known = known.result()
-        self._keep(step, outgoing, known)
-        return known
-
-    def _keep(self, step: int, outgoing: bool, value: Future | np.ndarray) -> None:
-        self._kept[step, outgoing] = value
-        while len(self._kept) > 6:  # both directions of the previous, this and the next step
-            self._kept.popitem(last=False)
-
-    def _draw(self, step: int, outgoing: bool) -> np.ndarray:
-        exchange = Exchange(self.network.phase, self.stream, step)
-        others = np.array(self.members)
-        me = np.full_like(others, self.members[self.rank])
-        sources, destinations = (me, others) if outgoing else (others, me)
-        result = self.network.delivered_links(exchange, sources, destinations, self.units)
-        result.flags.writeable = False
-        return result
+    group = group or dist.group.WORLD
+    if ranks_per_node:
+        return [rank // ranks_per_node for rank in dist.get_process_group_ranks(group)]
+    hosts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    return [hosts.index(host) for host in hosts]

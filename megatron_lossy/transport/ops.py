@@ -13,34 +13,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .group import Finish, LossyGroup
-
-
-class LossyWork:
-    """Handle of an asynchronous lossy collective: :meth:`wait` completes it, recovery included."""
-
-    def __init__(self, work: dist.Work, finish: Finish | None, output: torch.Tensor) -> None:
-        self._work: dist.Work | None = work
-        self._finish = finish
-        self._output = output
-
-    def wait(self) -> None:
-        """Wait until the output holds the result; a second call does nothing more."""
-        if self._work is None:
-            return
-        # Only once: every wait of gloo's reduce-scatter copies the unrecovered result into the output again.
-        work, self._work = self._work, None
-        work.wait()
-        if self._finish is not None:
-            self._finish(self._output)
-
-
-def _complete(work, finish, output, async_op: bool) -> LossyWork | None:
-    if async_op:
-        return LossyWork(work, finish, output)
-    if finish is not None:
-        finish(output)
-    return None
+from .base import Transfer
+from .group import LossyGroup
 
 
 def lossy_reduce_scatter(
@@ -52,7 +26,7 @@ def lossy_reduce_scatter(
     op: dist.ReduceOp = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-) -> LossyWork | None:
+) -> Transfer | None:
     """Reduce-scatter of which some units do not arrive, with the configured recovery.
 
     Args:
@@ -66,9 +40,11 @@ def lossy_reduce_scatter(
     averaged = op == dist.ReduceOp.AVG
     if not averaged and op != dist.ReduceOp.SUM:
         raise ValueError(f"op {op}: must be ReduceOp.SUM or ReduceOp.AVG")
-    finish = lossy.before_reduce_scatter(bucket, input, step, averaged)
-    work = dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
-    return _complete(work, finish, output, async_op)
+
+    def collective() -> dist.Work | None:
+        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
+
+    return _finish(lossy.reduce_scatter(bucket, input, output, step, collective, averaged), async_op)
 
 
 def lossy_all_gather(
@@ -79,7 +55,7 @@ def lossy_all_gather(
     step: int,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
-) -> LossyWork | None:
+) -> Transfer | None:
     """All-gather in which a unit that does not arrive keeps the value that ``output`` held before.
 
     Args:
@@ -89,6 +65,15 @@ def lossy_all_gather(
         input: [shard]; the owner's fresh values. May be the own part of ``output``.
         step: the iteration, from 0; the same on all ranks.
     """
-    finish = lossy.before_all_gather(bucket, output, step)
-    work = dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
-    return _complete(work, finish, output, async_op)
+
+    def collective() -> dist.Work | None:
+        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
+
+    return _finish(lossy.all_gather(bucket, output, step, collective), async_op)
+
+
+def _finish(transfer: Transfer, async_op: bool) -> Transfer | None:
+    if async_op:
+        return transfer
+    transfer.wait()
+    return None

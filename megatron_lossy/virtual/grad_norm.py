@@ -5,41 +5,38 @@ Up to rounding this is the norm of the whole gradient; with the same rounding, c
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 
-def by_shards(original: Callable, buffers: Sequence[torch.Tensor], workers: int) -> Callable:
-    """``get_grad_norm_fp32`` of megatron-core over gradients that are views into ``buffers`` [N * shard]."""
+def get_grad_norm_fp32(
+    buffers: Sequence[torch.Tensor], workers: int, original: Callable, grads_for_norm: Any, *args: Any, **kwargs: Any
+) -> float:
+    """Around megatron-core's function of that name; gradients are views into ``buffers`` [N * shard]."""
+    shards: list[list[torch.Tensor]] = [[] for _ in range(workers)]
+    for grad in grads_for_norm:
+        for owner, piece in _pieces(grad, buffers, workers):
+            shards[owner].append(piece)
+    squares = torch.zeros([], dtype=torch.float32)
+    for shard in shards:
+        squares += original(shard, *args, **kwargs) ** 2
+    return squares.item() ** 0.5
 
-    def pieces(grad: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Parts of ``grad`` with the rank whose shard they are in."""
-        for buffer in buffers:
-            first = (grad.data_ptr() - buffer.data_ptr()) // buffer.element_size()
-            if 0 <= first < buffer.numel() and grad.device == buffer.device:
-                break
-        else:
-            raise RuntimeError("a gradient lies outside the gradient buffers")
-        flat, shard, result, taken = grad.view(-1), buffer.numel() // workers, [], 0
-        while taken < flat.numel():
-            owner, offset = divmod(first + taken, shard)
-            length = min(shard - offset, flat.numel() - taken)
-            result.append((owner, flat[taken : taken + length]))
-            taken += length
-        return result
 
-    @functools.wraps(original)
-    def get_grad_norm_fp32(grads_for_norm: Any, *args: Any, **kwargs: Any) -> float:
-        shards: list[list[torch.Tensor]] = [[] for _ in range(workers)]
-        for grad in grads_for_norm:
-            for owner, piece in pieces(grad):
-                shards[owner].append(piece)
-        squares = torch.zeros([], dtype=torch.float32)
-        for shard in shards:
-            squares += original(shard, *args, **kwargs) ** 2
-        return squares.item() ** 0.5
-
-    return get_grad_norm_fp32
+def _pieces(grad: torch.Tensor, buffers: Sequence[torch.Tensor], workers: int) -> list[tuple[int, torch.Tensor]]:
+    """Parts of ``grad`` with the rank whose shard they are in."""
+    for buffer in buffers:
+        first = (grad.data_ptr() - buffer.data_ptr()) // buffer.element_size()
+        if 0 <= first < buffer.numel() and grad.device == buffer.device:
+            break
+    else:
+        raise RuntimeError("a gradient lies outside the gradient buffers")
+    flat, shard, result, taken = grad.view(-1), buffer.numel() // workers, [], 0
+    while taken < flat.numel():
+        owner, offset = divmod(first + taken, shard)
+        length = min(shard - offset, flat.numel() - taken)
+        result.append((owner, flat[taken : taken + length]))
+        taken += length
+    return result

@@ -41,11 +41,8 @@ def buffers_for(workers: int) -> Iterator[None]:
 
         return PaddedBuffer
 
-    def laid_out(original: staticmethod) -> staticmethod:
-        def compute_layout(params, bucket_size, data_parallel_world_size, *rest, **more):
-            return original.__func__(params, bucket_size, workers, *rest, **more)
-
-        return staticmethod(compute_layout)
+    def compute_layout(original, params, bucket_size, data_parallel_world_size, *rest, **more):
+        return original(params, bucket_size, workers, *rest, **more)
 
     why = "buckets must be padded for as many shards as there are virtual workers"
     until = "Megatron takes the padding of buckets as an argument"
@@ -53,18 +50,18 @@ def buffers_for(workers: int) -> Iterator[None]:
     ledger.install(
         [
             Patch(
-                "megatron.core.distributed.distributed_data_parallel:_ParamAndGradBuffer",
-                padded,
-                why,
-                "before 0.18; later it is given the layout",
-                until,
+                target="megatron.core.distributed.distributed_data_parallel:_ParamAndGradBuffer",
+                make=padded,
+                why=why,
+                versions="before 0.18; later it is given the layout",
+                until=until,
             ),
             Patch(
-                "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
-                laid_out,
-                why,
-                "0.18 and later",
-                until,
+                target="megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
+                around=compute_layout,
+                why=why,
+                versions="0.18 and later",
+                until=until,
                 optional=True,
                 takes=Takes(("params", "bucket_size", "data_parallel_world_size")),
             ),

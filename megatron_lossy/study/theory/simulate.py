@@ -6,17 +6,18 @@ done about it, is the code that training uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ...config import LossyConfig
-from ...exchange import Stream, cut
-from ...recovery import GRAD_RECOVERIES, Outcome
+from ...exchange import BucketUnits, Exchange, Stream, cut
+from ...recovery import Reduction
+from ...registry import GRAD_RECOVERIES
 from ...transport import Network
-from ...virtual.arrivals import Arrivals
+from ...transport.memory import Memory
 
 #: What the elements of a unit are in :func:`estimates`.
 TOTAL, OWN, GRADIENT = range(3)
@@ -60,17 +61,27 @@ def drift(
     ``increments`` [steps, N, coordinates]: what each owner adds to the weights of its shard. Returns
     float64[steps, coordinates] twice: means over shards, and over pairs of receivers or over receivers.
     """
-    arrivals = Arrivals(Network(config, "param", workers), Stream(), workers, 1)
+    arrived = _arrivals(config, "param", workers, 1)
     steps, _, coordinates = increments.shape
     owner = np.zeros((workers, coordinates))
     replicas = np.zeros((workers, workers, coordinates))  # receiver, source
     between, to_owner = np.empty((2, steps, coordinates))
     for step in range(steps):
         owner += increments[step]
-        np.copyto(replicas, owner, where=arrivals.at(step))
+        np.copyto(replicas, owner, where=arrived(step))
         between[step], to_owner[step] = squared_differences(replicas - owner).mean(axis=1)
         tick()
     return between, to_owner
+
+
+def _memory(config: LossyConfig, phase: str, workers: int, cuts: Sequence[BucketUnits]) -> Memory:
+    return Memory({phase: Network(config, phase, workers)}, Stream(), workers, {phase: cuts})
+
+
+def _arrivals(config: LossyConfig, phase: str, workers: int, units: int) -> Callable[[int], np.ndarray]:
+    """bool[receivers, sources, units] of each step."""
+    memory = _memory(config, phase, workers, [BucketUnits(0, units, units, 1)])
+    return lambda step: memory.foresee(Exchange(phase, Stream(), step)).arrived
 
 
 def squared_differences(gaps: np.ndarray) -> np.ndarray:
@@ -93,13 +104,13 @@ def ages(
 
     Returns int64[steps, ages], float64[steps] (mean over workers) and int64[steps]; after ``burn_in`` more steps.
     """
-    arrivals = Arrivals(Network(config, "param", workers), Stream(), workers, units)
+    arrived = _arrivals(config, "param", workers, units)
     age = np.zeros((workers, workers, units), dtype=np.int64)
     remote = ~np.eye(workers, dtype=bool)
     counts, of_worker, of_all = [], np.empty(steps), np.empty(steps, dtype=np.int64)
     for step in range(-burn_in, steps):
         age += 1
-        age[arrivals.at(step + burn_in)] = 0
+        age[arrived(step + burn_in)] = 0
         tick()
         if step >= 0:
             counts.append(np.bincount(age[remote].ravel()))
@@ -125,28 +136,27 @@ def estimates(
     config = LossyConfig(
         p_grad=p, lossy_self=lossy_self, loss_unit="packet", packet_bytes=12, grad_recovery=rule, loss_seed=seed
     )
-    [cuts], count = cut([3 * units], [4], "packet", 12)
-    arrivals = Arrivals(Network(config, "grad", workers), Stream(), workers, count)
-    rules = [GRAD_RECOVERIES[rule](cuts) for _ in range(workers)]
+    [cuts], _ = cut([3 * units], [4], "packet", 12)
+    memory = _memory(config, "grad", workers, [cuts])
+    transports = [memory.worker(rank) for rank in range(workers)]
+    rules = [GRAD_RECOVERIES.load(rule)(cuts, rank) for rank in range(workers)]
     generator = torch.Generator().manual_seed(seed)
     buffer = torch.empty(workers, units, 3)
     result = np.empty((steps, workers * units, 3), dtype=np.float32)
     for step in range(burn_in + steps):
-        arrived = arrivals.at(step)
-        following = arrivals.at(step + 1)
+        now, following = (Exchange("grad", Stream(), k) for k in (step, step + 1))
         total, exchanges = torch.zeros_like(buffer), []
-        for rank, recovery in enumerate(rules):
-            outcome = Outcome(
-                step, rank, arrived[:, rank], arrived[rank], lambda rank=rank: following[:, rank]
-            )
+        for recovery, transport in zip(rules, transports, strict=True):
+            delivery = transport.foresee(now)
+            reduction = Reduction(upcoming=lambda transport=transport, following=following: transport.foresee(following))
             buffer[..., TOTAL] = 1
             buffer[..., OWN] = 0
-            buffer[rank, :, OWN] = 1
+            buffer[recovery.rank, :, OWN] = 1
             buffer[..., GRADIENT].normal_(1, 1, generator=generator)
-            exchanges.append((recovery, outcome, recovery.send(buffer.view(-1), outcome)))
+            exchanges.append((recovery, delivery, recovery.before(buffer.view(-1), delivery, reduction), reduction))
             total += buffer
-        for rank, (recovery, outcome, sent) in enumerate(exchanges):
-            recovery.receive(total[rank].view(-1), outcome, sent)
+        for recovery, delivery, kept, reduction in exchanges:
+            recovery.after(total[recovery.rank].view(-1), delivery, kept, reduction)
             recovery.finish_step(step, True)
         if step >= burn_in:
             result[step - burn_in] = (total / workers).view(-1, 3).numpy()

@@ -1,4 +1,4 @@
-"""What the drift monitor sees of a virtual cluster: all workers' replicas of the buckets of one stream."""
+"""Values of all workers' replicas of the buckets of one stream, for monitors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from ..exchange import Stream
-from ..hooks.rank_replicas import used_ranges
+from ..hooks.buckets import used_ranges
 from .versions import Versions
 
 
-class WorkerReplicas:
-    """See :class:`megatron_lossy.monitor.drift.Replicas`.
+class VirtualSampler:
+    """See :class:`megatron_lossy.monitor.Replicas`.
 
     ``pairs``: Megatron's (buffer, bucket) in canonical order.
     """

@@ -1,4 +1,4 @@
-"""What the drift monitor sees of a real rank: its replica of the buckets of one stream."""
+"""Values of the ranks' replicas of the buckets of one stream, for monitors."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..exchange import units_of
 from ..transport import LossyGroup
+from .buckets import used_ranges
 
 
-class RankReplicas:
+class RankSampler:
     """The parameter buckets of ``group``, whose shards the ranks of ``process_group`` own.
 
-    See :class:`megatron_lossy.monitor.drift.Replicas`. ``pairs``: Megatron's (buffer, bucket) in canonical order.
+    See :class:`megatron_lossy.monitor.Replicas`. ``pairs``: Megatron's (buffer, bucket) in canonical order.
     """
 
     def __init__(
@@ -24,7 +26,7 @@ class RankReplicas:
         self.stream = group.stream
         self.workers = group.size
         self.owned = range(group.rank, group.rank + 1)
-        self.units = group.deliveries["param"].units
+        self.units = units_of(group.transport.cut["param"])
         self.shards = [bucket.param_data.numel() // group.size for _, bucket in pairs]
         self._process_group = process_group
         self._pairs = pairs
@@ -50,9 +52,3 @@ class RankReplicas:
                 for (_, bucket), chosen in zip(self._pairs, places, strict=True)
             ]
         )
-
-
-def used_ranges(buffer: Any, bucket: Any) -> np.ndarray:
-    """int64[k, 2]: where parameters are in ``bucket`` of Megatron's ``buffer``; the rest is padding."""
-    ranges = [buffer.param_index_map[parameter][:2] for parameter in bucket.params_list]
-    return np.array(sorted(ranges), dtype=np.int64).reshape(-1, 2) - bucket.offset

@@ -1,0 +1,40 @@
+"""Megatron's buckets: which stream each belongs to, and where in it parameters are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..exchange import Stream
+from .versions import dense_buffers, expert_rank, full_group, model_chunk, pipeline_stage
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
+
+def buckets_by_stream(ddp: DistributedDataParallel) -> list[tuple[Stream, Any, list[tuple[Any, Any]]]]:
+    """The streams of a model chunk: each with its full group and its (buffer, bucket) pairs in canonical order."""
+    result = []
+    stage, chunk = pipeline_stage(ddp), model_chunk(ddp)
+    for buffers, full, kind, expert in (
+        (dense_buffers(ddp), full_group(ddp, expert=False), "dense", 0),
+        (ddp.expert_parallel_buffers, full_group(ddp, expert=True), "expert", expert_rank(ddp)),
+    ):
+        buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
+        tied = [pair for pair in buckets if _is_shared_embedding(pair[1])]
+        rest = [pair for pair in buckets if not _is_shared_embedding(pair[1])]
+        for chosen, stream in ((rest, Stream(kind, expert, stage, chunk)), (tied, Stream("embedding"))):
+            if chosen:
+                result.append((stream, full, chosen))
+    return result
+
+
+def _is_shared_embedding(bucket: Any) -> bool:
+    return any(getattr(param, "shared_embedding", False) for param in bucket.params_list)
+
+
+def used_ranges(buffer: Any, bucket: Any) -> np.ndarray:
+    """int64[k, 2]: where parameters are in ``bucket`` of Megatron's ``buffer``; the rest is padding."""
+    ranges = [buffer.param_index_map[parameter][:2] for parameter in bucket.params_list]
+    return np.array(sorted(ranges), dtype=np.int64).reshape(-1, 2) - bucket.offset

@@ -1,0 +1,35 @@
+"""``stale``: a unit of parameters that is lost keeps the value that the worker received last (paper, section 3 (4))."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..exchange import Delivery
+from .base import Reduction, Rule
+from .rows import Saved
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Stale(Rule):
+    """Puts the units aside that the gather would overwrite, and puts them back. ``buffer``, ``output``: the replica."""
+
+    name = "stale"
+
+    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction | None = None) -> Saved | None:
+        lost = self.lost(delivery)
+        rows = self.rows(buffer)
+        return None if rows.nothing(lost) else rows.take(buffer, self.units, lost)
+
+    def after(
+        self, output: torch.Tensor, delivery: Delivery, kept: Saved | None, reduction: Reduction | None = None
+    ) -> None:
+        if kept is not None:
+            self.rows(output).put_(output, self.units, self.lost(delivery), kept)
+
+    def lost(self, delivery: Delivery) -> np.ndarray:
+        """bool[N, count]: units of the bucket that are stale after ``delivery``."""
+        return ~delivery.incoming(self.units)

@@ -1,0 +1,77 @@
+"""The channels and rules by the values of their flags: one line each, here and nowhere else.
+
+A name stands for ``module:Class``, imported when it is first asked for: the flags are known where torch is not
+installed, and ``config`` depends on no implementation. Packages of others add names by entry points, for example
+
+    [project.entry-points."megatron_lossy.recovery"]
+    half = "my_rule:Half"
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from functools import cached_property
+from importlib.metadata import entry_points
+from typing import Any
+
+from .errors import UsageError
+
+
+class Registry:
+    """Names, in the order of ``built_in`` and then of the alphabet; iterates over them, as argparse's choices do.
+
+    Args:
+        group: the entry points that add names.
+        built_in: our own names, and ``module:Class`` of each.
+    """
+
+    def __init__(self, group: str, built_in: dict[str, str]) -> None:
+        self.group = group
+        self.built_in = built_in
+        self._loaded: dict[str, type] = {}
+
+    @cached_property
+    def _targets(self) -> dict[str, str]:
+        added = {point.name: point.value for point in entry_points(group=self.group)}
+        return self.built_in | {name: added[name] for name in sorted(added.keys() - self.built_in.keys())}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._targets)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._targets
+
+    def load(self, name: str) -> Any:
+        """The class that ``name`` stands for. Raises :class:`UsageError` if somebody else's cannot be imported."""
+        if name not in self._loaded:
+            target = self._targets[name]
+            module, _, attribute = target.partition(":")
+            try:
+                self._loaded[name] = getattr(importlib.import_module(module), attribute)
+            except (ImportError, AttributeError) as error:
+                if name in self.built_in:
+                    raise
+                raise UsageError(f"{name}: the entry point {target} of {self.group} fails ({error})") from None
+        return self._loaded[name]
+
+
+CHANNELS = Registry(
+    "megatron_lossy.channel",
+    {
+        "bernoulli": "megatron_lossy.channel.bernoulli:Bernoulli",
+        "gilbert-elliott": "megatron_lossy.channel.gilbert_elliott:GilbertElliott",
+        "per-link": "megatron_lossy.channel.per_link:PerLink",
+        "trace": "megatron_lossy.channel.trace:Trace",
+    },
+)
+
+GRAD_RECOVERIES = Registry(
+    "megatron_lossy.recovery",
+    {
+        "renormalize": "megatron_lossy.recovery.renormalize:Renormalize",
+        "renormalize-remote": "megatron_lossy.recovery.renormalize_remote:RenormalizeRemote",
+        "previous": "megatron_lossy.recovery.previous:Previous",
+        "zero": "megatron_lossy.recovery.zero:Zero",
+    },
+)

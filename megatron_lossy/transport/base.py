@@ -1,0 +1,107 @@
+"""How an exchange crosses: begun, then waited for, which returns its delivery.
+
+A transport knows how the buckets of one group are cut and whether a phase can lose anything. It may know a delivery
+before the exchange (drawn losses) or only after it (a real network); who uses one must be ready for both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..exchange import BucketUnits, Delivery, Exchange, Stream
+
+#: Runs somebody's collective and returns its handle, or ``None`` if it has completed or somebody else waits for it.
+Collective = Callable[[], Any]
+
+
+class Transfer:
+    """An exchange under way. :meth:`wait` completes it, recovery included; it may be called again.
+
+    ``work``: the handle of what carries the exchange, or ``None`` if nobody has to wait for it here. ``deliver``:
+    called when it has arrived, returns what :meth:`wait` does. Other attributes are those of ``work``.
+    """
+
+    def __init__(self, work: Any, deliver: Callable[[], Any]) -> None:
+        self._work = work
+        self._deliver = deliver
+        self._then: list[Callable[[Any], None]] = []
+        self._waited = self._complete = False
+        self._result: Any = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a handle to wait for."""
+        return self._work is not None
+
+    def then(self, act: Callable[[Any], None]) -> Transfer:
+        """Call ``act`` with the delivery when the exchange has arrived, after what was asked for before."""
+        self._then.append(act)
+        return self
+
+    def wait(self) -> Any:
+        """Wait until the exchange has arrived and recovery is done; returns its :class:`Delivery`."""
+        # Only once: every wait of gloo's reduce-scatter copies the unrecovered result into the output again.
+        if not self._waited:
+            self._waited = True
+            if self._work is not None:
+                self._work.wait()
+        return self.complete()
+
+    def complete(self) -> Any:
+        """As :meth:`wait`, where somebody has waited already for what carries the exchange."""
+        if not self._complete:
+            self._complete = True
+            self._result = self._deliver()
+            with torch.no_grad():
+                for act in self._then:
+                    act(self._result)
+        return self._result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_work"], name)
+
+
+class Transport(ABC):
+    """How the exchanges of one stream cross, for one rank of a group.
+
+    Args:
+        stream: what the buckets belong to.
+        members: the group's ranks within the full group (all of it with one optimizer instance).
+        rank: this process's rank in the group.
+        cut: by phase, how each bucket is cut into units.
+    """
+
+    def __init__(
+        self, stream: Stream, members: Sequence[int], rank: int, cut: dict[str, Sequence[BucketUnits]]
+    ) -> None:
+        self.stream = stream
+        self.members = list(members)
+        self.size = len(members)
+        self.rank = rank
+        self.cut = cut
+
+    @abstractmethod
+    def lossless(self, phase: str) -> bool:
+        """Whether nothing can be lost in ``phase``; its exchanges then need not go through here."""
+
+    @abstractmethod
+    def begin(self, exchange: Exchange, bucket: int, buffer: torch.Tensor, collective: Collective) -> Transfer:
+        """Begin the exchange of one bucket. ``collective``: what would have carried all of it, reliably."""
+
+    def foresee(self, exchange: Exchange) -> Delivery | None:
+        """The delivery of ``exchange``, if it is known whether or not the exchange was made.
+
+        Raises :class:`UsageError` where a recorded run that is replayed does not go so far.
+        """
+        return None
+
+    def steps(self, phase: str) -> int | None:
+        """How many steps, from 0 on, can be foreseen; ``None``: any."""
+        return None
+
+    def prepare(self, exchange: Exchange) -> None:
+        """``exchange`` comes next."""

@@ -1,0 +1,44 @@
+"""``torch``: somebody's reliable collective, minus what a channel drew. Nothing extra is communicated."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ..exchange import Delivery, Exchange
+from .drawn import Drawn, Latest, Networks, draw, draw_sent
+
+#: Draws of at least this many units are made ahead of time, on another thread.
+_AHEAD = 2**17
+
+
+class CollectiveTransport(Drawn):
+    """One rank's view of the losses between the ranks of its group."""
+
+    _thread: ThreadPoolExecutor | None = None
+
+    def __init__(self, networks: Networks, *args, **kwargs) -> None:
+        super().__init__(networks, *args, **kwargs)
+        self._latest = Latest()
+
+    def foresee(self, exchange: Exchange) -> Delivery:
+        known = self._latest.get(exchange)
+        if isinstance(known, Delivery):
+            return known
+        delivery = known.result() if isinstance(known, Future) else self._draw(exchange)
+        self._latest.put(exchange, delivery)
+        return delivery
+
+    def prepare(self, exchange: Exchange) -> None:
+        """Start drawing on another thread if it is much work."""
+        phase = exchange.phase
+        if self.lossless(phase) or self.units(phase) * self.size < _AHEAD or self._latest.get(exchange) is not None:
+            return
+        if CollectiveTransport._thread is None:
+            CollectiveTransport._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-draws")
+        self._latest.put(exchange, CollectiveTransport._thread.submit(self._draw, exchange))
+
+    def _draw(self, exchange: Exchange) -> Delivery:
+        phase, me = exchange.phase, self.members[self.rank]
+        network, cut = self.networks[phase], self.cut[phase]
+        sent = draw_sent(network, exchange, me, self.members, cut) if phase == "grad" else None
+        return Delivery(exchange, self.members, [me], draw(network, exchange, self.members, [me], cut), cut, sent)

@@ -1,0 +1,98 @@
+"""Transports whose losses are drawn: the delivery of an exchange is known before it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..exchange import BucketUnits, Exchange, Stream, units_of
+from .base import Collective, Transfer, Transport
+from .network import Network
+
+#: The networks of both phases.
+Networks = dict[str, Network]
+
+
+class Drawn(Transport):
+    """Runs the collective that it is given; rules have removed from the buffer what will not arrive.
+
+    ``networks``: for each phase the losses between the ranks of the full group.
+    """
+
+    def __init__(
+        self,
+        networks: Networks,
+        stream: Stream,
+        members: Sequence[int],
+        rank: int,
+        cut: dict[str, Sequence[BucketUnits]],
+    ) -> None:
+        super().__init__(stream, members, rank, cut)
+        self.networks = networks
+
+    def lossless(self, phase: str) -> bool:
+        network = self.networks[phase]
+        return network.lossless or (self.size == 1 and not network.lossy_self)
+
+    def begin(self, exchange: Exchange, bucket: int, buffer: torch.Tensor, collective: Collective) -> Transfer:
+        delivery = self.foresee(exchange)
+        return Transfer(collective(), lambda: delivery)
+
+    def steps(self, phase: str) -> int | None:
+        return self.networks[phase].channel.steps(phase, self.stream)
+
+    def units(self, phase: str) -> int:
+        """Units of the stream per link and step."""
+        return units_of(self.cut[phase])
+
+
+def check_links(
+    networks: Networks, stream: Stream, cut: dict[str, Sequence[BucketUnits]], size: int, steps: int | None
+) -> None:
+    """Raise :class:`UsageError` if a channel cannot serve a group of ``size`` ranks for ``steps`` steps."""
+    for phase, network in networks.items():
+        if not network.lossless and (size > 1 or network.lossy_self):
+            network.channel.check(phase, stream, network.size, units_of(cut[phase]), steps)
+
+
+def draw(
+    network: Network,
+    exchange: Exchange,
+    members: Sequence[int],
+    receivers: Sequence[int],
+    cut: Sequence[BucketUnits],
+) -> np.ndarray:
+    """bool[R, S, units], read-only: what arrives at ``receivers`` from ``members``, ranks of the full group."""
+    sources, destinations = np.tile(members, len(receivers)), np.repeat(receivers, len(members))
+    arrived = network.delivered_links(exchange, sources, destinations, units_of(cut))
+    arrived = arrived.reshape(len(receivers), len(members), -1)
+    arrived.flags.writeable = False
+    return arrived
+
+
+def draw_sent(
+    network: Network, exchange: Exchange, source: int, members: Sequence[int], cut: Sequence[BucketUnits]
+) -> np.ndarray:
+    """bool[N, units], read-only: what ``source`` sends and arrives at each of ``members``."""
+    others = np.array(members)
+    sent = network.delivered_links(exchange, np.full_like(others, source), others, units_of(cut))
+    sent.flags.writeable = False
+    return sent
+
+
+class Latest:
+    """The deliveries of the latest two exchanges of each phase: this one and the next, which may be drawn ahead."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list] = {}
+
+    def get(self, exchange: Exchange):
+        """What was :meth:`put` for ``exchange``; ``None`` if it is not there."""
+        return next((value for known, value in self._kept.get(exchange.phase, ()) if known == exchange), None)
+
+    def put(self, exchange: Exchange, value) -> None:
+        """Keep ``value`` for ``exchange``, in the place of what was kept for it or of the oldest."""
+        kept = [item for item in self._kept.get(exchange.phase, ()) if item[0] != exchange]
+        self._kept[exchange.phase] = [*kept[-1:], (exchange, value)]
