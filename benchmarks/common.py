@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_lossy import device
 from megatron_lossy.device.environment import hardware, versions
-from megatron_lossy.files import replace_file
+from megatron_lossy.files import write_text
 
 RESULTS = "benchmarks/results"
 
@@ -41,9 +41,7 @@ def write_results(folder: str | Path, name: str, **contents: str) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for suffix, text in contents.items():
-        replace_file(
-            folder / f"{name}.{suffix}", lambda aside, text=text: aside.write_text(text, encoding="utf-8")
-        )
+        write_text(folder / f"{name}.{suffix}", text)
     print(f"wrote {folder / name}." + ", .".join(contents))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .config import LossyConfig, add_flags, from_namespace
-from .errors import UsageError, usage_errors
+from .errors import ArgumentParser, UsageError, usage_errors
 
 if TYPE_CHECKING:
     from .hooks import Lossy
@@ -26,18 +26,13 @@ _ledgers: dict[str, Ledger] = {}
 _lossy: Lossy | None = None
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that knows some of the arguments and reports errors as :class:`UsageError`."""
-
-    def __init__(self) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-
-    def error(self, message: str) -> None:
-        raise UsageError(message)
+def _parser() -> ArgumentParser:
+    """A parser that knows some of the arguments. Megatron's own answers ``--help`` and knows the rest."""
+    return ArgumentParser(add_help=False, allow_abbrev=False)
 
 
 def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    return add_flags(_Parser(), LossyConfig, "loss").parse_known_args(arguments)
+    return add_flags(_parser(), LossyConfig, "loss").parse_known_args(arguments)
 
 
 def parse_loss_flags(arguments: list[str]) -> LossyConfig:
@@ -49,7 +44,7 @@ def check_channels(config: LossyConfig, arguments: list[str]) -> int | None:
     """Check files of rates and traces against the size and length of the run; returns its length if known."""
     from .transport import check_channels as check
 
-    parser = _Parser()
+    parser = _parser()
     names = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "train-iters")
     for name in names:
         parser.add_argument(f"--{name}", type=int)

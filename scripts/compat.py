@@ -25,6 +25,8 @@ import xml.etree.ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_lossy.files import write_text
+
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "compat"
 PAGE = ROOT / "docs" / "verified.md"
@@ -233,9 +235,7 @@ def write(rows: list[list[str]]) -> None:
             kept[row[0]] = [*row[:4], *contract, row[PRETRAIN] or old[PRETRAIN], absent, row[-1]]
     order = {name: number for number, name in enumerate(WHEELS)}
     ordered = sorted(kept.values(), key=lambda row: (order.get(row[0], len(order)), row[0]))
-    aside = PAGE.with_suffix(".tmp")
-    aside.write_text(MARKS.sub(lambda match: match[1] + _table(ordered) + match[3], text), encoding="utf-8")
-    os.replace(aside, PAGE)
+    write_text(PAGE, MARKS.sub(lambda match: match[1] + _table(ordered) + match[3], text))
 
 
 def main() -> None:

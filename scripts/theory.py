@@ -21,7 +21,7 @@ from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.device.environment import processor, versions
 from megatron_lossy.errors import refuse, usage_errors
-from megatron_lossy.files import replace_file
+from megatron_lossy.files import replace_file, write_text
 from megatron_lossy.study.theory import simulate
 from megatron_lossy.study.theory.picture import draw
 from megatron_lossy.study.theory.rows import Row, agreement, markdown, write_csv
@@ -275,7 +275,7 @@ def run(flags: argparse.Namespace) -> None:
     print(text)
     replace_file(folder / f"{stem}.csv", lambda path: write_csv(rows, path))
     replace_file(folder / f"{stem}.png", lambda path: draw(rows, runs, path))
-    replace_file(folder / f"{stem}.md", lambda path: path.write_text(text, encoding="utf-8"))
+    write_text(folder / f"{stem}.md", text)
     print("wrote " + ", ".join(str(folder / (stem + suffix)) for suffix in (".md", ".csv", ".png")), file=sys.stderr)
 
 

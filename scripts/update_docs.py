@@ -6,12 +6,12 @@ Between ``<!-- flags -->`` and ``<!-- end -->``: the table of loss flags, from m
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
 
 from megatron_lossy.config import LossyConfig, flag_table
+from megatron_lossy.files import write_text
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,9 +37,7 @@ def main() -> None:
             continue
         if "--check" in sys.argv:
             sys.exit(f"{page}: is not current; run make docs")
-        aside = page.with_suffix(".tmp")
-        aside.write_text(current(text), encoding="utf-8")
-        os.replace(aside, page)
+        write_text(page, current(text))
 
 
 if __name__ == "__main__":

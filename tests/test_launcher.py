@@ -31,7 +31,7 @@ def launch(*arguments, **environment):
         (["absent.py"], "SCRIPT absent.py: must be a Python file"),
         ([__file__, "--p-grad", "1.5"], "--p-grad 1.5: must be in [0, 1)"),
         ([__file__, "--p-grad", "nan"], "--p-grad nan: must be in [0, 1)"),
-        ([__file__, "--p-grad", "much"], "argument --p-grad: invalid float value: 'much'"),
+        ([__file__, "--p-grad", "much"], "error: --p-grad: invalid float value: 'much'"),
         ([__file__, "--loss-unit", "byte"], "--loss-unit: invalid choice: 'byte'"),
         ([__file__, "--loss-model", "trace", "--trace", "absent.npz"], "--trace absent.npz"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import add_flags, flag, from_namespace
-from ..errors import refuse, usage_errors
+from ..errors import ArgumentParser, refuse, usage_errors
 from .documents import Document, find_files, read_documents, stdlib_documents
 from .indexed import check_output, output_files, write_indexed, write_train_valid
 from .tokenizers import NAMES, build_tokenizer, padded_vocab_size
@@ -97,7 +96,7 @@ def _with_progress(documents: Iterable[Document], verb: str, total: int) -> Iter
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Do what the command line says. Raises :class:`UsageError`."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "python -m megatron_lossy.data",
         description="Text files to Megatron's indexed format.",
         epilog="python -m megatron_lossy.data manifest|check --help: hashes of data sets, and their check.",

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UsageError, refuse
+from ..files import aside_of, publish
 from .documents import Document, validation_documents
 from .tokenizers import Tokenizer
 
@@ -62,10 +62,10 @@ class IndexedWriter:
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
         self._dtype = DType.optimal_dtype(tokenizer.vocab_size)
-        parent, name = os.path.split(self.prefix)
         try:
-            os.makedirs(parent or ".", exist_ok=True)
-            self._aside = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent or "."))
+            os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
+            self._aside = aside_of(self.prefix)
+            self._aside.mkdir()
         except OSError as error:
             raise refuse("--output-prefix", self.prefix, f"cannot be written: {error.strerror}") from None
         self._builder = IndexedDatasetBuilder(str(self._aside / "bin"), dtype=self._dtype)
@@ -118,7 +118,7 @@ class IndexedWriter:
             os.unlink(self.prefix + ".idx")
         shutil.rmtree(os.path.join(self.prefix, "cache", "GPTDataset_indices"), ignore_errors=True)
         for suffix in ("bin", "json", "idx"):
-            os.replace(self._aside / suffix, f"{self.prefix}.{suffix}")
+            publish(self._aside / suffix, f"{self.prefix}.{suffix}")
         return description
 
 

@@ -9,17 +9,16 @@ full one reads everything.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError, refuse
+from ..errors import ArgumentParser, UsageError, refuse
+from ..files import write_text
 from .indexed import check_files, is_weight, output_files
 
 BLOCK = 64 * 2**20
@@ -42,11 +41,7 @@ def write_manifest(prefixes: Sequence[str], output: str, overwrite: bool = False
     content = {"format": _FORMAT, "block_bytes": BLOCK, "files": files}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=f".{target.name}.", delete=False) as aside:
-            json.dump(content, aside, indent=1)
-            aside.write("\n")
-        os.chmod(aside.name, 0o644)
-        os.replace(aside.name, target)
+        write_text(target, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise refuse("--output", output, f"cannot be written: {error.strerror}") from None
     return content
@@ -90,7 +85,7 @@ def check_manifest(manifest: str, prefixes: Sequence[str] = (), full: bool = Fal
 
 def run_manifest(arguments: Sequence[str]) -> None:
     """``python -m megatron_lossy.data manifest``."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "python -m megatron_lossy.data manifest", description="Hash data sets into a file."
     )
     parser.add_argument(
@@ -109,7 +104,7 @@ def run_manifest(arguments: Sequence[str]) -> None:
 
 def run_check(arguments: Sequence[str]) -> None:
     """``python -m megatron_lossy.data check``."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "python -m megatron_lossy.data check", description="Compare data sets with a manifest."
     )
     parser.add_argument("manifest", metavar="FILE")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..config import PHASES
+from ..files import replace_file
 from .reader import DeliveryLogFolder
 from .scan import Rates, scan
 
@@ -45,6 +45,4 @@ def plot_links(folder: DeliveryLogFolder, stream: str, out: Path) -> None:
     figure.colorbar(image, ax=figure.axes, label="share of units lost", format="{x:.0%}", shrink=0.9)
     first, last = folder.covered(next(iter(folder.ranks)))[0]
     figure.suptitle(f"Losses per link, {stream}, iterations {first} to {last}", fontsize=12)
-    aside = out.with_name(f".{out.stem}.tmp{out.suffix}")
-    figure.savefig(aside, dpi=160)
-    os.replace(aside, out)
+    replace_file(out, lambda aside: figure.savefig(aside, dpi=160, format=out.suffix[1:]))

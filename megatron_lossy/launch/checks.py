@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..data import check_files, is_weight
+from ..data import check_files
 from ..data.manifest import check_manifest
 from ..errors import UsageError, refuse
 from ..train.saved import check_folders, latest_iteration
@@ -59,22 +59,13 @@ def check_data(plan: Plan) -> None:
     _check_tokenizer(plan.train.tokenizer)
     if plan.train.data is not None or plan.mock_data:
         return
-    prefixes = []
-    for flag, paths in (("--data-path", plan.train.data_path), ("--valid-data-path", plan.train.valid_data_path)):
-        for prefix in paths or ():
-            if not is_weight(prefix):
-                description = check_files(prefix, flag)
-                prefixes.append(prefix)
-                if description is not None and _vocabulary(description.tokenizer) != _vocabulary(
-                    plan.train.tokenizer
-                ):
-                    raise refuse(
-                        "--tokenizer",
-                        plan.train.tokenizer,
-                        f"{prefix} was made with --tokenizer {description.tokenizer}",
-                    )
+    tokenizer = plan.train.tokenizer
+    for flag, prefix in plan.train.data_sets():
+        made = check_files(prefix, flag)
+        if made is not None and _vocabulary(made.tokenizer) != _vocabulary(tokenizer):
+            raise refuse("--tokenizer", tokenizer, f"{prefix} was made with --tokenizer {made.tokenizer}")
     if plan.launch.data_manifest is not None:
-        check_manifest(plan.launch.data_manifest, prefixes)
+        check_manifest(plan.launch.data_manifest, [prefix for _, prefix in plan.train.data_sets()])
 
 
 def _vocabulary(tokenizer: str) -> str:

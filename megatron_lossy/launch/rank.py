@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-from ..errors import UsageError, refuse, usage_errors
+from ..errors import ArgumentParser, UsageError, refuse, usage_errors
 from .nodes import check_devices
 
 _MPI = {
@@ -47,14 +47,14 @@ def _tasks_of_node(environment: Mapping[str, str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Become ``python -m MODULE arguments…`` as a rank."""
-    parser = argparse.ArgumentParser("python -m megatron_lossy.launch.rank", allow_abbrev=False)
+    parser = ArgumentParser("python -m megatron_lossy.launch.rank", allow_abbrev=False)
     parser.add_argument("--kind", required=True, choices=("cuda", "hpu", "cpu"))
     parser.add_argument("--ranks", required=True, type=int)
     parser.add_argument("--master-addr", required=True)
     parser.add_argument("--master-port", required=True)
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="MODULE arguments…")
-    given = parser.parse_args(arguments)
     with usage_errors("megatron_lossy.launch"):
+        given = parser.parse_args(arguments)
         ours = rank_environment(os.environ)
         os.environ.update(ours, MASTER_ADDR=given.master_addr, MASTER_PORT=given.master_port)
         if int(ours["WORLD_SIZE"]) != given.ranks:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import add_flags, flag, from_namespace
-from ..errors import refuse, usage_errors
+from ..errors import ArgumentParser, refuse, usage_errors
 from ..moved import run_as
 from .read import read_runs
 from .runs import METRICS_FILE
@@ -29,7 +28,7 @@ class ReportConfig:
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Do what the command line says. Raises :class:`UsageError`."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         "python -m megatron_lossy.report", description="Table of losses and training curves of a folder of runs."
     )
     parser.add_argument(

@@ -70,7 +70,7 @@ def plot_curves(runs: Sequence[Run], path: str | Path) -> None:
     legend.append(Line2D([], [], color="grey", linewidth=2.2, label="training, running mean"))
     legend.append(Line2D([], [], color="grey", alpha=0.4, linewidth=1, label="training, as recorded"))
     axes.legend(handles=legend, fontsize=15, title="loss rate", title_fontsize=15)
-    replace_file(Path(path), lambda aside: figure.savefig(aside))
+    replace_file(path, lambda aside: figure.savefig(aside, format=Path(path).suffix[1:]))
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:

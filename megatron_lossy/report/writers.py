@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import refuse
-from ..files import replace_file
+from ..files import write_text
 from .runs import Run
 from .table import LossTable
 
@@ -20,8 +20,8 @@ def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path) -> l
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / TABLE_MARKDOWN, lambda path: path.write_text(table.markdown(), encoding="utf-8"))
-        replace_file(folder / TABLE_CSV, lambda path: path.write_text(table.csv(), encoding="utf-8"))
+        write_text(folder / TABLE_MARKDOWN, table.markdown())
+        write_text(folder / TABLE_CSV, table.csv())
         plot_curves(runs, folder / CURVES)
     except OSError as error:
         raise refuse("--out", folder, f"cannot be written: {error.strerror}") from None

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from ..config import LossyConfig, incidental_fields
-from ..files import replace_file
+from ..files import write_text
 from ..report import Run
 from ..report.read import read_run
 from ..report.runs import METRICS_FILE
@@ -117,7 +117,7 @@ class CellFolder:
         """The cell's settings as a file for ``--config``."""
         self.path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.cell.all_settings(), sort_keys=False)
-        replace_file(self.path / CONFIG, lambda aside: aside.write_text(text))
+        write_text(self.path / CONFIG, text)
         return self.path / CONFIG
 
     def finish(self, status: str, seconds: float, **facts: Any) -> None:
@@ -130,7 +130,7 @@ class CellFolder:
             "settings": self.cell.settings,
             **facts,
         }
-        replace_file(self.path / STATE, lambda aside: aside.write_text(json.dumps(state, indent=1)))
+        write_text(self.path / STATE, json.dumps(state, indent=1))
         (self.path / TRACKER).unlink(missing_ok=True)
         for folder in self.path.glob("iter_*"):
             shutil.rmtree(folder, ignore_errors=True)

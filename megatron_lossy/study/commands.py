@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import add_flags, flag, from_namespace
-from ..errors import UsageError, refuse
-from ..files import replace_file
+from ..errors import ArgumentParser, UsageError, refuse
+from ..files import write_text
 from ..report import LossTable
 from ..train.arguments import make_parser
 from .cells import CellFolder
@@ -127,7 +127,7 @@ def study(arguments: Sequence[str]) -> int:
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         f"python -m megatron_lossy.study {name}".strip(),
         description=description,
         epilog="All flags of python -m megatron_lossy.train are allowed too, for all cells.",
@@ -249,15 +249,15 @@ def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None
         ),
         "settings of the first cell": study.cells[0].settings,
     }
-    replace_file(out / SUMMARY, lambda aside: aside.write_text(json.dumps(summary, indent=1)))
-    replace_file(out / RUNS, lambda aside: aside.write_text(run_table(results)))
+    write_text(out / SUMMARY, json.dumps(summary, indent=1))
+    write_text(out / RUNS, run_table(results))
     files = [out / SUMMARY, out / RUNS]
     print(f"\n{study.title}" + (f": {study.question}" if study.question else "") + "\n")
     for name, table in tables.items():
         print(table.text())
         for suffix, text in (("csv", table.csv()), ("md", table.markdown()), ("tex", table.latex())):
             file = out / f"{name}.{suffix}"
-            replace_file(file, lambda aside, text=text: aside.write_text(text, encoding="utf-8"))
+            write_text(file, text)
             files.append(file)
     if rates is not None:
         files += plot_figure_1(results, out / "figure1") + plot_figure_2(results, out / "figure2")

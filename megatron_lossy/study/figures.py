@@ -158,7 +158,7 @@ def _loss_axis(axes, shown: Sequence[float], label: bool = True) -> None:
 
 def _save(figure: Figure, path: str | Path) -> list[Path]:
     """Write the figure as PNG and PDF; ``path`` is without a suffix."""
-    files = [Path(f"{path}.{kind}") for kind in ("png", "pdf")]
-    for file in files:
-        replace_file(file, lambda aside: figure.savefig(aside))
-    return files
+    files = {kind: Path(f"{path}.{kind}") for kind in ("png", "pdf")}
+    for kind, file in files.items():
+        replace_file(file, lambda aside, kind=kind: figure.savefig(aside, format=kind))
+    return list(files.values())

@@ -8,7 +8,6 @@ Only then does the tracker name it, by a rename as well.
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import shutil
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.utils import unwrap_model
 
+from ..files import publish, write_text
 from ..hooks.rng import rng_state, set_rng_state
 from ..ledger import Ledger, Patch
 from ..run import Run
@@ -66,11 +66,10 @@ class Checkpoints:
         self._lossy.save_replicas(aside)
         torch.distributed.barrier()
         if first:
-            _sync_tree(aside)
             # A folder of this name that the tracker does not name is what a killed run left.
             shutil.rmtree(final, ignore_errors=True)
-            os.replace(aside, final)
-            _write_tracker(Path(folder), iteration)
+            publish(aside, final)
+            write_text(Path(folder) / TRACKER, str(iteration))
         torch.distributed.barrier()
 
     def load(self, folder: str) -> dict[str, Any]:
@@ -136,25 +135,3 @@ def _in_process_results() -> Iterator[None]:
 
 def _ranks() -> int:
     return torch.distributed.get_world_size()
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _write_tracker(folder: Path, iteration: int) -> None:
-    _sync(folder)
-    aside = folder / (TRACKER + ".tmp")
-    aside.write_text(str(iteration))
-    _sync(aside)
-    os.replace(aside, folder / TRACKER)
-    _sync(folder)

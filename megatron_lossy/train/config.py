@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import flag, flag_name
+from ..data import is_weight
 from ..errors import UsageError, refuse
 
 # What fixes the shapes of the saved weights.
@@ -285,6 +286,11 @@ class TrainConfig:
     def metrics_folder(self) -> str | None:
         """Where metrics.jsonl goes, if anywhere."""
         return self.metrics_dir or self.save
+
+    def data_sets(self) -> list[tuple[str, str]]:
+        """The data sets in ``--data-path`` and ``--valid-data-path``: flag and prefix, without the weights between."""
+        named = (("--data-path", self.data_path), ("--valid-data-path", self.valid_data_path))
+        return [(name, text) for name, texts in named for text in texts or () if not is_weight(text)]
 
     def shape(self) -> dict[str, Any]:
         """The settings that fix the shapes of the saved weights."""

@@ -21,6 +21,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list
 
 from .. import device
+from ..files import publish
 from .config import TrainConfig
 from .text import prefixes
 
@@ -58,7 +59,7 @@ def build_datasets(config: TrainConfig, tokenizer) -> tuple[GPTDataset, GPTDatas
     torch.distributed.barrier()
     if first and folder != cache:
         try:
-            os.replace(folder, cache)
+            publish(folder, cache)
         except OSError:  # another run was faster; what we have loaded stays mapped
             shutil.rmtree(folder, ignore_errors=True)
     return train, valid

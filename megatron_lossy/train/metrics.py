@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import refuse
+from ..files import write_text
 
 METRICS = "metrics.jsonl"
 
@@ -41,9 +42,7 @@ class JsonLinesWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if iteration is None else _records_until(path, iteration)
         self.empty = not kept
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(map(_line, kept)))
-        os.replace(aside, path)
+        write_text(path, "".join(map(_line, kept)))
         self._file = open(path, "a")
 
     def write(self, record: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..config import LossyConfig, flag_name, identity
 from ..errors import refuse
+from ..files import write_text
 from .config import SHAPE, TrainConfig
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -69,9 +70,7 @@ def write_settings(config: TrainConfig, lossy: LossyConfig, data: list[Any]) -> 
         path = Path(folder) / SETTINGS
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_suffix(".tmp")
-            aside.write_text(json.dumps(settings_of(config, lossy, data), indent=1))
-            os.replace(aside, path)
+            write_text(path, json.dumps(settings_of(config, lossy, data), indent=1))
 
 
 def _read_settings(folder: str | None) -> dict[str, Any] | None:

@@ -15,7 +15,6 @@ from ..data import (
     Tokenizer,
     build_tokenizer,
     check_dataset,
-    is_weight,
     read_description,
     stdlib_documents,
     write_train_valid,
@@ -77,17 +76,14 @@ def _complete(paths: TrainConfig, tokenizer: Tokenizer) -> bool:
 
 def prefixes(config: TrainConfig) -> list[str]:
     """The prefixes in ``--data-path`` and ``--valid-data-path``, without the weights between them."""
-    texts = (config.data_path or ()) + (config.valid_data_path or ())
-    return [text for text in texts if not is_weight(text)]
+    return [prefix for _, prefix in config.data_sets()]
 
 
 def check_data(config: TrainConfig) -> None:
     """Raise :class:`UsageError` unless the data sets are complete and made by ``--tokenizer``."""
     tokenizer = build_tokenizer(config.tokenizer)
-    for flag, paths in (("--data-path", config.data_path), ("--valid-data-path", config.valid_data_path)):
-        for prefix in paths or ():
-            if not is_weight(prefix):
-                check_dataset(prefix, tokenizer, flag)
+    for flag, prefix in config.data_sets():
+        check_dataset(prefix, tokenizer, flag)
 
 
 def fingerprint(config: TrainConfig) -> list[Any]:

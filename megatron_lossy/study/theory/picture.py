@@ -43,7 +43,7 @@ def draw(rows: Sequence[Row], runs: Sequence[Any], path: Path) -> None:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=10)
         panel.title.set_fontsize(13)
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def _points(panel, rows: Sequence[Row], color: str, label: str | None, marker: str = "o") -> None:
