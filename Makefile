@@ -17,7 +17,7 @@ test: .venv/installed
 # In a real Slurm, which it starts on this machine and ends again.
 test-slurm: .venv/installed
 	@$(BIN)/python -m tests.slurm_cluster
-	$(BIN)/python -m pytest -q -m slurm tests/test_slurm.py
+	$(BIN)/python -m pytest -q -m slurm tests/test_launch_slurm.py
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.step_overhead

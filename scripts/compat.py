@@ -6,7 +6,7 @@ The contract is tests/test_hooks.py: without loss every bit is Megatron's; with 
 right by value, with and without overlap, for several optimizer instances. The wheels of megatron-core are laid side by
 side in build/compat/; of a checkout of Megatron-LM the folder megatron/ is put first on the path. Each runs with the
 first interpreter that is new enough for it, of the running one and those given; what finds none is skipped, and the
-matrix says so. With --pretrain the checkouts run tests/test_megatron_lm.py instead: the plugin under the unmodified
+matrix says so. With --pretrain the checkouts run tests/test_plugin_megatron_lm.py instead: the plugin under the unmodified
 pretrain_gpt.py. What does not run stays in the matrix as it is.
 """
 
@@ -192,7 +192,7 @@ def run(megatron: Megatron, pythons: list[str], pretrain: bool) -> tuple[list[st
             raise RuntimeError(f"Python found another megatron.core: {versions['file']}")
         if pretrain:
             option = f"--megatron-lm={megatron.checkout}"
-            results = _pytest(python, environment, megatron, "tests/test_megatron_lm.py", option)
+            results = _pytest(python, environment, megatron, "tests/test_plugin_megatron_lm.py", option)
         else:
             results = _pytest(python, environment, megatron, "tests/test_hooks.py")
     except (RuntimeError, subprocess.CalledProcessError) as error:

@@ -394,7 +394,7 @@ RUNNING = "JobState=RUNNING PreemptTime=None"
 def test_a_job_is_requeued_until_the_run_is_complete(
     done_before, saves, status, state, expected, requeued, data, tmp_path, monkeypatch
 ):
-    """With programs named srun and scontrol in place of Slurm's; test_slurm.py has the real ones."""
+    """With programs named srun and scontrol in place of Slurm's; test_launch_slurm.py has the real ones."""
     plan = make_plan(
         arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--launcher=srun", "--rate=0.1"), tasks=2
     )

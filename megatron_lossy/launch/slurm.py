@@ -4,7 +4,7 @@
 end in order. So do they when a job is preempted with a grace time. Then the job is put back in the queue, and
 continues from the checkpoint. A job that made no progress is not: it would come back for ever.
 
-``tests/test_slurm.py`` runs this in a real Slurm.
+``tests/test_launch_slurm.py`` runs this in a real Slurm.
 """
 
 from __future__ import annotations

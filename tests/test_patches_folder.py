@@ -1,8 +1,8 @@
 """patches/: the diff for forks that want no launcher, check.sh, and pretrain_gpt.py of a patched checkout.
 
-The runs need a checkout of Megatron-LM (about two minutes); test_megatron_lm.py says what it must have:
+The runs need a checkout of Megatron-LM (about two minutes); test_plugin_megatron_lm.py says what it must have:
 
-    pytest tests/test_fork_patches.py --megatron-lm=/path/to/Megatron-LM
+    pytest tests/test_patches_folder.py --megatron-lm=/path/to/Megatron-LM
 """
 
 import os
@@ -17,7 +17,7 @@ import pytest
 
 from megatron_lossy.hooks.versions import SUPPORTED
 from scripts.compat import WHEELS
-from tests.test_megatron_lm import LOSS, MODEL, pretrain
+from tests.test_plugin_megatron_lm import LOSS, MODEL, pretrain
 
 ROOT = Path(__file__).parent.parent
 PATCH = ROOT / "patches" / "megatron_lm.patch"

@@ -7,12 +7,6 @@ import sys
 import numpy as np
 import pytest
 
-from megatron_lossy.config import LossyConfig
-from megatron_lossy.errors import UsageError
-from megatron_lossy.hooks import check_version
-from megatron_lossy.hooks.checks import check_arguments
-from megatron_lossy.ledger import Ledger, Patch
-
 
 def launch(*arguments, **environment):
     return subprocess.run(
@@ -69,76 +63,3 @@ def test_a_script_without_megatron_training_is_refused(tmp_path):
     assert done.returncode == 2
     assert "megatron.core and megatron.training must be importable" in done.stderr.splitlines()[-1]
     assert "ran" not in done.stdout
-
-
-@pytest.mark.parametrize("version", ["0.10.0", "0.21.0", "1.0", "unknown"])
-def test_unsupported_versions_are_named(version):
-    with pytest.raises(UsageError, match=version):
-        check_version(version)
-    check_version("0.16.1")
-
-
-class Arguments:
-    use_distributed_optimizer = True
-    optimizer = "adam"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("use_distributed_optimizer", False),
-        ("use_megatron_fsdp", True),
-        ("optimizer", "dist_muon"),
-        ("optimizer_cuda_graph", True),
-        ("reuse_grad_buf_for_mxfp8_param_ag", True),
-        ("cuda_graph_scope", ["full_iteration"]),
-        ("fp8_param_gather", True),
-        ("check_weight_hash_across_dp_replicas_interval", 10),
-    ],
-)
-def test_settings_that_cannot_be_right_are_refused(name, value):
-    arguments = Arguments()
-    check_arguments(arguments, LossyConfig(p_param=0.1))
-    setattr(arguments, name, value)
-    check_arguments(arguments, LossyConfig())  # without loss nobody minds
-    with pytest.raises(UsageError, match="--" + name.replace("_", "-")):
-        check_arguments(arguments, LossyConfig(p_param=0.1))
-
-
-# --- the ledger ----------------------------------------------------------------------------------------------------
-
-
-class Target:
-    kept = 1
-
-    def method(self):
-        return 2
-
-
-def patch(target, value, **options):
-    return Patch(f"{__name__}:Target.{target}", lambda original: value, "test", "all", "never", **options)
-
-
-def test_installing_is_all_or_nothing():
-    ledger = Ledger("test")
-    with pytest.raises(UsageError, match="absent"):
-        ledger.install([patch("kept", 5), patch("absent", 6)])
-    assert Target.kept == 1 and not ledger.installed
-    ledger.install([patch("kept", 5), patch("absent", 6, optional=True), patch("new", 7, create=True)])
-    assert (Target.kept, Target.new) == (5, 7)
-    assert "Target.kept" in ledger.report() and "absent" not in ledger.report()
-    ledger.uninstall()
-    assert Target.kept == 1 and not hasattr(Target, "new")
-
-
-def test_a_later_patch_is_not_clobbered():
-    ledger = Ledger("test")
-    original = Target.__dict__["method"]
-    ledger.install([patch("method", lambda self: 3)])
-    ours = Target.__dict__["method"]
-    Target.method = lambda self: 4
-    with pytest.raises(RuntimeError, match="something else replaced it"):
-        ledger.uninstall()
-    Target.method = ours
-    ledger.uninstall()
-    assert Target.__dict__["method"] is original

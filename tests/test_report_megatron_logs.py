@@ -1,4 +1,4 @@
-"""Reports from what Megatron-LM itself logs. That its real logs read so: ``test_megatron_lm.py``."""
+"""Reports from what Megatron-LM itself logs. That its real logs read so: ``test_plugin_megatron_lm.py``."""
 
 import math
 

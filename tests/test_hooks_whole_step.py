@@ -127,7 +127,7 @@ def test_against_numpy(size, unit, rule):
     """Each step from a common state within 2e-6, and the weights after 20 steps within 2e-5 (N = 4: 5e-5).
 
     Not to the last bit even for N = 2: matrix products and square roots of NumPy and torch round differently (the
-    exchange alone is compared bit for bit in test_collectives and test_hooks). Adam divides by the gradient's size,
+    exchange alone is compared bit for bit in test_transport and test_hooks). Adam divides by the gradient's size,
     so that coordinates whose gradient ever fell below 1e-3 of the typical one are left out of the second comparison.
     """
     config = LossyConfig(p_grad=0.4, p_param=0.4, loss_unit=unit, packet_bytes=48, grad_recovery=rule)

@@ -1,6 +1,6 @@
 """The unmodified pretrain_gpt.py of a checkout of Megatron-LM, on two gloo ranks.
 
-    pytest tests/test_megatron_lm.py --megatron-lm=/path/to/Megatron-LM      (about three minutes)
+    pytest tests/test_plugin_megatron_lm.py --megatron-lm=/path/to/Megatron-LM      (about three minutes)
 
 On CPU the checkout must have its data helpers compiled (megatron/core/datasets: make), or those of the wheel copied.
 """
