@@ -11,8 +11,8 @@ from pathlib import Path
 from ..config import add_flags, flag, from_namespace
 from ..errors import refuse, usage_errors
 from ..moved import run_as
+from ..train.metrics import METRICS_FILE
 from .read import read_runs
-from .runs import METRICS_FILE
 from .table import loss_table
 from .writers import CURVES, TABLE_CSV, TABLE_MARKDOWN, write_report
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from ..errors import refuse
 
-METRICS_FILE = "metrics.jsonl"
 WEIGHTS = ("replica", "owner")
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..train.metrics import perplexity
 from .columns import Column, baseline, columns, other_differences
 from .runs import WEIGHTS, Run
 
@@ -27,7 +28,7 @@ DEFINITIONS = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class Entry:
     """One value: ``mean`` over ``runs`` runs, its standard ``error`` (None for one run) and the ``change``
     relative to the lossless column in percent (None if there is nothing to compare with), with its standard
     ``change_error`` if the runs are paired with lossless ones. ``mean`` is NaN if ``diverged`` of the runs have no
@@ -56,30 +57,30 @@ class Cell:
 
 @dataclass(frozen=True)
 class LossTable:
-    """Rows of cells, one per column heading, and the notes that belong under them."""
+    """Rows of entries, one per column heading, and the notes that belong under them."""
 
     headings: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+    rows: tuple[tuple[str, tuple[Entry, ...]], ...]
     notes: tuple[str, ...]
 
     def text(self) -> str:
         """For a terminal: aligned with blanks, ending in a newline."""
-        lines = [["metric", *self.headings], *([name, *map(str, cells)] for name, cells in self.rows)]
+        lines = [["metric", *self.headings], *([name, *map(str, entries)] for name, entries in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
-        padded = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        padded = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
         return "\n".join([*(line.rstrip() for line in padded), "", *self.notes]) + "\n"
 
     def markdown(self) -> str:
         """A Markdown table, then the notes as a list."""
         lines = [["metric", *self.headings], ["---"] * (len(self.headings) + 1)]
-        lines += [[name, *map(str, cells)] for name, cells in self.rows]
-        table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+        lines += [[name, *map(str, entries)] for name, entries in self.rows]
+        table = ["| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines]
         return "\n".join([*table, "", *(f"- {note}" for note in self.notes)]) + "\n"
 
     def latex(self) -> str:
         """A ``tabular`` environment with the rules of the package booktabs, and the notes as comments."""
-        lines = [["metric", *self.headings], *([name, *map(str, cells)] for name, cells in self.rows)]
+        lines = [["metric", *self.headings], *([name, *map(str, entries)] for name, entries in self.rows)]
         rows = [" & ".join(map(_latex, line)) + r" \\" for line in lines]
         body = [rf"\begin{{tabular}}{{l{'r' * len(self.headings)}}}", r"\toprule", rows[0], r"\midrule", *rows[1:]]
         return "\n".join([*body, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in self.notes)]) + "\n"
@@ -100,10 +101,11 @@ class LossTable:
                 "standard error of the change",
             ]
         )
-        for name, cells in self.rows:
-            for heading, cell in zip(self.headings, cells, strict=True):
-                mean = "" if math.isnan(cell.mean) else cell.mean
-                row = [name, heading, cell.runs, cell.diverged, mean, cell.error, cell.change, cell.change_error]
+        for name, entries in self.rows:
+            for heading, entry in zip(self.headings, entries, strict=True):
+                mean = "" if math.isnan(entry.mean) else entry.mean
+                changes = [entry.change, entry.change_error]
+                row = [name, heading, entry.runs, entry.diverged, mean, entry.error, *changes]
                 writer.writerow(row)
         return stream.getvalue()
 
@@ -120,20 +122,15 @@ def loss_table(runs: Sequence[Run]) -> LossTable:
     for name, loss in metrics:
         group, _, kind = name.partition(" ")
         suffix = f" ({kind})" if kind else ""
-        rows.append((f"{group} loss{suffix}", _cells(groups, loss)))
-        rows.append((f"{group} PPL{suffix}", _cells(groups, lambda run, loss=loss: perplexity(loss(run)))))
+        rows.append((f"{group} loss{suffix}", _entries(groups, loss)))
+        rows.append((f"{group} PPL{suffix}", _entries(groups, lambda run, loss=loss: perplexity(loss(run)))))
     return LossTable(tuple(group.label for group in groups), tuple(rows), tuple(_notes(groups, runs, weights)))
 
 
-def perplexity(loss: float | None) -> float | None:
-    """exp of a loss in nats, which is cut at 20 as Megatron does where it prints perplexities."""
-    return None if loss is None else math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
-
-
-def _cells(groups: Sequence[Column], value: Callable[[Run], float | None]) -> tuple[Cell, ...]:
+def _entries(groups: Sequence[Column], value: Callable[[Run], float | None]) -> tuple[Entry, ...]:
     values = {group.label: [v for v in map(value, group.runs) if v is not None] for group in groups}
     means = {label: float(np.mean(v)) if v else math.nan for label, v in values.items()}
-    cells = []
+    entries = []
     for group in groups:
         found, mean = values[group.label], means[group.label]
         reference = baseline(group, groups)
@@ -142,8 +139,8 @@ def _cells(groups: Sequence[Column], value: Callable[[Run], float | None]) -> tu
             change = 100 * (mean / means[reference.label] - 1)
         finite = math.isfinite(mean)
         error = float(np.std(found, ddof=1)) / math.sqrt(len(found)) if finite and len(found) > 1 else None
-        cells.append(
-            Cell(
+        entries.append(
+            Entry(
                 mean,
                 error,
                 change if change is not None and math.isfinite(change) else None,
@@ -151,7 +148,7 @@ def _cells(groups: Sequence[Column], value: Callable[[Run], float | None]) -> tu
                 sum(map(math.isnan, found)),
             )
         )
-    return tuple(cells)
+    return tuple(entries)
 
 
 def _notes(groups: Sequence[Column], runs: Sequence[Run], weights: Sequence[str]) -> list[str]:

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from ..errors import refuse
 
-METRICS = "metrics.jsonl"
+#: The file of a run's records, in the run's folder.
+METRICS_FILE = "metrics.jsonl"
 
 # Megatron-LM's names of the same values in TensorBoard and W&B.
 _MEGATRON_NAMES = {"learning rate": "learning-rate", "grad norm": "grad-norm", "loss scale": "loss-scale"}
@@ -37,7 +38,7 @@ class JsonLinesWriter:
     """
 
     def __init__(self, folder: str | os.PathLike, iteration: int | None) -> None:
-        path = Path(folder) / METRICS
+        path = Path(folder) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if iteration is None else _records_until(path, iteration)
         self.empty = not kept
@@ -117,6 +118,11 @@ def check_wandb(project: str) -> None:
     """Raise :class:`UsageError` unless the package wandb is installed."""
     if importlib.util.find_spec("wandb") is None:
         raise refuse("--wandb-project", project, "needs the package wandb: pip install 'megatron-lossy[wandb]'")
+
+
+def perplexity(loss: float | None) -> float | None:
+    """exp of a loss in nats, which is cut at 20 as Megatron does where it prints perplexities; None of None."""
+    return None if loss is None else math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
 
 
 def scalars(record: dict[str, Any]) -> Iterable[tuple[str, float]]:
