@@ -1,7 +1,8 @@
 """The table of final losses: the layout of Table 1 of *Distributed Training under Packet Loss*.
 
 Rows are training and validation loss and perplexity, with one column per loss rate and the change relative to
-the lossless column. Several runs of one column give the mean and its standard error.
+the lossless column. Several runs of one column give the mean and its standard error. Recorded scalars may follow as
+further rows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from ..train.metrics import perplexity
 from .columns import Column, baseline, columns, other_differences
 from .runs import WEIGHTS, Run
+from .scalars import DEFINITION
 
 ONE_SEED = (
     "one loss seed: differences of a few percent can come from the seed alone; no ordering is claimed"
@@ -46,13 +48,24 @@ class Entry:
             return "-"
         if self.diverged:
             return "diverged" if self.diverged == self.runs else f"diverged in {self.diverged} of {self.runs} runs"
-        text = _decimal(self.mean)
+        text = self._number(self.mean)
         if self.error is not None:
-            text += f" ± {_decimal(self.error)}"
+            text += f" ± {self._number(self.error, of_error=True)}"
         if self.change is not None:
             error = f" ± {self.change_error:.2f}" if self.change_error is not None else ""
             text += f" ({self.change:+.2f}{error} %)"
         return text
+
+    def _number(self, value: float, of_error: bool = False) -> str:
+        return f"{value:.3f}" if abs(value) < 10000 else f"{value:.3e}"
+
+
+class ScalarEntry(Entry):
+    """An entry of any magnitude: four digits of the mean and two of the error, instead of three decimals."""
+
+    def _number(self, value: float, of_error: bool = False) -> str:
+        digits = f"{value:#.2g}" if of_error else f"{value:#.4g}"
+        return f"{value:.0f}" if value.is_integer() and abs(value) < 10000 else digits.removesuffix(".")
 
 
 @dataclass(frozen=True)
@@ -110,8 +123,8 @@ class LossTable:
         return stream.getvalue()
 
 
-def loss_table(runs: Sequence[Run]) -> LossTable:
-    """The table of ``runs`` (at least one)."""
+def loss_table(runs: Sequence[Run], scalars: Sequence[str] = ()) -> LossTable:
+    """The table of ``runs`` (at least one), with a further row for each name in ``scalars``."""
     groups = columns(runs)
     weights = [kind for kind in WEIGHTS if any(kind in run.valid for run in runs)]
     metrics: list[tuple[str, Callable[[Run], float | None]]] = [("train", lambda run: run.train_loss)]
@@ -124,10 +137,16 @@ def loss_table(runs: Sequence[Run]) -> LossTable:
         suffix = f" ({kind})" if kind else ""
         rows.append((f"{group} loss{suffix}", _entries(groups, loss)))
         rows.append((f"{group} PPL{suffix}", _entries(groups, lambda run, loss=loss: perplexity(loss(run)))))
-    return LossTable(tuple(group.label for group in groups), tuple(rows), tuple(_notes(groups, runs, weights)))
+    rows += [(name, _entries(groups, lambda run, name=name: run.scalar(name), ScalarEntry)) for name in scalars]
+    notes = _notes(groups, runs, weights)
+    if scalars:
+        notes.insert(1, f"{', '.join(scalars)}: {DEFINITION}")
+    return LossTable(tuple(group.label for group in groups), tuple(rows), tuple(notes))
 
 
-def _entries(groups: Sequence[Column], value: Callable[[Run], float | None]) -> tuple[Entry, ...]:
+def _entries(
+    groups: Sequence[Column], value: Callable[[Run], float | None], kind: type[Entry] = Entry
+) -> tuple[Entry, ...]:
     values = {group.label: [v for v in map(value, group.runs) if v is not None] for group in groups}
     means = {label: float(np.mean(v)) if v else math.nan for label, v in values.items()}
     entries = []
@@ -140,7 +159,7 @@ def _entries(groups: Sequence[Column], value: Callable[[Run], float | None]) -> 
         finite = math.isfinite(mean)
         error = float(np.std(found, ddof=1)) / math.sqrt(len(found)) if finite and len(found) > 1 else None
         entries.append(
-            Entry(
+            kind(
                 mean,
                 error,
                 change if change is not None and math.isfinite(change) else None,
@@ -198,7 +217,3 @@ def _latex(text: str) -> str:
     for character in "&%_#$":
         text = text.replace(character, "\\" + character)
     return text.replace("±", r"$\pm$")
-
-
-def _decimal(value: float) -> str:
-    return f"{value:.3f}" if abs(value) < 10000 else f"{value:.3e}"

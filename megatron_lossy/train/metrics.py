@@ -20,7 +20,7 @@ from ..errors import refuse
 METRICS_FILE = "metrics.jsonl"
 
 # Megatron-LM's names of the same values in TensorBoard and W&B.
-_MEGATRON_NAMES = {"learning rate": "learning-rate", "grad norm": "grad-norm", "loss scale": "loss-scale"}
+MEGATRON_NAMES = {"learning rate": "learning-rate", "grad norm": "grad-norm", "loss scale": "loss-scale"}
 
 
 class Writer(Protocol):
@@ -130,7 +130,7 @@ def scalars(record: dict[str, Any]) -> Iterable[tuple[str, float]]:
     if record["kind"] == "train":
         for name, value in record.items():
             if name not in ("kind", "iteration"):
-                yield _MEGATRON_NAMES.get(name, name), value
+                yield MEGATRON_NAMES.get(name, name), value
     elif record["kind"] == "valid":
         whose = " (owner)" if record["weights"] == "owner" else ""
         yield "lm loss validation" + whose, record["lm loss"]
