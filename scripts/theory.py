@@ -50,7 +50,7 @@ REAL_FLAGS = (
 )
 
 
-class Progress:
+class Ticker:
     """A line on stderr: what is being done, how much of it is done, and how long it has taken."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Progress:
             print(f"\r{text:<78}", end="\n" if self._done == self._total else "", file=sys.stderr, flush=True)
 
 
-def drifts(workers: int, steps: int, rates: list[float], seed: int, progress: Progress) -> list[Row]:
+def drifts(workers: int, steps: int, rates: list[float], seed: int, ticker: Ticker) -> list[Row]:
     """Steady state: uncorrelated increments and momentum, independent losses and bursts."""
     walks = [simulate.random_walk(BURN_IN + steps, (workers, 4), phi, seed + k) for k, phi in enumerate((0, MOMENTUM))]
     increments, momentum = np.concatenate(walks, axis=2), theory.ar1(MOMENTUM, 2000)
@@ -79,11 +79,11 @@ def drifts(workers: int, steps: int, rates: list[float], seed: int, progress: Pr
         bursts = {} if burst is None else {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (burst,)}
         config = LossyConfig(p_param=p, loss_seed=seed, **bursts)
         name = "drift" if burst is None else f"drift, bursts of {burst:g}"
-        progress.start(f"{name}, p = {p}", len(increments))
+        ticker.start(f"{name}, p = {p}", len(increments))
         for quantity, formula, series in zip(
             ("between receivers", "to the owner"),
             (theory.drift_between, theory.drift_to_owner),
-            simulate.drift(config, workers, increments, progress.tick),
+            simulate.drift(config, workers, increments, ticker.tick),
             strict=True,
         ):
             paper = float(theory.drift_paper(p)) if quantity == "between receivers" else None
@@ -96,16 +96,16 @@ def drifts(workers: int, steps: int, rates: list[float], seed: int, progress: Pr
     return rows
 
 
-def settling(workers: int, seed: int, progress: Progress) -> list[Row]:
+def settling(workers: int, seed: int, ticker: Ticker) -> list[Row]:
     """Drift after t broadcasts of replicas that were equal."""
     rows = []
     for p in SETTLING_RATES:
-        progress.start(f"time to steady state, p = {p}", SETTLING_STEPS * SETTLING_RUNS)
+        ticker.start(f"time to steady state, p = {p}", SETTLING_STEPS * SETTLING_RUNS)
         runs = []
         for run in range(SETTLING_RUNS):
             increments = simulate.random_walk(SETTLING_STEPS, (workers, 4), 0, seed + run)
             config = LossyConfig(p_param=p, loss_seed=seed + run)
-            runs.append(simulate.drift(config, workers, increments, progress.tick)[0].mean(axis=1))
+            runs.append(simulate.drift(config, workers, increments, ticker.tick)[0].mean(axis=1))
         for t, values in enumerate(np.array(runs).T, start=1):
             formulas = float(theory.drift_between(p, step=t)), float(theory.drift_paper(p, step=t))
             measured = Measured.over(values)
@@ -113,14 +113,14 @@ def settling(workers: int, seed: int, progress: Progress) -> list[Row]:
     return rows
 
 
-def all_ages(workers: int, steps: int, seed: int, progress: Progress) -> list[Row]:
+def all_ages(workers: int, steps: int, seed: int, ticker: Ticker) -> list[Row]:
     """How old replicas are, and the oldest of many."""
     rows = []
     for burst, units, p in [(None, 1, p) for p in AGE_RATES] + [(BURST, 1, 0.1)] + [(None, 16, p) for p in AGE_RATES]:
         bursts = {} if burst is None else {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (burst,)}
         config = LossyConfig(p_param=p, loss_seed=seed, **bursts)
-        progress.start(f"ages, p = {p}, {units} units a link{', bursts' if burst else ''}", BURN_IN + steps)
-        counts, of_worker, of_all = simulate.ages(config, workers, steps, units, BURN_IN, progress.tick)
+        ticker.start(f"ages, p = {p}, {units} units a link{', bursts' if burst else ''}", BURN_IN + steps)
+        counts, of_worker, of_all = simulate.ages(config, workers, steps, units, BURN_IN, ticker.tick)
         name = "" if burst is None else f", bursts of {burst:g}"
         if units == 1:
             tail = theory.age_exceeds(p, np.arange(40), burst)
@@ -134,13 +134,13 @@ def all_ages(workers: int, steps: int, seed: int, progress: Progress) -> list[Ro
     return rows
 
 
-def recovery(seed: int, progress: Progress) -> list[Row]:
+def recovery(seed: int, ticker: Ticker) -> list[Row]:
     """Weights and variance of every rule; x is N."""
     rows = []
     seeds = itertools.count(seed)
     for rule, lossy_self in RULES:
         name = rule + (", lossy-self" if lossy_self else "")
-        progress.start(f"recovery: {name}", len(RECOVERY_WORKERS) * len(RECOVERY_RATES))
+        ticker.start(f"recovery: {name}", len(RECOVERY_WORKERS) * len(RECOVERY_RATES))
         burn_in = PREVIOUS_BURN_IN if rule == "previous" else 0
         for workers in RECOVERY_WORKERS:
             for p in RECOVERY_RATES:
@@ -153,14 +153,14 @@ def recovery(seed: int, progress: Progress) -> list[Row]:
                     ("variance x N", scaled(measured["variance"], workers), workers * variance),
                 ):
                     rows.append(Row(f"recovery: {name}", quantity, p, workers, workers, result, float(formula)))
-                progress.tick()
+                ticker.tick()
     return rows
 
 
-def long_run(workers: int, seed: int, progress: Progress) -> list[Row]:
+def long_run(workers: int, seed: int, ticker: Ticker) -> list[Row]:
     """Variance that adds up over many steps: previous substitutes the same gradient again and again."""
     rules, rates = ("renormalize", "renormalize-remote", "previous", "zero"), RECOVERY_RATES[:-1]
-    progress.start("recovery: sums over many steps", len(rules) * len(rates))
+    ticker.start("recovery: sums over many steps", len(rules) * len(rates))
     rows = []
     seeds = itertools.count(seed)
     for rule in rules:
@@ -173,7 +173,7 @@ def long_run(workers: int, seed: int, progress: Progress) -> list[Row]:
                 formula = (1 + (workers - 1) * theory.previous_long_run(p)) / workers**2
             part = f"sums over steps: {rule}"
             rows.append(Row(part, "variance x N", p, workers, p, scaled(measured, workers), float(workers * formula)))
-            progress.tick()
+            ticker.tick()
     return rows
 
 
@@ -182,7 +182,7 @@ def scaled(measured: Measured, factor: float) -> Measured:
     return Measured(factor * measured.mean, factor * measured.error)
 
 
-def real_runs(iterations: int, progress: Progress) -> tuple[list[Row], list]:
+def real_runs(iterations: int, ticker: Ticker) -> tuple[list[Row], list]:
     """The drift in training runs of configs/tiny/llama_1m.yaml, over what the increments of the same run predict."""
     from megatron_lossy.train.process import quiet_imports
 
@@ -195,8 +195,8 @@ def real_runs(iterations: int, progress: Progress) -> tuple[list[Row], list]:
         flags = f"--train-iters {iterations} --p-grad {p} --p-param {p} {REAL_FLAGS}"
         arguments = ["--config", str(ROOT / "configs" / "tiny" / "llama_1m.yaml"), *flags.split()]
         config, lossy_config = configurations(read_arguments(make_parser("scripts/theory.py", ""), arguments))
-        progress.start(f"real run, p = {p}", iterations)
-        run = real_run.train(config, lossy_config, REAL_COORDINATES, progress.tick)
+        ticker.start(f"real run, p = {p}", iterations)
+        run = real_run.train(config, lossy_config, REAL_COORDINATES, ticker.tick)
         runs.append(run)
         for quantity, measured, formula in (
             ("between receivers", run.between, theory.drift_between),
@@ -249,14 +249,14 @@ def run(flags: argparse.Namespace) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise refuse("--out", flags.out, f"cannot be written: {error.strerror}") from None
-    progress = Progress()
-    rows = drifts(flags.workers, flags.steps, flags.rates, flags.seed, progress)
-    rows += settling(flags.workers, flags.seed, progress)
-    rows += all_ages(flags.workers, max(400, flags.steps // 4), flags.seed, progress)
-    rows += recovery(flags.seed, progress) + long_run(8, flags.seed, progress)
+    ticker = Ticker()
+    rows = drifts(flags.workers, flags.steps, flags.rates, flags.seed, ticker)
+    rows += settling(flags.workers, flags.seed, ticker)
+    rows += all_ages(flags.workers, max(400, flags.steps // 4), flags.seed, ticker)
+    rows += recovery(flags.seed, ticker) + long_run(8, flags.seed, ticker)
     runs = []
     if flags.real_iters:
-        real_rows, runs = real_runs(flags.real_iters, progress)
+        real_rows, runs = real_runs(flags.real_iters, ticker)
         rows += real_rows
     minutes = (time.monotonic() - started) / 60
     command = shlex.join(["python", "scripts/theory.py", *sys.argv[1:]])

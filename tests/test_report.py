@@ -14,7 +14,8 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.report import loss_table, plot_curves, read_runs
 from megatron_lossy.report.__main__ import run as report
 from megatron_lossy.report.curves import running_mean
-from megatron_lossy.report.table import ONE_SEED, perplexity
+from megatron_lossy.report.table import ONE_SEED
+from megatron_lossy.train.metrics import perplexity
 
 
 def write_run(folder, p, losses, valid=None, seed=1, p_param=None, tail="", **config):
@@ -140,6 +141,10 @@ def test_rates_of_other_models_are_no_baseline(tmp_path):
 @given(st.floats(0, 100))
 def test_perplexity_is_cut_as_megatron_does(loss):
     assert perplexity(loss) == math.exp(min(20, loss))
+
+
+def test_perplexity_of_what_is_no_number():
+    assert perplexity(None) is None and math.isnan(perplexity(math.nan))
 
 
 @given(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..device.environment import without_ranks
 from ..launch.devices import ENVIRONMENT
+from ..train.metrics import METRICS_FILE
 from .finding import Finding
 
 _SECONDS = 300
@@ -71,7 +72,7 @@ def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
         raise RuntimeError(f"no end after {_SECONDS} s") from None
     if done.returncode:
         raise RuntimeError(_reason(done.stderr))
-    lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
+    lines = Path(folder, "run", METRICS_FILE).read_text().splitlines()
     last = [record for record in map(json.loads, lines) if record["kind"] == "train"][-1]
     return last["lm loss"], last.get("loss rate grad", 0.0)
 

@@ -10,26 +10,36 @@ from pathlib import Path
 from ..config import add_flags, flag, from_namespace
 from ..errors import ArgumentParser, refuse, usage_errors
 from ..moved import run_as
+from ..train.metrics import METRICS_FILE
 from .read import read_runs
-from .runs import METRICS_FILE
+from .scalars import DEFINITION, axis_of, check_names, recorded
 from .table import loss_table
-from .writers import CURVES, TABLE_CSV, TABLE_MARKDOWN, write_report
+from .writers import CURVES, TABLE_CSV, TABLE_MARKDOWN, report_files, write_report
 
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """Where the report goes."""
+    """What the report says, and where it goes."""
 
     out: str | None = flag(
         None, f"folder of {TABLE_MARKDOWN}, {TABLE_CSV} and {CURVES}; default RUNS_DIR", type=str, metavar="DIR"
     )
+    metrics: tuple[str, ...] = flag(
+        (),
+        f"recorded scalars, a row of the table and a figure for each: {DEFINITION.replace('%', '%%')}",
+        type=str,
+        nargs="+",
+        metavar="NAME",
+    )
+    list_metrics: bool = flag(False, "print what --metrics can name for these runs, and write nothing")
     overwrite: bool = flag(False, "replace the report that another --out folder holds already")
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Do what the command line says. Raises :class:`UsageError`."""
     parser = ArgumentParser(
-        "python -m megatron_lossy.report", description="Table of losses and training curves of a folder of runs."
+        "python -m megatron_lossy.report",
+        description="Table of losses and training curves of a folder of runs, and of what else they recorded.",
     )
     parser.add_argument(
         "runs",
@@ -39,15 +49,22 @@ def run(arguments: Sequence[str] | None = None) -> None:
     namespace = add_flags(parser, ReportConfig, "output").parse_args(arguments)
     config = from_namespace(ReportConfig, namespace)
     runs = read_runs(namespace.runs)
+    names = recorded(runs)
+    if config.list_metrics:
+        for name in names:
+            having = sum(bool(run.recorded(name)) for run in runs)
+            print(f"{name}: {axis_of(name).label}; in {having} of {len(runs)} runs")
+        return
+    check_names("--metrics", config.metrics, names)
     out = Path(config.out if config.out is not None else namespace.runs)
     # A report beside its runs belongs to them and is renewed with them; elsewhere it may be that of other runs.
     if out.resolve() != Path(namespace.runs).resolve() and not config.overwrite:
-        for name in (TABLE_MARKDOWN, TABLE_CSV, CURVES):
+        for name in report_files(config.metrics):
             if (out / name).exists():
                 raise refuse("--out", out, f"{out / name} exists already; give another, or --overwrite")
-    table = loss_table(runs)
+    table = loss_table(runs, config.metrics)
     print(table.text())
-    for file in write_report(runs, table, out):
+    for file in write_report(runs, table, out, config.metrics):
         print(f"wrote {file}")
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..train.config import TrainConfig
-from .runs import Run, RunRecorder
+from ..train.metrics import MEGATRON_NAMES
+from .runs import LOSS, Run, RunRecorder
 
 LOG_SUFFIXES = (".log", ".out", ".txt")
 EVENTS = "events.out.tfevents.*"
@@ -27,8 +28,10 @@ EVENTS = "events.out.tfevents.*"
 _ARGUMENT = re.compile(r"\s(\w+) \.{2,} (.*)$")
 _TIME = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 _TRAIN = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
-_LOSS = re.compile(r"\| lm loss: (\S+) \|")
-_SKIPPED = re.compile(r"number of skipped iterations: +(\d+)")
+# What the hooks of this package print below it (hooks/megatron_training.py).
+_EXCHANGES = re.compile(r"exchanges up to iteration +(\d+) \|(.*)")
+# Names of ours, and in what they are there.
+_IN_LOGS = {"number of skipped iterations": ("skipped", 1), "elapsed time per iteration (ms)": ("seconds", 1e-3)}
 # Those on the test set come after training and are of other data.
 _VALID = re.compile(r"validation loss at iteration (\d+)(?: on validation set)? \|(.*)")
 _VALID_LOSSES = {
@@ -36,9 +39,19 @@ _VALID_LOSSES = {
     "owner": re.compile(r"\blm loss \(owner weights\) value: (\S+)"),
 }
 _SCALARS = {
-    ("train", None): "lm loss",
+    ("train", None): LOSS,
     ("valid", "replica"): "lm loss validation",
     ("valid", "owner"): "lm loss (owner weights) validation",
+}
+# A training record replaces what was there of its iteration.
+_ORDER = ("train", "valid", "scalars")
+# Steps of these count samples.
+_NOT_BY_ITERATION = " vs samples"
+_IN_TENSORBOARD = {theirs: ours for ours, theirs in MEGATRON_NAMES.items()} | {
+    "iteration-time": "seconds",
+    "batch-size": "global batch size",
+    "params-norm": "params norm",
+    "num-zeros": "num zeros",
 }
 _SETTINGS = {field.name for cls in (TrainConfig, LossyConfig) for field in dataclasses.fields(cls)} | {"world_size"}
 
@@ -90,13 +103,10 @@ def _read_log(path: Path) -> _Log:
     for line in _lines(path):
         if match := _TRAIN.search(line):
             log.started = log.started or (time[1] if (time := _TIME.search(line)) else "")
-            loss, skipped = _LOSS.search(line), _SKIPPED.search(line)
-            record = {
-                "iteration": int(match[1]),
-                "lm loss": _number(loss[1]) if loss else None,
-                "skipped": int(skipped[1]) if skipped else 0,
-            }
+            record = {LOSS: None, "skipped": 0, **_scalars(match[2]), "iteration": int(match[1])}
             log.records.append(("train", record))
+        elif match := _EXCHANGES.search(line):
+            log.records.append(("scalars", {**_scalars(match[2]), "iteration": int(match[1])}))
         elif match := _VALID.search(line):
             for weights, pattern in _VALID_LOSSES.items():
                 if loss := pattern.search(match[2]):
@@ -105,6 +115,17 @@ def _read_log(path: Path) -> _Log:
         elif match := _ARGUMENT.search(line):
             log.arguments[match[1]] = match[2].strip()
     return log
+
+
+def _scalars(text: str) -> dict[str, float]:
+    """``name: value | name: value |`` as numbers by our names."""
+    result = {}
+    for part in text.split("|"):
+        name, _, value = part.rpartition(":")
+        if (number := _number(value)) is not None:
+            name, factor = _IN_LOGS.get(name.strip(), (name.strip(), 1))
+            result[name] = factor * number
+    return result
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -151,10 +172,15 @@ def _from_tensorboard(folder: Path) -> Run | None:
     records = []
     for (kind, weights), tag in _SCALARS.items():
         for event in accumulator.Scalars(tag) if tag in scalars else ():
-            record = {"iteration": event.step, "lm loss": event.value, "weights": weights}
-            records.append((event.step, kind, record))
-    for _, kind, record in sorted(records, key=lambda item: item[:2]):  # training before evaluation
-        recorder.add(kind, record)
+            whose = {"weights": weights} if weights else {}
+            records.append((event.step, _ORDER.index(kind), {"iteration": event.step, LOSS: event.value, **whose}))
+    for tag in scalars:
+        if "validation" not in tag and not tag.endswith(_NOT_BY_ITERATION) and tag != LOSS:
+            name = _IN_TENSORBOARD.get(tag, tag)
+            for event in accumulator.Scalars(tag):
+                records.append((event.step, _ORDER.index("scalars"), {"iteration": event.step, name: event.value}))
+    for _, order, record in sorted(records, key=lambda item: item[:2]):
+        recorder.add(_ORDER[order], record)
     return recorder.run
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import refuse
+from ..train.metrics import METRICS_FILE
 from .megatron_logs import read_megatron_run
-from .runs import METRICS_FILE, Run, RunRecorder
+from .runs import Run, RunRecorder
 
 
 def read_runs(folder: str | Path) -> list[Run]:

@@ -4,11 +4,15 @@ The first line describes the run (``kind`` = ``run``: name, p_grad, p_param, los
 records of training (``train``: iteration, lm loss, skipped, …) and of evaluation (``valid``: iteration, lm loss,
 weights). A killed run may leave a last line without an end, which is left out. A resumed run continues the same
 file from its checkpoint: a record of an iteration replaces everything that was recorded from there on.
+
+A "train" record's other numbers are the run's scalars, by name and iteration. Readers of other files may add some that
+were written apart from it, in records of the kind ``scalars``.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +21,12 @@ import numpy as np
 from ..errors import refuse
 from ..registry import CHANNELS
 
-METRICS_FILE = "metrics.jsonl"
 WEIGHTS = ("replica", "owner")
+LOSS = "lm loss"
+# What is no scalar of a "train" record.
+_NO_SCALARS = {"kind", "iteration", LOSS}
+# Of what is a record's largest or smallest value, the mean over records would be neither.
+_SUMMARIES: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": min}
 
 
 @dataclass
@@ -42,6 +50,8 @@ class Run:
     """The last iteration trained."""
     origin: dict[str, Any] = field(default_factory=dict)
     """Where the run was trained, as far as it was recorded: ``date``, ``hardware``, ``versions``."""
+    scalars: dict[str, dict[int, float]] = field(default_factory=dict)
+    """All other numbers of its training records, by name and iteration; NaN where one was not finite."""
 
     @property
     def condition(self) -> tuple[str, str]:
@@ -67,8 +77,7 @@ class Run:
     @property
     def train_loss(self) -> float:
         """Mean training loss over the last 10 % of the iterations (at least 10); NaN if it is not finite."""
-        first = self.iterations - max(10, math.ceil(self.iterations / 10))
-        last = [loss for iteration, loss in self.train.items() if iteration > first]
+        last = self._last(self.train)
         return float(np.mean(last)) if last else math.nan
 
     def valid_loss(self, weights: str) -> float | None:
@@ -77,6 +86,30 @@ class Run:
         if not losses:
             return None
         return math.nan if self.diverged else losses[max(losses)]
+
+    def recorded(self, name: str) -> dict[int, float]:
+        """The scalar ``name`` by iteration, empty if it was never recorded; ``lm loss`` is the training loss."""
+        return self.train if name == LOSS else self.scalars.get(name, {})
+
+    def scalar(self, name: str) -> float | None:
+        """The scalar ``name`` at the end of the run; None if it was never recorded.
+
+        The mean of its finite values in the last 10 % of the iterations (at least 10), or the last value before if it
+        was not recorded there; the largest or smallest for a name that ends in "max" or "min". NaN if the run
+        diverged or if no value there is finite.
+        """
+        values = self.recorded(name)
+        if not values:
+            return None
+        last = self._last(values) or [values[max(values)]]
+        finite = [value for value in last if math.isfinite(value)]
+        if self.diverged or not finite:
+            return math.nan
+        return float(_SUMMARIES.get(name.rpartition(" ")[2], np.mean)(finite))
+
+    def _last(self, values: dict[int, float]) -> list[float]:
+        first = self.iterations - max(10, math.ceil(self.iterations / 10))
+        return [value for iteration, value in values.items() if iteration > first]
 
     def _loss(self, phase: str, rate: float) -> str:
         models = self.config.get("loss_model") or ["bernoulli"]
@@ -100,22 +133,31 @@ class RunRecorder:
             raise refuse("RUNS_DIR", where, "describes another run than what precedes it")
 
     def add(self, kind: str, record: dict[str, Any]) -> None:
-        """Add a "train" or "valid" record."""
+        """Add a "train" or "valid" record, or one of "scalars" that belong to training records already added."""
         run, iteration = self.run, record["iteration"] + 0
+        if kind == "scalars":
+            self._add_scalars(iteration, record)
+            return
         if kind == "valid":
-            run.valid.setdefault(record.get("weights") or "replica", {})[iteration] = _number(record["lm loss"])
+            run.valid.setdefault(record.get("weights") or "replica", {})[iteration] = _number(record[LOSS])
             return
         if iteration <= run.iterations:  # resumed from an earlier checkpoint
-            for losses in (run.train, *run.valid.values()):
-                for stale in [i for i in losses if i >= iteration]:
-                    del losses[stale]
+            for values in (run.train, *run.valid.values(), *run.scalars.values()):
+                for stale in [i for i in values if i >= iteration]:
+                    del values[stale]
             while self._recorded and self._recorded[-1] >= iteration:
                 self._recorded.pop()
         covered = iteration - (self._recorded[-1] if self._recorded else 0)
         self._recorded.append(iteration)
         run.iterations = iteration
         if (record.get("skipped") or 0) < covered:  # else the mean is over no iteration
-            run.train[iteration] = _number(record["lm loss"])
+            run.train[iteration] = _number(record[LOSS])
+        self._add_scalars(iteration, record)
+
+    def _add_scalars(self, iteration: int, record: dict[str, Any]) -> None:
+        for name, value in record.items():
+            if name not in _NO_SCALARS and (value is None or type(value) in (int, float)):
+                self.run.scalars.setdefault(name, {})[iteration] = _number(value)
 
 
 def _number(value: Any) -> float:

@@ -1,7 +1,8 @@
 """The table of final losses: the layout of Table 1 of *Distributed Training under Packet Loss*.
 
 Rows are training and validation loss and perplexity, with one column per loss rate and the change relative to
-the lossless column. Several runs of one column give the mean and its standard error.
+the lossless column. Several runs of one column give the mean and its standard error. Recorded scalars may follow as
+further rows.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..train.metrics import perplexity
 from .columns import Column, baseline, columns, other_differences
 from .runs import WEIGHTS, Run
+from .scalars import DEFINITION
 
 ONE_SEED = (
     "one loss seed: differences of a few percent can come from the seed alone; no ordering is claimed"
@@ -27,7 +30,7 @@ DEFINITIONS = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class Entry:
     """One value: ``mean`` over ``runs`` runs, its standard ``error`` (None for one run) and the ``change``
     relative to the lossless column in percent (None if there is nothing to compare with), with its standard
     ``change_error`` if the runs are paired with lossless ones. ``mean`` is NaN if ``diverged`` of the runs have no
@@ -45,41 +48,52 @@ class Cell:
             return "-"
         if self.diverged:
             return "diverged" if self.diverged == self.runs else f"diverged in {self.diverged} of {self.runs} runs"
-        text = _decimal(self.mean)
+        text = self._number(self.mean)
         if self.error is not None:
-            text += f" ± {_decimal(self.error)}"
+            text += f" ± {self._number(self.error, of_error=True)}"
         if self.change is not None:
             error = f" ± {self.change_error:.2f}" if self.change_error is not None else ""
             text += f" ({self.change:+.2f}{error} %)"
         return text
 
+    def _number(self, value: float, of_error: bool = False) -> str:
+        return f"{value:.3f}" if abs(value) < 10000 else f"{value:.3e}"
+
+
+class ScalarEntry(Entry):
+    """An entry of any magnitude: four digits of the mean and two of the error, instead of three decimals."""
+
+    def _number(self, value: float, of_error: bool = False) -> str:
+        digits = f"{value:#.2g}" if of_error else f"{value:#.4g}"
+        return f"{value:.0f}" if value.is_integer() and abs(value) < 10000 else digits.removesuffix(".")
+
 
 @dataclass(frozen=True)
 class LossTable:
-    """Rows of cells, one per column heading, and the notes that belong under them."""
+    """Rows of entries, one per column heading, and the notes that belong under them."""
 
     headings: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+    rows: tuple[tuple[str, tuple[Entry, ...]], ...]
     notes: tuple[str, ...]
 
     def text(self) -> str:
         """For a terminal: aligned with blanks, ending in a newline."""
-        lines = [["metric", *self.headings], *([name, *map(str, cells)] for name, cells in self.rows)]
+        lines = [["metric", *self.headings], *([name, *map(str, entries)] for name, entries in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
-        padded = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        padded = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines]
         return "\n".join([*(line.rstrip() for line in padded), "", *self.notes]) + "\n"
 
     def markdown(self) -> str:
         """A Markdown table, then the notes as a list."""
         lines = [["metric", *self.headings], ["---"] * (len(self.headings) + 1)]
-        lines += [[name, *map(str, cells)] for name, cells in self.rows]
-        table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+        lines += [[name, *map(str, entries)] for name, entries in self.rows]
+        table = ["| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines]
         return "\n".join([*table, "", *(f"- {note}" for note in self.notes)]) + "\n"
 
     def latex(self) -> str:
         """A ``tabular`` environment with the rules of the package booktabs, and the notes as comments."""
-        lines = [["metric", *self.headings], *([name, *map(str, cells)] for name, cells in self.rows)]
+        lines = [["metric", *self.headings], *([name, *map(str, entries)] for name, entries in self.rows)]
         rows = [" & ".join(map(_latex, line)) + r" \\" for line in lines]
         body = [rf"\begin{{tabular}}{{l{'r' * len(self.headings)}}}", r"\toprule", rows[0], r"\midrule", *rows[1:]]
         return "\n".join([*body, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in self.notes)]) + "\n"
@@ -100,16 +114,17 @@ class LossTable:
                 "standard error of the change",
             ]
         )
-        for name, cells in self.rows:
-            for heading, cell in zip(self.headings, cells, strict=True):
-                mean = "" if math.isnan(cell.mean) else cell.mean
-                row = [name, heading, cell.runs, cell.diverged, mean, cell.error, cell.change, cell.change_error]
+        for name, entries in self.rows:
+            for heading, entry in zip(self.headings, entries, strict=True):
+                mean = "" if math.isnan(entry.mean) else entry.mean
+                changes = [entry.change, entry.change_error]
+                row = [name, heading, entry.runs, entry.diverged, mean, entry.error, *changes]
                 writer.writerow(row)
         return stream.getvalue()
 
 
-def loss_table(runs: Sequence[Run]) -> LossTable:
-    """The table of ``runs`` (at least one)."""
+def loss_table(runs: Sequence[Run], scalars: Sequence[str] = ()) -> LossTable:
+    """The table of ``runs`` (at least one), with a further row for each name in ``scalars``."""
     groups = columns(runs)
     weights = [kind for kind in WEIGHTS if any(kind in run.valid for run in runs)]
     metrics: list[tuple[str, Callable[[Run], float | None]]] = [("train", lambda run: run.train_loss)]
@@ -120,20 +135,21 @@ def loss_table(runs: Sequence[Run]) -> LossTable:
     for name, loss in metrics:
         group, _, kind = name.partition(" ")
         suffix = f" ({kind})" if kind else ""
-        rows.append((f"{group} loss{suffix}", _cells(groups, loss)))
-        rows.append((f"{group} PPL{suffix}", _cells(groups, lambda run, loss=loss: perplexity(loss(run)))))
-    return LossTable(tuple(group.label for group in groups), tuple(rows), tuple(_notes(groups, runs, weights)))
+        rows.append((f"{group} loss{suffix}", _entries(groups, loss)))
+        rows.append((f"{group} PPL{suffix}", _entries(groups, lambda run, loss=loss: perplexity(loss(run)))))
+    rows += [(name, _entries(groups, lambda run, name=name: run.scalar(name), ScalarEntry)) for name in scalars]
+    notes = _notes(groups, runs, weights)
+    if scalars:
+        notes.insert(1, f"{', '.join(scalars)}: {DEFINITION}")
+    return LossTable(tuple(group.label for group in groups), tuple(rows), tuple(notes))
 
 
-def perplexity(loss: float | None) -> float | None:
-    """exp of a loss in nats, which is cut at 20 as Megatron does where it prints perplexities."""
-    return None if loss is None else math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
-
-
-def _cells(groups: Sequence[Column], value: Callable[[Run], float | None]) -> tuple[Cell, ...]:
+def _entries(
+    groups: Sequence[Column], value: Callable[[Run], float | None], kind: type[Entry] = Entry
+) -> tuple[Entry, ...]:
     values = {group.label: [v for v in map(value, group.runs) if v is not None] for group in groups}
     means = {label: float(np.mean(v)) if v else math.nan for label, v in values.items()}
-    cells = []
+    entries = []
     for group in groups:
         found, mean = values[group.label], means[group.label]
         reference = baseline(group, groups)
@@ -142,8 +158,8 @@ def _cells(groups: Sequence[Column], value: Callable[[Run], float | None]) -> tu
             change = 100 * (mean / means[reference.label] - 1)
         finite = math.isfinite(mean)
         error = float(np.std(found, ddof=1)) / math.sqrt(len(found)) if finite and len(found) > 1 else None
-        cells.append(
-            Cell(
+        entries.append(
+            kind(
                 mean,
                 error,
                 change if change is not None and math.isfinite(change) else None,
@@ -151,7 +167,7 @@ def _cells(groups: Sequence[Column], value: Callable[[Run], float | None]) -> tu
                 sum(map(math.isnan, found)),
             )
         )
-    return tuple(cells)
+    return tuple(entries)
 
 
 def _notes(groups: Sequence[Column], runs: Sequence[Run], weights: Sequence[str]) -> list[str]:
@@ -201,7 +217,3 @@ def _latex(text: str) -> str:
     for character in "&%_#$":
         text = text.replace(character, "\\" + character)
     return text.replace("±", r"$\pm$")
-
-
-def _decimal(value: float) -> str:
-    return f"{value:.3f}" if abs(value) < 10000 else f"{value:.3e}"

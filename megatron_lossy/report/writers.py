@@ -1,4 +1,4 @@
-"""The report of a folder of runs as files: table in Markdown and CSV, curves in PNG."""
+"""The report of a folder of runs as files: table in Markdown and CSV, curves of losses and scalars in PNG."""
 
 from __future__ import annotations
 
@@ -8,21 +8,36 @@ from pathlib import Path
 from ..errors import refuse
 from ..files import write_text
 from .runs import Run
+from .scalars import file_name, with_predictions
 from .table import LossTable
 
 TABLE_MARKDOWN, TABLE_CSV, CURVES = "loss_table.md", "loss_table.csv", "training_curves.png"
 
 
-def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path) -> list[Path]:
-    """Write table and curves of ``runs`` to ``folder``, replacing an older report. Returns the files."""
-    from .curves import plot_curves
+def report_files(scalars: Sequence[str] = ()) -> list[str]:
+    """The names of a report's files, with a figure for each group of ``scalars``."""
+    figures = [f"{file_name(group[0])}.png" for group in with_predictions(scalars)]
+    return [TABLE_MARKDOWN, TABLE_CSV, CURVES, *figures]
 
+
+def write_report(
+    runs: Sequence[Run], table: LossTable, folder: str | Path, scalars: Sequence[str] = ()
+) -> list[Path]:
+    """Write table and curves of ``runs`` to ``folder``, replacing an older report. Returns the files.
+
+    ``scalars``: recorded ones to draw too, a prediction in the figure of what it predicts if both are named.
+    """
+    from .curves import plot_curves, plot_scalars
+
+    files = report_files(scalars)
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / TABLE_MARKDOWN, table.markdown())
         write_text(folder / TABLE_CSV, table.csv())
         plot_curves(runs, folder / CURVES)
+        for group, figure in zip(with_predictions(scalars), files[3:], strict=True):
+            plot_scalars(runs, group, folder / figure)
     except OSError as error:
         raise refuse("--out", folder, f"cannot be written: {error.strerror}") from None
-    return [folder / name for name in (TABLE_MARKDOWN, TABLE_CSV, CURVES)]
+    return [folder / name for name in files]

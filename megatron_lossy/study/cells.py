@@ -25,8 +25,8 @@ from ..config import LossyConfig, incidental_fields
 from ..files import write_text
 from ..report import Run
 from ..report.read import read_run
-from ..report.runs import METRICS_FILE
 from ..train.config import TrainConfig
+from ..train.metrics import METRICS_FILE
 from ..train.saved import TRACKER
 
 CONFIG, STATE, LOG = "config.yaml", "cell.json", "train.log"

@@ -18,7 +18,7 @@ from ..report import LossTable
 from ..train.arguments import make_parser
 from .cells import CellFolder
 from .design import NO_LOSS, Design, Study, check_seeds, read_design
-from .runner import Outcome, run_cells
+from .runner import Tally, run_cells
 from .summary import Results, comparison, differences, loss_metrics, replica_against_owner, run_table, table_1
 
 SUMMARY, RUNS = "study.json", "runs.csv"
@@ -165,9 +165,9 @@ def _run(study: Study, how: StudyConfig, out: Path, rates: dict[str, float] | No
     if how.list:
         _list(study, how.cells)
         return 0
-    outcome = Outcome()
+    tally = Tally()
     if not how.report_only:
-        outcome = run_cells(study.cells, how.cells, how.jobs or _default_jobs(study, how), how.devices or ())
+        tally = run_cells(study.cells, how.cells, how.jobs or _default_jobs(study, how), how.devices or ())
     runs = {}
     for cell in study.cells:
         folder = CellFolder(how.cells, cell)
@@ -177,7 +177,7 @@ def _run(study: Study, how: StudyConfig, out: Path, rates: dict[str, float] | No
         _report(Results(study, runs), out, rates)
     else:
         print("no cell is done yet")
-    return _explain(outcome, len(study.cells) - len(runs))
+    return _explain(tally, len(study.cells) - len(runs))
 
 
 def _default_jobs(study: Study, how: StudyConfig) -> int:
@@ -203,14 +203,14 @@ def _list(study: Study, root: str) -> None:
         print(f"{trial.cell.name}  {where}, {seeds}: {states[trial.cell]}")
 
 
-def _explain(outcome: Outcome, missing: int) -> int:
-    for name, reason in outcome.failed.items():
+def _explain(tally: Tally, missing: int) -> int:
+    for name, reason in tally.failed.items():
         print(f"cell {name} failed: {reason}", file=sys.stderr)
-    if outcome.interrupted:
+    if tally.interrupted:
         print("interrupted; run the same command again to continue")
-    elif outcome.elsewhere:
-        print(f"{len(outcome.elsewhere)} cells are trained by others: {', '.join(sorted(set(outcome.elsewhere)))}")
-    return 1 if outcome.failed or outcome.interrupted else 0
+    elif tally.elsewhere:
+        print(f"{len(tally.elsewhere)} cells are trained by others: {', '.join(sorted(set(tally.elsewhere)))}")
+    return 1 if tally.failed or tally.interrupted else 0
 
 
 def _check_out(out: Path, study: Study) -> None:

@@ -5,7 +5,7 @@ LLaMA-2 7B, 64 accelerators, 5,000 iterations, gradients and parameters lost at 
 
 from __future__ import annotations
 
-from ..report.table import Cell
+from ..report.table import Entry
 
 RATES = (0.0, 0.1, 0.2, 0.3, 0.4)
 SOURCE = "paper: Weintraub, Banner, Orda (2025), Table 1: LLaMA-2 7B, 64 workers, 5,000 iterations"
@@ -24,10 +24,10 @@ CHANGES = {
 }
 
 
-def paper_cell(metric: str, rate: float) -> Cell:
-    """The paper's value of a row of Table 1; a cell without runs where it has none."""
+def paper_entry(metric: str, rate: float) -> Entry:
+    """The paper's value of a row of Table 1; an entry without runs where it has none."""
     if metric not in TABLE_1 or rate not in RATES:
-        return Cell(float("nan"), None, None, 0)
+        return Entry(float("nan"), None, None, 0)
     column = RATES.index(rate)
     change = CHANGES[metric][column - 1] if column else None
-    return Cell(TABLE_1[metric][column], None, change, 1)
+    return Entry(TABLE_1[metric][column], None, change, 1)

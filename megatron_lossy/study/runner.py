@@ -19,6 +19,7 @@ from typing import IO
 
 from ..device.environment import without_ranks
 from ..train.log import clock
+from ..train.metrics import METRICS_FILE
 from ..train.saved import latest_iteration
 from .cells import COMPLETE, DIVERGED, HEARTBEAT, LOG, Cell, CellFolder
 
@@ -27,7 +28,7 @@ _POLL = 0.5
 
 
 @dataclass
-class Outcome:
+class Tally:
     """What became of the cells: how many are over, run elsewhere, or failed (with the reason), and if all ran."""
 
     done: int = 0
@@ -46,7 +47,7 @@ class _Job:
     slot: int
 
 
-def run_cells(cells: Sequence[Cell], root: str | Path, jobs: int, devices: Sequence[str] = ()) -> Outcome:
+def run_cells(cells: Sequence[Cell], root: str | Path, jobs: int, devices: Sequence[str] = ()) -> Tally:
     """Run what is not over, ``jobs`` at once, in folders below ``root``; ``devices`` are given to them in turn."""
     return _Runner([CellFolder(root, cell) for cell in cells], jobs, devices).run()
 
@@ -57,21 +58,21 @@ class _Runner:
         self._devices = devices
         self._jobs: list[_Job] = []
         self._slots = list(range(jobs))[::-1]
-        self._outcome = Outcome()
+        self._tally = Tally()
         self._stop = threading.Event()
         self._started = self._printed = time.monotonic()
         self._trained = 0  # iterations trained here by cells that are over
 
-    def run(self) -> Outcome:
+    def run(self) -> Tally:
         waiting = [folder for folder in self._folders if folder.state is None]
         if not waiting:
-            self._outcome.done = len(self._folders)
-            return self._outcome
+            self._tally.done = len(self._folders)
+            return self._tally
         print(f"{len(self._folders)} cells, {len(self._folders) - len(waiting)} of them done earlier", flush=True)
         with self._signals():
             self._work(waiting)
-        self._outcome.done = sum(folder.state is not None for folder in self._folders)
-        return self._outcome
+        self._tally.done = sum(folder.state is not None for folder in self._folders)
+        return self._tally
 
     def _work(self, waiting: list[CellFolder]) -> None:
         told = time.monotonic()
@@ -89,7 +90,7 @@ class _Runner:
                 for job in self._jobs:
                     job.folder.keep()
             self._tell(waiting)
-        self._outcome.interrupted = self._stop.is_set()
+        self._tally.interrupted = self._stop.is_set()
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -112,7 +113,7 @@ class _Runner:
 
     def _start(self, folder: CellFolder) -> None:
         if not folder.take():
-            self._outcome.elsewhere.append(folder.holder() or "")
+            self._tally.elsewhere.append(folder.holder() or "")
             return
         if folder.state is not None:  # somebody finished it meanwhile
             folder.release()
@@ -160,7 +161,7 @@ class _Runner:
         try:
             if status == 0 and folder.iterations >= folder.cell.train.train_iters:
                 folder.finish(COMPLETE, seconds)
-            elif status == 1 and (folder.path / "metrics.jsonl").is_file() and folder.result().diverged:
+            elif status == 1 and (folder.path / METRICS_FILE).is_file() and folder.result().diverged:
                 folder.finish(DIVERGED, seconds)
             elif not self._stop.is_set():
                 saved = (latest_iteration(folder.path) or 0) if status < 0 else 0
@@ -171,8 +172,8 @@ class _Runner:
                         flush=True,
                     )
                     return False
-                self._outcome.failed[folder.cell.name] = f"exit status {status}; {_last_line(folder.path / LOG)}"
-                print(f"cell {folder.cell.name} failed: {self._outcome.failed[folder.cell.name]}", flush=True)
+                self._tally.failed[folder.cell.name] = f"exit status {status}; {_last_line(folder.path / LOG)}"
+                print(f"cell {folder.cell.name} failed: {self._tally.failed[folder.cell.name]}", flush=True)
         finally:
             folder.release()
         return True

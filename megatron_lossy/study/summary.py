@@ -17,7 +17,8 @@ import numpy as np
 
 from ..report import LossTable, Run
 from ..report.runs import WEIGHTS
-from ..report.table import DEFINITIONS, Cell, perplexity
+from ..report.table import DEFINITIONS, Entry
+from ..train.metrics import perplexity
 from . import paper
 from .design import NO_LOSS, Study, Trial
 
@@ -30,7 +31,7 @@ _T += (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
 
 
 @dataclass(frozen=True)
-class Difference(Cell):
+class Difference(Entry):
     """A difference in percent, or in points of it; printed with its sign, standard error and 95 % interval."""
 
     @classmethod
@@ -80,20 +81,20 @@ class Results:
         own = self.by_seed(variant, level, metric)
         return {seed: 100 * (own[seed] / reference[seed] - 1) for seed in own if reference.get(seed)}
 
-    def cell(self, variant: str, level: str | None, metric: Metric) -> Cell:
+    def entry(self, variant: str, level: str | None, metric: Metric) -> Entry:
         """Mean, standard error and change of ``metric``."""
         found = [metric(self.runs[trial.cell.name]) for trial in self.trials(variant, level)]
         found = [value for value in found if value is not None]
         diverged = sum(map(math.isnan, found))
         if not found or diverged:
-            return Cell(math.nan, None, None, len(found), diverged)
+            return Entry(math.nan, None, None, len(found), diverged)
         mean, error = mean_and_error(self.by_seed(variant, level, metric))
         change = change_error = None
         if level is not None:
             change, change_error = mean_and_error(self.changes(variant, level, metric))
         if change is not None and math.isnan(change):
             change = change_error = None
-        return Cell(mean, error, change, len(found), 0, change_error)
+        return Entry(mean, error, change, len(found), 0, change_error)
 
     def difference(self, here: Place, there: Place, metric: Metric) -> Difference:
         """How much more ``here`` changes than ``there``, both (variant, level), seed by seed."""
@@ -133,11 +134,11 @@ def table_1(results: Results, rates: Mapping[str, float]) -> LossTable:
     levels: list[str | None] = [None, *results.study.levels]
     rows = []
     for name, metric in loss_metrics(results).items():
-        rows.append((name, tuple(results.cell("", level, metric) for level in levels)))
+        rows.append((name, tuple(results.entry("", level, metric) for level in levels)))
         if not name.endswith("(owner)"):
             theirs = name.partition(" (")[0]
-            cells = tuple(paper.paper_cell(theirs, rates[level] if level else 0.0) for level in levels)
-            rows.append((f"{theirs}, paper", cells))
+            entries = tuple(paper.paper_entry(theirs, rates[level] if level else 0.0) for level in levels)
+            rows.append((f"{theirs}, paper", entries))
     return LossTable((NO_LOSS, *results.study.levels), tuple(rows), (*_notes(results), paper.SOURCE))
 
 
@@ -146,7 +147,7 @@ def comparison(results: Results, metric_name: str) -> LossTable:
     metric = loss_metrics(results)[metric_name]
     levels: list[str | None] = [None, *results.study.levels]
     rows = tuple(
-        (variant or metric_name, tuple(results.cell(variant, level, metric) for level in levels))
+        (variant or metric_name, tuple(results.entry(variant, level, metric) for level in levels))
         for variant in results.study.variants
     )
     return LossTable((NO_LOSS, *results.study.levels), rows, (f"values: {metric_name}", *_notes(results)))

@@ -21,6 +21,7 @@ from ..errors import UsageError, refuse, usage_errors
 from ..train.arguments import configurations, make_parser, read_arguments
 from ..train.config import TrainConfig
 from ..train.log import Console, clock
+from ..train.metrics import METRICS_FILE
 from ..train.process import launched_ranks, quiet_imports, rank_errors, require_megatron
 from ..train.saved import check_folders, latest_iteration
 
@@ -94,7 +95,7 @@ def _rate(base: TrainConfig, lossy: LossyConfig, rate: float, out: str) -> Rate:
 
 def _check_ranks(rate: Rate) -> None:
     """Runs of other numbers of ranks lose other things, and do not belong into one table."""
-    metrics = Path(rate.config.save) / "metrics.jsonl"
+    metrics = Path(rate.config.save) / METRICS_FILE
     mine = rate.config.virtual_workers or launched_ranks()
     if metrics.is_file():
         ranks = json.loads(metrics.open().readline() or "{}").get("world_size", mine)
@@ -102,7 +103,7 @@ def _check_ranks(rate: Rate) -> None:
             raise refuse("--out", rate.config.save, f"holds a run of {ranks} ranks, not {mine}")
 
 
-class Progress(Console):
+class SweepConsole(Console):
     """A line now and then, with an estimate of the time that all remaining runs take."""
 
     def __init__(self, rates: Sequence[Rate]) -> None:
@@ -163,17 +164,17 @@ def sweep(rates: Sequence[Rate]) -> bool:
     from ..train.loop import train
     from ..train.parallel import world
 
-    progress = Progress(todo)
+    console = SweepConsole(todo)
     first = os.environ.get("RANK", "0") == "0"
     with world(todo[0].config):
         for rate in todo:
             if first:
-                progress.start(rate)
-            summary = train(rate.config, rate.lossy_config, progress)
+                console.start(rate)
+            summary = train(rate.config, rate.lossy_config, console)
             if not summary["finished"] and not summary["diverged"]:
                 return False
             if first:
-                progress.finish(rate, summary["diverged"])
+                console.finish(rate, summary["diverged"])
     return True
 
 

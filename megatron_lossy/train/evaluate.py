@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from megatron.core import parallel_state
 from ..run import Run
 from .config import TrainConfig
 from .data import RankBatches
+from .metrics import perplexity as perplexity
 from .workers import Workers
 
 
@@ -33,11 +33,6 @@ def mean_loss(config: TrainConfig, sums: list[torch.Tensor]) -> float:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         torch.distributed.broadcast(loss, last, group=parallel_state.get_pipeline_model_parallel_group())
     return loss.item()
-
-
-def perplexity(loss: float) -> float:
-    """As Megatron-LM reports it: of at most 20 nats."""
-    return math.exp(min(20.0, loss))
 
 
 def evaluate(

@@ -17,10 +17,11 @@ from typing import Any, Protocol
 from ..errors import refuse
 from ..files import write_text
 
-METRICS = "metrics.jsonl"
+#: The file of a run's records, in the run's folder.
+METRICS_FILE = "metrics.jsonl"
 
 # Megatron-LM's names of the same values in TensorBoard and W&B.
-_MEGATRON_NAMES = {"learning rate": "learning-rate", "grad norm": "grad-norm", "loss scale": "loss-scale"}
+MEGATRON_NAMES = {"learning rate": "learning-rate", "grad norm": "grad-norm", "loss scale": "loss-scale"}
 
 
 class Writer(Protocol):
@@ -38,7 +39,7 @@ class JsonLinesWriter:
     """
 
     def __init__(self, folder: str | os.PathLike, iteration: int | None) -> None:
-        path = Path(folder) / METRICS
+        path = Path(folder) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if iteration is None else _records_until(path, iteration)
         self.empty = not kept
@@ -118,12 +119,17 @@ def check_wandb(project: str) -> None:
         raise refuse("--wandb-project", project, "needs the package wandb: pip install 'megatron-lossy[wandb]'")
 
 
+def perplexity(loss: float | None) -> float | None:
+    """exp of a loss in nats, which is cut at 20 as Megatron does where it prints perplexities; None of None."""
+    return None if loss is None else math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
+
+
 def scalars(record: dict[str, Any]) -> Iterable[tuple[str, float]]:
     """The values of a record with the names under which Megatron-LM plots them."""
     if record["kind"] == "train":
         for name, value in record.items():
             if name not in ("kind", "iteration"):
-                yield _MEGATRON_NAMES.get(name, name), value
+                yield MEGATRON_NAMES.get(name, name), value
     elif record["kind"] == "valid":
         whose = " (owner)" if record["weights"] == "owner" else ""
         yield "lm loss validation" + whose, record["lm loss"]

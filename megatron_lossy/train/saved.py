@@ -14,6 +14,7 @@ from ..config import LossyConfig, flag_name, identity
 from ..errors import refuse
 from ..files import write_text
 from .config import SHAPE, TrainConfig
+from .metrics import METRICS_FILE
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SETTINGS = "settings.json"
@@ -52,7 +53,7 @@ def check_folders(config: TrainConfig, lossy: LossyConfig, data: list[Any] | Non
     for flag, folder in (("--save", config.save), ("--metrics-dir", config.metrics_dir)):
         settings = _read_settings(folder)
         if settings is None:
-            if folder and (Path(folder) / "metrics.jsonl").exists():
+            if folder and (Path(folder) / METRICS_FILE).exists():
                 raise refuse(flag, folder, "holds another run")
             continue
         difference = _difference(settings, settings_of(config, lossy, data))

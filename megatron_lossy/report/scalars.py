@@ -1,0 +1,95 @@
+"""Recorded scalars by name: what they are in, which of them predict others, and which a user may ask for.
+
+The names are those of docs/monitors.md and of the training records; runs of Megatron-LM may have more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import UsageError, refuse
+from .runs import LOSS, Run
+
+PREDICTED = " predicted"
+DEFINITION = (
+    "of the last 10 % of a run's iterations (at least 10; the last record if there is none in them): the mean over "
+    'records of what is finite; the largest where a name ends in "max", the smallest where it ends in "min"'
+)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """How a scalar is drawn: the label of its axis, with the unit, and whether the axis is logarithmic."""
+
+    label: str
+    logarithmic: bool = False
+
+
+_DRIFT_PAIRS = Axis("mean squared difference of two replicas (weight²)", True)
+_DRIFT_OWNER = Axis("mean squared difference to the owner (weight²)", True)
+AXES = {
+    LOSS: Axis("language-model loss (nats per token)", True),
+    "grad norm": Axis("gradient norm", True),
+    "learning rate": Axis("learning rate"),
+    "loss scale": Axis("loss scale", True),
+    "consumed samples": Axis("samples consumed"),
+    "skipped": Axis("skipped iterations of a record"),
+    "seconds": Axis("seconds per iteration"),
+    "loss rate grad": Axis("share of gradient units lost"),
+    "loss rate param": Axis("share of parameter units lost"),
+    "survivors mean": Axis("gradients that reach an owner, mean"),
+    "survivors min": Axis("gradients that reach an owner, fewest"),
+    "share without survivor": Axis("share of units that no gradient reached"),
+    "stale age mean": Axis("age of stale units, mean (updates)"),
+    "stale age max": Axis("age of stale units, largest (updates)"),
+    "drift pairs": _DRIFT_PAIRS,
+    "drift owner": _DRIFT_OWNER,
+    "squared increment": Axis("mean squared change by an update (weight²)", True),
+    "drift pairs predicted": _DRIFT_PAIRS,
+    "drift owner predicted": _DRIFT_OWNER,
+}
+"""The scalars that training with this package records. Those of drift need ``--drift-interval``."""
+
+
+def axis_of(name: str) -> Axis:
+    """The axis of any scalar; one that only Megatron-LM knows has its name for a label."""
+    return AXES.get(name, Axis(name))
+
+
+def needs_drift(name: str) -> bool:
+    """Whether only runs with ``--drift-interval`` record the scalar."""
+    return name.startswith("drift ") or name == "squared increment"
+
+
+def recorded(runs: Sequence[Run]) -> list[str]:
+    """The names of all scalars that some of ``runs`` recorded: those of :data:`AXES` first, in their order."""
+    found = {name for run in runs for name in run.scalars} | {LOSS for run in runs if run.train}
+    return [name for name in AXES if name in found] + sorted(found - set(AXES))
+
+
+def check_names(flag: str, names: Sequence[object], allowed: Sequence[str]) -> None:
+    """Raise :class:`UsageError` for a name that is not among ``allowed``, or that stands twice among ``names``."""
+    for name in names:
+        if name not in allowed:
+            hint = "" if "drift owner" in allowed or not needs_drift(str(name)) else " (drift needs --drift-interval)"
+            raise refuse(flag, f"{name!r}", f"is not recorded{hint}; must be of {', '.join(allowed) or 'nothing'}")
+    if len(set(names)) != len(names):
+        raise UsageError(f"{flag} {', '.join(map(repr, names))}: must differ from each other")
+
+
+def with_predictions(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """``names`` in groups that belong into one figure: (X, X predicted) where both are asked for, else (X,)."""
+    asked = set(names)
+    groups = []
+    for name in names:
+        if name.endswith(PREDICTED) and name.removesuffix(PREDICTED) in asked:
+            continue
+        groups.append((name, name + PREDICTED) if name + PREDICTED in asked else (name,))
+    return groups
+
+
+def file_name(name: str) -> str:
+    """A name as part of that of a file: letters, digits, dots and dashes; all else is one underscore."""
+    return re.sub(r"[^\w.-]+", "_", name).strip("_")
