@@ -1,0 +1,104 @@
+"""Two outcomes of a case beside each other: the half of scripts/same_results.py that judges."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+#: What is compared, in the order in which differences are told: closest to the cause first.
+PARTS = ("records", "weights", "replicas", "log", "log metadata", "settings")
+_UNKNOWN = re.compile(r"unrecognized arguments: (\S+)|(--\S+: invalid choice: \S+)|unknown key (\S+)")
+_ITERATION = re.compile(r"(train|valid) (\d+)|iter_(\d+)")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``kind`` in a word or two, and what there is to say about it."""
+
+    kind: str
+    good: bool
+    details: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        return f"{self.kind}: {self.details[0]}" if self.details else self.kind
+
+
+def unknown(outcome: dict[str, Any]) -> str | None:
+    """The flag or value that the checkout does not know, if that is why the case did not run."""
+    found = _UNKNOWN.search(outcome["errors"]) if _status(outcome) == 2 else None
+    return next(filter(None, found.groups())) if found else None
+
+
+def _status(outcome: dict[str, Any]) -> int:
+    statuses = outcome["statuses"][-1]
+    # A rank that failed by itself, and not those that were ended because of it.
+    return next((status for status in statuses if status > 0), next(filter(None, statuses), 0))
+
+
+def _failure(outcome: dict[str, Any], expected: int) -> str | None:
+    status = _status(outcome)
+    if status == expected:
+        return None
+    lines = [line for line in outcome["errors"].strip().splitlines() if line.strip()]
+    return f"exit status {status} instead of {expected}: {lines[-1].strip() if lines else 'no message'}"
+
+
+def verdict(expected: int, old: dict[str, Any], new: dict[str, Any] | None = None) -> Verdict:
+    """What to say of two outcomes of a case that should end with the status ``expected``; of one, if it ran."""
+    for name, outcome in (("OLD", old), ("NEW", new)):
+        if outcome is not None and "absent" in outcome:
+            return Verdict(f"{outcome['absent']} in {name}", False)
+    if expected == 0 and (flag := unknown(old)):
+        return Verdict("not there in OLD", True, (flag,))
+    if failure := _failure(old, expected):
+        return Verdict("OLD fails", False, (failure,))
+    if new is None:
+        return Verdict("recorded", True)
+    if expected == 0 and (flag := unknown(new)):
+        return Verdict("not there in NEW", False, (flag,))
+    if failure := _failure(new, expected):
+        return Verdict("NEW fails", False, (failure,))
+    differences, notes = compare(old, new)
+    if differences:
+        return Verdict("DIFFERS", False, tuple(differences))
+    return Verdict("same", True, tuple(notes))
+
+
+def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """(differences, remarks), each in a line."""
+    differences, notes = [], []
+    for part in PARTS:
+        before, after = old[part], new[part]
+        if part == "replicas" and before.keys() != after.keys() and before and after:
+            notes.append("saved replicas are laid out otherwise; the cases that resume compare them")
+            continue
+        different = [key for key in before if key not in after or before[key] != after[key]]
+        if part != "settings":
+            different += [key for key in after if key not in before]
+        if different:
+            first = min(different, key=_when)
+            differences.append(
+                f"{part}: {len(different)} of {len(before | after)}, first {first}: "
+                f"{before.get(first, 'not there')} / {after.get(first, 'not there')}"
+            )
+    if old["errors"].strip() != new["errors"].strip():
+        differences.append(f"message: {old['errors'].strip()} / {new['errors'].strip()}")
+    for number, (line, other) in enumerate(zip(old["console"], new["console"]), start=1):
+        if line != other:
+            differences.append(f"console: line {number}: {line.strip()} / {other.strip()}")
+            break
+    else:
+        if len(old["console"]) != len(new["console"]):
+            differences.append(f"console: {len(old['console'])} / {len(new['console'])} lines")
+    if old["files"] != new["files"]:
+        differences.append(f"files: {' '.join(sorted(set(old['files']) ^ set(new['files']))) or 'another order'}")
+    return differences, notes
+
+
+def _when(key: str) -> int:
+    """The iteration that a key is about; ``min`` keeps the order of those with the same."""
+    found = _ITERATION.search(key)
+    return int(next(filter(None, (found[2], found[3])))) if found else 0
