@@ -17,8 +17,9 @@ from benchmarks.common import RESULTS, today, version_list, write_results
 from megatron_lossy.config import PHASES, LossyConfig
 from megatron_lossy.delivery_log.writer import DeliveryLog
 from megatron_lossy.device.environment import processor
-from megatron_lossy.exchange import Exchange, Observation, Stream, cut
-from megatron_lossy.transport import Deliveries, Network
+from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
+from megatron_lossy.transport import Network
+from megatron_lossy.transport.drawn import draw
 
 WORKERS, PARAMETERS, BUCKET = 64, 7_000_000_000, 64_000_000  # a bucket as Megatron cuts it for 64 ranks
 ITEMSIZE = {"grad": 4, "param": 2}
@@ -41,22 +42,22 @@ def measure(flags: dict, rate: float, iterations: int) -> tuple[int, float, floa
         log, ends = DeliveryLog(config), {}
         for phase in PHASES:
             units, total = cut(shards, [ITEMSIZE[phase]] * len(shards), config.loss_unit, config.packet_bytes)
-            ends[phase] = units, Deliveries(Network(config, phase, WORKERS), stream, range(WORKERS), 0, total)
+            ends[phase] = units, total, Network(config, phase, WORKERS)
         for step in range(iterations):
-            told = [
-                Observation(Exchange(phase, stream, step), range(WORKERS), [0], end.incoming(step)[None], units)
-                for phase, (units, end) in ends.items()
-            ]
+            told = []
+            for phase, (units, _, network) in ends.items():
+                exchange, workers = Exchange(phase, stream, step), range(WORKERS)
+                told.append(Delivery(exchange, workers, [0], draw(network, exchange, workers, [0], units), units))
             start = time.process_time()
-            for observation in told:
-                log.observe(observation)
-            log.finish_iteration(step, True)
+            for delivery in told:
+                log.observe(delivery)
+            log.finish_iteration(step, True, list)
             seconds += time.process_time() - start
         start = time.process_time()
         log.close()
         seconds += time.process_time() - start
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
-    return sum(end.units for _, end in ends.values()), size / iterations, 1e3 * seconds / iterations
+    return sum(total for _, total, _ in ends.values()), size / iterations, 1e3 * seconds / iterations
 
 
 def main() -> None:

@@ -16,9 +16,10 @@ from collections.abc import Callable
 from benchmarks.common import RESULTS, today, version_list, write_results
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.device.environment import processor
-from megatron_lossy.exchange import Stream
-from megatron_lossy.transport import Deliveries, Network
-from megatron_lossy.virtual.arrivals import Arrivals
+from megatron_lossy.exchange import BucketUnits, Exchange, Stream
+from megatron_lossy.transport import Network
+from megatron_lossy.transport.collective import CollectiveTransport
+from megatron_lossy.transport.memory import Memory
 
 WORKERS, PACKET, REPEATS = 64, 4096, 15
 RANK_BYTES, CLUSTER_BYTES = 2 * 7_000_000_000, 2 * 100_000_000
@@ -36,15 +37,23 @@ def units_of(unit: str, size: int) -> int:
 def of_rank(config: LossyConfig) -> tuple[int, list[float]]:
     """Units drawn by a rank, and the milliseconds of each repetition."""
     units = units_of(config.loss_unit, RANK_BYTES)
-    end = Deliveries(Network(config, "param", WORKERS), Stream(), range(WORKERS), 0, units)
-    return units * (WORKERS - 1), [milliseconds(lambda: end.incoming(step)) for step in range(REPEATS)]
+    parts = {"param": [BucketUnits(0, units, units, 1)]}
+    rank = CollectiveTransport({"param": Network(config, "param", WORKERS)}, Stream(), range(WORKERS), 0, parts)
+    return units * (WORKERS - 1), [milliseconds(lambda: rank.foresee(exchange(step))) for step in range(REPEATS)]
 
 
 def of_cluster(config: LossyConfig) -> tuple[int, list[float]]:
     """Units drawn between all workers of a virtual cluster, and the milliseconds of each repetition."""
     units = units_of(config.loss_unit, CLUSTER_BYTES)
-    arrivals = Arrivals(Network(config, "param", WORKERS), Stream(), WORKERS, units)
-    return units * WORKERS * (WORKERS - 1), [milliseconds(lambda: arrivals.at(step)) for step in range(REPEATS)]
+    parts = {"param": [BucketUnits(0, units, units, 1)]}
+    memory = Memory({"param": Network(config, "param", WORKERS)}, Stream(), WORKERS, parts)
+    times = [milliseconds(lambda: memory.foresee(exchange(step))) for step in range(REPEATS)]
+    return units * WORKERS * (WORKERS - 1), times
+
+
+def exchange(step: int) -> Exchange:
+    """The broadcast of ``step``."""
+    return Exchange("param", Stream(), step)
 
 
 def milliseconds(work: Callable[[], object]) -> float:

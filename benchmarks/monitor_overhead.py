@@ -23,6 +23,7 @@ import torch.distributed as dist
 from benchmarks.common import RESULTS, run_ranks
 from benchmarks.step_overhead import Settings, Trainer, compare
 from megatron_lossy.errors import refuse, usage_errors
+from megatron_lossy.monitor import Drift, ExchangeMonitor
 
 UNITS = {"shard": {"loss_unit": "shard"}, "packet 4 KiB": {"loss_unit": "packet", "packet_bytes": 4096}}
 INTERVAL = 50
@@ -43,7 +44,9 @@ class Monitored(Trainer):
 
     def seconds_of_calls(self, steps: int) -> dict[str, float]:
         """Median seconds per step in each of the runtime's calls of monitors, with drift measured in every step."""
-        drift = self.lossy._drift
+        counting, drift = (
+            next(one for one in self.lossy.observers if isinstance(one, kind)) for kind in (ExchangeMonitor, Drift)
+        )
         spent: dict[str, float] = {}
 
         def timed(owner: Any, name: str, what: str) -> None:
@@ -59,9 +62,9 @@ class Monitored(Trainer):
 
             setattr(owner, name, call)
 
-        timed(self.lossy, "_tell_observers", COUNTING)
+        timed(counting, "observe", COUNTING)
         timed(drift, "before_update", DRIFT)
-        timed(drift, "measure", DRIFT)
+        timed(drift, "finish_iteration", DRIFT)
         timed(self.lossy, "metrics", RECORD)
         history: dict[str, list[float]] = {}
         for _ in range(steps):

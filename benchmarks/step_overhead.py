@@ -212,8 +212,8 @@ def gather_memory(trainer: Trainer) -> dict[str, float] | None:
     for group in trainer.model.bucket_groups:
         for bucket in group.buckets:
             slot = slot_of(bucket.param_data)
-            units = slot.group.units["param"][slot.bucket]
-            lost = slot.group.stale(slot.bucket, trainer.lossy.update)
+            rule = slot.group.stale[slot.bucket]
+            units, lost = rule.units, rule.lost(slot.group.delivery("param", trainer.lossy.update))
             whole, tail = lost[:, : units.whole].sum(), lost[:, units.whole :].sum()
             lost_bytes += int(whole * units.elements + tail * units.tail) * bucket.param_data.element_size()
             for parts in rows_for(bucket.param_data.device).take(bucket.param_data, units, lost):

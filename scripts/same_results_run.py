@@ -18,7 +18,6 @@ import platform
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 import traceback

@@ -11,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import param_and_grad_buffer as pgb
 
 from megatron_lossy import hooks
-from megatron_lossy.exchange import Exchange
+from megatron_lossy.exchange import Exchange, units_of
 from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.hooks.versions import full_group
 from megatron_lossy.transport import Network
@@ -81,7 +81,7 @@ def _places(lossy, run):
                 expert = slot.group.stream.kind == "expert"
                 part = group.intra_distributed_optimizer_instance_group
                 full = full_group(ddp, expert)
-                units = slot.group.units
+                units = slot.group.transport.cut
                 places.append(
                     (
                         bucket,
@@ -92,7 +92,7 @@ def _places(lossy, run):
                             "full": dist.get_process_group_ranks(full),
                             "shard": bucket.grad_data.numel() // part.size(),
                             "units": {p: (u[slot.bucket].first, u[slot.bucket].elements) for p, u in units.items()},
-                            "totals": {p: slot.group.deliveries[p].units for p in units},
+                            "totals": {p: units_of(u) for p, u in units.items()},
                         },
                     )
                 )

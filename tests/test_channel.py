@@ -17,7 +17,7 @@ from megatron_lossy.channel.gilbert_elliott import GilbertElliott
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
-from megatron_lossy.transport import Deliveries, Network, check_channels
+from megatron_lossy.transport import Network, check_channels
 
 SIX_SIGMA = 6.0  # two-sided probability of a false alarm: 2e-9
 
@@ -305,26 +305,3 @@ def test_unreadable_traces(tmp_path):
     np.savez(path, grad=np.ones((5, 2, 2, 1)))
     with pytest.raises(UsageError, match="bool"):
         check_channels(LossyConfig(loss_model=("trace",), trace=str(path)), 2, None)
-
-
-# --- deliveries ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("units", [1, 13, 150_000])
-def test_both_ends_agree(units):
-    network = Network(LossyConfig(p_grad=0.3), "grad", 6)
-    members = [1, 3, 5]  # an optimizer instance within a full group of six
-    ends = [Deliveries(network, Stream(), members, rank, units) for rank in range(3)]
-    for end in ends:
-        end.prepare(4, outgoing=True)  # drawn on another thread for many units
-        end.prepare(4, outgoing=False)
-    for a, b in itertools.product(range(3), repeat=2):
-        assert np.array_equal(ends[a].outgoing(4)[b], ends[b].incoming(4)[a])
-        key = exchange(step=4)
-        assert np.array_equal(ends[a].outgoing(4)[b], network.delivered(key, members[a], members[b], units))
-
-
-def test_a_group_of_one_has_no_loss_but_its_own():
-    assert Deliveries(Network(LossyConfig(p_grad=0.5), "grad", 1), Stream(), [0], 0, 9).lossless
-    own = Deliveries(Network(LossyConfig(p_grad=0.5, lossy_self=True), "grad", 1), Stream(), [0], 0, 100_000)
-    assert_rate(~own.outgoing(0), 0.5)

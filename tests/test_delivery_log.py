@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,8 +18,9 @@ from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.schema import RUN, pack, unpack
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
 from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Exchange, Observation, Stream, cut
-from megatron_lossy.transport import Deliveries, Network, check_channels
+from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
+from megatron_lossy.transport import LossyGroup, Network, check_channels
+from megatron_lossy.transport.collective import CollectiveTransport
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -59,9 +61,9 @@ def write(folder, config, size, steps, skipped=(), streams=(Stream(),), first=0,
                 )
                 truth[exchange] = arrived = arrived.reshape(size, size, total)
                 for log, receivers in logs:
-                    log.observe(Observation(exchange, everyone, receivers, arrived[list(receivers)], units))
+                    log.observe(Delivery(exchange, everyone, receivers, arrived[list(receivers)], units))
         for log, _ in logs:
-            log.finish_iteration(step, step not in skipped)
+            log.finish_iteration(step, step not in skipped, list)
     for log, _ in logs:
         log.close()
     return truth
@@ -250,8 +252,8 @@ def killed_log(rank, folder):
     log = DeliveryLog(config)
     for step in range(37):
         arrived = np.ones((2, 2, total), dtype=bool)
-        log.observe(Observation(Exchange("grad", Stream(), step), range(2), range(2), arrived, units))
-        log.finish_iteration(step, True)
+        log.observe(Delivery(Exchange("grad", Stream(), step), range(2), range(2), arrived, units))
+        log.finish_iteration(step, True, list)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -448,11 +450,16 @@ def test_a_log_that_does_not_fit_is_refused(tmp_path):
 def test_the_step_after_a_trace_can_be_looked_at_but_not_taken(tmp_path):
     config = LossyConfig(**LOSSY, delivery_log="later")
     write(tmp_path, config, 3, 4)
-    network = Network(LossyConfig(loss_model=("trace",), trace=str(tmp_path)), "grad", 3)
-    end = Deliveries(network, Stream(), range(3), 0, 1)
-    assert end.upcoming(4).all() and np.array_equal(end.upcoming(3), end.outgoing(3))
+    replay = LossyConfig(loss_model=("trace",), trace=str(tmp_path), grad_recovery="previous")
+    networks = {phase: Network(replay, phase, 3) for phase in ("grad", "param")}
+    units, _ = cut([3], [4], "shard", 1)
+    transport = CollectiveTransport(networks, Stream(), range(3), 0, {"grad": units, "param": units})
+    assert transport.steps("grad") == 4
+    group, buffer = LossyGroup(replay, transport), torch.ones(9)
+    # The rule asks what the step after the last one will lose.
+    group.reduce_scatter(0, buffer, buffer[:3], 3, lambda: None).wait()
     with pytest.raises(UsageError, match="iteration 4"):
-        end.outgoing(4)
+        group.reduce_scatter(0, buffer, buffer[:3], 4, lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,19 @@
-"""The ledger's knowledge of Megatron: what is patched exists and takes what the replacements rely on."""
+"""The ledger: what is patched exists and fits, every patch explains itself, installing is all or nothing."""
+
+import re
+from pathlib import Path
 
 import pytest
 
 from megatron_lossy import device, hooks
 from megatron_lossy.errors import UsageError
 from megatron_lossy.ledger import Ledger, Patch, Takes, check, signature_of
+
+ROOT = Path(__file__).parents[1]
+
+
+def patch(target, value=None, **options):
+    return Patch(target=target, value=lambda: value, why="it is a test", versions="all", until="never", **options)
 
 
 def taken(output_tensor, input_tensor, op=None, *, group=None):
@@ -46,7 +55,7 @@ def test_what_has_no_signature_does_not_fit():
 
 
 def refused(takes):
-    return Patch(f"{__name__}:taken", lambda original: None, "it is a test", "all", "never", takes=takes)
+    return patch(f"{__name__}:taken", takes=takes)
 
 
 def test_an_unexpected_signature_is_refused_and_nothing_is_changed():
@@ -64,9 +73,9 @@ def test_an_unexpected_signature_is_refused_and_nothing_is_changed():
 def test_a_check_says_what_it_found():
     fits = check(refused(Takes(("output_tensor",))))
     assert (fits.found, fits.ok, fits.problem) == (True, True, "")
-    absent = Patch(f"{__name__}:absent", lambda original: None, "it is a test", "all", "never", optional=True)
+    absent = patch(f"{__name__}:absent", optional=True)
     assert (check(absent).found, check(absent).ok) == (False, True)
-    there_is_none = Patch("no_such_module:name", lambda original: None, "it is a test", "all", "never")
+    there_is_none = patch("no_such_module:name")
     assert not check(there_is_none).ok and "no_such_module" in check(there_is_none).problem
 
 
@@ -76,3 +85,105 @@ def test_every_patch_fits_the_megatron_that_is_here():
     assert len(checks) >= 10
     assert [entry.problem for entry in checks if not entry.ok] == []
     assert all(entry.signature for entry in checks if entry.found and "dist_" in entry.target)
+
+
+def every_patch():
+    """Every patch of the package, in the Megatron that is here."""
+    from megatron_lossy.config import LossyConfig
+    from megatron_lossy.device import cpu, cpu_training
+    from megatron_lossy.hooks import megatron_core, megatron_training
+    from megatron_lossy.hooks.runtime import Lossy
+    from megatron_lossy.plugin import _command_line_patches, _program_patches
+
+    run = Lossy(LossyConfig(eval_weights="both"))
+    return [
+        *megatron_core.patches(run),
+        *megatron_training.flag_patches(),
+        *megatron_training.patches(run),
+        *_command_line_patches(),
+        *_program_patches(),
+        *cpu.patches(),
+        *cpu_training.patches(),
+    ]
+
+
+def test_every_patch_explains_itself():
+    """Why it is needed, for which versions, and when it can go; the code has no patch that is missing here."""
+    patches = every_patch()
+    for one in patches:
+        module, _, attribute = one.target.partition(":")
+        assert module and attribute, one.target
+        assert len(one.why.split()) >= 3, f"{one.target} does not say why: {one.why!r}"
+        assert one.versions and len(one.until.split()) >= 3, f"{one.target} does not say for which versions, until when"
+        assert one.why != one.until
+    targets = {one.target.partition(":")[2].rpartition(".")[2] for one in patches}
+    in_code = set()
+    for file in (ROOT / "megatron_lossy").rglob("*.py"):
+        in_code |= set(re.findall(r'target=f?"[^":]*:([^"]*)"', file.read_text()))
+    elsewhere = {"get_grad_norm_fp32", "_ParamAndGradBuffer", "_compute_per_buffer_param_layout", "_get_write_results_queue"}
+    literal = {target.rpartition(".")[2] for target in in_code if "{" not in target} - elsewhere
+    assert literal <= targets, literal - targets
+
+
+def test_a_patch_is_called_with_the_original():
+    """Around functions and static methods; one that was absent is None."""
+    seen = []
+
+    def around(original, *args, **kwargs):
+        seen.append(original)
+        return (args, kwargs) if original is None else original(*args, **kwargs) + 1
+
+    records = [
+        Patch(target=f"{__name__}:Target.{name}", around=around, why="w", versions="v", until="u", create=name == "new")
+        for name in ("method", "static", "new")
+    ]
+    originals = Target.__dict__["method"], Target.__dict__["static"]
+    ledger = Ledger("test")
+    ledger.install(records)
+    assert Target().method() == 3 and Target.static(4) == 5 and Target.new(1, a=2) == ((1,), {"a": 2})
+    assert Target.method.__name__ == "method" and seen == [originals[0], originals[1].__func__, None]
+    ledger.uninstall()
+    assert (Target.__dict__["method"], Target.__dict__["static"]) == originals and not hasattr(Target, "new")
+
+
+# --- installing ----------------------------------------------------------------------------------------------------
+
+
+class Target:
+    kept = 1
+
+    def method(self):
+        return 2
+
+    @staticmethod
+    def static(value):
+        return value
+
+
+def of_target(attribute, value, **options):
+    return patch(f"{__name__}:Target.{attribute}", value, **options)
+
+
+def test_installing_is_all_or_nothing():
+    ledger = Ledger("test")
+    with pytest.raises(UsageError, match="absent"):
+        ledger.install([of_target("kept", 5), of_target("absent", 6)])
+    assert Target.kept == 1 and not ledger.installed
+    ledger.install([of_target("kept", 5), of_target("absent", 6, optional=True), of_target("new", 7, create=True)])
+    assert (Target.kept, Target.new) == (5, 7)
+    assert "Target.kept" in ledger.report() and "absent" not in ledger.report()
+    ledger.uninstall()
+    assert Target.kept == 1 and not hasattr(Target, "new")
+
+
+def test_a_later_patch_is_not_clobbered():
+    ledger = Ledger("test")
+    original = Target.__dict__["method"]
+    ledger.install([of_target("method", lambda self: 3)])
+    ours = Target.__dict__["method"]
+    Target.method = lambda self: 4
+    with pytest.raises(RuntimeError, match="something else replaced it"):
+        ledger.uninstall()
+    Target.method = ours
+    ledger.uninstall()
+    assert Target.__dict__["method"] is original

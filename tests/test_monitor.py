@@ -61,7 +61,7 @@ def run_real(rank, chosen):
         lossy = hooks.install(config)
         run = build(dataclasses.replace(SMALL, **model))
         results[name] = _observe(run, lossy, skipped), {
-            group.stream: [units.shard for units in group.units["grad"]] for group in lossy.groups
+            group.stream: [units.shard for units in group.transport.cut["grad"]] for group in lossy.groups
         }
         lossy.uninstall()
     return results

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import cut
 from megatron_lossy.recovery import IndexedRows, MaskedRows
-from megatron_lossy.recovery.rows import scale_
 
 shards = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
@@ -88,11 +87,11 @@ def test_indexed_rows_keep_only_what_was_lost(bucket):
 
 
 @settings(deadline=None)
-@given(buckets(), st.data())
-def test_scale(bucket, data):
+@given(buckets(), st.data(), st.sampled_from([IndexedRows, MaskedRows]))
+def test_scale(bucket, data, rows):
     _, units, _ = bucket
     factors = np.array(data.draw(st.lists(st.sampled_from([1.0, 2.0, 4 / 3]), min_size=units.count, max_size=units.count)))
     shard = torch.arange(1.0, units.shard + 1)
     expected = shard.numpy() * np.repeat(factors.astype(np.float32), units.elements)[: units.shard]
-    scale_(shard, units, factors)
+    rows.scale_(shard, units, factors)
     np.testing.assert_array_equal(shard.numpy(), expected)

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import Stream, cut
-from megatron_lossy.recovery import GRAD_RECOVERIES, Outcome
-from megatron_lossy.transport import Deliveries, Network
+from megatron_lossy.exchange import Exchange, Stream, cut
+from megatron_lossy.recovery import Reduction
+from megatron_lossy.registry import GRAD_RECOVERIES
+from megatron_lossy.transport import Network
+from megatron_lossy.transport.collective import CollectiveTransport
 
 UNITS = 60_000
 
@@ -20,21 +22,24 @@ def means(size, p, rule, lossy_self=False):
     """Mean and standard error over units of the weight that each rank's gradient gets at owner 0."""
     config = LossyConfig(p_grad=p, lossy_self=lossy_self, loss_unit="packet", packet_bytes=4)
     network = Network(config, "grad", size)
-    [units], total = cut([UNITS], [4], "packet", 4)
-    ends = [Deliveries(network, Stream(), range(size), rank, total) for rank in range(size)]
+    [units], _ = cut([UNITS], [4], "packet", 4)
+    ends = [
+        CollectiveTransport({"grad": network}, Stream(), range(size), rank, {"grad": [units]}) for rank in range(size)
+    ]
     weights = []
     for source in range(size):  # the gradient 1 at one rank shows its weight
         buffers, sent = [], []
         for rank in range(size):
             end = ends[rank]
-            outcome = Outcome(0, rank, end.outgoing(0), end.incoming(0), lambda end=end: end.outgoing(1))
+            delivery = end.foresee(Exchange("grad", Stream(), 0))
+            reduction = Reduction(upcoming=lambda end=end: end.foresee(Exchange("grad", Stream(), 1)))
             buffer = torch.full((size * UNITS,), float(rank == source))
-            recovery = GRAD_RECOVERIES[rule](units)
-            sent.append((recovery, outcome, recovery.send(buffer, outcome)))
+            recovery = GRAD_RECOVERIES.load(rule)(units, rank)
+            sent.append((recovery, delivery, recovery.before(buffer, delivery, reduction), reduction))
             buffers.append(buffer)
         shard = torch.stack([buffer[:UNITS] for buffer in buffers]).sum(dim=0)
-        recovery, outcome, kept = sent[0]
-        recovery.receive(shard, outcome, kept)
+        recovery, delivery, kept, reduction = sent[0]
+        recovery.after(shard, delivery, kept, reduction)
         weights.append(shard.numpy() / size)
     weights = np.array(weights, dtype=np.float64)
     return weights.mean(axis=1), weights.std(axis=1) / np.sqrt(UNITS), weights

@@ -1,4 +1,6 @@
-"""The public lossy collectives on real gloo ranks, without Megatron, against the NumPy reference."""
+"""How exchanges cross: deliveries, transfers, and the public lossy collectives on real gloo ranks without Megatron."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -6,8 +8,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import Exchange, Stream
-from megatron_lossy.transport import BucketSpec, LossyGroup, Network, lossy_all_gather, lossy_reduce_scatter
+from megatron_lossy.exchange import BucketUnits, Delivery, Exchange, Stream
+from megatron_lossy.transport import (
+    BucketSpec,
+    LossyGroup,
+    Network,
+    Transfer,
+    cut_buckets,
+    lossy_all_gather,
+    lossy_reduce_scatter,
+)
+from megatron_lossy.transport.collective import CollectiveTransport
+from megatron_lossy.transport.memory import Memory
 from tests.ranks import RankFailed, run_ranks
 from tests.reference import ReferenceReduce, pieces, reference_gather
 
@@ -142,8 +154,103 @@ def test_other_reductions_are_refused():
 
 def nodes_by_host(rank):
     group = LossyGroup.create(LossyConfig(p_grad=0.9, lossy_links="inter-node"), [BucketSpec(4)])
-    return bool(group.deliveries["grad"].outgoing(0).all())
+    return bool(group.delivery("grad", 0).sent.all())
 
 
 def test_ranks_of_one_host_are_one_node():
     assert all(run_ranks(nodes_by_host, 2))
+
+
+# --- deliveries, without a process group ---------------------------------------------------------------------------
+
+
+def transport_of(network, members, rank, units):
+    cut = [BucketUnits(0, units, units, 1)]
+    return CollectiveTransport({network.phase: network}, Stream(), members, rank, {network.phase: cut})
+
+
+@pytest.mark.parametrize("units", [1, 13, 150_000])
+def test_both_ends_agree(units):
+    network = Network(LossyConfig(p_grad=0.3), "grad", 6)
+    members = [1, 3, 5]  # an optimizer instance within a full group of six
+    ends = [transport_of(network, members, rank, units) for rank in range(3)]
+    key = Exchange("grad", Stream(), 4)
+    for end in ends:
+        end.prepare(key)  # drawn on another thread for many units
+    arrived = [end.foresee(key) for end in ends]
+    for a, b in itertools.product(range(3), repeat=2):
+        assert np.array_equal(arrived[a].sent[b], arrived[b].arrived[0, a])
+        assert np.array_equal(arrived[a].sent[b], network.delivered(key, members[a], members[b], units))
+
+
+def test_one_draw_in_memory_is_what_every_rank_draws():
+    networks = {phase: Network(LossyConfig(p_grad=0.4, p_param=0.4), phase, 4) for phase in ("grad", "param")}
+    cut = {phase: [BucketUnits(0, 7, 7, 1)] for phase in networks}
+    memory = Memory(networks, Stream(), 4, cut)
+    for rank, phase, step in itertools.product(range(4), networks, (0, 1, 0, 5)):
+        exchange = Exchange(phase, Stream(), step)
+        mine = CollectiveTransport(networks, Stream(), range(4), rank, cut).foresee(exchange)
+        theirs = memory.worker(rank).foresee(exchange)
+        assert np.array_equal(mine.arrived, theirs.arrived)
+        assert np.array_equal(memory.foresee(exchange).arrived[rank], mine.arrived[0])
+        if phase == "grad":
+            assert np.array_equal(mine.sent, theirs.sent)
+
+
+def test_a_group_of_one_has_no_loss_but_its_own():
+    assert transport_of(Network(LossyConfig(p_grad=0.5), "grad", 1), [0], 0, 9).lossless("grad")
+    own = transport_of(Network(LossyConfig(p_grad=0.5, lossy_self=True), "grad", 1), [0], 0, 100_000)
+    lost = ~own.foresee(Exchange("grad", Stream(), 0)).sent
+    assert abs(lost.mean() - 0.5) <= 6 * np.sqrt(0.25 / lost.size)  # false alarm 2e-9
+
+
+def group_in_memory(config, rank, size=3, shard=8):
+    networks = {phase: Network(config, phase, size) for phase in ("grad", "param")}
+    memory = Memory(networks, Stream(), size, cut_buckets(config, [BucketSpec(shard)]))
+    return LossyGroup(config, memory.worker(rank))
+
+
+def test_a_group_keeps_the_last_delivery_and_hands_it_over():
+    """What is stale is what the last exchange returned, not what a step is asked for again."""
+    config = LossyConfig(p_param=0.6, loss_unit="packet", packet_bytes=8)
+    group = group_in_memory(config, rank=1)
+    for step in range(5):
+        replica = torch.full((24,), -1.0)
+        transfer = group.all_gather(0, replica, step, lambda: replica.fill_(step) and None)
+        assert (replica == step).all()  # the collective is reliable; nothing is put back before the wait
+        delivery = transfer.wait()
+        assert isinstance(delivery, Delivery) and group.last["param"] is delivery is transfer.wait()
+        lost = np.repeat(group.stale[0].lost(delivery), 2, axis=1).ravel()
+        assert np.array_equal((replica == -1).numpy(), lost)
+    # A delivery that was observed, and that nobody could draw, is what a reliable gather puts back.
+    observed = np.zeros((3, 4), dtype=bool)
+    observed[2, 3] = True
+    group.restore(4, {0: observed})
+    replica = torch.arange(24.0)
+    put_back = group.put_stale_aside(0, replica, 4)
+    replica.zero_()
+    put_back()
+    assert replica.nonzero().ravel().tolist() == [22, 23]
+    group.restart()
+    assert not group.last
+
+
+class Work:
+    def __init__(self):
+        self.waited = 0
+
+    def wait(self):
+        self.waited += 1
+
+    other = "an attribute of the handle"
+
+
+def test_a_transfer_is_waited_for_and_completed_once():
+    work, acts = Work(), []
+    transfer = Transfer(work, lambda: "delivery").then(acts.append).then(lambda _: acts.append("second"))
+    assert transfer.other == "an attribute of the handle" and not acts and not work.waited
+    assert transfer.wait() == transfer.wait() == "delivery"
+    assert acts == ["delivery", "second"] and work.waited == 1
+    # Megatron waits for the coalescing context; what carried the exchange must not be waited for again.
+    other = Transfer(Work(), lambda: "delivery").then(acts.append)
+    assert other.complete() == "delivery" and other._work.waited == 0

@@ -145,7 +145,7 @@ def adopt(run, replicas, owners):
     """Give a virtual cluster the replicas and the owners' weights of real ranks, fp32 with one buffer."""
     [(key, buffer)] = run._buffers()
     buffer.param_data.copy_(torch.from_numpy(owners[key]))
-    [group] = run.cluster._groups
+    [group] = run.cluster._streams
     versions = group.versions
     versions._blocks.clear()
     versions.held.fill(versions.current)
@@ -153,7 +153,7 @@ def adopt(run, replicas, owners):
         values = torch.from_numpy(replica[key])
         mine = Versions(
             [values[b.offset : b.offset + b.param_data.numel()] for b in group.buckets],
-            group.units["param"],
+            group.cut["param"],
             versions.held.shape[2],
             1,
         )

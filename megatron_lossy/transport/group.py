@@ -98,9 +98,11 @@ class LossyGroup:
         ``buffer`` changes in place. ``collective``: runs the reduce-scatter. ``averaged``: it divides by N
         (``ReduceOp.AVG``). ``loss_scale``: what the gradients were multiplied with.
         """
-        exchange = Exchange("grad", self.stream, step)
-        reduction = Reduction(averaged, loss_scale, lambda: self._upcoming(exchange))
-        return self._begin(exchange, bucket, self.rules[bucket], buffer, output, collective, reduction)
+        exchange, rule = Exchange("grad", self.stream, step), self.rules[bucket]
+        reduction = Reduction(averaged, loss_scale)
+        if rule.foresight:
+            reduction = replace(reduction, upcoming=lambda: self._upcoming(exchange))
+        return self._begin(exchange, bucket, rule, buffer, output, collective, reduction)
 
     def all_gather(self, bucket: int, buffer: torch.Tensor, step: int, collective: Collective) -> Transfer:
         """Begin an all-gather into ``buffer`` [N * shard], this rank's replica, keyed by ``step``.

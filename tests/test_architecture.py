@@ -1,0 +1,108 @@
+"""Imports run one way: no circles between modules, and no arrow against the order of the rooms.
+
+Read from the source, those inside of functions and for type checkers as well. What may import what:
+"""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
+
+#: Rooms from the bottom up. Each may import what is in lines before its own, and nothing of its own line.
+ORDER = """
+errors
+files registry ledger moved
+config
+device exchange theory data
+channel recovery
+monitor
+delivery_log
+transport
+run
+hooks
+virtual
+train
+report
+plugin
+launch study
+doctor
+__main__ log collectives
+""".strip().splitlines()
+LEVEL = {room: number for number, line in enumerate(ORDER) for room in line.split()}
+
+
+def modules():
+    """Every module by its name below the package."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(modules):
+    """(module, module that it imports) of the package; ``from . import name`` is the module of that name, if any."""
+    result = set()
+    for module, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name.split(".") for alias in node.names]
+                result |= {(module, ".".join(name[1:])) for name in names if name[0] == PACKAGE.name}
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            if node.level:
+                base = module.split(".") if module else []
+                base = base if path.name == "__init__.py" else base[:-1]
+                base = base[: len(base) - node.level + 1]
+            elif (node.module or "").split(".")[0] == PACKAGE.name:
+                base, node.module = [], node.module.partition(".")[2] or None
+            else:
+                continue
+            source = [*base, *(node.module or "").split(".")] if node.module else base
+            for alias in node.names:
+                name = ".".join([*source, alias.name])
+                result.add((module, name if name in modules else ".".join(source)))
+    return {(a, b) for a, b in result if a != b and b}  # the package itself holds the version alone
+
+
+def room_of(module):
+    return module.split(".")[0]
+
+
+def test_every_room_has_its_place():
+    rooms = {room_of(module) for module in modules() if module}
+    assert rooms == set(LEVEL), rooms ^ set(LEVEL)
+
+
+def test_no_import_runs_against_the_order():
+    wrong = [
+        f"{a} imports {b}, which is not below it"
+        for a, b in sorted(imports(modules()))
+        if room_of(a) != room_of(b) and LEVEL[room_of(b)] >= LEVEL[room_of(a)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_circle_between_modules():
+    known = modules()
+    following = {module: set() for module in known}
+    for a, b in imports(known):
+        following[a].add(b)
+    left = dict(following)
+    while True:  # take away what imports nothing that is left
+        free = [module for module, needs in left.items() if not needs & left.keys()]
+        if not free:
+            break
+        for module in free:
+            del left[module]
+    in_circles = {module: sorted(needs & left.keys()) for module, needs in left.items()}
+    assert not left, f"modules in circles, or above one: {in_circles}"
+
+
+def test_pure_rooms_know_no_process_group():
+    """``channel``, ``recovery``, ``exchange`` and ``theory`` neither communicate nor know Megatron."""
+    for module, path in modules().items():
+        if room_of(module) in ("channel", "recovery", "exchange", "theory"):
+            text = path.read_text()
+            for name in ("torch.distributed", "import megatron", "from megatron."):
+                assert name not in text, f"{module} names {name}"

@@ -1,0 +1,140 @@
+"""A channel and a recovery rule of somebody else: one file, one line of registration each, used from the command line."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from megatron_lossy.config import LossyConfig, flag_table
+from megatron_lossy.errors import UsageError
+from megatron_lossy.registry import CHANNELS, GRAD_RECOVERIES, Registry
+from tests.trainer import TINY, as_flags, read_records, write_data
+
+ROOT = Path(__file__).parents[1]
+
+RULE = '''
+"""Counts what is lost as half of the mean of what arrived."""
+
+from megatron_lossy.recovery import GradRecovery
+
+
+class Half(GradRecovery):
+    name = "half"
+
+    def after(self, shard, delivery, kept, reduction):
+        arrived = delivery.incoming(self.units)
+        survivors = arrived.sum(axis=0)
+        self.rows(shard).scale_(shard, self.units, (1 + len(arrived) / survivors) / 2)
+'''
+
+CHANNEL = '''
+"""Loses everything between ranks in every other step."""
+
+import numpy as np
+
+from megatron_lossy.channel import Channel
+
+
+class EveryOther(Channel):
+    name = "every-other"
+
+    def delivered(self, exchange, source, destination, units):
+        return np.full(units, exchange.step % 2 == 0)
+'''
+
+ENTRY_POINTS = """
+[megatron_lossy.channel]
+every-other = every_other:EveryOther
+
+[megatron_lossy.recovery]
+half = half_rule:Half
+broken = half_rule:Absent
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder for PYTHONPATH with a package that adds both, as pip would install it."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "half_rule.py").write_text(RULE)
+    (folder / "every_other.py").write_text(CHANNEL)
+    (folder / "mine-1.0.dist-info").mkdir()
+    (folder / "mine-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (folder / "mine-1.0.dist-info" / "entry_points.txt").write_text(ENTRY_POINTS)
+    return folder
+
+
+def run(installed, *arguments):
+    path = os.pathsep.join([str(installed), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_both_are_used_from_the_command_line(installed, tmp_path):
+    write_data(0, str(tmp_path))
+    settings = TINY | {
+        "data_path": (str(tmp_path / "train"),),
+        "valid_data_path": (str(tmp_path / "valid"),),
+        "metrics_dir": str(tmp_path / "run"),
+        "virtual_workers": 2,
+        "train_iters": 4,
+        "log_interval": 1,
+        "eval_iters": 0,
+    }
+    flags = ["--p-grad", 0.5, "--loss-model", "every-other", "bernoulli", "--grad-recovery", "half"]
+    done = run(installed, "-m", "megatron_lossy.train", *as_flags(settings), *flags)
+    assert done.returncode == 0, done.stderr
+    records = read_records(tmp_path / "run", "train")
+    assert [record["loss rate grad"] for record in records] == [0, 1, 0, 1]
+    table = run(installed, "-m", "megatron_lossy.report", tmp_path)
+    assert table.returncode == 0 and "g 50 % / p 0 %" in table.stdout, table.stdout + table.stderr
+
+
+def test_what_is_wrong_is_one_line(installed):
+    for value, message in (
+        ("broken", "broken: the entry point half_rule:Absent of megatron_lossy.recovery fails"),
+        ("none", "must be one of renormalize, renormalize-remote, previous, zero, broken, half"),
+    ):
+        code = (
+            "from megatron_lossy.config import LossyConfig\n"
+            f"from megatron_lossy.errors import usage_errors\nwith usage_errors(): LossyConfig(grad_recovery={value!r})"
+        )
+        done = run(installed, "-c", code)
+        assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_names_stand_in_the_class_and_in_the_registry():
+    for registry in (CHANNELS, GRAD_RECOVERIES):
+        for name in registry.built_in:
+            assert registry.load(name).name == name
+    table = flag_table(LossyConfig)
+    assert "`--loss-model {bernoulli,gilbert-elliott,per-link,trace}`" in table
+    assert "`--grad-recovery {renormalize,renormalize-remote,previous,zero}`" in table
+
+
+def test_our_names_cannot_be_taken(monkeypatch):
+    """A package that adds a name we have does not replace ours."""
+    points = [EntryPoint("zero", "no_module:Zero", "g"), EntryPoint("mine", "no_module:Mine", "g")]
+    monkeypatch.setattr("megatron_lossy.registry.entry_points", lambda group: points)
+    registry = Registry("g", {"zero": "megatron_lossy.recovery.zero:Zero"})
+    assert list(registry) == ["zero", "mine"] and "mine" in registry and "other" not in registry
+    assert registry.load("zero").__module__ == "megatron_lossy.recovery.zero"
+    with pytest.raises(UsageError, match="mine: the entry point no_module:Mine of g fails"):
+        registry.load("mine")
+
+
+def test_flags_are_checked_where_torch_is_not_installed():
+    """The launcher runs on log-in nodes."""
+    code = "import sys; sys.modules['torch'] = None; from megatron_lossy.config import LossyConfig as C; "
+    code += "[C(p_grad=0.1, grad_recovery=rule) for rule in ('previous', 'zero')]; C(loss_model=('gilbert-elliott',))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

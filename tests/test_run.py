@@ -1,0 +1,146 @@
+"""What real and virtual runs share: what happens after an update, observers, saved replicas of earlier versions."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lossy import hooks, run
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.monitor import Observer
+from tests.ranks import RankFailed, run_ranks
+from tests.test_hooks_owner_weights import CONFIG, save_and_go_on
+from tests.test_hooks_owner_weights import resume as resume_rank
+from tests.tiny_gpt import TinyGPT, build
+
+OVERLAPPED = TinyGPT(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=3000)
+FP16 = TinyGPT(dtype="fp16")
+
+
+class Witness(Observer):
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told = []
+
+    def before_update(self, iteration, look):
+        self.told.append(("before", iteration, len(look())))
+
+    def observe(self, delivery):
+        self.told.append((delivery.exchange.phase, delivery.exchange.step))
+
+    def finish_iteration(self, iteration, successful, look):
+        self.told.append(("finished", iteration, successful, len(look())))
+
+
+def witnessed(rank, tiny, config, workers=None):
+    """Four steps, the second of which overflows: what observers and ``after_update`` were told."""
+    from megatron_lossy.virtual import VirtualCluster
+
+    lossy = VirtualCluster(config, workers) if workers else hooks.install(config)
+    witness, updates = Witness(), []
+    lossy.observers.append(witness)
+    lossy.after_update.append(lambda run: updates.append((run.iteration, run.update, len(witness.told))))
+    model = build(tiny, lossy) if workers else build(tiny)
+    for step in range(4):
+        model.step(step, overflow_on=0 if step == 1 else None)
+    lossy.uninstall()
+    return witness.told, updates
+
+
+@pytest.mark.parametrize("kind", ["real", "virtual"])
+def test_an_update_is_followed_by_what_replicas_do_beside_it(kind):
+    """Once per successful update, before the observers; a skipped one is told as such and followed by nothing."""
+    config = LossyConfig(p_grad=0.4, p_param=0.4)
+    if kind == "real":
+        results = run_ranks(witnessed, 2, FP16, config)
+    else:
+        results = run_ranks(witnessed, 1, FP16, config, 2)
+    expected = []
+    for step in range(4):
+        if step != 1:
+            expected.append(("before", step, 1))
+        expected.append(("grad", step))
+        if step != 1:
+            expected.append(("param", step))
+        expected.append(("finished", step, step != 1, 1))
+    for told, updates in results:
+        if kind == "virtual":  # whose optimizer says only afterwards that it skipped the update
+            told.remove(("before", 1, 1))
+        assert told == expected
+        assert [(iteration, update) for iteration, update, _ in updates] == [(0, 0), (2, 2), (3, 3)]
+
+
+def test_overlapped_gathers_are_observed_with_their_update():
+    told, _ = run_ranks(witnessed, 2, dataclasses.replace(OVERLAPPED, dtype="fp16"), LossyConfig(p_param=0.4))[0]
+    assert [what for what in told if what[0] == "param"] == [("param", step) for step in (0, 2, 3)]
+
+
+def as_version_0_1_0(file: Path) -> None:
+    """Lay saved replicas out as version 0.1.0 did, which had one layout for real ranks and another for virtual ones."""
+    state = torch.load(file, weights_only=True)
+    if file.name == "virtual.pt":
+        workers = state["identity"]["workers"]
+        recovery, streams = state["recovery"], len(state["replicas"])
+        state = {
+            **state["identity"],
+            "versions": state["replicas"],
+            "recovery": [recovery[k * workers : (k + 1) * workers] for k in range(streams)],
+            "observers": state["observers"],
+        }
+    else:
+        state["stale"] = state.pop("replicas")
+        del state["format"]
+    torch.save(state, file)
+
+
+@pytest.mark.parametrize("rule", ["renormalize", "previous"])
+def test_replicas_that_version_0_1_0_saved_are_restored(rule, tmp_path):
+    config = dataclasses.replace(CONFIG, grad_recovery=rule)
+    saved = run_ranks(save_and_go_on, 2, OVERLAPPED, config, str(tmp_path))
+    for rank in range(2):
+        as_version_0_1_0(tmp_path / run.REPLICAS / f"rank_{rank:05d}.pt")
+    again = run_ranks(resume_rank, 2, OVERLAPPED, config, str(tmp_path), [weights for weights, _ in saved])
+    assert again == [report for _, report in saved]
+
+
+def virtual_run(rank, config, folder, half=None):
+    """Losses of the third and fourth of four steps; saved after two, or gone on from what ``half`` wrote there."""
+    from megatron_lossy.virtual import VirtualCluster
+
+    cluster = VirtualCluster(config, 3)
+    model = build(OVERLAPPED, cluster)
+    if half is not None:
+        for (_, buffer), values in zip(model._buffers(), half, strict=True):
+            buffer.param_data.copy_(torch.from_numpy(values))
+        model.optimizer.reload_model_params()
+        cluster.set_iteration(2)
+        cluster.load_replicas(folder)
+    else:
+        for step in range(2):
+            model.step(step)
+        cluster.save_replicas(folder)
+    weights = [buffer.param_data.numpy().copy() for _, buffer in model._buffers()]
+    return weights, model.step(2)["loss"], cluster.update
+
+
+def test_replicas_that_a_virtual_run_of_version_0_1_0_saved_are_restored(tmp_path):
+    config = dataclasses.replace(CONFIG, grad_recovery="previous")
+    [(weights, *whole)] = run_ranks(virtual_run, 1, config, str(tmp_path))
+    as_version_0_1_0(tmp_path / run.REPLICAS / "virtual.pt")
+    [(_, *again)] = run_ranks(virtual_run, 1, config, str(tmp_path), weights)
+    assert again == whole and again[-1] == 2
+
+
+def test_replicas_of_a_later_version_are_refused(tmp_path):
+    run_ranks(save_and_go_on, 2, OVERLAPPED, CONFIG, str(tmp_path))
+    file = tmp_path / run.REPLICAS / "rank_00001.pt"
+    torch.save(torch.load(file, weights_only=True) | {"format": 99}, file)
+    with pytest.raises(RankFailed, match="format 99: is of another version; this one reads 2"):
+        run_ranks(resume_rank, 2, OVERLAPPED, CONFIG, str(tmp_path), None)
+
+
+def test_a_run_without_loss_has_no_observers():
+    assert run.make_observers(LossyConfig()) == []
+    assert len(run.make_observers(LossyConfig(p_grad=0.1, drift_interval=3))) == 2
