@@ -1,8 +1,10 @@
-"""How far replicas are apart: mean squared discrepancy of a sample of weights, and its prediction (docs/monitors.md).
+"""How far replicas are apart, measured and predicted (docs/monitors.md).
 
-Every ``--drift-interval`` iterations all ranks gather the same few coordinates of their replicas. Discrepancies come
-from differences to the owner's value in float64; E[x^2] - E[x]^2 in float32 would lose them in the size of the
-weights. The prediction is a closed form of :mod:`megatron_lossy.theory` times the measured mean squared increment.
+Every ``--drift-interval`` iterations all ranks gather the same sample of weights from their replicas. The measure is
+the mean squared difference. It is computed in float64 from differences to the owner's value. The usual
+E[x^2] - E[x]^2 would cancel, because weights are far larger than their differences.
+
+The prediction is a closed form of :mod:`megatron_lossy.theory` times the mean squared increment, which is measured.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ _SEED = 20250707
 class Replicas(Protocol):
     """The parameters of one stream: this rank's replica, or all replicas of a virtual cluster.
 
-    ``workers``: N, the ranks that shard the buckets. ``owned``: those among them whose shards this process owns.
-    ``units``: units of loss of the stream. ``shards``: elements of a shard, per bucket. ``used``: int64[k, 2] per
-    bucket, where in its N shards parameters are (first, last + 1); the rest is padding. Places are offsets into
-    the N shards of each bucket.
+    A place is an offset into the N shards of a bucket.
+
+    ``workers``: N, the number of ranks that shard the buckets. ``owned``: the ranks whose shards this process owns.
+    ``units``: the units of loss of the stream. ``shards``: for each bucket the elements of a shard. ``used``: for each
+    bucket int64[k, 2], the first and last + 1 places of each run of parameters. The other places are padding.
     """
 
     stream: Stream
@@ -41,16 +44,17 @@ class Replicas(Protocol):
     used: Sequence[np.ndarray]
 
     def own(self, places: Sequence[np.ndarray]) -> np.ndarray:
-        """float64[S]: values in this process, which are the owner's where it owns them."""
+        """float64[S]: the values in this process. Where it owns a place, the value is the owner's."""
 
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
-        """float64[N, S]: values of all replicas. A collective call."""
+        """float64[N, S]: the values of all replicas. This is a collective call."""
 
 
 class Sample:
-    """At most ``count`` of the parameters of ``replicas``, spread evenly over the buckets; the same on all ranks.
+    """At most ``count`` of the parameters of ``replicas``, spread evenly over the buckets. All ranks choose the same.
 
-    ``places``: int64 per bucket. ``owners``: int64[S], the rank that owns each. ``population``: parameters in all.
+    ``places``: for each bucket int64. ``owners``: int64[S], the rank that owns each place. ``population``: the number
+    of all parameters.
     """
 
     def __init__(self, replicas: Replicas, count: int = SAMPLE) -> None:
@@ -71,9 +75,9 @@ class Sample:
 
 
 def discrepancies(values: np.ndarray, owners: np.ndarray) -> tuple[float, float]:
-    """Mean squared difference over all pairs of replicas, and of the others to the owner; over all coordinates.
+    """Two mean squared differences: between all pairs of replicas, and between the owner and the others.
 
-    ``values`` float64[N, S], N at least 2; ``owners`` int64[S].
+    Both are means over all coordinates. ``values`` is float64[N, S] with N at least 2, ``owners`` is int64[S].
     """
     workers, coordinates = values.shape
     differences = values - values[owners, np.arange(coordinates)]
@@ -86,7 +90,8 @@ def discrepancies(values: np.ndarray, owners: np.ndarray) -> tuple[float, float]
 def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple[float, float] | None:
     """The two discrepancies in the steady state, for uncorrelated increments with a mean square of 1.
 
-    At the loss rate of ``step``, with ``units`` units of loss per step. ``None`` if links differ in their losses.
+    The loss rate is that of ``step``. A step has ``units`` units of loss. Returns ``None`` if links differ in their
+    losses.
     """
     loss = config.phase("param")
     if loss.lossless:
@@ -108,7 +113,7 @@ def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple
 
 @functools.lru_cache
 def _drift_of_bursts(transitions: tuple[float, ...], units: int) -> tuple[float, float] | None:
-    """Drift to the owner and between two receivers; ``None`` if ages of thousands of steps matter."""
+    """The drift to the owner, and between two receivers. ``None`` if ages of thousands of steps matter."""
     for steps in (64, 512, 4096):
         tail = theory.burst_tail(transitions, steps, units)
         if tail[-1] <= 1e-9 * tail[0]:
@@ -117,7 +122,7 @@ def _drift_of_bursts(transitions: tuple[float, ...], units: int) -> tuple[float,
 
 
 class Drift:
-    """Discrepancies since the last record, over all streams. An :class:`Observer` that also looks at weights."""
+    """An :class:`Observer` of weights: the discrepancies since the last record, over all streams."""
 
     def __init__(self, config: LossyConfig) -> None:
         self._config = config
@@ -139,9 +144,9 @@ class Drift:
                 self._before[stream.stream] = stream.own(self._sample(stream).places)
 
     def measure(self, iteration: int, successful: bool, replicas: Sequence[Replicas]) -> None:
-        """``iteration`` is over and every replica has what it got of its update, if that was ``successful``.
+        """Measure, now that ``iteration`` is over and every replica has what it got of the update.
 
-        A collective call.
+        ``successful`` says whether there was an update. This is a collective call.
         """
         if not successful:
             self._before.clear()
@@ -178,10 +183,10 @@ class Drift:
         return self._samples[key]
 
     def observe(self, observation: Observation) -> None:
-        """Nothing: weights say it all."""
+        """Do nothing: this observer looks at weights only."""
 
     def finish_iteration(self, iteration: int, successful: bool) -> None:
-        """Nothing; see :meth:`measure`."""
+        """Do nothing: :meth:`measure` does it."""
 
     def restart(self, iteration: int) -> None:
         self._window.clear()
@@ -199,7 +204,7 @@ class Drift:
         return result
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank has measured since the last record."""
