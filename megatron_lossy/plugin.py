@@ -1,8 +1,9 @@
-"""Loss for programs built on ``megatron.training``: what ``python -m megatron_lossy`` and a patched fork share.
+"""Loss for programs built on ``megatron.training``.
 
-Both read the loss flags from the command line, refuse what is wrong before Megatron starts anything, and install the
-hooks at the same point: ``megatron.training`` is imported, the training script has not gone on. The launcher does it
-before it runs the script; a fork that carries ``patches/megatron_lm.patch`` calls :func:`enable`.
+Two kinds of programs use this module: ``python -m megatron_lossy``, and a fork that carries
+``patches/megatron_lm.patch`` and calls :func:`enable`. Both read the loss flags from the command line. Both refuse
+wrong flags before Megatron starts anything. Both install the hooks after ``megatron.training`` is imported and before
+the training script goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _lossy: Lossy | None = None
 
 
 def _parser() -> ArgumentParser:
-    """A parser that knows some of the arguments. Megatron's own answers ``--help`` and knows the rest."""
+    """A parser for some of the arguments. Megatron's own parser knows the rest, and answers ``--help``."""
     return ArgumentParser(add_help=False, allow_abbrev=False)
 
 
@@ -36,12 +37,12 @@ def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def parse_loss_flags(arguments: list[str]) -> LossyConfig:
-    """The loss flags among Megatron's arguments, checked as far as possible before anything is imported."""
+    """Read the loss flags among Megatron's arguments. Whatever needs no import is checked."""
     return from_namespace(LossyConfig, _split(arguments)[0])
 
 
 def check_channels(config: LossyConfig, arguments: list[str]) -> int | None:
-    """Check files of rates and traces against the size and length of the run; returns its length if known."""
+    """Check files of rates and traces against the size and the length of the run. Returns the length if it is known."""
     from .transport import check_channels as check
 
     parser = _parser()
@@ -58,11 +59,11 @@ def check_channels(config: LossyConfig, arguments: list[str]) -> int | None:
 
 
 def install(config: LossyConfig, steps: int | None) -> Lossy:
-    """Teach ``megatron.training``, which must be importable, our flags, and make it lose what ``config`` says.
+    """Make ``megatron.training`` know our flags, and lose what ``config`` says. It must be importable.
 
-    ``steps``: the length of the run, if known. On a machine without an accelerator Megatron is made usable as well.
-    Returns the hooks; called again with the same ``config``, those that are in. Raises :class:`UsageError` for
-    another ``config``, and for a Megatron that is not supported or not as expected.
+    On a machine without an accelerator this also makes Megatron usable. ``steps`` is the length of the run, if it is
+    known. Returns the hooks. A second call with the same ``config`` returns the same hooks. Raises
+    :class:`UsageError` for another ``config``, and for a Megatron that is not supported or not as expected.
     """
     global _lossy
     if _lossy is not None:
@@ -86,11 +87,11 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
 
 
 def enable() -> None:
-    """What a fork calls at the end of ``megatron/training/__init__.py``, in place of the launcher.
+    """Do the launcher's work in a fork, which calls this at the end of ``megatron/training/__init__.py``.
 
     Megatron's parser then knows the loss flags. The rest of :func:`install` happens only if the command line has one
-    of them, be it a rate of 0: every other program of the fork stays as it was. A wrong flag ends the process with
-    one line and status 2. Calling it again, or running a patched fork under the launcher, changes nothing.
+    of them; a rate of 0 counts. Every other program of the fork stays as it was. A wrong flag ends the process with
+    one line and status 2. A second call changes nothing. Neither does a call under the launcher.
     """
     if _in_charge():
         return
@@ -104,7 +105,7 @@ def enable() -> None:
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """Around a run: a wrong input is one line and exit status 2, and in the end the observers' records are complete."""
+    """Wrap a run. A wrong input becomes one line and exit status 2. In the end the observers' records are complete."""
     with usage_errors():
         try:
             yield
@@ -163,7 +164,7 @@ def _program_patches() -> list[Patch]:
 
 
 def _in_charge() -> bool:
-    """Whether the running program is one of ours, which install for themselves what they need."""
+    """Whether the running program is one of ours. Those install for themselves what they need."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec is not None and spec.name.partition(".")[0] == __package__
 

@@ -1,6 +1,7 @@
 """Write into the documentation what is made elsewhere; --check only says whether it is current.
 
-Between ``<!-- flags -->`` and ``<!-- end -->``: the table of loss flags, from megatron_lossy/config.py. Between
+Between ``<!-- flags: loss -->`` and ``<!-- end -->``: the loss flags, from megatron_lossy/config.py; between
+``<!-- flags: training -->`` and ``<!-- end -->``: those of our own trainer, from megatron_lossy/train/config.py; between
 ``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results.
 """
 
@@ -12,21 +13,23 @@ from pathlib import Path
 
 from megatron_lossy.config import LossyConfig, flag_table
 from megatron_lossy.files import write_text
+from megatron_lossy.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_MARKS = re.compile(r"(<!-- (flags|table: \S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_FLAGS = {"loss": LossyConfig, "training": TrainConfig}
+_MARKS = re.compile(r"(<!-- (flags|table): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def current(text: str) -> str:
     """``text`` of a page with everything between marks as it is now."""
-    return _MARKS.sub(lambda match: match[1] + _content(match[2]) + match[3], text)
+    return _MARKS.sub(lambda match: match[1] + _content(match[2], match[3]) + match[4], text)
 
 
-def _content(mark: str) -> str:
-    if mark == "flags":
-        return flag_table(LossyConfig) + "\n"
-    return (ROOT / "benchmarks/results" / mark.removeprefix("table: ")).read_text(encoding="utf-8")
+def _content(kind: str, name: str) -> str:
+    if kind == "flags":
+        return flag_table(_FLAGS[name]) + "\n"
+    return (ROOT / "benchmarks/results" / name).read_text(encoding="utf-8")
 
 
 def main() -> None:

@@ -14,10 +14,22 @@ ROOT = Path(__file__).parent.parent
 def test_what_is_made_elsewhere_is_current(page):
     text = page.read_text()
     assert text == current(text), "run make docs"
-    assert text.count("<!-- end -->") == text.count("<!-- flags -->") + text.count("<!-- table: ")
+    assert text.count("<!-- end -->") == text.count("<!-- flags: ") + text.count("<!-- table: ")
 
 
 def test_links_in_the_documentation_exist():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks" / "README.md", ROOT / "patches" / "README.md"], ids=str)
+def test_code_blocks_fit_without_scrolling(page):
+    for block in re.findall(r"^```.*?^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for line in block.splitlines():
+            assert len(line) <= 100, line
+
+
+def test_pythons_of_the_readme_compile():
+    for block in re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE):
+        compile(block, "README.md", "exec")

@@ -182,7 +182,7 @@ def _kill_while_saving(rank: int, config: dict, when: str) -> None:
     train_runs(rank, (config, {}))
 
 
-@pytest.mark.parametrize("when", ["_sync_tree", "_write_tracker"])
+@pytest.mark.parametrize("when", ["publish", "write_text"])
 def test_killed_save_leaves_the_last_checkpoint_whole(data, tmp_path, when):
     from tests.ranks import RankFailed
 

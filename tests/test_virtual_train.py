@@ -110,15 +110,15 @@ def die_in_second_save(rank: int, config: dict, loss: dict) -> None:
     """A run that is killed when its second checkpoint is written but not yet in place."""
     from megatron_lossy.train import checkpoint
 
-    original, calls = checkpoint._sync_tree, []
+    original, calls = checkpoint.publish, []
 
-    def die(folder: Path) -> None:
-        calls.append(folder)
+    def die(aside: Path, path: Path) -> None:
+        calls.append(aside)
         if len(calls) > 1:
             os._exit(9)
-        original(folder)
+        original(aside, path)
 
-    checkpoint._sync_tree = die
+    checkpoint.publish = die
     train_runs(rank, (config, loss))
 
 

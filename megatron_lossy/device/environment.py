@@ -1,4 +1,4 @@
-"""On what, and with which versions, a run or a benchmark was made."""
+"""The machine and the versions that a run or a benchmark was made with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .. import __version__
 
 
 def without_ranks() -> dict[str, str]:
-    """The environment of this process but for its place among ranks, for a process that is to be no rank of them."""
+    """The environment for a child process that is no rank: this process's own, without its place among the ranks."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in os.environ.items() if name not in names}
 
@@ -41,7 +41,7 @@ def hardware() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of this package, of what it is made of as far as it is in use, and of Python."""
+    """The versions of this package, of Python, and of the libraries below that are imported."""
     used = {"megatron-lossy": __version__}
     for name, module in (("megatron-core", "megatron.core"), ("torch", "torch"), ("numpy", "numpy")):
         if module in sys.modules:

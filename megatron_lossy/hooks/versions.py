@@ -1,8 +1,10 @@
-"""Which Megatrons the hooks are for, and what differs between them: nowhere else is a version asked for.
+"""The Megatrons that the hooks support, and the differences between them. No other module asks for a version.
 
-Read and tested: megatron-core 0.12 to 0.19 and the development of 0.20, and the cores of HabanaAI's branches 1.22
-(0.11 with changes of its own), 1.23 and 1.24 (0.13). ``docs/verified.md`` says what ran. Where a later version has an
-attribute that an earlier one lacks, the attribute decides and not the number: forks take changes out of order.
+The hooks are written for megatron-core 0.12 to 0.19, for the development of 0.20, and for the cores of HabanaAI's
+branches 1.22 (0.11 with changes of its own), 1.23 and 1.24 (both 0.13). ``docs/verified.md`` says what ran on each.
+
+Forks take changes out of order. So these functions look for an attribute that a later version has, and not for the
+number of the version.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _CHUNK = "_megatron_lossy_model_chunk"
 
 
 def check_version(version: str, oldest: tuple[int, int] = SUPPORTED[0]) -> None:
-    """Raise :class:`UsageError` if megatron-core ``version`` is not supported, or older than ``oldest``."""
+    """Raise :class:`UsageError` if megatron-core ``version`` is not supported or is older than ``oldest``."""
     try:
         parsed = tuple(int(part) for part in version.split(".")[:2])
     except ValueError:
@@ -39,12 +41,15 @@ def check_version(version: str, oldest: tuple[int, int] = SUPPORTED[0]) -> None:
 
 
 def dense_buffers(ddp: Any) -> list[Any]:
-    """The buffers of a model chunk but those of its experts. HabanaAI's 0.11 has its own name for them."""
+    """The buffers of a model chunk, without those of its experts. HabanaAI's 0.11 has its own name for them."""
     return getattr(ddp, "dense_buffers", None) or ddp.buffers
 
 
 def full_group(ddp: Any, expert: bool) -> torch.distributed.ProcessGroup:
-    """The data-parallel (x context-parallel) or expert-data group, over all optimizer instances."""
+    """The group that shards the optimizer, over all of its instances.
+
+    For experts it is the expert-data group, for the rest the data-parallel (times context-parallel) group.
+    """
     name = "expt_dp_group" if expert else "dp_cp_group"
     if hasattr(ddp, name):
         return getattr(ddp, name)
@@ -72,7 +77,7 @@ def expert_rank(ddp: Any) -> int:
 
 
 def number_model_chunk(ddp: torch.nn.Module, position: int) -> None:
-    """Note that ``ddp`` is wrapped as the ``position``-th chunk; before 0.13 a chunk does not know its number."""
+    """Note that ``ddp`` is the ``position``-th chunk to be wrapped. Before 0.13 a chunk does not know its number."""
     if not hasattr(innermost(ddp), "vp_stage"):
         from megatron.core import parallel_state
 
@@ -80,12 +85,12 @@ def number_model_chunk(ddp: torch.nn.Module, position: int) -> None:
 
 
 def model_chunk(ddp: torch.nn.Module) -> int:
-    """The number of the model chunk within its rank; 0 without a virtual pipeline."""
+    """The number of the model chunk on its rank. It is 0 without a virtual pipeline."""
     return getattr(innermost(ddp), "vp_stage", None) or getattr(ddp, _CHUNK, 0)
 
 
 def innermost(module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DDP and what converts its precision."""
+    """The model inside its wrappers: DDP, and the one that converts its precision."""
     while isinstance(getattr(module, "module", None), torch.nn.Module):
         module = module.module
     return module

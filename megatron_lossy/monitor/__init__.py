@@ -1,4 +1,4 @@
-"""What a run measures about itself."""
+"""Monitors. They measure what is lost, how old stale weights are, and how far replicas are apart."""
 
 from .drift import Drift
 from .exchanges import ExchangeMonitor

@@ -1,8 +1,10 @@
-"""How far replicas are apart: mean squared discrepancy of a sample of weights, and its prediction (docs/monitors.md).
+"""How far replicas are apart, measured and predicted (docs/monitors.md).
 
-Every ``--drift-interval`` iterations all ranks gather the same few coordinates of their replicas. Discrepancies come
-from differences to the owner's value in float64; E[x^2] - E[x]^2 in float32 would lose them in the size of the
-weights. The prediction is a closed form of :mod:`megatron_lossy.theory` times the measured mean squared increment.
+Every ``--drift-interval`` iterations all ranks gather the same sample of weights from their replicas. The measure is
+the mean squared difference. It is computed in float64 from differences to the owner's value. The usual
+E[x^2] - E[x]^2 would cancel, because weights are far larger than their differences.
+
+The prediction is a closed form of :mod:`megatron_lossy.theory` times the mean squared increment, which is measured.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ _SEED = 20250707
 
 
 class Sample:
-    """At most ``count`` of the parameters of ``replicas``, spread evenly over the buckets; the same on all ranks.
+    """At most ``count`` of the parameters of ``replicas``, spread evenly over the buckets. All ranks choose the same.
 
-    ``places``: int64 per bucket. ``owners``: int64[S], the rank that owns each. ``population``: parameters in all.
+    ``places``: for each bucket int64. ``owners``: int64[S], the rank that owns each place. ``population``: the number
+    of all parameters.
     """
 
     def __init__(self, replicas: Replicas, count: int = SAMPLE) -> None:
@@ -46,9 +49,9 @@ class Sample:
 
 
 def discrepancies(values: np.ndarray, owners: np.ndarray) -> tuple[float, float]:
-    """Mean squared difference over all pairs of replicas, and of the others to the owner; over all coordinates.
+    """Two mean squared differences: between all pairs of replicas, and between the owner and the others.
 
-    ``values`` float64[N, S], N at least 2; ``owners`` int64[S].
+    Both are means over all coordinates. ``values`` is float64[N, S] with N at least 2, ``owners`` is int64[S].
     """
     workers, coordinates = values.shape
     differences = values - values[owners, np.arange(coordinates)]
@@ -61,7 +64,8 @@ def discrepancies(values: np.ndarray, owners: np.ndarray) -> tuple[float, float]
 def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple[float, float] | None:
     """The two discrepancies in the steady state, for uncorrelated increments with a mean square of 1.
 
-    At the loss rate of ``step``, with ``units`` units of loss per step. ``None`` if links differ in their losses.
+    The loss rate is that of ``step``. A step has ``units`` units of loss. Returns ``None`` if links differ in their
+    losses.
     """
     loss = config.phase("param")
     if loss.lossless:
@@ -76,7 +80,7 @@ def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple
 
 
 class Drift(Observer):
-    """Discrepancies since the last record, over all streams."""
+    """The discrepancies since the last record, over all streams."""
 
     def __init__(self, config: LossyConfig) -> None:
         self._config = config

@@ -14,10 +14,11 @@ from ..exchange import Delivery, Stream
 class Replicas(Protocol):
     """The parameters of one stream: this rank's replica, or all replicas of a virtual cluster.
 
-    ``workers``: N, the ranks that shard the buckets. ``owned``: those among them whose shards this process owns.
-    ``units``: units of loss of the stream. ``shards``: elements of a shard, per bucket. ``used``: int64[k, 2] per
-    bucket, where in its N shards parameters are (first, last + 1); the rest is padding. Places are offsets into
-    the N shards of each bucket.
+    A place is an offset into the N shards of a bucket.
+
+    ``workers``: N, the number of ranks that shard the buckets. ``owned``: the ranks whose shards this process owns.
+    ``units``: the units of loss of the stream. ``shards``: for each bucket the elements of a shard. ``used``: for each
+    bucket int64[k, 2], the first and last + 1 places of each run of parameters. The other places are padding.
     """
 
     stream: Stream
@@ -28,10 +29,10 @@ class Replicas(Protocol):
     used: Sequence[np.ndarray]
 
     def own(self, places: Sequence[np.ndarray]) -> np.ndarray:
-        """float64[S]: values in this process, which are the owner's where it owns them."""
+        """float64[S]: the values in this process. Where it owns a place, the value is the owner's."""
 
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
-        """float64[N, S]: values of all replicas. A collective call."""
+        """float64[N, S]: the values of all replicas. This is a collective call."""
 
 
 #: Looks at the replicas; a collective call at the end of an iteration, when every rank has what it gets of the update.

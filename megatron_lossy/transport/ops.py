@@ -1,4 +1,4 @@
-"""Lossy reduce-scatter and all-gather for anybody's training loop; no Megatron needed.
+"""Lossy reduce-scatter and all-gather for any training loop. They need no Megatron.
 
     group = LossyGroup.create(LossyConfig(p_grad=0.1, p_param=0.1), [BucketSpec(shard=numel // world_size)])
     for step in range(steps):
@@ -6,6 +6,8 @@
         lossy_reduce_scatter(group, 0, grad_shard, grads, step)
         ...                                     # update the own shard of the parameters
         lossy_all_gather(group, 0, params, param_shard, step)
+
+The README has a whole program.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ def lossy_reduce_scatter(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Transfer | None:
-    """Reduce-scatter of which some units do not arrive, with the configured recovery.
+    """Reduce-scatter in which some units do not arrive. The configured rule recovers the result.
 
     Args:
-        lossy: losses and recovery of ``group``.
-        bucket: which of its buckets.
-        output: [shard], any floating dtype; receives the recovered sum (SUM) or mean (AVG) of this rank's shard. May
-            be the own part of ``input``.
-        input: [N * shard], same dtype; what will not arrive is removed from it in place.
-        step: the iteration, from 0; the same on all ranks.
+        lossy: says what ``group`` loses, and what is done about it.
+        bucket: the number of the bucket.
+        output: [shard], of any floating dtype. It receives the recovered sum (SUM, the default) or mean (AVG) of this
+            rank's shard. It may be this rank's part of ``input``.
+        input: [N * shard], of the same dtype. It is changed in place: what will not arrive is removed from it.
+        step: the iteration, from 0. It must be the same on all ranks.
     """
     averaged = op == dist.ReduceOp.AVG
     if not averaged and op != dist.ReduceOp.SUM:
@@ -56,14 +58,14 @@ def lossy_all_gather(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Transfer | None:
-    """All-gather in which a unit that does not arrive keeps the value that ``output`` held before.
+    """All-gather in which some units do not arrive. Such a unit of ``output`` keeps its old value.
 
     Args:
-        lossy: losses of ``group``.
-        bucket: which of its buckets.
-        output: [N * shard]; this rank's replica.
-        input: [shard]; the owner's fresh values. May be the own part of ``output``.
-        step: the iteration, from 0; the same on all ranks.
+        lossy: says what ``group`` loses.
+        bucket: the number of the bucket.
+        output: [N * shard], this rank's replica.
+        input: [shard], the fresh values of this rank's shard. It may be this rank's part of ``output``.
+        step: the iteration, from 0. It must be the same on all ranks.
     """
 
     def collective() -> dist.Work | None:
