@@ -14,7 +14,8 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.report import loss_table, plot_curves, read_runs
 from megatron_lossy.report.__main__ import run as report
 from megatron_lossy.report.curves import running_mean
-from megatron_lossy.report.table import ONE_SEED
+from megatron_lossy.report.scalars import AXES, check_names, file_name, recorded, with_predictions
+from megatron_lossy.report.table import ONE_SEED, ScalarEntry
 from megatron_lossy.train.metrics import perplexity
 
 
@@ -33,6 +34,16 @@ def write_run(folder, p, losses, valid=None, seed=1, p_param=None, tail="", **co
 
 def cells(table):
     return {(name, heading): cell for name, row in table.rows for heading, cell in zip(table.headings, row)}
+
+
+def write_scalars(folder, p, iterations=100, **scalars):
+    """A metrics file whose training records also have ``scalars``: functions of the iteration, or values."""
+    write_run(folder, p, [])
+    with open(folder / "metrics.jsonl", "a") as file:
+        for i in range(1, iterations + 1):
+            values = {name: value(i) if callable(value) else value for name, value in scalars.items()}
+            values = {name.replace("_", " "): value for name, value in values.items() if value is not ...}
+            file.write(json.dumps({"kind": "train", "iteration": i, "lm loss": 2.0, **values}) + "\n")
 
 
 def test_table_of_one_seed(tmp_path):
@@ -229,3 +240,120 @@ def test_files_are_written(tmp_path, capsys):
     plot_curves(read_runs(tmp_path), tmp_path / "again.png")
     assert (tmp_path / "again.png").stat().st_size > 20_000
     assert not list(tmp_path.glob("*tmp*"))
+
+
+# --- recorded scalars ------------------------------------------------------------------------------------------------
+
+
+def test_all_numbers_of_training_records_are_kept(tmp_path):
+    measured = lambda i: 0.5 * i if i % 10 == 0 else ...
+    write_scalars(tmp_path / "a", 0.1, 30, grad_norm=lambda i: None if i == 3 else i, drift_owner=measured, host="b", on=True)
+    [run] = read_runs(tmp_path)
+    assert recorded([run]) == ["lm loss", "grad norm", "drift owner"]
+    assert run.recorded("drift owner") == {10: 5.0, 20: 10.0, 30: 15.0}
+    assert run.recorded("lm loss") == run.train and run.recorded("none") == {}
+    norms = run.recorded("grad norm")
+    assert math.isnan(norms.pop(3)) and norms == {i: i for i in range(1, 31) if i != 3}
+    # Resumed from iteration 14.
+    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "train", "iteration": 15, "lm loss": 1.0, "grad norm": 7}) + "\n")
+    [run] = read_runs(tmp_path)
+    assert list(run.recorded("drift owner")) == [10] and max(run.recorded("grad norm")) == 15
+    assert run.recorded("grad norm")[15] == 7
+
+
+def test_a_scalar_is_that_of_the_end_of_a_run(tmp_path):
+    norms = lambda i: None if i == 195 else float(i)
+    early = lambda i: 3.0 * i if i <= 20 else ...
+    ages = lambda i: i % 7
+    write_scalars(tmp_path / "a", 0.1, 200, grad_norm=norms, early=early, age_max=ages, age_min=ages, all_null=None)
+    [run] = read_runs(tmp_path)
+    assert run.scalar("grad norm") == pytest.approx(np.mean([i for i in range(181, 201) if i != 195]))
+    assert (run.scalar("early"), run.scalar("age max"), run.scalar("age min")) == (60, 6, 0)
+    assert run.scalar("lm loss") == run.train_loss and run.scalar("none") is None and math.isnan(run.scalar("all null"))
+    with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "iteration": 201, "lm loss": null, "grad norm": 1}\n')
+    assert math.isnan(read_runs(tmp_path)[0].scalar("grad norm"))
+
+
+def test_scalars_of_skipped_iterations_count(tmp_path):
+    write_scalars(tmp_path / "a", 0.1, 20, skipped=1, loss_rate_grad=0.25)
+    [run] = read_runs(tmp_path)
+    assert run.train == {} and run.scalar("loss rate grad") == 0.25
+
+
+@given(st.floats(1e-12, 1e12), st.floats(1e-12, 1e12))
+def test_entries_of_scalars_show_four_digits_of_any_magnitude(mean, error):
+    text, _, of_error = str(ScalarEntry(mean, error, None, 2)).partition(" ± ")
+    assert float(text) == pytest.approx(mean, rel=6e-4) and float(of_error) == pytest.approx(error, rel=0.06)
+    assert len(text) <= 9
+
+
+def test_entries_of_scalars():
+    assert [str(ScalarEntry(mean, None, None, 1)) for mean in (0.0, 13.0, 1.3e-8, 1234.5)] == [
+        "0",
+        "13",
+        "1.300e-08",
+        "1234",
+    ]
+    assert str(ScalarEntry(math.nan, None, None, 2, 1)) == "diverged in 1 of 2 runs"
+    assert str(ScalarEntry(math.nan, None, None, 0)) == "-"
+
+
+def test_predictions_belong_to_what_they_predict():
+    names = ["drift owner predicted", "grad norm", "drift owner", "drift pairs predicted"]
+    groups = [("grad norm",), ("drift owner", "drift owner predicted"), ("drift pairs predicted",)]
+    assert with_predictions(names) == groups
+    assert [file_name(group[0]) for group in groups] == ["grad_norm", "drift_owner", "drift_pairs_predicted"]
+    assert file_name("elapsed time per iteration (ms)") == "elapsed_time_per_iteration_ms"
+    for name in AXES:
+        if f"{name} predicted" in AXES:
+            assert AXES[f"{name} predicted"] == AXES[name]
+
+
+def test_metrics_are_rows_and_figures(tmp_path, capsys):
+    drift = lambda scale: lambda i: scale * 1e-7 if i % 5 == 0 else ...
+    write_scalars(tmp_path / "a", 0.0, grad_norm=2.0, loss_rate_grad=0)
+    for p in (0.1, 0.4):
+        measured = {"drift_owner": drift(1 + p), "drift_owner_predicted": drift(1.0)}
+        write_scalars(tmp_path / f"b{p}", p, grad_norm=2 + p, loss_rate_grad=p, **measured)
+    names = ["drift owner", "drift owner predicted", "grad norm", "loss rate grad"]
+    report([str(tmp_path), "--metrics", *names])
+    table = loss_table(read_runs(tmp_path), names)
+    found = cells(table)
+    assert [name for name, _ in table.rows[-4:]] == names and table.text() in capsys.readouterr().out
+    assert str(found["drift owner", "0 %"]) == "-" and found["drift owner", "40 %"].mean == pytest.approx(1.4e-7)
+    assert found["grad norm", "10 %"].change == pytest.approx(5) and found["loss rate grad", "10 %"].change is None
+    assert "drift owner,10 %,1,0,1.1e-07," in table.csv()
+    assert any(note.startswith("drift owner, drift owner predicted, grad norm, loss rate grad: ") for note in table.notes)
+    for name in ("drift_owner", "grad_norm", "loss_rate_grad", "training_curves"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.glob("*.png"))) == 4
+    # Beside what is written without metrics, nothing changes.
+    plain = loss_table(read_runs(tmp_path))
+    assert table.csv().startswith(plain.csv()) and table.rows[: len(plain.rows)] == plain.rows
+
+
+def test_figures_of_metrics_are_not_replaced_elsewhere(tmp_path, capsys):
+    write_scalars(tmp_path / "runs" / "a", 0.1, 20, grad_norm=1.0)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "grad_norm.png").write_text("of other runs")
+    with pytest.raises(UsageError, match="grad_norm.png exists already"):
+        report([str(tmp_path / "runs"), "--out", str(tmp_path / "out"), "--metrics", "grad norm"])
+
+
+def test_wrong_metrics_are_named(tmp_path, capsys):
+    write_scalars(tmp_path / "a", 0.1, 20, grad_norm=1.0, other=2)
+    with pytest.raises(UsageError, match=r"^--metrics 'grad nrm': is not recorded; must be one of lm loss, grad norm, other$"):
+        report([str(tmp_path), "--metrics", "grad nrm"])
+    with pytest.raises(UsageError, match=r"'drift owner': is not recorded \(drift needs --drift-interval\)"):
+        report([str(tmp_path), "--metrics", "drift owner"])
+    with pytest.raises(UsageError, match="'other', 'other': must differ"):
+        check_names("--metrics", ["other", "other"], ["other"])
+    report([str(tmp_path), "--list-metrics"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == ["grad norm: gradient norm; in 1 of 1 runs", "other: other; in 1 of 1 runs"]
+    assert not list(tmp_path.glob("*.*"))
+    with pytest.raises(SystemExit):
+        report(["--help"])
+    assert "last 10 % of a run's" in " ".join(capsys.readouterr().out.split())

@@ -14,9 +14,12 @@ import pytest
 
 from megatron_lossy.errors import UsageError
 from megatron_lossy.report import Run
+from megatron_lossy.report.scalars import AXES
 from megatron_lossy.study import cells, commands, paper
 from megatron_lossy.study.cells import CellFolder
 from megatron_lossy.study.design import Design, loss_seed_of, read_design
+from megatron_lossy.study.figures import plot_scalar
+from megatron_lossy.study.scalars import scalar_tables
 from megatron_lossy.study.summary import Results, comparison, differences, loss_metrics, run_table, table_1
 
 ROOT = Path(__file__).parent.parent
@@ -97,6 +100,7 @@ def test_a_cell_is_known_by_what_matters():
     assert name() == name("--log-interval", "7") == name("--save-interval", "3") == name(title="U")
     names = [
         name(),
+        name("--drift-interval", "5"),  # no weight is another, but a run without cannot stand for one that measured
         name("--lr", "0.1"),
         name("--grad-recovery", "zero"),
         name(settings={**TINY, "seq-length": 8}),
@@ -114,6 +118,10 @@ def test_a_cell_is_known_by_what_matters():
         ("title: T\nlevels: {a: {p: 0.1}}\nseeds: [1, 1]", "seeds: 1 1: must differ"),
         ("title: T\nlevels: {a: {p: 0.1}}\nseeds: 3", "seeds: 3: must be a list"),
         ("title: T\nlevels: {a: {p: 0.1}}\nprocesses: 0", "processes: 0: must be"),
+        ("title: T\nlevels: {a: {p: 0.1}}\nmetrics: grad norm", "metrics: grad norm: must be a list"),
+        ("title: T\nlevels: {a: {p: 0.1}}\nmetrics: [grad nrm]", "metrics: 'grad nrm': is not recorded; must be one of"),
+        ("title: T\nlevels: {a: {p: 0.1}}\nmetrics: [[grad norm]]", r"metrics: \['grad norm'\]: is not recorded"),
+        ("title: T\nlevels: {a: {p: 0.1}}\nmetrics: [grad norm, grad norm]", "must differ"),
         ("title: [", "cannot be read"),
     ],
 )
@@ -132,6 +140,7 @@ def test_wrong_study_files(tmp_path, text, message):
         ({"levels": {"a": {}}}, [], "T, a: loses nothing"),
         ({"levels": {"a": {"p_grd": 0.1}}}, [], "level a: unknown key p_grd, did you mean p-grad"),
         ({"variants": {"v": {"lr": -1}}}, [], "T, v, 0 %: --lr -1.0: must be"),
+        ({"metrics": ["grad norm", "drift pairs"]}, [], "T, 10 %: metrics: 'drift pairs': .* with drift-interval only"),
         ({}, ["--save", "x"], "--save x: cannot be given to a study"),
         ({}, ["--virtual-workers", "3"], "--global-batch-size 2: must be divisible"),
         ({"processes": 2}, [], "--virtual-workers 2: all share one device"),
@@ -228,6 +237,99 @@ def test_latex():
     assert "train loss & 2.500 $\\pm$ 0.500 & - \\\\" in text
 
 
+# --- recorded scalars ------------------------------------------------------------------------------------------------
+
+
+def _scalar_results(metrics=("drift owner", "drift owner predicted", "grad norm"), levels=("10 %", "20 %"), variants=("",)):
+    """Runs with random scalars, drift only with loss; and the drift and its prediction by (variant, level, seed)."""
+    random = np.random.default_rng(13)
+    design = _design(
+        levels={level: {"p": 0.1 * number} for number, level in enumerate(levels, 1)},
+        variants={variant: {"lr": 0.1 + number} for number, variant in enumerate(variants)},
+        settings={**TINY, "drift-interval": 1},
+        seeds=[1, 2, 3],
+        loss_seeds=[1],
+        metrics=metrics,
+    )
+    study = design.study()
+    runs, drift = {}, {}
+    for trial in study.trials:
+        run = Run("r", 0.0, 0.0, 1, 1, {}, {20: 2.0}, {"replica": {20: 2.0}}, 20)
+        run.scalars["grad norm"] = {20: random.uniform(1, 2)}
+        if trial.level:
+            measured, predicted = random.uniform(1e-7, 2e-7, 2)
+            run.scalars |= {"drift owner": {20: measured}, "drift owner predicted": {20: predicted}}
+            drift[trial.variant, trial.level, trial.seed] = measured, predicted
+        runs[trial.cell.name] = run
+    return Results(study, runs), drift
+
+
+def test_scalars_beside_their_predictions():
+    results, drift = _scalar_results()
+    tables = scalar_tables(results, ("drift owner", "drift owner predicted"))
+    assert list(tables) == ["drift_owner", "drift_owner_against_prediction", "drift_owner_between_levels"]
+    ten, twenty = (np.array([drift["", level, seed] for seed in (1, 2, 3)]) for level in ("10 %", "20 %"))
+    values = tables["drift_owner"]
+    assert values.headings == ("10 %", "20 %")  # there is no drift without loss
+    assert [name for name, _ in values.rows] == ["drift owner", "drift owner predicted"]
+    for number, (_, entries) in enumerate(values.rows):
+        assert entries[0].mean == pytest.approx(ten[:, number].mean())
+        assert entries[0].error == pytest.approx(ten[:, number].std(ddof=1) / np.sqrt(3)) and entries[0].change is None
+    assert not any("in brackets" in note for note in values.notes)
+    [(name, entries)] = tables["drift_owner_against_prediction"].rows
+    excess = 100 * (twenty[:, 0] / twenty[:, 1] - 1)
+    assert name == "drift owner" and entries[1].mean == pytest.approx(excess.mean())
+    assert entries[1].error == pytest.approx(excess.std(ddof=1) / np.sqrt(3))
+    [(_, [entry])] = tables["drift_owner_between_levels"].rows
+    assert entry.mean == pytest.approx((100 * (twenty[:, 0] / ten[:, 0] - 1)).mean())
+    header, *lines = run_table(results).splitlines()
+    assert header.endswith("val loss,drift owner,drift owner predicted,grad norm")
+    assert lines[0].split(",")[-3:-1] == ["", ""] and lines[1].split(",")[-3] == str(ten[0, 0])
+
+
+def test_scalars_that_are_there_without_loss_have_changes():
+    results, _ = _scalar_results(variants=("a", "b"))
+    tables = scalar_tables(results, ("grad norm",))
+    assert list(tables) == ["grad_norm", "grad_norm_between_variants", "grad_norm_between_levels"]
+    assert tables["grad_norm"].headings == ("0 %", "10 %", "20 %")
+    assert [name for name, _ in tables["grad_norm"].rows] == ["a", "b"]
+    assert all(entry.change is not None for _, (_, *entries) in tables["grad_norm"].rows for entry in entries)
+    assert any("in brackets" in note for note in tables["grad_norm"].notes)
+    # What nobody recorded is said to be missing.
+    [(_, entries), _] = scalar_tables(results, ("survivors mean",))["survivors_mean"].rows
+    assert set(map(str, entries)) == {"-"}
+
+
+@pytest.mark.parametrize("levels", [("10 %", "20 %"), ("10 %",)])
+def test_figures_of_scalars(tmp_path, levels):
+    results, _ = _scalar_results(variants=("a", "b"), levels=levels)
+    for names in (("drift owner", "drift owner predicted"), ("grad norm",), ("survivors mean",)):
+        for file in plot_scalar(results, names, tmp_path / names[0]):
+            assert file.stat().st_size > 5000
+
+
+def test_a_report_has_files_for_its_metrics_only(tmp_path, capsys):
+    for number, metrics in enumerate(((), ("drift owner", "drift owner predicted"))):
+        results, _ = _scalar_results(metrics)
+        commands._report(results, tmp_path / str(number), None)
+    without, with_metrics = ({path.name for path in (tmp_path / name).iterdir()} for name in "01")
+    suffixes = ("csv", "md", "tex")
+    stems = ("drift_owner", "drift_owner_against_prediction", "drift_owner_between_levels")
+    more = {f"{stem}.{suffix}" for stem in stems for suffix in suffixes} | {"drift_owner.png", "drift_owner.pdf"}
+    assert with_metrics == without | more
+    for name in without - {"runs.csv"}:
+        if not name.endswith(".pdf"):  # which has the time
+            assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
+
+
+def test_metrics_of_the_command_line_replace_those_of_the_file(tmp_path):
+    how = commands.StudyConfig(metrics=("grad norm",))
+    assert commands._study(_design(metrics=["seconds"]), how, []).metrics == ("grad norm",)
+    assert commands._study(_design(metrics=["seconds"]), commands.StudyConfig(), []).metrics == ("seconds",)
+    with pytest.raises(UsageError, match="--metrics 'nothing': is not recorded"):
+        commands.StudyConfig(metrics=("nothing",))
+
+
 # --- cells on disk ---------------------------------------------------------------------------------------------------
 
 
@@ -295,8 +397,8 @@ def _losses(folder: Path) -> dict[str, dict]:
 def test_cells_run_once_and_survive_an_interruption(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     whole.mkdir(), broken.mkdir()
-    settings = {**TINY, "train-iters": 30, "save-interval": 5}
-    file = _study_file(tmp_path, settings=settings)
+    settings = {**TINY, "train-iters": 30, "save-interval": 5, "drift-interval": 3}
+    file = _study_file(tmp_path, settings=settings, metrics=["drift owner", "drift owner predicted"])
     # Two processes share the cells of a study; a third one is interrupted.
     pair = [_report(whole, str(file), "--jobs", "1") for _ in range(2)]
     third = _report(broken, str(file), "--jobs", "2")
@@ -315,13 +417,16 @@ def test_cells_run_once_and_survive_an_interruption(tmp_path):
     output = third.communicate(timeout=100)[0]
     assert third.returncode == 0, output
     assert _losses(whole) == _losses(broken) and len(_losses(whole)) == 2
+    names = {name for path in whole.glob("cells/*/metrics.jsonl") for name in cells.read_run(path).scalars}
+    assert "drift owner" in names and names <= set(AXES)
     assert not list(whole.glob("cells/*/iter_*"))
     # Once more: nothing runs, the report stays the same.
     before = (broken / "out/val_loss.csv").read_text()
     again = _report(broken, str(file))
     output = again.communicate(timeout=100)[0]
     assert "cells, " not in output and "20 %" in output and (broken / "out/val_loss.csv").read_text() == before
-    for name in ("val_loss.png", "val_loss.pdf", "val_loss.md", "val_loss.tex", "study.json"):
+    names = ("val_loss.png", "val_loss.pdf", "val_loss.md", "val_loss.tex", "study.json")
+    for name in (*names, "drift_owner.png", "drift_owner_against_prediction.md"):
         assert (broken / "out" / name).stat().st_size > 0
 
 

@@ -74,7 +74,7 @@ def check_names(flag: str, names: Sequence[object], allowed: Sequence[str]) -> N
     for name in names:
         if name not in allowed:
             hint = "" if "drift owner" in allowed or not needs_drift(str(name)) else " (drift needs --drift-interval)"
-            raise refuse(flag, f"{name!r}", f"is not recorded{hint}; must be of {', '.join(allowed) or 'nothing'}")
+            raise refuse(flag, f"{name!r}", f"is not recorded{hint}; must be one of {', '.join(allowed)}")
     if len(set(names)) != len(names):
         raise UsageError(f"{flag} {', '.join(map(repr, names))}: must differ from each other")
 

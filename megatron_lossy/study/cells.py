@@ -46,8 +46,9 @@ class Cell:
     @property
     def settings(self) -> dict[str, Any]:
         """What makes the run what it is, where it differs from the defaults; keys are flag names without dashes."""
-        # Checkpoints of a study always hold the replicas.
+        # Checkpoints of a study always hold the replicas. A run that measured no drift cannot stand for one that did.
         incidental = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas"}
+        incidental -= {"drift_interval"}
         return {
             name: value for name, value in self.all_settings().items() if name.replace("-", "_") not in incidental
         }

@@ -15,10 +15,12 @@ from ..config import add_flags, flag, from_namespace
 from ..errors import ArgumentParser, UsageError, refuse
 from ..files import write_text
 from ..report import LossTable
+from ..report.scalars import file_name, with_predictions
 from ..train.arguments import make_parser
 from .cells import CellFolder
-from .design import NO_LOSS, Design, Study, check_seeds, read_design
+from .design import NO_LOSS, Design, Study, check_metrics, check_seeds, read_design
 from .runner import Tally, run_cells
+from .scalars import scalar_tables
 from .summary import Results, comparison, differences, loss_metrics, replica_against_owner, run_table, table_1
 
 SUMMARY, RUNS = "study.json", "runs.csv"
@@ -57,6 +59,13 @@ class StudyConfig:
         nargs="+",
         metavar="SEED",
     )
+    metrics: tuple[str, ...] | None = flag(
+        None,
+        "recorded scalars to report beside the losses (docs/monitors.md); default the study's, or none",
+        type=str,
+        nargs="+",
+        metavar="NAME",
+    )
     list: bool = flag(False, "print the cells and what became of them, and run nothing")
     report_only: bool = flag(False, "report what is there, and run nothing")
 
@@ -66,6 +75,8 @@ class StudyConfig:
         for name in ("seeds", "loss_seeds"):
             if getattr(self, name) is not None:
                 check_seeds(f"--{name.replace('_', '-')}", list(getattr(self, name)))
+        if self.metrics is not None:
+            check_metrics("--metrics", list(self.metrics))
 
 
 @dataclass(frozen=True)
@@ -155,7 +166,9 @@ def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
 
 def _study(design: Design, how: StudyConfig, arguments: Sequence[str]) -> Study:
     changes = {
-        name: list(getattr(how, name)) for name in ("seeds", "loss_seeds") if getattr(how, name) is not None
+        name: list(getattr(how, name))
+        for name in ("seeds", "loss_seeds", "metrics")
+        if getattr(how, name) is not None
     }
     return replace(design, **changes).study(arguments)
 
@@ -226,11 +239,11 @@ def _check_out(out: Path, study: Study) -> None:
 
 
 def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None:
-    from .figures import plot_comparison, plot_figure_1, plot_figure_2
+    from .figures import plot_comparison, plot_figure_1, plot_figure_2, plot_scalar
 
     study = results.study
     out.mkdir(parents=True, exist_ok=True)
-    validation = {_file_name(name): name for name in loss_metrics(results) if name.startswith("val loss")}
+    validation = {file_name(name): name for name in loss_metrics(results) if name.startswith("val loss")}
     tables: dict[str, LossTable] = {}
     if rates is not None:
         tables["table1"] = table_1(results, rates)
@@ -240,6 +253,9 @@ def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None
             tables |= {f"{file}_{name}": table for name, table in differences(results, metric).items()}
     if weights := replica_against_owner(results):
         tables["replica_against_owner"] = weights
+    scalars = with_predictions(study.metrics)
+    for names in scalars:
+        tables |= scalar_tables(results, names)
     summary = {
         "title": study.title,
         "question": study.question,
@@ -264,8 +280,6 @@ def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None
     else:
         for file, metric in validation.items():
             files += plot_comparison(results, metric, out / file)
+    for names in scalars:
+        files += plot_scalar(results, names, out / file_name(names[0]))
     print("wrote " + ", ".join(map(str, files)))
-
-
-def _file_name(metric: str) -> str:
-    return "_".join(metric.replace("(", "").replace(")", "").split())

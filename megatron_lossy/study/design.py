@@ -16,6 +16,7 @@ A study file is YAML::
     variants:                          # its rows; a variant's settings win over the level's
       both: {}
       gradients only: {p-param: 0}
+    metrics: [grad norm]               # recorded scalars to report beside the losses (docs/monitors.md)
 
 Keys of ``settings``, levels and variants are flags of ``python -m megatron_lossy.train``; ``p`` stands for
 ``p-grad`` and ``p-param``. Every variant is also trained without loss, which is what its changes refer to.
@@ -33,6 +34,7 @@ import yaml
 
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
+from ..report.scalars import AXES, check_names, needs_drift
 from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
 from ..transport import check_channels
 from .cells import Cell, make_cell
@@ -63,6 +65,7 @@ class Study:
     levels: tuple[str, ...]
     variants: tuple[str, ...]
     trials: tuple[Trial, ...]
+    metrics: tuple[str, ...] = ()
 
     @property
     def cells(self) -> list[Cell]:
@@ -84,6 +87,7 @@ class Design:
     level_name: str = "loss rate"
     levels: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: {"": {}})
+    metrics: Sequence[str] = ()
 
     def study(self, arguments: Sequence[str] = ()) -> Study:
         """All cells, with ``arguments`` of the command line over ``settings``. Raises :class:`UsageError`."""
@@ -98,7 +102,13 @@ class Design:
         # Seed by seed, so that an unfinished study already compares something.
         trials.sort(key=lambda trial: (self.seeds.index(trial.seed), trial.loss_seed or 0))
         return Study(
-            self.title, self.question, self.level_name, tuple(self.levels), tuple(self.variants), tuple(trials)
+            self.title,
+            self.question,
+            self.level_name,
+            tuple(self.levels),
+            tuple(self.variants),
+            tuple(trials),
+            tuple(self.metrics),
         )
 
     def _trials(self, variant: str, level: str, arguments: list[str]) -> list[Trial]:
@@ -116,6 +126,8 @@ class Design:
             if level != NO_LOSS:
                 if loss.lossless:
                     raise UsageError("loses nothing: a level needs a loss rate")
+                if not loss.drift_interval and (name := next(filter(needs_drift, self.metrics), None)):
+                    raise refuse("metrics:", repr(name), "is recorded with drift-interval only, which is 0")
                 check_channels(loss, train.data_parallel_size(self.processes), train.train_iters)
         except UsageError as error:
             raise UsageError(f"{self.title}, {where}: {error}") from None
@@ -176,6 +188,8 @@ def _design(content: Any, folder: Path) -> Design:
     for key in ("seeds", "loss_seeds"):
         if key in content:
             content[key] = check_seeds(f"{key.replace('_', '-')}:", content[key])
+    if "metrics" in content:
+        content["metrics"] = check_metrics("metrics:", content["metrics"])
     processes = content.get("processes", 1)
     if not isinstance(processes, int) or processes < 1:
         raise UsageError(f"processes: {processes}: must be a number of at least 1")
@@ -191,6 +205,14 @@ def check_seeds(flag: str, seeds: Any) -> list[int]:
     if len(set(seeds)) != len(seeds):
         raise refuse(flag, " ".join(map(str, seeds)), "must differ from each other")
     return seeds
+
+
+def check_metrics(flag: str, names: Any) -> list[str]:
+    """``names`` if they are different scalars that training records. Raises :class:`UsageError`."""
+    if not isinstance(names, list):
+        raise refuse(flag, names, "must be a list of names; see docs/monitors.md")
+    check_names(flag, names, list(AXES))
+    return names
 
 
 def _arguments(where: str, settings: Mapping[str, Any]) -> list[str]:

@@ -1,22 +1,25 @@
-"""Figures of a study: the paper's Figure 1 (all rates in one plot) and Figure 2 (a panel per rate), and a
-comparison of variants. Each as PNG and PDF.
+"""Figures of a study: the paper's Figure 1 (all rates in one plot) and Figure 2 (a panel per rate), and
+comparisons of variants in their losses or in a recorded scalar. Each as PNG and PDF.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..files import replace_file
 from ..report import Run
 from ..report.curves import log_axis, running_mean
-from .design import NO_LOSS
-from .summary import Results, loss_metrics, mean_and_error
+from ..report.scalars import axis_of
+from .design import NO_LOSS, Study
+from .scalars import levels_with
+from .summary import Results, loss_metrics, mean_and_error, scalar_metric
 
 
 def plot_figure_1(results: Results, path: str | Path) -> list[Path]:
@@ -66,42 +69,100 @@ def plot_comparison(results: Results, metric_name: str, path: str | Path) -> lis
     study = results.study
     metric = loss_metrics(results)[metric_name]
 
-    def change(variant: str, level: str) -> tuple[float, float]:
-        mean, error = mean_and_error(results.changes(variant, level, metric))
-        return mean, error or 0.0
+    def change(variant: str, level: str | None) -> tuple[float, float | None]:
+        return mean_and_error(results.changes(variant, level, metric))
 
-    if len(study.levels) > 1:
-        places, name = study.levels, study.level_name
-        lines = {variant: [change(variant, level) for level in places] for variant in study.variants}
-    else:
-        places, name = study.variants, f"{study.level_name} {study.levels[0]}"
-        lines = {name: [change(variant, study.levels[0]) for variant in places]}
-    figure = _figure(max(8, 1.5 * len(places) + 4), 6.5)
-    axes = figure.add_subplot()
+    lines = _lines(study, list(study.levels), change)
+    figure, axes = _places(study, list(study.levels), len(lines))
     for number, (label, changes) in enumerate(lines.items()):
-        axes.errorbar(
-            np.arange(len(places)) + 0.05 * (number - (len(lines) - 1) / 2),
-            [mean for mean, _ in changes],
-            yerr=[error for _, error in changes],
-            marker="os^Dvphx*+"[number % 10],
-            linestyle="-" if len(study.levels) > 1 else "",
-            linewidth=1,
-            markersize=8,
-            capsize=4,
-            color=colormaps["tab10"](number % 10),
-            label=label or metric_name,
-        )
+        _points(axes, changes, number, len(lines), label or metric_name, joined=len(study.levels) > 1)
     axes.axhline(0, color="0.5", linewidth=1)
-    axes.set_xticks(np.arange(len(places)), [place.replace(", ", "\n") for place in places])
-    axes.set_xlim(-0.5, len(places) - 0.5)
-    axes.set_xlabel(name, fontsize=14)
     axes.set_ylabel(f"change of {metric_name}, %\n± standard error", fontsize=14)
-    axes.set_title(study.title, fontsize=16)
-    axes.tick_params(labelsize=12)
-    axes.grid(True, axis="y", alpha=0.35)
     if len(lines) > 1:
         axes.legend(fontsize=12)
     return _save(figure, path)
+
+
+def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> list[Path]:
+    """A recorded scalar at every level, a line per variant, with standard errors; hollow and dashed its prediction.
+
+    ``names``: the scalar, and its prediction if the study has both. With one level, a point per variant.
+    """
+    study = results.study
+    levels = levels_with(results, names[0]) if len(study.levels) > 1 else list(study.levels)
+    lines = {
+        name: _lines(study, levels, lambda *place, name=name: mean_and_error(results.by_seed(*place, scalar_metric(name))))
+        for name in names
+    }
+    number_of_lines = len(lines[names[0]])
+    figure, axes = _places(study, levels, number_of_lines)
+    axis = axis_of(names[0])
+    for name, of_name in lines.items():
+        predicted = name != names[0]
+        for number, (label, values) in enumerate(of_name.items()):
+            label = (f"{label}, predicted" if predicted else label) if label and number_of_lines > 1 else name
+            _points(axes, values, number, number_of_lines, label, len(study.levels) > 1, predicted)
+    if axis.logarithmic:
+        reach = [mean + sign * (error or 0) for of_name in lines.values() for v in of_name.values() for mean, error in v for sign in (-1, 1)]
+        log_axis(axes, np.array(reach))
+    scale = "log scale, " if axis.logarithmic else ""
+    axes.set_ylabel(f"{axis.label}\n{scale}± standard error", fontsize=14)
+    if number_of_lines > 1 or len(names) > 1:
+        axes.legend(fontsize=12)
+    return _save(figure, path)
+
+
+def _lines(
+    study: Study, levels: Sequence[str | None], value: Callable[[str, str | None], tuple[float, float | None]]
+) -> dict[str, list[tuple[float, float | None]]]:
+    """Values by line and place: a line per variant over the levels, or with one level one line over the variants."""
+    if len(study.levels) > 1:
+        return {variant: [value(variant, level) for level in levels] for variant in study.variants}
+    return {_only_level(study): [value(variant, study.levels[0]) for variant in study.variants]}
+
+
+def _places(study: Study, levels: Sequence[str | None], lines: int) -> tuple[Figure, Axes]:
+    """A figure whose horizontal axis has the places of :func:`_lines`."""
+    several = len(study.levels) > 1
+    places = [level or NO_LOSS for level in levels] if several else study.variants
+    figure = _figure(max(8, 1.5 * len(places) + 4), 6.5)
+    axes = figure.add_subplot()
+    axes.set_xticks(np.arange(len(places)), [place.replace(", ", "\n") for place in places])
+    axes.set_xlim(-0.5, len(places) - 0.5)
+    axes.set_xlabel(study.level_name if several else _only_level(study), fontsize=14)
+    axes.set_title(study.title, fontsize=16)
+    axes.tick_params(labelsize=12)
+    axes.grid(True, axis="y", alpha=0.35)
+    return figure, axes
+
+
+def _only_level(study: Study) -> str:
+    return f"{study.level_name} {study.levels[0]}"
+
+
+def _points(
+    axes: Axes,
+    values: Sequence[tuple[float, float | None]],
+    number: int,
+    lines: int,
+    label: str,
+    joined: bool,
+    hollow: bool = False,
+) -> None:
+    """Line ``number`` of ``lines`` as points with error bars, a little beside those of the others."""
+    axes.errorbar(
+        np.arange(len(values)) + 0.05 * (number - (lines - 1) / 2),
+        [mean for mean, _ in values],
+        yerr=[error or 0.0 for _, error in values],
+        marker="os^Dvphx*+"[number % 10],
+        linestyle=("--" if hollow else "-") if joined else "",
+        linewidth=1,
+        markersize=8,
+        capsize=4,
+        color=colormaps["tab10"](number % 10),
+        label=label,
+        **({"markerfacecolor": "white"} if hollow else {}),
+    )
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -24,6 +24,7 @@ from .design import NO_LOSS, Study, Trial
 
 Metric = Callable[[Run], float | None]
 Place = tuple[str, str]
+INTERVAL = "± standard error (95 % interval, Student's t)"
 
 # The 97.5 % quantile of Student's t by degrees of freedom; from 20 on it is within 0.13 of the normal law's 1.96.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -81,25 +82,30 @@ class Results:
         own = self.by_seed(variant, level, metric)
         return {seed: 100 * (own[seed] / reference[seed] - 1) for seed in own if reference.get(seed)}
 
-    def entry(self, variant: str, level: str | None, metric: Metric) -> Entry:
+    def entry(self, variant: str, level: str | None, metric: Metric, kind: type[Entry] = Entry) -> Entry:
         """Mean, standard error and change of ``metric``."""
         found = [metric(self.runs[trial.cell.name]) for trial in self.trials(variant, level)]
         found = [value for value in found if value is not None]
         diverged = sum(map(math.isnan, found))
         if not found or diverged:
-            return Entry(math.nan, None, None, len(found), diverged)
+            return kind(math.nan, None, None, len(found), diverged)
         mean, error = mean_and_error(self.by_seed(variant, level, metric))
         change = change_error = None
         if level is not None:
             change, change_error = mean_and_error(self.changes(variant, level, metric))
         if change is not None and math.isnan(change):
             change = change_error = None
-        return Entry(mean, error, change, len(found), 0, change_error)
+        return kind(mean, error, change, len(found), 0, change_error)
 
     def difference(self, here: Place, there: Place, metric: Metric) -> Difference:
         """How much more ``here`` changes than ``there``, both (variant, level), seed by seed."""
         ours, theirs = (self.changes(variant, level, metric) for variant, level in (here, there))
         return Difference.of({seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs})
+
+    def ratio(self, here: Place, there: Place, metric: Metric) -> Difference:
+        """By how many percent ``metric`` is larger ``here`` than ``there``, both (variant, level), seed by seed."""
+        ours, theirs = (self.by_seed(variant, level, metric) for variant, level in (here, there))
+        return Difference.of({seed: 100 * (ours[seed] / theirs[seed] - 1) for seed in ours if theirs.get(seed)})
 
     @property
     def weights(self) -> list[str]:
@@ -129,6 +135,11 @@ def loss_metrics(results: Results) -> dict[str, Metric]:
     return metrics
 
 
+def scalar_metric(name: str) -> Metric:
+    """The recorded scalar ``name`` at the end of a run."""
+    return lambda run: run.scalar(name)
+
+
 def table_1(results: Results, rates: Mapping[str, float]) -> LossTable:
     """The paper's Table 1 with the paper's own rows beside ours. ``rates``: the rate of every level."""
     levels: list[str | None] = [None, *results.study.levels]
@@ -139,7 +150,7 @@ def table_1(results: Results, rates: Mapping[str, float]) -> LossTable:
             theirs = name.partition(" (")[0]
             entries = tuple(paper.paper_entry(theirs, rates[level] if level else 0.0) for level in levels)
             rows.append((f"{theirs}, paper", entries))
-    return LossTable((NO_LOSS, *results.study.levels), tuple(rows), (*_notes(results), paper.SOURCE))
+    return LossTable((NO_LOSS, *results.study.levels), tuple(rows), (*notes(results), paper.SOURCE))
 
 
 def comparison(results: Results, metric_name: str) -> LossTable:
@@ -150,21 +161,27 @@ def comparison(results: Results, metric_name: str) -> LossTable:
         (variant or metric_name, tuple(results.entry(variant, level, metric) for level in levels))
         for variant in results.study.variants
     )
-    return LossTable((NO_LOSS, *results.study.levels), rows, (f"values: {metric_name}", *_notes(results)))
+    return LossTable((NO_LOSS, *results.study.levels), rows, (f"values: {metric_name}", *notes(results)))
 
 
 def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
     """How much more one variant changes a metric than the first, and one level than the first, in tables by name."""
-    study, metric = results.study, loss_metrics(results)[metric_name]
-    note = (
-        f"{metric_name}: difference of the changes, in percentage points, seed by seed; ± standard error (95 % interval, "
-        "Student's t)"
+    metric = loss_metrics(results)[metric_name]
+    note = f"{metric_name}: difference of the changes, in percentage points, seed by seed; {INTERVAL}"
+    return against_the_first(
+        results.study, metric_name, lambda here, there: results.difference(here, there, metric), note
     )
+
+
+def against_the_first(
+    study: Study, metric_name: str, difference: Callable[[Place, Place], Difference], note: str
+) -> dict[str, LossTable]:
+    """Differences of every variant from the first, and of every level, in tables by name."""
     tables = {}
     first, *others = study.variants
     if others:
         rows = tuple(
-            (name, tuple(results.difference((name, level), (first, level), metric) for level in study.levels))
+            (name, tuple(difference((name, level), (first, level)) for level in study.levels))
             for name in others
         )
         tables["between_variants"] = LossTable(study.levels, rows, (f"against {first!r}; {note}",))
@@ -173,7 +190,7 @@ def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
         rows = tuple(
             (
                 name or metric_name,
-                tuple(results.difference((name, level), (name, first_level), metric) for level in more),
+                tuple(difference((name, level), (name, first_level)) for level in more),
             )
             for name in study.variants
         )
@@ -199,12 +216,13 @@ def replica_against_owner(results: Results) -> LossTable | None:
         for variant in study.variants
     )
     note = "last validation loss with the workers' replicas over that with the owners' weights, in percent"
-    return LossTable(study.levels, rows, (f"{note}; ± standard error (95 % interval, Student's t)",))
+    return LossTable(study.levels, rows, (f"{note}; {INTERVAL}",))
 
 
 def run_table(results: Results) -> str:
-    """All finished runs as CSV: where they stand in the study, and their losses."""
+    """All finished runs as CSV: where they stand in the study, their losses and the study's metrics."""
     metrics = {name: metric for name, metric in loss_metrics(results).items() if "PPL" not in name}
+    metrics |= {name: scalar_metric(name) for name in results.study.metrics}
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(["cell", "variant", "level", "seed", "loss seed", *metrics])
@@ -216,22 +234,23 @@ def run_table(results: Results) -> str:
     return stream.getvalue()
 
 
-def _notes(results: Results) -> list[str]:
+def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True) -> list[str]:
+    """What belongs under a table: what its rows are, over which seeds, where trained. ``changes``: it has brackets."""
     study = results.study
     seeds = {trial.seed for trial in study.trials}
     loss_seeds = {trial.loss_seed for trial in study.trials} - {None}
-    notes = [DEFINITIONS]
+    result = [definitions]
     errors = "± standard error of the mean over seeds" if len(seeds) > 1 else "one seed: no error can be given"
-    notes.append(
+    brackets = "; in brackets: change relative to the same seed without loss" if changes else ""
+    result.append(
         f"{len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'} of weights and data, each with {len(loss_seeds)} "
-        f"{'seeds' if len(loss_seeds) > 1 else 'seed'} of the losses; {errors}; in brackets: change relative to "
-        "the same seed without loss"
+        f"{'seeds' if len(loss_seeds) > 1 else 'seed'} of the losses; {errors}{brackets}"
     )
-    notes += _origins(results.runs.values())
+    result += _origins(results.runs.values())
     missing = [cell for cell in study.cells if cell.name not in results.runs]
     if missing:
-        notes.append(f"unfinished: {len(missing)} of {len(study.cells)} cells are missing")
-    return notes
+        result.append(f"unfinished: {len(missing)} of {len(study.cells)} cells are missing")
+    return result
 
 
 def _origins(runs: Iterable[Run]) -> list[str]:
