@@ -17,8 +17,8 @@ from typing import Any
 # Oversubscribed cores crawl, and sums must not depend on the number of threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.preload"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.preload"])
 
 
 class RankFailed(AssertionError):
@@ -68,8 +68,8 @@ def run_ranks(
         store = os.path.join(folder, "store")
         ranks = []
         for rank in range(world_size):
-            parent, child = _context.Pipe(duplex=False)
-            process = _context.Process(
+            parent, child = context.Pipe(duplex=False)
+            process = context.Process(
                 target=_rank_main,
                 args=(child, function, rank, world_size, store, args, environment or {}),
                 daemon=True,

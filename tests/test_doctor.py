@@ -11,6 +11,7 @@ import pytest
 
 from megatron_lossy.doctor import Finding, ready, report
 from megatron_lossy.doctor.found import apex
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,7 +28,7 @@ def doctor(*arguments, command=("doctor",), cwd=ROOT):
 
 def test_this_machine_is_ready():
     """What the tests need is what the doctor looks for, and a lossy step on two processes works."""
-    done = doctor("--json", "--step", "cpu")
+    done = run_program("megatron_lossy", "doctor", "--json", "--step", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["ready"]

@@ -7,15 +7,31 @@ import sys
 import numpy as np
 import pytest
 
+from tests.programs import run_program
 
-def launch(*arguments, **environment):
-    return subprocess.run(
+def start(*arguments, **environment):
+    return subprocess.Popen(
         [sys.executable, "-m", "megatron_lossy", *map(str, arguments)],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
         env={**os.environ, **environment},
     )
+
+
+def launch(*arguments):
+    process = start(*arguments)
+    stdout, stderr = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def another_rank():
+    """A rank that is not the first of its node. It waits for five seconds, which the other tests use."""
+    process = start(__file__, "--p-grad", "2", LOCAL_RANK="1")
+    yield process
+    process.kill()
+    process.communicate()
 
 
 @pytest.mark.parametrize(
@@ -41,19 +57,13 @@ def test_files_are_checked_against_world_size_and_length(tmp_path):
     matrix, trace = tmp_path / "matrix.txt", tmp_path / "trace.npz"
     np.savetxt(matrix, np.zeros((2, 2)))
     np.savez(trace, grad=np.ones((5, 4, 4, 1), dtype=bool), param=np.ones((5, 4, 4, 1), dtype=bool))
-    done = launch(__file__, "--loss-model", "per-link", "--link-rates-grad", matrix, WORLD_SIZE="4")
+    done = run_program("megatron_lossy", __file__, "--loss-model", "per-link", "--link-rates-grad", matrix, WORLD_SIZE=4)
     assert done.returncode == 2 and "is 2 x 2, but the dense group has 4 ranks" in done.stderr
     flags = ["--loss-model", "trace", "--trace", trace, "--train-iters", "6"]
-    done = launch(__file__, *flags, WORLD_SIZE="4")
+    done = run_program("megatron_lossy", __file__, *flags, WORLD_SIZE=4)
     assert done.returncode == 2 and "has 5 steps in phase grad, the run needs 6" in done.stderr
-    done = launch(__file__, *flags, "--tensor-model-parallel-size", "2", WORLD_SIZE="4")
+    done = run_program("megatron_lossy", __file__, *flags, "--tensor-model-parallel-size", "2", WORLD_SIZE=4)
     assert done.returncode == 2 and "is of 4 ranks, but the group has 2" in done.stderr
-
-
-def test_another_rank_leaves_the_line_to_the_first(tmp_path):
-    """It waits for the launcher to end it; alone, it speaks for itself in the end."""
-    done = launch(__file__, "--p-grad", "2", LOCAL_RANK="1")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
 
 
 def test_a_script_without_megatron_training_is_refused(tmp_path):
@@ -63,3 +73,9 @@ def test_a_script_without_megatron_training_is_refused(tmp_path):
     assert done.returncode == 2
     assert "megatron.core and megatron.training must be importable" in done.stderr.splitlines()[-1]
     assert "ran" not in done.stdout
+
+
+def test_another_rank_leaves_the_line_to_the_first(another_rank):
+    """It waits for the launcher to end it; alone, it speaks for itself in the end."""
+    _, stderr = another_rank.communicate(timeout=120)
+    assert another_rank.returncode == 2 and stderr.count("\n") == 1

@@ -21,6 +21,7 @@ from megatron_lossy.study.design import Design, loss_seed_of, read_design
 from megatron_lossy.study.figures import plot_scalar
 from megatron_lossy.study.scalars import scalar_tables
 from megatron_lossy.study.summary import Results, comparison, differences, loss_metrics, run_table, table_1
+from tests.programs import Program
 
 ROOT = Path(__file__).parent.parent
 TINY = {
@@ -381,12 +382,13 @@ def _study_file(folder: Path, **changes) -> Path:
     return file
 
 
-def _report(folder: Path, *arguments: str) -> subprocess.Popen:
+def _report(folder: Path, *arguments: str, fresh: bool = False) -> Program | subprocess.Popen:
+    """A study with what it reports in ``folder``. ``fresh``: it and its trainers start as for a user."""
+    arguments += ("--cells", str(folder / "cells"), "--out", str(folder / "out"))
+    if not fresh:
+        return Program("megatron_lossy.study", *arguments, merged=True)
     command = [sys.executable, "-m", "megatron_lossy.study", *arguments]
-    folders = ["--cells", str(folder / "cells"), "--out", str(folder / "out")]
-    return subprocess.Popen(
-        [*command, *folders], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 
 
 def _losses(folder: Path) -> dict[str, dict]:
@@ -456,7 +458,7 @@ def test_a_failed_cell_does_not_stop_the_others(tmp_path):
     settings = {name: value for name, value in TINY.items() if name != "data"}
     broken = {"data-path": [str(tmp_path / "none")], "valid-data-path": [str(tmp_path / "none")]}
     file = _study_file(tmp_path, settings=settings, variants={"good": {"data": "stdlib"}, "broken": broken})
-    process = _report(tmp_path, str(file), "--jobs", "4")
+    process = _report(tmp_path, str(file), "--jobs", "4", fresh=True)
     output = process.communicate(timeout=200)[0]
     assert process.returncode == 1
     assert "exit status 2" in output and str(tmp_path / "none") in output

@@ -1,0 +1,173 @@
+"""``python -m MODULE`` in a process that the fork server of :mod:`tests.ranks` starts.
+
+It is a process of its own: command line, folder, environment, streams, signals and exit status are those of a program
+that was started afresh. Only the imports of torch and megatron-core, five seconds of a core, are the server's. What
+they print is therefore not in its output. Every program has a test that starts it afresh, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.ranks import context
+
+ROOT = Path(__file__).parents[1]
+
+
+def _become(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Run ``python -m module arguments`` in this process, which ends with it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path.insert(0, os.getcwd())
+    sys.argv = [module, *arguments]
+    status = 1
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # What the interpreter does at its end; a fork does not get there.
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _write_to(stdout: int, stderr: int) -> None:
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+
+
+def _program(module, arguments, folder, environment, stdout, stderr):
+    descriptors = [os.open(path, os.O_WRONLY | os.O_APPEND) for path in (stdout, stderr)]
+    _write_to(*descriptors)
+    os.chdir(folder)
+    # megatron-core writes checkpoints from child processes, which daemons may not have.
+    multiprocessing.current_process()._config["daemon"] = False
+    if module == "megatron_lossy.study":
+        _fork_cells()
+    _become(module, arguments, environment)
+
+
+def _fork_cells() -> None:
+    """Let a study fork its trainers, where it would start them with the same command line."""
+    from megatron_lossy.study import runner
+
+    runner.subprocess = types.SimpleNamespace(
+        Popen=_Forked, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL
+    )
+
+
+class _Forked:
+    """What a study uses of :class:`subprocess.Popen`."""
+
+    def __init__(self, command, *, stdout, stderr, stdin, env, start_new_session):
+        python, option, module, *arguments = command
+        assert (python, option, stderr, stdin) == (sys.executable, "-m", subprocess.STDOUT, subprocess.DEVNULL)
+        assert start_new_session
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.setsid()
+            _write_to(stdout.fileno(), stdout.fileno())
+            _become(module, arguments, env)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+
+class Program:
+    """``python -m module arguments`` in ``folder``, running. Used like :class:`subprocess.Popen` with text.
+
+    ``merged``: errors go where the output goes. ``environment``: variables beside those of this process.
+    """
+
+    def __init__(
+        self, module: str, *arguments: object, folder: Path = ROOT, merged: bool = False, **environment: object
+    ) -> None:
+        self._output = tempfile.TemporaryDirectory()
+        self._files = [Path(self._output.name, name) for name in ("stdout", "stdout" if merged else "stderr")]
+        values = os.environ | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in environment.items()}
+        words = [str(argument) for argument in arguments]
+        for file in self._files:
+            file.touch()
+        self._process = context.Process(
+            target=_program, args=(module, words, str(folder), values, *map(str, self._files)), daemon=True
+        )
+        self._process.start()
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+        """Wait for the end; what was printed and what was said to be wrong. It is killed after ``timeout`` seconds."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return tuple(file.read_text() for file in self._files)
+
+
+def run_program(module: str, *arguments: object, ranks: int = 0, **how: object) -> subprocess.CompletedProcess:
+    """Run ``python -m module arguments`` to its end, with ``ranks`` as torchrun starts them on one node."""
+    if not ranks:
+        programs = [Program(module, *arguments, **how)]
+    else:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        programs = [
+            Program(module, *arguments, **world, RANK=rank, LOCAL_RANK=rank, **how) for rank in range(ranks)
+        ]
+    deadline = time.monotonic() + 120
+    while any(program.poll() is None for program in programs) and not any(program.poll() for program in programs):
+        assert time.monotonic() < deadline, f"{module} does not end"
+        time.sleep(0.01)
+    failed = next((program for program in programs if program.poll()), programs[0])
+    for program in programs:
+        if program.poll() is None:
+            program.send_signal(signal.SIGTERM)
+    outputs = [program.communicate() for program in programs]
+    stdout, stderr = ("".join(texts) for texts in zip(*outputs))
+    return subprocess.CompletedProcess([module, *arguments], failed.returncode, stdout, stderr)
