@@ -9,6 +9,7 @@ import pytest
 
 from tests.programs import run_program
 
+
 def start(*arguments, **environment):
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_lossy", *map(str, arguments)],

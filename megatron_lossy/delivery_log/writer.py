@@ -7,7 +7,6 @@ checkpoint, or when they have grown large. The format is in :mod:`megatron_lossy
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from .. import __version__
 from ..config import LossyConfig, flag_name, identity
 from ..errors import refuse
 from ..exchange import Delivery
+from ..files import replace_file, write_text
 from ..monitor.observer import Look, Observer
 from ..registry import CHANNELS
 from . import schema
@@ -57,9 +57,7 @@ def claim_delivery_log(config: LossyConfig, ranks: int, resumes: bool, run: dict
             if not resumes:
                 raise refuse(_FLAG, folder, "holds the log of a run with these settings; resume it, or choose another")
             return
-        aside = note.with_name(f".{note.name}.{os.getpid()}.tmp")
-        aside.write_text(json.dumps({**here, "version": __version__}, indent=1) + "\n")
-        os.replace(aside, note)
+        write_text(note, json.dumps({**here, "version": __version__}, indent=1) + "\n")
     except OSError as error:
         raise refuse(_FLAG, folder, f"must be a folder that can be written to ({error.strerror})") from None
 
@@ -249,11 +247,11 @@ class DeliveryLog(Observer):
         import pyarrow.parquet as pq
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        aside = self._folder / f".{name}.tmp"
-        with open(aside, "wb") as file:
+
+        def write(aside: Path) -> None:
             # Arrow's own schema would take a kilobyte of every file and says nothing that these columns need.
             with pq.ParquetWriter(
-                file,
+                aside,
                 schema.arrow_schema(),
                 compression="zstd",
                 write_statistics=["iteration"],
@@ -263,9 +261,8 @@ class DeliveryLog(Observer):
                 for table in tables:
                     writer.write_table(table, row_group_size=2**31)
                 writer.add_key_value_metadata(meta.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, self._folder / name)
+
+        replace_file(self._folder / name, write)
 
 
 def _groups(entries: list[_Entry]) -> Iterator[list[_Entry]]:
