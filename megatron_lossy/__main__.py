@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from .errors import UsageError, refuse
-from .plugin import check_channels, install, parse_loss_flags, running
+from .plugin import check_command_line, install, parse_loss_flags, running
 
 USAGE = (
     "usage: python -m megatron_lossy SCRIPT [Megatron's arguments] [loss flags]; --help after SCRIPT lists all; "
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not Path(script).is_file():
             raise refuse("SCRIPT", script, "must be a Python file, for example Megatron-LM's pretrain_gpt.py")
         config = parse_loss_flags(rest)
-        steps = check_channels(config, rest)
+        steps = check_command_line(config, rest)
         sys.argv = [script, *rest]
         # Before any import of megatron: the script's own Megatron must win over an installed wheel.
         sys.path[0] = str(Path(script).resolve().parent)

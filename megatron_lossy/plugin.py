@@ -41,9 +41,9 @@ def parse_loss_flags(arguments: list[str]) -> LossyConfig:
     return from_namespace(LossyConfig, _split(arguments)[0])
 
 
-def check_channels(config: LossyConfig, arguments: list[str]) -> int | None:
+def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
     """Check files of rates and traces against the size and the length of the run. Returns the length if it is known."""
-    from .transport import check_channels as check
+    from .transport import check_channels
 
     parser = _parser()
     names = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "train-iters")
@@ -54,7 +54,7 @@ def check_channels(config: LossyConfig, arguments: list[str]) -> int | None:
     # Context-parallel ranks shard the optimizer too, so that they do not divide the group.
     size, rest = divmod(world, (found.tensor_model_parallel_size or 1) * (found.pipeline_model_parallel_size or 1))
     if not rest:
-        check(config, size, found.train_iters)
+        check_channels(config, size, found.train_iters)
     return found.train_iters
 
 
@@ -118,7 +118,7 @@ def _obey_command_line() -> None:
     if _lossy is not None or len(_split(arguments)[1]) < len(arguments):
         config = parse_loss_flags(arguments)
         if _lossy is None or _lossy.config != config:
-            install(config, check_channels(config, arguments))
+            install(config, check_command_line(config, arguments))
             _install_once("programs", _program_patches)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ..exchange import Delivery, Exchange
+from ..exchange import BucketUnits, Delivery, Exchange, Stream, units_of
 from .drawn import Drawn, Latest, Networks, draw, draw_sent
 
 #: Draws of at least this many units are made ahead of time, on another thread.
@@ -16,8 +17,15 @@ class CollectiveTransport(Drawn):
 
     _thread: ThreadPoolExecutor | None = None
 
-    def __init__(self, networks: Networks, *args, **kwargs) -> None:
-        super().__init__(networks, *args, **kwargs)
+    def __init__(
+        self,
+        networks: Networks,
+        stream: Stream,
+        members: Sequence[int],
+        rank: int,
+        cut: dict[str, Sequence[BucketUnits]],
+    ) -> None:
+        super().__init__(networks, stream, members, rank, cut)
         self._latest = Latest()
 
     def foresee(self, exchange: Exchange) -> Delivery:
@@ -31,7 +39,7 @@ class CollectiveTransport(Drawn):
     def prepare(self, exchange: Exchange) -> None:
         """Start drawing on another thread if it is much work."""
         phase = exchange.phase
-        if self.lossless(phase) or self.units(phase) * self.size < _AHEAD or self._latest.get(exchange) is not None:
+        if self.lossless(phase) or units_of(self.cut[phase]) * self.size < _AHEAD or self._latest.get(exchange):
             return
         if CollectiveTransport._thread is None:
             CollectiveTransport._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-draws")

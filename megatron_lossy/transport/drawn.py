@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..exchange import BucketUnits, Exchange, Stream, units_of
+from ..exchange import BucketUnits, Delivery, Exchange, Stream, units_of
 from .base import Collective, Transfer, Transport
 from .network import Network
 
-#: The networks of both phases.
+#: The networks of both phases: who loses what between the ranks of the full group.
 Networks = dict[str, Network]
 
 
 class Drawn(Transport):
-    """Runs the collective that it is given; rules have removed from the buffer what will not arrive.
-
-    ``networks``: for each phase the losses between the ranks of the full group.
-    """
+    """Runs the collective that it is given. The rules have removed from the buffer what will not arrive."""
 
     def __init__(
         self,
@@ -43,9 +41,24 @@ class Drawn(Transport):
     def steps(self, phase: str) -> int | None:
         return self.networks[phase].channel.steps(phase, self.stream)
 
-    def units(self, phase: str) -> int:
-        """Units of the stream per link and step."""
-        return units_of(self.cut[phase])
+
+class Latest:
+    """What was drawn for the latest two exchanges of each phase: this one, and the next if it was looked at.
+
+    Anything may be drawn again; this saves the time.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[tuple[Exchange, Any]]] = {}
+
+    def get(self, exchange: Exchange) -> Any:
+        """What was :meth:`put` for ``exchange``; ``None`` if it is not there."""
+        return next((value for known, value in self._kept.get(exchange.phase, ()) if known == exchange), None)
+
+    def put(self, exchange: Exchange, value: Any) -> None:
+        """Keep ``value`` for ``exchange``, in the place of what was kept for it or else of the oldest."""
+        kept = [item for item in self._kept.get(exchange.phase, ()) if item[0] != exchange]
+        self._kept[exchange.phase] = [*kept[-1:], (exchange, value)]
 
 
 def check_links(
@@ -75,24 +88,8 @@ def draw(
 def draw_sent(
     network: Network, exchange: Exchange, source: int, members: Sequence[int], cut: Sequence[BucketUnits]
 ) -> np.ndarray:
-    """bool[N, units], read-only: what ``source`` sends and arrives at each of ``members``."""
+    """bool[N, units], read-only: what ``source`` sends and arrives at each of ``members``, ranks of the full group."""
     others = np.array(members)
     sent = network.delivered_links(exchange, np.full_like(others, source), others, units_of(cut))
     sent.flags.writeable = False
     return sent
-
-
-class Latest:
-    """The deliveries of the latest two exchanges of each phase: this one and the next, which may be drawn ahead."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, list] = {}
-
-    def get(self, exchange: Exchange):
-        """What was :meth:`put` for ``exchange``; ``None`` if it is not there."""
-        return next((value for known, value in self._kept.get(exchange.phase, ()) if known == exchange), None)
-
-    def put(self, exchange: Exchange, value) -> None:
-        """Keep ``value`` for ``exchange``, in the place of what was kept for it or of the oldest."""
-        kept = [item for item in self._kept.get(exchange.phase, ()) if item[0] != exchange]
-        self._kept[exchange.phase] = [*kept[-1:], (exchange, value)]
