@@ -1,7 +1,7 @@
 """The one source of every loss flag: its name, default, help, allowed values.
 
 :class:`LossyConfig` is a frozen dataclass; :func:`add_flags` makes the argparse group from its fields and
-:func:`flag_table` the table in the README. The semantics of each flag are in ``docs/semantics.md``.
+:func:`flag_table` the table in ``docs/flags.md``. The semantics of each flag are in ``docs/semantics.md``.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def flag_table(cls: type) -> str:
         options = f.metadata["flag"]
         value = ""
         if options.get("choices"):
-            value = " {" + ",".join(map(str, options["choices"])) + "}"
+            ours = getattr(options["choices"], "built_in", options["choices"])  # whatever else is installed here
+            value = " {" + ",".join(map(str, ours)) + "}"
         elif options.get("action") != "store_true":
             metavar = options.get("metavar") or f.name.upper()
             value = " " + (metavar if isinstance(metavar, str) else " ".join(metavar))

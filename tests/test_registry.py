@@ -1,6 +1,7 @@
 """A channel and a recovery rule of somebody else: one file, one line of registration each, used from the command line."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -15,20 +16,8 @@ from tests.trainer import TINY, as_flags, read_records, write_data
 
 ROOT = Path(__file__).parents[1]
 
-RULE = '''
-"""Counts what is lost as half of the mean of what arrived."""
-
-from megatron_lossy.recovery import GradRecovery
-
-
-class Half(GradRecovery):
-    name = "half"
-
-    def after(self, shard, delivery, kept, reduction):
-        arrived = delivery.incoming(self.units)
-        survivors = arrived.sum(axis=0)
-        self.rows(shard).scale_(shard, self.units, (1 + len(arrived) / survivors) / 2)
-'''
+#: The README's own example of a rule.
+[RULE] = re.findall(r"```python\n(# my_rule.py\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 CHANNEL = '''
 """Loses everything between ranks in every other step."""
@@ -50,8 +39,8 @@ ENTRY_POINTS = """
 every-other = every_other:EveryOther
 
 [megatron_lossy.recovery]
-half = half_rule:Half
-broken = half_rule:Absent
+half = my_rule:Half
+broken = my_rule:Absent
 """
 
 
@@ -59,7 +48,7 @@ broken = half_rule:Absent
 def installed(tmp_path_factory):
     """A folder for PYTHONPATH with a package that adds both, as pip would install it."""
     folder = tmp_path_factory.mktemp("site")
-    (folder / "half_rule.py").write_text(RULE)
+    (folder / "my_rule.py").write_text(RULE)
     (folder / "every_other.py").write_text(CHANNEL)
     (folder / "mine-1.0.dist-info").mkdir()
     (folder / "mine-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
@@ -101,7 +90,7 @@ def test_both_are_used_from_the_command_line(installed, tmp_path):
 
 def test_what_is_wrong_is_one_line(installed):
     for value, message in (
-        ("broken", "broken: the entry point half_rule:Absent of megatron_lossy.recovery fails"),
+        ("broken", "broken: the entry point my_rule:Absent of megatron_lossy.recovery fails"),
         ("none", "must be one of renormalize, renormalize-remote, previous, zero, broken, half"),
     ):
         code = (
