@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 
-from ..exchange import BucketUnits, Delivery, Exchange, Stream, units_of
-from .drawn import Drawn, Latest, Networks, draw, draw_sent
+from ..exchange import Delivery, Exchange, units_of
+from .drawn import Drawn, Latest, draw, draw_sent
 
 #: Draws of at least this many units are made ahead of time, on another thread.
 _AHEAD = 2**17
@@ -17,16 +17,9 @@ class CollectiveTransport(Drawn):
 
     _thread: ThreadPoolExecutor | None = None
 
-    def __init__(
-        self,
-        networks: Networks,
-        stream: Stream,
-        members: Sequence[int],
-        rank: int,
-        cut: dict[str, Sequence[BucketUnits]],
-    ) -> None:
-        super().__init__(networks, stream, members, rank, cut)
-        self._latest = Latest()
+    @cached_property
+    def _latest(self) -> Latest:
+        return Latest()
 
     def foresee(self, exchange: Exchange) -> Delivery:
         known = self._latest.get(exchange)

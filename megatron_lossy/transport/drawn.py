@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..exchange import BucketUnits, Delivery, Exchange, Stream, units_of
+from ..exchange import BucketUnits, Exchange, Stream, units_of
 from .base import Collective, Transfer, Transport
 from .network import Network
 
