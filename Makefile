@@ -1,11 +1,11 @@
-# make run: set up and run the main job. make test: set up and run the tests.
+# make run: set up and run the main job. make test: set up and run the tests. make test-all: the slow ones as well.
 PYTHON ?= python3
 BIN := .venv/bin
 RUN_DIR ?= runs/tiny
 # Several ranks on few cores crawl if each of them starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: run test test-slurm bench docs compat compat-ci
+.PHONY: run test test-slow test-all test-slurm bench docs compat compat-ci
 
 run: .venv/installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.study sweep \
@@ -13,6 +13,12 @@ run: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q
+
+# Long chains: what a change seldom breaks and what takes many starts of the interpreter to see.
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -q -m slow
+
+test-all: test test-slow
 
 # In a real Slurm, which it starts on this machine and ends again.
 test-slurm: .venv/installed

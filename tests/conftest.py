@@ -1,14 +1,23 @@
 """Options of the test suite."""
 
+import multiprocessing.forkserver
+
 import pytest
 
 from megatron_lossy import device
+from tests import ranks  # noqa: F401  says what the fork server imports
 
 device.prepare_import()
 
 
 def pytest_addoption(parser):
     parser.addoption("--megatron-lm", metavar="PATH", help="checkout of Megatron-LM core_v0.16.1 to run the plugin against")
+
+
+def pytest_sessionstart(session):
+    """The fork server imports torch and megatron-core while pytest collects, which needs them too."""
+    if not session.config.option.collectonly:
+        multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

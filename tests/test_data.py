@@ -21,6 +21,7 @@ from megatron_lossy.data import (
 from megatron_lossy.data.__main__ import run
 from megatron_lossy.data.documents import validation_documents
 from megatron_lossy.errors import UsageError
+from tests.programs import ROOT, Program
 
 TOKENIZER = build_tokenizer("byte")
 
@@ -282,16 +283,15 @@ def test_processes_that_need_the_same_text_write_it_once(tmp_path):
         "import os, sys\n"
         "from megatron_lossy.train.arguments import configurations, make_parser, read_arguments\n"
         "from megatron_lossy.train.text import prefixes, with_data_paths, write_text\n"
-        "given = ['--config', 'configs/tiny/llama_1m.yaml', '--data', 'stdlib', '--data-cache-path', sys.argv[1]]\n"
+        "given = ['--config', sys.argv[1], '--data', 'stdlib', '--data-cache-path', sys.argv[2]]\n"
         "paths = with_data_paths(configurations(read_arguments(make_parser('p', ''), given))[0])\n"
         "write_text(paths)\n"
         "print(*(os.stat(prefix + '.idx').st_ino for prefix in prefixes(paths)))\n"
     )
-    processes = [
-        subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    outputs = [process.communicate(timeout=200)[0] for process in processes]
-    assert all(process.returncode == 0 for process in processes)
+    (tmp_path / "writer.py").write_text(program)
+    arguments = (ROOT / "configs/tiny/llama_1m.yaml", tmp_path / "cache")
+    processes = [Program("writer", *arguments, folder=tmp_path) for _ in range(3)]
+    outputs, errors = zip(*(process.communicate(timeout=200) for process in processes))
+    assert all(process.returncode == 0 for process in processes), errors
     # The same files for all: nobody replaced what another one had already found complete.
     assert len(set(outputs)) == 1 and len(outputs[0].split()) == 2

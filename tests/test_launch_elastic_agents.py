@@ -60,6 +60,7 @@ def wait_for(what: str, done: Callable[[], bool], agents: Sequence[subprocess.Po
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path):
     run_ranks(write_data, 1, str(tmp_path))
     with socket.socket() as free:

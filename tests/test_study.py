@@ -424,7 +424,7 @@ def test_cells_run_once_and_survive_an_interruption(tmp_path):
     assert not list(whole.glob("cells/*/iter_*"))
     # Once more: nothing runs, the report stays the same.
     before = (broken / "out/val_loss.csv").read_text()
-    again = _report(broken, str(file))
+    again = _report(broken, str(file), fresh=True)
     output = again.communicate(timeout=100)[0]
     assert "cells, " not in output and "20 %" in output and (broken / "out/val_loss.csv").read_text() == before
     names = ("val_loss.png", "val_loss.pdf", "val_loss.md", "val_loss.tex", "study.json")
@@ -454,11 +454,12 @@ def test_a_killed_cell_goes_on_if_it_got_further(tmp_path):
     assert list(run) == list(range(1, 201))
 
 
-def test_a_failed_cell_does_not_stop_the_others(tmp_path):
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forked", "fresh"])
+def test_a_failed_cell_does_not_stop_the_others(tmp_path, fresh):
     settings = {name: value for name, value in TINY.items() if name != "data"}
     broken = {"data-path": [str(tmp_path / "none")], "valid-data-path": [str(tmp_path / "none")]}
     file = _study_file(tmp_path, settings=settings, variants={"good": {"data": "stdlib"}, "broken": broken})
-    process = _report(tmp_path, str(file), "--jobs", "4", fresh=True)
+    process = _report(tmp_path, str(file), "--jobs", "4", fresh=fresh)
     output = process.communicate(timeout=200)[0]
     assert process.returncode == 1
     assert "exit status 2" in output and str(tmp_path / "none") in output

@@ -365,7 +365,7 @@ def test_wrong_settings(change, ranks, message):
 
 
 def test_wrong_input_is_one_line_and_status_2(data, tmp_path):
-    result = run_module("megatron_lossy.train", 0, *as_flags(TINY | data | {"p_grad": 1.0}))
+    result = run_module("megatron_lossy.train", *as_flags(TINY | data | {"p_grad": 1.0}))
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "megatron_lossy.train: error: --p-grad 1.0: must be in [0, 1)\n"
     missing = data | {"data_path": (str(tmp_path / "none"),)}
@@ -373,15 +373,18 @@ def test_wrong_input_is_one_line_and_status_2(data, tmp_path):
     assert result.returncode == 2 and f"--data-path {tmp_path}/none: there is no" in result.stderr.splitlines()[-1]
 
 
-def test_sweep_continues_and_reports(data, tmp_path):
+@pytest.mark.parametrize(
+    "run", [run_program, pytest.param(run_module, marks=pytest.mark.slow)], ids=["forked", "torchrun"]
+)
+def test_sweep_continues_and_reports(data, tmp_path, run):
     config = as_flags(TINY | data | {"save_interval": 4})
     arguments = [*config, "--out", str(tmp_path), "--rates"]
-    first = run_module("megatron_lossy.study", 2, "sweep", *arguments, "0.4")
+    first = run("megatron_lossy.study", "sweep", *arguments, "0.4", ranks=2)
     assert first.returncode == 0, first.stderr
-    second = run_program("megatron_lossy.study", "sweep", *arguments, "0", "0.4", ranks=2)
+    second = run("megatron_lossy.study", "sweep", *arguments, "0", "0.4", ranks=2)
     assert second.returncode == 0, second.stderr
     assert "p = 0: starts, to 8" in second.stdout and "p = 0.4: starts" not in second.stdout
     assert re.search(r"^metric +0 % +40 %", second.stdout, re.MULTILINE)
     assert {"p_0.00", "p_0.40", "loss_table.md", "loss_table.csv"} <= {path.name for path in tmp_path.iterdir()}
-    third = run_program("megatron_lossy.study", "sweep", *arguments, "0.4")
+    third = run("megatron_lossy.study", "sweep", *arguments, "0.4")
     assert third.returncode == 2 and "holds a run of 2 ranks, not 1" in third.stderr

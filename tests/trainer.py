@@ -100,7 +100,7 @@ def as_flags(config: dict) -> list[str]:
     return flags
 
 
-def run_module(module: str, ranks: int, *arguments: str) -> subprocess.CompletedProcess:
+def run_module(module: str, *arguments: str, ranks: int = 0) -> subprocess.CompletedProcess:
     """``python -m module arguments``, with ``ranks`` under torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     return subprocess.run(
