@@ -103,7 +103,7 @@ def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> lis
     for name, of_name in lines.items():
         predicted = name != names[0]
         for number, (label, values) in enumerate(of_name.items()):
-            text = name if not several else f"{label}, predicted" if predicted else label
+            text = None if predicted else label if several else name
             _points(axes, values, number, len(of_name), text, joined, predicted)
     axis = axis_of(names[0])
     if axis.logarithmic:
@@ -113,7 +113,9 @@ def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> lis
         axes.grid(True, axis="y", which="minor", alpha=0.15)
     axes.set_ylabel(f"{axis.label}\n{'log scale, ' if axis.logarithmic else ''}± standard error", fontsize=14)
     if len(names) > 1:
-        figure.legend(fontsize=12, loc="outside lower center", ncols=2)  # measured left, predicted right
+        axes.plot([], [], "o--", color="grey", markerfacecolor="white", markersize=8, linewidth=1, label="predicted")
+        figure.set_figheight(figure.get_figheight() + 0.28 * len(axes.get_legend_handles_labels()[0]))
+        figure.legend(fontsize=12, loc="outside lower center")
     elif several:
         axes.legend(fontsize=12)
     return _save(figure, path)
@@ -156,7 +158,7 @@ def _points(
     values: Sequence[tuple[float, float | None]],
     number: int,
     lines: int,
-    label: str,
+    label: str | None,
     joined: bool,
     hollow: bool = False,
 ) -> None:
