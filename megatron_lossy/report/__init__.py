@@ -5,13 +5,13 @@ from .runs import Run
 from .table import LossTable, loss_table
 from .writers import write_report
 
-__all__ = ["LossTable", "Run", "loss_table", "plot_curves", "read_runs", "write_report"]
+__all__ = ["LossTable", "Run", "loss_table", "plot_curves", "plot_scalars", "read_runs", "write_report"]
 
 
 def __getattr__(name: str):
     # matplotlib takes a second to import, and a table needs none.
-    if name == "plot_curves":
-        from .curves import plot_curves
+    if name in ("plot_curves", "plot_scalars"):
+        from . import curves
 
-        return plot_curves
+        return getattr(curves, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,6 +5,7 @@ comparisons of variants in their losses or in a recorded scalar. Each as PNG and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,7 @@ def plot_comparison(results: Results, metric_name: str, path: str | Path) -> lis
         return mean_and_error(results.changes(variant, level, metric))
 
     lines = _lines(study, list(study.levels), change)
-    figure, axes = _places(study, list(study.levels), len(lines))
+    figure, axes = _places(study, list(study.levels))
     for number, (label, changes) in enumerate(lines.items()):
         _points(axes, changes, number, len(lines), label or metric_name, joined=len(study.levels) > 1)
     axes.axhline(0, color="0.5", linewidth=1)
@@ -86,30 +87,42 @@ def plot_comparison(results: Results, metric_name: str, path: str | Path) -> lis
 def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> list[Path]:
     """A recorded scalar at every level, a line per variant, with standard errors; hollow and dashed its prediction.
 
-    ``names``: the scalar, and its prediction if the study has both. With one level, a point per variant.
+    ``names``: the scalar, and its prediction if the study has both. With one level, a point per variant. Returns no
+    file if no run recorded it.
     """
     study = results.study
-    levels = levels_with(results, names[0]) if len(study.levels) > 1 else list(study.levels)
-    lines = {
-        name: _lines(study, levels, lambda *place, name=name: mean_and_error(results.by_seed(*place, scalar_metric(name))))
-        for name in names
-    }
-    number_of_lines = len(lines[names[0]])
-    figure, axes = _places(study, levels, number_of_lines)
-    axis = axis_of(names[0])
+    joined = len(study.levels) > 1
+    levels = levels_with(results, names[0]) if joined else list(study.levels)
+    lines = {name: _lines(study, levels, partial(_mean_and_error, results, name)) for name in names}
+    points = [point for of_name in lines.values() for values in of_name.values() for point in values]
+    ends = np.array([mean + sign * (error or 0.0) for mean, error in points for sign in (-1, 1)])
+    if not np.isfinite(ends).any():
+        return []
+    several = len(lines[names[0]]) > 1
+    figure, axes = _places(study, levels)
     for name, of_name in lines.items():
         predicted = name != names[0]
         for number, (label, values) in enumerate(of_name.items()):
-            label = (f"{label}, predicted" if predicted else label) if label and number_of_lines > 1 else name
-            _points(axes, values, number, number_of_lines, label, len(study.levels) > 1, predicted)
+            text = None if predicted else label if several else name
+            _points(axes, values, number, len(of_name), text, joined, predicted)
+    axis = axis_of(names[0])
     if axis.logarithmic:
-        reach = [mean + sign * (error or 0) for of_name in lines.values() for v in of_name.values() for mean, error in v for sign in (-1, 1)]
-        log_axis(axes, np.array(reach))
-    scale = "log scale, " if axis.logarithmic else ""
-    axes.set_ylabel(f"{axis.label}\n{scale}± standard error", fontsize=14)
-    if number_of_lines > 1 or len(names) > 1:
+        log_axis(axes, ends)
+        low, high = axes.get_ylim()
+        axes.set_ylim(low / 1.15, high * 1.15)  # for the markers
+        axes.grid(True, axis="y", which="minor", alpha=0.15)
+    axes.set_ylabel(f"{axis.label}\n{'log scale, ' if axis.logarithmic else ''}± standard error", fontsize=14)
+    if len(names) > 1:
+        axes.plot([], [], "o--", color="grey", markerfacecolor="white", markersize=8, linewidth=1, label="predicted")
+        figure.set_figheight(figure.get_figheight() + 0.28 * len(axes.get_legend_handles_labels()[0]))
+        figure.legend(fontsize=12, loc="outside lower center")
+    elif several:
         axes.legend(fontsize=12)
     return _save(figure, path)
+
+
+def _mean_and_error(results: Results, name: str, variant: str, level: str | None) -> tuple[float, float | None]:
+    return mean_and_error(results.by_seed(variant, level, scalar_metric(name)))
 
 
 def _lines(
@@ -121,7 +134,7 @@ def _lines(
     return {_only_level(study): [value(variant, study.levels[0]) for variant in study.variants]}
 
 
-def _places(study: Study, levels: Sequence[str | None], lines: int) -> tuple[Figure, Axes]:
+def _places(study: Study, levels: Sequence[str | None]) -> tuple[Figure, Axes]:
     """A figure whose horizontal axis has the places of :func:`_lines`."""
     several = len(study.levels) > 1
     places = [level or NO_LOSS for level in levels] if several else study.variants
@@ -145,7 +158,7 @@ def _points(
     values: Sequence[tuple[float, float | None]],
     number: int,
     lines: int,
-    label: str,
+    label: str | None,
     joined: bool,
     hollow: bool = False,
 ) -> None:

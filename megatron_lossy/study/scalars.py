@@ -1,7 +1,7 @@
 """What a study's runs recorded beside their losses: tables of scalars, and how far they are from what predicts them.
 
-A scalar is that of the end of a run (:meth:`Run.scalar`). Differences are paired by seed, as those of losses, but of the
-values themselves: many scalars, such as drift, are not there without loss.
+A scalar is that of the end of a run (:meth:`Run.scalar`). Differences are paired by seed, as those of losses, but are
+those of the values themselves: many scalars, such as drift, are not there without loss.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ def scalar_tables(results: Results, names: Sequence[str]) -> dict[str, LossTable
     tables = {file: _values(results, names)}
     if predicted:
         tables[f"{file}_against_prediction"] = _against(results, name, *predicted)
-    between = against_the_first(
-        results.study, name, lambda here, there: results.ratio(here, there, metric), note
-    )
+    between = against_the_first(results.study, name, lambda here, there: results.ratio(here, there, metric), note)
     return tables | {f"{file}_{suffix}": table for suffix, table in between.items()}
 
 
