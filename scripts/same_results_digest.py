@@ -117,6 +117,18 @@ def _log(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
     return rows, flatten(meta), settings
 
 
+def _events(path: Path) -> dict[str, Any]:
+    """The scalars in a file of TensorBoard, if it is installed."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError:
+        return {}
+    events = EventAccumulator(str(path))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag not in _INCIDENTAL]
+    return {f"train {event.step} {tag}": repr(event.value) for tag in tags for event in events.Scalars(tag)}
+
+
 def _console(texts: list[str], program: str) -> list[str]:
     if program == "launcher":
         lines = [line for text in texts for line in _MEGATRON.findall(text)]
@@ -156,7 +168,11 @@ def digest(folder: Path, outcome: dict[str, Any], program: str) -> dict[str, Any
             replicas = flatten(torch.load(path, weights_only=True, map_location="cpu"))
             parts["replicas"].update((f"{name}: {key}", value) for key, value in replicas.items())
             continue
-        if path.suffix != ".distcp" and "tfevents" not in path.name:
+        if "tfevents" in path.name:
+            folder_name = path.parent.relative_to(folder).as_posix()
+            parts["records"].update((f"{folder_name}: {key}", value) for key, value in _events(path).items())
+            continue
+        if path.suffix != ".distcp":
             files.append(name)
         if path.name == "metrics.jsonl":
             for number, line in enumerate(path.read_text().splitlines()):

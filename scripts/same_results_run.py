@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 #: Seconds after which a run is killed.
-LIMIT = 240
+LIMIT = 600
 #: What the ranks would each import. Nothing of the checkout, and nothing that starts a thread.
 PRELOAD = (
     "torch",
