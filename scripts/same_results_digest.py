@@ -84,20 +84,24 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     state: dict[str, Any] = {}
-    common = torch.load(folder / "common.pt", weights_only=False) if (folder / "common.pt").exists() else {}
-    settings = flatten(common.pop("args", {}), "args")
+    leaves: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    for file in sorted(folder.rglob("*.pt")):
+        if "lossy_replicas" not in file.parts:
+            content = torch.load(file, weights_only=False, map_location="cpu")
+            name = file.relative_to(folder).with_suffix("").as_posix()
+            settings.update(flatten(content.pop("args", {}), f"{name} args"))
+            leaves.update(flatten(content, name))
     if (folder / ".metadata").exists():
         for key, value in dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata.items():
             is_tensor = isinstance(value, TensorStorageMetadata)
             state[key] = torch.empty(value.size, dtype=value.properties.dtype) if is_tensor else io.BytesIO()
         dcp.load(state, checkpoint_id=str(folder), no_dist=True)
-    leaves: dict[str, Any] = {}
     for key, value in sorted(state.items()):
         if isinstance(value, io.BytesIO):
             value.seek(0)
             value = torch.load(value, weights_only=False)
         leaves.update(flatten(value, key))
-    leaves.update(flatten(common, "common"))
     return {path: value for path, value in leaves.items() if "seconds" not in path}, settings
 
 
