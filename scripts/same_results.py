@@ -35,14 +35,18 @@ RUNNER = Path(__file__).with_name("same_results_run.py")
 _SEEN_BY_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_LOCALID")
 
 
+def _folder(case: Case) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in case.name)
+
+
 def refuse(text: str) -> NoReturn:
     """Say what is wrong in a line, and leave with status 2."""
-    print(f"same_results: error: {text}", file=sys.stderr, flush=True)
-    os._exit(2)
+    print(f"same_results: error: {text}", file=sys.stderr)
+    sys.exit(2)
 
 
 class Broken(RuntimeError):
-    """A runner died."""
+    """Nothing can be compared: another machine, or a runner that died."""
 
 
 class Recorded:
@@ -77,17 +81,17 @@ class Checkout:
         write_data(scratch / "data")
         environment = {name: value for name, value in os.environ.items() if name not in _SEEN_BY_RANKS}
         environment |= {
-            "PYTHONPATH": str(path),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(path), os.environ.get("PYTHONPATH")])),
             "PYTHONHASHSEED": "0",
-            "PYTHONDONTWRITEBYTECODE": "",
-            # Sums depend on the number of threads, and every machine has a CPU.
+            "PYTHONDONTWRITEBYTECODE": "1",
+            # Sums depend on the number of threads. Every machine has a CPU.
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
         self._errors = open(scratch / "runner.err", "w")
         self._process = subprocess.Popen(
-            [sys.executable, "-B", str(RUNNER), str(path), str(scratch)],
+            [sys.executable, str(RUNNER), str(path), str(scratch)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -102,15 +106,14 @@ class Checkout:
 
     def outcome(self, case: Case) -> dict[str, Any]:
         """Run ``case``."""
-        folder = "".join(letter if letter.isalnum() else "-" for letter in case.name)
-        print(json.dumps({**case.order(self._megatron_lm), "folder": folder}), file=self._process.stdin, flush=True)
+        order = {**case.order(self._megatron_lm), "folder": _folder(case)}
+        print(json.dumps(order), file=self._process.stdin, flush=True)
         return self._answer()
 
     def forget(self, case: Case) -> None:
         """Remove what the runs of ``case`` wrote."""
-        folder = "".join(letter if letter.isalnum() else "-" for letter in case.name)
-        shutil.rmtree(self._scratch / folder, ignore_errors=True)
-        for file in self._scratch.glob(f"{folder}.*"):
+        shutil.rmtree(self._scratch / _folder(case), ignore_errors=True)
+        for file in self._scratch.glob(f"{_folder(case)}.*"):
             file.unlink()
 
     def close(self) -> None:
@@ -169,12 +172,13 @@ class Comparison:
         for case in cases:
             self._queue.put(case)
         self._lock = threading.Lock()
-        self.machines: dict[int, dict[str, str]] = {
-            number: self._recorded[side].machine for number, side in enumerate(sides) if side in self._recorded
-        }
         self.outcomes: dict[str, dict[str, Any]] = {}
         self.verdicts: dict[str, Verdict] = {}
+        self.machines: dict[int, dict[str, str]] = {}
         self._failure: Exception | None = None
+        for number, side in enumerate(sides):
+            if side in self._recorded:
+                self._same_machine(number, self._recorded[side].machine)
 
     def run(self, jobs: int) -> None:
         """Run all cases, printing a line for each."""
@@ -184,7 +188,7 @@ class Comparison:
         for thread in threads:
             thread.join()
         if self._failure:
-            refuse(str(self._failure))
+            raise self._failure
 
     def _work(self, number: int) -> None:
         runners: list[Any] = []
@@ -261,10 +265,11 @@ def _sides(arguments: argparse.Namespace) -> list[Path]:
     if len(sides) != 2 and not (len(sides) == 1 and arguments.record):
         refuse(f"{len(sides)} paths: needs OLD and NEW, or OLD and --record FILE")
     for side in sides:
-        if side.is_dir() and not (side / "megatron_lossy").is_dir():
-            refuse(f"{side}: has no megatron_lossy")
         if not side.exists():
             refuse(f"{side}: does not exist")
+    for side in sides:
+        if side.is_dir() and not (side / "megatron_lossy").is_dir():
+            refuse(f"{side}: has no megatron_lossy")
     return sides
 
 
@@ -287,6 +292,8 @@ def main() -> None:
     try:
         comparison = Comparison(sides, cases, arguments, scratch)
         comparison.run(min(arguments.jobs, len(cases)))
+    except Broken as error:
+        refuse(str(error))
     finally:
         if not arguments.keep:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -309,7 +316,7 @@ def _summary(verdicts: dict[str, Verdict]) -> bool:
     if bad:
         print("\nNot the same:")
         for name, result in bad.items():
-            print(f"{name}: {result.text}")
+            print(f"{name}: {result.kind}")
             for line in result.details:
                 print(f"    {line}")
     print("\n" + ", ".join(f"{count} {kind}" for kind, count in counts.items()))

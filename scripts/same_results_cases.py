@@ -9,7 +9,7 @@ from typing import Any
 
 TINY = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2
 --seq-length 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 6 --lr 1e-2 --lr-warmup-iters 2
---hidden-dropout 0.1 --eval-interval 3 --eval-iters 1 --log-interval 1 --data-path ../data/train
+--lr-decay-iters 12 --hidden-dropout 0.1 --eval-interval 3 --eval-iters 1 --log-interval 1 --data-path ../data/train
 --valid-data-path ../data/valid --save save"""
 PRETRAIN = """--transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion
 --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
@@ -30,7 +30,7 @@ BURSTS = f"{LOSS} --loss-model gilbert-elliott --ge-mean-burst 3"
 BOTH = "--eval-weights both"
 #: Everything that is recorded about a run.
 ON = f"{BOTH} --save-replicas --drift-interval 2 --delivery-log log"
-LOSSLESS_AND_SOME = """0 .1 .5 .2
+RATES = """0 .1 .5 .2
 .3 0 .1 .9
 .2 .4 0 .1
 .6 .1 .3 0
@@ -76,7 +76,7 @@ def _matrix() -> Iterator[Case]:
 
 def _virtual() -> Iterator[Case]:
     for rule, unit in itertools.product(RULES, UNITS):
-        flags = f"--virtual-workers 4 {LOSS} --grad-recovery {rule} {UNITS[unit]} {ON}"
+        flags = f"--virtual-workers 4 {LOSS} --grad-recovery {rule} {UNITS[unit]} {OVERLAPS['both']} {ON}"
         yield Case(f"4 virtual workers/{rule}/{unit}", 0, (flags,), quick=(rule, unit) == ("previous", "packet"))
     two = f"--virtual-workers 2 {OVERLAPS['both']}"
     yield Case("virtual workers/2, plain", 0, (f"{two} {LOSS}",))
@@ -128,7 +128,7 @@ def _models() -> Iterator[Case]:
     yield Case("schedule/bursts", 2, (f"{plan} --loss-model gilbert-elliott {UNITS['packet']} {ON}",))
     two = "--loss-schedule 0:0.4,3:0 0:0,2:0.6"
     yield Case("schedule/two, overlapped", 2, (f"{two} --grad-recovery previous {OVERLAPS['both']} {ON}",))
-    files = {"rates.txt": LOSSLESS_AND_SOME}
+    files = {"rates.txt": RATES}
     links = "--loss-model per-link --link-rates-grad rates.txt"
     yield Case("per link/4 ranks", 4, (f"{links} --link-rates-param rates.txt {UNITS['packet']} {ON}",), files)
     yield Case("per link/gradients only", 4, (f"{links} {UNITS['bucket']} {OVERLAPS['grad']}",), files)
@@ -187,6 +187,7 @@ def _training() -> Iterator[Case]:
         yield Case(f"evaluation/{weights}", 2, (f"{LOSS} --eval-weights {weights} {OVERLAPS['both']}",))
     yield Case("records/every second", 2, (f"{LOSS} --log-interval 2 --drift-interval 4 {BOTH}",))
     yield Case("records/drift always", 2, (f"{LOSS} --drift-interval 1 --metrics-dir metrics {OVERLAPS['both']}",))
+    yield Case("records/TensorBoard", 2, (f"{LOSS} --drift-interval 2 --tensorboard-dir events {BOTH}",))
     yield Case("accumulation/none", 2, (f"{LOSS} --micro-batch-size 4 {OVERLAPS['both']} {BOTH}",))
     yield Case("accumulation/4", 2, (f"{LOSS} --micro-batch-size 1 --grad-recovery previous {OVERLAPS['grad']}",))
     yield Case("3 ranks", 3, (f"{LOSS} --global-batch-size 6 {UNITS['packet']} {OVERLAPS['both']} {BOTH}",))

@@ -42,8 +42,9 @@ def _failure(outcome: dict[str, Any], expected: int) -> str | None:
     status = _status(outcome)
     if status == expected:
         return None
-    lines = [line for line in outcome["errors"].strip().splitlines() if line.strip()]
-    return f"exit status {status} instead of {expected}: {lines[-1].strip() if lines else 'no message'}"
+    lines = [line.strip() for line in outcome["errors"].splitlines() if line.strip()]
+    told = [line for line in lines if "rror" in line] or lines or ["no message"]
+    return f"exit status {status} instead of {expected}: {told[-1]}"
 
 
 def verdict(expected: int, old: dict[str, Any], new: dict[str, Any] | None = None) -> Verdict:

@@ -84,20 +84,24 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     state: dict[str, Any] = {}
-    common = torch.load(folder / "common.pt", weights_only=False) if (folder / "common.pt").exists() else {}
-    settings = flatten(common.pop("args", {}), "args")
+    leaves: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    for file in sorted(folder.rglob("*.pt")):
+        if "lossy_replicas" not in file.parts:
+            content = torch.load(file, weights_only=False, map_location="cpu")
+            name = file.relative_to(folder).with_suffix("").as_posix()
+            settings.update(flatten(content.pop("args", {}), f"{name} args"))
+            leaves.update(flatten(content, name))
     if (folder / ".metadata").exists():
         for key, value in dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata.items():
             is_tensor = isinstance(value, TensorStorageMetadata)
             state[key] = torch.empty(value.size, dtype=value.properties.dtype) if is_tensor else io.BytesIO()
         dcp.load(state, checkpoint_id=str(folder), no_dist=True)
-    leaves: dict[str, Any] = {}
     for key, value in sorted(state.items()):
         if isinstance(value, io.BytesIO):
             value.seek(0)
             value = torch.load(value, weights_only=False)
         leaves.update(flatten(value, key))
-    leaves.update(flatten(common, "common"))
     return {path: value for path, value in leaves.items() if "seconds" not in path}, settings
 
 
@@ -115,6 +119,18 @@ def _log(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
     meta.pop("version", None)
     settings = flatten(meta.pop("loss", {}), "loss")
     return rows, flatten(meta), settings
+
+
+def _events(path: Path) -> dict[str, Any]:
+    """The scalars in a file of TensorBoard, if it is installed."""
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError:
+        return {}
+    events = EventAccumulator(str(path))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag not in _INCIDENTAL]
+    return {f"train {event.step} {tag}": repr(event.value) for tag in tags for event in events.Scalars(tag)}
 
 
 def _console(texts: list[str], program: str) -> list[str]:
@@ -156,7 +172,11 @@ def digest(folder: Path, outcome: dict[str, Any], program: str) -> dict[str, Any
             replicas = flatten(torch.load(path, weights_only=True, map_location="cpu"))
             parts["replicas"].update((f"{name}: {key}", value) for key, value in replicas.items())
             continue
-        if path.suffix != ".distcp" and "tfevents" not in path.name:
+        if "tfevents" in path.name:
+            folder_name = path.parent.relative_to(folder).as_posix()
+            parts["records"].update((f"{folder_name}: {key}", value) for key, value in _events(path).items())
+            continue
+        if path.suffix != ".distcp":
             files.append(name)
         if path.name == "metrics.jsonl":
             for number, line in enumerate(path.read_text().splitlines()):

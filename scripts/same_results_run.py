@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 #: Seconds after which a run is killed.
-LIMIT = 240
+LIMIT = 600
 #: What the ranks would each import. Nothing of the checkout, and nothing that starts a thread.
 PRELOAD = (
     "torch",
@@ -164,6 +164,7 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         if any(statuses):
             break
     result = folder.with_name(folder.name + ".json")
+    # In a process of its own, since torch starts threads when it reads a checkpoint.
     status = _wait([_forked(lambda: result.write_text(json.dumps(digest(Path("."), outcome, case["program"]))))])
     if status != [0]:
         raise RuntimeError("what it left behind cannot be read")
@@ -197,14 +198,14 @@ def main() -> None:
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
     sys.path.insert(0, str(checkout))
-    found = importlib.util.find_spec("megatron_lossy")
+    found = importlib.util.find_spec("megatron_lossy")  # without importing it
     if found is None or not Path(found.origin or "").resolve().is_relative_to(checkout):
         sys.exit(f"{checkout} is not the megatron_lossy that Python finds, which is {found and found.origin}")
     for module in PRELOAD:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    # A checkout is only read.
-    sys.pycache_prefix = str(scratch / "pycache")
+    # A checkout is only read; what its modules compile to is put aside, once for all ranks.
+    sys.pycache_prefix, sys.dont_write_bytecode = str(scratch / "pycache"), False
     print(json.dumps(_describe()), file=answers)
     for line in sys.stdin:
         case = json.loads(line)

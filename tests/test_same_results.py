@@ -1,0 +1,147 @@
+"""scripts/same_results.py: what it says of two outcomes, and which questions it refuses."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+CASES = ("lossless/bf16", "seed")
+
+
+@pytest.fixture
+def cases(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from same_results_cases import all_cases
+
+    return {case.name: case for case in all_cases(pretrain=True)}
+
+
+def outcome(**changes):
+    """What a case left behind, made by hand."""
+    return {
+        "statuses": [[0, 0]],
+        "errors": "",
+        "console": [" iteration 1/ 6 | lm loss: 5.9", "  saved checkpoint"],
+        "records": {"metrics.jsonl: train 1/lm loss": "5.91", "metrics.jsonl: train 2/lm loss": "5.82"},
+        "weights": {"iter_0000006: output_layer.weight": "float32[384, 64] c807 norm 3.49"},
+        "replicas": {},
+        "log": {"rank_0.parquet: row 1": "0 grad dense-e0-s0-c0 -1 1 0 4 1 - -"},
+        "log metadata": {},
+        "settings": {"run config/p_grad": "0.3"},
+        "files": ["metrics.jsonl"],
+    } | changes
+
+
+def write(path, cases, outcomes, **machine):
+    content = {
+        "format": 1,
+        "machine": {"processor": "a", "torch": "2.13.0"} | machine,
+        "cases": {name: {"case": cases[name].spelled, "outcome": outcome} for name, outcome in outcomes.items()},
+    }
+    path.write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture
+def same_results(cases, monkeypatch, capsys):
+    """Call the script; returns exit status, output and errors."""
+    import same_results
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["same_results.py", *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            same_results.main()
+        return left.value.code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def compare(cases, same_results, tmp_path):
+    """What the script says of two outcomes of one case."""
+
+    def call(old, new):
+        files = [write(tmp_path / f"{name}.json", cases, {CASES[0]: it}) for name, it in (("old", old), ("new", new))]
+        return same_results(*files, "--only", CASES[0])
+
+    return call
+
+
+def test_equal_outcomes_are_the_same(compare):
+    more = outcome(settings={"run config/p_grad": "0.3", "run config/p_of_tomorrow": "0.0"})
+    status, text, _ = compare(outcome(), more)
+    assert status == 0 and "1 same" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"weights": {"iter_0000006: output_layer.weight": "float32[384, 64] c808 norm 3.49"}}, "c807 norm 3.49 / "),
+        ({"records": {"metrics.jsonl: train 1/lm loss": "5.91"}}, "train 2/lm loss: 5.82 / not there"),
+        ({"settings": {}}, "settings: 1 of 1, first run config/p_grad: 0.3 / not there"),
+        ({"log": {"rank_0.parquet: row 1": "0 grad dense-e0-s0-c0 -1 1 0 4 2 - -"}}, "log: 1 of 1"),
+        ({"console": [" iteration 1/ 6 | lm loss: 6.0"]}, "console: line 1: iteration 1/ 6 | lm loss: 5.9 / "),
+        ({"files": ["metrics.jsonl", "more"]}, "files: more"),
+        ({"statuses": [[1, -9]], "errors": "a\nValueError: no\n"}, "NEW fails: exit status 1 instead of 0: ValueError: no"),
+        ({"statuses": [[2]], "errors": "error: unrecognized arguments: --bf16"}, "not there in NEW: --bf16"),
+    ],
+)
+def test_a_difference_is_told_and_gives_status_1(compare, changes, told):
+    status, text, _ = compare(outcome(), outcome(**changes))
+    assert status == 1 and told in text
+
+
+def test_what_the_old_checkout_does_not_know_is_no_difference(compare):
+    unknown = outcome(statuses=[[2]], errors="error: unrecognized arguments: --bf16")
+    status, text, _ = compare(unknown, outcome())
+    assert status == 0 and "not there in OLD: --bf16" in text
+
+
+def test_a_case_that_was_not_recorded_is_not_the_same(cases, same_results, tmp_path):
+    old = write(tmp_path / "old.json", cases, {CASES[0]: outcome()})
+    new = write(tmp_path / "new.json", cases, {name: outcome() for name in CASES})
+    status, text, _ = same_results(old, new, "--only", *CASES)
+    assert status == 1 and "not recorded in OLD" in text and "1 same" in text
+    content = json.loads(old.read_text())
+    content["cases"][CASES[0]]["case"][0] = 7
+    old.write_text(json.dumps(content))
+    status, text, _ = same_results(old, new, "--only", CASES[0])
+    assert status == 1 and "recorded with other flags in OLD" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "0 paths: needs OLD and NEW, or OLD and --record FILE"),
+        (["{here}", "{here}/nowhere"], "nowhere: does not exist"),
+        (["{here}", "{here}"], "has no megatron_lossy"),
+        (["{old}", "{new}"], "made with torch 2.13.0, here it is 2.14.0"),
+        (["{here}/broken", "{new}"], "must be a checkout, or a file that --record wrote"),
+        (["{old}", "{new}", "--only", "nothing like it"], "no such case"),
+        (["{old}", "{new}", "--megatron-lm", "{here}"], "has no pretrain_gpt.py"),
+        (["{old}", "{new}", "--jobs", "0"], "must be at least 1"),
+        (["{old}", "{new}", "--sideways"], "unrecognized arguments: --sideways"),
+    ],
+)
+def test_wrong_usage_is_refused_in_one_line(cases, same_results, tmp_path, arguments, told):
+    (tmp_path / "broken").write_text("{")
+    places = {
+        "here": tmp_path,
+        "old": write(tmp_path / "old.json", cases, {}),
+        "new": write(tmp_path / "new.json", cases, {}, torch="2.14.0"),
+    }
+    status, _, errors = same_results(*(argument.format(**places) for argument in arguments))
+    assert status == 2 and errors.count("\n") == 1 and told in errors
+
+
+def test_the_matrix_names_every_rule_unit_and_overlap_once(cases):
+    folders = {"".join(letter if letter.isalnum() else "-" for letter in name) for name in cases}
+    assert len(folders) == len(cases)
+    for ranks in ("2 ranks", "4 ranks"):
+        assert sum(name.startswith(ranks) for name in cases) == 4 * 3 * 3
+    quick = " ".join(" ".join(case.runs) for case in cases.values() if case.quick)
+    for word in """renormalize-remote previous zero shard bucket packet --overlap-grad-reduce --overlap-param-gather
+        --virtual-workers --bf16 gilbert-elliott trace --load --save-replicas --tensor-model-parallel-size""".split():
+        assert word in quick
