@@ -12,7 +12,6 @@ from megatron.core import parallel_state
 from ..run import Run
 from .config import TrainConfig
 from .data import RankBatches
-from .metrics import perplexity as perplexity
 from .workers import Workers
 
 

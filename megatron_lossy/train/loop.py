@@ -27,9 +27,9 @@ from . import parallel
 from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .data import RankBatches, build_datasets
-from .evaluate import evaluate, mean_loss, perplexity
+from .evaluate import evaluate, mean_loss
 from .log import Console, Silent
-from .metrics import check_wandb
+from .metrics import check_wandb, perplexity
 from .model import build_model, transformer_impl
 from .optimizer import build_optimizer, lr_scale
 from .process import launched_ranks
