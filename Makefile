@@ -14,7 +14,7 @@ run: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest -q
 
-# Long chains: what a change seldom breaks and what takes many starts of the interpreter to see.
+# Long chains, most of whose time goes into starting interpreters.
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -q -m slow
 

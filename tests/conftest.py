@@ -14,9 +14,12 @@ def pytest_addoption(parser):
     parser.addoption("--megatron-lm", metavar="PATH", help="checkout of Megatron-LM core_v0.16.1 to run the plugin against")
 
 
-def pytest_sessionstart(session):
-    """The fork server imports torch and megatron-core while pytest collects, which needs them too."""
-    if not session.config.option.collectonly:
+def pytest_make_collect_report(collector):
+    """The fork server imports torch and megatron-core while pytest collects, which needs them too.
+
+    Not earlier: pytest captures what the server and its ranks print only if it starts while a file is collected.
+    """
+    if isinstance(collector, pytest.File) and not collector.config.option.collectonly:
         multiprocessing.forkserver.ensure_running()
 
 
