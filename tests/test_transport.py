@@ -216,7 +216,11 @@ def test_a_group_keeps_the_last_delivery_and_hands_it_over():
     group = group_in_memory(config, rank=1)
     for step in range(5):
         replica = torch.full((24,), -1.0)
-        transfer = group.all_gather(0, replica, step, lambda: replica.fill_(step) and None)
+
+        def collective(replica=replica, step=step):
+            replica.fill_(step)
+
+        transfer = group.all_gather(0, replica, step, collective)
         assert (replica == step).all()  # the collective is reliable; nothing is put back before the wait
         delivery = transfer.wait()
         assert isinstance(delivery, Delivery) and group.last["param"] is delivery is transfer.wait()

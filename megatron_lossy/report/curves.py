@@ -101,7 +101,7 @@ def plot_scalars(runs: Sequence[Run], names: Sequence[str], path: str | Path) ->
     for name in names[1:]:
         legend.append(Line2D([], [], color="grey", linewidth=2.2, linestyle="--", label=f"{name}, running mean"))
     axes.legend(handles=legend, fontsize=15, title="loss rate", title_fontsize=15)
-    replace_file(Path(path), lambda aside: figure.savefig(aside))
+    replace_file(Path(path), lambda aside: figure.savefig(aside, format=Path(path).suffix[1:]))
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
