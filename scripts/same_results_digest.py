@@ -90,7 +90,8 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if "lossy_replicas" not in file.parts:
             content = torch.load(file, weights_only=False, map_location="cpu")
             name = file.relative_to(folder).with_suffix("").as_posix()
-            settings.update(flatten(content.pop("args", {}), f"{name} args"))
+            if "args" in content:
+                settings.update(flatten(content.pop("args"), f"{name} args"))
             leaves.update(flatten(content, name))
     if (folder / ".metadata").exists():
         for key, value in dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata.items():
