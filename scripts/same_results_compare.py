@@ -1,4 +1,4 @@
-"""Two outcomes of a case beside each other: the half of scripts/same_results.py that judges."""
+"""Two outcomes of a case beside each other: the part of scripts/same_results.py that judges."""
 
 from __future__ import annotations
 
