@@ -157,7 +157,8 @@ def _metrics(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any], str]]
         record = json.loads(line)
         words = filter(None, (record.get("kind"), record.get("iteration"), record.get("weights")))
         place = f"{name}: {' '.join(map(str, words))} (line {number})"
-        yield "settings", flatten(record.pop("config", {})), f"{place} config/"
+        if "config" in record:
+            yield "settings", flatten(record.pop("config")), f"{place} config/"
         yield "records", flatten({key: value for key, value in record.items() if key not in _INCIDENTAL}), f"{place}/"
 
 
