@@ -14,11 +14,13 @@ The exit status is 0 if all cases are the same, 1 if one differs, 2 if the quest
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -117,8 +119,9 @@ class Checkout:
             file.unlink()
 
     def close(self) -> None:
-        """End the process."""
-        self._process.stdin.close()
+        """End the process, and the runs that are still going."""
+        with contextlib.suppress(OSError):
+            self._process.send_signal(signal.SIGINT)
         self._process.wait()
         self._errors.close()
 
@@ -176,6 +179,7 @@ class Comparison:
         self.verdicts: dict[str, Verdict] = {}
         self.machines: dict[int, dict[str, str]] = {}
         self._failure: Exception | None = None
+        self._runners: list[Checkout] = []
         for number, side in enumerate(sides):
             if side in self._recorded:
                 self._same_machine(number, self._recorded[side].machine)
@@ -185,8 +189,12 @@ class Comparison:
         threads = [threading.Thread(target=self._work, args=(number,), daemon=True) for number in range(jobs)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            for runner in self._runners:
+                runner.close()
         if self._failure:
             raise self._failure
 
@@ -194,10 +202,9 @@ class Comparison:
         runners: list[Any] = []
         try:
             for k, side in enumerate(self._sides):
-                scratch = self._scratch / f"{'old' if k == 0 else 'new'}{number}"
-                runners.append(
-                    self._recorded.get(side) or Checkout(side, scratch, self._arguments.megatron_lm)
-                )
+                scratch = self._scratch / f"{'new' if k else 'old'}{number}"
+                runners.append(self._recorded.get(side) or Checkout(side, scratch, self._arguments.megatron_lm))
+                self._runners += [runner for runner in runners[k:] if isinstance(runner, Checkout)]
             for k, runner in enumerate(runners):
                 if isinstance(runner, Checkout):
                     self._same_machine(k, runner.describe())
@@ -207,9 +214,6 @@ class Comparison:
             pass
         except Exception as error:
             self._failure = self._failure or error
-        for runner in runners:
-            if isinstance(runner, Checkout):
-                runner.close()
 
     def _same_machine(self, number: int, machine: dict[str, str]) -> None:
         with self._lock:
@@ -294,6 +298,8 @@ def main() -> None:
         comparison.run(min(arguments.jobs, len(cases)))
     except Broken as error:
         refuse(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
     finally:
         if not arguments.keep:
             shutil.rmtree(scratch, ignore_errors=True)

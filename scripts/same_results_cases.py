@@ -19,7 +19,11 @@ PRETRAIN = """--transformer-impl local --use-cpu-initialization --no-gradient-ac
 --vocab-size 4999 --eval-interval 3 --eval-iters 1 --log-interval 1 --attention-backend unfused
 --data-cache-path cache"""
 RULES = ("renormalize", "renormalize-remote", "previous", "zero")
-UNITS = {"shard": "--loss-unit shard", "bucket": "--loss-unit bucket", "packet": "--loss-unit packet --packet-bytes 256"}
+UNITS = {
+    "shard": "--loss-unit shard",
+    "bucket": "--loss-unit bucket",
+    "packet": "--loss-unit packet --packet-bytes 256",
+}
 OVERLAPS = {
     "none": "",
     "grad": "--overlap-grad-reduce --ddp-bucket-size 9000",

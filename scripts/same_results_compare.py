@@ -1,4 +1,4 @@
-"""Two outcomes of a case beside each other: the half of scripts/same_results.py that judges."""
+"""Two outcomes of a case beside each other: the part of scripts/same_results.py that judges."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[s
         differences.append(f"message: {old['errors'].strip()} / {new['errors'].strip()}")
     for number, (line, other) in enumerate(zip(old["console"], new["console"]), start=1):
         if line != other:
-            differences.append(f"console: line {number}: {line.strip()} / {other.strip()}")
+            columns = zip(line.split(" | "), other.split(" | "))
+            before, after = next((pair for pair in columns if pair[0] != pair[1]), (line, other))
+            differences.append(f"console: line {number}: {before.strip()} / {after.strip()}")
             break
     else:
         if len(old["console"]) != len(new["console"]):

@@ -1,4 +1,4 @@
-"""What a run left behind, as plain values that can be compared and kept: the half of scripts/same_results.py that reads.
+"""What runs left behind, as plain values that can be compared and kept: the part of scripts/same_results.py that reads.
 
 It reads formats, not code: metrics.jsonl, checkpoints of megatron.core.dist_checkpointing, saved replicas, the
 delivery log, and what was printed. Times and versions are left out.
@@ -12,8 +12,11 @@ import hashlib
 import io
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from same_results_compare import PARTS
 
 #: Of a "run" record: says when and with what it was made.
 _INCIDENTAL = {"versions", "hardware", "date", "seconds"}
@@ -90,7 +93,8 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         if "lossy_replicas" not in file.parts:
             content = torch.load(file, weights_only=False, map_location="cpu")
             name = file.relative_to(folder).with_suffix("").as_posix()
-            settings.update(flatten(content.pop("args", {}), f"{name} args"))
+            if "args" in content:
+                settings.update(flatten(content.pop("args"), f"{name} args"))
             leaves.update(flatten(content, name))
     if (folder / ".metadata").exists():
         for key, value in dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata.items():
@@ -105,6 +109,12 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return {path: value for path, value in leaves.items() if "seconds" not in path}, settings
 
 
+def _word(value: Any) -> str:
+    if isinstance(value, bytes):
+        return value.hex() if len(value) <= 8 else _sha(value)
+    return "-" if value is None else str(value)
+
+
 def _log(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
     """(rows, metadata, settings) of a file of the delivery log."""
     import pyarrow.parquet as pq
@@ -113,8 +123,7 @@ def _log(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
     table = file.read()
     rows = [" ".join(table.column_names)]
     for row in zip(*(column.to_pylist() for column in table.columns)):
-        words = (("-" if v is None else v.hex() if len(v) <= 8 else _sha(v)) if not isinstance(v, int | str) else v for v in row)
-        rows.append(" ".join(map(str, words)))
+        rows.append(" ".join(map(_word, row)))
     meta = json.loads((file.metadata.metadata or {}).get(b"megatron_lossy", b"{}"))
     meta.pop("version", None)
     settings = flatten(meta.pop("loss", {}), "loss")
@@ -143,56 +152,63 @@ def _console(texts: list[str], program: str) -> list[str]:
     return lines
 
 
+def _metrics(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        record = json.loads(line)
+        words = filter(None, (record.get("kind"), record.get("iteration"), record.get("weights")))
+        place = f"{name}: {' '.join(map(str, words))} (line {number})"
+        if "config" in record:
+            yield "settings", flatten(record.pop("config")), f"{place} config/"
+        yield "records", flatten({key: value for key, value in record.items() if key not in _INCIDENTAL}), f"{place}/"
+
+
+def _left(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """What the file or folder ``path`` says: the part of the outcome, values, and what to put before their names."""
+    if path.is_dir():
+        if re.fullmatch(r"iter_\d{7}", path.name):
+            weights, settings = _checkpoint(path)
+            yield "weights", weights, f"{name}: "
+            yield "settings", settings, f"{name}: "
+    elif _is_replica(path):
+        import torch
+
+        yield "replicas", flatten(torch.load(path, weights_only=False, map_location="cpu")), f"{name}: "
+    elif "tfevents" in path.name:
+        yield "records", _events(path), f"{name.rpartition('/')[0]}: "
+    elif path.name == "metrics.jsonl":
+        yield from _metrics(path, name)
+    elif path.name in ("settings.json", "_run.json"):
+        values = json.loads(path.read_text())
+        values.pop("version", None)
+        yield "settings", flatten(values), f"{name}/"
+    elif path.suffix == ".parquet":
+        rows, meta, settings = _log(path)
+        yield "log", {f"row {number}": row for number, row in enumerate(rows)}, f"{name}: "
+        yield "log metadata", meta, f"{name}: "
+        yield "settings", settings, f"{name}: "
+
+
+def _is_replica(path: Path) -> bool:
+    return "lossy_replicas" in path.parts
+
+
 def digest(folder: Path, outcome: dict[str, Any], program: str) -> dict[str, Any]:
     """Everything that is compared of a case.
 
     ``settings`` are flags on record, of which a later version may have more; all else must be equal.
     """
-    result: dict[str, Any] = {"statuses": [], "errors": "", "console": []}
-    parts: dict[str, dict[str, Any]] = {
-        name: {} for name in ("records", "weights", "replicas", "log", "log metadata", "settings")
-    }
+    result: dict[str, Any] = {"statuses": [], "errors": "", "console": [], "files": []}
+    parts: dict[str, dict[str, Any]] = {name: {} for name in PARTS}
     for run in outcome["runs"]:
         result["statuses"].append(run["statuses"])
         result["console"] += _console(run["output"], program)
         if any(run["statuses"]):
             result["errors"] = run["errors"]
-    files = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_dir():
-            if re.fullmatch(r"iter_\d{7}", path.name):
-                weights, settings = _checkpoint(path)
-                parts["weights"].update((f"{name}: {key}", value) for key, value in weights.items())
-                parts["settings"].update((f"{name}: {key}", value) for key, value in settings.items())
-            continue
-        if "lossy_replicas" in path.parts:
-            import torch
-
-            replicas = flatten(torch.load(path, weights_only=True, map_location="cpu"))
-            parts["replicas"].update((f"{name}: {key}", value) for key, value in replicas.items())
-            continue
-        if "tfevents" in path.name:
-            folder_name = path.parent.relative_to(folder).as_posix()
-            parts["records"].update((f"{folder_name}: {key}", value) for key, value in _events(path).items())
-            continue
-        if path.suffix != ".distcp":
-            files.append(name)
-        if path.name == "metrics.jsonl":
-            for number, line in enumerate(path.read_text().splitlines()):
-                record = json.loads(line)
-                place = f"{name}: {record.get('kind')} {record.get('iteration', '')} {record.get('weights', '')}".strip()
-                place += f" (line {number + 1})"
-                parts["settings"].update(flatten(record.pop("config", {}), f"{place} config"))
-                kept = {key: value for key, value in record.items() if key not in _INCIDENTAL}
-                parts["records"].update(flatten(kept, place))
-        elif path.name in ("settings.json", "_run.json"):
-            values = json.loads(path.read_text())
-            values.pop("version", None)
-            parts["settings"].update(flatten(values, name))
-        elif path.suffix == ".parquet":
-            rows, meta, settings = _log(path)
-            parts["log"].update((f"{name}: row {number}", row) for number, row in enumerate(rows))
-            parts["log metadata"].update((f"{name}: {key}", value) for key, value in meta.items())
-            parts["settings"].update((f"{name}: {key}", value) for key, value in settings.items())
-    return {**result, **parts, "files": files}
+        for part, values, before in _left(path, name):
+            parts[part].update((before + key, value) for key, value in values.items())
+        # Others may be divided among files, or named, otherwise.
+        if path.is_file() and not (_is_replica(path) or path.suffix == ".distcp" or "tfevents" in name):
+            result["files"].append(name)
+    return result | parts

@@ -10,6 +10,7 @@ Of the checkout only the command lines are used, so that its insides may change 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import json
@@ -25,6 +26,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from same_results_digest import digest
 
 #: Seconds after which a run is killed.
 LIMIT = 600
@@ -144,8 +147,6 @@ def _output(name: str, ranks: int, suffix: str) -> list[str]:
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The outcome of ``case``, whose runs work in ``folder``."""
-    from same_results_digest import digest
-
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     os.chdir(folder)
@@ -197,14 +198,15 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
-    sys.path.insert(0, str(checkout))
+    sys.path[0] = str(checkout)  # instead of the folder of this file
     found = importlib.util.find_spec("megatron_lossy")  # without importing it
     if found is None or not Path(found.origin or "").resolve().is_relative_to(checkout):
-        sys.exit(f"{checkout} is not the megatron_lossy that Python finds, which is {found and found.origin}")
+        sys.exit(f"Python finds no megatron_lossy there but {found and found.origin}")
     for module in PRELOAD:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     # A checkout is only read; what its modules compile to is put aside, once for all ranks.
+    gc.freeze()  # or the collector would copy to every rank what is shared with it
     sys.pycache_prefix, sys.dont_write_bytecode = str(scratch / "pycache"), False
     print(json.dumps(_describe()), file=answers)
     for line in sys.stdin:
