@@ -250,8 +250,8 @@ class LossyConfig:
     )
     save_replicas: bool = flag(
         False,
-        "checkpoints also hold the stale units and the state of --grad-recovery previous, so that a resumed run "
-        "continues bit for bit",
+        "checkpoints also hold the stale units and what --grad-recovery keeps, so that a resumed run continues bit "
+        "for bit",
     )
     drift_interval: int = flag(
         0,

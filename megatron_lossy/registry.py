@@ -1,4 +1,4 @@
-"""The channels and rules by the values of their flags: one line each, here and nowhere else.
+"""The channels and rules by the values of their flags. Each has one line here, and its name in its own class.
 
 A name stands for ``module:Class``, imported when it is first asked for: the flags are known where torch is not
 installed, and ``config`` depends on no implementation. Packages of others add names by entry points, for example
@@ -48,11 +48,14 @@ class Registry:
             target = self._targets[name]
             module, _, attribute = target.partition(":")
             try:
-                self._loaded[name] = getattr(importlib.import_module(module), attribute)
+                loaded = getattr(importlib.import_module(module), attribute)
+                if getattr(loaded, "name", None) != name:  # it is made again from its own name
+                    raise AttributeError(f"its attribute name must be {name!r}")
             except (ImportError, AttributeError) as error:
                 if name in self.built_in:
                     raise
                 raise UsageError(f"{name}: the entry point {target} of {self.group} fails ({error})") from None
+            self._loaded[name] = loaded
         return self._loaded[name]
 
 

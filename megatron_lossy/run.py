@@ -11,7 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,13 +41,21 @@ def make_observers(config: LossyConfig) -> list[Observer]:
     return observers
 
 
+class Stream(Protocol):
+    """Exchanges that are observed together."""
+
+    def delivery(self, phase: str, step: int) -> Delivery | None:
+        """What arrived in ``step``, at all ranks of this process; ``None`` in a phase without loss."""
+
+
 class Run(ABC):
     """What all runs share.
 
     ``iteration`` counts attempted iterations; gradient exchanges of the next one are keyed by it. ``update`` is the
     iteration of the last successful update, which keys parameter exchanges; ``None`` while all replicas are equal.
     ``after_update``: functions of the run, called in order after every successful update, before the iteration
-    counts as over: what replicas do beside the gradient exchange. ``steps``: length of the run, if known, to refuse
+    counts as over: what replicas do beside the gradient exchange. The gather of the update may still be under way;
+    :meth:`settle` ends it. ``steps``: length of the run, if known, to refuse
     a trace that is too short.
     """
 
@@ -66,9 +74,10 @@ class Run(ABC):
     def groups(self) -> list[LossyGroup]:
         """The lossy groups of every worker of this process."""
 
+    @property
     @abstractmethod
-    def deliveries(self, phases: Sequence[str]) -> list[Delivery]:
-        """What arrived in this iteration, stream by stream, in those of ``phases`` that can lose something."""
+    def streams(self) -> Sequence[Stream]:
+        """What has deliveries of its own: the groups of a real rank, the streams of a virtual cluster."""
 
     @abstractmethod
     def replicas(self) -> Sequence[Replicas]:
@@ -100,7 +109,7 @@ class Run(ABC):
     def replica_file(self) -> str:
         """The name of this process's file of saved replicas."""
 
-    def missing(self, folder: str | os.PathLike, path: Path) -> UsageError:
+    def error_of_missing(self, folder: str | os.PathLike, path: Path) -> UsageError:
         """The error that the checkpoint in ``folder`` lacks the saved replicas at ``path``."""
         if path.parent.is_dir():
             return refuse("--save-replicas", path, f"is missing; the run must have the world size of {folder}")
@@ -138,9 +147,11 @@ class Run(ABC):
         if not self.observers:
             return
         happened = {"grad": not all_reduced, "param": successful}
-        for delivery in self.deliveries([phase for phase in PHASES if happened[phase]]):
-            for observer in self.observers:
-                observer.observe(delivery)
+        for stream in self.streams:
+            for phase in PHASES:
+                delivery = stream.delivery(phase, self.iteration) if happened[phase] else None
+                for observer in self.observers if delivery is not None else ():
+                    observer.observe(delivery)
         for observer in self.observers:
             observer.finish_iteration(self.iteration, successful, self._look)
 
@@ -182,16 +193,16 @@ class Run(ABC):
             return
         state = {
             "format": FORMAT,
-            "identity": self._identity(),
+            "identity": self._whole_identity(),
             "iteration": self.iteration,
             "update": self.update,
             "replicas": self.replica_state(),
-            "recovery": [[rule.state_dict() for rule in group.rules] for group in self.groups],
+            "recovery": [group.state_dict() for group in self.groups],
             "observers": states_of(self.observers),
         }
         path = Path(folder, REPLICAS, self.replica_file())
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda aside: torch.save(state, aside))
+        replace_file(path, lambda aside: _save(state, aside))
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
         """With ``--save-replicas``: restore what :meth:`save_replicas` wrote, after the checkpoint was loaded.
@@ -202,23 +213,25 @@ class Run(ABC):
             return
         path = Path(folder, REPLICAS, self.replica_file())
         if not path.is_file():
-            raise self.missing(folder, path)
+            raise self.error_of_missing(folder, path)
         state = _upgraded(torch.load(path, map_location=self.device, weights_only=True))
-        for name, value in self._identity().items():
+        for name, value in self._whole_identity().items():
             saved = state["identity"].get(name)
             if saved != value:
                 raise refuse("--save-replicas", f"with {folder}", f"{name} was {saved} there and is {value} here")
+        for what, saved, here in (
+            ("buckets", len(state["replicas"]), len(self.replica_state())),
+            ("groups", len(state["recovery"]), len(self.groups)),
+        ):
+            if saved != here:
+                raise UsageError(f"--save-replicas with {folder}: it has {saved} {what}, the run {here}")
         self.iteration, self.update = state["iteration"] or self.iteration, state["update"]
-        try:
-            self.load_replica_state(state["replicas"])
-        except ValueError as error:
-            raise UsageError(f"--save-replicas with {folder}: {error}") from None
-        for group, rules in zip(self.groups, state["recovery"], strict=True):
-            for rule, saved in zip(group.rules, rules, strict=True):
-                rule.load_state_dict(saved, self.device)
+        self.load_replica_state(state["replicas"])
+        for group, saved in zip(self.groups, state["recovery"], strict=True):
+            group.load_state_dict(saved, self.device)
         load_states(self.observers, state["observers"])
 
-    def _identity(self) -> dict[str, Any]:
+    def _whole_identity(self) -> dict[str, Any]:
         config = self.config
         return {
             **self.identity(),
@@ -228,14 +241,19 @@ class Run(ABC):
         }
 
 
+def _save(state: dict[str, Any], path: Path) -> None:
+    with open(path, "wb") as file:  # given a path, torch would write its name into the file
+        torch.save(state, file)
+
+
 def _upgraded(state: dict[str, Any]) -> dict[str, Any]:
-    """Saved replicas as they are written now. Those of version 0.1.0 have no format, and two layouts."""
+    """Saved replicas as they are written now. Those written before there was a format had two layouts."""
     if "format" in state:
         if state["format"] != FORMAT:
             raise refuse("--save-replicas", f"format {state['format']}", f"is of another version; this one reads {FORMAT}")
         return state
     if "versions" not in state:  # of a real rank
-        return {**state, "replicas": state["stale"]}
+        return {**state, "replicas": state["stale"], "recovery": [{"grad": rules} for rules in state["recovery"]]}
     current = state["versions"][0]["current"]
     names = ("workers", "--loss-unit", "--packet-bytes", "--grad-recovery")
     return {
@@ -243,6 +261,6 @@ def _upgraded(state: dict[str, Any]) -> dict[str, Any]:
         "iteration": None,
         "update": None if current < 0 else current,
         "replicas": state["versions"],
-        "recovery": [rules for group in state["recovery"] for rules in group],
+        "recovery": [{"grad": rules} for group in state["recovery"] for rules in group],
         "observers": state["observers"],
     }

@@ -462,3 +462,17 @@ def test_megatron_itself_checks_its_flags(flags, message, megatron_lm, data, tmp
     else:
         with pytest.raises(UsageError, match=message):
             check(plan, starting=False)
+
+
+def test_a_program_without_megatron_is_refused_in_one_line(tmp_path):
+    """Nothing of ours imports Megatron before the line that says that it is missing."""
+    program = tmp_path / "pretrain_gpt.py"
+    program.write_text("")
+    code = (
+        "import sys; sys.modules['megatron'] = None\n"
+        f"sys.argv = ['check', {str(program)!r}, '--p-grad', '0.1']\n"
+        "from megatron_lossy.launch.megatron_flags import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"--program {program}: megatron.training cannot be imported from its folder" in done.stderr

@@ -82,7 +82,7 @@ def as_version_0_1_0(file: Path) -> None:
     state = torch.load(file, weights_only=True)
     if file.name == "virtual.pt":
         workers = state["identity"]["workers"]
-        recovery, streams = state["recovery"], len(state["replicas"])
+        recovery, streams = [group["grad"] for group in state["recovery"]], len(state["replicas"])
         state = {
             **state["identity"],
             "versions": state["replicas"],
@@ -91,6 +91,7 @@ def as_version_0_1_0(file: Path) -> None:
         }
     else:
         state["stale"] = state.pop("replicas")
+        state["recovery"] = [group["grad"] for group in state["recovery"]]
         del state["format"]
     torch.save(state, file)
 

@@ -1,6 +1,7 @@
 """How exchanges cross: deliveries, transfers, and the public lossy collectives on real gloo ranks without Megatron."""
 
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -224,7 +225,7 @@ def test_a_group_keeps_the_last_delivery_and_hands_it_over():
         assert (replica == step).all()  # the collective is reliable; nothing is put back before the wait
         delivery = transfer.wait()
         assert isinstance(delivery, Delivery) and group.last["param"] is delivery is transfer.wait()
-        lost = np.repeat(group.stale[0].lost(delivery), 2, axis=1).ravel()
+        lost = np.repeat(group.rules["param"][0].lost(delivery), 2, axis=1).ravel()
         assert np.array_equal((replica == -1).numpy(), lost)
     # A delivery that was observed, and that nobody could draw, is what a reliable gather puts back.
     observed = np.zeros((3, 4), dtype=bool)
@@ -256,5 +257,30 @@ def test_a_transfer_is_waited_for_and_completed_once():
     assert transfer.wait() == transfer.wait() == "delivery"
     assert acts == ["delivery", "second"] and work.waited == 1
     # Megatron waits for the coalescing context; what carried the exchange must not be waited for again.
-    other = Transfer(Work(), lambda: "delivery").then(acts.append)
-    assert other.complete() == "delivery" and other._work.waited == 0
+    work = Work()
+    other = Transfer(work, lambda: "delivery").then(acts.append)
+    assert other.complete() == other.wait() == "delivery" and work.waited == 0
+
+
+def test_a_transfer_that_failed_has_not_arrived():
+    class Broken(Work):
+        def wait(self):
+            super().wait()
+            raise RuntimeError("connection reset")
+
+    acts = []
+    transfer = Transfer(Broken(), lambda: "delivery").then(acts.append)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="connection reset"):
+            transfer.wait()
+    assert not acts
+
+
+def test_a_transfer_lets_go_of_what_it_held():
+    kept = torch.ones(3)
+    alive = weakref.ref(kept)
+    transfer = Transfer(Work(), lambda: "delivery").then(lambda _, kept=kept: kept.zero_())
+    del kept
+    assert alive() is not None
+    transfer.wait()
+    assert alive() is None

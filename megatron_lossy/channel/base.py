@@ -30,7 +30,7 @@ class Channel(ABC):
 
     #: The value of ``--loss-model``.
     name: ClassVar[str]
-    #: Flags that only this channel reads; ``{phase}`` stands for the phase.
+    #: Flags without a default that only this channel reads; ``{phase}`` stands for the phase.
     flags: ClassVar[tuple[str, ...]] = ()
     #: Whether the flags alone say what is lost, so that a record needs a digest only.
     redrawable: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""The law of losses that the flags ask for, of those that need no delivery log."""
+"""The law of losses that the flags ask for. Replaying a delivery log is the transport's."""
 
 from __future__ import annotations
 

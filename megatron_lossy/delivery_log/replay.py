@@ -74,9 +74,6 @@ class Recorded(Channel):
     skipped, a phase without loss) loses nothing. Raises :class:`UsageError` for an iteration without records.
     """
 
-    name = "trace"
-    redrawable = False
-
     def __init__(self, config: LossyConfig, path: Path) -> None:
         super().__init__(config.phase("grad"), config.loss_seed)
         check_pyarrow("--trace", path)

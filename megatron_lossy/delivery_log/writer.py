@@ -145,6 +145,8 @@ class DeliveryLog(Observer):
         self._entries, self._size = [], 0
         self._first = self._end = iteration
         self._checked = True
+        for unfinished in self._folder.glob(f".rank_{self._rank:05d}_*.tmp"):  # of a killed run
+            unfinished.unlink(missing_ok=True)
         for path, first, last in self._own_files():
             if last >= iteration:
                 self._cut(path, first, iteration)

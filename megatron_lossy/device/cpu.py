@@ -8,7 +8,6 @@ from the CPU. Functions under ``torch.compile`` run eagerly: compiling for the C
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -112,7 +111,6 @@ def _tensor_cuda(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return tensor
 
 
-@functools.wraps(torch._C.TensorBase.type)
 def _tensor_type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """``Tensor.type``, which without arguments names the CUDA type as it would on a GPU."""
     result = torch._C.TensorBase.type(tensor, *args, **kwargs)

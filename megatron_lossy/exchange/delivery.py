@@ -1,7 +1,6 @@
 """What an exchange returns: which units arrived. A channel draws it, a real network reports it; nobody else can tell.
 
-One record for all: recovery rules, monitors, the delivery log and checkpoints are handed it, and none of them asks
-for a delivery by its step.
+One record for all: recovery rules, monitors, the delivery log and checkpoints are handed it.
 """
 
 from __future__ import annotations

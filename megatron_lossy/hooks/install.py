@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 
 from ..config import LossyConfig
 from ..errors import UsageError
@@ -11,7 +12,7 @@ from . import megatron_core
 from .runtime import Lossy
 from .versions import check_version
 
-_current: Lossy | None = None
+_current: weakref.ref[Lossy] | None = None
 
 
 def install(config: LossyConfig, steps: int | None = None) -> Lossy:
@@ -22,7 +23,8 @@ def install(config: LossyConfig, steps: int | None = None) -> Lossy:
     not as expected, ``RuntimeError`` if hooks are already installed.
     """
     global _current
-    if _current is not None and _current.installed:
+    before = _current() if _current is not None else None
+    if before is not None and before.installed:
         raise RuntimeError("the hooks are already installed; call uninstall() on what install() returned first")
     try:
         import megatron.core
@@ -32,7 +34,7 @@ def install(config: LossyConfig, steps: int | None = None) -> Lossy:
     lossy = Lossy(config, steps)
     lossy.ledger.install([] if config.lossless else megatron_core.patches(lossy))
     lossy.installed = True
-    _current = lossy
+    _current = weakref.ref(lossy)
     return lossy
 
 

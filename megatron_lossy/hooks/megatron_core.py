@@ -92,7 +92,7 @@ def patches(run: Lossy) -> list[Patch]:
         Patch(
             target=f"{_OPTIMIZER}:MixedPrecisionOptimizer.__init__",
             around=partial(after_init, run.add_optimizer),
-            why="learns the loss scale, which --grad-recovery previous must not keep",
+            why="learns the loss scale, without which rules keep gradients",
             versions="all",
             until="the loss scale can be read from DDP",
             takes=Takes(("self", "optimizer", "config", "grad_scaler")),

@@ -5,6 +5,7 @@ Only a checkout of Megatron-LM has megatron.training; the wheel of megatron-core
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
@@ -162,12 +163,15 @@ def load_checkpoint(lossy: Lossy, original: Callable, model: Any, optimizer: Any
     return result
 
 
+_signature = functools.lru_cache(inspect.signature)
+
+
 def training_log(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Around Megatron's log line: the monitors' values follow."""
     from megatron.training import get_args
 
     result = original(*args, **kwargs)
-    iteration = inspect.signature(original).bind(*args, **kwargs).arguments["iteration"]
+    iteration = _signature(original).bind(*args, **kwargs).arguments["iteration"]
     if iteration % get_args().log_interval == 0:
         _write(lossy.metrics(), iteration)
     return result

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import tensor_parallel
 
 from .. import device
 
 
 def rng_state() -> dict[str, Any]:
     """The states of Python, NumPy, torch, the device and Megatron's tracker."""
+    from megatron.core import tensor_parallel  # whose absence others report
+
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -27,6 +28,8 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore :func:`rng_state`."""
+    from megatron.core import tensor_parallel
+
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     tensor_parallel.get_cuda_rng_tracker().set_states(dict(state["tracker"]))  # it keeps and changes what it is given

@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 
 from ..config import PHASES, LossyConfig
-from ..exchange import Delivery, Stream
+from ..exchange import Stream
 from ..ledger import Ledger
 from ..recovery import rows_for
 from ..run import Run
-from ..transport import BucketSpec, LossyGroup, Network, cut_buckets, find_nodes
-from ..transport.collective import CollectiveTransport
-from ..transport.drawn import check_links
+from ..transport import BucketSpec, LossyGroup, Network, find_nodes
 from .buckets import buckets_by_stream
 from .checks import check_ddp
 from .sampling import RankSampler
@@ -74,10 +72,7 @@ class Lossy(Run):
             for _, bucket in buckets
         ]
         networks = {phase: self._network(phase, full, full_ranks) for phase in PHASES}
-        cut = cut_buckets(self.config, specs)
-        check_links(networks, stream, cut, len(members), self.steps)
-        transport = CollectiveTransport(networks, stream, members, dist.get_rank(part), cut)
-        group = LossyGroup(self.config, transport)
+        group = LossyGroup.among(self.config, specs, networks, members, dist.get_rank(part), stream, self.steps)
         for number, (_, bucket) in enumerate(buckets):
             attach(bucket.grad_data, Slot(group, number))
             attach(bucket.param_data, Slot(group, number))
@@ -154,9 +149,9 @@ class Lossy(Run):
     def device(self) -> torch.device:
         return next((bucket.param_data.device for bucket in self._buckets()), torch.device("cpu"))
 
-    def deliveries(self, phases: Sequence[str]) -> list[Delivery]:
-        found = [group.delivery(phase, self.iteration) for group in self.groups for phase in phases]
-        return [delivery for delivery in found if delivery is not None]
+    @property
+    def streams(self) -> list[LossyGroup]:
+        return self.groups
 
     def replicas(self) -> list[RankSampler]:
         result = []
@@ -226,7 +221,7 @@ class Lossy(Run):
         for bucket in self._buckets():
             slot = slot_of(bucket.param_data)
             delivery = slot.group.delivery("param", self.update) if self.update is not None else None
-            rule = slot.group.stale[slot.bucket]
+            rule = slot.group.rules["param"][slot.bucket]
             lost = rule.lost(delivery) if delivery is not None else None
             if lost is None or not lost.any():
                 stale.append(None)
@@ -237,15 +232,13 @@ class Lossy(Run):
 
     def load_replica_state(self, state: list[Any]) -> None:
         buckets = self._buckets()
-        if len(state) != len(buckets):
-            raise ValueError(f"it has {len(state)} buckets, the run {len(buckets)}")
         lost: dict[LossyGroup, dict[int, np.ndarray]] = {group: {} for group in self.groups}
         for bucket, saved in zip(buckets, state, strict=True):
             if saved is None:
                 continue
             slot, (missed, values) = slot_of(bucket.param_data), saved
             lost[slot.group][slot.bucket] = missed.cpu().numpy()
-            units = slot.group.stale[slot.bucket].units
+            units = slot.group.rules["param"][slot.bucket].units
             with torch.no_grad():
                 rows = rows_for(bucket.param_data.device)
                 rows.put_(bucket.param_data, units, lost[slot.group][slot.bucket], values)

@@ -50,14 +50,14 @@ def coalescing_manager(original: Callable, *args: Any, **kwargs: Any) -> Iterato
     outer, _open.transfers = getattr(_open, "transfers", None), transfers
     try:
         with original(*args, **kwargs) as manager:
-            yield Transfer(manager, lambda: _complete(transfers))
+            yield Transfer(manager, lambda: _complete_all(transfers))
     finally:
         _open.transfers = outer
     if not asynchronous:
-        _complete(transfers)
+        _complete_all(transfers)
 
 
-def _complete(transfers: list[Transfer]) -> None:
+def _complete_all(transfers: list[Transfer]) -> None:
     """The collectives of a context have arrived."""
     for transfer in transfers:
         transfer.complete()

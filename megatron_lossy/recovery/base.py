@@ -40,7 +40,7 @@ class Rule(ABC):
     on that. ``units``: how the bucket is cut. ``rank``: this rank's index among the sources of a delivery.
     """
 
-    #: The value of the flag.
+    #: What it is called: for gradients, the value of ``--grad-recovery``.
     name: ClassVar[str]
     #: Whether the rule needs to know what the next step will lose, which only drawn losses can tell.
     foresight: ClassVar[bool] = False

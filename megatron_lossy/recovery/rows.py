@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 Saved = list[tuple[Any, ...]]
 
 
-def to_tensor(array: np.ndarray, device: torch.device | str = "cpu") -> torch.Tensor:
+def to_tensor(array: np.ndarray, device: torch.device | str = "cpu", non_blocking: bool = True) -> torch.Tensor:
     """``array`` on ``device``; on a CPU it shares the memory."""
     import torch  # takes a second, and flags are checked where it is not installed
 
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    return torch.from_numpy(array).to(device, non_blocking=non_blocking)
 
 
 def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Tensor, slice]]:
@@ -114,7 +114,7 @@ class MaskedRows:
 
     @staticmethod
     def _mask(lost: np.ndarray, numbers: slice, device: torch.device) -> torch.Tensor:
-        return to_tensor(np.ascontiguousarray(lost[:, numbers, None]), device)
+        return to_tensor(np.ascontiguousarray(lost[:, numbers, None]), device, non_blocking=False)
 
     @classmethod
     def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray) -> None:

@@ -19,14 +19,12 @@ class Stale(Rule):
 
     name = "stale"
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction | None = None) -> Saved | None:
+    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> Saved | None:
         lost = self.lost(delivery)
         rows = self.rows(buffer)
         return None if rows.nothing(lost) else rows.take(buffer, self.units, lost)
 
-    def after(
-        self, output: torch.Tensor, delivery: Delivery, kept: Saved | None, reduction: Reduction | None = None
-    ) -> None:
+    def after(self, output: torch.Tensor, delivery: Delivery, kept: Saved | None, reduction: Reduction) -> None:
         if kept is not None:
             self.rows(output).put_(output, self.units, self.lost(delivery), kept)
 

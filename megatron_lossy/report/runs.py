@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..config import LossyConfig
 from ..errors import refuse
 from ..registry import CHANNELS
 
@@ -112,7 +113,7 @@ class Run:
         return [value for iteration, value in values.items() if iteration > first]
 
     def _loss(self, phase: str, rate: float) -> str:
-        models = self.config.get("loss_model") or ["bernoulli"]
+        models = self.config.get("loss_model") or LossyConfig.loss_model
         models = [models] if isinstance(models, str) else models
         model = models[0 if phase == "grad" else -1]
         if model not in CHANNELS:  # of a package that is not installed here

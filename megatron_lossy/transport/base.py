@@ -1,7 +1,7 @@
-"""How an exchange crosses: begun, then waited for, which returns its delivery.
+"""How an exchange crosses. A transport begins it, and waiting for it returns its delivery.
 
-A transport knows how the buckets of one group are cut and whether a phase can lose anything. It may know a delivery
-before the exchange (drawn losses) or only after it (a real network); who uses one must be ready for both.
+A transport knows how the buckets of one group are cut, and whether a phase can lose anything. It may know a delivery
+before the exchange, as drawn losses are known, or only after it, as on a real network.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Transfer:
     """An exchange under way. :meth:`wait` completes it, recovery included; it may be called again.
 
     ``work``: the handle of what carries the exchange, or ``None`` if nobody has to wait for it here. ``deliver``:
-    called when it has arrived, returns what :meth:`wait` does. Other attributes are those of ``work``.
+    called when it has arrived, returns what :meth:`wait` does. Other attributes are those of ``work``, until then.
     """
 
     def __init__(self, work: Any, deliver: Callable[[], Any]) -> None:
         self._work = work
         self._deliver = deliver
         self._then: list[Callable[[Any], None]] = []
-        self._waited = self._complete = False
+        self._arrived = self._done = False
         self._result: Any = None
 
     @property
@@ -45,20 +45,22 @@ class Transfer:
     def wait(self) -> Any:
         """Wait until the exchange has arrived and recovery is done; returns its :class:`Delivery`."""
         # Only once: every wait of gloo's reduce-scatter copies the unrecovered result into the output again.
-        if not self._waited:
-            self._waited = True
+        if not self._arrived and not self._done:
             if self._work is not None:
                 self._work.wait()
+            self._arrived = True
         return self.complete()
 
     def complete(self) -> Any:
         """As :meth:`wait`, where somebody has waited already for what carries the exchange."""
-        if not self._complete:
-            self._complete = True
+        if not self._done:
             self._result = self._deliver()
             with torch.no_grad():
                 for act in self._then:
                     act(self._result)
+            self._done = True
+            # They hold buffers, and whoever keeps a transfer need not keep those.
+            self._work, self._deliver, self._then = None, None, []
         return self._result
 
     def __getattr__(self, name: str) -> Any:

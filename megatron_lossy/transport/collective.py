@@ -1,4 +1,4 @@
-"""``torch``: somebody's reliable collective, minus what a channel drew. Nothing extra is communicated."""
+"""Somebody's reliable collective, minus what a channel drew. Nothing extra is communicated."""
 
 from __future__ import annotations
 

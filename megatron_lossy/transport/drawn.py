@@ -43,9 +43,9 @@ class Drawn(Transport):
 
 
 class Latest:
-    """What was drawn for the latest two exchanges of each phase: this one, and the next if it was looked at.
+    """What was drawn for the latest two exchanges of each phase: for this one, and for the next if it was looked at.
 
-    Anything may be drawn again; this saves the time.
+    A draw can be repeated. Keeping it saves time, and no more.
     """
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +16,11 @@ import torch.distributed as dist
 
 from ..config import PHASES, LossyConfig
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut, units_of
-from ..recovery import GradRecovery, Reduction, Rule, Stale
+from ..recovery import Reduction, Rule, Stale
 from ..registry import GRAD_RECOVERIES
 from .base import Collective, Transfer, Transport
 from .collective import CollectiveTransport
-from .drawn import check_links
+from .drawn import Networks, check_links
 from .network import Network, find_nodes
 
 
@@ -45,16 +46,17 @@ def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str,
 class LossyGroup:
     """The exchanges of a list of buckets, in canonical order, over one group, as one of its ranks makes them.
 
-    ``last``: by phase, the delivery of the latest exchange. That of the parameters says what is stale in this rank's
-    replica. ``rules``: for each bucket, what is done about missing gradients; ``stale``: about missing parameters.
+    ``last``: by phase, the delivery of the latest exchange that was made here. That of the parameters says what is
+    stale in this rank's replica. ``rules``: by phase, for each bucket, what is done about missing units.
     """
 
     def __init__(self, config: LossyConfig, transport: Transport) -> None:
         self.transport = transport
         self.stream, self.size, self.rank = transport.stream, transport.size, transport.rank
-        rule = GRAD_RECOVERIES.load(config.grad_recovery)
-        self.rules: list[GradRecovery] = [rule(units, self.rank) for units in transport.cut["grad"]]
-        self.stale: list[Stale] = [Stale(units, self.rank) for units in transport.cut["param"]]
+        kinds: dict[str, type[Rule]] = {"grad": GRAD_RECOVERIES.load(config.grad_recovery), "param": Stale}
+        self.rules: dict[str, list[Any]] = {
+            phase: [kind(units, self.rank) for units in transport.cut[phase]] for phase, kind in kinds.items()
+        }
         self.last: dict[str, Delivery] = {}
 
     @classmethod
@@ -71,11 +73,26 @@ class LossyGroup:
         ``buckets``: the same list on all ranks. ``steps``: length of the run, if known, to refuse a trace that is too
         short. Raises :class:`UsageError` if the channel cannot serve the group or a packet holds no element.
         """
-        size, parts = dist.get_world_size(group), cut_buckets(config, buckets)
+        size = dist.get_world_size(group)
         nodes = find_nodes(group, config.ranks_per_node) if config.lossy_links == "inter-node" else None
         networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
-        check_links(networks, stream, parts, size, steps)
-        return cls(config, CollectiveTransport(networks, stream, range(size), dist.get_rank(group), parts))
+        return cls.among(config, buckets, networks, range(size), dist.get_rank(group), stream, steps)
+
+    @classmethod
+    def among(
+        cls,
+        config: LossyConfig,
+        buckets: Sequence[BucketSpec],
+        networks: Networks,
+        members: Sequence[int],
+        rank: int,
+        stream: Stream,
+        steps: int | None,
+    ) -> LossyGroup:
+        """As :meth:`create`, for the rank ``rank`` of ``members``, which are ranks of the full group of ``networks``."""
+        parts = cut_buckets(config, buckets)
+        check_links(networks, stream, parts, len(members), steps)
+        return cls(config, CollectiveTransport(networks, stream, members, rank, parts))
 
     # --- exchanges -----------------------------------------------------------------------------------------------
 
@@ -98,7 +115,7 @@ class LossyGroup:
         ``buffer`` changes in place. ``collective``: runs the reduce-scatter. ``averaged``: it divides by N
         (``ReduceOp.AVG``). ``loss_scale``: what the gradients were multiplied with.
         """
-        exchange, rule = Exchange("grad", self.stream, step), self.rules[bucket]
+        exchange, rule = Exchange("grad", self.stream, step), self.rules["grad"][bucket]
         reduction = Reduction(averaged, loss_scale)
         if rule.foresight:
             reduction = replace(reduction, upcoming=lambda: self._upcoming(exchange))
@@ -110,7 +127,7 @@ class LossyGroup:
         A unit that does not arrive keeps the value that it had before. ``collective``: runs the all-gather.
         """
         exchange = Exchange("param", self.stream, step)
-        return self._begin(exchange, bucket, self.stale[bucket], buffer, buffer, collective, Reduction())
+        return self._begin(exchange, bucket, self.rules["param"][bucket], buffer, buffer, collective, Reduction())
 
     def _begin(
         self,
@@ -124,8 +141,10 @@ class LossyGroup:
     ) -> Transfer:
         if self.lossless(exchange.phase):
             return Transfer(collective(), lambda: None)
+        foreseen = self._foresee(exchange)
         with torch.no_grad():
-            kept = rule.before(buffer, self._foresee(exchange), reduction)
+            # Where nobody can foresee it, the transport itself leaves out what does not arrive.
+            kept = rule.before(buffer, foreseen, reduction) if foreseen is not None else None
         transfer = self.transport.begin(exchange, bucket, buffer, collective)
 
         def after(delivery: Delivery) -> None:
@@ -139,17 +158,20 @@ class LossyGroup:
 
         Returns what puts it back, or ``None`` in a phase without loss.
         """
-        delivery = self.delivery("param", step)
-        if delivery is None:
+        if self.lossless("param"):
             return None
-        rule = self.stale[bucket]
-        kept = rule.before(buffer, delivery)
-        return lambda: rule.after(buffer, delivery, kept)
+        delivery, rule = self.delivery("param", step), self.rules["param"][bucket]
+        assert delivery is not None, "the gather of the last update is still under way"
+        kept = rule.before(buffer, delivery, Reduction())
+        return lambda: rule.after(buffer, delivery, kept, Reduction())
 
     # --- deliveries ----------------------------------------------------------------------------------------------
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
-        """What arrived at this rank in the exchange of ``step``; ``None`` in a phase without loss."""
+        """What arrived at this rank in the exchange of ``step``, if it was made last or can be foreseen.
+
+        ``None`` in a phase without loss.
+        """
         return None if self.lossless(phase) else self._foresee(Exchange(phase, self.stream, step))
 
     def _foresee(self, exchange: Exchange) -> Delivery | None:
@@ -166,12 +188,12 @@ class LossyGroup:
 
         ``lost``: bool[N, count] by bucket; of the others nothing.
         """
-        cut, members = self.transport.cut["param"], self.transport.members
-        arrived = np.ones((1, self.size, units_of(cut)), dtype=bool)
+        parts, members = self.transport.cut["param"], self.transport.members
+        arrived = np.ones((1, self.size, units_of(parts)), dtype=bool)
         for bucket, missed in lost.items():
-            arrived[0][:, cut[bucket].numbers] = ~missed
+            arrived[0][:, parts[bucket].numbers] = ~missed
         exchange, receivers = Exchange("param", self.stream, step), members[self.rank : self.rank + 1]
-        self.last["param"] = Delivery(exchange, members, receivers, arrived, cut)
+        self.last["param"] = Delivery(exchange, members, receivers, arrived, parts)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -182,9 +204,20 @@ class LossyGroup:
 
     def finish_step(self, step: int, successful: bool) -> None:
         """Tell the recovery rules whether the optimizer used the gradients of ``step``."""
-        for rule in self.rules:
-            rule.finish_step(step, successful)
+        for rules in self.rules.values():
+            for rule in rules:
+                rule.finish_step(step, successful)
 
     def restart(self) -> None:
         """All replicas are equal."""
         self.last.clear()
+
+    def state_dict(self) -> dict[str, list[Any]]:
+        """The states of the rules, by phase."""
+        return {phase: [rule.state_dict() for rule in rules] for phase, rules in self.rules.items()}
+
+    def load_state_dict(self, state: dict[str, list[Any]], device: torch.device) -> None:
+        """Restore :meth:`state_dict`, with tensors on ``device``."""
+        for phase, saved in state.items():
+            for rule, one in zip(self.rules[phase], saved, strict=True):
+                rule.load_state_dict(one, device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,14 @@ import torch
 
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
-from ..exchange import Delivery
 from ..hooks.buckets import buckets_by_stream
 from ..ledger import Ledger, Patch
 from ..run import Run
 from ..transport import LossyGroup
 from .grad_norm import get_grad_norm_fp32
-from .group import Group
 from .layout import buffers_for
 from .sampling import VirtualSampler
+from .stream import StreamBuckets
 
 
 class VirtualCluster(Run):
@@ -40,7 +39,7 @@ class VirtualCluster(Run):
         self.check(config)
         super().__init__(config, steps)
         self.workers = workers
-        self._streams: list[Group] = []
+        self._streams: list[StreamBuckets] = []
         self._worker: int | None = None
         self._tokens: torch.Tensor | None = None
         self._peak = 1.0
@@ -66,12 +65,12 @@ class VirtualCluster(Run):
         ddp.ddp_config.overlap_grad_reduce = False  # it has cut the buckets; nothing is sent
         ddp.config.no_sync_func = None
         ddp.config.finalize_model_grads_func = self._collect
-        for stream, _, pairs in buckets_by_stream(ddp):
-            self._streams.append(Group(self.config, pairs, stream, self.workers, self.steps))
+        for name, _, pairs in buckets_by_stream(ddp):
+            self._streams.append(StreamBuckets(self.config, pairs, name, self.workers, self.steps))
 
     @contextlib.contextmanager
     def _norm_by_shards(self) -> Iterator[None]:
-        buffers = [bucket.grad_data for group in self._streams for bucket in group.buckets]
+        buffers = [bucket.grad_data for stream in self._streams for bucket in stream.buckets]
         ledger = Ledger("virtual cluster")
         ledger.install(
             [
@@ -95,8 +94,8 @@ class VirtualCluster(Run):
     def worker(self, worker: int) -> Iterator[None]:
         """Within this context the model has the replica of ``worker``, and gradients are its own."""
         with torch.no_grad():
-            for group in self._streams:
-                group.versions.swap_in(worker)
+            for stream in self._streams:
+                stream.versions.swap_in(worker)
             self._note_peak()
         self._worker = worker
         try:
@@ -104,15 +103,15 @@ class VirtualCluster(Run):
         finally:
             self._worker = None
             with torch.no_grad():
-                for group in self._streams:
-                    group.versions.swap_out()
+                for stream in self._streams:
+                    stream.versions.swap_out()
 
     def _collect(self, model: Any, num_tokens: torch.Tensor | None = None, **_: Any) -> None:
         """In the place of Megatron's ``finalize_model_grads``, at the end of a worker's last backward pass."""
         assert self._worker is not None, "gradients were computed outside a worker's turn"
         with torch.no_grad():
-            for group in self._streams:
-                group.collect(self._worker, self.iteration)
+            for stream in self._streams:
+                stream.collect(self._worker, self.iteration)
         if num_tokens is not None:
             self._tokens = num_tokens.clone() if self._tokens is None else self._tokens + num_tokens
 
@@ -123,16 +122,16 @@ class VirtualCluster(Run):
             tokens, self._tokens = self._tokens.item(), None
             scale = 1.0 / tokens if tokens else 1.0
         with torch.no_grad():
-            for group in self._streams:
-                group.reduce(scale)
-                group.versions.before_update(self.iteration, group.lost(self.iteration))
+            for stream in self._streams:
+                stream.reduce(scale)
+                stream.versions.before_update(self.iteration, stream.lost(self.iteration))
             self._note_peak()
             self.begin_update()
             with self._norm_by_shards():
                 result = optimizer.step()
             successful = bool(result[0])
-            for group in self._streams:
-                group.versions.after_update(successful)
+            for stream in self._streams:
+                stream.versions.after_update(successful)
         if successful:
             self.update = self.iteration
         self.finish_iteration(successful)
@@ -142,18 +141,18 @@ class VirtualCluster(Run):
 
     @property
     def groups(self) -> list[LossyGroup]:
-        return [worker for group in self._streams for worker in group.workers]
+        return [group for stream in self._streams for group in stream.groups]
 
     @property
     def device(self) -> torch.device:
         return self._streams[0].buckets[0].param_data.device
 
-    def deliveries(self, phases: Sequence[str]) -> list[Delivery]:
-        found = [group.delivery(phase, self.iteration) for group in self._streams for phase in phases]
-        return [delivery for delivery in found if delivery is not None]
+    @property
+    def streams(self) -> list[StreamBuckets]:
+        return self._streams
 
     def replicas(self) -> list[VirtualSampler]:
-        return [VirtualSampler(group.stream, group.pairs, group.versions) for group in self._streams]
+        return [VirtualSampler(stream.stream, stream.pairs, stream.versions) for stream in self._streams]
 
     def settle(self) -> None:
         """Nothing is under way between iterations."""
@@ -166,8 +165,8 @@ class VirtualCluster(Run):
 
     def set_iteration(self, iteration: int) -> None:
         super().set_iteration(iteration)
-        for group in self._streams:
-            group.versions.restart()
+        for stream in self._streams:
+            stream.versions.restart()
 
     def identity(self) -> dict[str, Any]:
         return {"workers": self.workers}
@@ -175,16 +174,16 @@ class VirtualCluster(Run):
     def replica_file(self) -> str:
         return "virtual.pt"
 
-    def missing(self, folder: str | os.PathLike, path: Path) -> UsageError:
+    def error_of_missing(self, folder: str | os.PathLike, path: Path) -> UsageError:
         why = "that checkpoint has no replicas of virtual workers; omit the flag"
         return refuse("--save-replicas", f"with {folder}", why)
 
     def replica_state(self) -> list[dict[str, Any]]:
-        return [group.versions.state_dict() for group in self._streams]
+        return [stream.versions.state_dict() for stream in self._streams]
 
     def load_replica_state(self, state: list[dict[str, Any]]) -> None:
-        for group, versions in zip(self._streams, state, strict=True):
-            group.versions.load_state_dict(versions)
+        for stream, versions in zip(self._streams, state, strict=True):
+            stream.versions.load_state_dict(versions)
 
     # --- memory ----------------------------------------------------------------------------------------------------
 
@@ -194,6 +193,6 @@ class VirtualCluster(Run):
         return self._peak
 
     def _note_peak(self) -> None:
-        own = sum(bucket.param_data.numel() for group in self._streams for bucket in group.buckets)
-        kept = sum(group.versions.kept for group in self._streams)
+        own = sum(bucket.param_data.numel() for stream in self._streams for bucket in stream.buckets)
+        kept = sum(stream.versions.kept for stream in self._streams)
         self._peak = max(self._peak, (own + kept) / own)

@@ -18,7 +18,7 @@ from .versions import Versions
 _PIECE = 2**17
 
 
-class Group:
+class StreamBuckets:
     """The buckets of one stream: their losses and rules for every worker, the sum, and the replicas.
 
     ``pairs``: Megatron's (buffer, bucket) in canonical order. ``workers``: how many. ``steps``: length of the run, if
@@ -40,7 +40,7 @@ class Group:
         networks = {phase: Network(config, phase, workers, nodes) for phase in PHASES}
         check_links(networks, stream, self.cut, workers, steps)
         self._memory = Memory(networks, stream, workers, self.cut)
-        self.workers = [LossyGroup(config, self._memory.worker(rank)) for rank in range(workers)]
+        self.groups = [LossyGroup(config, self._memory.worker(rank)) for rank in range(workers)]
         self.sums = [torch.empty_like(bucket.grad_data) for bucket in buckets]
         self._begun: list[Transfer] = []  # of this iteration, worker by worker
         self.versions = Versions(
@@ -57,7 +57,7 @@ class Group:
             def add(bucket: Any = bucket, total: torch.Tensor = total) -> None:
                 _move(bucket.grad_data, total, add=not first)
 
-            begun.append(self.workers[worker].reduce_scatter(number, bucket.grad_data, output, step, add))
+            begun.append(self.groups[worker].reduce_scatter(number, bucket.grad_data, output, step, add))
         self._begun += begun
 
     def reduce(self, scale: float) -> None:
@@ -75,7 +75,7 @@ class Group:
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
         """What arrives at all workers in ``step``; ``None`` in a phase without loss."""
-        if self.workers[0].lossless(phase):
+        if self.groups[0].lossless(phase):
             return None
         return self._memory.foresee(Exchange(phase, self.stream, step))
 
