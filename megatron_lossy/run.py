@@ -41,7 +41,7 @@ def make_observers(config: LossyConfig) -> list[Observer]:
     return observers
 
 
-class Stream(Protocol):
+class Observed(Protocol):
     """Exchanges that are observed together."""
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
@@ -76,7 +76,7 @@ class Run(ABC):
 
     @property
     @abstractmethod
-    def streams(self) -> Sequence[Stream]:
+    def streams(self) -> Sequence[Observed]:
         """What has deliveries of its own: the groups of a real rank, the streams of a virtual cluster."""
 
     @abstractmethod

@@ -28,7 +28,7 @@ class BadLog(Exception):
 
 
 @dataclass(frozen=True)
-class Rows:
+class LogRows:
     """Consecutive rows of a file, the columns as arrays. ``first``: number of the first one in the file.
 
     ``phase`` and ``stream`` are words; ``bitmap`` and ``digest`` Arrow arrays of bytes, null where there is none.
@@ -49,9 +49,9 @@ class Rows:
     def __len__(self) -> int:
         return len(self.iteration)
 
-    def __getitem__(self, part: slice) -> Rows:
+    def __getitem__(self, part: slice) -> LogRows:
         columns = {name: getattr(self, name)[part] for name in arrow_schema().names}
-        return Rows(self.first + part.start, **columns)
+        return LogRows(self.first + part.start, **columns)
 
     @cached_property
     def exchanges(self) -> dict[tuple[int, str, str], slice]:
@@ -84,7 +84,7 @@ class Links:
     digest: np.ndarray
 
     @classmethod
-    def of(cls, rows: Rows, cut: PhaseCut) -> Links:
+    def of(cls, rows: LogRows, cut: PhaseCut) -> Links:
         """From the rows of one exchange, whose units ``cut`` describes. Raises ``ValueError`` if they do not fit it."""
         count = np.flatnonzero((rows.source != rows.source[0]) | (rows.destination != rows.destination[0]))
         parts = int(count[0]) if count.size else len(rows)  # rows of a link: one for each bucket, or one for all
@@ -132,7 +132,7 @@ class LogFile:
 
     def __init__(self, path: Path, rank: int, first: int, last: int) -> None:
         self.path, self.rank, self.first, self.last = path, rank, first, last
-        self._kept: tuple[int, Rows] | None = None
+        self._kept: tuple[int, LogRows] | None = None
 
     @cached_property
     def _parquet(self) -> Any:
@@ -170,7 +170,7 @@ class LogFile:
             row += group.num_rows
         return result
 
-    def read(self, group: int) -> Rows:
+    def read(self, group: int) -> LogRows:
         """The rows of a row group; the last one read is kept. Raises :class:`BadLog`."""
         import pyarrow as pa
 
@@ -182,7 +182,7 @@ class LogFile:
                 raise BadLog(self.path, self.groups[group][0], error, self.groups[group][2]) from None
         return self._kept[1]
 
-    def links(self, rows: Rows) -> Links:
+    def links(self, rows: LogRows) -> Links:
         """The links of the rows of one exchange. Raises :class:`BadLog`."""
         iteration, phase, stream = next(iter(rows.exchanges))
         try:
@@ -190,7 +190,7 @@ class LogFile:
         except (KeyError, IndexError, ValueError) as error:
             raise BadLog(self.path, iteration, error, rows.first) from None
 
-    def exchange(self, iteration: int, phase: str, stream: str) -> Rows | None:
+    def exchange(self, iteration: int, phase: str, stream: str) -> LogRows | None:
         """The rows of one exchange; ``None`` if it has none. Raises :class:`BadLog`."""
         for number, (first, last, _) in enumerate(self.groups):
             if first <= iteration <= last:
@@ -200,7 +200,7 @@ class LogFile:
         return None
 
 
-def _rows(table: Any, first: int) -> Rows:
+def _rows(table: Any, first: int) -> LogRows:
     columns = {}
     for name in table.column_names:
         column = table.column(name).combine_chunks()
@@ -211,7 +211,7 @@ def _rows(table: Any, first: int) -> Rows:
             columns[name] = words[column.indices.to_numpy(zero_copy_only=False)]
         else:
             columns[name] = column.to_numpy(zero_copy_only=False)
-    return Rows(first, **columns)
+    return LogRows(first, **columns)
 
 
 class DeliveryLogFolder:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .reader import DeliveryLogFolder, LogFile, Rows
+from .reader import DeliveryLogFolder, LogFile, LogRows
 
 
-def scan(folder: DeliveryLogFolder) -> Iterator[tuple[LogFile, Rows]]:
+def scan(folder: DeliveryLogFolder) -> Iterator[tuple[LogFile, LogRows]]:
     """The rows of every exchange with the file they are in, rank by rank, in the order of iterations.
 
     What several ranks recorded (peers of tensor parallelism, a tied embedding) comes once, from the first of them.
@@ -33,7 +33,7 @@ class Rates:
         self.sent = np.zeros((size, size), dtype=np.int64)
         self.lost = np.zeros((size, size), dtype=np.int64)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: LogRows) -> None:
         """Take in the rows of one exchange."""
         np.add.at(self.sent, (rows.source, rows.destination), rows.units)
         np.add.at(self.lost, (rows.source, rows.destination), rows.lost)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..config import PHASES
 from ..exchange import Exchange, Stream
-from .reader import BadLog, DeliveryLogFolder, LogFile, Rows
+from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows
 from .replay import Redrawn
 
 
@@ -73,7 +73,7 @@ def _loss_of(file: LogFile) -> dict | None:
 
 
 def _check_exchange(
-    file: LogFile, rows: Rows, key: tuple[int, str, str], folder: DeliveryLogFolder, redrawn: Redrawn
+    file: LogFile, rows: LogRows, key: tuple[int, str, str], folder: DeliveryLogFolder, redrawn: Redrawn
 ) -> None:
     iteration, phase, stream = key
 
@@ -97,7 +97,7 @@ def _check_exchange(
             raise bad(f"ranks {first} and {file.rank} recorded different losses")
 
 
-def _equal(rows: Rows, theirs: Rows) -> bool:
+def _equal(rows: LogRows, theirs: LogRows) -> bool:
     return (
         len(rows) == len(theirs)
         and all(

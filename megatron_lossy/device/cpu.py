@@ -27,7 +27,7 @@ _UNTIL = "Megatron trains on CPU"
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", "tensor", "zeros", "zeros_like")
 
 
-class Stream(torch.cpu.Stream):
+class CpuStream(torch.cpu.Stream):
     """``torch.cuda.Stream`` where work is finished before anybody can wait for it."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
@@ -60,13 +60,13 @@ class Event(torch.cpu.Event):
         return 1e3 * (end._recorded - self._recorded)
 
 
-_streams = [Stream()]  # the default one, then those of the contexts that are open
+_streams = [CpuStream()]  # the default one, then those of the contexts that are open
 
 
 class StreamContext:
     """``torch.cuda.stream(...)``; can be entered again, as Megatron does with more than one optimizer instance."""
 
-    def __init__(self, stream: Stream | None) -> None:
+    def __init__(self, stream: CpuStream | None) -> None:
         self.stream = stream
 
     def __enter__(self) -> None:
@@ -76,11 +76,11 @@ class StreamContext:
         _streams.pop()
 
 
-def _default_stream(device: Any = None) -> Stream:
+def _default_stream(device: Any = None) -> CpuStream:
     return _streams[0]
 
 
-def _current_stream(device: Any = None) -> Stream:
+def _current_stream(device: Any = None) -> CpuStream:
     return _streams[-1]
 
 
@@ -216,7 +216,7 @@ def patches() -> list[Patch]:
         _patch("torch.cuda:current_device", _current_device, "buffers are created on torch.cuda.current_device()"),
         _patch("torch.cuda:set_device", _nothing, "there is one device"),
         _patch("torch.cuda:synchronize", _nothing, "work is done when a call returns"),
-        _patch("torch.cuda:Stream", Stream, streams),
+        _patch("torch.cuda:Stream", CpuStream, streams),
         _patch("torch.cuda:stream", StreamContext, streams),
         _patch("torch.cuda:current_stream", _current_stream, streams),
         _patch("torch.cuda:default_stream", _default_stream, streams),
