@@ -121,7 +121,7 @@ class Checkout:
     def close(self) -> None:
         """End the process, and the runs that are still going."""
         with contextlib.suppress(OSError):
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()
         self._process.wait()
         self._errors.close()
 
@@ -330,4 +330,5 @@ def _summary(verdicts: dict[str, Verdict]) -> bool:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it wants nothing left behind
     main()
