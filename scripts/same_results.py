@@ -329,6 +329,13 @@ def _summary(verdicts: dict[str, Verdict]) -> bool:
     return not bad
 
 
+def _interrupted(*_: Any) -> NoReturn:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # nothing is to be left behind, however often it is told to stop
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends it wants nothing left behind
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupted)
     main()
