@@ -121,7 +121,7 @@ class Checkout:
     def close(self) -> None:
         """End the process, and the runs that are still going."""
         with contextlib.suppress(OSError):
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()
         self._process.wait()
         self._errors.close()
 
@@ -329,5 +329,13 @@ def _summary(verdicts: dict[str, Verdict]) -> bool:
     return not bad
 
 
+def _interrupted(*_: Any) -> NoReturn:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # nothing is to be left behind, however often it is told to stop
+    raise KeyboardInterrupt
+
+
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupted)
     main()

@@ -57,6 +57,7 @@ def _forked(work: Callable[[], Any]) -> int:
     status = 1
     try:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         work()
         status = 0
     except SystemExit as left:
@@ -195,6 +196,7 @@ def _describe() -> dict[str, str]:
 def main() -> None:
     """Serve cases until standard input ends."""
     checkout, scratch = Path(sys.argv[1]).resolve(), Path(sys.argv[2]).resolve()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the ranks are ended as well
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
