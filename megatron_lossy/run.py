@@ -55,8 +55,7 @@ class Run(ABC):
     iteration of the last successful update, which keys parameter exchanges; ``None`` while all replicas are equal.
     ``after_update``: functions of the run, called in order after every successful update, before the iteration
     counts as over: what replicas do beside the gradient exchange. The gather of the update may still be under way;
-    :meth:`settle` ends it. ``steps``: length of the run, if known, to refuse
-    a trace that is too short.
+    :meth:`settle` ends it. ``steps``: length of the run, if known, to refuse a trace that is too short.
     """
 
     def __init__(self, config: LossyConfig, steps: int | None = None) -> None:

@@ -19,14 +19,22 @@ class Stale(Rule):
 
     name = "stale"
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> Saved | None:
-        lost = self.lost(delivery)
-        rows = self.rows(buffer)
-        return None if rows.nothing(lost) else rows.take(buffer, self.units, lost)
+    def before(
+        self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction
+    ) -> tuple[np.ndarray, Saved] | None:
+        lost, rows = self.lost(delivery), self.rows(buffer)
+        return None if rows.nothing(lost) else (lost, rows.take(buffer, self.units, lost))
 
-    def after(self, output: torch.Tensor, delivery: Delivery, kept: Saved | None, reduction: Reduction) -> None:
+    def after(
+        self,
+        output: torch.Tensor,
+        delivery: Delivery,
+        kept: tuple[np.ndarray, Saved] | None,
+        reduction: Reduction,
+    ) -> None:
         if kept is not None:
-            self.rows(output).put_(output, self.units, self.lost(delivery), kept)
+            lost, saved = kept
+            self.rows(output).put_(output, self.units, lost, saved)
 
     def lost(self, delivery: Delivery) -> np.ndarray:
         """bool[N, count]: units of the bucket that are stale after ``delivery``."""
