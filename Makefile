@@ -5,7 +5,7 @@ RUN_DIR ?= runs/tiny
 # Several ranks on few cores crawl if each of them starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: run test test-slow test-all test-slurm bench docs compat compat-ci
+.PHONY: run test lint test-slow test-all test-slurm bench docs compat compat-ci
 
 run: .venv/installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.study sweep \
@@ -13,6 +13,10 @@ run: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 # Long chains, most of whose time goes into starting interpreters.
 test-slow: .venv/installed

@@ -59,9 +59,7 @@ def run_ranks(
     torch.multiprocessing.spawn(_rank, (ranks, port, run, settings, table, name, out), nprocs=ranks)
 
 
-def _rank(
-    rank: int, ranks: int, port: int, run: Callable, settings: Any, table: Callable, name: str, out: str
-) -> None:
+def _rank(rank: int, ranks: int, port: int, run: Callable, settings: Any, table: Callable, name: str, out: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     device.prepare()
     if device.device_type() == "cuda":

@@ -1,6 +1,6 @@
 """Bytes that the delivery log takes per iteration and rank: one rank of 64, a model of 7 billion parameters.
 
-    python -m benchmarks.delivery_log_size [--out benchmarks/results]
+python -m benchmarks.delivery_log_size [--out benchmarks/results]
 """
 
 from __future__ import annotations
@@ -68,13 +68,17 @@ def main() -> None:
     lines = [
         f"# Size of the delivery log, {today()}",
         "",
-        f"`python -m benchmarks.delivery_log_size`: one rank of {WORKERS}, {PARAMETERS / 1e9:.0f} billion parameters in "
-        f"{PARAMETERS // BUCKET} buckets, bf16 parameters and fp32 gradients, independent losses at the same rate in "
-        f"both phases, files of {LossyConfig().delivery_log_chunk} iterations or less. One of {processor()}; "
-        f"pyarrow {pyarrow.__version__}, {version_list()}.",
+        (
+            f"`python -m benchmarks.delivery_log_size`: one rank of {WORKERS}, {PARAMETERS / 1e9:.0f} billion parameters in "
+            f"{PARAMETERS // BUCKET} buckets, bf16 parameters and fp32 gradients, independent losses at the same rate in "
+            f"both phases, files of {LossyConfig().delivery_log_chunk} iterations or less. One of {processor()}; "
+            f"pyarrow {pyarrow.__version__}, {version_list()}."
+        ),
         "",
-        "| unit | units per link, both phases | loss rate | iterations | bytes per iteration and rank | "
-        "milliseconds of one core per iteration |",
+        (
+            "| unit | units per link, both phases | loss rate | iterations | bytes per iteration and rank | "
+            "milliseconds of one core per iteration |"
+        ),
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, flags, iterations in CASES:

@@ -39,7 +39,9 @@ def of_rank(config: LossyConfig) -> tuple[int, list[float]]:
     units = units_of(config.loss_unit, RANK_BYTES)
     parts = {"param": [BucketUnits(0, units, units, 1)]}
     rank = CollectiveTransport({"param": Network(config, "param", WORKERS)}, Stream(), range(WORKERS), 0, parts)
-    return units * (WORKERS - 1), [milliseconds(lambda: rank.foresee(exchange(step))) for step in range(REPEATS)]
+    return units * (WORKERS - 1), [
+        milliseconds(lambda step=step: rank.foresee(exchange(step))) for step in range(REPEATS)
+    ]
 
 
 def of_cluster(config: LossyConfig) -> tuple[int, list[float]]:
@@ -47,7 +49,7 @@ def of_cluster(config: LossyConfig) -> tuple[int, list[float]]:
     units = units_of(config.loss_unit, CLUSTER_BYTES)
     parts = {"param": [BucketUnits(0, units, units, 1)]}
     memory = Memory({"param": Network(config, "param", WORKERS)}, Stream(), WORKERS, parts)
-    times = [milliseconds(lambda: memory.foresee(exchange(step))) for step in range(REPEATS)]
+    times = [milliseconds(lambda step=step: memory.foresee(exchange(step))) for step in range(REPEATS)]
     return units * WORKERS * (WORKERS - 1), times
 
 
@@ -71,9 +73,11 @@ def main() -> None:
     lines = [
         f"# Drawing losses, {today()}",
         "",
-        f"`python -m benchmarks.draw_speed`: {WORKERS} workers, {PACKET}-byte packets of {RANK_BYTES / 1e9:.0f} GB "
-        f"of parameters (one rank) and {CLUSTER_BYTES / 1e9:.1f} GB (all links of a virtual cluster), a step of "
-        f"one phase, median of {REPEATS}. One of {processor()}; {version_list()}.",
+        (
+            f"`python -m benchmarks.draw_speed`: {WORKERS} workers, {PACKET}-byte packets of {RANK_BYTES / 1e9:.0f} GB "
+            f"of parameters (one rank) and {CLUSTER_BYTES / 1e9:.1f} GB (all links of a virtual cluster), a step of "
+            f"one phase, median of {REPEATS}. One of {processor()}; {version_list()}."
+        ),
         "",
         "| who draws | loss model | unit | draws | milliseconds of one core |",
         "| --- | --- | --- | --- | --- |",

@@ -110,8 +110,10 @@ def table(result: dict[str, Any]) -> str:
         + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         + ".",
         "",
-        "| unit | step without, s | ratio with (quartiles) | ratio with drift in every step | "
-        f"ratio with drift every {INTERVAL} steps | the calls alone, share of a step |",
+        (
+            "| unit | step without, s | ratio with (quartiles) | ratio with drift in every step | "
+            f"ratio with drift every {INTERVAL} steps | the calls alone, share of a step |"
+        ),
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for unit, values in result["units"].items():

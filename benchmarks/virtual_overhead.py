@@ -138,8 +138,10 @@ def overhead(workers: int, rounds: int) -> str:
     parameters = runs["virtual workers"].parameters
     times = compare(runs, rounds, f"{workers} workers, {parameters / 1e6:.1f} M parameters", warm_up=2)
     lines = [
-        f"{parameters / 1e6:.1f} M parameters, {workers} workers, {LARGE['seq_length']} tokens per worker and step, "
-        f"p = {P}, unit shard, {rounds} rounds.",
+        (
+            f"{parameters / 1e6:.1f} M parameters, {workers} workers, {LARGE['seq_length']} tokens per worker and step, "
+            f"p = {P}, unit shard, {rounds} rounds."
+        ),
         "",
         "| variant | step, s | ratio (quartiles) |",
         "| --- | --- | --- |",
@@ -276,8 +278,10 @@ def _report(arguments: Any, large: str, small: str, rows: list[dict[str, float]]
             "",
             "## Growth",
             "",
-            f"{rows[-1]['parameters'] / 1e6:.2f} M parameters, {SMALL['seq_length']} tokens per worker and step, "
-            f"unit shard, p = {P}.",
+            (
+                f"{rows[-1]['parameters'] / 1e6:.2f} M parameters, {SMALL['seq_length']} tokens per worker and step, "
+                f"unit shard, p = {P}."
+            ),
             "",
             "| workers | step, s | per worker, ms | ratio to plain accumulation | weights, copies of the model |",
             "| --- | --- | --- | --- | --- |",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -115,7 +116,7 @@ class Schedule:
             rates = tuple(float(rate) for _, rate in pairs)
         except ValueError:
             raise refuse("--loss-schedule", text, allowed) from None
-        rising = all(a < b for a, b in zip(starts, starts[1:]))
+        rising = all(a < b for a, b in itertools.pairwise(starts))
         if not starts or starts[0] != 0 or not rising or not all(0 <= rate < 1 for rate in rates):
             raise refuse("--loss-schedule", text, allowed)
         return cls(starts, rates)
@@ -152,12 +153,8 @@ class PhaseLoss:
 class LossyConfig:
     """Every loss flag. Raises :class:`UsageError` where a value is not allowed."""
 
-    p_grad: float = flag(
-        0.0, "mean loss rate of the gradient reduce-scatter, in [0, 1)", metavar="P"
-    )
-    p_param: float = flag(
-        0.0, "mean loss rate of the parameter all-gather, in [0, 1)", metavar="P"
-    )
+    p_grad: float = flag(0.0, "mean loss rate of the gradient reduce-scatter, in [0, 1)", metavar="P")
+    p_param: float = flag(0.0, "mean loss rate of the parameter all-gather, in [0, 1)", metavar="P")
     loss_model: tuple[str, ...] = flag(
         ("bernoulli",),
         "who loses what: independent losses, bursts, a rate per link, or a recorded trace; "
@@ -239,9 +236,7 @@ class LossyConfig:
         "the last gradient received from that sender; or zeros",
         choices=GRAD_RECOVERIES,
     )
-    lossy_self: bool = flag(
-        False, "a worker's own gradient shard can be lost too (the paper's literal formula)"
-    )
+    lossy_self: bool = flag(False, "a worker's own gradient shard can be lost too (the paper's literal formula)")
     loss_seed: int = flag(1234, "seed of all loss draws, 0 to 2^64 - 1", metavar="SEED")
     eval_weights: str = flag(
         "replica",
@@ -344,8 +339,8 @@ def _one_of(config: LossyConfig, name: str, value: str) -> None:
 
 
 __all__ = [
-    "LossyConfig",
     "PHASES",
+    "LossyConfig",
     "PhaseLoss",
     "Schedule",
     "UsageError",

@@ -249,7 +249,9 @@ def _upgraded(state: dict[str, Any]) -> dict[str, Any]:
     """Saved replicas as they are written now. Those written before there was a format had two layouts."""
     if "format" in state:
         if state["format"] != FORMAT:
-            raise refuse("--save-replicas", f"format {state['format']}", f"is of another version; this one reads {FORMAT}")
+            raise refuse(
+                "--save-replicas", f"format {state['format']}", f"is of another version; this one reads {FORMAT}"
+            )
         return state
     if "versions" not in state:  # of a real rank
         return {**state, "replicas": state["stale"], "recovery": [{"grad": rules} for rules in state["recovery"]]}

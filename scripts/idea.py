@@ -1,6 +1,6 @@
 """Draw docs/idea.png: one shard in one iteration of lossy training, for the README.
 
-    python scripts/idea.py
+python scripts/idea.py
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Case:
 
 def _matrix() -> Iterator[Case]:
     """Every rule, unit and overlap: on two ranks with all that can be recorded, on four without."""
-    for number, (rule, unit, overlap) in enumerate(itertools.product(RULES, UNITS, OVERLAPS)):
+    for _number, (rule, unit, overlap) in enumerate(itertools.product(RULES, UNITS, OVERLAPS)):
         flags = f"{LOSS} --grad-recovery {rule} {UNITS[unit]} {OVERLAPS[overlap]}"
         name = f"{rule}/{unit}/overlap {overlap}"
         # A Latin square: all pairs of rule, unit and overlap with the fewest runs.

@@ -279,6 +279,5 @@ def run(flags: argparse.Namespace) -> None:
     print("wrote " + ", ".join(str(folder / (stem + suffix)) for suffix in (".md", ".csv", ".png")), file=sys.stderr)
 
 
-
 if __name__ == "__main__":
     main()

@@ -11,7 +11,9 @@ device.prepare_import()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--megatron-lm", metavar="PATH", help="checkout of Megatron-LM core_v0.16.1 to run the plugin against")
+    parser.addoption(
+        "--megatron-lm", metavar="PATH", help="checkout of Megatron-LM core_v0.16.1 to run the plugin against"
+    )
 
 
 def pytest_make_collect_report(collector):

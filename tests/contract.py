@@ -167,5 +167,3 @@ def plain(rank, tiny, config, steps):
     if tiny.overlap_param_gather:
         run.gather()
     return run.weights(), [(r["loss"], float(r["grad_norm"])) for r in reports]
-
-

@@ -1,12 +1,13 @@
 """What the fork server of :mod:`tests.ranks` imports once for all ranks."""
 
+import contextlib
 import gc
 import warnings
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
-import torch  # noqa: F401
-import torch.distributed  # noqa: F401
+import torch
+import torch.distributed
 
 from megatron_lossy import device
 
@@ -16,21 +17,20 @@ device.prepare_import()
 # Nobody captures what the server prints.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import megatron.core.distributed  # noqa: F401
-    import megatron.core.models.gpt  # noqa: F401
+    import megatron.core.distributed
+    import megatron.core.models.gpt
     import megatron.core.optimizer  # noqa: F401
 
-    import megatron_lossy.device.cpu  # noqa: F401
-    import megatron_lossy.device.cpu_training  # noqa: F401
-    import megatron_lossy.hooks  # noqa: F401
-    import megatron_lossy.virtual  # noqa: F401
-    import tests.contract  # noqa: F401
+    import megatron_lossy.device.cpu
+    import megatron_lossy.device.cpu_training
+    import megatron_lossy.hooks
+    import megatron_lossy.virtual
+    import tests.contract
     import tests.trainer  # noqa: F401
 
-    try:
+    # What the training program needs of Megatron is more than what the hooks do.
+    with contextlib.suppress(ImportError):
         import megatron_lossy.train.loop  # noqa: F401
-    except ImportError:
-        pass  # what the training program needs of Megatron is more than what the hooks do
 
 # Otherwise the first collection in a rank visits, and so copies, everything that was imported here.
 gc.collect()

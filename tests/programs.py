@@ -73,9 +73,7 @@ def _fork_cells() -> None:
     """Let a study fork its trainers, where it would start them with the same command line."""
     from megatron_lossy.study import runner
 
-    runner.subprocess = types.SimpleNamespace(
-        Popen=_Forked, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL
-    )
+    runner.subprocess = types.SimpleNamespace(Popen=_Forked, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
 
 
 class _Forked:
@@ -157,9 +155,7 @@ def run_program(module: str, *arguments: object, ranks: int = 0, **how: object) 
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        programs = [
-            Program(module, *arguments, **world, RANK=rank, LOCAL_RANK=rank, **how) for rank in range(ranks)
-        ]
+        programs = [Program(module, *arguments, **world, RANK=rank, LOCAL_RANK=rank, **how) for rank in range(ranks)]
     deadline = time.monotonic() + 120
     while any(program.poll() is None for program in programs) and not any(program.poll() for program in programs):
         assert time.monotonic() < deadline, f"{module} does not end"

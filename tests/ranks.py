@@ -39,9 +39,7 @@ def _rank_main(connection, function, rank, world_size, store, args, environment)
         import torch
 
         torch.set_num_threads(1)
-        torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
-        )
+        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         result = function(rank, *args)
         torch.distributed.barrier()
         connection.send((True, result))
@@ -84,7 +82,7 @@ def run_ranks(
         while waiting:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                errors.update({rank: f"no result after {timeout} s" for rank in waiting})
+                errors.update(dict.fromkeys(waiting, f"no result after {timeout} s"))
                 break
             pipes = {ranks[rank][1]: rank for rank in waiting}
             # After a failure the others may hang in a collective: give them a moment to report as well.

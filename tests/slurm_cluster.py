@@ -92,9 +92,7 @@ class Cluster:
 
     def run(self, *command: str | Path, folder: Path | None = None) -> str:
         """The output of one of Slurm's programs."""
-        done = subprocess.run(
-            command, cwd=folder, env=self.environment, capture_output=True, text=True, timeout=100
-        )
+        done = subprocess.run(command, cwd=folder, env=self.environment, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 

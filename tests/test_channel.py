@@ -182,9 +182,7 @@ def reference_chain(channel, phase, stream, source, destination, units, steps):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    parameters=st.tuples(
-        st.floats(0.0, 1.0), st.floats(0.01, 1.0), st.floats(0.0, 0.5), st.floats(0.0, 0.9)
-    ),
+    parameters=st.tuples(st.floats(0.0, 1.0), st.floats(0.01, 1.0), st.floats(0.0, 0.5), st.floats(0.0, 0.9)),
     units=st.integers(1, 5),
     seed=st.integers(0, 1000),
     order=st.randoms(use_true_random=False),
@@ -203,9 +201,7 @@ def test_gilbert_elliott_looks_back_exactly(parameters, units, seed, order):
 
 
 def test_gilbert_elliott_follows_a_schedule():
-    config = LossyConfig(
-        loss_model=("gilbert-elliott",), loss_schedule=("0:0.3,200:0,400:0.3",), ge_mean_burst=(3.0,)
-    )
+    config = LossyConfig(loss_model=("gilbert-elliott",), loss_schedule=("0:0.3,200:0,400:0.3",), ge_mean_burst=(3.0,))
     channel = make_channel(config, "grad")
     lost = [~channel.delivered(exchange(step=step), 0, 1, 50) for step in range(600)]
     assert not np.concatenate(lost[200:400]).any()
@@ -271,7 +267,13 @@ def test_per_link_rates(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("0 1\n0 0\n", "row 0, column 1 is 1.0"), ("0 nan\n0 0", "nan"), ("0 0\n", "square"), ("0 x\n0 0", "x"), ("", "square")],
+    [
+        ("0 1\n0 0\n", "row 0, column 1 is 1.0"),
+        ("0 nan\n0 0", "nan"),
+        ("0 0\n", "square"),
+        ("0 x\n0 0", "x"),
+        ("", "square"),
+    ],
 )
 def test_wrong_matrices(tmp_path, text, message):
     path = tmp_path / "rates.txt"

@@ -145,9 +145,7 @@ def configs(folder):
         log = str(folder / name)
         recording = LossyConfig(**LOSSY, **flags, grad_recovery=rule, delivery_log=log, delivery_log_chunk=2)
         replay = {key: flags[key] for key in ("loss_unit", "packet_bytes", "lossy_self") if key in flags}
-        yield name, recording, LossyConfig(
-            **replay, loss_model=("trace",), trace=log, loss_seed=77, grad_recovery=rule
-        )
+        yield name, recording, LossyConfig(**replay, loss_model=("trace",), trace=log, loss_seed=77, grad_recovery=rule)
 
 
 def replica_history(config, build_run):
@@ -331,7 +329,7 @@ def test_verify_accepts_good_logs(tmp_path):
         config = LossyConfig(**LOSSY, **flags, delivery_log="later", delivery_log_chunk=3)
         write(tmp_path / name, config, 3, 8, skipped={5}, ranks=range(3))
         found = verdict(tmp_path / name)
-        assert found.problems == [] and found.usable == {rank: (0, 7) for rank in range(3)}
+        assert found.problems == [] and found.usable == dict.fromkeys(range(3), (0, 7))
         assert found.rows == len(table(tmp_path / name))
 
 

@@ -293,4 +293,4 @@ def _overflow(rank):
 
 def test_a_step_that_overflows_on_one_rank_is_skipped_on_all():
     for outcomes in run_ranks(_overflow, 2):
-        assert outcomes == {dtype: (False, None, True, True) for dtype in ("fp32", "bf16", "fp16")}
+        assert outcomes == dict.fromkeys(("fp32", "bf16", "fp16"), (False, None, True, True))

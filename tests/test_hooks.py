@@ -46,9 +46,7 @@ def test_without_loss_it_is_megatron_bit_for_bit(overlap, dtype):
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not():
     tiny = TinyGPT(**OVERLAPS["both"])
-    runs = [
-        run_ranks(contract.plain, 3, tiny, dataclasses.replace(BOTH, loss_seed=seed), 4) for seed in (1, 1, 2)
-    ]
+    runs = [run_ranks(contract.plain, 3, tiny, dataclasses.replace(BOTH, loss_seed=seed), 4) for seed in (1, 1, 2)]
     for (a, _), (b, _) in zip(runs[0], runs[1]):
         assert all(np.array_equal(a[name], b[name]) for name in a)
     assert any(not np.array_equal(runs[0][0][0][name], runs[2][0][0][name]) for name in runs[0][0][0])
@@ -152,5 +150,5 @@ def test_changing_loss_scale_with_previous():
     config = LossyConfig(p_grad=0.5, grad_recovery="previous", loss_unit="packet", packet_bytes=1000)
     tiny = TinyGPT(dtype="fp16", initial_loss_scale=2.0**16)
     recorded = run_ranks(contract.plain, 2, tiny, config, 6)
-    for weights, reports in recorded:
+    for weights, _reports in recorded:
         assert all(np.isfinite(value).all() for value in weights.values())

@@ -152,8 +152,9 @@ def test_a_shipped_configuration_states_what_is_computed_and_fits(file, tmp_path
             f"--out={tmp_path}",
             "--data-path=a",
             "--valid-data-path=b",
+            "--rate-index=4",
+            "--launcher=srun",
         ]
-        + ["--rate-index=4", "--launcher=srun"]
     )
     assert plan.lossy.p_grad == plan.lossy.p_param == 0.4
     check_shape(plan)
@@ -188,10 +189,7 @@ def test_flags_for_megatron(data, tmp_path):
         "--exit-signal-handler", "--sequence-parallel", "--eod-mask-loss", "--use-fused-sdpa 1",
     ):  # fmt: skip
         assert f" {flags}" in line
-    assert (
-        " ".join(make_plan([*command, "--launcher=mpirun", "--optimizer=sgd"]).module).count("--optimizer sgd")
-        == 1
-    )
+    assert " ".join(make_plan([*command, "--launcher=mpirun", "--optimizer=sgd"]).module).count("--optimizer sgd") == 1
     assert line.count("--optimizer ") == 1 and "--overlap-grad-reduce" not in line and "--group-query" not in line
     assert plan.environment["PT_HPU_GPU_MIGRATION"] == "1"
     assert plan.layout.sequence_parallel and plan.layout.flash_attention
@@ -236,9 +234,7 @@ def test_one_line_says_what_is_wrong(flags, message, data, tmp_path):
 def test_status_2_and_nothing_started(data, tmp_path):
     """The node has no accelerator."""
     command = arguments(ROOT / "configs/llama2_7b/cuda_dp64.yaml", data, tmp_path / "out", "--rdzv-endpoint=n:1")
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_lossy.launch", *command], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "megatron_lossy.launch", *command], capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout and not (tmp_path / "out").exists()
     assert done.stderr.strip() == (
         "megatron_lossy.launch: error: --device (cuda): 8 accelerators are asked for on this node, 0 are there"
@@ -310,9 +306,7 @@ def test_commands_of_the_launchers(data, tmp_path):
     slurm = command("--launcher=srun", "--rate=0", *image, environment=job)
     assert slurm.startswith("srun --nodes 8 --ntasks 64 --ntasks-per-node 8 ")
     assert f"--output={tmp_path}/p_0.00/logs/70012.2/rank-%t.log" in slurm and "--cpus-per-task 8" in slurm
-    assert (
-        "--container-image=/images/a.sqsh --container-mounts=/d:/d python -m megatron_lossy.launch.rank" in slurm
-    )
+    assert "--container-image=/images/a.sqsh --container-mounts=/d:/d python -m megatron_lossy.launch.rank" in slurm
     assert "--ranks 64" in slurm and "--master-port 29512" in slurm
 
     (tmp_path / "hosts").write_text("10.0.0.1 slots=8\n# spare\n10.0.0.2 slots=8\n")
@@ -337,8 +331,7 @@ def test_ranks_of_srun_and_mpirun():
     assert rank_environment(slurm) == expected
     assert rank_environment(slurm | {"SLURM_STEP_TASKS_PER_NODE": "4(x3)"}) == expected
     mpi = {
-        f"OMPI_COMM_WORLD_{name}": value
-        for name, value in zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "3416")
+        f"OMPI_COMM_WORLD_{name}": value for name, value in zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "3416")
     }
     assert rank_environment(slurm | mpi) == {
         "RANK": "3",
@@ -395,9 +388,7 @@ def test_a_job_is_requeued_until_the_run_is_complete(
     done_before, saves, status, state, expected, requeued, data, tmp_path, monkeypatch
 ):
     """With programs named srun and scontrol in place of Slurm's; test_launch_slurm.py has the real ones."""
-    plan = make_plan(
-        arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--launcher=srun", "--rate=0.1"), tasks=2
-    )
+    plan = make_plan(arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--launcher=srun", "--rate=0.1"), tasks=2)
 
     def checkpoint(iteration):
         tracker = plan.folder / "latest_checkpointed_iteration.txt"

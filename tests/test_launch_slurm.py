@@ -72,9 +72,7 @@ def saved(run: Path) -> int:
 
 def preempt(cluster, folder: Path, job: str) -> None:
     """Want all nodes, in the partition that goes first, for a moment."""
-    other = cluster.submit(
-        folder, "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"
-    )
+    other = cluster.submit(folder, "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
     cluster.wait(f"requeueing of job {job}", lambda: cluster.job(job)["Restarts"] == "1")
     assert cluster.wait_end(other) == "COMPLETED"
 

@@ -120,7 +120,12 @@ def test_every_patch_explains_itself():
     in_code = set()
     for file in (ROOT / "megatron_lossy").rglob("*.py"):
         in_code |= set(re.findall(r'target=f?"[^":]*:([^"]*)"', file.read_text()))
-    elsewhere = {"get_grad_norm_fp32", "_ParamAndGradBuffer", "_compute_per_buffer_param_layout", "_get_write_results_queue"}
+    elsewhere = {
+        "get_grad_norm_fp32",
+        "_ParamAndGradBuffer",
+        "_compute_per_buffer_param_layout",
+        "_get_write_results_queue",
+    }
     literal = {target.rpartition(".")[2] for target in in_code if "{" not in target} - elsewhere
     assert literal <= targets, literal - targets
 

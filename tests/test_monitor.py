@@ -34,9 +34,7 @@ OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket
 CASES = {  # name: (TinyGPT, LossyConfig, iterations that are skipped)
     "shard": ({}, LossyConfig(p_grad=0.3, p_param=0.5), ()),
     "own shard too": ({}, LossyConfig(p_grad=0.8, lossy_self=True), ()),
-    "packets, overlapped": (
-        OVERLAPPED, LossyConfig(p_grad=0.3, p_param=0.5, loss_unit="packet", packet_bytes=60), ()
-    ),
+    "packets, overlapped": (OVERLAPPED, LossyConfig(p_grad=0.3, p_param=0.5, loss_unit="packet", packet_bytes=60), ()),
     "bursts, together": (
         OVERLAPPED,
         LossyConfig(
@@ -60,9 +58,10 @@ def run_real(rank, chosen):
     for name, (model, config, skipped) in chosen.items():
         lossy = hooks.install(config)
         run = build(dataclasses.replace(SMALL, **model))
-        results[name] = _observe(run, lossy, skipped), {
-            group.stream: [units.shard for units in group.transport.cut["grad"]] for group in lossy.groups
-        }
+        results[name] = (
+            _observe(run, lossy, skipped),
+            {group.stream: [units.shard for units in group.transport.cut["grad"]] for group in lossy.groups},
+        )
         lossy.uninstall()
     return results
 
@@ -428,8 +427,14 @@ def test_runs_write_them(data, tmp_path):
     run_ranks(train_runs, 1, (base | {"metrics_dir": str(tmp_path / "virtual"), "virtual_workers": 2}, loss))
     real, resumed, virtual = (read_records(tmp_path / name, "train") for name in ("real", "halves", "virtual"))
     keys = {
-        "loss rate grad", "loss rate param", "survivors mean", "survivors min", "share without survivor",
-        "stale age mean", "stale age max", *only_drift(real[0]),
+        "loss rate grad",
+        "loss rate param",
+        "survivors mean",
+        "survivors min",
+        "share without survivor",
+        "stale age mean",
+        "stale age max",
+        *only_drift(real[0]),
     }
     assert len(keys) == 12 and len(real) == 3
     for one, two, three in zip(real, resumed, virtual, strict=True):

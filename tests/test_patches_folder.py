@@ -130,10 +130,7 @@ def test_check_refuses_the_versions_that_the_hooks_refuse(tree, beyond):
     write(tree / "megatron/core/package_info.py", f"MAJOR = {beyond[0]}", f"MINOR = {beyond[1]}", "PATCH = 0")
     status, _, error = check(tree)
     assert status == 2 and error.count("\n") == 1
-    assert (
-        f"megatron-core {beyond[0]}.{beyond[1]}: is not supported; it must be at least 0.11 and below 0.21"
-        in error
-    )
+    assert f"megatron-core {beyond[0]}.{beyond[1]}: is not supported; it must be at least 0.11 and below 0.21" in error
 
 
 def test_check_names_what_is_wrong(tree, tmp_path):

@@ -17,19 +17,65 @@ from megatron_lossy.report.megatron_logs import read_megatron_run
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.timeout(600)]
 
-MODEL = """--transformer-impl local --use-cpu-initialization --no-gradient-accumulation-fusion --no-masked-softmax-fusion
---no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-persist-layer-norm
---distributed-backend gloo --use-distributed-optimizer --num-layers 2 --hidden-size 64 --num-attention-heads 4
---seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --train-iters 20 --lr 1e-3
---lr-decay-style cosine --clip-grad 1.0 --mock-data --tokenizer-type NullTokenizer --vocab-size 4999 --eval-interval 10
---eval-iters 2 --log-interval 1 --attention-backend unfused""".split()
-LOSS = "--p-grad 0.3 --p-param 0.3 --loss-unit packet --packet-bytes 512".split()
+MODEL = [
+    "--transformer-impl",
+    "local",
+    "--use-cpu-initialization",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+    "--no-persist-layer-norm",
+    "--distributed-backend",
+    "gloo",
+    "--use-distributed-optimizer",
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "64",
+    "--max-position-embeddings",
+    "64",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "8",
+    "--train-iters",
+    "20",
+    "--lr",
+    "1e-3",
+    "--lr-decay-style",
+    "cosine",
+    "--clip-grad",
+    "1.0",
+    "--mock-data",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "4999",
+    "--eval-interval",
+    "10",
+    "--eval-iters",
+    "2",
+    "--log-interval",
+    "1",
+    "--attention-backend",
+    "unfused",
+]
+LOSS = ["--p-grad", "0.3", "--p-param", "0.3", "--loss-unit", "packet", "--packet-bytes", "512"]
 
 
 def pretrain(megatron_lm, *arguments, plugin=True, ranks=2):
     """The columns of the log that do not depend on time, and the process."""
     script = os.path.join(megatron_lm, "pretrain_gpt.py")
-    launcher = ["-m", "megatron_lossy", script] if plugin else [os.path.join(os.path.dirname(__file__), "bare.py"), script]
+    launcher = (
+        ["-m", "megatron_lossy", script] if plugin else [os.path.join(os.path.dirname(__file__), "bare.py"), script]
+    )
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         + launcher

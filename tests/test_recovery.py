@@ -1,5 +1,7 @@
 """Cutting into units, and changing units in place, as properties."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ shards = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 def test_packets_cover_every_shard_once(shards, packet, itemsize):
     cuts, total = cut(shards, [itemsize] * len(shards), "packet", packet)
     assert cuts[0].first == 0
-    for before, after in zip(cuts, cuts[1:]):
+    for before, after in itertools.pairwise(cuts):
         assert after.first == before.first + before.count
     assert total == cuts[-1].first + cuts[-1].count
     for units, shard in zip(cuts, shards):
@@ -90,7 +92,9 @@ def test_indexed_rows_keep_only_what_was_lost(bucket):
 @given(buckets(), st.data(), st.sampled_from([IndexedRows, MaskedRows]))
 def test_scale(bucket, data, rows):
     _, units, _ = bucket
-    factors = np.array(data.draw(st.lists(st.sampled_from([1.0, 2.0, 4 / 3]), min_size=units.count, max_size=units.count)))
+    factors = np.array(
+        data.draw(st.lists(st.sampled_from([1.0, 2.0, 4 / 3]), min_size=units.count, max_size=units.count))
+    )
     shard = torch.arange(1.0, units.shard + 1)
     expected = shard.numpy() * np.repeat(factors.astype(np.float32), units.elements)[: units.shard]
     rows.scale_(shard, units, factors)

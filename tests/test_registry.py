@@ -92,7 +92,10 @@ def test_both_are_used_from_the_command_line(installed, tmp_path):
 def test_what_is_wrong_is_one_line(installed):
     for value, message in (
         ("broken", "broken: the entry point my_rule:Absent of megatron_lossy.recovery fails"),
-        ("misnamed", "misnamed: the entry point my_rule:Half of megatron_lossy.recovery fails (its attribute name must"),
+        (
+            "misnamed",
+            "misnamed: the entry point my_rule:Half of megatron_lossy.recovery fails (its attribute name must",
+        ),
         ("none", "must be one of renormalize, renormalize-remote, previous, zero, broken, half, misnamed"),
     ):
         code = (

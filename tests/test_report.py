@@ -86,8 +86,9 @@ def test_owner_and_replica_diverged_and_mixed_rates(tmp_path):
 def test_a_resumed_run_counts_an_iteration_once(tmp_path):
     write_run(tmp_path / "a", 0.0, [9.0] * 20)
     with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
-        for iteration in range(11, 21):
-            file.write(json.dumps({"kind": "train", "iteration": iteration, "lm loss": 1.0}) + "\n")
+        file.writelines(
+            json.dumps({"kind": "train", "iteration": iteration, "lm loss": 1.0}) + "\n" for iteration in range(11, 21)
+        )
     assert read_runs(tmp_path)[0].train_loss == pytest.approx(1.0)
 
 

@@ -50,7 +50,9 @@ def test_a_log_is_a_run(tmp_path):
     log = [_arguments(**LOSSY), _train(10, 3.0), _train(20, 2.0), _valid(20, 2.5, owner=2.25)]
     test_set = _valid(20, 9.0, which=" on test set")
     end = _valid(20, 2.5, which=" on validation set")
-    _write(tmp_path / "a" / "run.log", *log, end, test_set, " [2026-11-21 10:00:09] iteration       30/     100 | cut off")
+    _write(
+        tmp_path / "a" / "run.log", *log, end, test_set, " [2026-11-21 10:00:09] iteration       30/     100 | cut off"
+    )
     run = read_megatron_run(tmp_path / "a")
     assert (run.name, run.p_grad, run.p_param, run.loss_seed, run.seed) == ("a", 0.1, 0.1, 7, 1234)
     assert run.train == {10: 3.0, 20: 2.0} and run.iterations == 20

@@ -53,10 +53,7 @@ def witnessed(rank, tiny, config, workers=None):
 def test_an_update_is_followed_by_what_replicas_do_beside_it(kind):
     """Once per successful update, before the observers; a skipped one is told as such and followed by nothing."""
     config = LossyConfig(p_grad=0.4, p_param=0.4)
-    if kind == "real":
-        results = run_ranks(witnessed, 2, FP16, config)
-    else:
-        results = run_ranks(witnessed, 1, FP16, config, 2)
+    results = run_ranks(witnessed, 2, FP16, config) if kind == "real" else run_ranks(witnessed, 1, FP16, config, 2)
     expected = []
     for step in range(4):
         if step != 1:

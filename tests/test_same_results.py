@@ -142,6 +142,21 @@ def test_the_matrix_names_every_rule_unit_and_overlap_once(cases):
     for ranks in ("2 ranks", "4 ranks"):
         assert sum(name.startswith(ranks) for name in cases) == 4 * 3 * 3
     quick = " ".join(" ".join(case.runs) for case in cases.values() if case.quick)
-    for word in """renormalize-remote previous zero shard bucket packet --overlap-grad-reduce --overlap-param-gather
-        --virtual-workers --bf16 gilbert-elliott trace --load --save-replicas --tensor-model-parallel-size""".split():
+    for word in [
+        "renormalize-remote",
+        "previous",
+        "zero",
+        "shard",
+        "bucket",
+        "packet",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--virtual-workers",
+        "--bf16",
+        "gilbert-elliott",
+        "trace",
+        "--load",
+        "--save-replicas",
+        "--tensor-model-parallel-size",
+    ]:
         assert word in quick

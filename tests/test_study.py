@@ -213,7 +213,7 @@ def test_unfinished_and_diverged_runs():
     losses = {("", 1, 0): 2.0, ("", 2, 0): 3.0, ("10 %", 1, 1): 3.0, ("10 %", 3, 1): 9.0}
     results = _results(losses)
     table = comparison(results, "train loss")
-    none, ten = table.rows[0][1]
+    _none, ten = table.rows[0][1]
     # Seed 3 has nothing to be compared with, seed 2 no lossy run.
     assert ten.change == pytest.approx(50) and ten.change_error is None and ten.runs == 2
     assert any(note.startswith("unfinished: 5 of 9") for note in table.notes)

@@ -86,10 +86,7 @@ def drift_by_hand(steps, chance, gamma):
 @pytest.mark.parametrize(("p", "burst"), [(0.1, None), (0.4, None), (0.2, 4.0), (0.4, 1.0), (0.0, None)])
 def test_drift_after_some_steps(gamma, p, burst):
     """Uncorrelated, given and momentum-like increments; independent losses and bursts."""
-    if burst is None:
-        transitions = None
-    else:
-        transitions = (p / (1 - p) / burst, 1 / burst, 0.0, 1.0)
+    transitions = None if burst is None else (p / (1 - p) / burst, 1 / burst, 0.0, 1.0)
 
     def chance(lost):
         return bernoulli(lost, p) if transitions is None else chain(lost, transitions)

@@ -66,9 +66,7 @@ def test_resumed_run_equals_uninterrupted_one(data, tmp_path, settings, loss):
     assert recorded_losses(once) == recorded_losses(twice)
     assert checkpoint_bytes(once, 8) == checkpoint_bytes(twice, 8)
     assert len(read_records(twice, "run")) == 1
-    assert whole["valid"] == resumed["valid"] and set(whole["valid"]) == (
-        {"replica", "owner"} if loss else {"replica"}
-    )
+    assert whole["valid"] == resumed["valid"] and set(whole["valid"]) == ({"replica", "owner"} if loss else {"replica"})
 
 
 def test_overlap_evaluation_and_saving_change_nothing(data, tmp_path):
@@ -88,16 +86,12 @@ def test_overlap_evaluation_and_saving_change_nothing(data, tmp_path):
 
 
 def test_metrics_and_lines(data, tmp_path):
-    base = (
-        TINY | data | {"train_iters": 30, "eval_interval": 20, "log_interval": 10, "save": str(tmp_path / "run")}
-    )
+    base = TINY | data | {"train_iters": 30, "eval_interval": 20, "log_interval": 10, "save": str(tmp_path / "run")}
     base["tensorboard_dir"] = str(tmp_path / "tensorboard")
     loss = {"p_grad": 0.2, "loss_unit": "packet", "packet_bytes": 64, "eval_weights": "owner"}
     (summaries, output), (_, silence) = run_ranks(train_runs, 2, (base, loss))
     assert silence == ""
-    run, *_ = records = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    run, *_ = records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert run["kind"] == "run" and run["name"] == "run" and run["world_size"] == 2
     assert (run["p_grad"], run["p_param"], run["config"]["num_layers"]) == (0.2, 0.0, 2)
     assert [r["kind"] for r in records[1:]] == ["train", "train", "valid", "train", "valid"]
@@ -288,9 +282,7 @@ def test_command_line_wins_over_yaml(tmp_path):
     shape = {key: value for key, value in TINY.items() if key != "lr"}
     lines = [f"{key.replace('_', '-')}: {value}" for key, value in shape.items()]
     file.write_text(
-        "\n".join(
-            [*lines, "lr: 3e-3", "bf16: true", "data_path: [0.3, x, 0.7, y]", "eval-iters: 0", "p-grad: 0.1"]
-        )
+        "\n".join([*lines, "lr: 3e-3", "bf16: true", "data_path: [0.3, x, 0.7, y]", "eval-iters: 0", "p-grad: 0.1"])
     )
     config, loss = _parse("--config", str(file), "--p-grad", "0.2", "--no-bf16", "--train-iters", "9")
     assert (config.lr, config.bf16, config.train_iters, config.hidden_size, loss.p_grad) == (

@@ -67,7 +67,7 @@ def deliveries(config, phase, size, shards, step):
     if config.loss_unit == "shard":
         return [arrived for _ in shards]
     starts = np.cumsum([0, *counts])
-    return [arrived[:, :, a:b] for a, b in zip(starts, starts[1:])]
+    return [arrived[:, :, a:b] for a, b in itertools.pairwise(starts)]
 
 
 @pytest.mark.parametrize("unit", UNITS)

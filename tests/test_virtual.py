@@ -1,6 +1,5 @@
 """The virtual cluster against real gloo ranks, and the memory its replicas take."""
 
-
 import numpy as np
 import pytest
 import torch

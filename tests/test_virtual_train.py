@@ -176,7 +176,7 @@ def test_resumed_without_replicas_as_ranks_are(data, tmp_path):
 
     base = TINY | data | {"load": str(folders["virtual"]), "train_iters": 10, "eval_iters": 0}
     for ranks, workers in ((1, 4), (1, 2), (2, None)):
-        for [summary], output in run_ranks(train_runs, ranks, (base | {"virtual_workers": workers}, loss)):
+        for [summary], _output in run_ranks(train_runs, ranks, (base | {"virtual_workers": workers}, loss)):
             assert summary["finished"] and summary["lm loss"] < 5
     assert not (folders["virtual"] / "iter_0000008/lossy_replicas").exists()
 
@@ -270,9 +270,7 @@ def test_refused_by_the_command_line(data, tmp_path):
     flags = as_flags(TINY | data | {"virtual_workers": 4, "save": str(folder)})
     result = run_module("megatron_lossy.train", *flags, ranks=2)
     lines = [line for line in result.stderr.splitlines() if line.startswith("megatron_lossy.train: ")]
-    assert lines == [
-        "megatron_lossy.train: error: --virtual-workers 4: all share one device: needs 1 process, not 2"
-    ]
+    assert lines == ["megatron_lossy.train: error: --virtual-workers 4: all share one device: needs 1 process, not 2"]
     result = run_module("megatron_lossy.train", *flags, "--p-grad", "0.1", "--lossy-links", "inter-node")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (

@@ -174,9 +174,7 @@ class TinyRun:
         config = self.config
         rank = self.rank()
         scale = float("inf") if overflow_on == rank else 1.0
-        batches = [
-            iter([_batch(config, iteration, rank, k) for k in range(config.accumulation)]) for _ in self.model
-        ]
+        batches = [iter([_batch(config, iteration, rank, k) for k in range(config.accumulation)]) for _ in self.model]
         reports = self._train(
             forward_step_func=partial(_forward_step, scale=scale),
             data_iterator=batches if len(batches) > 1 else batches[0],
@@ -211,7 +209,7 @@ class VirtualTinyRun(TinyRun):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = []
-        for self._worker in range(self.cluster.workers):
+        for self._worker in range(self.cluster.workers):  # noqa: B020
             with self.cluster.worker(self._worker):
                 losses.append(self._forward_backward(iteration, overflow_on, forward_only=False))
         success, grad_norm, _ = self.cluster.step(self.optimizer)

@@ -111,5 +111,3 @@ def run_module(module: str, *arguments: str, ranks: int = 0) -> subprocess.Compl
         timeout=120,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-
-

@@ -35,7 +35,9 @@ class Trace(Channel):
             with np.load(self.path, allow_pickle=False) as archive:
                 self.arrays = {name: archive[name] for name in archive.files}
         except (OSError, ValueError, EOFError) as error:
-            raise refuse("--trace", self.path, f"must be a folder that --delivery-log wrote, or a readable .npz file ({error})") from None
+            raise refuse(
+                "--trace", self.path, f"must be a folder that --delivery-log wrote, or a readable .npz file ({error})"
+            ) from None
         for name, array in self.arrays.items():
             if name.partition(".")[0] not in PHASES:
                 raise refuse("--trace", self.path, f"holds an array {name!r}; names must begin with grad or param")

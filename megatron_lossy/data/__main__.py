@@ -29,13 +29,9 @@ class DataConfig:
         metavar="PATH",
     )
     stdlib: bool = flag(False, "instead of --input: the source files of the running Python's standard library")
-    output_prefix: str | None = flag(
-        None, "write PREFIX.bin, PREFIX.idx and PREFIX.json", type=str, metavar="PREFIX"
-    )
+    output_prefix: str | None = flag(None, "write PREFIX.bin, PREFIX.idx and PREFIX.json", type=str, metavar="PREFIX")
     tokenizer: str = flag("byte", f"{NAMES}; byte takes any bytes", metavar="NAME")
-    format: str = flag(
-        "text", "text, or jsonl: one JSON object per line, a document each", choices=("text", "jsonl")
-    )
+    format: str = flag("text", "text, or jsonl: one JSON object per line, a document each", choices=("text", "jsonl"))
     json_key: str = flag("text", "jsonl: the key that holds a document's text", metavar="KEY")
     split_documents: str = flag(
         "file",

@@ -85,15 +85,11 @@ def check_manifest(manifest: str, prefixes: Sequence[str] = (), full: bool = Fal
 
 def run_manifest(arguments: Sequence[str]) -> None:
     """``python -m megatron_lossy.data manifest``."""
-    parser = ArgumentParser(
-        "python -m megatron_lossy.data manifest", description="Hash data sets into a file."
-    )
+    parser = ArgumentParser("python -m megatron_lossy.data manifest", description="Hash data sets into a file.")
     parser.add_argument(
         "prefixes", nargs="+", metavar="PREFIX", help="PREFIX.bin, PREFIX.idx, and PREFIX.json if it is there"
     )
-    parser.add_argument(
-        "--output", required=True, metavar="FILE", help="manifest; names are relative to its folder"
-    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="manifest; names are relative to its folder")
     parser.add_argument("--overwrite", action="store_true", help="replace a manifest that exists already")
     given = parser.parse_args(arguments)
     prefixes = [prefix for prefix in given.prefixes if not is_weight(prefix)]
@@ -104,9 +100,7 @@ def run_manifest(arguments: Sequence[str]) -> None:
 
 def run_check(arguments: Sequence[str]) -> None:
     """``python -m megatron_lossy.data check``."""
-    parser = ArgumentParser(
-        "python -m megatron_lossy.data check", description="Compare data sets with a manifest."
-    )
+    parser = ArgumentParser("python -m megatron_lossy.data check", description="Compare data sets with a manifest.")
     parser.add_argument("manifest", metavar="FILE")
     parser.add_argument("--full", action="store_true", help="read every byte, not only some blocks of each file")
     given = parser.parse_args(arguments)

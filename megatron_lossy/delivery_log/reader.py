@@ -7,6 +7,7 @@ truncated file can be used.
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class LogRows:
         edges = [0, *(np.flatnonzero(changes) + 1).tolist(), len(self)]
         return {
             (int(self.iteration[a]), str(self.phase[a]), str(self.stream[a])): slice(a, b)
-            for a, b in zip(edges, edges[1:])
+            for a, b in itertools.pairwise(edges)
         }
 
 
@@ -140,9 +141,7 @@ class LogFile:
         import pyarrow.parquet as pq
 
         try:
-            file = pq.ParquetFile(
-                self.path, read_dictionary=["phase", "stream"], page_checksum_verification=True
-            )
+            file = pq.ParquetFile(self.path, read_dictionary=["phase", "stream"], page_checksum_verification=True)
             names = file.schema_arrow.names
             if names != arrow_schema().names:
                 raise ValueError(f"has other columns: {', '.join(names)}")

@@ -44,7 +44,7 @@ class Counts:
         shares = self.counts[first:] / max(1, self.counts[first:].sum())
         words = [f"{first + k}: {share:.1%}" for k, share in enumerate(shares[: most - 1])]
         if len(shares) >= most:
-            words.append(f"{first + most - 1} and more: {shares[most - 1:].sum():.1%}")
+            words.append(f"{first + most - 1} and more: {shares[most - 1 :].sum():.1%}")
         return ", ".join(words)
 
 
@@ -113,8 +113,10 @@ def summary_text(folder: DeliveryLogFolder) -> str:
     size = sum(file.path.stat().st_size for file in folder.files)
     first, last = min(ranges[0][0] for ranges in covered), max(ranges[-1][1] for ranges in covered)
     lines = [
-        f"{folder.path}: iterations {first} to {last}, {len(folder.files)} files of {len(folder.ranks)} writing ranks, "
-        f"{size:,} bytes, {size / iterations:,.1f} per iteration and writing rank",
+        (
+            f"{folder.path}: iterations {first} to {last}, {len(folder.files)} files of {len(folder.ranks)} writing ranks, "
+            f"{size:,} bytes, {size / iterations:,.1f} per iteration and writing rank"
+        ),
         f"flags: {_flags(folder)}",
     ]
     parts = summarize(folder)
@@ -143,8 +145,10 @@ def _part_lines(phase: str, part: Part) -> list[str]:
     low, high = (np.unravel_index(pick(rates), rates.shape) for pick in (np.nanargmin, np.nanargmax))
     lines = [
         f"  lost      {part.rates.lost.sum():,} of {part.rates.sent.sum():,} units, {part.rates.mean:.2%}",
-        f"  per link  lowest {rates[low]:.2%} ({low[0]} to {low[1]}), mean {np.nanmean(rates):.2%}, "
-        f"highest {rates[high]:.2%} ({high[0]} to {high[1]})",
+        (
+            f"  per link  lowest {rates[low]:.2%} ({low[0]} to {low[1]}), mean {np.nanmean(rates):.2%}, "
+            f"highest {rates[high]:.2%} ({high[0]} to {high[1]})"
+        ),
     ]
     if not part.complete:
         return [*lines, "  bursts and ages are not known: packets were recorded without bitmaps"]
@@ -154,7 +158,5 @@ def _part_lines(phase: str, part: Part) -> list[str]:
             + part.bursts.text(1)
         )
     if phase == "param":
-        lines.append(
-            f"  ages      mean {part.ages.mean:.3f} updates, oldest {part.ages.largest}; " + part.ages.text(0)
-        )
+        lines.append(f"  ages      mean {part.ages.mean:.3f} updates, oldest {part.ages.largest}; " + part.ages.text(0))
     return lines

@@ -28,10 +28,7 @@ def device_type() -> str:
     """
     global _device_type
     if _device_type is None:
-        if _has_hpu():
-            _device_type = "hpu"
-        else:
-            _device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        _device_type = "hpu" if _has_hpu() else "cuda" if torch.cuda.is_available() else "cpu"
     return _device_type
 
 

@@ -96,9 +96,7 @@ def _optional(name: str, module: str) -> Finding:
         with _quiet():
             importlib.import_module(module)
     except Exception as error:
-        return _finding(
-            name, "warning", f"is installed, but cannot be imported: {' '.join(str(error).split())[:200]}"
-        )
+        return _finding(name, "warning", f"is installed, but cannot be imported: {' '.join(str(error).split())[:200]}")
     return _finding(name, "ok", _version(name))
 
 
@@ -155,9 +153,7 @@ def hook_targets(training: bool) -> list[Finding]:
             device.prepare(megatron_training=training)
             checks = hooks.check_patches()
     except Exception as error:
-        return [
-            Finding("hooks", "megatron", "problem", f"cannot be examined: {' '.join(str(error).split())[:300]}")
-        ]
+        return [Finding("hooks", "megatron", "problem", f"cannot be examined: {' '.join(str(error).split())[:300]}")]
     findings = []
     for module in ("megatron.core", "megatron.training"):
         own = [check for check in checks if check.target.startswith(module)]
@@ -166,9 +162,7 @@ def hook_targets(training: bool) -> list[Finding]:
         if own:
             findings.append(Finding("hooks", module, "ok", f"{found} attributes would be replaced{absent}"))
     return findings + [
-        Finding("hooks", check.target.partition(":")[2], "problem", check.problem)
-        for check in checks
-        if not check.ok
+        Finding("hooks", check.target.partition(":")[2], "problem", check.problem) for check in checks if not check.ok
     ]
 
 

@@ -58,16 +58,12 @@ def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
     environment = without_ranks() | {"OMP_NUM_THREADS": "1"}
     package = str(Path(__file__).parents[2])
     first = [str(Path(checkout).resolve())] if checkout else []
-    environment["PYTHONPATH"] = os.pathsep.join([*first, package, environment.get("PYTHONPATH", "")]).rstrip(
-        os.pathsep
-    )
+    environment["PYTHONPATH"] = os.pathsep.join([*first, package, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     if kind == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "HABANA_VISIBLE_MODULES": ""}
     environment |= ENVIRONMENT.get(kind, {})
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, cwd=folder, timeout=_SECONDS
-        )
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"no end after {_SECONDS} s") from None
     if done.returncode:

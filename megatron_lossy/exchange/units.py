@@ -41,9 +41,7 @@ class BucketUnits:
         return slice(self.first, self.first + self.count)
 
 
-def cut(
-    shards: Sequence[int], itemsizes: Sequence[int], unit: str, packet_bytes: int
-) -> tuple[list[BucketUnits], int]:
+def cut(shards: Sequence[int], itemsizes: Sequence[int], unit: str, packet_bytes: int) -> tuple[list[BucketUnits], int]:
     """Cut buckets whose shards have ``shards[k]`` elements of ``itemsizes[k]`` bytes on the wire.
 
     Returns the cut of every bucket and the number of units of the stream. Raises :class:`UsageError` if a packet is

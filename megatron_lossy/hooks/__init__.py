@@ -1,9 +1,7 @@
 """What we change in Megatron. With train/ the only place that imports megatron.
 
-    from megatron_lossy import hooks
-    lossy = hooks.install(LossyConfig(p_grad=0.1, p_param=0.1))
-    …                                    # build and train with megatron-core as always
-    lossy.uninstall()
+Call ``install(LossyConfig(p_grad=0.1, p_param=0.1))`` before DDP wraps the model, then build and train with
+megatron-core as always.
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ def check_ddp(ddp: Any, config: LossyConfig) -> None:
         raise UsageError("--cuda-graph-scope full_iteration: a captured graph repeats one draw for ever; turn it off")
     quantized = any(buffer.param_dtype == torch.uint8 for buffer in dense_buffers(ddp) + ddp.expert_parallel_buffers)
     if quantized and not config.phase("param").lossless:
-        raise UsageError("--fp8-param-gather with parameter loss: stale bytes would be read at new scales; turn one off")
+        raise UsageError(
+            "--fp8-param-gather with parameter loss: stale bytes would be read at new scales; turn one off"
+        )
 
 
 def check_arguments(args: Any, config: LossyConfig) -> None:
@@ -56,7 +58,9 @@ def check_arguments(args: Any, config: LossyConfig) -> None:
     if config.phase("param").lossless:
         return
     if getattr(args, "fp8_param_gather", False):
-        raise UsageError("--fp8-param-gather with parameter loss: stale bytes would be read at new scales; turn one off")
+        raise UsageError(
+            "--fp8-param-gather with parameter loss: stale bytes would be read at new scales; turn one off"
+        )
     if getattr(args, "check_weight_hash_across_dp_replicas_interval", None):
         raise UsageError(
             "--check-weight-hash-across-dp-replicas-interval with parameter loss: replicas differ on purpose; turn one off"

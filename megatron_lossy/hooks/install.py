@@ -43,7 +43,7 @@ def check_patches() -> list[Check]:
 
     With those of ``megatron.training`` if it can be imported. Raises ``ImportError`` without megatron-core.
     """
-    import megatron.core  # noqa: F401
+    import megatron.core
 
     lossy = Lossy(LossyConfig(eval_weights="both"))  # which patches more
     patches = megatron_core.patches(lossy)

@@ -59,9 +59,7 @@ class Lossy(Run):
             return
         check_ddp(ddp, self.config)
         number_model_chunk(ddp, len(self._chunks))
-        self._chunks[ddp] = [
-            self._add_group(buckets, full, stream) for stream, full, buckets in buckets_by_stream(ddp)
-        ]
+        self._chunks[ddp] = [self._add_group(buckets, full, stream) for stream, full, buckets in buckets_by_stream(ddp)]
 
     def _add_group(self, buckets: Sequence[tuple[Any, Any]], full: dist.ProcessGroup, stream: Stream) -> LossyGroup:
         part = buckets[0][0].data_parallel_group  # of one optimizer instance

@@ -20,9 +20,7 @@ class RankSampler:
     See :class:`megatron_lossy.monitor.Replicas`. ``pairs``: Megatron's (buffer, bucket) in canonical order.
     """
 
-    def __init__(
-        self, group: LossyGroup, process_group: dist.ProcessGroup, pairs: Sequence[tuple[Any, Any]]
-    ) -> None:
+    def __init__(self, group: LossyGroup, process_group: dist.ProcessGroup, pairs: Sequence[tuple[Any, Any]]) -> None:
         self.stream = group.stream
         self.workers = group.size
         self.owned = range(group.rank, group.rank + 1)

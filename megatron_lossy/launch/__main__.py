@@ -64,10 +64,14 @@ def describe(plan: Plan) -> list[str]:
     data = train.data_parallel_size(launch.accelerators)
     lines = [
         f"run      {plan.folder}, from iteration {done_iterations(plan)} to {train.train_iters}",
-        f"ranks    {launch.accelerators} on {launch.nodes} node{'s' if launch.nodes > 1 else ''}: "
-        f"data {data} x tensor {tensor} x pipeline {pipeline}",
-        f"loss     gradients {_rate(plan, 'grad')}, parameters {_rate(plan, 'param')}, "
-        f"unit {plan.lossy.loss_unit}, recovery {plan.lossy.grad_recovery}",
+        (
+            f"ranks    {launch.accelerators} on {launch.nodes} node{'s' if launch.nodes > 1 else ''}: "
+            f"data {data} x tensor {tensor} x pipeline {pipeline}"
+        ),
+        (
+            f"loss     gradients {_rate(plan, 'grad')}, parameters {_rate(plan, 'param')}, "
+            f"unit {plan.lossy.loss_unit}, recovery {plan.lossy.grad_recovery}"
+        ),
         *estimates(plan),
     ]
     if launch.tokens_per_second:

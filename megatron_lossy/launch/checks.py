@@ -79,9 +79,7 @@ def _check_tokenizer(name: str) -> None:
     if kind == "sentencepiece" and not os.path.isfile(source):
         raise refuse("--tokenizer", name, "there is no such model file")
     if kind == "hf" and not os.path.isdir(source):
-        cache = Path(
-            os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub")
-        )
+        cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub"))
         if not (cache.expanduser() / f"models--{source.replace('/', '--')}").is_dir():
             raise refuse(
                 "--tokenizer",

@@ -128,9 +128,7 @@ def _mpirun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
         hosts = read_hostfile(launch.hostfile)
         slots = sum(count for _, count in hosts)
         if slots < launch.accelerators:
-            raise refuse(
-                "--hostfile", launch.hostfile, f"has {slots} slots for --accelerators {launch.accelerators}"
-            )
+            raise refuse("--hostfile", launch.hostfile, f"has {slots} slots for --accelerators {launch.accelerators}")
         address = hosts[0][0]
         command += ["--hostfile", launch.hostfile]
     elif launch.nodes > 1:

@@ -34,9 +34,7 @@ def check_flags(script: str, flags: list[str]) -> None:
         import megatron.core
         import megatron.training.arguments as arguments
     except ImportError as error:
-        raise UsageError(
-            f"--program {script}: megatron.training cannot be imported from its folder: {error}"
-        ) from None
+        raise UsageError(f"--program {script}: megatron.training cannot be imported from its folder: {error}") from None
     hooks.check_version(megatron.core.__version__)
     on_cpu = device.prepare(megatron_training=True) == "cpu"
     Ledger("megatron.training").install(megatron_training.flag_patches())

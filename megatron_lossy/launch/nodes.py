@@ -24,9 +24,7 @@ def check_devices(kind: str, wanted: int) -> None:
         return
     found = device_count(kind)
     if found < wanted:
-        raise refuse(
-            "--device", f"({kind})", f"{wanted} accelerators are asked for on this node, {found} are there"
-        )
+        raise refuse("--device", f"({kind})", f"{wanted} accelerators are asked for on this node, {found} are there")
 
 
 def read_hostfile(file: str) -> list[tuple[str, int]]:

@@ -110,9 +110,7 @@ class LaunchConfig:
             ("container_image", "srun"),
             ("container_mounts", "srun"),
         ):
-            self._check(
-                name, getattr(self, name) is None or self.launcher == launcher, f"needs --launcher {launcher}"
-            )
+            self._check(name, getattr(self, name) is None or self.launcher == launcher, f"needs --launcher {launcher}")
         if self.max_restarts and self.launcher != "torchrun":
             raise refuse("--max-restarts", self.max_restarts, "needs --launcher torchrun")
 

@@ -68,7 +68,7 @@ class Plan:
             self.launch.accelerators,
             257 if self.train.tokenizer == "byte" else self.launch.vocab_size,
             "--sequence-parallel" in flags,
-            engine and not unfused or "--use-flash-attn" in flags,
+            (engine and not unfused) or "--use-flash-attn" in flags,
             recompute,
         )
 
@@ -81,9 +81,7 @@ def make_parser_of_launch() -> argparse.ArgumentParser:
         epilog="All other flags are those of megatron_lossy.train or of Megatron-LM; they win over the file.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", metavar="FILE.yaml", help="configuration, for example one of configs/llama2_7b"
-    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="configuration, for example one of configs/llama2_7b")
     return add_flags(parser, LaunchConfig, "launch")
 
 
@@ -138,9 +136,7 @@ def _program(
     given, from_command_line = parser.parse_known_args(rest)
     for name in _FROM_OUT:
         if getattr(given, name):
-            raise refuse(
-                flag_name(TrainConfig, name), getattr(given, name), "cannot be given to launch; --out sets it"
-            )
+            raise refuse(flag_name(TrainConfig, name), getattr(given, name), "cannot be given to launch; --out sets it")
     if launch.chosen_rate is not None:
         if given.p_grad or given.p_param:
             raise refuse("--rate", launch.chosen_rate, "cannot be combined with --p-grad or --p-param")

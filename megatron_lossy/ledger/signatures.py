@@ -42,9 +42,7 @@ class Takes:
         if any(found not in wanted.split("|") for found, wanted in zip(positional, self.first)):
             return False
         rest = set(names) - set(positional[: len(self.first)])
-        return rest.issuperset(self.named) and (
-            self.others is None or rest <= set(self.named) | set(self.others)
-        )
+        return rest.issuperset(self.named) and (self.others is None or rest <= set(self.named) | set(self.others))
 
 
 def _parameters(function: Callable) -> list[inspect.Parameter] | None:

@@ -19,9 +19,7 @@ class Stale(Rule):
 
     name = "stale"
 
-    def before(
-        self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction
-    ) -> tuple[np.ndarray, Saved] | None:
+    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> tuple[np.ndarray, Saved] | None:
         lost, rows = self.lost(delivery), self.rows(buffer)
         return None if rows.nothing(lost) else (lost, rows.take(buffer, self.units, lost))
 

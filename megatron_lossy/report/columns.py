@@ -47,8 +47,7 @@ def columns(runs: Sequence[Run]) -> list[Column]:
     for run in runs:
         split.setdefault((run.condition, _settings(run, differing)), []).append(run)
     return [
-        Column(", ".join([group[0].label, *settings]), tuple(group), settings)
-        for (_, settings), group in split.items()
+        Column(", ".join([group[0].label, *settings]), tuple(group), settings) for (_, settings), group in split.items()
     ]
 
 
@@ -73,7 +72,5 @@ def _differing(runs: Sequence[Run]) -> set[str]:
 def _settings(run: Run, keys: Sequence[str]) -> tuple[str, ...]:
     """``keys`` as labels; how a run would have recovered from loss says nothing about one without any."""
     return tuple(
-        f"{key.replace('_', '-')} {run.config.get(key)}"
-        for key in keys
-        if not (run.lossless and key in _LOSS_FLAGS)
+        f"{key.replace('_', '-')} {run.config.get(key)}" for key in keys if not (run.lossless and key in _LOSS_FLAGS)
     )

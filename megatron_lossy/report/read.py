@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,10 +72,8 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
             yield number, json.loads(line)
         except json.JSONDecodeError as error:
             raise refuse("RUNS_DIR", f"{path} line {number}", f"is not JSON: {error}") from None
-    try:
+    with contextlib.suppress(json.JSONDecodeError):
         yield len(lines) + 1, json.loads(unfinished)
-    except json.JSONDecodeError:
-        pass
 
 
 def _described(record: dict[str, Any], folder: str) -> Run:

@@ -20,9 +20,7 @@ from .columns import Column, baseline, columns, other_differences
 from .runs import WEIGHTS, Run
 from .scalars import DEFINITION
 
-ONE_SEED = (
-    "one loss seed: differences of a few percent can come from the seed alone; no ordering is claimed"
-)
+ONE_SEED = "one loss seed: differences of a few percent can come from the seed alone; no ordering is claimed"
 DEFINITIONS = (
     "train loss: mean over the last 10 % of a run's iterations (at least 10); val loss: last evaluation; "
     "PPL = exp(min(20, loss))"

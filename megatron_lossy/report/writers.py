@@ -20,9 +20,7 @@ def report_files(scalars: Sequence[str] = ()) -> list[str]:
     return [TABLE_MARKDOWN, TABLE_CSV, CURVES, *figures]
 
 
-def write_report(
-    runs: Sequence[Run], table: LossTable, folder: str | Path, scalars: Sequence[str] = ()
-) -> list[Path]:
+def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path, scalars: Sequence[str] = ()) -> list[Path]:
     """Write table and curves of ``runs`` to ``folder``, replacing an older report. Returns the files.
 
     ``scalars``: recorded ones to draw too, a prediction in the figure of what it predicts if both are named.

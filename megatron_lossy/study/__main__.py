@@ -1,8 +1,8 @@
 """``python -m megatron_lossy.study``: many runs that answer one question.
 
-    python -m megatron_lossy.study FILE.yaml …    run the study in a file, and report it (docs/study.md)
-    python -m megatron_lossy.study table1 …       the paper's Table 1, Figures 1 and 2
-    torchrun … -m megatron_lossy.study sweep …    one training at several loss rates, in one launch
+python -m megatron_lossy.study FILE.yaml …    run the study in a file, and report it (docs/study.md)
+python -m megatron_lossy.study table1 …       the paper's Table 1, Figures 1 and 2
+torchrun … -m megatron_lossy.study sweep …    one training at several loss rates, in one launch
 """
 
 from __future__ import annotations

@@ -49,9 +49,7 @@ class Cell:
         # Checkpoints of a study always hold the replicas. A run that measured no drift cannot stand for one that did.
         incidental = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas"}
         incidental -= {"drift_interval"}
-        return {
-            name: value for name, value in self.all_settings().items() if name.replace("-", "_") not in incidental
-        }
+        return {name: value for name, value in self.all_settings().items() if name.replace("-", "_") not in incidental}
 
     def all_settings(self) -> dict[str, Any]:
         """All that differs from the defaults, as the ``--config`` file of the run."""
@@ -188,7 +186,5 @@ class CellFolder:
         silence = probe.stat().st_mtime - sign
         probe.unlink()
         host, _, process = holder.rpartition(":")
-        dead = (
-            host == socket.gethostname() and Path("/proc/self").exists() and not Path(f"/proc/{process}").exists()
-        )
+        dead = host == socket.gethostname() and Path("/proc/self").exists() and not Path(f"/proc/{process}").exists()
         return silence > (2 * HEARTBEAT if dead else ABANDONED)

@@ -166,9 +166,7 @@ def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
 
 def _study(design: Design, how: StudyConfig, arguments: Sequence[str]) -> Study:
     changes = {
-        name: list(getattr(how, name))
-        for name in ("seeds", "loss_seeds", "metrics")
-        if getattr(how, name) is not None
+        name: list(getattr(how, name)) for name in ("seeds", "loss_seeds", "metrics") if getattr(how, name) is not None
     }
     return replace(design, **changes).study(arguments)
 

@@ -119,9 +119,7 @@ class Design:
             for config in (train, loss):
                 for name in _NOT_HERE:
                     if getattr(config, name, None):
-                        raise refuse(
-                            f"--{name.replace('_', '-')}", getattr(config, name), "cannot be given to a study"
-                        )
+                        raise refuse(f"--{name.replace('_', '-')}", getattr(config, name), "cannot be given to a study")
             train.check_world(self.processes)
             if level != NO_LOSS:
                 if loss.lossless:

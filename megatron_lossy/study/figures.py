@@ -208,9 +208,7 @@ def _draw(axes, runs: Sequence[Run], colour, label: str | None, valid: bool) -> 
     mean = losses.mean(axis=0)
     axes.plot(iterations, mean, color=colour, linewidth=2, label=label)
     if len(runs) > 1:
-        axes.fill_between(
-            iterations, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.18, linewidth=0
-        )
+        axes.fill_between(iterations, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.18, linewidth=0)
     shown = list(mean)
     if valid:
         kind = next((kind for kind in ("replica", "owner") if all(kind in run.valid for run in runs)), None)

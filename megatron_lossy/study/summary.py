@@ -181,8 +181,7 @@ def against_the_first(
     first, *others = study.variants
     if others:
         rows = tuple(
-            (name, tuple(difference((name, level), (first, level)) for level in study.levels))
-            for name in others
+            (name, tuple(difference((name, level), (first, level)) for level in study.levels)) for name in others
         )
         tables["between_variants"] = LossTable(study.levels, rows, (f"against {first!r}; {note}",))
     first_level, *more = study.levels

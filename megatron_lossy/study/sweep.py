@@ -181,7 +181,9 @@ def sweep(rates: Sequence[Rate]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train at every rate, then print and write the report."""
     with usage_errors(PROGRAM):
-        parser = make_parser("python -m megatron_lossy.study sweep", "Train the same at several loss rates, and compare.")
+        parser = make_parser(
+            "python -m megatron_lossy.study sweep", "Train the same at several loss rates, and compare."
+        )
         parser.add_argument(
             "--rates", type=float, nargs="+", metavar="P", help="loss rates of gradients and parameters"
         )

@@ -98,9 +98,7 @@ class Weights:
         return second - self.mean(gradients) ** 2 + noise
 
 
-def weights(
-    rule: str, p: ArrayLike, workers: int, lossy_self: bool = False, step: int | None = None
-) -> Weights:
+def weights(rule: str, p: ArrayLike, workers: int, lossy_self: bool = False, step: int | None = None) -> Weights:
     """Weights that ``--grad-recovery rule`` gives, for losses of rate ``p`` that are independent over senders.
 
     One step's weights are the same under bursts and under ``--loss-correlation source``: the rate alone matters.

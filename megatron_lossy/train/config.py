@@ -80,17 +80,13 @@ class TrainConfig:
         "shape of the decay from --lr to --min-lr",
         choices=("constant", "linear", "cosine", "inverse-square-root"),
     )
-    lr_decay_iters: int | None = flag(
-        None, "iterations of the decay; default --train-iters", type=int, metavar="N"
-    )
+    lr_decay_iters: int | None = flag(None, "iterations of the decay; default --train-iters", type=int, metavar="N")
     lr_warmup_iters: int = flag(0, "iterations of linear warm-up", metavar="N")
     weight_decay: float = flag(0.01, "decoupled weight decay, of matrices only", metavar="WD")
     optimizer: str = flag(
         "adam", "adam: AdamW; sgd: descent along the decaying mean of the gradients", choices=("adam", "sgd")
     )
-    sgd_momentum: float = flag(
-        0.9, "sgd: decay of the mean of the gradients; 0 follows the last gradient", metavar="B"
-    )
+    sgd_momentum: float = flag(0.9, "sgd: decay of the mean of the gradients; 0 follows the last gradient", metavar="B")
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", metavar="B")
     adam_beta2: float = flag(0.999, "decay of Adam's second moment", metavar="B")
     adam_eps: float = flag(1e-8, "Adam's epsilon", metavar="E")
@@ -129,9 +125,7 @@ class TrainConfig:
         nargs="+",
         metavar="PREFIX",
     )
-    valid_data_path: tuple[str, ...] | None = flag(
-        None, "validation data, as --data-path", nargs="+", metavar="PREFIX"
-    )
+    valid_data_path: tuple[str, ...] | None = flag(None, "validation data, as --data-path", nargs="+", metavar="PREFIX")
     tokenizer: str = flag(
         "byte", "tokenizer that made the data; see python -m megatron_lossy.data --help", metavar="NAME"
     )
@@ -156,13 +150,9 @@ class TrainConfig:
     )
 
     log_interval: int = flag(10, "iterations between log lines and metric records", metavar="N", incidental=True)
-    metrics_dir: str | None = flag(
-        None, "folder of metrics.jsonl; default --save", metavar="FOLDER", incidental=True
-    )
+    metrics_dir: str | None = flag(None, "folder of metrics.jsonl; default --save", metavar="FOLDER", incidental=True)
     tensorboard_dir: str | None = flag(None, "folder of TensorBoard events", metavar="FOLDER", incidental=True)
-    wandb_project: str | None = flag(
-        None, "Weights & Biases project to log to", metavar="PROJECT", incidental=True
-    )
+    wandb_project: str | None = flag(None, "Weights & Biases project to log to", metavar="PROJECT", incidental=True)
     wandb_exp_name: str | None = flag(
         None, "name of the run; default the last part of --save", metavar="NAME", incidental=True
     )
@@ -234,18 +224,14 @@ class TrainConfig:
         if world_size % model:
             widest = "tensor_model_parallel_size" if tensor >= pipeline else "pipeline_model_parallel_size"
             fewer = f"only {world_size} started" if world_size < model else f"not {world_size}"
-            self._check(
-                widest, False, f"TP x PP = {tensor} x {pipeline} needs a multiple of {model} ranks, {fewer}"
-            )
+            self._check(widest, False, f"TP x PP = {tensor} x {pipeline} needs a multiple of {model} ranks, {fewer}")
         data = self.data_parallel_size(world_size)
         self._check(
             "global_batch_size",
             self.global_batch_size % (self.micro_batch_size * data) == 0,
             f"must be divisible by --micro-batch-size {self.micro_batch_size} x {data} data-parallel ranks",
         )
-        self._check(
-            "num_layers", self.num_layers % pipeline == 0, f"must be divisible by {pipeline} pipeline stages"
-        )
+        self._check("num_layers", self.num_layers % pipeline == 0, f"must be divisible by {pipeline} pipeline stages")
         for name, value in (
             ("num_attention_heads", self.num_attention_heads),
             ("num_query_groups", self.query_groups),
@@ -314,7 +300,8 @@ _ONE_DEVICE = (
     "pipeline_model_parallel_size",
     "num_distributed_optimizer_instances",
 )
-_POSITIVE = _REQUIRED + (
+_POSITIVE = (
+    *_REQUIRED,
     "ffn_hidden_size",
     "num_query_groups",
     "make_vocab_size_divisible_by",

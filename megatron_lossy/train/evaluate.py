@@ -22,9 +22,7 @@ def mean_loss(config: TrainConfig, sums: list[torch.Tensor]) -> float:
     """
     if parallel_state.is_pipeline_last_stage():
         total = torch.stack(sums).sum(0)
-        torch.distributed.all_reduce(
-            total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
+        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         loss = total[:1] / total[1:]
     else:
         loss = torch.zeros(1, device=torch.cuda.current_device())

@@ -63,9 +63,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     if config.data is None:
         check_data(config)
     check_folders(config, lossy_config)
-    resumes = bool(config.load) and (
-        same_folder(config.save, config.load) or latest_iteration(config.load) is not None
-    )
+    resumes = bool(config.load) and (same_folder(config.save, config.load) or latest_iteration(config.load) is not None)
     claim_delivery_log(lossy_config, config.data_parallel_size(ranks), resumes, identity(config))
     with parallel.world(config):
         prepare_text(config)

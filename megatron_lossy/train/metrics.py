@@ -59,8 +59,7 @@ class JsonLinesWriter:
 def _line(record: dict[str, Any]) -> str:
     """``record`` as a line of JSON, which has no word for infinite or undefined numbers but null."""
     known = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
     return json.dumps(known) + "\n"
 

@@ -111,9 +111,7 @@ def _ddp_config(config: TrainConfig) -> DistributedDataParallelConfig:
     data_parallel = config.virtual_workers or parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     bucket_size = None
     if config.overlap_grad_reduce:
-        bucket_size = config.ddp_bucket_size or max(
-            _BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK * data_parallel
-        )
+        bucket_size = config.ddp_bucket_size or max(_BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK * data_parallel)
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,
         use_distributed_optimizer=True,

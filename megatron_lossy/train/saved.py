@@ -98,6 +98,4 @@ def _check_shape(config: TrainConfig) -> None:
     for name in SHAPE:
         there, here = saved.shape()[name], config.shape()[name]
         if there != here:
-            raise refuse(
-                "--load", config.load, f"{flag_name(TrainConfig, name)} was {there} there and is {here} here"
-            )
+            raise refuse("--load", config.load, f"{flag_name(TrainConfig, name)} was {there} there and is {here} here")

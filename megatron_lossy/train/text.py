@@ -33,9 +33,7 @@ def with_data_paths(config: TrainConfig) -> TrainConfig:
     # The text is that of this Python's library.
     name = f"{config.data}-{platform.python_version()}-{config.tokenizer.replace(os.sep, '_')}"
     prefix = os.path.join(config.data_cache_path or _DEFAULT_FOLDER, name)
-    return dataclasses.replace(
-        config, data=None, data_path=(prefix + "_train",), valid_data_path=(prefix + "_valid",)
-    )
+    return dataclasses.replace(config, data=None, data_path=(prefix + "_train",), valid_data_path=(prefix + "_valid",))
 
 
 def prepare_text(config: TrainConfig) -> None:

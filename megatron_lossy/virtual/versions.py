@@ -80,9 +80,7 @@ class Versions:
         workers: N.
     """
 
-    def __init__(
-        self, buffers: Sequence[torch.Tensor], units: Sequence[BucketUnits], total: int, workers: int
-    ) -> None:
+    def __init__(self, buffers: Sequence[torch.Tensor], units: Sequence[BucketUnits], total: int, workers: int) -> None:
         self._buckets = list(zip(buffers, units, strict=True))
         # Per bucket: views [N, units, elements] with the numbers of their units in the stream.
         self._views = [

@@ -6,6 +6,7 @@ done about it, is the code that training uses.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ class Measured:
 def random_walk(steps: int, shape: tuple[int, ...], phi: float, seed: int) -> np.ndarray:
     """float64[steps, *shape]: increments of variance 1 whose autocorrelation at lag k is phi^k."""
     noise = np.random.default_rng(seed).standard_normal((steps, *shape))
-    for before, now in zip(noise, noise[1:]):
+    for before, now in itertools.pairwise(noise):
         now *= np.sqrt(1 - phi**2)
         now += phi * before
     return noise
@@ -125,7 +126,13 @@ def ages(
 
 
 def estimates(
-    rule: str, p: float, workers: int, lossy_self: bool = False, units: int = 1000, steps: int = 1, burn_in: int = 0,
+    rule: str,
+    p: float,
+    workers: int,
+    lossy_self: bool = False,
+    units: int = 1000,
+    steps: int = 1,
+    burn_in: int = 0,
     seed: int = 1234,
 ) -> np.ndarray:
     """float32[steps, N * units, 3]: what the owners' gradients become, unit by unit, after ``burn_in`` more steps.
@@ -148,7 +155,9 @@ def estimates(
         total, exchanges = torch.zeros_like(buffer), []
         for recovery, transport in zip(rules, transports, strict=True):
             delivery = transport.foresee(now)
-            reduction = Reduction(upcoming=lambda transport=transport, following=following: transport.foresee(following))
+            reduction = Reduction(
+                upcoming=lambda transport=transport, following=following: transport.foresee(following)
+            )
             buffer[..., TOTAL] = 1
             buffer[..., OWN] = 0
             buffer[recovery.rank, :, OWN] = 1
