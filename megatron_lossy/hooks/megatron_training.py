@@ -116,6 +116,8 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
     with usage_errors():
         check_arguments(args, lossy.config)
         _claim_delivery_log(args, lossy.config)
+    if args.rank == 0:
+        print(f"loss: {lossy.config.describe()} | data-parallel ranks {args.data_parallel_size}", flush=True)
     return result
 
 

@@ -173,6 +173,9 @@ class CellFolder:
                 file.write(f"{socket.gethostname()}:{os.getpid()}")
         except FileExistsError:
             return False
+        except OSError:
+            self.release()  # it says of nobody that he works on the cell
+            raise
         return True
 
     def _abandoned(self) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import LossyConfig
-from ..errors import UsageError, refuse, usage_errors
+from ..errors import UsageError, check_package, refuse, usage_errors
 from ..train.arguments import configurations, make_parser, read_arguments
 from ..train.config import TrainConfig
 from ..train.log import Console, clock
@@ -64,6 +64,7 @@ def plan(namespace: argparse.Namespace) -> list[Rate]:
     base, lossy = configurations(namespace)
     base.check_world(launched_ranks())
     rates = [_rate(base, lossy, rate, namespace.out) for rate in namespace.rates]
+    check_package("matplotlib", "--out", namespace.out, "matplotlib")
     for rate in rates:
         check_folders(rate.config, rate.lossy_config)
         _check_ranks(rate)
@@ -124,6 +125,9 @@ class SweepConsole(Console):
         if diverged:
             print(f"{self._label}: stopped, {diverged}", flush=True)
         self._earlier += rate.config.train_iters - self._first
+
+    def header(self, text: str) -> None:
+        print(f"{self._label}: {text}", flush=True)
 
     def note(self, text: str) -> None:
         pass
