@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import UsageError, cannot, refuse
-from ..files import aside_of, publish, sync, writing
+from ..files import aside_of, check_folder, publish, sync, writing
 from .documents import Document, validation_documents
 from .tokenizers import Tokenizer
 
@@ -174,6 +174,7 @@ def check_output(prefix: str, overwrite: bool) -> None:
     """Raise :class:`UsageError` unless the data set ``prefix`` may be written."""
     if not os.path.basename(prefix):
         raise refuse("--output-prefix", prefix, "must end with a name, to which .bin, .idx and .json are added")
+    check_folder("--output-prefix", os.path.dirname(prefix) or ".")
     for file in output_files(prefix):
         if os.path.exists(file):
             if not overwrite:

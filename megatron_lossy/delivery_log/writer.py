@@ -52,7 +52,10 @@ def claim_delivery_log(config: LossyConfig, ranks: int, resumes: bool, run: dict
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(schema.parse_name(path) for path in folder.iterdir()):
-            difference = _difference(json.loads(note.read_text()), here) if note.exists() else "it does not say which"
+            try:
+                difference = _difference(json.loads(note.read_text()), here)
+            except (FileNotFoundError, ValueError):
+                difference = "it does not say which"
             if difference:
                 raise refuse(_FLAG, folder, f"holds another run ({difference}); choose another folder")
             if not resumes:

@@ -30,9 +30,10 @@ def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path, scal
     folder = Path(folder)
     with writing("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / TABLE_MARKDOWN, table.markdown())
-        write_text(folder / TABLE_CSV, table.csv())
+        # What is large goes first: if it does not fit, the older report is still all of one piece.
         plot_curves(runs, folder / CURVES)
         for group, figure in zip(with_predictions(scalars), files[3:], strict=True):
             plot_scalars(runs, group, folder / figure)
+        write_text(folder / TABLE_MARKDOWN, table.markdown())
+        write_text(folder / TABLE_CSV, table.csv())
     return [folder / name for name in files]

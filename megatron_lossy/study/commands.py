@@ -172,13 +172,13 @@ def _study(design: Design, how: StudyConfig, arguments: Sequence[str]) -> Study:
 
 
 def _run(study: Study, how: StudyConfig, out: Path, rates: dict[str, float] | None) -> int:
+    check_folder("--out", out)
     _check_out(out, study)
     if how.list:
         _list(study, how.cells)
         return 0
-    tally = Tally()
     check_package("matplotlib", "--out", out, "matplotlib")
-    check_folder("--out", out)
+    tally = Tally()
     if not how.report_only:
         check_folder("--cells", how.cells)
         tally = run_cells(study.cells, how.cells, how.jobs or _default_jobs(study, how), how.devices or ())

@@ -125,9 +125,13 @@ class _Runner:
         if folder.state is not None:  # somebody finished it meanwhile
             folder.release()
             return
+        try:
+            config = folder.write_config()
+            log = open(folder.path / LOG, "ab")
+        except OSError:
+            folder.release()
+            raise
         slot = self._slots.pop()
-        config = folder.write_config()
-        log = open(folder.path / LOG, "ab")
         process = subprocess.Popen(
             self._command(folder, config),
             stdout=log,

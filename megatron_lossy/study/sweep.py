@@ -99,7 +99,10 @@ def _check_ranks(rate: Rate) -> None:
     metrics = Path(rate.config.save) / METRICS_FILE
     mine = rate.config.virtual_workers or launched_ranks()
     if metrics.is_file():
-        ranks = json.loads(metrics.open().readline() or "{}").get("world_size", mine)
+        try:
+            ranks = json.loads(metrics.open().readline() or "{}").get("world_size", mine)
+        except (ValueError, AttributeError):
+            raise refuse("--out", rate.config.save, f"{METRICS_FILE} there is damaged") from None
         if ranks != mine:
             raise refuse("--out", rate.config.save, f"holds a run of {ranks} ranks, not {mine}")
 

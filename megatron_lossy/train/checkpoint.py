@@ -187,8 +187,9 @@ def _told(error: BaseException) -> OSError | None:
 def _tried(folder: Path) -> OSError | None:
     """The failure of the machine to write into ``folder`` now: torch's writer says only that its position is wrong."""
     try:
-        with open(folder / "tried", "wb", buffering=0) as file:
+        with open(folder / "tried", "wb") as file:
             file.write(bytes(2**20))
+            file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         return machine_error(error)

@@ -27,7 +27,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 from .. import device
 from ..errors import UsageError
-from ..files import publish, writing
+from ..files import naming, publish, writing
 from .config import TrainConfig
 from .text import prefixes
 
@@ -62,9 +62,15 @@ def build_datasets(config: TrainConfig, tokenizer) -> tuple[GPTDataset, GPTDatas
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    train, valid, _ = BlendedMegatronDatasetBuilder(
-        GPTDataset, [train_samples, valid_samples, 0], lambda: True, dataset_config
-    ).build()
+    try:
+        with naming(folder.parent):
+            train, valid, _ = BlendedMegatronDatasetBuilder(
+                GPTDataset, [train_samples, valid_samples, 0], lambda: True, dataset_config
+            ).build()
+    except Exception:
+        if first and folder != cache:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     torch.distributed.barrier()
     if first and folder != cache:
         try:
