@@ -69,7 +69,7 @@ def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path
     flags = [
         f"--config={ROOT}/configs/tiny/llama_1m.yaml", "--program=train", "--device=cpu", "--accelerators=2",
         "--accelerators-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}", "--max-restarts=3",
-        f"--out={tmp_path}/runs", f"--data-path={tmp_path}/train", f"--valid-data-path={tmp_path}/valid",
+        f"--out={tmp_path}/runs", "--max-epochs=1e9", f"--data-path={tmp_path}/train", f"--valid-data-path={tmp_path}/valid",
         "--num-layers=2", "--hidden-size=64", "--ffn-hidden-size=64", "--seq-length=32", "--hidden-dropout=0.1",
         "--micro-batch-size=2", "--global-batch-size=8", "--train-iters=100", "--lr-warmup-iters=2",
         "--eval-interval=50", "--eval-iters=2", "--log-interval=1", "--save-interval=10", "--save-replicas",

@@ -51,7 +51,7 @@ def flags(data: Path, out: Path, iterations: int = ITERATIONS) -> list[str]:
     """A tiny model, whose checkpoints continue bit for bit."""
     return [
         f"--config={ROOT}/configs/tiny/llama_1m.yaml", "--program=train", "--device=cpu", f"--out={out}/runs",
-        f"--data-path={data}/train", f"--valid-data-path={data}/valid", "--save-replicas",
+        f"--data-path={data}/train", f"--valid-data-path={data}/valid", "--save-replicas", "--max-epochs=1e9",
         "--num-layers=2", "--hidden-size=64", "--ffn-hidden-size=64", "--seq-length=32", "--hidden-dropout=0.1",
         "--micro-batch-size=2", "--global-batch-size=8", "--lr-warmup-iters=2", f"--train-iters={iterations}",
         f"--save-interval={SAVE_INTERVAL}", "--log-interval=1", "--eval-interval=200", "--eval-iters=2",
