@@ -1,14 +1,19 @@
 """The hooks on the real megatron-core over gloo: what is lost is lost, and nothing else changes."""
 
 import dataclasses
+import inspect
 
 import numpy as np
 import pytest
+import torch
+from megatron.core.distributed import param_and_grad_buffer as pgb
 
+from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.hooks.seam import slot_of
 from tests import contract
 from tests.ranks import run_ranks
-from tests.tiny_gpt import TinyGPT, missing
+from tests.tiny_gpt import TinyGPT, build, missing
 
 OVERLAPS = {
     "none": {},
@@ -19,10 +24,10 @@ BOTH = LossyConfig(p_grad=0.4, p_param=0.4, loss_unit="packet", packet_bytes=100
 RULES = ["renormalize", "renormalize-remote", "previous", "zero"]
 
 
-def contract_holds(tiny, world=4, config=BOTH, steps=4, overflows=None, **how):
+def contract_holds(tiny, world=4, config=BOTH, steps=4, overflows=None, without=(), gapless=False, **how):
     if missing(tiny):
         pytest.skip(missing(tiny))
-    recorded = run_ranks(contract.record, world, tiny, config, steps, overflows)
+    recorded = run_ranks(contract.record, world, tiny, config, steps, overflows, without, gapless)
     return recorded, contract.check(recorded, config, averaged=tiny.average_in_collective, **how)
 
 
@@ -143,6 +148,58 @@ def test_a_skipped_step(rule, overlap):
     assert [step["update"] for step in recorded[0]] == [0, 1, 1, 1, 4, 5]
     for step in recorded[0]:
         assert all(np.isfinite(place["after"]).all() for place in step["buckets"])
+
+
+@pytest.mark.parametrize("loss_scale", [None, 8.0])
+def test_previous_outlives_an_iteration_without_exchange(loss_scale):
+    """With a loss scale and without one: what is lost next is what arrived before the gap."""
+    config = dataclasses.replace(BOTH, grad_recovery="previous")
+    _, lost = contract_holds(
+        TinyGPT(loss_scale=loss_scale, **OVERLAPS["both"]), world=2, config=config, steps=6, without=(2, 3)
+    )
+    assert lost["grad"]
+
+
+def test_previous_in_a_run_without_gaps_keeps_less_and_gives_the_same():
+    config = dataclasses.replace(BOTH, grad_recovery="previous")
+    contract_holds(TinyGPT(**OVERLAPS["both"]), world=2, config=config, steps=6, gapless=True)
+
+
+def all_reduced(rank, config, gapless):
+    """Three exchanges of given gradients, the second all-reduced: own shards, and what arrived here in the third."""
+    lossy = hooks.install(config, gapless=gapless)
+    [group] = build(TinyGPT()).model[0].bucket_groups
+    [bucket] = group.buckets
+    for step in range(3):
+        bucket.grad_data.normal_(generator=torch.Generator().manual_seed(10 * rank + step))
+        mine = bucket.grad_data.clone()
+        if step == 2:
+            slot = slot_of(bucket.grad_data)
+            arrived = slot.group.delivery("grad", 2).incoming(slot.group.rules["grad"][slot.bucket].units)
+        if step == 1:
+            group.finish_grad_sync(force_all_reduce=True)
+            kept = mine
+        else:
+            group.finish_grad_sync()
+        lossy.finish_iteration(True, all_reduced=step == 1)
+    return bucket.grad_data.chunk(2)[rank].numpy(), mine.numpy(), kept.numpy(), arrived
+
+
+@pytest.mark.skipif(
+    "force_all_reduce" not in inspect.signature(pgb._ParamAndGradBucketGroup.start_grad_sync).parameters,
+    reason="this Megatron never all-reduces under the distributed optimizer",
+)
+@pytest.mark.parametrize("gapless", [True, False])
+def test_what_was_all_reduced_was_received(gapless):
+    config = LossyConfig(p_grad=0.5, grad_recovery="previous", loss_unit="packet", packet_bytes=1000)
+    results = run_ranks(all_reduced, 2, config, gapless)
+    for owner, (own, _, _, arrived) in enumerate(results):
+        assert not arrived[1 - owner].all()
+        expected = 0
+        for source, (_, mine, kept, _) in enumerate(results):
+            there = np.repeat(arrived[source], 250)[: own.size]
+            expected = expected + np.where(there, mine.reshape(2, -1)[owner], kept.reshape(2, -1)[owner])
+        np.testing.assert_array_equal(own, expected / np.float32(2))
 
 
 def test_changing_loss_scale_with_previous():

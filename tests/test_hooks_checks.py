@@ -15,6 +15,15 @@ def test_unsupported_versions_are_named(version):
     check_version("0.16.1")
 
 
+def test_previous_adds_no_sums_over_different_numbers_of_tokens():
+    arguments = Arguments()
+    arguments.calculate_per_token_loss = True
+    check_arguments(arguments, LossyConfig(p_grad=0.1))
+    check_arguments(arguments, LossyConfig(p_param=0.1, grad_recovery="previous"))
+    with pytest.raises(UsageError, match="--grad-recovery previous: mixes gradients .* --calculate-per-token-loss"):
+        check_arguments(arguments, LossyConfig(p_grad=0.1, grad_recovery="previous"))
+
+
 class Arguments:
     use_distributed_optimizer = True
     optimizer = "adam"

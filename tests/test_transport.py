@@ -225,7 +225,7 @@ def test_a_group_keeps_the_last_delivery_and_hands_it_over():
         assert (replica == step).all()  # the collective is reliable; nothing is put back before the wait
         delivery = transfer.wait()
         assert isinstance(delivery, Delivery) and group.last["param"] is delivery is transfer.wait()
-        lost = np.repeat(group.rules["param"][0].lost(delivery), 2, axis=1).ravel()
+        lost = np.repeat(group.rules["param"][0].lost(delivery).mask, 2, axis=1).ravel()
         assert np.array_equal((replica == -1).numpy(), lost)
     # A delivery that was observed, and that nobody could draw, is what a reliable gather puts back.
     observed = np.zeros((3, 4), dtype=bool)

@@ -195,10 +195,11 @@ def test_replicas_of_other_runs_are_refused(data, tmp_path):
     base |= {"load": str(run), "train_iters": 4}
     folder = run / "iter_0000002"
 
+    hint = "without the flag all replicas begin equal"
     [text] = run_ranks(refusal, 1, base | {"virtual_workers": 2}, loss)
-    assert text == f"--save-replicas with {folder}: workers was 4 there and is 2 here"
+    assert text == f"--save-replicas with {folder}: workers was 4 there and is 2 here; {hint}"
     [text] = run_ranks(refusal, 1, base | {"virtual_workers": 4}, loss | {"grad_recovery": "previous"})
-    assert text == f"--save-replicas with {folder}: --grad-recovery was renormalize there and is previous here"
+    assert text == f"--save-replicas with {folder}: --grad-recovery was renormalize there and is previous here; {hint}"
     for text in run_ranks(refusal, 2, base, loss):
         assert text.startswith(f"--save-replicas {folder}/lossy_replicas/rank_0000") and "is missing" in text
     (folder / "lossy_replicas" / "virtual.pt").unlink()

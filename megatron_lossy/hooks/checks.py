@@ -8,6 +8,7 @@ import torch
 
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
+from ..registry import GRAD_RECOVERIES
 from .versions import dense_buffers
 
 
@@ -15,6 +16,18 @@ def _full_iteration_graph(config: Any) -> bool:
     scope = getattr(config, "cuda_graph_scope", None) or ()
     scopes = [scope] if isinstance(scope, str) else scope
     return any("full_iteration" in str(getattr(item, "name", item)) for item in scopes)
+
+
+def check_loss_per_token(settings: Any, config: LossyConfig) -> None:
+    """Raise :class:`UsageError` for a rule that adds sums over different numbers of tokens. ``settings``: of Megatron."""
+    adds = not config.phase("grad").lossless and GRAD_RECOVERIES.load(config.grad_recovery).carries_over
+    if adds and getattr(settings, "calculate_per_token_loss", False):
+        raise refuse(
+            "--grad-recovery",
+            config.grad_recovery,
+            "mixes gradients of several steps, which --calculate-per-token-loss makes sums over as many tokens as "
+            "each step has; choose another rule or omit that flag",
+        )
 
 
 def check_ddp(ddp: Any, config: LossyConfig) -> None:
@@ -28,6 +41,7 @@ def check_ddp(ddp: Any, config: LossyConfig) -> None:
         raise UsageError(
             "--reuse-grad-buf-for-mxfp8-param-ag: stale parameters would live in the gradient buffer; turn it off"
         )
+    check_loss_per_token(ddp.config, config)
     if _full_iteration_graph(ddp.config):
         raise UsageError("--cuda-graph-scope full_iteration: a captured graph repeats one draw for ever; turn it off")
     quantized = any(buffer.param_dtype == torch.uint8 for buffer in dense_buffers(ddp) + ddp.expert_parallel_buffers)
@@ -53,6 +67,7 @@ def check_arguments(args: Any, config: LossyConfig) -> None:
             raise UsageError(f"--{name.replace('_', '-')}: cannot go with loss ({why}); turn it off")
     if str(getattr(args, "optimizer", "")).startswith("dist_"):
         raise refuse("--optimizer", args.optimizer, "layer-wise optimizers gather differently; choose adam or sgd")
+    check_loss_per_token(args, config)
     if _full_iteration_graph(args):
         raise UsageError("--cuda-graph-scope full_iteration: a captured graph repeats one draw for ever; turn it off")
     if config.phase("param").lossless:

@@ -27,7 +27,7 @@ def after_init(note: Callable[[Any], None], original: Callable, self: Any, *args
 def start_grad_sync(run: Lossy, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around the start of a gradient exchange, which may be an all-reduce."""
     if any(args) or any(kwargs.values()):
-        run.note_all_reduce()
+        run.note_all_reduce(self)
     return original(self, *args, **kwargs)
 
 

@@ -111,11 +111,12 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 
 
 def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Around Megatron's checks of its arguments: ours follow."""
+    """Around Megatron's checks of its arguments: ours follow, and what they tell about the run."""
     result = original(args, *rest, **kwargs)
     with usage_errors():
         check_arguments(args, lossy.config)
         _claim_delivery_log(args, lossy.config)
+    lossy.gapless = not getattr(args, "iterations_to_skip", None)
     return result
 
 

@@ -17,11 +17,11 @@ from ..ledger import Ledger
 from ..recovery import rows_for
 from ..run import Run
 from ..transport import BucketSpec, LossyGroup, Network, find_nodes
-from .buckets import buckets_by_stream
+from .buckets import bucket_sizes, buckets_by_stream
 from .checks import check_ddp
 from .sampling import RankSampler
 from .seam import Slot, attach, slot_of
-from .versions import innermost, model_chunk, number_model_chunk
+from .versions import innermost, model_chunk, number_model_chunk, parallel_sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 class Lossy(Run):
     """An installed set of hooks, made by :func:`megatron_lossy.hooks.install`; one per process."""
 
-    def __init__(self, config: LossyConfig, steps: int | None = None) -> None:
-        super().__init__(config, steps)
+    def __init__(self, config: LossyConfig, steps: int | None = None, gapless: bool = False) -> None:
+        super().__init__(config, steps, gapless)
         self.ledger = Ledger("megatron-core")
         self.installed = False
         self._optimizer: weakref.ref | None = None  # the one whose gradient scaler scales the loss
@@ -129,9 +129,16 @@ class Lossy(Run):
         scaler = getattr(optimizer, "grad_scaler", None)
         return scaler.scale if scaler is not None else None
 
-    def note_all_reduce(self) -> None:
-        """The gradients of this iteration are all-reduced, without loss. Say so once."""
+    def note_all_reduce(self, bucket_group: Any) -> None:
+        """The gradients of ``bucket_group`` are about to be all-reduced, without loss. Say so once."""
         self._all_reduced = True
+        for bucket in bucket_group.buckets:
+            slot = slot_of(bucket.grad_data)
+            if slot is not None:
+                with torch.no_grad():
+                    scaled = bucket.grad_data * bucket.gradient_scaling_factor  # as Megatron is going to
+                    scale = self.loss_scale()
+                    slot.group.note_all_reduce(slot.bucket, scaled, self.iteration, scale, self.following)
         if not self._told_all_reduce and not self.config.phase("grad").lossless:
             self._told_all_reduce = True
             if dist.get_rank() == 0:
@@ -205,7 +212,8 @@ class Lossy(Run):
     # --- saved replicas --------------------------------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
-        return {"world size": dist.get_world_size()}
+        streams = [(stream, pairs) for ddp in self.chunks for stream, _, pairs in buckets_by_stream(ddp)]
+        return {"world size": dist.get_world_size(), **parallel_sizes(), **bucket_sizes(streams)}
 
     def replica_file(self) -> str:
         return f"rank_{dist.get_rank():05d}.pt"
@@ -221,11 +229,11 @@ class Lossy(Run):
             delivery = slot.group.delivery("param", self.update) if self.update is not None else None
             rule = slot.group.rules["param"][slot.bucket]
             lost = rule.lost(delivery) if delivery is not None else None
-            if lost is None or not lost.any():
+            if lost is None or not lost.mask.any():
                 stale.append(None)
             else:
                 values = rows_for(bucket.param_data.device).take(bucket.param_data, rule.units, lost)
-                stale.append((torch.from_numpy(lost), values))
+                stale.append((torch.from_numpy(lost.mask), values))
         return stale
 
     def load_replica_state(self, state: list[Any]) -> None:

@@ -80,6 +80,7 @@ def reduce_scatter(
             lambda: original(output, input, *args, **kwargs),
             averaged,
             run.loss_scale(),
+            run.following,
         )
     )
 

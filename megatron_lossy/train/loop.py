@@ -20,6 +20,7 @@ from .. import device, hooks
 from ..config import LossyConfig, identity
 from ..data import build_tokenizer
 from ..delivery_log.writer import claim_delivery_log
+from ..hooks.checks import check_loss_per_token
 from ..run import Run
 from ..transport import check_channels
 from ..virtual import VirtualCluster
@@ -55,6 +56,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     ranks = launched_ranks()
     config.check_world(ranks)
     check_channels(lossy_config, config.data_parallel_size(ranks), config.train_iters)
+    check_loss_per_token(config, lossy_config)
     if config.virtual_workers:
         VirtualCluster.check(lossy_config)
     transformer_impl(config)
@@ -71,9 +73,9 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
         data = fingerprint(paths)
         check_folders(config, lossy_config, data)
         if config.virtual_workers:
-            lossy = VirtualCluster(lossy_config, config.virtual_workers, config.train_iters)
+            lossy = VirtualCluster(lossy_config, config.virtual_workers, config.train_iters, gapless=True)
         else:
-            lossy = hooks.install(lossy_config, steps=config.train_iters)
+            lossy = hooks.install(lossy_config, config.train_iters, gapless=True)
         try:
             with parallel.model_parallel(config):
                 first = torch.distributed.get_rank() == 0

@@ -47,8 +47,11 @@ class StreamBuckets:
             [bucket.param_data for bucket in buckets], self.cut["param"], units_of(self.cut["param"]), workers
         )
 
-    def collect(self, worker: int, step: int) -> None:
-        """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards."""
+    def collect(self, worker: int, step: int, loss_scale: torch.Tensor | None, following: int | None) -> None:
+        """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards.
+
+        ``loss_scale``: what it was multiplied with. ``following``: the step of the next exchange, if it is known.
+        """
         first = not self._begun
         begun = []
         for number, (bucket, total, cut) in enumerate(zip(self.buckets, self.sums, self.cut["grad"], strict=True)):
@@ -57,7 +60,10 @@ class StreamBuckets:
             def add(bucket: Any = bucket, total: torch.Tensor = total) -> None:
                 _move(bucket.grad_data, total, add=not first)
 
-            begun.append(self.groups[worker].reduce_scatter(number, bucket.grad_data, output, step, add))
+            transfer = self.groups[worker].reduce_scatter(
+                number, bucket.grad_data, output, step, add, False, loss_scale, following
+            )
+            begun.append(transfer)
         self._begun += begun
 
     def reduce(self, scale: float) -> None:
