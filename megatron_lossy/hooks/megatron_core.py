@@ -33,7 +33,7 @@ def start_grad_sync(run: Lossy, original: Callable, self: Any, *args: Any, **kwa
 
 def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``step`` and, where ``applies``, ``step_with_ready_grads`` of an optimizer."""
-    with run.optimizer_step(applies):
+    with run.optimizer_step(self, applies):
         return original(self, *args, **kwargs)
 
 

@@ -19,6 +19,7 @@ from ..run import Run
 from ..transport import BucketSpec, LossyGroup, Network, find_nodes
 from .buckets import bucket_sizes, buckets_by_stream
 from .checks import check_ddp
+from .complete import check_exchanged, check_registered, warn_of_lossless
 from .sampling import RankSampler
 from .seam import Slot, attach, slot_of
 from .versions import innermost, model_chunk, number_model_chunk, parallel_sizes
@@ -42,8 +43,11 @@ class Lossy(Run):
         self._successful = False
         self._chunks: weakref.WeakKeyDictionary[Any, list[LossyGroup]] = weakref.WeakKeyDictionary()
         self._networks: dict[tuple[str, tuple[int, ...]], Network] = {}
+        self._nodes: list[int] | None = None  # of all ranks of the world
         self._all_reduced = False  # the gradients of this iteration
         self._told_all_reduce = False
+        self._checked = False  # that all that is updated is exchanged
+        self._restored: int | None = None  # the update whose gather was made before a checkpoint
 
     def uninstall(self) -> None:
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
@@ -81,7 +85,9 @@ class Lossy(Run):
         if key not in self._networks:
             nodes = None
             if self.config.lossy_links == "inter-node":
-                nodes = find_nodes(full, self.config.ranks_per_node)
+                if self._nodes is None:
+                    self._nodes = find_nodes(None, self.config.ranks_per_node)
+                nodes = [self._nodes[rank] for rank in full_ranks]
             self._networks[key] = Network(self.config, phase, len(full_ranks), nodes)
         return self._networks[key]
 
@@ -97,12 +103,14 @@ class Lossy(Run):
     # --- which step it is ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def optimizer_step(self, applies: bool) -> Iterator[None]:
+    def optimizer_step(self, optimizer: Any, applies: bool) -> Iterator[None]:
         """Around every ``step`` (``applies`` false) and ``step_with_ready_grads`` (true) of Megatron's optimizers.
 
         They nest. An update begins on entry to the outermost ``step_with_ready_grads``, before any parameter is
         gathered; the iteration ends with the outermost of all.
         """
+        if not self._depth:
+            self._check_exchanges(optimizer)
         self._depth += 1
         if applies:
             if not self._successful:
@@ -118,6 +126,16 @@ class Lossy(Run):
             self._depth -= 1
             if not self._depth:
                 self._successful = False
+
+    def _check_exchanges(self, optimizer: Any) -> None:
+        if not self._checked:
+            check_registered(optimizer, self.groups)
+            warn_of_lossless(self.config, self.groups)
+            self._checked = True
+        if not self._all_reduced:
+            check_exchanged(self.groups, "grad", self.iteration)
+        if self.update is not None and self.update != self._restored:
+            check_exchanged(self.groups, "param", self.update)
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Note an optimizer; Megatron scales the loss with the first one's gradient scaler."""
@@ -237,6 +255,7 @@ class Lossy(Run):
         return stale
 
     def load_replica_state(self, state: list[Any]) -> None:
+        self._restored = self.update
         buckets = self._buckets()
         lost: dict[LossyGroup, dict[int, np.ndarray]] = {group: {} for group in self.groups}
         for bucket, saved in zip(buckets, state, strict=True):

@@ -58,7 +58,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_channels(lossy_config, config.data_parallel_size(ranks), config.train_iters)
     check_loss_per_token(config, lossy_config)
     if config.virtual_workers:
-        VirtualCluster.check(lossy_config)
+        VirtualCluster.check(lossy_config, config.virtual_workers)
     transformer_impl(config)
     if config.wandb_project:
         check_wandb(config.wandb_project)

@@ -23,6 +23,7 @@ from ..hooks.checks import check_loss_per_token
 from ..ledger import Ledger, Patch
 from ..run import Run
 from ..transport import LossyGroup
+from ..transport.network import consecutive_nodes
 from .grad_norm import get_grad_norm_fp32
 from .layout import buffers_for
 from .sampling import VirtualSampler
@@ -43,7 +44,7 @@ class VirtualCluster(Run):
         steps: int | None = None,
         gapless: bool = False,
     ) -> None:
-        self.check(config)
+        self.check(config, workers)
         super().__init__(config, steps, gapless)
         self.workers = workers
         self._streams: list[StreamBuckets] = []
@@ -52,10 +53,12 @@ class VirtualCluster(Run):
         self._peak = 1.0
 
     @staticmethod
-    def check(config: LossyConfig) -> None:
-        """Raise :class:`UsageError` for loss flags that mean nothing without real ranks."""
+    def check(config: LossyConfig, workers: int) -> None:
+        """Raise :class:`UsageError` for loss flags that mean nothing with so many virtual workers."""
         if config.lossy_links == "inter-node" and not config.ranks_per_node:
             raise refuse("--lossy-links", "inter-node", "needs --ranks-per-node with --virtual-workers")
+        if config.lossy_links == "inter-node":
+            consecutive_nodes(range(workers), config.ranks_per_node)
 
     # --- building ------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from ..exchange import Delivery, Exchange, Stream, units_of
 from ..transport import BucketSpec, LossyGroup, Network, Transfer, cut_buckets
 from ..transport.drawn import check_links
 from ..transport.memory import Memory
+from ..transport.network import consecutive_nodes
 from .versions import Versions
 
 # Adding in pieces that fit into a core's cache, and clearing each while it is there.
@@ -36,7 +37,7 @@ class StreamBuckets:
         self.cut = cut_buckets(config, specs)
         nodes = None
         if config.lossy_links == "inter-node":
-            nodes = [worker // config.ranks_per_node for worker in range(workers)]
+            nodes = consecutive_nodes(range(workers), config.ranks_per_node)
         networks = {phase: Network(config, phase, workers, nodes) for phase in PHASES}
         check_links(networks, stream, self.cut, workers, steps)
         self._memory = Memory(networks, stream, workers, self.cut)
