@@ -228,7 +228,7 @@ def test_one_worker_and_sixty_four(data, tmp_path):
         train_runs,
         1,
         run("plain", None),
-        run("1", 1, **LOSS),
+        run("1", 1),
         run("64", 64),
         run("64 lossy", 64, p_grad=0.1, p_param=0.1, eval_weights="both"),
         run("64 packets", 64, **LOSS, **PACKETS, **BURSTS, grad_recovery="previous"),
