@@ -52,6 +52,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     the configuration or the folders are wrong, before any process group exists.
     """
     device.prepare()
+    device.take_device()
     ranks = launched_ranks()
     config.check_world(ranks)
     check_channels(lossy_config, config.data_parallel_size(ranks), config.train_iters)
