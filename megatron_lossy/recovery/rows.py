@@ -51,7 +51,8 @@ class IndexedRows:
 
     @staticmethod
     def _places(lost: np.ndarray, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return tuple(to_tensor(index, device) for index in np.nonzero(lost))
+        # NumPy's are columns of one array, and to save a column would save them all.
+        return tuple(to_tensor(np.ascontiguousarray(index), device) for index in np.nonzero(lost))
 
     @classmethod
     def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray) -> None:
