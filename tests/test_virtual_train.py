@@ -166,6 +166,7 @@ def test_killed_and_stopped_run_continues_bit_for_bit(data, tmp_path, settings, 
     assert stopped["iteration"] == 6 and not stopped["finished"]
     [([resumed, whole], _)] = run_ranks(train_runs, 1, (again, loss), (base | {"save": str(once)}, loss))
     assert resumed["finished"] and resumed["valid"] == whole["valid"]
+    assert whole["valid"]["replica"] != whole["valid"]["owner"]  # something is lost
     assert recorded_losses(once) == recorded_losses(twice)
     assert checkpoint_bytes(once, 8) == checkpoint_bytes(twice, 8)
     assert (once / "iter_0000008/lossy_replicas/virtual.pt").stat().st_size > 10_000
