@@ -6,6 +6,7 @@ The expectation comes from the NumPy reference and from deliveries asked of the 
 from collections import defaultdict
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import param_and_grad_buffer as pgb
@@ -19,14 +20,19 @@ from tests.reference import ReferenceReduce, pieces, reference_gather
 from tests.tiny_gpt import build
 
 
-def record(rank, tiny, config, steps, overflows=None, without=(), gapless=False):
+def record(rank, tiny, config, steps, overflows=None, without=(), gapless=False, unhooked=None):
     """Train ``steps`` iterations with loss; returns one list of bucket records per iteration.
 
     ``overflows``: iteration to data-parallel rank whose gradients become infinite. ``without``: iterations that have
-    no exchange; ``None`` stands for them in the list. ``gapless``: as of the hooks.
+    no exchange; ``None`` stands for them in the list. ``gapless``: as of the hooks. ``unhooked``: the phase ("grad",
+    "param") that goes past the hooks.
     """
     lossy = hooks.install(config, gapless=gapless)
     run = build(tiny)
+    if unhooked == "grad":
+        pgb.dist_reduce_scatter_func = torch.distributed.reduce_scatter_tensor
+    elif unhooked == "param":
+        pgb.dist_all_gather_func = torch.distributed.all_gather_into_tensor
     places = _places(lossy, run)
     sent, reduced = {}, {}
 

@@ -94,6 +94,7 @@ SETTINGS = {
         4,
         TinyGPT(pipeline=2, virtual=2, layers=4, tied=False, accumulation=2, **OVERLAPS["both"]),
     ),
+    "batch ramp-up": (3, TinyGPT(rampup=(1, 1, 2), accumulation=3, **OVERLAPS["both"])),
     "experts": (4, TinyGPT(expert=2, experts=4, **OVERLAPS["both"])),
     "two instances": (4, TinyGPT(instances=2, bucket_size=3000)),
     "two instances, overlapped": (4, TinyGPT(instances=2, **OVERLAPS["both"])),
@@ -107,6 +108,27 @@ def test_every_setting(name):
     assert bool(lost["grad"]) == bool(lost["param"]) == (world > 1)
 
 
+@pytest.mark.parametrize(
+    ("world", "tiny", "expected"),
+    [
+        (4, TinyGPT(context=2, **OVERLAPS["both"]), {"dense": ([0, 1, 2, 3], [0, 1, 2, 3])}),
+        (4, TinyGPT(context=2, tensor=2, **OVERLAPS["both"]), {"dense": ([0, 2], [0, 2])}),
+        (
+            8,
+            TinyGPT(layers=1, instances=2, expert=2, experts=2, **OVERLAPS["both"]),
+            {"dense": ([0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]), "expert": ([0, 2], [0, 2, 4, 6])},
+        ),
+    ],
+    ids=["context parallel", "context and tensor parallel", "experts, two instances"],
+)
+def test_among_whom_data_are_lost(world, tiny, expected):
+    """Of rank 0: the ranks that share its optimizer, and those of all instances. Context-parallel ranks share it."""
+    recorded, lost = contract_holds(tiny, world=world)
+    places = recorded[0][0]["buckets"]
+    assert {place["stream"].kind: (place["group"], place["full"]) for place in places} == expected
+    assert lost["grad"] and lost["param"]
+
+
 @pytest.mark.parametrize("rule", ["renormalize", "previous", "zero"])
 def test_the_own_shard_can_be_lost(rule):
     config = dataclasses.replace(BOTH, lossy_self=True, grad_recovery=rule)
@@ -115,9 +137,10 @@ def test_the_own_shard_can_be_lost(rule):
     contract_holds(TinyGPT(**OVERLAPS["both"]), world=2, config=config)
 
 
-def test_tied_embeddings_stay_equal_across_stages():
+@pytest.mark.parametrize("virtual", [None, 2])
+def test_tied_embeddings_stay_equal_across_stages(virtual):
     """The first and the last stage hold copies of one weight; loss must hit both alike, under every unit."""
-    tiny = TinyGPT(pipeline=2, tied=True, accumulation=2, **OVERLAPS["both"])
+    tiny = TinyGPT(pipeline=2, virtual=virtual, layers=2 * (virtual or 1), accumulation=2, **OVERLAPS["both"])
     for unit in ("shard", "bucket", "packet"):
         recorded, _ = contract_holds(tiny, config=dataclasses.replace(BOTH, loss_unit=unit))
         copies = {}

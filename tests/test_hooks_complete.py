@@ -10,7 +10,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import seam
 from megatron_lossy.hooks.complete import check_exchanged, check_registered
-from megatron_lossy.transport import check_channels
+from megatron_lossy.transport import check_ranks
 from tests.ranks import RankFailed, run_ranks
 from tests.test_transport import group_in_memory
 from tests.tiny_gpt import TinyGPT, build
@@ -90,10 +90,10 @@ def test_links_between_nodes_of_one_node_are_refused():
 
 def test_a_command_line_for_one_rank_is_refused():
     with pytest.raises(UsageError, match="data-parallel size 1: .*torchrun --nproc-per-node 2"):
-        check_channels(BOTH, 1, None)
-    check_channels(LossyConfig(), 1, None)
-    check_channels(LossyConfig(p_grad=0.4, lossy_self=True), 1, None)
-    check_channels(BOTH, 2, None)
+        check_ranks(BOTH, 1)
+    check_ranks(LossyConfig(), 1)
+    check_ranks(LossyConfig(p_grad=0.4, lossy_self=True), 1)
+    check_ranks(BOTH, 2)
 
 
 def test_a_group_knows_which_buckets_were_exchanged():

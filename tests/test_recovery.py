@@ -98,3 +98,13 @@ def test_scale(bucket, data, rows):
     expected = shard.numpy() * np.repeat(factors.astype(np.float32), units.elements)[: units.shard]
     rows.scale_(shard, units, factors)
     np.testing.assert_array_equal(shard.numpy(), expected)
+
+
+def test_what_is_taken_holds_no_more_memory_than_it_has_values():
+    """Saving a tensor saves all of its storage."""
+    [units], _ = cut([30], [4], "packet", 28)
+    lost = Lost(np.arange(2 * units.count).reshape(2, -1) % 3 == 0)
+    for parts in IndexedRows.take(torch.arange(60.0), units, lost):
+        assert parts
+        for part in parts:
+            assert part.untyped_storage().nbytes() == part.numel() * part.itemsize

@@ -36,7 +36,7 @@ from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..report.scalars import AXES, check_names, needs_drift
 from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
-from ..transport import check_channels
+from ..transport import check_channels, check_ranks
 from .cells import Cell, make_cell
 
 # What the study sets itself, what would end a run early, or would be one folder for all cells.
@@ -127,6 +127,7 @@ class Design:
                 if not loss.drift_interval and (name := next(filter(needs_drift, self.metrics), None)):
                     raise refuse("metrics:", repr(name), "is recorded with drift-interval only, which is 0")
                 check_channels(loss, train.data_parallel_size(self.processes), train.train_iters)
+                check_ranks(loss, train.data_parallel_size(self.processes))
         except UsageError as error:
             raise UsageError(f"{self.title}, {where}: {error}") from None
         trials = []

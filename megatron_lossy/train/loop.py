@@ -22,7 +22,7 @@ from ..data import build_tokenizer
 from ..delivery_log.writer import claim_delivery_log
 from ..hooks.checks import check_loss_per_token
 from ..run import Run
-from ..transport import check_channels
+from ..transport import check_channels, check_ranks
 from ..virtual import VirtualCluster
 from . import parallel
 from .checkpoint import Checkpoints
@@ -53,9 +53,11 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     the configuration or the folders are wrong, before any process group exists.
     """
     device.prepare()
+    device.take_device()
     ranks = launched_ranks()
     config.check_world(ranks)
     check_channels(lossy_config, config.data_parallel_size(ranks), config.train_iters)
+    check_ranks(lossy_config, config.data_parallel_size(ranks))
     check_loss_per_token(config, lossy_config)
     if config.virtual_workers:
         VirtualCluster.check(lossy_config, config.virtual_workers)

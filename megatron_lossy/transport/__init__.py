@@ -2,7 +2,7 @@
 
 from .base import Transfer, Transport
 from .group import BucketSpec, LossyGroup, cut_buckets
-from .network import Network, check_channels, find_nodes
+from .network import Network, check_channels, check_ranks, find_nodes
 from .ops import lossy_all_gather, lossy_reduce_scatter
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Transfer",
     "Transport",
     "check_channels",
+    "check_ranks",
     "cut_buckets",
     "find_nodes",
     "lossy_all_gather",

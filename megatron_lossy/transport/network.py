@@ -30,16 +30,17 @@ def channel_of(config: LossyConfig, phase: str) -> Channel:
     return make_channel(config, phase)
 
 
-def check_channels(config: LossyConfig, size: int, steps: int | None) -> None:
-    """Raise :class:`UsageError` if ``size`` ranks can lose nothing, or if the files of ``config`` do not fit them.
-
-    ``steps``: iterations, if they are known.
-    """
+def check_ranks(config: LossyConfig, size: int) -> None:
+    """Raise :class:`UsageError` if a data-parallel size of ``size`` can lose nothing, though ``config`` has rates."""
     if size == 1 and not config.lossless and not (config.lossy_self and not config.phase("grad").lossless):
         raise UsageError(
             "data-parallel size 1: one rank exchanges nothing, so that nothing can be lost; start at least two "
             "(torchrun --nproc-per-node 2 …), or set no loss rate"
         )
+
+
+def check_channels(config: LossyConfig, size: int, steps: int | None) -> None:
+    """Raise :class:`UsageError` if the files of ``config`` do not fit ``size`` ranks or ``steps`` iterations."""
     for phase in PHASES:
         if not config.phase(phase).lossless:
             channel_of(config, phase).check(phase, Stream(), size, None, steps)
