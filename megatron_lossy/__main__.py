@@ -55,9 +55,11 @@ def _import_megatron(script: str) -> None:
     try:
         import megatron.training.arguments  # noqa: F401
     except ImportError as error:
+        from .hooks.versions import MEGATRON_LM_NEEDS
+
         raise UsageError(
             f"SCRIPT {script}: megatron.core and megatron.training must be importable from its folder ({error}); "
-            "what Megatron-LM itself imports comes with the extra megatron-lm of this package"
+            f"{MEGATRON_LM_NEEDS}"
         ) from None
 
 

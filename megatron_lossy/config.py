@@ -321,6 +321,27 @@ class LossyConfig:
         """True if no flag can cause any loss, so that training must be exactly Megatron's."""
         return all(self.phase(phase).lossless for phase in PHASES)
 
+    def label(self, phase: str) -> str:
+        """What the losses of ``phase`` are called: a rate in percent, or what replaces a rate."""
+        return CHANNELS.load(self.of_phase("loss_model", phase)).label(dataclasses.asdict(self), phase)
+
+    def describe(self) -> str:
+        """What is lost, and what is done about it."""
+        if self.lossless:
+            return "none, the exchanges are Megatron's own"
+        models = dict.fromkeys(self.of_phase("loss_model", phase) for phase in PHASES)
+        parts = [
+            f"gradients {self.label('grad')}, parameters {self.label('param')}",
+            f"{' and '.join(models)}, seed {self.loss_seed}",
+            f"unit {self.loss_unit}" + (f" of {self.packet_bytes} bytes" if self.loss_unit == "packet" else ""),
+            f"recovery {self.grad_recovery}",
+        ]
+        if self.loss_correlation != "independent":
+            parts.append(f"correlated by {self.loss_correlation}")
+        if self.lossy_links != "all":
+            parts.append(f"{self.lossy_links} links only")
+        return "; ".join([*parts, "simulated"])
+
 
 def as_text(value: Any) -> str:
     """The value of a flag as it is written on the command line."""

@@ -1,19 +1,41 @@
-"""What a user sees when an input is wrong: one line, exit status 2.
+"""What a user sees when something is wrong: one line, and an exit status that says whose fault it is.
 
-Every check of user input raises :class:`UsageError`, whose text names the flag, the value and what is
-allowed. Programs wrap their main function in :func:`usage_errors`.
+* 2, the user's: another flag, value or path would have been accepted. A path that is missing, of the wrong kind,
+  without permission, read-only or damaged is one. Every check raises :class:`UsageError`, whose text names the flag,
+  the value and what is allowed.
+* 1, the machine's: the command was right, and the disk is full or broken, or files or memory ran out. That is an
+  :class:`OSError` of :data:`MACHINE_ERRORS`, which names the path.
+* Ctrl-C, where nothing remains to be saved, ends a program as it ends others, by SIGINT.
+
+Anything else is a defect of ours, and shows its traceback. Programs wrap their main function in :func:`usage_errors`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import importlib.util
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from typing import NoReturn
 
+#: What happens to a right command: no space, broken disks and mounts, no files or memory left.
+MACHINE_ERRORS = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EIO,
+        errno.ESTALE,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+    }
+)
 #: Seconds that all but the first rank of a node wait before they print their error.
 _GRACE = 5.0
 
@@ -27,6 +49,26 @@ def refuse(flag: str, value: object, allowed: str) -> UsageError:
     return UsageError(f"{flag} {value}: {allowed}")
 
 
+def check_package(package: str, flag: str, value: object, install: str) -> None:
+    """Raise :class:`UsageError` unless ``package`` is there; ``install``: what pip would have to install."""
+    if importlib.util.find_spec(package) is None:
+        raise refuse(flag, value, f"needs the package {package}: pip install {install}")
+
+
+def machine_error(error: BaseException | None) -> OSError | None:
+    """The failure of the machine in ``error``, or in what it followed from; ``None`` if there is none."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in MACHINE_ERRORS):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def cannot(flag: str, path: str | os.PathLike, verb: str, error: OSError) -> UsageError | OSError:
+    """What to raise where ``path``, which ``flag`` names, cannot be ``verb`` ("read", "written"), as ``error`` says."""
+    if error.errno in MACHINE_ERRORS:
+        return OSError(error.errno, error.strerror, os.fspath(path))
+    return refuse(flag, path, f"cannot be {verb}: {error.strerror or error}")
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """A parser that raises :class:`UsageError` where argparse would print its usage and exit."""
 
@@ -37,7 +79,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
-    """Print a :class:`UsageError` as one line and exit with status 2.
+    """Print a :class:`UsageError` or a failure of the machine as one line, and exit with its status.
 
     The ranks of a node usually find the same error. The first (``LOCAL_RANK`` 0 or unset) prints it and exits, and
     the launcher ends the others while they wait; one that is still there afterwards was alone with its error and
@@ -46,8 +88,28 @@ def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
     try:
         yield
     except UsageError as error:
+        _end(f"{program}: error: {error}", 2)
+    except OSError as error:
+        if error.errno not in MACHINE_ERRORS:
+            raise
+        where = f"{error.filename}: " if error.filename is not None else ""
+        _end(f"{program}: error: {where}{error.strerror}", 1)
+    except KeyboardInterrupt:
         sys.stdout.flush()
-        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) != "0":
-            time.sleep(_GRACE)
-        print(f"{program}: error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
+        if _first_of_node():
+            print(f"{program}: interrupted", file=sys.stderr, flush=True)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def _first_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
+def _end(line: str, status: int) -> NoReturn:
+    with contextlib.suppress(OSError):  # standard output may be on the disk that is full
+        sys.stdout.flush()
+    if not _first_of_node():
+        time.sleep(_GRACE)
+    print(line, file=sys.stderr, flush=True)
+    os._exit(status)

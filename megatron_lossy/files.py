@@ -11,8 +11,10 @@ import errno
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from .errors import cannot, machine_error, refuse
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
@@ -24,17 +26,64 @@ def replace_file(path: str | os.PathLike, write: Callable[[Path], object]) -> No
     """Let ``write`` make a file and give it the name ``path``, over what is there. Once this returns, it is on disk.
 
     ``write`` takes the path to write to, which has another suffix than ``path``. If it raises, nothing is left of
-    what it wrote. The file has the permissions that ``open(path, "w")`` would leave it with.
+    what it wrote, and an :class:`OSError` names ``path``. The file has the permissions that ``open(path, "w")`` would
+    leave it with.
     """
     path = Path(path)
     aside = aside_of(path)
     try:
-        write(aside)
-        with contextlib.suppress(OSError):  # no file there, or a file system without permissions
-            shutil.copymode(path, aside)
-        publish(aside, path)
+        with naming(path):
+            write(aside)
+            with contextlib.suppress(OSError):  # no file there, or a file system without permissions
+                shutil.copymode(path, aside)
+            publish(aside, path)
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """An :class:`OSError` in this context says that it happened to ``path``, be that aside or to an open file.
+
+    So does whatever else is raised because the machine failed, as libraries do that write files.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename, error.filename2 = os.fspath(path), None
+        raise
+    except Exception as error:
+        failed = machine_error(error)
+        if failed is None:
+            raise
+        raise OSError(failed.errno, failed.strerror, os.fspath(path)) from None
+
+
+@contextlib.contextmanager
+def writing(flag: str, path: str | os.PathLike) -> Iterator[None]:
+    """In this context ``path``, which ``flag`` names, is written.
+
+    If it cannot be, that is a :class:`UsageError`, or an :class:`OSError` if the machine is at fault.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise cannot(flag, path, "written", error) from None
+
+
+def check_folder(flag: str, folder: str | os.PathLike | None) -> None:
+    """Raise :class:`UsageError` unless ``folder`` is one that can be written to, or could be made. Makes nothing."""
+    if folder is None:
+        return
+    asked = there = Path(os.path.abspath(folder))
+    while not os.path.lexists(there):
+        there = there.parent
+    wrong = "no folder" if not there.is_dir() else "" if os.access(there, os.W_OK | os.X_OK) else "read-only"
+    if wrong:
+        which = "it" if there == asked else there
+        raise refuse(flag, folder, f"must be a folder that can be written to; {which} is {wrong}")
 
 
 def aside_of(path: str | os.PathLike) -> Path:
@@ -49,10 +98,15 @@ def publish(aside: Path, path: str | os.PathLike) -> None:
     Replaces a file. Raises :class:`OSError`, with ``aside`` as it was, where ``path`` is a folder that is not empty.
     """
     path = Path(path)
-    for inner in [*aside.rglob("*"), aside] if aside.is_dir() else [aside]:
-        _sync(inner)
+    sync(aside)
     os.replace(aside, path)
     _sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until the file or folder ``path`` is on disk, with all that is in it."""
+    for inner in [*path.rglob("*"), path] if path.is_dir() else [path]:
+        _sync(inner)
 
 
 def _sync(path: Path) -> None:

@@ -89,7 +89,7 @@ def test_lines_and_paragraphs(tmp_path):
         (["--input", "*.md"], r"\*.md: matches no file"),
         (["--input", "folder"], "folder: holds no file"),
         (["--input", "blank.txt"], "no document holds text"),
-        (["--input", "/proc/self/mem"], "/proc/self/mem: cannot be read"),
+        (["--input", "text.txt/part"], "text.txt/part: cannot be read: Not a directory"),
         (["--input", "text.txt", "--split", "0.9", "0.1"], "--split .*at least 2"),
         (["--input", "text.txt", "--split", "nan", "0.1"], "--split nan 0.1"),
         (["--input", "text.txt", "--format", "jsonl"], "text.txt: line 1 is not JSON"),

@@ -306,7 +306,7 @@ def test_command_line_wins_over_yaml(tmp_path):
             "wandb-mode: off-line",
             "--config FILE: --wandb-mode: invalid choice: 'off-line' (choose from 'online', 'offline')",
         ),
-        ("- lr", "--config FILE: must be a mapping from flag names to values"),
+        ("- lr", "--config FILE: must be a mapping from names to values"),
         ("lr: {a: 1}", "--config FILE: lr {'a': 1}: must be a value or a list of values"),
     ],
 )

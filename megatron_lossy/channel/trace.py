@@ -8,6 +8,7 @@ unit from source (second axis) to destination (third axis) arrived. Step 0 is th
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ class Trace(Channel):
         try:
             with np.load(self.path, allow_pickle=False) as archive:
                 self.arrays = {name: archive[name] for name in archive.files}
-        except (OSError, ValueError, EOFError) as error:
+        except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:  # TypeError: of an .npy file
             raise refuse(
                 "--trace", self.path, f"must be a folder that --delivery-log wrote, or a readable .npz file ({error})"
             ) from None

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
-from ..errors import refuse
+from ..errors import cannot, refuse
 
 Document = tuple[str, bytes]
 
@@ -162,7 +162,7 @@ def _reading(path: Path, flag: str = "--input") -> Iterator[BinaryIO]:
         with open(path, "rb") as stream:
             yield stream
     except OSError as error:
-        raise refuse(flag, path, f"cannot be read: {error.strerror}") from None
+        raise cannot(flag, path, "read", error) from None
 
 
 def _hidden(name: PurePath) -> bool:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import UsageError, refuse
-from ..files import aside_of, publish
+from ..errors import UsageError, cannot, refuse
+from ..files import aside_of, check_folder, publish, sync, writing
 from .documents import Document, validation_documents
 from .tokenizers import Tokenizer
 
@@ -62,19 +62,18 @@ class IndexedWriter:
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
         self._dtype = DType.optimal_dtype(tokenizer.vocab_size)
-        try:
+        with writing("--output-prefix", self.prefix):
             os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
             self._aside = aside_of(self.prefix)
             self._aside.mkdir()
-        except OSError as error:
-            raise refuse("--output-prefix", self.prefix, f"cannot be written: {error.strerror}") from None
-        self._builder = IndexedDatasetBuilder(str(self._aside / "bin"), dtype=self._dtype)
+            self._builder = IndexedDatasetBuilder(str(self._aside / "bin"), dtype=self._dtype)
 
     def __enter__(self) -> IndexedWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._builder.data_file.close()
+        with contextlib.suppress(OSError):  # on a full disk it tries once more to write what is left
+            self._builder.data_file.close()
         shutil.rmtree(self._aside, ignore_errors=True)
 
     def add(self, name: str, data: bytes) -> None:
@@ -87,18 +86,18 @@ class IndexedWriter:
             ) from None
         if len(ids) + 1 > _LONGEST_DOCUMENT:
             raise refuse("--input", name, f"has {len(ids)} tokens; a document may have {_LONGEST_DOCUMENT - 1}")
-        self._builder.add_document(np.append(ids, self._tokenizer.eod), [len(ids) + 1])
+        with writing("--output-prefix", self.prefix):
+            self._builder.add_document(np.append(ids, self._tokenizer.eod), [len(ids) + 1])
         self._documents += 1
         self._tokens += len(ids) + 1
         self._source_bytes += len(data)
         self._sha256.update(len(data).to_bytes(8, "little"))
         self._sha256.update(data)
 
-    def commit(self) -> DatasetDescription:
-        """Give the data set its name. Raises :class:`UsageError` if it holds no document."""
+    def complete(self) -> DatasetDescription:
+        """Write all that is missing; once this returns, it is on disk. Raises :class:`UsageError` without a document."""
         if not self._documents:
             raise UsageError(f"--input: no document holds text, so that {self.prefix} would be empty")
-        self._builder.finalize(str(self._aside / "idx"))
         description = DatasetDescription(
             self._tokenizer.name,
             self._tokenizer.fingerprint,
@@ -111,15 +110,22 @@ class IndexedWriter:
             self._sha256.hexdigest(),
         )
         content = {"format": _FORMAT, **dataclasses.asdict(description)}
-        (self._aside / "json").write_text(json.dumps(content, indent=2) + "\n")
+        with writing("--output-prefix", self.prefix):
+            self._builder.finalize(str(self._aside / "idx"))
+            (self._aside / "json").write_text(json.dumps(content, indent=2) + "\n")
+            sync(self._aside)
+        return description
+
+    def commit(self) -> None:
+        """Give the data set, which is complete, its name."""
         # The index goes first and comes last: a data set without one is incomplete to every reader, whereas an
         # old index with new tokens would be read without complaint. So would megatron-core's cached samples.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.prefix + ".idx")
         shutil.rmtree(os.path.join(self.prefix, "cache", "GPTDataset_indices"), ignore_errors=True)
-        for suffix in ("bin", "json", "idx"):
-            publish(self._aside / suffix, f"{self.prefix}.{suffix}")
-        return description
+        with writing("--output-prefix", self.prefix):
+            for suffix in ("bin", "json", "idx"):
+                publish(self._aside / suffix, f"{self.prefix}.{suffix}")
 
 
 def write_indexed(
@@ -129,7 +135,9 @@ def write_indexed(
     with IndexedWriter(prefix, tokenizer, overwrite) as writer:
         for name, data in documents:
             writer.add(name, data)
-        return writer.commit()
+        description = writer.complete()
+        writer.commit()
+        return description
 
 
 def write_train_valid(
@@ -151,7 +159,10 @@ def write_train_valid(
         writers = [stack.enter_context(IndexedWriter(p, tokenizer, overwrite)) for p in prefixes]
         for position, (name, data) in enumerate(documents):
             writers[position in valid].add(name, data)
-        return {writer.prefix: writer.commit() for writer in writers}
+        descriptions = {writer.prefix: writer.complete() for writer in writers}
+        for writer in writers:
+            writer.commit()
+        return descriptions
 
 
 def output_files(prefix: str) -> list[str]:
@@ -163,6 +174,7 @@ def check_output(prefix: str, overwrite: bool) -> None:
     """Raise :class:`UsageError` unless the data set ``prefix`` may be written."""
     if not os.path.basename(prefix):
         raise refuse("--output-prefix", prefix, "must end with a name, to which .bin, .idx and .json are added")
+    check_folder("--output-prefix", os.path.dirname(prefix) or ".")
     for file in output_files(prefix):
         if os.path.exists(file):
             if not overwrite:
@@ -189,6 +201,33 @@ def is_weight(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def epochs(data_path: Sequence[str], tokens: int) -> float:
+    """How often ``tokens`` tokens of training read the data sets of ``--data-path``; of several, the one most read.
+
+    Raises :class:`UsageError` where there is no data set.
+    """
+    prefixes = [text for text in data_path if not is_weight(text)]
+    sizes = [_tokens(prefix) for prefix in prefixes]
+    weights = [float(text) for text in data_path if is_weight(text)] or sizes
+    return max(tokens * weight / sum(weights) / max(1, size) for weight, size in zip(weights, sizes, strict=True))
+
+
+# Bytes of a token by the code of its type in the .idx file.
+_ITEMSIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+
+
+def _tokens(prefix: str) -> int:
+    """Tokens of the data set ``prefix``, by the size of its file and what its index says of their type."""
+    try:
+        with open(prefix + ".idx", "rb") as index:
+            head = index.read(18)  # magic, version, type
+        return os.path.getsize(prefix + ".bin") // _ITEMSIZES[head[17]]
+    except OSError as error:
+        raise cannot("--data-path", prefix, "read", error) from None
+    except (IndexError, KeyError):
+        raise refuse("--data-path", prefix, f"{prefix}.idx is not the index of a data set, or damaged") from None
 
 
 def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> DatasetDescription | None:

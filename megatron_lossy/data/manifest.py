@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentParser, UsageError, refuse
-from ..files import write_text
+from ..errors import ArgumentParser, UsageError, cannot, refuse
+from ..files import write_text, writing
 from .indexed import check_files, is_weight, output_files
 
 BLOCK = 64 * 2**20
@@ -39,11 +39,9 @@ def write_manifest(prefixes: Sequence[str], output: str, overwrite: bool = False
             name = os.path.relpath(path.resolve(), target.parent.resolve())
             files[name] = {"bytes": size, "sha256": _hashes(path, range(_blocks(size)))}
     content = {"format": _FORMAT, "block_bytes": BLOCK, "files": files}
-    try:
+    with writing("--output", output):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_text(target, json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise refuse("--output", output, f"cannot be written: {error.strerror}") from None
     return content
 
 
@@ -130,7 +128,7 @@ def _hashes(path: Path, blocks: Sequence[int]) -> list[str]:
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             return list(pool.map(one, blocks))
     except OSError as error:
-        raise refuse("--data-manifest", path, f"cannot be read: {error.strerror}") from None
+        raise cannot("--data-manifest", path, "read", error) from None
 
 
 def _read(manifest: str) -> dict[str, Any]:
@@ -142,7 +140,7 @@ def _read(manifest: str) -> dict[str, Any]:
         if not all(len(entry["sha256"]) == _blocks(entry["bytes"]) for entry in files.values()):
             raise ValueError
     except OSError as error:
-        raise refuse("--data-manifest", manifest, f"cannot be read: {error.strerror}") from None
+        raise cannot("--data-manifest", manifest, "read", error) from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(
             f"--data-manifest {manifest}: must be a file of python -m megatron_lossy.data manifest"

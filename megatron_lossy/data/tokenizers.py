@@ -11,16 +11,25 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import os
+import urllib.error
+import urllib.request
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
-from ..errors import refuse
+from ..errors import UsageError, refuse
+
+# Patience with the Hub.
+_HUB_SECONDS = 5
+# What transformers raises where it has no tokenizer.
+_FAILURES = (OSError, ValueError, KeyError)
 
 NAMES = "byte, hf:NAME_OR_PATH or sentencepiece:MODEL_FILE"
 
@@ -92,13 +101,39 @@ class HuggingFaceTokenizer(Tokenizer):
         self.name = f"hf:{source}"
         transformers = _optional("transformers", self.name)
         try:
-            self._tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError, KeyError) as error:
+            self._tokenizer = self._load(transformers.AutoTokenizer.from_pretrained, source)
+        except UsageError:
+            raise
+        except _FAILURES as error:
             raise refuse("--tokenizer", self.name, f"cannot be loaded: {_one_line(error)}") from None
         if self._tokenizer.eos_token_id is None:
             raise refuse("--tokenizer", self.name, "has no end-of-sequence token, which must end a document")
         self.eod = self._tokenizer.eos_token_id
         self.vocab_size = len(self._tokenizer)
+
+    def _load(self, load: Callable[..., Any], source: str) -> Any:
+        if os.path.isdir(source):
+            return load(source)
+        try:
+            return load(source, local_files_only=True)  # what is here need not be asked for
+        except _FAILURES:
+            self._check_hub(source)
+            return load(source)
+
+    def _check_hub(self, source: str) -> None:
+        """Raise :class:`UsageError` if the Hub cannot have ``source``, or cannot be reached, which it finds slowly."""
+        folder = "hf:FOLDER takes a folder with the tokenizer's files, downloaded once"
+        if source.startswith(("/", ".", "~")) or source.count("/") > 1:
+            raise refuse("--tokenizer", self.name, f"there is no such folder; {folder}")
+        hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        try:
+            urllib.request.urlopen(hub, timeout=_HUB_SECONDS).close()
+        except urllib.error.HTTPError:
+            pass  # it answers
+        except (OSError, ValueError) as error:
+            reason = _one_line(getattr(error, "reason", error))
+            allowed = f"is neither a folder nor in the cache, and {hub} cannot be reached ({reason}); {folder}"
+            raise refuse("--tokenizer", self.name, allowed) from None
 
     def encode(self, text: str | bytes) -> np.ndarray:
         # verbose warns about texts longer than the model, which is what a document is.
@@ -163,7 +198,7 @@ def _as_text(text: str | bytes) -> str:
     return text if isinstance(text, str) else text.decode()
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import ArgumentParser, refuse, usage_errors
+from ..errors import ArgumentParser, check_package, refuse, usage_errors
+from ..files import writing
 from .reader import BadLog, DeliveryLogFolder
 from .schema import check_pyarrow
 
@@ -49,9 +50,11 @@ def _plot(folder: DeliveryLogFolder, stream: str | None, out: Path) -> None:
         raise refuse("--out", out, f"must end in {', '.join(_SUFFIXES)}")
     if not out.parent.is_dir():
         raise refuse("--out", out, f"{out.parent} must be a folder")
+    check_package("matplotlib", "--out", out, "matplotlib")
     from .plot import plot_links
 
-    plot_links(folder, stream or streams[0], out)
+    with writing("--out", out):
+        plot_links(folder, stream or streams[0], out)
     print(f"wrote {out}")
 
 

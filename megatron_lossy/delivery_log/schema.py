@@ -7,7 +7,6 @@ says whose records these are. Readers of Parquet folders skip names that begin w
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..config import LossyConfig, identity
-from ..errors import refuse
+from ..errors import check_package
 
 if TYPE_CHECKING:
     import pyarrow
@@ -35,8 +34,7 @@ _NAME = re.compile(r"rank_(\d+)_(\d+)_(\d+)\.parquet")
 
 def check_pyarrow(flag: str, value: object) -> None:
     """Raise :class:`UsageError` unless the package pyarrow is installed."""
-    if importlib.util.find_spec("pyarrow") is None:
-        raise refuse(flag, value, "needs the package pyarrow: pip install 'megatron-lossy[log]'")
+    check_package("pyarrow", flag, value, "'megatron-lossy[log]'")
 
 
 def arrow_schema() -> pyarrow.Schema:

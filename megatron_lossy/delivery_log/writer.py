@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from .. import __version__
 from ..config import LossyConfig, flag_name, identity
-from ..errors import refuse
+from ..errors import cannot, refuse
 from ..exchange import Delivery
-from ..files import replace_file, write_text
+from ..files import check_folder, replace_file, write_text
 from ..monitor.observer import Look, Observer
 from ..registry import CHANNELS
 from . import schema
@@ -48,10 +48,14 @@ def claim_delivery_log(config: LossyConfig, ranks: int, resumes: bool, run: dict
     folder = Path(config.delivery_log)
     here = json.loads(json.dumps({"ranks": ranks, "loss": identity(config), "run": run}))
     note = folder / schema.RUN
+    check_folder(_FLAG, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(schema.parse_name(path) for path in folder.iterdir()):
-            difference = _difference(json.loads(note.read_text()), here) if note.exists() else "it does not say which"
+            try:
+                difference = _difference(json.loads(note.read_text()), here)
+            except (FileNotFoundError, ValueError):
+                difference = "it does not say which"
             if difference:
                 raise refuse(_FLAG, folder, f"holds another run ({difference}); choose another folder")
             if not resumes:
@@ -59,7 +63,7 @@ def claim_delivery_log(config: LossyConfig, ranks: int, resumes: bool, run: dict
             return
         write_text(note, json.dumps({**here, "version": __version__}, indent=1) + "\n")
     except OSError as error:
-        raise refuse(_FLAG, folder, f"must be a folder that can be written to ({error.strerror})") from None
+        raise cannot(_FLAG, folder, "written", error) from None
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:

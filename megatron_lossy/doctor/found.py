@@ -147,7 +147,16 @@ def hook_targets(training: bool) -> list[Finding]:
     ``training``: also those of megatron.training.
     """
     from .. import device, hooks
+    from ..hooks.versions import MEGATRON_LM_NEEDS
 
+    if training:
+        device.prepare_import()
+        try:
+            with _quiet():
+                importlib.import_module("megatron.training")
+        except ImportError as error:
+            text = f"cannot be imported: {error}; {MEGATRON_LM_NEEDS}"
+            return [Finding("hooks", "megatron.training", "problem", text)]
     try:
         with _quiet():
             device.prepare(megatron_training=training)

@@ -122,6 +122,8 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
         check_channels(lossy.config, _data_parallel_ranks(args), args.train_iters)
         _claim_delivery_log(args, lossy.config)
     lossy.gapless = not getattr(args, "iterations_to_skip", None)
+    if args.rank == 0:
+        print(f"loss: {lossy.config.describe()} | data-parallel ranks {_data_parallel_ranks(args)}", flush=True)
     return result
 
 

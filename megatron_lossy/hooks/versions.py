@@ -22,6 +22,12 @@ SUPPORTED = ((0, 11), (0, 21))
 #: The oldest with what megatron_lossy.train uses of schedules and checkpoints.
 OLDEST_FOR_TRAIN = (0, 16)
 
+#: What to say where megatron.training cannot be imported.
+MEGATRON_LM_NEEDS = (
+    "what Megatron-LM itself imports comes with the extra megatron-lm of this package: "
+    "pip install -e '.[megatron-lm]' in its folder"
+)
+
 _CHUNK = "_megatron_lossy_model_chunk"
 
 

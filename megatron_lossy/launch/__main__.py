@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import UsageError, usage_errors
-from ..registry import CHANNELS
-from .checks import check, check_memory
+from .checks import check, check_memory, epochs_of
 from .command import container, launch_command, shell, torchrun_environment
 from .devices import GIB
 from .memory import checkpoint_bytes, parameters, seconds, tokens
@@ -68,12 +67,11 @@ def describe(plan: Plan) -> list[str]:
             f"ranks    {launch.accelerators} on {launch.nodes} node{'s' if launch.nodes > 1 else ''}: "
             f"data {data} x tensor {tensor} x pipeline {pipeline}"
         ),
-        (
-            f"loss     gradients {_rate(plan, 'grad')}, parameters {_rate(plan, 'param')}, "
-            f"unit {plan.lossy.loss_unit}, recovery {plan.lossy.grad_recovery}"
-        ),
+        f"loss     {plan.lossy.describe()}",
         *estimates(plan),
     ]
+    if (seen := epochs_of(plan)) is not None:
+        lines.append(f"data     {seen:.3g} epochs of {' '.join(plan.train.data_path)}")
     if launch.tokens_per_second:
         hours = seconds(train, launch.accelerators, launch.tokens_per_second) / 3600
         lines.append(f"         with R = {launch.tokens_per_second:g}: {hours:,.1f} h")
@@ -95,16 +93,6 @@ def estimates(plan: Plan) -> list[str]:
         f"disk     {checkpoint_bytes(train, plan.lossy, plan.layout, plan.device) / GIB:,.1f} GiB a checkpoint",
         f"time     {hours:,.0f} h / R, where R is the measured tokens per second and accelerator",
     ]
-
-
-def _rate(plan: Plan, phase: str) -> str:
-    loss = plan.lossy.phase(phase)
-    if loss.lossless:
-        return "0 %"
-    if CHANNELS.load(loss.model).highest_rate(loss) is None:
-        return loss.model
-    rates = loss.schedule.rates
-    return f"{100 * rates[0]:g} %" if len(rates) == 1 else " to ".join(f"{100 * rate:g} %" for rate in rates)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..data import check_files
+from ..data import check_files, epochs
 from ..data.manifest import check_manifest
 from ..errors import UsageError, refuse
 from ..train.saved import check_folders, latest_iteration
 from .command import check_shape, ranks_of_node
 from .devices import GIB
-from .memory import StageMemory, estimate
+from .memory import StageMemory, estimate, tokens
 from .nodes import check_devices
 from .plan import Plan
 
@@ -66,6 +66,20 @@ def check_data(plan: Plan) -> None:
             raise refuse("--tokenizer", tokenizer, f"{prefix} was made with --tokenizer {made.tokenizer}")
     if plan.launch.data_manifest is not None:
         check_manifest(plan.launch.data_manifest, [prefix for _, prefix in plan.train.data_sets()])
+    if (seen := epochs_of(plan)) > plan.launch.max_epochs:
+        need, have = tokens(plan.train) / 1e9, tokens(plan.train) / seen / 1e9
+        raise refuse(
+            "--data-path",
+            " ".join(plan.train.data_path),
+            f"has {have:.3g} G tokens for a run of {need:.3g} G, {seen:.3g} epochs; give more text, or --max-epochs",
+        )
+
+
+def epochs_of(plan: Plan) -> float | None:
+    """How often the run reads its training data; ``None`` where they are made up, or made at its start."""
+    if plan.train.data is not None or plan.mock_data:
+        return None
+    return epochs(plan.train.data_path, tokens(plan.train))
 
 
 def _vocabulary(tokenizer: str) -> str:
@@ -102,6 +116,9 @@ def check_megatron(plan: Plan) -> None:
     lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
     if done.returncode == 2:
         marked = [line for line in lines if "error: " in line]
-        raise UsageError((marked or lines)[-1].partition("error: ")[2] or lines[-1])
+        reason = (marked or lines)[-1].partition("error: ")[2] or lines[-1]
+        if plan.device.kind == "hpu":
+            reason += "; Gaudi needs HabanaAI's fork: git clone -b 1.24.0 https://github.com/HabanaAI/Megatron-LM"
+        raise UsageError(reason)
     if done.returncode:
         raise refuse("--program", plan.launch.program, f"its Megatron cannot be loaded here: {lines[-1]}")

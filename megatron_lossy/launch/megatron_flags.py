@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import UsageError, usage_errors
+from ..errors import UsageError, refuse, usage_errors
 
 
 def check_flags(script: str, flags: list[str]) -> None:
@@ -27,6 +27,7 @@ def check_flags(script: str, flags: list[str]) -> None:
     from .. import device, hooks
     from ..hooks import megatron_training
     from ..hooks.checks import check_arguments
+    from ..hooks.versions import MEGATRON_LM_NEEDS
     from ..ledger import Ledger
     from ..plugin import parse_loss_flags
 
@@ -34,7 +35,8 @@ def check_flags(script: str, flags: list[str]) -> None:
         import megatron.core
         import megatron.training.arguments as arguments
     except ImportError as error:
-        raise UsageError(f"--program {script}: megatron.training cannot be imported from its folder: {error}") from None
+        allowed = f"megatron.training cannot be imported from its folder ({error}); {MEGATRON_LM_NEEDS}"
+        raise refuse("--program", script, allowed) from None
     hooks.check_version(megatron.core.__version__)
     on_cpu = device.prepare(megatron_training=True) == "cpu"
     Ledger("megatron.training").install(megatron_training.flag_patches())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ..errors import refuse
+from ..errors import cannot, refuse
 
 _FILES = {"cuda": ("/dev", r"nvidia\d+"), "hpu": ("/dev/accel", r"accel\d+")}
 
@@ -32,7 +32,7 @@ def read_hostfile(file: str) -> list[tuple[str, int]]:
     try:
         lines = Path(file).read_text().splitlines()
     except OSError as error:
-        raise refuse("--hostfile", file, f"cannot be read: {error.strerror}") from None
+        raise cannot("--hostfile", file, "read", error) from None
     hosts = []
     for number, line in enumerate(lines, 1):
         text = line.split("#", 1)[0].split()

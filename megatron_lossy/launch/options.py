@@ -55,6 +55,12 @@ class LaunchConfig:
         type=str,
         metavar="FILE",
     )
+    max_epochs: float = flag(
+        4.0,
+        "refuse a run that would read its training data more often; repeats up to 4 are about as good as new text "
+        "(Muennighoff et al., 2023)",
+        metavar="N",
+    )
     rdzv_endpoint: str | None = flag(
         None,
         "torchrun on several nodes: host and port of one of them, the same on all",
@@ -95,6 +101,7 @@ class LaunchConfig:
             self.tokens_per_second is None or 0 < self.tokens_per_second < math.inf,
             "must be a positive number",
         )
+        self._check("max_epochs", self.max_epochs > 0, "must be above 0")
         for pair in self.environment or ():
             self._check("environment", "=" in pair[1:], "must be pairs NAME=VALUE")
         if self.rate is not None and self.rate_index is not None:

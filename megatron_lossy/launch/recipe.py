@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..errors import refuse
+from ..train.arguments import read_yaml
 
 _OWN = ("launch", "megatron")
 
@@ -39,13 +38,7 @@ class Recipe:
 def read_recipe(file: str | Path, above: tuple[Path, ...] = ()) -> Recipe:
     """The configuration ``file`` over its bases. Raises :class:`UsageError` that names the file."""
     path = Path(file)
-    try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise refuse("--config", file, f"cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(content, dict):
-        raise refuse("--config", file, "must be a mapping from flag names to values")
-    content = {str(key).replace("_", "-"): value for key, value in content.items()}
+    content = {str(key).replace("_", "-"): value for key, value in read_yaml("--config", file).items()}
     base = content.pop("base", None)
     own = {name: _section(path, name, content.pop(name, None)) for name in _OWN}
     recipe = Recipe(content, **own)

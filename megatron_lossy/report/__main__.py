@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import add_flags, flag, from_namespace
-from ..errors import ArgumentParser, refuse, usage_errors
+from ..errors import ArgumentParser, check_package, refuse, usage_errors
+from ..files import check_folder
 from ..moved import run_as
 from ..train.metrics import METRICS_FILE
 from .read import read_runs
@@ -40,11 +41,14 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
         "python -m megatron_lossy.report",
         description="Table of losses and training curves of a folder of runs, and of what else they recorded.",
+        epilog="Of many runs that answer one question python -m megatron_lossy.study makes the report; report study and "
+        "report table1 are its former names.",
     )
     parser.add_argument(
         "runs",
         metavar="RUNS_DIR",
-        help=f"holds one folder per run, each with {METRICS_FILE}, or with the log or the TensorBoard files of Megatron-LM",
+        help=f"a run's folder, with {METRICS_FILE} or with the log or the TensorBoard files of Megatron-LM; or a folder of "
+        "such folders",
     )
     namespace = add_flags(parser, ReportConfig, "output").parse_args(arguments)
     config = from_namespace(ReportConfig, namespace)
@@ -57,6 +61,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
         return
     check_names("--metrics", config.metrics, names)
     out = Path(config.out if config.out is not None else namespace.runs)
+    check_package("matplotlib", "--out", out, "matplotlib")
+    check_folder("--out", out)
     # A report beside its runs belongs to them and is renewed with them; elsewhere it may be that of other runs.
     if out.resolve() != Path(namespace.runs).resolve() and not config.overwrite:
         for name in report_files(config.metrics):

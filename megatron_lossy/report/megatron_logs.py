@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import LossyConfig
-from ..errors import UsageError, refuse
+from ..errors import UsageError, cannot, refuse
 from ..train.config import TrainConfig
 from ..train.metrics import MEGATRON_NAMES
 from .runs import LOSS, Run, RunRecorder
@@ -135,7 +135,7 @@ def _lines(path: Path) -> Iterator[str]:
                 if line.endswith("\n"):  # a killed run may leave half a line
                     yield line.rstrip()
     except OSError as error:
-        raise refuse("RUNS_DIR", path, f"cannot be read: {error.strerror}") from None
+        raise cannot("RUNS_DIR", path, "read", error) from None
 
 
 def _number(text: str) -> float | None:

@@ -8,24 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import refuse
+from ..errors import cannot, refuse
 from ..train.metrics import METRICS_FILE
 from .megatron_logs import read_megatron_run
 from .runs import Run, RunRecorder
 
 
 def read_runs(folder: str | Path) -> list[Run]:
-    """The runs in the folders of ``folder``, least loss first. Raises :class:`UsageError`.
+    """The runs in the folders of ``folder``, least loss first, or that in ``folder`` itself. Raises :class:`UsageError`.
 
     Of each folder its ``metrics.jsonl``, or else what Megatron-LM logged there.
     """
     folder = Path(folder)
-    runs = []
-    for path in sorted(path for path in folder.glob("*") if path.is_dir()):
-        metrics = path / METRICS_FILE
-        run = read_run(metrics) if metrics.is_file() else read_megatron_run(path)
-        if run is not None:
-            runs.append(run)
+    inside = [] if (folder / METRICS_FILE).is_file() else sorted(path for path in folder.glob("*") if path.is_dir())
+    runs = [run for path in inside if (run := _read_folder(path)) is not None]
+    if not runs and (run := _read_folder(folder)) is not None:
+        runs = [run]
     if not runs:
         raise refuse(
             "RUNS_DIR",
@@ -33,6 +31,11 @@ def read_runs(folder: str | Path) -> list[Run]:
             f"holds no run: there must be a folder per run, with {METRICS_FILE}, Megatron's log or its TensorBoard files",
         )
     return sorted(runs, key=lambda run: (run.p_grad, run.p_param, run.condition, run.name))
+
+
+def _read_folder(path: Path) -> Run | None:
+    metrics = path / METRICS_FILE
+    return read_run(metrics) if metrics.is_file() else read_megatron_run(path)
 
 
 def read_run(path: Path) -> Run | None:
@@ -65,7 +68,7 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise refuse("RUNS_DIR", path, f"cannot be read: {error.strerror}") from None
+        raise cannot("RUNS_DIR", path, "read", error) from None
     *lines, unfinished = text.split("\n")
     for number, line in enumerate(lines, 1):
         try:

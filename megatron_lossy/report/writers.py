@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import refuse
-from ..files import write_text
+from ..files import write_text, writing
 from .runs import Run
 from .scalars import file_name, with_predictions
 from .table import LossTable
@@ -29,13 +28,12 @@ def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path, scal
 
     files = report_files(scalars)
     folder = Path(folder)
-    try:
+    with writing("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / TABLE_MARKDOWN, table.markdown())
-        write_text(folder / TABLE_CSV, table.csv())
+        # What is large goes first: if it does not fit, the older report is still all of one piece.
         plot_curves(runs, folder / CURVES)
         for group, figure in zip(with_predictions(scalars), files[3:], strict=True):
             plot_scalars(runs, group, folder / figure)
-    except OSError as error:
-        raise refuse("--out", folder, f"cannot be written: {error.strerror}") from None
+        write_text(folder / TABLE_MARKDOWN, table.markdown())
+        write_text(folder / TABLE_CSV, table.csv())
     return [folder / name for name in files]

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from ..config import LossyConfig, incidental_fields
+from ..errors import refuse
 from ..files import write_text
 from ..report import Run
 from ..report.read import read_run
@@ -92,6 +93,8 @@ class CellFolder:
             return json.loads((self.path / STATE).read_text())
         except FileNotFoundError:
             return None
+        except ValueError:
+            raise refuse("--cells", self.path / STATE, "is damaged; without it the cell is trained again") from None
 
     @property
     def iterations(self) -> int:
@@ -173,6 +176,9 @@ class CellFolder:
                 file.write(f"{socket.gethostname()}:{os.getpid()}")
         except FileExistsError:
             return False
+        except OSError:
+            self.release()  # it says of nobody that he works on the cell
+            raise
         return True
 
     def _abandoned(self) -> bool:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import add_flags, flag, from_namespace
-from ..errors import ArgumentParser, UsageError, refuse
-from ..files import write_text
+from ..errors import ArgumentParser, UsageError, check_package, refuse
+from ..files import check_folder, write_text
 from ..report import LossTable
 from ..report.scalars import file_name, with_predictions
 from ..train.arguments import make_parser
@@ -172,12 +172,15 @@ def _study(design: Design, how: StudyConfig, arguments: Sequence[str]) -> Study:
 
 
 def _run(study: Study, how: StudyConfig, out: Path, rates: dict[str, float] | None) -> int:
+    check_folder("--out", out)
     _check_out(out, study)
     if how.list:
         _list(study, how.cells)
         return 0
+    check_package("matplotlib", "--out", out, "matplotlib")
     tally = Tally()
     if not how.report_only:
+        check_folder("--cells", how.cells)
         tally = run_cells(study.cells, how.cells, how.jobs or _default_jobs(study, how), how.devices or ())
     runs = {}
     for cell in study.cells:

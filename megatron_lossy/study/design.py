@@ -30,12 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..report.scalars import AXES, check_names, needs_drift
-from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
+from ..train.arguments import configurations, make_parser, read_arguments, read_yaml, setting_arguments
 from ..transport import check_channels, check_ranks
 from .cells import Cell, make_cell
 
@@ -154,20 +152,14 @@ def loss_seed_of(seed: int, loss_seed: int) -> int:
 
 def read_design(file: str | Path) -> Design:
     """The design in a study file. Raises :class:`UsageError`."""
-    file = Path(file)
+    content = read_yaml("STUDY", file)
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise refuse("STUDY", file, f"cannot be read: {' '.join(str(error).split())}") from None
-    try:
-        return _design(content, file.parent)
+        return _design(content, Path(file).parent)
     except UsageError as error:
         raise refuse("STUDY", file, str(error)) from None
 
 
-def _design(content: Any, folder: Path) -> Design:
-    if not isinstance(content, dict):
-        raise UsageError("must be a mapping; see docs/study.md")
+def _design(content: Mapping[Any, Any], folder: Path) -> Design:
     content = {str(key).replace("-", "_"): value for key, value in content.items()}
     known = {field.name for field in dataclasses.fields(Design)}
     if unknown := sorted(set(content) - known):

@@ -70,7 +70,12 @@ class _Runner:
             return self._tally
         print(f"{len(self._folders)} cells, {len(self._folders) - len(waiting)} of them done earlier", flush=True)
         with self._signals():
-            self._work(waiting)
+            try:
+                self._work(waiting)
+            except BaseException:
+                for job in self._jobs:
+                    job.process.terminate()  # nobody watches it any more
+                raise
         self._tally.done = sum(folder.state is not None for folder in self._folders)
         return self._tally
 
@@ -104,9 +109,11 @@ class _Runner:
             for name, handler in before.items():
                 signal.signal(name, handler)
 
-    def _on_signal(self, *_: object) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
         if not self._stop.is_set():
             print("stopping: each running cell saves a checkpoint after its iteration", flush=True)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt  # once more; the cells were told already
         self._stop.set()
 
     # --- one cell ------------------------------------------------------------------------------------------------
@@ -118,9 +125,13 @@ class _Runner:
         if folder.state is not None:  # somebody finished it meanwhile
             folder.release()
             return
+        try:
+            config = folder.write_config()
+            log = open(folder.path / LOG, "ab")
+        except OSError:
+            folder.release()
+            raise
         slot = self._slots.pop()
-        config = folder.write_config()
-        log = open(folder.path / LOG, "ab")
         process = subprocess.Popen(
             self._command(folder, config),
             stdout=log,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import LossyConfig
-from ..errors import UsageError, refuse, usage_errors
+from ..errors import UsageError, check_package, refuse, usage_errors
 from ..train.arguments import configurations, make_parser, read_arguments
 from ..train.config import TrainConfig
 from ..train.log import Console, clock
@@ -64,6 +64,7 @@ def plan(namespace: argparse.Namespace) -> list[Rate]:
     base, lossy = configurations(namespace)
     base.check_world(launched_ranks())
     rates = [_rate(base, lossy, rate, namespace.out) for rate in namespace.rates]
+    check_package("matplotlib", "--out", namespace.out, "matplotlib")
     for rate in rates:
         check_folders(rate.config, rate.lossy_config)
         _check_ranks(rate)
@@ -98,7 +99,10 @@ def _check_ranks(rate: Rate) -> None:
     metrics = Path(rate.config.save) / METRICS_FILE
     mine = rate.config.virtual_workers or launched_ranks()
     if metrics.is_file():
-        ranks = json.loads(metrics.open().readline() or "{}").get("world_size", mine)
+        try:
+            ranks = json.loads(metrics.open().readline() or "{}").get("world_size", mine)
+        except (ValueError, AttributeError):
+            raise refuse("--out", rate.config.save, f"{METRICS_FILE} there is damaged") from None
         if ranks != mine:
             raise refuse("--out", rate.config.save, f"holds a run of {ranks} ranks, not {mine}")
 
@@ -124,6 +128,9 @@ class SweepConsole(Console):
         if diverged:
             print(f"{self._label}: stopped, {diverged}", flush=True)
         self._earlier += rate.config.train_iters - self._first
+
+    def header(self, text: str) -> None:
+        print(f"{self._label}: {text}", flush=True)
 
     def note(self, text: str) -> None:
         pass

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from ..config import LossyConfig, add_flags, flag_name, from_namespace
-from ..errors import ArgumentParser, UsageError
+from ..errors import ArgumentParser, UsageError, cannot, refuse
 from .config import TrainConfig
 
 
@@ -55,8 +55,9 @@ def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     file = first.parse_known_args(arguments)[0].config
     namespace = None
     if file is not None:
+        settings = read_yaml("--config", file)
         try:
-            namespace = parser.parse_args(_yaml_arguments(Path(file)))
+            namespace = parser.parse_args(setting_arguments(settings))
         except UsageError as error:
             raise UsageError(f"--config {file}: {error}") from None
         given = parser.parse_args(arguments)
@@ -70,15 +71,17 @@ def configurations(namespace: argparse.Namespace) -> tuple[TrainConfig, LossyCon
     return from_namespace(TrainConfig, namespace), from_namespace(LossyConfig, namespace)
 
 
-def _yaml_arguments(file: Path) -> list[str]:
-    """The settings of a YAML file as command-line arguments, so that one parser checks both."""
+def read_yaml(flag: str, file: str | Path) -> dict[Any, Any]:
+    """The mapping in the YAML file that ``flag`` names. Raises :class:`UsageError`."""
     try:
-        settings = yaml.safe_load(file.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(settings, dict):
-        raise UsageError("must be a mapping from flag names to values")
-    return setting_arguments(settings)
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise cannot(flag, file, "read", error) from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise refuse(flag, file, f"cannot be read: {' '.join(str(error).split())}") from None
+    if content is not None and not isinstance(content, dict):
+        raise refuse(flag, file, "must be a mapping from names to values")
+    return content or {}
 
 
 def setting_arguments(settings: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,11 @@ Only then does the tracker name it, by a rename as well.
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import pickle
 import queue
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +24,17 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from ..files import publish, write_text
+from ..errors import MACHINE_ERRORS, UsageError, cannot, machine_error, refuse
+from ..files import publish, write_text, writing
 from ..hooks.rng import rng_state, set_rng_state
 from ..ledger import Ledger, Patch
 from ..run import Run
 from .saved import TRACKER, iteration_folder, latest_iteration
+
+# What a folder is called until its checkpoint is whole.
+_ASIDE = ".tmp"
 
 
 class Checkpoints:
@@ -39,16 +48,34 @@ class Checkpoints:
         self._lossy = lossy
 
     def save(self, folder: str, iteration: int, common: dict[str, Any]) -> None:
-        """Write the checkpoint of ``iteration`` into ``folder``, with ``common`` values, equal on all ranks."""
-        first = torch.distributed.get_rank() == 0
+        """Write the checkpoint of ``iteration`` into ``folder``, with ``common`` values, equal on all ranks.
+
+        Raises what :func:`megatron_lossy.files.writing` does. Then it is not there, and earlier ones are as they were.
+        """
         final = iteration_folder(folder, iteration)
-        if latest_iteration(folder) == iteration:
+        latest = latest_iteration(folder)
+        if latest == iteration:
             torch.distributed.barrier()
             return
-        aside = final.with_name(final.name + ".tmp")
-        if first:
+        aside = final.with_name(final.name + _ASIDE)
+        try:
+            self._write(aside, final, iteration, common)
+        except (Exception, CheckpointException) as error:
+            failed = machine_error(error) or _told(error) or _tried(aside)
             shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
+            if failed is None:
+                raise
+            kept = "" if latest is None else f"; that of iteration {latest} is whole"
+            what = f"{failed.strerror}: the checkpoint of iteration {iteration} was not saved{kept}"
+            raise OSError(failed.errno, what, folder) from None
+
+    def _write(self, aside: Path, final: Path, iteration: int, common: dict[str, Any]) -> None:
+        first = torch.distributed.get_rank() == 0
+        if first:
+            with writing("--save", final.parent):
+                for left in final.parent.glob(f"iter_*{_ASIDE}"):  # of a killed run
+                    shutil.rmtree(left, ignore_errors=True)
+                aside.mkdir(parents=True)
         torch.distributed.barrier()
         strategy = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy("torch_dist"), self._data_parallel_group()
@@ -61,7 +88,7 @@ class Checkpoints:
                 "scheduler": self._scheduler.state_dict(),
                 **common,
             }
-            with _in_process_results():
+            with _in_process_results(), _errors_only_raised():
                 dist_checkpointing.save(state, str(aside), strategy)
         self._lossy.save_replicas(aside)
         torch.distributed.barrier()
@@ -69,28 +96,33 @@ class Checkpoints:
             # A folder of this name that the tracker does not name is what a killed run left.
             shutil.rmtree(final, ignore_errors=True)
             publish(aside, final)
-            write_text(Path(folder) / TRACKER, str(iteration))
+            write_text(final.parent / TRACKER, str(iteration))
         torch.distributed.barrier()
 
     def load(self, folder: str) -> dict[str, Any]:
         """Load the latest checkpoint in ``folder``; returns its ``common`` values, ``iteration`` and ``ranks``.
 
-        Another number of data-parallel ranks is fine, except that random states then start anew.
+        Another number of data-parallel ranks is fine, except that random states then start anew. Raises
+        :class:`UsageError` for a checkpoint that cannot be read.
         """
         path = str(iteration_folder(folder, latest_iteration(folder)))
-        saved = dist_checkpointing.load_common_state_dict(path)
+        with _reading(path, (Exception,)):
+            saved = dist_checkpointing.load_common_state_dict(path)
+            FileSystemReader(path).read_metadata()  # of which torch would print a traceback
         state = self._state(is_loading=True)
         same_ranks = saved["ranks"] == _ranks()
         if not same_ranks:
             del state["rng_state"]
-        loaded = dist_checkpointing.load(state, path)
+        with _reading(path, (Exception, CheckpointException)):
+            loaded = dist_checkpointing.load(state, path)
         self._model.load_state_dict(loaded["model"])
         self._optimizer.load_state_dict(loaded["optimizer"])
         self._scheduler.load_state_dict(loaded["scheduler"])
         if same_ranks:
             set_rng_state(loaded["rng_state"])
         self._lossy.set_iteration(loaded["iteration"])
-        self._lossy.load_replicas(path)
+        with _reading(path, (EOFError, OSError, RuntimeError, pickle.UnpicklingError)):
+            self._lossy.load_replicas(path)
         return loaded
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
@@ -131,6 +163,53 @@ def _in_process_results() -> Iterator[None]:
         yield
     finally:
         ledger.uninstall()
+
+
+@contextlib.contextmanager
+def _errors_only_raised() -> Iterator[None]:
+    """megatron-core also logs what goes wrong in the processes that write, before it raises it."""
+    logger = logging.getLogger("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _told(error: BaseException) -> OSError | None:
+    """The failure of the machine that ``error`` only tells of: that of another process, or of another rank."""
+    told = re.search(r"\[Errno (\d+)\]", str(error))
+    number = int(told[1]) if told else None
+    return OSError(number, os.strerror(number)) if number in MACHINE_ERRORS else None
+
+
+def _tried(folder: Path) -> OSError | None:
+    """The failure of the machine to write into ``folder`` now: torch's writer says only that its position is wrong."""
+    try:
+        with open(folder / "tried", "wb") as file:
+            file.write(bytes(2**20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return machine_error(error)
+    return None
+
+
+@contextlib.contextmanager
+def _reading(path: str, damage: tuple[type[BaseException], ...]) -> Iterator[None]:
+    """What is raised in this context, if it is one of ``damage``, says that the checkpoint at ``path`` is damaged."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except damage as error:
+        inner = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if failed := machine_error(inner):
+            raise cannot("--load", path, "read", failed) from None
+        reason = " ".join(f"{type(inner).__name__}: {inner}".partition(". ")[0].split()).rstrip(": ")[:200]
+        allowed = f"cannot be read ({reason}); to go on from an older one, write its number into {TRACKER}"
+        raise refuse("--load", path, allowed) from None
 
 
 def _ranks() -> int:

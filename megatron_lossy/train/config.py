@@ -140,7 +140,10 @@ class TrainConfig:
     eval_iters: int = flag(100, "global batches per evaluation; 0 never evaluates", metavar="N")
     save: str | None = flag(None, "folder to write checkpoints to", metavar="FOLDER", incidental=True)
     load: str | None = flag(
-        None, "folder to continue from; without a checkpoint in it, start fresh", metavar="FOLDER", incidental=True
+        None,
+        "folder with the checkpoint to continue from; that of --save may have none yet",
+        metavar="FOLDER",
+        incidental=True,
     )
     save_interval: int | None = flag(
         None, "iterations between checkpoints; default only the last", type=int, metavar="N", incidental=True

@@ -7,21 +7,27 @@ global batch ``b`` is sample ``b * global_batch_size + s`` of the shuffled data 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
+import sysconfig
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import megatron.core.datasets
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list
 
 from .. import device
-from ..files import publish
+from ..errors import UsageError
+from ..files import naming, publish, writing
 from .config import TrainConfig
 from .text import prefixes
 
@@ -33,11 +39,14 @@ def build_datasets(config: TrainConfig, tokenizer) -> tuple[GPTDataset, GPTDatas
     valid_samples = evaluations * config.eval_iters * config.global_batch_size
     cache = _cache_folder(config, train_samples, valid_samples)
     first = torch.distributed.get_rank() == 0
+    if first:
+        build_helper()
     # Aside, because a cache that was being written when the run was killed looks complete to GPTDataset; and in a
     # folder of its own, because another run may be building the same one.
     place = [str(cache if cache.is_dir() else _building_folder(cache)) if first else None]
     torch.distributed.broadcast_object_list(place)
     folder = Path(place[0])
+    importlib.invalidate_caches()  # of folders as they were before the helper was there
     dataset_config = GPTDatasetConfig(
         random_seed=config.seed,
         sequence_length=config.seq_length,
@@ -53,9 +62,15 @@ def build_datasets(config: TrainConfig, tokenizer) -> tuple[GPTDataset, GPTDatas
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    train, valid, _ = BlendedMegatronDatasetBuilder(
-        GPTDataset, [train_samples, valid_samples, 0], lambda: True, dataset_config
-    ).build()
+    try:
+        with naming(folder.parent):
+            train, valid, _ = BlendedMegatronDatasetBuilder(
+                GPTDataset, [train_samples, valid_samples, 0], lambda: True, dataset_config
+            ).build()
+    except Exception:
+        if first and folder != cache:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     torch.distributed.barrier()
     if first and folder != cache:
         try:
@@ -65,8 +80,33 @@ def build_datasets(config: TrainConfig, tokenizer) -> tuple[GPTDataset, GPTDatas
     return train, valid
 
 
+def build_helper() -> None:
+    """Build megatron-core's dataset helper where it is missing: a wheel has it, a fresh checkout does not.
+
+    As Megatron-LM does at its start, but for this Python. Raises :class:`UsageError` if it cannot be built.
+    """
+    folder = Path(megatron.core.datasets.__path__[0])
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        return
+    command = ["make", "-C", str(folder), f"LIBEXT={suffix}"]
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    try:
+        built = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PATH": path})
+        errors = [] if not built.returncode else built.stderr.strip().splitlines() or [f"status {built.returncode}"]
+    except OSError as error:
+        errors = [str(error)]
+    if errors:
+        raise UsageError(
+            f"megatron-core: {folder} has no dataset helper, and it cannot be built ({errors[0].strip()}); that needs "
+            "make, a C++ compiler and the package pybind11"
+        )
+
+
 def _building_folder(cache: Path) -> Path:
     """A new folder beside ``cache``. Those that killed runs left there an hour ago are removed."""
+    with writing("--data-cache-path", cache.parent):
+        cache.parent.mkdir(parents=True, exist_ok=True)
     for left in cache.parent.glob(f"{cache.name}.building.*"):
         if time.time() - left.stat().st_mtime > 3600:
             shutil.rmtree(left, ignore_errors=True)

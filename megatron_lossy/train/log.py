@@ -39,6 +39,10 @@ def valid_lines(record: dict[str, Any]) -> str:
 class Console:
     """Prints a run; a subclass may print it otherwise. Used on rank 0 only."""
 
+    def header(self, text: str) -> None:
+        """What is about to be run."""
+        self.note(text)
+
     def note(self, text: str) -> None:
         """Something that happened once."""
         print(text, flush=True)

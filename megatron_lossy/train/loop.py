@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import signal
 import time
 from typing import Any
@@ -18,7 +19,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from .. import device, hooks
 from ..config import LossyConfig, identity
-from ..data import build_tokenizer
+from ..data import build_tokenizer, epochs
 from ..delivery_log.writer import claim_delivery_log
 from ..hooks.checks import check_loss_per_token
 from ..run import Run
@@ -45,7 +46,7 @@ class Diverged(RuntimeError):
 
 
 def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | None = None) -> dict[str, Any]:
-    """Train to ``--train-iters``, or until SIGTERM or ``--exit-interval`` says to stop; returns the summary.
+    """Train to ``--train-iters``, or until a signal or ``--exit-interval`` says to stop; returns the summary.
 
     A collective call for all ranks of the world, which may follow another one in the same processes. The summary:
     ``iteration``, ``finished``, ``diverged`` (why, if the loss became infinite or no number), ``lm loss`` (of the
@@ -101,6 +102,7 @@ class _Run:
         self.console = console
         tokenizer = build_tokenizer(config.tokenizer)
         self.train_data, self.valid_data = build_datasets(paths, tokenizer)
+        self.data_path = paths.data_path
         cluster = lossy if isinstance(lossy, VirtualCluster) else None
         with cluster.building() if cluster else contextlib.nullcontext():
             self.model = build_model(config, tokenizer.vocab_size)
@@ -111,23 +113,25 @@ class _Run:
         self.checkpoints = Checkpoints(self.model, self.optimizer, self.scheduler, lossy)
         self.progress = Progress()
         self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
-        self.stop = False
+        self.stop = 0
         self.summary: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
+        self.console.header(self._header())
         resumed = self._load()
         self.writers = open_writers(self.config, self.lossy_config, self.progress.iteration if resumed else None)
         # The first forward pass has nothing to gather, and must not gather before the first update.
         self._gather_in_forward(False, sync=False)
         batches = self.workers.batches(self.train_data, self.progress.consumed_samples)
-        previous = signal.signal(signal.SIGTERM, self._on_sigterm)
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         finished, diverged = False, None
         try:
             finished = self._train(batches)
         except Diverged as error:
             diverged = str(error)
         finally:
-            signal.signal(signal.SIGTERM, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
             self.writers.close()
         if self.hooked:
             self._gather_in_forward(False)
@@ -156,7 +160,7 @@ class _Run:
             if config.save and (leave or due or last):
                 self._save()
             if leave and not last:
-                why = "on SIGTERM" if stop else "by --exit-interval"
+                why = f"on {signal.Signals(stop).name}" if stop else "by --exit-interval"
                 self.console.note(f"exiting {why} at iteration {progress.iteration}")
                 return False
         return True
@@ -173,14 +177,22 @@ class _Run:
             self.scheduler.step(increment=config.global_batch_size)
         return mean_loss(config, sums), grad_norm or 0.0, successful
 
-    def _anyone_stopped(self) -> bool:
-        """Whether any rank was told to stop: all must leave after the same iteration."""
+    def _anyone_stopped(self) -> int:
+        """The signal that told any rank to stop, or 0: all must leave after the same iteration."""
         stop = torch.tensor([self.stop], dtype=torch.int32, device=device.current_device())
         torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX)
-        return bool(stop.item())
+        return int(stop.item())
 
-    def _on_sigterm(self, *_: Any) -> None:
-        self.stop = True
+    def _on_signal(self, number: int, _: Any) -> None:
+        self.stop = number
+        if number == signal.SIGINT:
+            # Whoever is impatient ends this rank at once. A second Ctrl-C at torchrun arrives as SIGTERM.
+            for again in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(again, signal.SIG_DFL)
+            if torch.distributed.get_rank() == 0:
+                saves = ", with a checkpoint" if self.config.save else "; without --save nothing is kept"
+                # print() may be what was interrupted.
+                os.write(1, f"stopping after this iteration{saves}; Ctrl-C again ends at once\n".encode())
 
     def _gather_in_forward(self, on: bool, sync: bool = True) -> None:
         """Turn the forward hooks of ``--overlap-param-gather`` on or off. Off gathers what is due, if ``sync``."""
@@ -233,9 +245,24 @@ class _Run:
     def _save(self) -> None:
         if self.hooked:
             self._gather_in_forward(False)
-        progress = self.progress
-        self.checkpoints.save(self.config.save, progress.iteration, {"progress": dataclasses.asdict(progress)})
-        self.console.note(f"  saved checkpoint of iteration {progress.iteration:7d} to {self.config.save}")
+        iteration = self.progress.iteration
+        progress = [dataclasses.asdict(self.progress)]
+        torch.distributed.broadcast_object_list(progress)  # the seconds differ, and rank 0's are saved
+        self.checkpoints.save(self.config.save, iteration, {"progress": progress[0]})
+        self.console.note(f"  saved checkpoint of iteration {iteration:7d} to {self.config.save}")
+
+    def _header(self) -> str:
+        """What is lost, between whom, and how often the training data are read."""
+        config, ranks = self.config, torch.distributed.get_world_size()
+        tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+        if config.virtual_workers:
+            who = f"virtual workers {config.virtual_workers}, in memory"
+        else:
+            who = f"data-parallel ranks {config.data_parallel_size(ranks)}, over {torch.distributed.get_backend()}"
+            if tensor * pipeline > 1:
+                who += f", tensor {tensor} x pipeline {pipeline}"
+        seen = epochs(self.data_path, config.train_iters * config.global_batch_size * config.seq_length)
+        return f"loss: {self.lossy_config.describe()} | {who}, on {device.device_type()} | {seen:.3g} epochs of data"
 
     def _load(self) -> bool:
         """Load the checkpoint of ``--load`` if there is one; returns whether there was."""

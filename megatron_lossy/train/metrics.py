@@ -6,7 +6,6 @@ A record is a flat dictionary with a ``kind``: "run" (what was run, once, first)
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -14,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import refuse
-from ..files import write_text
+from ..errors import check_package
+from ..files import naming, write_text
 
 #: The file of a run's records, in the run's folder.
 METRICS_FILE = "metrics.jsonl"
@@ -49,11 +48,13 @@ class JsonLinesWriter:
     def write(self, record: dict[str, Any]) -> None:
         if record["kind"] == "run" and not self.empty:
             return  # the file has the one of the run that is resumed
-        self._file.write(_line(record))
-        self._file.flush()
+        with naming(self._file.name):
+            self._file.write(_line(record))
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self._file.name):
+            self._file.close()
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -114,8 +115,7 @@ class WandbWriter:
 
 def check_wandb(project: str) -> None:
     """Raise :class:`UsageError` unless the package wandb is installed."""
-    if importlib.util.find_spec("wandb") is None:
-        raise refuse("--wandb-project", project, "needs the package wandb: pip install 'megatron-lossy[wandb]'")
+    check_package("wandb", "--wandb-project", project, "'megatron-lossy[wandb]'")
 
 
 def perplexity(loss: float | None) -> float | None:

@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 
-from ..errors import UsageError
+from ..errors import UsageError, machine_error
 
 
 def launched_ranks() -> int:
@@ -39,13 +39,16 @@ def require_megatron() -> None:
 def rank_errors(program: str) -> Iterator[None]:
     """After an error, end the process with status 1 at once: leaving process groups in order waits for the others.
 
-    When a rank dies the others lose contact with it; they say so in a line. Any other error shows its traceback.
+    When a rank dies the others lose contact with it; they say so in a line. What :func:`usage_errors` reports passes.
+    Any other error shows its traceback.
     """
     try:
         yield
     except UsageError:
         raise
     except Exception as error:
+        if failed := machine_error(error):
+            raise failed from None
         reason = " ".join(str(error).split())[:200]
         if _lost_contact(error):
             text = f"lost contact with another rank ({reason})"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..config import LossyConfig, flag_name, identity
-from ..errors import refuse
-from ..files import write_text
+from ..errors import cannot, refuse
+from ..files import check_folder, write_text, writing
 from .config import SHAPE, TrainConfig
 from .metrics import METRICS_FILE
 
@@ -30,7 +30,10 @@ def latest_iteration(folder: str | os.PathLike) -> int | None:
     tracker = Path(folder) / TRACKER
     if not tracker.is_file():
         return None
-    text = tracker.read_text().strip()
+    try:
+        text = tracker.read_text(errors="replace").strip()
+    except OSError as error:
+        raise cannot("--load", tracker, "read", error) from None
     if not text.isdigit() or not iteration_folder(folder, int(text)).is_dir():
         raise refuse("--load", folder, f"{TRACKER} there names {text!r}, which is no checkpoint of that folder")
     return int(text)
@@ -48,10 +51,12 @@ def same_folder(a: str | None, b: str | None) -> bool:
 
 
 def check_folders(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None = None) -> None:
-    """Raise :class:`UsageError` if a folder holds another run, or a checkpoint that does not fit."""
+    """Raise :class:`UsageError` if a folder cannot be used, or holds another run, or a checkpoint that does not fit."""
     resuming = same_folder(config.save, config.load)
+    for flag in ("save", "metrics_dir", "tensorboard_dir", "data_cache_path"):
+        check_folder(flag_name(TrainConfig, flag), getattr(config, flag))
     for flag, folder in (("--save", config.save), ("--metrics-dir", config.metrics_dir)):
-        settings = _read_settings(folder)
+        settings = _read_settings(flag, folder)
         if settings is None:
             if folder and (Path(folder) / METRICS_FILE).exists():
                 raise refuse(flag, folder, "holds another run")
@@ -63,21 +68,32 @@ def check_folders(config: TrainConfig, lossy: LossyConfig, data: list[Any] | Non
             raise refuse(flag, folder, "holds a run with these settings; --load it as well to continue")
     if config.load and latest_iteration(config.load) is not None:
         _check_shape(config)
+    elif config.load and not resuming:
+        what = f"has no {TRACKER}, which names a checkpoint" if os.path.isdir(config.load) else "is no folder"
+        raise refuse("--load", config.load, f"{what}; to start a run, leave it out or give the folder of --save")
 
 
 def write_settings(config: TrainConfig, lossy: LossyConfig, data: list[Any]) -> None:
     """Claim the folders that this run writes to."""
-    for folder in {config.save, config.metrics_dir} - {None}:
-        path = Path(folder) / SETTINGS
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps(settings_of(config, lossy, data), indent=1))
+    for flag, folder in (("--save", config.save), ("--metrics-dir", config.metrics_dir)):
+        if folder is not None and not (path := Path(folder) / SETTINGS).exists():
+            with writing(flag, folder):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(path, json.dumps(settings_of(config, lossy, data), indent=1))
 
 
-def _read_settings(folder: str | None) -> dict[str, Any] | None:
-    if folder is None or not (Path(folder) / SETTINGS).is_file():
+def _read_settings(flag: str, folder: str | None) -> dict[str, Any] | None:
+    if folder is None or not (path := Path(folder) / SETTINGS).is_file():
         return None
-    return json.loads((Path(folder) / SETTINGS).read_text())
+    try:
+        settings = json.loads(path.read_text())
+        if not all(isinstance(settings[part], dict) for part in ("train", "loss")) or "data" not in settings:
+            raise ValueError
+    except OSError as error:
+        raise cannot(flag, path, "read", error) from None
+    except (ValueError, KeyError, TypeError):
+        raise refuse(flag, folder, f"{SETTINGS} there is not of this program, or damaged") from None
+    return settings
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
@@ -91,7 +107,7 @@ def _difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
 
 
 def _check_shape(config: TrainConfig) -> None:
-    settings = _read_settings(config.load)
+    settings = _read_settings("--load", config.load)
     if settings is None:
         raise refuse("--load", config.load, f"holds no checkpoint of this program: no {SETTINGS}")
     saved = TrainConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings["train"].items()})

@@ -20,6 +20,7 @@ from ..data import (
     write_train_valid,
 )
 from ..errors import UsageError
+from ..files import writing
 from .config import TrainConfig
 
 _VALIDATION_SHARE = 0.05
@@ -53,8 +54,10 @@ def write_text(paths: TrainConfig) -> None:
     if _complete(paths, tokenizer):
         return
     prefix = paths.data_path[0].removesuffix("_train")
-    os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
-    with open(prefix + ".lock", "w") as lock:
+    with writing("--data-cache-path", os.path.dirname(prefix) or "."):
+        os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+        lock = open(prefix + ".lock", "w")
+    with lock:
         with contextlib.suppress(OSError):  # some file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or this process dies
         if not _complete(paths, tokenizer):

@@ -1,0 +1,236 @@
+"""Bad input to every command: one line, status 2, or 1 where the machine is at fault; nothing lost, nothing left."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.programs import ROOT, run_program
+from tests.ranks import run_ranks
+from tests.trainer import TINY, as_flags, train_runs, write_data
+
+SETTINGS = TINY | dict(data_path=("data/train",), train_iters=2, eval_iters=0, lr_warmup_iters=0)
+LOSS = dict(p_grad=0.1, p_param=0.1, save_replicas=True)
+SEVEN_B = f"--config {ROOT}/configs/llama2_7b/cuda_dp64.yaml --program train --out out --rate 0.1 --tokenizer byte"
+STUDY = "title: Mine\nlevels: {10 %: {p: 0.1}}\nsettings: {virtual-workers: 2, num-layers: 1, hidden-size: 32, "
+STUDY += "num-attention-heads: 2, seq-length: 16, micro-batch-size: 1, global-batch-size: 2, train-iters: 2, lr: 1e-3, "
+STUDY += "data-path: data/train, eval-iters: 0}\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line in the folder of :func:`world`, and how the one line begins that it ends with; * is anything.
+
+    ``new``: files that it leaves, because the run that failed has them. ``cripple``: as of :mod:`tests.crippled`.
+    """
+
+    command: str
+    line: str
+    status: int = 2
+    ranks: int = 0
+    new: tuple[str, ...] = ()
+    cripple: str = ""
+
+
+def full(command: str, line: str, limit: int = 200, **more) -> Case:
+    """No file may become longer than ``limit`` bytes: what a full disk is where nobody may mount one."""
+    return Case(command, line, status=1, cripple=f"bytes={limit}", **more)
+
+
+TRAIN = [
+    Case("--p-grad 1.0", "--p-grad 1.0: must be in [0, 1)"),
+    Case("--pgrad 0.1", "unrecognized arguments: --pgrad 0.1"),
+    Case("--config none.yaml", "--config none.yaml: cannot be read: No such file or directory"),
+    Case("--config data", "--config data: cannot be read: Is a directory"),
+    Case("--config /proc/self/mem", "/proc/self/mem: Input/output error", status=1),
+    Case("--data-path data/none", "--data-path data/none: there is no data/none.bin"),
+    Case("--data-path broken/short", "--data-path broken/short: broken/short.bin has 100 bytes, not the 16002"),
+    Case("--tokenizer hf:/none/at/all", "--tokenizer hf:/none/at/all: "),
+    Case("--load none", "--load none: is no folder; to start a run, leave it out"),
+    Case("--load empty --save new", "--load empty: has no latest_checkpointed_iteration.txt, which names"),
+    Case("--load broken/gone", "--load broken/gone: latest_checkpointed_iteration.txt there names '7'"),
+    Case("--load broken/checkpoint", "--load broken/checkpoint/iter_0000002: cannot be read ("),
+    Case("--load broken/settings", "--load broken/settings: settings.json there is not of this program"),
+    Case("--load runs/p_0.10 --num-layers 4", "--load runs/p_0.10: --num-layers was 2 there and is 4 here"),
+    Case("--save runs/p_0.10 --load runs/p_0.10 --lr 1", "--save runs/p_0.10: holds another run (--lr was 0.01"),
+    Case("--save text.txt", "--save text.txt: must be a folder that can be written to; it is no folder"),
+    Case("--metrics-dir text.txt/run", "--metrics-dir text.txt/run: must be a folder that can be written to; /"),
+    Case("--save /proc/none", "--save /proc/none: "),
+    Case("--wandb-project mine", "--wandb-project mine: needs the package wandb", cripple="without=wandb"),
+    Case("--loss-model trace --trace text.txt", "--trace text.txt: must be a folder that", ranks=2),
+    Case("--loss-model trace --trace broken/trace.npz", "--trace broken/trace.npz: must be a folder that", ranks=2),
+    Case("--loss-model per-link --link-rates-grad text.txt", "--link-rates text.txt: must be a", ranks=2),
+    Case("--p-grad 0.1 --delivery-log log", "--delivery-log log: holds another run (--p-param was 0.1", ranks=2),
+    Case("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: TP x PP = 2 x 1 needs a multiple of 2"),
+    Case("--micro-batch-size 3", "--global-batch-size 8: must be divisible by --micro-batch-size 3 x 2", ranks=2),
+    full("--data-cache-path cache", "cache: File too large"),
+    full(
+        "--save new --save-interval 1",
+        "new: File too large: the checkpoint of iteration 1 was not saved",
+        limit=60000,
+        new=("new/settings.json", "new/metrics.jsonl"),
+    ),
+]
+DATA = [
+    Case("--input none.txt --output-prefix new", "--input none.txt: cannot be read: No such file or directory"),
+    Case("--input empty --output-prefix new", "--input empty: holds no file"),
+    Case("--input text.txt --output-prefix data/train", "--output-prefix data/train: data/train.bin exists already"),
+    Case("--input text.txt --output-prefix text.txt/new", "--output-prefix text.txt: must be a folder that can"),
+    Case("--input text.txt --output-prefix new --format jsonl", "--input *text.txt: line 1 is not JSON"),
+    Case("--input text.txt --output-prefix new --split 1 0", "--split 1 0: must be two positive numbers"),
+    Case("--input /proc/self/mem --output-prefix new", "/proc/self/mem: Input/output error", status=1),
+    full("--input text.txt --output-prefix new", "new: File too large"),
+    full("--input text.txt --output-prefix data/train --overwrite", "data/train: File too large", limit=1000),
+    Case("manifest data/none --output new.json", "PREFIX data/none: there is no data/none.bin"),
+    full("manifest data/train --output new.json", "new.json: File too large"),
+    Case("check text.txt", "--data-manifest text.txt: must be a file of python -m megatron_lossy.data manifest"),
+]
+STUDIES = [
+    Case("none.yaml", "STUDY none.yaml: cannot be read: No such file or directory"),
+    Case("text.txt", "STUDY text.txt: must be a mapping"),
+    Case("study.yaml --jobs 0", "--jobs 0: must be at least 1"),
+    Case("study.yaml --cells text.txt", "--cells text.txt: must be a folder that can be written to; it is no folder"),
+    Case("study.yaml --out text.txt", "--out text.txt: must be a folder that can be written to; it is no folder"),
+    Case("study.yaml --out other", "--out other: holds the report of another study, 'Theirs'"),
+    Case("study.yaml", "--out runs/study: needs the package matplotlib", cripple="without=matplotlib"),
+    full("study.yaml --cells cells", "cells/*/config.yaml: File too large"),
+    Case("table1 --rates 1.5 FLAGS", "--rates 1.5: must be in [0, 1)"),
+    Case("table1 --p-grad 0.1 FLAGS", "--p-grad: cannot be given to a sweep over --rates"),
+]
+SWEEP = [
+    Case("--rates 0.1 0.1 --out new FLAGS", "--rates 0.1 0.1: must differ from each other"),
+    Case("--rates 0 --out new --save new FLAGS", "--save new: cannot be given to a sweep"),
+    Case("--rates 0 --out text.txt FLAGS", "--save text.txt/p_0.00: must be a folder that can be written to; /"),
+    Case("--rates 0.1 --out runs FLAGS", "--out runs/p_0.10: holds a run of 2 ranks, not 4", ranks=4),
+]
+REPORT = [
+    Case("none", "RUNS_DIR none: holds no run"),
+    Case("empty", "RUNS_DIR empty: holds no run"),
+    Case("broken", "RUNS_DIR broken/metrics/metrics.jsonl line 1: is not JSON"),
+    Case("runs --metrics speed", "--metrics 'speed': is not recorded"),
+    Case("runs --out old", "--out old: old/loss_table.md exists already; give another, or --overwrite"),
+    Case("runs --out text.txt", "--out text.txt: must be a folder that can be written to; it is no folder"),
+    Case("runs", "--out runs: needs the package matplotlib", cripple="without=matplotlib"),
+    full("runs --out old --overwrite", "old: File too large", limit=4000),
+]
+DELIVERY_LOG = [
+    Case("summary none", "DIR none: must be a folder that --delivery-log wrote"),
+    Case("summary broken/log", "DIR broken/log: "),
+    Case("verify empty", "DIR empty: must be a folder that --delivery-log wrote"),
+    Case("plot log --out new.txt", "--out new.txt: must end in .png, .pdf, .svg"),
+    Case("plot log --out none/new.png", "--out none/new.png: none must be a folder"),
+    Case("plot log --out data.png", "--out data.png: cannot be written: Is a directory"),
+    Case("plot log --out new.png --stream mine", "--stream mine: must be one of "),
+    full("plot log --out new.png", "new.png: File too large"),
+]
+LAUNCH = [
+    Case("", "--config: needs a value, for example configs/llama2_7b/cuda_dp64.yaml"),
+    Case("--config none.yaml", "--config none.yaml: cannot be read: No such file or directory"),
+    Case(f"{SEVEN_B} --data stdlib --dry-run --device a100-40gb", "--device a100-40gb: has 40.0 GiB, pipeline stage"),
+    Case(f"{SEVEN_B} --data stdlib --dry-run --accelerators 12", "--accelerators 12: must fill nodes of"),
+    Case(f"{SEVEN_B} --data stdlib --dry-run --rate-index 1", "--rate-index 1: cannot be combined with --rate"),
+    Case(
+        f"{SEVEN_B} --dry-run --data-path data/train --valid-data-path data/train",
+        "--data-path data/train: has 8e-06 G tokens for a run of 21 G, 2.62e+06 epochs; give more text",
+    ),
+    Case(f"{SEVEN_B} --data stdlib --dry-run --program none.py", "--data stdlib: needs --program train"),
+    Case(f"{SEVEN_B} --dry-run --data stdlib --out text.txt", "--save text.txt/p_0.10: must be a folder that can be"),
+]
+LAUNCHER = [
+    Case("none.py", "SCRIPT none.py: must be a Python file, for example Megatron-LM's pretrain_gpt.py"),
+    Case("text.txt --p-grad 2", "--p-grad 2.0: must be in [0, 1)"),
+    Case("text.txt --loss-model trace --trace none", "--trace none: must be a folder that", ranks=2),
+    Case("doctor --megatron-lm none", "--megatron-lm none: must be a checkout of Megatron-LM"),
+    Case("doctor --step gpu", "--step: invalid choice: 'gpu'"),
+]
+#: Commands, the names that they give themselves, and their cases.
+PROGRAMS = {
+    "megatron_lossy.train": ("megatron_lossy.train", TRAIN),
+    "megatron_lossy.data": ("megatron_lossy.data", DATA),
+    "megatron_lossy.study": ("megatron_lossy.study", STUDIES),
+    "megatron_lossy.study sweep": ("megatron_lossy.study.sweep", SWEEP),
+    "megatron_lossy.report": ("megatron_lossy.report", REPORT),
+    "megatron_lossy.delivery_log": ("megatron_lossy.delivery_log", DELIVERY_LOG),
+    "megatron_lossy.launch": ("megatron_lossy.launch", LAUNCH),
+    "megatron_lossy": ("megatron-lossy", LAUNCHER),
+}
+
+
+def _train(rank: int, folder: str) -> None:
+    os.chdir(folder)
+    train_runs(rank, (SETTINGS | {"save": "runs/p_0.10"}, LOSS | {"delivery_log": "log"}))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    """A folder with data, a run of two ranks and its log, reports, a study, and all of that broken."""
+    folder = tmp_path_factory.mktemp("world")
+    for name in ("data", "empty", "broken/metrics", "other", "old", "data.png"):
+        (folder / name).mkdir(parents=True)
+    (folder / "text.txt").write_text("A text of a line.\n" * 200)
+    (folder / "study.yaml").write_text(STUDY)
+    (folder / "other/study.json").write_text('{"title": "Theirs"}')
+    (folder / "old/loss_table.md").write_text("old")
+    (folder / "broken/metrics/metrics.jsonl").write_text("{\n")
+    run_ranks(write_data, 1, str(folder / "data"))
+    run_ranks(_train, 2, str(folder))
+    for file in (folder / "data").glob("train.*"):
+        shutil.copy(file, folder / "broken" / f"short{file.suffix}")
+    os.truncate(folder / "broken/short.bin", 100)
+    np.savez(folder / "broken/trace.npz", grad=np.ones((2, 2, 2, 1), dtype=bool))
+    os.truncate(folder / "broken/trace.npz", 100)
+    for name in ("gone", "settings", "checkpoint"):
+        shutil.copytree(folder / "runs/p_0.10", folder / "broken" / name)
+    (folder / "broken/gone/latest_checkpointed_iteration.txt").write_text("7")
+    (folder / "broken/settings/settings.json").write_text('{"train": ')
+    for name in ("gone", "settings", "checkpoint"):
+        (folder / "broken" / name / "metrics.jsonl").unlink()
+    for file in (folder / "broken/checkpoint/iter_0000002").glob("*.distcp"):
+        os.truncate(file, file.stat().st_size // 2)
+    shutil.copytree(folder / "log", folder / "broken/log")
+    for file in (folder / "broken/log").glob("*.parquet"):
+        os.truncate(file, 100)
+    return folder
+
+
+def _content(folder: Path) -> dict[str, tuple]:
+    """All files, by what would show that somebody touched them. An empty folder is nothing."""
+    found = {path.relative_to(folder).as_posix(): path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {name: (file.st_ino, file.st_size, file.st_mtime_ns) for name, file in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("program", "case"),
+    [
+        pytest.param(program, case, id=f"{program.removeprefix('megatron_lossy.')} {case.command[-60:]} {case.cripple}")
+        for program, (_, cases) in PROGRAMS.items()
+        for case in cases
+    ],
+)
+def test_one_line_and_nothing_lost_or_left(world, program, case):
+    name, _ = PROGRAMS[program]
+    module, *words = program.split()
+    words += case.command.replace("FLAGS", " ".join(as_flags(SETTINGS))).split()
+    if name == "megatron_lossy.train":
+        words = [*as_flags(SETTINGS), *words]
+    command = ["tests.crippled", case.cripple, module] if case.cripple else [module]
+    before = _content(world)
+    done = run_program(*command, *words, ranks=case.ranks, folder=world, PYTHONPATH=ROOT)
+    after = _content(world)
+    for new in case.new:
+        (world / new).unlink(missing_ok=True)
+    line = re.escape(f"{name}: error: {case.line}").replace(r"\*", ".*")
+    assert re.match(line, done.stderr), done.stderr
+    assert (done.stderr.count("\n"), done.returncode) == (1, case.status), done.stderr
+    assert after.keys() - before.keys() == set(case.new)
+    assert {name: after.get(name) for name in before} == before
+
+
+def test_every_command_has_its_cases():
+    assert sum(len(cases) for _, cases in PROGRAMS.values()) >= 48
