@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from ..errors import refuse
+from ..shipped import find_config
 
 _OWN = ("launch", "megatron")
 
@@ -38,7 +39,7 @@ class Recipe:
 
 def read_recipe(file: str | Path, above: tuple[Path, ...] = ()) -> Recipe:
     """The configuration ``file`` over its bases. Raises :class:`UsageError` that names the file."""
-    path = Path(file)
+    path = find_config(file)
     try:
         content = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -35,6 +35,7 @@ import yaml
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..report.scalars import AXES, check_names, needs_drift
+from ..shipped import find_config
 from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
 from ..transport import check_channels
 from .cells import Cell, make_cell
@@ -153,7 +154,7 @@ def loss_seed_of(seed: int, loss_seed: int) -> int:
 
 def read_design(file: str | Path) -> Design:
     """The design in a study file. Raises :class:`UsageError`."""
-    file = Path(file)
+    file = find_config(file)
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

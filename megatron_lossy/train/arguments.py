@@ -16,6 +16,7 @@ import yaml
 
 from ..config import LossyConfig, add_flags, flag_name, from_namespace
 from ..errors import ArgumentParser, UsageError
+from ..shipped import find_config
 from .config import TrainConfig
 
 
@@ -56,7 +57,7 @@ def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     namespace = None
     if file is not None:
         try:
-            namespace = parser.parse_args(_yaml_arguments(Path(file)))
+            namespace = parser.parse_args(_yaml_arguments(find_config(file)))
         except UsageError as error:
             raise UsageError(f"--config {file}: {error}") from None
         given = parser.parse_args(arguments)
