@@ -20,7 +20,7 @@ STEPS = 8
 
 
 def _attributes(targets):
-    """What each ``module:path`` holds; None where a class only inherits it."""
+    """What each ``module:path`` holds; None where it is not there, or a class only inherits it."""
     found = {}
     for target in targets:
         module, _, path = target.partition(":")
@@ -28,7 +28,7 @@ def _attributes(targets):
         owner = importlib.import_module(module)
         for parent in parents:
             owner = getattr(owner, parent)
-        found[target] = vars(owner).get(name)
+        found[target] = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name, None)
     return found
 
 

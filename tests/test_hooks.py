@@ -6,11 +6,14 @@ import inspect
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as pgb
 
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.seam import slot_of
+from megatron_lossy.transport import BucketSpec, LossyGroup, check_average, lossy_reduce_scatter
 from tests import contract
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build, missing
@@ -27,8 +30,18 @@ RULES = ["renormalize", "renormalize-remote", "previous", "zero"]
 def contract_holds(tiny, world=4, config=BOTH, steps=4, overflows=None, without=(), gapless=False, **how):
     if missing(tiny):
         pytest.skip(missing(tiny))
+    if tiny.average_in_collective and not all(run_ranks(averages, 2)):
+        pytest.skip(f"torch {torch.__version__} has no average over gloo")
     recorded = run_ranks(contract.record, world, tiny, config, steps, overflows, without, gapless)
     return recorded, contract.check(recorded, config, averaged=tiny.average_in_collective, **how)
+
+
+def averages(rank):
+    try:
+        check_average("", None)
+    except UsageError:
+        return False
+    return True
 
 
 # --- no loss -------------------------------------------------------------------------------------------------------
@@ -232,3 +245,26 @@ def test_changing_loss_scale_with_previous():
     recorded = run_ranks(contract.plain, 2, tiny, config, 6)
     for weights, _reports in recorded:
         assert all(np.isfinite(value).all() for value in weights.values())
+
+
+# --- a torch that cannot average -----------------------------------------------------------------------------------
+
+
+def average_that_sums(rank):
+    """Gloo sums where it should average, as that of torch 2.5 to 2.8 does: in an own loop, and under Megatron."""
+    original = dist.reduce_scatter_tensor
+    dist.reduce_scatter_tensor = lambda *args, **kwargs: original(*args, **kwargs | {"op": dist.ReduceOp.SUM})
+    config = LossyConfig(p_grad=0.1)
+    with pytest.raises(UsageError) as of_loop:
+        group = LossyGroup.create(config, [BucketSpec(4)])
+        lossy_reduce_scatter(group, 0, torch.empty(4), torch.ones(8), 0, op=dist.ReduceOp.AVG)
+    with pytest.raises(UsageError) as of_megatron:
+        contract.record(rank, TinyGPT(average_in_collective=True), config, steps=1)
+    return str(of_loop.value), str(of_megatron.value)
+
+
+def test_an_average_that_is_a_sum_is_refused():
+    of_loop, of_megatron = run_ranks(average_that_sums, 2)[0]
+    expected = f"over gloo: torch {torch.__version__} sums instead of averaging"
+    assert of_loop.startswith(f"op=ReduceOp.AVG {expected}")
+    assert of_megatron.startswith(f"--ddp-average-in-collective {expected}")

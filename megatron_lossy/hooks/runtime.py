@@ -16,7 +16,7 @@ from ..exchange import Stream
 from ..ledger import Ledger
 from ..recovery import rows_for
 from ..run import Run
-from ..transport import BucketSpec, LossyGroup, Network, find_nodes
+from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
 from .buckets import bucket_sizes, buckets_by_stream
 from .checks import check_ddp
 from .complete import check_exchanged, check_registered, warn_of_lossless
@@ -67,6 +67,8 @@ class Lossy(Run):
 
     def _add_group(self, buckets: Sequence[tuple[Any, Any]], full: dist.ProcessGroup, stream: Stream) -> LossyGroup:
         part = buckets[0][0].data_parallel_group  # of one optimizer instance
+        if buckets[0][0].ddp_config.average_in_collective and not self.config.phase("grad").lossless:
+            check_average("--ddp-average-in-collective", part)
         full_ranks = dist.get_process_group_ranks(full)
         members = [full_ranks.index(rank) for rank in dist.get_process_group_ranks(part)]
         specs = [

@@ -33,6 +33,7 @@ from typing import Any
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..report.scalars import AXES, check_names, needs_drift
+from ..shipped import find_config
 from ..train.arguments import configurations, make_parser, read_arguments, read_yaml, setting_arguments
 from ..transport import check_channels, check_ranks
 from .cells import Cell, make_cell
@@ -152,6 +153,7 @@ def loss_seed_of(seed: int, loss_seed: int) -> int:
 
 def read_design(file: str | Path) -> Design:
     """The design in a study file. Raises :class:`UsageError`."""
+    file = find_config(file)
     content = read_yaml("STUDY", file)
     try:
         return _design(content, Path(file).parent)

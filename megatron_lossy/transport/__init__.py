@@ -3,7 +3,7 @@
 from .base import Transfer, Transport
 from .group import BucketSpec, LossyGroup, cut_buckets
 from .network import Network, check_channels, check_ranks, find_nodes
-from .ops import lossy_all_gather, lossy_reduce_scatter
+from .ops import check_average, lossy_all_gather, lossy_reduce_scatter
 
 __all__ = [
     "BucketSpec",
@@ -11,6 +11,7 @@ __all__ = [
     "Network",
     "Transfer",
     "Transport",
+    "check_average",
     "check_channels",
     "check_ranks",
     "cut_buckets",
