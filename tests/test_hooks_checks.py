@@ -33,6 +33,7 @@ def test_previous_adds_no_sums_over_different_numbers_of_tokens():
 class Arguments:
     use_distributed_optimizer = True
     optimizer = "adam"
+    rank = 1
 
 
 @pytest.mark.parametrize(
