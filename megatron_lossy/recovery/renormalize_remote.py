@@ -59,4 +59,4 @@ class RenormalizeRemote(GradRecovery):
 
     def _kept_out(self, delivery: Delivery) -> np.ndarray:
         """bool[1, count]: units of the own shard that stay out of the sum."""
-        return ~delivery.incoming(self.units).all(axis=0, keepdims=True)
+        return ~np.all(delivery.incoming(self.units), axis=0, keepdims=True)
