@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 from megatron_lossy.doctor import Finding, ready, report
 from megatron_lossy.doctor.found import apex
 from megatron_lossy.doctor.requirements import examine_requirements, requirements
+from megatron_lossy.errors import UsageError
+from megatron_lossy.hooks.versions import SUPPORTED, check_version
 from tests.programs import run_program
 
 ROOT = Path(__file__).parents[1]
@@ -127,6 +129,18 @@ def test_the_alphas_of_images_and_release_candidates_stay(tmp_path, monkeypatch)
     assert [f.text for f in examine_requirements(one for one in ours if one.name in versions)] == [
         "would replace and add nothing"
     ]
+
+
+def test_the_range_of_megatron_core_is_that_of_the_hooks():
+    (core,) = [one.specifier for one in requirements() if one.name == "megatron-core"]
+    major, minor = SUPPORTED[1]
+    for version, inside in ((f"{major}.{minor - 1}.0rc0", True), (f"{major}.{minor}.0rc0", False)):
+        assert core.contains(version, prereleases=True) == inside
+        if inside:
+            check_version(version)
+        else:
+            with pytest.raises(UsageError, match="is not supported"):
+                check_version(version)
 
 
 def test_a_megatron_on_the_path_only(tmp_path, monkeypatch):
