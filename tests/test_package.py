@@ -1,10 +1,12 @@
 """The wheel and the source distribution: what is in them, and that a machine with no checkout can train."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from megatron_lossy.errors import UsageError
 from megatron_lossy.report import read_runs
 from megatron_lossy.shipped import FOLDERS, copy_shipped, find_config
+from tests.test_doctor import distribution
 
 ROOT = Path(__file__).parents[1]
 #: What is no part of a checkout's source: hidden folders, and what building, testing and training leave.
@@ -51,6 +54,7 @@ def files_of(*folders):
     }
 
 
+@pytest.mark.slow
 def test_the_source_distribution_is_the_checkout(distributions):
     with tarfile.open(next(distributions.glob("*.tar.gz"))) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
@@ -59,6 +63,7 @@ def test_the_source_distribution_is_the_checkout(distributions):
     assert not (files_of(*folders) | set(files)) - inside
 
 
+@pytest.mark.slow
 def test_the_wheel_has_all_code_and_what_the_documentation_names(distributions):
     with zipfile.ZipFile(next(distributions.glob("*.whl"))) as archive:
         inside = {entry.filename: entry.external_attr >> 16 for entry in archive.infolist()}
@@ -93,6 +98,36 @@ def test_make_run_from_the_wheel_in_an_empty_folder(distributions, tmp_path):
     assert str(site) in python("inspect", "megatron_lossy.study", "--details")
     assert python("megatron_lossy", "copy", ".").split() == list(FOLDERS)
     assert os.access(empty / "launch/torchrun.sh", os.X_OK)
+
+
+@pytest.mark.slow
+def test_no_deps_leaves_the_torch_and_the_megatron_of_an_image_alone(distributions, tmp_path):
+    """And pip itself would keep release candidates and the alphas of images, but not an older torch."""
+    venv.create(tmp_path / "image", with_pip=False)
+    python, site = tmp_path / "image/bin/python", next(tmp_path.glob("image/lib/*/site-packages"))
+    image = {"torch": "2.6.0a0+ecf3bae40a.nv25.01", "megatron-core": "0.20.0rc0", "packaging": "23.2"}
+    image |= {"einops": "0.8.0", "numpy": "1.26.4", "psutil": "5.9.8", "pyyaml": "6.0.2"}
+    image |= {"matplotlib": "3.8.0", "tensorboard": "2.16.2"}
+    for name, version in image.items():
+        distribution(site, name, version)
+    before = sorted(site.rglob("*"))
+    wheel = str(next(distributions.glob("*.whl")))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+
+    def pip(*arguments):
+        command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", *arguments, wheel]
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    planned = pip("--dry-run", "--quiet", "--report=-")
+    assert planned.returncode == 0, planned.stderr
+    assert [one["metadata"]["name"] for one in json.loads(planned.stdout)["install"]] == ["megatron-lossy"]
+    assert pip("--no-deps").returncode == 0
+    assert [path for path in sorted(site.rglob("*")) if "megatron_lossy" not in str(path.relative_to(site))] == before
+
+    shutil.rmtree(next(site.glob("torch-*")))
+    distribution(site, "torch", "2.5.1")
+    assert "No matching distribution found for torch>=2.6.0a0" in pip("--dry-run").stderr
 
 
 # --- configurations by name ------------------------------------------------------------------------------------------
