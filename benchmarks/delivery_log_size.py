@@ -84,7 +84,9 @@ def main() -> None:
     for name, flags, iterations in CASES:
         for rate in RATES:
             units, size, milliseconds = measure(flags, rate, iterations)
-            lines.append(f"| {name} | {units:,} | {rate:.0%} | {iterations} | {size:,.0f} | {milliseconds:.2f} |")
+            lines.append(
+                f"| {name} | {units:,} | {100 * rate:.0f} % | {iterations} | {size:,.0f} | {milliseconds:.2f} |"
+            )
             print(lines[-1], flush=True)
     write_results(out, f"delivery_log_size_{today()}", md="\n".join(lines) + "\n")
 

@@ -122,7 +122,7 @@ def table(result: dict[str, Any]) -> str:
             f"| {unit} | {values['steps']['off']['seconds']:.3f} "
             f"| {on['ratio']:.4f} ({on['lower quartile']:.4f} to {on['upper quartile']:.4f}) "
             f"| {always['ratio']:.4f} "
-            f"| {values[f'ratio with drift every {INTERVAL} steps']:.4f} | {values['share of a step']:.3%} |"
+            f"| {values[f'ratio with drift every {INTERVAL} steps']:.4f} | {100 * values['share of a step']:.3f} % |"
         )
     lines += ["", "With a record after every step. Milliseconds of the calls alone:", ""]
     calls = [COUNTING, DRIFT, RECORD]

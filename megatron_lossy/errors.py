@@ -5,7 +5,8 @@
   the value and what is allowed.
 * 1, the machine's: the command was right, and the disk is full or broken, or files or memory ran out. That is an
   :class:`OSError` of :data:`MACHINE_ERRORS`, which names the path.
-* Ctrl-C, where nothing remains to be saved, ends a program as it ends others, by SIGINT.
+* Ctrl-C, where nothing remains to be saved, ends a program as it ends others, by SIGINT. So does an output that
+  nobody reads any more (``| head``), by SIGPIPE, without a word.
 
 Anything else is a defect of ours, and shows its traceback. Programs wrap their main function in :func:`usage_errors`.
 """
@@ -89,6 +90,8 @@ def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
         yield
     except UsageError as error:
         _end(f"{program}: error: {error}", 2)
+    except BrokenPipeError:
+        _end_by(signal.SIGPIPE)
     except OSError as error:
         if error.errno not in MACHINE_ERRORS:
             raise
@@ -98,12 +101,16 @@ def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
         sys.stdout.flush()
         if _first_of_node():
             print(f"{program}: interrupted", file=sys.stderr, flush=True)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+        _end_by(signal.SIGINT)
 
 
 def _first_of_node() -> bool:
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
+
+
+def _end_by(number: signal.Signals) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _end(line: str, status: int) -> NoReturn:

@@ -50,15 +50,11 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
-        if error.errno is not None:
-            error.filename, error.filename2 = os.fspath(path), None
-        raise
     except Exception as error:
-        failed = machine_error(error)
+        failed = error if isinstance(error, OSError) and error.errno is not None else machine_error(error)
         if failed is None:
             raise
-        raise OSError(failed.errno, failed.strerror, os.fspath(path)) from None
+        raise OSError(failed.errno, failed.strerror, os.fspath(path)) from error
 
 
 @contextlib.contextmanager

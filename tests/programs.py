@@ -136,6 +136,10 @@ class Program:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
+    def printed(self) -> str:
+        """What it has printed so far."""
+        return self._files[0].read_text()
+
     def communicate(self, timeout: float = 120) -> tuple[str, str]:
         """Wait for the end; what was printed and what was said to be wrong. It is killed after ``timeout`` seconds."""
         self._process.join(timeout)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_lossy.data import (
     build_tokenizer,
     check_dataset,
+    epochs,
     padded_vocab_size,
     read_description,
     stdlib_documents,
@@ -212,6 +214,36 @@ def check_subwords(name, folder):
         check_dataset(folder / "data", TOKENIZER)
     with pytest.raises(UsageError, match="latin: is not UTF-8 .byte 1"):
         write_indexed([("latin", b"a\xff")], folder / "latin", tokenizer)
+
+
+def test_without_the_hub_a_folder_is_named_at_once(monkeypatch):
+    asked = []
+
+    def from_pretrained(name, local_files_only=False):
+        asked.append((name, local_files_only))
+        raise OSError("We couldn't connect")
+
+    hub = types.SimpleNamespace(AutoTokenizer=types.SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setitem(sys.modules, "transformers", hub)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    with pytest.raises(UsageError, match="neither a folder nor in the cache, and http://.* hf:FOLDER takes a folder"):
+        build_tokenizer("hf:someone/something")
+    with pytest.raises(UsageError, match="hf:/none/at/all: there is no such folder; hf:FOLDER"):
+        build_tokenizer("hf:/none/at/all")
+    assert asked == [("someone/something", True), ("/none/at/all", True)]  # never over the network
+
+
+def test_epochs_of_blends(tmp_path):
+    tokenizer = build_tokenizer("byte")
+    for name, size in (("a", 99), ("b", 399)):
+        write_indexed([(name, bytes(size))], tmp_path / name, tokenizer)
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert epochs([a], 250) == 2.5
+    assert epochs([a, b], 1000) == 2  # both as often
+    assert epochs(["0.5", a, "0.5", b], 1000) == 5  # a more often than b
+    (tmp_path / "a.idx").write_bytes(b"short")
+    with pytest.raises(UsageError, match="a.idx is not the index of a data set"):
+        epochs([a], 1)
 
 
 @pytest.mark.parametrize("name", ["hf:gpt2", "sentencepiece:model"])

@@ -1,6 +1,7 @@
 """The delivery log: what is written, what is read back, what replays it, and what a broken one costs."""
 
 import dataclasses
+import itertools
 import os
 import signal
 import subprocess
@@ -518,6 +519,7 @@ def test_summary_counts_rates_bursts_and_ages(tmp_path):
             assert part.ages.counts.tolist() == np.bincount(ages).tolist()
     text = summary_text(DeliveryLogFolder(tmp_path))
     assert "iterations 0 to 29, 10 files of 1 writing ranks" in text
+    assert "%" in text and all(before == " " for before, sign in itertools.pairwise(text) if sign == "%")
     assert "flags: --p-grad 0.4 --p-param 0.3 --loss-unit bucket" in text
 
 

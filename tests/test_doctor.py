@@ -56,6 +56,16 @@ def test_a_megatron_that_is_too_old_is_a_problem(tmp_path):
     assert "not tried, because of the problems above" in done.stdout
 
 
+def test_what_megatron_lm_imports_is_one_extra(tmp_path):
+    for name, text in (("core", '__version__ = "0.16.1"\n'), ("training", "import six_of_nobody\n")):
+        (tmp_path / "megatron" / name).mkdir(parents=True)
+        (tmp_path / "megatron" / name / "__init__.py").write_text(text)
+    (tmp_path / "pretrain_gpt.py").touch()
+    done = doctor("--megatron-lm", tmp_path)
+    assert done.returncode == 1 and "No module named 'six_of_nobody'" in done.stdout
+    assert "comes with the extra megatron-lm of this package: pip install -e '.[megatron-lm]'" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,5 +1,6 @@
 """Files are whole or absent, and nothing is left beside them."""
 
+import errno
 import os
 import stat
 import subprocess
@@ -9,7 +10,8 @@ import threading
 import pytest
 
 from megatron_lossy import files
-from megatron_lossy.files import aside_of, publish, replace_file, write_text
+from megatron_lossy.errors import UsageError, machine_error
+from megatron_lossy.files import aside_of, check_folder, naming, publish, replace_file, write_text, writing
 
 
 def names(folder):
@@ -189,3 +191,41 @@ def test_nothing_else_of_the_package_is_imported():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     allowed = {"megatron_lossy", "megatron_lossy.errors", files.__name__}
     assert set(done.stdout.split()) <= allowed
+
+
+def test_an_error_names_what_it_happened_to(tmp_path):
+    path = tmp_path / "file"
+
+    def write(aside):
+        aside.write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left on device: '.*/file'$"):
+        replace_file(path, write)
+    assert names(tmp_path) == []
+    with pytest.raises(OSError, match="No space left on device: 'x'$"), naming("x"):  # as torch's writer ends
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")
+
+
+def test_whose_fault_it_is():
+    for number, kind in ((errno.ENOSPC, OSError), (errno.EIO, OSError), (errno.EACCES, UsageError)):
+        with pytest.raises(kind, match="out/x"), writing("--out", "out/x"):
+            raise OSError(number, os.strerror(number))
+    assert machine_error(ValueError()) is None and machine_error(PermissionError(errno.EACCES, "no")) is None
+
+
+def test_a_folder_is_checked_and_not_made(tmp_path):
+    (tmp_path / "file").touch()
+    check_folder("--out", None)
+    check_folder("--out", tmp_path / "a" / "b")
+    with pytest.raises(UsageError, match="--out .*file: must be a folder that can be written to; it is no folder"):
+        check_folder("--out", tmp_path / "file")
+    with pytest.raises(UsageError, match=f"must be a folder that can be written to; {tmp_path}/file is no folder"):
+        check_folder("--out", tmp_path / "file" / "b")
+    os.symlink("nowhere", tmp_path / "link")
+    with pytest.raises(UsageError, match="it is no folder"):
+        check_folder("--out", tmp_path / "link")
+    assert names(tmp_path) == ["file", "link"]

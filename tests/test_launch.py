@@ -13,7 +13,8 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.data.manifest import BLOCK, check_manifest, write_manifest
 from megatron_lossy.errors import UsageError
 from megatron_lossy.launch.__main__ import estimates
-from megatron_lossy.launch.checks import check, check_memory
+from megatron_lossy.launch.__main__ import main as launch
+from megatron_lossy.launch.checks import check, check_megatron, check_memory
 from megatron_lossy.launch.command import check_shape, launch_command, shell
 from megatron_lossy.launch.devices import DEVICES
 from megatron_lossy.launch.memory import Layout, estimate, parameters
@@ -430,6 +431,26 @@ def test_a_job_with_other_nodes_is_refused(data, tmp_path):
 
 
 # --- with Megatron-LM ------------------------------------------------------------
+
+
+def test_epochs_are_said_and_limited(data, tmp_path, capsys):
+    command = arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=4", "--rate=0.1", "--dry-run")
+    with pytest.raises(UsageError, match="G tokens for a run of 0.00041 G, 51.2 epochs; .* --max-epochs"):
+        check(make_plan(command), starting=False)
+    launch([*command, "--max-epochs=60"])
+    assert f"data     51.2 epochs of {data}/train" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="--max-epochs 0.0: must be above 0"):
+        make_plan([*command, "--max-epochs=0"])
+
+
+def test_gaudi_needs_the_fork(data, tmp_path, monkeypatch):
+    refused = "megatron-lossy: error: --optimizer: invalid choice: 'fusedadamw' (choose from adam, sgd)\n"
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", refused))
+    plan = make_plan(
+        arguments(ROOT / "configs/llama2_7b/gaudi3_dp64.yaml", data, tmp_path, "--program=pretrain_gpt.py")
+    )
+    with pytest.raises(UsageError, match="'fusedadamw' .*; Gaudi needs HabanaAI's fork: git clone"):
+        check_megatron(plan)
 
 
 @pytest.mark.megatron_lm

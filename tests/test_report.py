@@ -60,6 +60,19 @@ def test_table_of_one_seed(tmp_path):
     assert table.csv().startswith("metric,")
 
 
+def test_a_run_or_a_folder_of_runs(tmp_path):
+    write_run(tmp_path / "a", 0.1, [2.0] * 20)
+    (tmp_path / "a" / "iter_0000020").mkdir()
+    assert [run.name for run in read_runs(tmp_path / "a")] == [run.name for run in read_runs(tmp_path)] == ["a"]
+
+
+def test_help_names_what_else_there_is(capsys):
+    with pytest.raises(SystemExit):
+        report(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "python -m megatron_lossy.study" in text and "report table1" in text
+
+
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.floats(1.0, 3.0), min_size=2, max_size=5))
 def test_several_seeds_have_standard_errors(losses):

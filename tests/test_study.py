@@ -18,7 +18,7 @@ from megatron_lossy.report.scalars import AXES
 from megatron_lossy.study import cells, commands, paper
 from megatron_lossy.study.cells import CellFolder
 from megatron_lossy.study.design import Design, loss_seed_of, read_design
-from megatron_lossy.study.figures import plot_scalar
+from megatron_lossy.study.figures import _quantities, plot_scalar
 from megatron_lossy.study.scalars import scalar_tables
 from megatron_lossy.study.summary import Results, comparison, differences, loss_metrics, run_table, table_1
 from tests.programs import Program
@@ -493,3 +493,18 @@ def test_wrong_input_is_one_line_and_status_2(tmp_path):
     (tmp_path / "out/study.json").write_text('{"title": "another"}')
     with pytest.raises(UsageError, match="holds the report of another study"):
         commands.study([str(file), "--out", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    ("levels", "joined"),
+    [
+        (["10 %", "20 %"], True),
+        (["0.1", "1"], True),
+        (["4 workers", "16 workers"], True),
+        (["10 %"], False),  # one place
+        (["independent", "bursts of 4"], False),
+        (["10 %", "16 workers"], False),
+    ],
+)
+def test_lines_join_quantities_only(levels, joined):
+    assert _quantities(levels) == joined

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import math
 import os
 import re
 import signal
+import time
 
 import pytest
 
@@ -15,8 +17,8 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.train.arguments import configurations, make_parser, read_arguments
 from megatron_lossy.train.config import TrainConfig
 from megatron_lossy.train.saved import check_folders, latest_iteration
-from tests.programs import run_program
-from tests.ranks import run_ranks
+from tests.programs import Program, run_program
+from tests.ranks import RankFailed, run_ranks
 from tests.trainer import (
     ROOT,
     TINY,
@@ -139,26 +141,92 @@ def test_model_parallel_sizes_agree(data, tmp_path):
     assert staged == pytest.approx(one, rel=0.1) and staged != pytest.approx(one, rel=1e-3)
 
 
-def _interrupt(rank: int, config: dict) -> list:
-    """A run of which rank 1 alone gets SIGTERM while it computes an iteration."""
+def _interrupt(rank: int, config: dict, number: int) -> tuple:
+    """A run of which rank 1 alone gets signal ``number`` while it computes an iteration; what megatron-core logs."""
+    import logging
+
     from megatron_lossy.train import loop
+
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("megatron").addHandler(handler)
 
     step = loop._Run._step
 
     def step_and_signal(self, batches):
         if rank == 1 and self.progress.iteration == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return step(self, batches)
 
     loop._Run._step = step_and_signal
-    return train_runs(rank, (config, {}))
+    return *train_runs(rank, (config, {})), logged
 
 
-def test_sigterm_saves_on_all_ranks(data, tmp_path):
-    config = TINY | data | {"save": str(tmp_path / "run"), "train_iters": 50}
-    for (summary,), _ in run_ranks(_interrupt, 2, config):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_on_all_ranks(data, tmp_path, number):
+    # In the middle of a log interval, whose time is another on every rank.
+    config = TINY | data | {"save": str(tmp_path / "run"), "train_iters": 50, "log_interval": 10}
+    results = run_ranks(_interrupt, 2, config, number)
+    for (summary,), _, logged in results:
         assert summary["iteration"] == 5 and not summary["finished"]
+        assert not [line for line in logged if "common state dict" in line]
+    assert f"exiting on {number.name} at iteration 5" in results[0][1]
     assert latest_iteration(tmp_path / "run") == 5
+
+
+def _interrupt_twice(rank: int, config: dict) -> None:
+    """A run that gets Ctrl-C twice in one iteration."""
+    from megatron_lossy.train import loop
+
+    def signals(self, batches):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    loop._Run._step = signals
+    train_runs(rank, (config, {}))
+
+
+def test_ctrl_c_saves_and_once_more_ends_at_once(data, tmp_path):
+    config = TINY | data | {"save": str(tmp_path / "once"), "train_iters": 10**5, "eval_iters": 0}
+    program = Program("megatron_lossy.train", *as_flags(config))
+    deadline = time.monotonic() + 60
+    while "iteration        2/" not in program.printed():
+        assert program.poll() is None and time.monotonic() < deadline, program.printed()
+        time.sleep(0.01)
+    program.send_signal(signal.SIGINT)
+    stdout, stderr = program.communicate()
+    assert (program.returncode, stderr) == (0, "")
+    assert "stopping after this iteration, with a checkpoint; Ctrl-C again ends at once\n" in stdout
+    assert latest_iteration(tmp_path / "once") >= 2
+    with pytest.raises(RankFailed, match="the process died"):
+        run_ranks(_interrupt_twice, 1, config | {"save": str(tmp_path / "twice")})
+    assert latest_iteration(tmp_path / "twice") is None
+
+
+def test_the_first_line_says_what_is_lost(data):
+    lossy = {"p_grad": 0.1, "loss_unit": "packet", "packet_bytes": 64}
+    base = TINY | data | {"train_iters": 1, "lr_warmup_iters": 0, "eval_iters": 0}
+    ((_, output), (_, silence)) = run_ranks(train_runs, 2, (base, {}), (base, lossy))
+    headers = [line for line in output.splitlines() if line.startswith("loss: ")]
+    ranks = " | data-parallel ranks 2, over gloo, on cpu | 0.032 epochs of data"
+    flags = (
+        "gradients 10 %, parameters 0 %; bernoulli, seed 1234; unit packet of 64 bytes; recovery renormalize; simulated"
+    )
+    assert silence == ""
+    assert headers == [f"loss: none, the exchanges are Megatron's own{ranks}", f"loss: {flags}{ranks}"]
+
+
+def test_what_a_fresh_checkout_lacks_is_built(tmp_path, monkeypatch):
+    from megatron_lossy.train import data as train_data
+
+    monkeypatch.setattr(train_data.megatron.core.datasets, "__path__", [str(tmp_path)])
+    with pytest.raises(UsageError, match=f"{tmp_path} has no dataset helper, and it cannot be built .*pybind11"):
+        train_data.build_helper()
+    (tmp_path / "Makefile").write_text("LIBEXT = wrong\nhelpers_cpp$(LIBEXT):\n\ttouch $@\n")
+    train_data.build_helper()
+    [built] = tmp_path.glob("helpers_cpp*")
+    assert built.name.removeprefix("helpers_cpp") in importlib.machinery.EXTENSION_SUFFIXES
 
 
 def _kill_while_saving(rank: int, config: dict, when: str) -> None:
@@ -180,8 +248,6 @@ def _kill_while_saving(rank: int, config: dict, when: str) -> None:
 
 @pytest.mark.parametrize("when", ["publish", "write_text"])
 def test_killed_save_leaves_the_last_checkpoint_whole(data, tmp_path, when):
-    from tests.ranks import RankFailed
-
     run = tmp_path / "run"
     config = TINY | data | {"save": str(run), "load": str(run), "save_interval": 3, "eval_iters": 0}
     with pytest.raises(RankFailed):

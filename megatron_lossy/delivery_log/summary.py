@@ -42,9 +42,9 @@ class Counts:
     def text(self, first: int, most: int = 6) -> str:
         """Shares of the values from ``first`` on, the last one of ``most`` with all that is larger."""
         shares = self.counts[first:] / max(1, self.counts[first:].sum())
-        words = [f"{first + k}: {share:.1%}" for k, share in enumerate(shares[: most - 1])]
+        words = [f"{first + k}: {100 * share:.1f} %" for k, share in enumerate(shares[: most - 1])]
         if len(shares) >= most:
-            words.append(f"{first + most - 1} and more: {shares[most - 1 :].sum():.1%}")
+            words.append(f"{first + most - 1} and more: {100 * shares[most - 1 :].sum():.1f} %")
         return ", ".join(words)
 
 
@@ -144,10 +144,10 @@ def _part_lines(phase: str, part: Part) -> list[str]:
     rates = part.rates.rates
     low, high = (np.unravel_index(pick(rates), rates.shape) for pick in (np.nanargmin, np.nanargmax))
     lines = [
-        f"  lost      {part.rates.lost.sum():,} of {part.rates.sent.sum():,} units, {part.rates.mean:.2%}",
+        f"  lost      {part.rates.lost.sum():,} of {part.rates.sent.sum():,} units, {100 * part.rates.mean:.2f} %",
         (
-            f"  per link  lowest {rates[low]:.2%} ({low[0]} to {low[1]}), mean {np.nanmean(rates):.2%}, "
-            f"highest {rates[high]:.2%} ({high[0]} to {high[1]})"
+            f"  per link  lowest {100 * rates[low]:.2f} % ({low[0]} to {low[1]}), mean {100 * np.nanmean(rates):.2f} %, "
+            f"highest {100 * rates[high]:.2f} % ({high[0]} to {high[1]})"
         ),
     ]
     if not part.complete:

@@ -56,7 +56,8 @@ def plot_curves(runs: Sequence[Run], path: str | Path) -> None:
                     zorder=3,
                     **_MARKERS[weights],
                 )
-        legend.append(_key(colour, group, ", diverged" if diverged else ""))
+        if any(run.train or run.valid for run in group.runs):
+            legend.append(_key(colour, group, ", diverged" if diverged else ""))
     _label(axes, "Language-model loss at each rate of lost communication")
     axes.set_ylabel("language-model loss (nats per token, log scale)", fontsize=17)
     log_axis(axes, np.concatenate(lines))
@@ -145,6 +146,7 @@ def _key(colour: np.ndarray, group: Column, remark: str = "") -> Line2D:
 def _label(axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize=20)
     axes.set_xlabel("iteration", fontsize=17)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(9, integer=True))
     axes.tick_params(labelsize=15)
     axes.grid(True, which="major", alpha=0.35)
 

@@ -4,6 +4,7 @@ comparisons of variants in their losses or in a recorded scalar. Each as PNG and
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -63,9 +64,9 @@ def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
 
 
 def plot_comparison(results: Results, metric_name: str, path: str | Path) -> list[Path]:
-    """Change of a metric relative to no loss at every level, a line per variant, with standard errors.
+    """Change of a metric relative to no loss at every level, with standard errors.
 
-    With one level, a point per variant.
+    A line per variant over levels that are quantities; else points. With one level, a point per variant.
     """
     study = results.study
     metric = loss_metrics(results)[metric_name]
@@ -76,7 +77,7 @@ def plot_comparison(results: Results, metric_name: str, path: str | Path) -> lis
     lines = _lines(study, list(study.levels), change)
     figure, axes = _places(study, list(study.levels))
     for number, (label, changes) in enumerate(lines.items()):
-        _points(axes, changes, number, len(lines), label or metric_name, joined=len(study.levels) > 1)
+        _points(axes, changes, number, len(lines), label or metric_name, _quantities(study.levels))
     axes.axhline(0, color="0.5", linewidth=1)
     axes.set_ylabel(f"change of {metric_name}, %\n± standard error", fontsize=14)
     if len(lines) > 1:
@@ -85,14 +86,14 @@ def plot_comparison(results: Results, metric_name: str, path: str | Path) -> lis
 
 
 def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> list[Path]:
-    """A recorded scalar at every level, a line per variant, with standard errors; hollow and dashed its prediction.
+    """A recorded scalar at every level, with standard errors; hollow and dashed its prediction.
 
-    ``names``: the scalar, and its prediction if the study has both. With one level, a point per variant. Returns no
-    file if no run recorded it.
+    ``names``: the scalar, and its prediction if the study has both. A line per variant over levels that are
+    quantities; else points. With one level, a point per variant. Returns no file if no run recorded it.
     """
     study = results.study
-    joined = len(study.levels) > 1
-    levels = levels_with(results, names[0]) if joined else list(study.levels)
+    levels = levels_with(results, names[0]) if len(study.levels) > 1 else list(study.levels)
+    joined = _quantities(study.levels)
     lines = {name: _lines(study, levels, partial(_mean_and_error, results, name)) for name in names}
     points = [point for of_name in lines.values() for values in of_name.values() for point in values]
     ends = np.array([mean + sign * (error or 0.0) for mean, error in points for sign in (-1, 1)])
@@ -147,6 +148,12 @@ def _places(study: Study, levels: Sequence[str | None]) -> tuple[Figure, Axes]:
     axes.tick_params(labelsize=12)
     axes.grid(True, axis="y", alpha=0.35)
     return figure, axes
+
+
+def _quantities(levels: Sequence[str]) -> bool:
+    """Whether ``levels`` are numbers of one kind, between which a line means something."""
+    kinds = {match and match[1] for match in (re.fullmatch(r"[\d.]+(\D*)", level) for level in levels)}
+    return len(levels) > 1 and len(kinds) == 1 and None not in kinds
 
 
 def _only_level(study: Study) -> str:

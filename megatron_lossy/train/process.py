@@ -44,7 +44,7 @@ def rank_errors(program: str) -> Iterator[None]:
     """
     try:
         yield
-    except UsageError:
+    except (UsageError, BrokenPipeError):
         raise
     except Exception as error:
         if failed := machine_error(error):

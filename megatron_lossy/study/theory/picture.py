@@ -161,11 +161,12 @@ def _correlation(panel, runs: Sequence[Any]) -> None:
 def _real(panel, rows: Sequence[Row], run: Any) -> None:
     p = np.linspace(0, 0.45, 200)
     measured = theory.second_moments(run.increments[len(run.increments) // 2 :], _LAGS)
-    for part, name, gamma, color, marker in (
-        ("drift, momentum 0.9", "$0.9^k$", theory.ar1(0.9, 200), _GREY, "s"),
-        ("real run", "real run", measured / measured[0], _BLUE, "o"),
+    for part, name, gamma, color, marker, width in (
+        ("drift, momentum 0.9", "$0.9^k$", theory.ar1(0.9, 200), _GREY, "s", 5),  # seen beside what is over it
+        ("real run", "real run", measured / measured[0], _BLUE, "o", 1.5),
     ):
-        panel.plot(p, theory.drift_between(p, gamma), color=color, label=f"{name}: from the correlation")
+        label = f"{name}: from the correlation"
+        panel.plot(p, theory.drift_between(p, gamma), color=color, linewidth=width, label=label)
         _points(panel, of(rows, part, "between receivers"), color, f"{name}: measured", marker)
     panel.plot(p, theory.drift_between(p), color=_GREEN, label="uncorrelated: $2p/(1-p^2)$")
     panel.plot(p, theory.drift_paper(p), **_PAPER)
