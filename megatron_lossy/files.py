@@ -43,7 +43,7 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) 
 
 
 @contextlib.contextmanager
-def naming(path: str | os.PathLike) -> Iterator[None]:
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """An :class:`OSError` in this context says that it happened to ``path``, be that aside or to an open file.
 
     So does whatever else is raised because the machine failed, as libraries do that write files.
@@ -58,7 +58,7 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(flag: str, path: str | os.PathLike) -> Iterator[None]:
+def writing(flag: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """In this context ``path``, which ``flag`` names, is written.
 
     If it cannot be, that is a :class:`UsageError`, or an :class:`OSError` if the machine is at fault.
@@ -69,7 +69,7 @@ def writing(flag: str, path: str | os.PathLike) -> Iterator[None]:
         raise cannot(flag, path, "written", error) from None
 
 
-def check_folder(flag: str, folder: str | os.PathLike | None) -> None:
+def check_folder(flag: str, folder: str | os.PathLike[str] | None) -> None:
     """Raise :class:`UsageError` unless ``folder`` is one that can be written to, or could be made. Makes nothing."""
     if folder is None:
         return

@@ -20,7 +20,6 @@ class Lost:
             self._places[key] = (shards.astype(np.int32), units.astype(np.int32))
         return self._places[key]
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Lost) and np.array_equal(self.mask, other.mask)
-
-    __hash__ = None
+    def equals(self, other: Lost) -> bool:
+        """Whether the same units are lost."""
+        return np.array_equal(self.mask, other.mask)

@@ -59,7 +59,7 @@ class Previous(GradRecovery):
 
     def _substitute(self, buffer: torch.Tensor, step: int, lost: Lost, reduction: Reduction) -> None:
         rows, known = self.rows(buffer), self._kept.get(step)
-        if known is not None and known[0] == lost:
+        if known is not None and known[0].equals(lost):
             rows.put_(buffer, self.units, lost, known[1])
         elif known is not None and lost.mask.any():
             raise RuntimeError(f"--grad-recovery {self.name}: step {step} loses other units than was foreseen")

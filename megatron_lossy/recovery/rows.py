@@ -21,15 +21,15 @@ Saved = list[tuple[Any, ...]]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """See :func:`megatron_lossy.device.copies.to_device`."""
-    from ..device import copies  # torch takes a second, and flags are checked where it is not installed
+    """See :func:`megatron_lossy.recovery.copies.to_device`."""
+    from . import copies  # torch takes a second, and flags are checked where it is not installed
 
     return copies.to_device(array, device)
 
 
 def used_here(saved: tuple[Any, ...]) -> None:
-    """See :func:`megatron_lossy.device.copies.used_here`: an exchange may begin and end on different streams."""
-    from ..device import copies
+    """See :func:`megatron_lossy.recovery.copies.used_here`: an exchange may begin and end on different streams."""
+    from . import copies
 
     copies.used_here(saved)
 
