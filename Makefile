@@ -17,6 +17,7 @@ test: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 # Long chains, most of whose time goes into starting interpreters.
 test-slow: .venv/installed

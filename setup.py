@@ -1,5 +1,11 @@
-"""Kept for tools that still call ``setup.py``; everything is in pyproject.toml."""
+"""What pyproject.toml cannot say: folders at the top of the repository that go into the wheel below the package."""
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
-setup()
+SHIPPED = {f"megatron_lossy.shipped.{name}": name for name in ("configs", "launch", "patches")}
+
+setup(
+    packages=[*find_packages(include=["megatron_lossy*"]), *SHIPPED],
+    package_dir=SHIPPED,
+    package_data={package: ["**/*"] for package in SHIPPED},
+)

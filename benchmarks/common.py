@@ -62,11 +62,9 @@ def run_ranks(
 def _rank(rank: int, ranks: int, port: int, run: Callable, settings: Any, table: Callable, name: str, out: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     device.prepare()
-    if device.device_type() == "cuda":
-        torch.cuda.set_device(rank)
-    else:
+    if device.device_type() != "cuda":
         torch.set_num_threads(1)
-    dist.init_process_group(device.backend(), init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    device.init_process_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

@@ -214,7 +214,7 @@ def gather_memory(trainer: Trainer) -> dict[str, float] | None:
             slot = slot_of(bucket.param_data)
             rule = slot.group.rules["param"][slot.bucket]
             units, lost = rule.units, rule.lost(slot.group.delivery("param", trainer.lossy.update))
-            whole, tail = lost[:, : units.whole].sum(), lost[:, units.whole :].sum()
+            whole, tail = lost.mask[:, : units.whole].sum(), lost.mask[:, units.whole :].sum()
             lost_bytes += int(whole * units.elements + tail * units.tail) * bucket.param_data.element_size()
             for parts in rows_for(bucket.param_data.device).take(bucket.param_data, units, lost):
                 kept += sum(part.numel() * part.element_size() for part in parts)

@@ -4,7 +4,8 @@ Under torchrun, mpirun or srun, for example
 
     torchrun --nproc-per-node 8 -m megatron_lossy pretrain_gpt.py … --p-grad 0.1 --p-param 0.1
 
-``python -m megatron_lossy doctor`` says whether this machine is ready for that.
+``python -m megatron_lossy doctor`` says whether this machine is ready for that. ``python -m megatron_lossy copy FOLDER``
+puts the configurations, the launchers' scripts and the patches there, where there is no checkout of this project.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import runpy
 import sys
 from pathlib import Path
 
-from .errors import UsageError, refuse
+from .errors import ArgumentParser, UsageError, refuse
 from .plugin import check_command_line, install, parse_loss_flags, running
+from .shipped import copy_shipped
 
 USAGE = (
     "usage: python -m megatron_lossy SCRIPT [Megatron's arguments] [loss flags]; --help after SCRIPT lists all; "
-    "python -m megatron_lossy doctor [--help] examines this machine"
+    "python -m megatron_lossy doctor [--help] examines this machine; "
+    "python -m megatron_lossy copy FOLDER puts configurations and the launchers' scripts there"
 )
 
 
@@ -36,6 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
             from .doctor import main as doctor
 
             sys.exit(doctor(rest))
+        if script == "copy":
+            _copy(rest)
+            return
         if not Path(script).is_file():
             raise refuse("SCRIPT", script, "must be a Python file, for example Megatron-LM's pretrain_gpt.py")
         config = parse_loss_flags(rest)
@@ -46,6 +52,16 @@ def main(arguments: list[str] | None = None) -> None:
         _import_megatron(script)
         install(config, steps)
         runpy.run_path(script, run_name="__main__")
+
+
+def _copy(arguments: list[str]) -> None:
+    parser = ArgumentParser(
+        prog="python -m megatron_lossy copy",
+        description="Copy configurations, the launchers' scripts and patches into a folder.",
+    )
+    parser.add_argument("folder", metavar="FOLDER")
+    for folder in copy_shipped(parser.parse_args(arguments).folder):
+        print(folder)
 
 
 def _import_megatron(script: str) -> None:

@@ -13,12 +13,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import UsageError, refuse
 from .registry import CHANNELS, GRAD_RECOVERIES
 
 PHASES = ("grad", "param")
+
+Config = TypeVar("Config")
+Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
 def flag(default: Any, help: str, *, incidental: bool = False, **argparse_options: Any) -> Any:
@@ -49,17 +52,17 @@ def identity(config: Any) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in incidental}
 
 
-def flag_name(cls: type, name: str) -> str:
-    """The command-line name of a field: ``p_grad`` gives ``--p-grad``."""
+def flag_name(cls: Any, name: str) -> str:
+    """The command-line name of a field of the dataclass ``cls``: ``p_grad`` gives ``--p-grad``."""
     options = cls.__dataclass_fields__[name].metadata["flag"]
     return options.get("flag", "--" + name.replace("_", "-"))
 
 
-def _flag_fields(cls: type) -> list[dataclasses.Field]:
+def _flag_fields(cls: Any) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(cls) if "flag" in f.metadata]
 
 
-def add_flags(parser: argparse.ArgumentParser, cls: type, title: str, description: str | None = None):
+def add_flags(parser: Parser, cls: type, title: str, description: str | None = None) -> Parser:
     """Add the flags of the dataclass ``cls`` to ``parser`` as a group of their own. Returns ``parser``.
 
     Absent flags are absent from the namespace's meaning too: defaults are those of ``cls``.
@@ -72,7 +75,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type, title: str, descriptio
     return parser
 
 
-def from_namespace(cls: type, namespace: argparse.Namespace):
+def from_namespace(cls: type[Config], namespace: argparse.Namespace) -> Config:
     """The dataclass ``cls`` filled from an argparse namespace. Raises :class:`UsageError`."""
     values = {}
     for f in _flag_fields(cls):
@@ -144,7 +147,7 @@ class PhaseLoss:
     schedule: Schedule
     lossless: bool = False
     burst: float | None = None
-    transitions: tuple[float, ...] | None = None
+    transitions: tuple[float, float, float, float] | None = None
     matrix: Path | None = None
     trace: Path | None = None
 

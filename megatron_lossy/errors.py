@@ -63,7 +63,7 @@ def machine_error(error: BaseException | None) -> OSError | None:
     return error
 
 
-def cannot(flag: str, path: str | os.PathLike, verb: str, error: OSError) -> UsageError | OSError:
+def cannot(flag: str, path: str | os.PathLike[str], verb: str, error: OSError) -> UsageError | OSError:
     """What to raise where ``path``, which ``flag`` names, cannot be ``verb`` ("read", "written"), as ``error`` says."""
     if error.errno in MACHINE_ERRORS:
         return OSError(error.errno, error.strerror, os.fspath(path))

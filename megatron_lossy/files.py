@@ -17,12 +17,12 @@ from pathlib import Path
 from .errors import cannot, machine_error, refuse
 
 
-def write_text(path: str | os.PathLike, text: str) -> None:
+def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write ``text`` to ``path`` as UTF-8, over what is there. Once this returns, it is on disk."""
     replace_file(path, lambda aside: aside.write_text(text, encoding="utf-8"))
 
 
-def replace_file(path: str | os.PathLike, write: Callable[[Path], object]) -> None:
+def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
     """Let ``write`` make a file and give it the name ``path``, over what is there. Once this returns, it is on disk.
 
     ``write`` takes the path to write to, which has another suffix than ``path``. If it raises, nothing is left of
@@ -43,7 +43,7 @@ def replace_file(path: str | os.PathLike, write: Callable[[Path], object]) -> No
 
 
 @contextlib.contextmanager
-def naming(path: str | os.PathLike) -> Iterator[None]:
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
     """An :class:`OSError` in this context says that it happened to ``path``, be that aside or to an open file.
 
     So does whatever else is raised because the machine failed, as libraries do that write files.
@@ -58,7 +58,7 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(flag: str, path: str | os.PathLike) -> Iterator[None]:
+def writing(flag: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """In this context ``path``, which ``flag`` names, is written.
 
     If it cannot be, that is a :class:`UsageError`, or an :class:`OSError` if the machine is at fault.
@@ -69,7 +69,7 @@ def writing(flag: str, path: str | os.PathLike) -> Iterator[None]:
         raise cannot(flag, path, "written", error) from None
 
 
-def check_folder(flag: str, folder: str | os.PathLike | None) -> None:
+def check_folder(flag: str, folder: str | os.PathLike[str] | None) -> None:
     """Raise :class:`UsageError` unless ``folder`` is one that can be written to, or could be made. Makes nothing."""
     if folder is None:
         return
@@ -82,13 +82,13 @@ def check_folder(flag: str, folder: str | os.PathLike | None) -> None:
         raise refuse(flag, folder, f"must be a folder that can be written to; {which} is {wrong}")
 
 
-def aside_of(path: str | os.PathLike) -> Path:
+def aside_of(path: str | os.PathLike[str]) -> Path:
     """A hidden path in the folder of ``path``, of which no other caller knows. Nothing is made there."""
     path = Path(path)
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
-def publish(aside: Path, path: str | os.PathLike) -> None:
+def publish(aside: Path, path: str | os.PathLike[str]) -> None:
     """Sync the file or folder ``aside``, rename it to ``path``, and sync the rename.
 
     Replaces a file. Raises :class:`OSError`, with ``aside`` as it was, where ``path`` is a folder that is not empty.

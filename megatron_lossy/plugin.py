@@ -42,14 +42,24 @@ def parse_loss_flags(arguments: list[str]) -> LossyConfig:
 
 
 def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
-    """Check files of rates and traces against the size and the length of the run. Returns the length if it is known."""
+    """Check files of rates and traces against the size and the length of the run. Returns the length if it is known.
+
+    Where Megatron reads the sizes from a checkpoint or a file of settings, files are checked once it knows them.
+    """
     from .transport import check_channels
 
     parser = _parser()
     names = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "train-iters")
     for name in names:
         parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--yaml-cfg")
+    for name in ("use-checkpoint-args", "use-mp-args-from-checkpoint-args"):
+        parser.add_argument(f"--{name}", action="store_true")
     found = parser.parse_known_args(arguments)[0]
+    if found.yaml_cfg:
+        return None  # in the place of the whole command line
+    if found.use_checkpoint_args or found.use_mp_args_from_checkpoint_args:
+        return found.train_iters
     world = int(os.environ.get("WORLD_SIZE", "1"))
     # Context-parallel ranks shard the optimizer too, so that they do not divide the group.
     size, rest = divmod(world, (found.tensor_model_parallel_size or 1) * (found.pipeline_model_parallel_size or 1))

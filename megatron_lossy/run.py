@@ -7,6 +7,7 @@ has all of them in one (:mod:`megatron_lossy.virtual`). Whoever trains, logs and
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .config import PHASES, LossyConfig
+from .config import PHASES, LossyConfig, as_text, flag_name, identity
 from .delivery_log.writer import DeliveryLog
 from .errors import UsageError, refuse
 from .exchange import Delivery
@@ -25,8 +26,11 @@ from .transport import LossyGroup
 
 #: The folder of saved replicas in a checkpoint.
 REPLICAS = "lossy_replicas"
-#: Of saved replicas: 2 since virtual and real runs write the same.
-FORMAT = 2
+#: Of saved replicas: 2 since virtual and real runs write the same, 3 since their identity is whole.
+FORMAT = 3
+# Flags that say what is done with replicas, not what they are.
+_OF_NO_MATTER = ("eval_weights", "save_replicas")
+_FILES = ("link_rates_grad", "link_rates_param", "trace")
 
 
 def make_observers(config: LossyConfig) -> list[Observer]:
@@ -55,12 +59,15 @@ class Run(ABC):
     iteration of the last successful update, which keys parameter exchanges; ``None`` while all replicas are equal.
     ``after_update``: functions of the run, called in order after every successful update, before the iteration
     counts as over: what replicas do beside the gradient exchange. The gather of the update may still be under way;
-    :meth:`settle` ends it. ``steps``: length of the run, if known, to refuse a trace that is too short.
+    :meth:`settle` ends it. ``steps``: length of the run, if known, to refuse a trace that is too short. ``gapless``:
+    promises that every iteration exchanges its gradients or all-reduces them, and that only a loss scale can make the
+    optimizer reject one. Without the promise ``--grad-recovery previous`` keeps all gradients, twice.
     """
 
-    def __init__(self, config: LossyConfig, steps: int | None = None) -> None:
+    def __init__(self, config: LossyConfig, steps: int | None = None, gapless: bool = False) -> None:
         self.config = config
         self.steps = steps
+        self.gapless = gapless
         self.iteration = 0
         self.update: int | None = None
         self.observers = make_observers(config)
@@ -140,7 +147,7 @@ class Run(ABC):
         self._tell_observers(successful, all_reduced)
         self.iteration += 1
         for group in self.groups:
-            group.prepare(self.iteration)
+            group.prepare(self.iteration, self.following)
 
     def _tell_observers(self, successful: bool, all_reduced: bool) -> None:
         if not self.observers:
@@ -161,8 +168,15 @@ class Run(ABC):
         return self.replicas()
 
     def skip_iteration(self) -> None:
-        """An iteration passed without a step of the optimizer."""
+        """An iteration passed without a step of the optimizer, with gradients or without."""
+        for group in self.groups:
+            group.finish_step(self.iteration, False)
         self.iteration += 1
+
+    @property
+    def following(self) -> int | None:
+        """The iteration of the gradient exchange after that of this one, if it is known."""
+        return self.iteration + 1 if self.gapless else None
 
     def set_iteration(self, iteration: int) -> None:
         """A checkpoint of ``iteration`` attempted iterations was loaded: all replicas are equal."""
@@ -214,16 +228,7 @@ class Run(ABC):
         if not path.is_file():
             raise self.error_of_missing(folder, path)
         state = _upgraded(torch.load(path, map_location=self.device, weights_only=True))
-        for name, value in self._whole_identity().items():
-            saved = state["identity"].get(name)
-            if saved != value:
-                raise refuse("--save-replicas", f"with {folder}", f"{name} was {saved} there and is {value} here")
-        for what, saved, here in (
-            ("buckets", len(state["replicas"]), len(self.replica_state())),
-            ("groups", len(state["recovery"]), len(self.groups)),
-        ):
-            if saved != here:
-                raise UsageError(f"--save-replicas with {folder}: it has {saved} {what}, the run {here}")
+        self._check_identity(state, folder)
         self.iteration, self.update = state["iteration"] or self.iteration, state["update"]
         self.load_replica_state(state["replicas"])
         for group, saved in zip(self.groups, state["recovery"], strict=True):
@@ -231,13 +236,33 @@ class Run(ABC):
         load_states(self.observers, state["observers"])
 
     def _whole_identity(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            **self.identity(),
-            "--loss-unit": config.loss_unit,
-            "--packet-bytes": config.packet_bytes if config.loss_unit == "packet" else None,
-            "--grad-recovery": config.grad_recovery,
+        flags = {
+            flag_name(LossyConfig, name): _content(value) if name in _FILES and value else as_text(value)
+            for name, value in identity(self.config).items()
+            if name not in _OF_NO_MATTER
         }
+        if self.config.loss_unit != "packet":
+            del flags["--packet-bytes"]
+        return {**self.identity(), **flags}
+
+    def _check_identity(self, state: dict[str, Any], folder: str | os.PathLike) -> None:
+        saved, here = state["identity"], self._whole_identity()
+        known = here.keys() | saved.keys() if state["format"] >= 3 else saved.keys()
+        for name in sorted(known, key=[*here, *saved].index):
+            there, now = saved.get(name, "not there"), here.get(name, "not there")
+            if str(there) != str(now) and there is not None:
+                why = f"{name} was {there} there and is {now} here; without the flag all replicas begin equal"
+                raise refuse("--save-replicas", f"with {folder}", why)
+
+
+def _content(value: str) -> str:
+    """What tells the file, or the folder of a delivery log, from others, wherever it lies."""
+    path = Path(value)
+    if path.is_dir():
+        described = repr(sorted((file.name, file.stat().st_size) for file in path.iterdir())).encode()
+    else:
+        described = path.read_bytes()
+    return f"SHA-256 {hashlib.sha256(described).hexdigest()[:16]}"
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
@@ -248,16 +273,18 @@ def _save(state: dict[str, Any], path: Path) -> None:
 def _upgraded(state: dict[str, Any]) -> dict[str, Any]:
     """Saved replicas as they are written now. Those written before there was a format had two layouts."""
     if "format" in state:
-        if state["format"] != FORMAT:
+        if state["format"] > FORMAT:
             raise refuse(
-                "--save-replicas", f"format {state['format']}", f"is of another version; this one reads {FORMAT}"
+                "--save-replicas", f"format {state['format']}", f"is of a later version; this one reads up to {FORMAT}"
             )
         return state
+    state = {**state, "format": 1}
     if "versions" not in state:  # of a real rank
         return {**state, "replicas": state["stale"], "recovery": [{"grad": rules} for rules in state["recovery"]]}
     current = state["versions"][0]["current"]
     names = ("workers", "--loss-unit", "--packet-bytes", "--grad-recovery")
     return {
+        "format": 1,
         "identity": {name: state[name] for name in names},
         "iteration": None,
         "update": None if current < 0 else current,

@@ -34,8 +34,11 @@ if [[ -e $checkout/.git ]]; then # else a tag would be that of the repository ar
 fi
 echo "$checkout: $origin, megatron-core $major.$minor.$(part PATCH)${tag:+, at the tag $tag}"
 
-# The one place that says which versions are supported.
-range=$(sed -n 's/^SUPPORTED = ((\(.*\)), (\(.*\)))$/\1 \2/p' "$here/../megatron_lossy/hooks/versions.py")
+# The one place that says which versions are supported: of the checkout around this folder, or of the installed package.
+package=$here/../megatron_lossy
+[[ -d $package ]] || package=$(python -c 'import megatron_lossy; print(*megatron_lossy.__path__)') ||
+    fail "megatron_lossy: is not installed"
+range=$(sed -n 's/^SUPPORTED = ((\(.*\)), (\(.*\)))$/\1 \2/p' "$package/hooks/versions.py")
 read -r low_major low_minor high_major high_minor <<< "${range//,/}"
 ((low_major * 1000 + low_minor <= major * 1000 + minor && major * 1000 + minor < high_major * 1000 + high_minor)) ||
     fail "megatron-core $major.$minor: is not supported; it must be at least $low_major.$low_minor and below $high_major.$high_minor"

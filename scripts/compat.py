@@ -1,12 +1,14 @@
 """Run the hook contract over every Megatron that this machine can run, and write the matrix into docs/verified.md.
 
-    python scripts/compat.py [--only NAME …] [--checkout [NAME=]PATH …] [--python PATH …] [--pretrain] [--no-docs]
+    python scripts/compat.py [--only NAME …] [--checkout [NAME=]PATH …] [--python PATH …] [--torch VERSION]
+                             [--pretrain] [--no-docs]
 
 The contract is tests/test_hooks.py: without loss every bit is Megatron's; with loss reduced shards and stale units are
 right by value, with and without overlap, for several optimizer instances. The wheels of megatron-core are laid side by
 side in build/compat/; of a checkout of Megatron-LM the folder megatron/ is put first on the path. Each runs with the
 first interpreter that is new enough for it, of the running one and those given; what finds none is skipped, and the
-matrix says so. With --pretrain the checkouts run tests/test_plugin_megatron_lm.py instead: the plugin under the unmodified
+matrix says so. torch is that of the interpreter, and the same Megatron on another torch is another row; --torch takes
+only interpreters with that torch, for example 2.6. With --pretrain the checkouts run tests/test_plugin_megatron_lm.py instead: the plugin under the unmodified
 pretrain_gpt.py. What does not run stays in the matrix as it is.
 """
 
@@ -57,6 +59,7 @@ Result = tuple[str, str, str]
 #: What HabanaAI's branches import and Intel's images bring: module and requirement.
 _HABANA = {"pkg_resources": "setuptools<81", "tqdm": "tqdm"}
 
+TORCH = HEADER.index("torch")
 PRETRAIN = HEADER.index("pretrain_gpt.py")
 
 
@@ -69,8 +72,8 @@ class Megatron:
     checkout: Path | None = None
 
     def lay(self, python: str) -> Path:
-        """The folder to put on the path: made or found in build/compat."""
-        folder = BUILD / self.name
+        """The folder to put on the path of ``python``: made or found in build/compat."""
+        folder = BUILD / "{}-py{}.{}".format(self.name, *_versions_of(python)[0])
         if self.checkout is None:
             if not (folder / "megatron" / "core").is_dir():
                 _install(python, folder, f"megatron-core=={self.name}")
@@ -99,13 +102,25 @@ def _checkout(text: str) -> Megatron:
 
 
 @functools.cache
-def _version_of(python: str) -> tuple[int, ...]:
-    code = "import sys, torch, pytest, hypothesis, einops; print(sys.version_info[0], sys.version_info[1])"
+def _versions_of(python: str) -> tuple[tuple[int, ...], str]:
+    """The versions of the interpreter and of its torch."""
+    code = "import sys, torch, pytest, hypothesis, einops; print(*sys.version_info[:2], torch.__version__)"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["does not run"])[-1]
         sys.exit(f"compat: error: --python {python}: {why}; it needs what the extra dev installs")
-    return tuple(map(int, done.stdout.split()))
+    major, minor, torch = done.stdout.split()
+    return (int(major), int(minor)), torch
+
+
+def _is_torch(python: str, wanted: str | None) -> bool:
+    """Whether the torch of ``python`` is ``wanted``, or a later part of its version."""
+    return wanted is None or f"{_public(_versions_of(python)[1])}.".startswith(f"{wanted}.")
+
+
+def _public(version: str) -> str:
+    """``version`` without what says for which device it was built."""
+    return version.partition("+")[0]
 
 
 def _environment(python: str, megatron: Megatron) -> dict[str, str]:
@@ -180,7 +195,7 @@ def _columns(results: list[Result]) -> list[str]:
 def run(megatron: Megatron, pythons: list[str], pretrain: bool) -> tuple[list[str], bool]:
     """The row of one Megatron, and whether nothing failed."""
     today = datetime.date.today().isoformat()
-    python = next((python for python in pythons if _version_of(python) >= megatron.python), None)
+    python = next((python for python in pythons if _versions_of(python)[0] >= megatron.python), None)
     if python is None:
         why = "skipped: needs Python {}.{} (--python)".format(*megatron.python)
         return [megatron.name, "", "", "", *([""] * len(CONTRACT)), "", why, today], True
@@ -188,7 +203,7 @@ def run(megatron: Megatron, pythons: list[str], pretrain: bool) -> tuple[list[st
     try:
         environment = _environment(python, megatron)
         versions = _identify(python, environment)
-        if not versions["file"].startswith(str(BUILD / megatron.name)):
+        if not versions["file"].startswith(str(megatron.lay(python))):
             raise RuntimeError(f"Python found another megatron.core: {versions['file']}")
         if pretrain:
             option = f"--megatron-lm={megatron.checkout}"
@@ -196,9 +211,10 @@ def run(megatron: Megatron, pythons: list[str], pretrain: bool) -> tuple[list[st
         else:
             results = _pytest(python, environment, megatron, "tests/test_hooks.py")
     except (RuntimeError, subprocess.CalledProcessError) as error:
-        return [megatron.name, "", "", "", *([""] * len(CONTRACT)), "", f"**{error}**", today], False
-    version = re.escape(f"megatron-core {versions['core']} has no ")
-    absent = sorted({re.sub(f"^{version}", "", why) for _, outcome, why in results if outcome == "skipped"})
+        torch = _versions_of(python)[1]
+        return [megatron.name, "", "", torch, *([""] * len(CONTRACT)), "", f"**{error}**", today], False
+    lacks = re.compile(rf"^(megatron-core {re.escape(versions['core'])}|torch {re.escape(versions['torch'])}) has no ")
+    absent = sorted({lacks.sub("", why) for _, outcome, why in results if outcome == "skipped"})
     row = [megatron.name, versions["core"], versions["python"], versions["torch"]]
     if pretrain:
         row += [*([""] * len(CONTRACT)), _cell([outcome for _, outcome, _ in results]), "", today]
@@ -213,29 +229,41 @@ def _table(rows: list[list[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def _written(text: str) -> dict[str, list[str]]:
-    """The rows between the marks of a page, by name."""
+def _key(row: list[str]) -> tuple[str, str]:
+    """Rows of the same Megatron on the same torch are one row."""
+    return row[0], _public(row[TORCH])
+
+
+def _written(text: str) -> dict[tuple[str, str], list[str]]:
+    """The rows between the marks of a page, by :func:`_key`."""
     found = MARKS.search(text)
     lines = found[2].splitlines()[2:] if found else []
     rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("|")]
-    return {row[0]: row for row in rows if len(row) == len(HEADER)}
+    return {_key(row): row for row in rows if len(row) == len(HEADER)}
 
 
-def write(rows: list[list[str]]) -> None:
-    """Put ``rows`` into the page, over those of the same name. What did not run replaces nothing, an error all."""
-    text = PAGE.read_text(encoding="utf-8")
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", _public(version))]
+
+
+def merged(text: str, rows: list[list[str]]) -> str:
+    """``text`` with ``rows`` over those of the same key. What did not run replaces nothing, an error all."""
     kept = _written(text)
     for row in rows:
-        old = kept.get(row[0])
-        if old is None or not (row[1] or row[-2].startswith("skipped")):
-            kept[row[0]] = row
-        elif row[1]:
+        old = kept.get(_key(row))
+        if row[-2].startswith("skipped"):
+            if not any(name == row[0] for name, _ in kept):
+                kept[_key(row)] = row
+        elif old is None or not row[1]:
+            kept[_key(row)] = row
+            kept.pop((row[0], ""), None)  # no longer skipped
+        else:
             contract = row[4:PRETRAIN] if any(row[4:PRETRAIN]) else old[4:PRETRAIN]
             absent = row[-2] if any(row[4:PRETRAIN]) else old[-2]
-            kept[row[0]] = [*row[:4], *contract, row[PRETRAIN] or old[PRETRAIN], absent, row[-1]]
+            kept[_key(row)] = [*row[:4], *contract, row[PRETRAIN] or old[PRETRAIN], absent, row[-1]]
     order = {name: number for number, name in enumerate(WHEELS)}
-    ordered = sorted(kept.values(), key=lambda row: (order.get(row[0], len(order)), row[0]))
-    write_text(PAGE, MARKS.sub(lambda match: match[1] + _table(ordered) + match[3], text))
+    ordered = sorted(kept.values(), key=lambda row: (order.get(row[0], len(order)), row[0], _numbers(row[TORCH])))
+    return MARKS.sub(lambda match: match[1] + _table(ordered) + match[3], text)
 
 
 def main() -> None:
@@ -245,6 +273,7 @@ def main() -> None:
     parser.add_argument("--only", **several, metavar="NAME", help="these wheels and no others; 'none' for none")
     parser.add_argument("--checkout", **several, default=[], metavar="[NAME=]PATH", help="checkouts of Megatron-LM")
     parser.add_argument("--python", **several, default=[], metavar="PATH", help="further interpreters, as python3.12")
+    parser.add_argument("--torch", metavar="VERSION", help="of the interpreters only those with this torch")
     parser.add_argument("--pretrain", action="store_true", help="run pretrain_gpt.py of the checkouts instead")
     parser.add_argument("--no-docs", action="store_true", help="print the matrix, do not write it")
     arguments = parser.parse_args()
@@ -256,8 +285,9 @@ def main() -> None:
         wanted = []
     megatrons = [Megatron(name, WHEELS[name]) for name in wanted] + [_checkout(text) for text in arguments.checkout]
     pythons = [sys.executable, *arguments.python]
-    for python in pythons:
-        _version_of(python)
+    pythons = [python for python in pythons if _is_torch(python, arguments.torch)]
+    if not pythons:
+        parser.error(f"--torch {arguments.torch}: no interpreter has it; give one with --python")
     BUILD.mkdir(parents=True, exist_ok=True)
     rows, good = [], True
     for megatron in megatrons:
@@ -265,7 +295,7 @@ def main() -> None:
         rows.append(row)
         good &= passed
         if not arguments.no_docs:
-            write([row])
+            write_text(PAGE, merged(PAGE.read_text(encoding="utf-8"), [row]))
     print(_table(rows), end="")
     sys.exit(0 if good else 1)
 

@@ -25,6 +25,15 @@ def pytest_make_collect_report(collector):
         multiprocessing.forkserver.ensure_running()
 
 
+def pytest_collection_modifyitems(items):
+    """Skip what needs an accelerator that is not there."""
+    for kind in ("cuda", "hpu"):
+        if device.device_type() != kind:
+            for item in items:
+                if item.get_closest_marker(kind):
+                    item.add_marker(pytest.mark.skip(reason=f"needs a device of kind {kind}"))
+
+
 @pytest.fixture(scope="session")
 def megatron_lm(request):
     """The checkout given with --megatron-lm."""

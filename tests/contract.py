@@ -6,6 +6,7 @@ The expectation comes from the NumPy reference and from deliveries asked of the 
 from collections import defaultdict
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import param_and_grad_buffer as pgb
@@ -19,13 +20,19 @@ from tests.reference import ReferenceReduce, pieces, reference_gather
 from tests.tiny_gpt import build
 
 
-def record(rank, tiny, config, steps, overflows=None):
+def record(rank, tiny, config, steps, overflows=None, without=(), gapless=False, unhooked=None):
     """Train ``steps`` iterations with loss; returns one list of bucket records per iteration.
 
-    ``overflows``: iteration to data-parallel rank whose gradients become infinite.
+    ``overflows``: iteration to data-parallel rank whose gradients become infinite. ``without``: iterations that have
+    no exchange; ``None`` stands for them in the list. ``gapless``: as of the hooks. ``unhooked``: the phase ("grad",
+    "param") that goes past the hooks.
     """
-    lossy = hooks.install(config)
+    lossy = hooks.install(config, gapless=gapless)
     run = build(tiny)
+    if unhooked == "grad":
+        pgb.dist_reduce_scatter_func = torch.distributed.reduce_scatter_tensor
+    elif unhooked == "param":
+        pgb.dist_all_gather_func = torch.distributed.all_gather_into_tensor
     places = _places(lossy, run)
     sent, reduced = {}, {}
 
@@ -48,6 +55,10 @@ def record(rank, tiny, config, steps, overflows=None):
     DistributedDataParallel.finish_grad_sync = finish_grad_sync
     iterations = []
     for step in range(steps):
+        if step in without:
+            lossy.skip_iteration()
+            iterations.append(None)
+            continue
         before = [bucket.param_data.float().numpy().copy() for bucket, _ in places]
         report = run.step(step, overflow_on=(overflows or {}).get(step))
         if tiny.overlap_param_gather:
@@ -116,6 +127,8 @@ def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6):
     """Assert that every reduced shard and every replica is what the reference says. Returns numbers of losses."""
     reduce, lost = {}, defaultdict(int)
     for step in range(len(recorded[0])):
+        if recorded[0][step] is None:
+            continue
         # One record per rank and bucket; together they make the exchange of one group.
         exchanges = defaultdict(dict)
         for rank, iterations in enumerate(recorded):

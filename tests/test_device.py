@@ -3,19 +3,24 @@
 import importlib
 import importlib.util
 import logging
+import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_lossy import device
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
 from tests.ranks import run_ranks
 
 STEPS = 8
 
 
 def _attributes(targets):
-    """What each ``module:path`` holds; None where a class only inherits it."""
+    """What each ``module:path`` holds; None where it is not there, or a class only inherits it."""
     found = {}
     for target in targets:
         module, _, path = target.partition(":")
@@ -23,12 +28,11 @@ def _attributes(targets):
         owner = importlib.import_module(module)
         for parent in parents:
             owner = getattr(owner, parent)
-        found[target] = vars(owner).get(name)
+        found[target] = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name, None)
     return found
 
 
 def _install_and_undo(rank):
-    from megatron_lossy import device
     from megatron_lossy.device.cpu import patches
 
     targets = [patch.target for patch in patches()]
@@ -57,9 +61,6 @@ def test_patches_come_only_with_prepare_and_go_without_a_trace():
 
 
 def _without_megatron_training(rank):
-    from megatron_lossy import device
-    from megatron_lossy.errors import UsageError
-
     try:
         device.prepare(megatron_training=True)
     except UsageError as error:
@@ -75,16 +76,12 @@ def test_without_megatron_training_says_what_is_missing_and_changes_nothing():
 
 
 def test_does_not_switch_to_the_cpu_under_a_running_accelerator(monkeypatch):
-    from megatron_lossy import device
-
     monkeypatch.setattr(device, "_device_type", "cuda")
     with pytest.raises(RuntimeError, match="already uses cuda"):
         device.prepare(cpu=True)
 
 
 def _stand_ins(rank):
-    from megatron_lossy import device
-
     device.prepare()
     on_cuda = [
         torch.zeros(2, device="cuda"),
@@ -130,8 +127,6 @@ def test_stand_ins_behave_as_their_originals():
 def _random_streams(rank):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import checkpoint, get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-
-    from megatron_lossy import device
 
     device.prepare()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -294,3 +289,127 @@ def _overflow(rank):
 def test_a_step_that_overflows_on_one_rank_is_skipped_on_all():
     for outcomes in run_ranks(_overflow, 2):
         assert outcomes == dict.fromkeys(("fp32", "bf16", "fp16"), (False, None, True, True))
+
+
+# --- several accelerators, simulated ---------------------------------------------------------------------------------
+
+
+class Accelerators:
+    """In the place of ``torch.cuda`` or ``torch.hpu``: so many devices, and a note of what is asked of them."""
+
+    def __init__(self, count):
+        self.count = count
+        self.current = 0
+        self.asked = []
+
+    def device_count(self):
+        return self.count
+
+    def set_device(self, number):
+        assert number < self.count
+        self.current = number
+        self.asked.append(("set_device", number))
+
+    def current_device(self):
+        return self.current
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """``node(kind, count, **environment)``: this process is a rank on a node with ``count`` accelerators."""
+
+    def make(kind, count, **environment):
+        accelerators = Accelerators(count)
+        monkeypatch.setattr(device, "_device_type", kind)
+        if kind == "cuda":
+            for name in ("device_count", "set_device", "current_device"):
+                monkeypatch.setattr(torch.cuda, name, getattr(accelerators, name))
+        else:
+            monkeypatch.setattr(torch, kind, accelerators, raising=False)
+        if kind == "hpu":
+            for name in ("habana_frameworks", "habana_frameworks.torch", "habana_frameworks.torch.distributed"):
+                monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+            backend = types.ModuleType("habana_frameworks.torch.distributed.hccl")
+            monkeypatch.setitem(sys.modules, backend.__name__, backend)
+
+        def init_process_group(backend, **options):
+            accelerators.asked.append(("init_process_group", backend, options.pop("device_id", None)))
+
+        monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+        return accelerators
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "bound"), [("cuda", "nccl", torch.device("cuda", 3)), ("hpu", "hccl", None)]
+)
+def test_a_rank_takes_the_device_of_its_local_rank_before_any_group(node, monkeypatch, kind, backend, bound):
+    """Of the second node, say. Simulated: nobody has run several accelerators."""
+    from megatron_lossy.train import parallel
+    from tests.trainer import TINY, TrainConfig
+
+    accelerators = node(kind, 8, RANK=11, LOCAL_RANK=3, WORLD_SIZE=16)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    with parallel.world(TrainConfig(**TINY, data_path=("x",), valid_data_path=("y",))):
+        assert device.current_device() == torch.device(kind, 3)
+    assert accelerators.asked == [("set_device", 3), ("init_process_group", backend, bound)]
+
+
+def test_without_a_launcher_a_program_stays_on_its_device(node):
+    accelerators = node("cuda", 2)
+    accelerators.current = 1
+    device.init_process_group(rank=0, world_size=1)
+    assert accelerators.asked == [("init_process_group", "nccl", torch.device("cuda", 1))]
+    assert node("cpu", 0, LOCAL_RANK=3, WORLD_SIZE=4) and device.take_device() == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "environment", "message"),
+    [
+        (
+            "cuda",
+            2,
+            {"LOCAL_RANK": 2, "WORLD_SIZE": 4},
+            (
+                "LOCAL_RANK 2: this rank sees 2 cuda devices, numbered from 0; start at most --nproc-per-node 2, and "
+                "let each rank see all devices of its node (CUDA_VISIBLE_DEVICES; in Slurm --gpus-per-node)"
+            ),
+        ),
+        (
+            "cuda",
+            1,
+            {"LOCAL_RANK": 3, "WORLD_SIZE": 4},
+            "LOCAL_RANK 3: this rank sees 1 cuda device, numbered from 0; ",
+        ),
+        ("hpu", 4, {"LOCAL_RANK": 7, "WORLD_SIZE": 8}, "LOCAL_RANK 7: this rank sees 4 hpu devices, numbered from 0; "),
+        ("cuda", 4, {"WORLD_SIZE": 4}, "LOCAL_RANK is not set: the launcher must say which device of its node"),
+    ],
+)
+def test_a_rank_without_a_device_is_refused(node, tmp_path, kind, count, environment, message):
+    """By the trainer and the sweep, before any process group and before anything is written."""
+    from megatron_lossy.study import sweep
+    from megatron_lossy.train.loop import train
+    from tests.trainer import TINY, TrainConfig
+
+    accelerators = node(kind, count, RANK=0, **environment)
+    settings = {"data_path": ("x",), "eval_iters": 0, "save": str(tmp_path / "run")}
+    config = TrainConfig(**TINY | settings)
+    lossy = LossyConfig(p_grad=0.1)
+    for start in (lambda: train(config, lossy), lambda: sweep.sweep([sweep.Rate(0.1, config, lossy)])):
+        with pytest.raises(UsageError) as caught:
+            start()
+        assert str(caught.value).startswith(message)
+    assert not accelerators.asked and not list(tmp_path.iterdir())
+
+
+def test_every_process_group_of_ours_is_made_on_the_ranks_device():
+    root = Path(__file__).parents[1]
+    files = [*root.glob("megatron_lossy/**/*.py"), *root.glob("benchmarks/*.py")]
+    calls = ("dist.init_process_group(", "distributed.init_process_group(")
+    found = [file for file in files if any(call in file.read_text() for call in calls)]
+    assert found == [root / "megatron_lossy" / "device" / "__init__.py"]

@@ -1,14 +1,22 @@
 """The hooks on the real megatron-core over gloo: what is lost is lost, and nothing else changes."""
 
 import dataclasses
+import inspect
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer as pgb
 
+from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.hooks.seam import slot_of
+from megatron_lossy.transport import BucketSpec, LossyGroup, check_average, lossy_reduce_scatter
 from tests import contract
 from tests.ranks import run_ranks
-from tests.tiny_gpt import TinyGPT, missing
+from tests.tiny_gpt import TinyGPT, build, missing
 
 OVERLAPS = {
     "none": {},
@@ -19,11 +27,21 @@ BOTH = LossyConfig(p_grad=0.4, p_param=0.4, loss_unit="packet", packet_bytes=100
 RULES = ["renormalize", "renormalize-remote", "previous", "zero"]
 
 
-def contract_holds(tiny, world=4, config=BOTH, steps=4, overflows=None, **how):
+def contract_holds(tiny, world=4, config=BOTH, steps=4, overflows=None, without=(), gapless=False, **how):
     if missing(tiny):
         pytest.skip(missing(tiny))
-    recorded = run_ranks(contract.record, world, tiny, config, steps, overflows)
+    if tiny.average_in_collective and not all(run_ranks(averages, 2)):
+        pytest.skip(f"torch {torch.__version__} has no average over gloo")
+    recorded = run_ranks(contract.record, world, tiny, config, steps, overflows, without, gapless)
     return recorded, contract.check(recorded, config, averaged=tiny.average_in_collective, **how)
+
+
+def averages(rank):
+    try:
+        check_average("", None)
+    except UsageError:
+        return False
+    return True
 
 
 # --- no loss -------------------------------------------------------------------------------------------------------
@@ -89,6 +107,7 @@ SETTINGS = {
         4,
         TinyGPT(pipeline=2, virtual=2, layers=4, tied=False, accumulation=2, **OVERLAPS["both"]),
     ),
+    "batch ramp-up": (3, TinyGPT(rampup=(1, 1, 2), accumulation=3, **OVERLAPS["both"])),
     "experts": (4, TinyGPT(expert=2, experts=4, **OVERLAPS["both"])),
     "two instances": (4, TinyGPT(instances=2, bucket_size=3000)),
     "two instances, overlapped": (4, TinyGPT(instances=2, **OVERLAPS["both"])),
@@ -102,6 +121,27 @@ def test_every_setting(name):
     assert bool(lost["grad"]) == bool(lost["param"]) == (world > 1)
 
 
+@pytest.mark.parametrize(
+    ("world", "tiny", "expected"),
+    [
+        (4, TinyGPT(context=2, **OVERLAPS["both"]), {"dense": ([0, 1, 2, 3], [0, 1, 2, 3])}),
+        (4, TinyGPT(context=2, tensor=2, **OVERLAPS["both"]), {"dense": ([0, 2], [0, 2])}),
+        (
+            8,
+            TinyGPT(layers=1, instances=2, expert=2, experts=2, **OVERLAPS["both"]),
+            {"dense": ([0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 7]), "expert": ([0, 2], [0, 2, 4, 6])},
+        ),
+    ],
+    ids=["context parallel", "context and tensor parallel", "experts, two instances"],
+)
+def test_among_whom_data_are_lost(world, tiny, expected):
+    """Of rank 0: the ranks that share its optimizer, and those of all instances. Context-parallel ranks share it."""
+    recorded, lost = contract_holds(tiny, world=world)
+    places = recorded[0][0]["buckets"]
+    assert {place["stream"].kind: (place["group"], place["full"]) for place in places} == expected
+    assert lost["grad"] and lost["param"]
+
+
 @pytest.mark.parametrize("rule", ["renormalize", "previous", "zero"])
 def test_the_own_shard_can_be_lost(rule):
     config = dataclasses.replace(BOTH, lossy_self=True, grad_recovery=rule)
@@ -110,9 +150,10 @@ def test_the_own_shard_can_be_lost(rule):
     contract_holds(TinyGPT(**OVERLAPS["both"]), world=2, config=config)
 
 
-def test_tied_embeddings_stay_equal_across_stages():
+@pytest.mark.parametrize("virtual", [None, 2])
+def test_tied_embeddings_stay_equal_across_stages(virtual):
     """The first and the last stage hold copies of one weight; loss must hit both alike, under every unit."""
-    tiny = TinyGPT(pipeline=2, tied=True, accumulation=2, **OVERLAPS["both"])
+    tiny = TinyGPT(pipeline=2, virtual=virtual, layers=2 * (virtual or 1), accumulation=2, **OVERLAPS["both"])
     for unit in ("shard", "bucket", "packet"):
         recorded, _ = contract_holds(tiny, config=dataclasses.replace(BOTH, loss_unit=unit))
         copies = {}
@@ -145,6 +186,58 @@ def test_a_skipped_step(rule, overlap):
         assert all(np.isfinite(place["after"]).all() for place in step["buckets"])
 
 
+@pytest.mark.parametrize("loss_scale", [None, 8.0])
+def test_previous_outlives_an_iteration_without_exchange(loss_scale):
+    """With a loss scale and without one: what is lost next is what arrived before the gap."""
+    config = dataclasses.replace(BOTH, grad_recovery="previous")
+    _, lost = contract_holds(
+        TinyGPT(loss_scale=loss_scale, **OVERLAPS["both"]), world=2, config=config, steps=6, without=(2, 3)
+    )
+    assert lost["grad"]
+
+
+def test_previous_in_a_run_without_gaps_keeps_less_and_gives_the_same():
+    config = dataclasses.replace(BOTH, grad_recovery="previous")
+    contract_holds(TinyGPT(**OVERLAPS["both"]), world=2, config=config, steps=6, gapless=True)
+
+
+def all_reduced(rank, config, gapless):
+    """Three exchanges of given gradients, the second all-reduced: own shards, and what arrived here in the third."""
+    lossy = hooks.install(config, gapless=gapless)
+    [group] = build(TinyGPT()).model[0].bucket_groups
+    [bucket] = group.buckets
+    for step in range(3):
+        bucket.grad_data.normal_(generator=torch.Generator().manual_seed(10 * rank + step))
+        mine = bucket.grad_data.clone()
+        if step == 2:
+            slot = slot_of(bucket.grad_data)
+            arrived = slot.group.delivery("grad", 2).incoming(slot.group.rules["grad"][slot.bucket].units)
+        if step == 1:
+            group.finish_grad_sync(force_all_reduce=True)
+            kept = mine
+        else:
+            group.finish_grad_sync()
+        lossy.finish_iteration(True, all_reduced=step == 1)
+    return bucket.grad_data.chunk(2)[rank].numpy(), mine.numpy(), kept.numpy(), arrived
+
+
+@pytest.mark.skipif(
+    "force_all_reduce" not in inspect.signature(pgb._ParamAndGradBucketGroup.start_grad_sync).parameters,
+    reason="this Megatron never all-reduces under the distributed optimizer",
+)
+@pytest.mark.parametrize("gapless", [True, False])
+def test_what_was_all_reduced_was_received(gapless):
+    config = LossyConfig(p_grad=0.5, grad_recovery="previous", loss_unit="packet", packet_bytes=1000)
+    results = run_ranks(all_reduced, 2, config, gapless)
+    for owner, (own, _, _, arrived) in enumerate(results):
+        assert not arrived[1 - owner].all()
+        expected = 0
+        for source, (_, mine, kept, _) in enumerate(results):
+            there = np.repeat(arrived[source], 250)[: own.size]
+            expected = expected + np.where(there, mine.reshape(2, -1)[owner], kept.reshape(2, -1)[owner])
+        np.testing.assert_array_equal(own, expected / np.float32(2))
+
+
 def test_changing_loss_scale_with_previous():
     """fp16's dynamic scale: kept gradients are unscaled when kept and scaled when used."""
     config = LossyConfig(p_grad=0.5, grad_recovery="previous", loss_unit="packet", packet_bytes=1000)
@@ -152,3 +245,26 @@ def test_changing_loss_scale_with_previous():
     recorded = run_ranks(contract.plain, 2, tiny, config, 6)
     for weights, _reports in recorded:
         assert all(np.isfinite(value).all() for value in weights.values())
+
+
+# --- a torch that cannot average -----------------------------------------------------------------------------------
+
+
+def average_that_sums(rank):
+    """Gloo sums where it should average, as that of torch 2.5 to 2.8 does: in an own loop, and under Megatron."""
+    original = dist.reduce_scatter_tensor
+    dist.reduce_scatter_tensor = lambda *args, **kwargs: original(*args, **kwargs | {"op": dist.ReduceOp.SUM})
+    config = LossyConfig(p_grad=0.1)
+    with pytest.raises(UsageError) as of_loop:
+        group = LossyGroup.create(config, [BucketSpec(4)])
+        lossy_reduce_scatter(group, 0, torch.empty(4), torch.ones(8), 0, op=dist.ReduceOp.AVG)
+    with pytest.raises(UsageError) as of_megatron:
+        contract.record(rank, TinyGPT(average_in_collective=True), config, steps=1)
+    return str(of_loop.value), str(of_megatron.value)
+
+
+def test_an_average_that_is_a_sum_is_refused():
+    of_loop, of_megatron = run_ranks(average_that_sums, 2)[0]
+    expected = f"over gloo: torch {torch.__version__} sums instead of averaging"
+    assert of_loop.startswith(f"op=ReduceOp.AVG {expected}")
+    assert of_megatron.startswith(f"--ddp-average-in-collective {expected}")

@@ -1,11 +1,17 @@
 """What the hooks refuse before they change anything: versions of Megatron, and settings that cannot be right."""
 
+import contextlib
+import sys
+import types
+
+import numpy as np
 import pytest
+import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
-from megatron_lossy.hooks import check_version
-from megatron_lossy.hooks.checks import check_arguments
+from megatron_lossy.hooks import check_version, megatron_training
+from megatron_lossy.hooks.checks import check_arguments, check_ddp
 
 
 @pytest.mark.parametrize("version", ["0.10.0", "0.21.0", "1.0", "unknown"])
@@ -15,9 +21,19 @@ def test_unsupported_versions_are_named(version):
     check_version("0.16.1")
 
 
+def test_previous_adds_no_sums_over_different_numbers_of_tokens():
+    arguments = Arguments()
+    arguments.calculate_per_token_loss = True
+    check_arguments(arguments, LossyConfig(p_grad=0.1))
+    check_arguments(arguments, LossyConfig(p_param=0.1, grad_recovery="previous"))
+    with pytest.raises(UsageError, match="--grad-recovery previous: mixes gradients .* --calculate-per-token-loss"):
+        check_arguments(arguments, LossyConfig(p_grad=0.1, grad_recovery="previous"))
+
+
 class Arguments:
     use_distributed_optimizer = True
     optimizer = "adam"
+    rank = 1
 
 
 @pytest.mark.parametrize(
@@ -40,3 +56,94 @@ def test_settings_that_cannot_be_right_are_refused(name, value):
     check_arguments(arguments, LossyConfig())  # without loss nobody minds
     with pytest.raises(UsageError, match="--" + name.replace("_", "-")):
         check_arguments(arguments, LossyConfig(p_param=0.1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layer_wise"), [("muon", None), ("dist_muon", None), ("muon", True), ("muon", False), ("soap", True)]
+)
+def test_a_layer_wise_optimizer_is_named_and_not_what_megatron_turned_off_for_it(optimizer, layer_wise):
+    """As Megatron's own validation leaves the arguments: before 0.18, and after."""
+    arguments = Arguments()
+    arguments.optimizer, arguments.use_distributed_optimizer = optimizer, False
+    if layer_wise is not None:
+        arguments.use_layer_wise_distributed_optimizer = layer_wise
+    with pytest.raises(UsageError, match=f"^--optimizer {optimizer}: layer-wise .* choose adam or sgd"):
+        check_arguments(arguments, LossyConfig(p_grad=0.1))
+
+
+def test_adam_of_a_megatron_with_layer_wise_optimizers_and_of_habana_pass():
+    for optimizer, layer_wise in (("adam", False), ("sgd", False), ("fusedadamw", None)):
+        arguments = Arguments()
+        arguments.optimizer = optimizer
+        if layer_wise is not None:
+            arguments.use_layer_wise_distributed_optimizer = layer_wise
+        check_arguments(arguments, LossyConfig(p_grad=0.1))
+
+
+def test_a_layer_wise_layout_is_refused_in_loops_without_arguments():
+    """What Megatron's ``tag_params_for_buffer_routing`` does to a model before it is wrapped."""
+    module = torch.nn.Linear(2, 2)
+    settings = types.SimpleNamespace(use_distributed_optimizer=True)
+    ddp = types.SimpleNamespace(
+        ddp_config=settings, config=settings, module=module, buffers=[], expert_parallel_buffers=[]
+    )
+    check_ddp(ddp, LossyConfig(p_grad=0.1))
+    module.bias.is_managed_by_layer_wise_optimizer = False
+    check_ddp(ddp, LossyConfig(p_grad=0.1))
+    module.weight.is_managed_by_layer_wise_optimizer = True
+    with pytest.raises(UsageError, match="LayerWiseDistributedOptimizer: layer-wise optimizers gather differently"):
+        check_ddp(ddp, LossyConfig(p_grad=0.1))
+
+
+@pytest.mark.parametrize("kind", ["local", "global"])
+def test_checkpoints_that_hold_no_replicas_cannot_go_with_saved_ones(kind):
+    arguments = Arguments()
+    arguments.non_persistent_ckpt_type = kind
+    check_arguments(arguments, LossyConfig(p_param=0.1))
+    with pytest.raises(UsageError, match=f"^--non-persistent-ckpt-type {kind}: such checkpoints hold no replicas"):
+        check_arguments(arguments, LossyConfig(p_param=0.1, save_replicas=True))
+
+
+def test_a_trace_is_checked_against_the_sizes_that_megatron_settled_on(tmp_path, monkeypatch):
+    """They may come from a checkpoint. Nothing is claimed for a run that is refused."""
+    arrived = np.ones((5, 2, 2, 1), dtype=bool)
+    np.savez(tmp_path / "trace.npz", grad=arrived, param=arrived)
+    config = LossyConfig(loss_model=("trace",), trace=str(tmp_path / "trace.npz"))
+    monkeypatch.setattr(megatron_training, "usage_errors", contextlib.nullcontext)
+    claimed = []
+    monkeypatch.setattr(megatron_training, "_claim_delivery_log", lambda *_: claimed.append(1))
+
+    def validate(**sizes):
+        arguments = Arguments()
+        vars(arguments).update({"context_parallel_size": 1, "train_iters": 5} | sizes)
+        lossy = types.SimpleNamespace(config=config)
+        return megatron_training.validate_args(lossy, lambda args: args, arguments)
+
+    assert validate(data_parallel_size=2).data_parallel_size == 2 and len(claimed) == 1
+    with pytest.raises(UsageError, match="is of 2 ranks, but the group has 4"):
+        validate(data_parallel_size=2, context_parallel_size=2)
+    with pytest.raises(UsageError, match="has 5 steps in phase grad, the run needs 6"):
+        validate(data_parallel_size=2, train_iters=6)
+    assert len(claimed) == 1
+
+
+def test_other_processes_can_copy_the_owners_weights_while_a_checkpoint_is_scheduled(monkeypatch):
+    """Megatron's persistent workers read the device's memory, unordered by streams, before ``save_checkpoint`` returns."""
+    happened = []
+
+    class Lossy:
+        @contextlib.contextmanager
+        def owner_weights(self, model):
+            happened.append("gathered")
+            yield
+            happened.append("put back")
+
+    def save(iteration, model, **kwargs):
+        happened.append("saved")
+
+    training = types.ModuleType("megatron.training")
+    training.get_args = None
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("synchronized"))
+    megatron_training.save_checkpoint(Lossy(), save, 5, [], non_persistent_ckpt=True)
+    assert happened == ["gathered", "synchronized", "saved", "put back"]

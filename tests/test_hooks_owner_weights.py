@@ -113,3 +113,51 @@ def test_replicas_are_saved_and_restored(overlap, rule):
             run_ranks(resume, 2, OVERLAPS[overlap], other, folder, weights)
     with tempfile.TemporaryDirectory() as folder, pytest.raises(RankFailed, match="saved without replicas"):
         run_ranks(resume, 2, OVERLAPS[overlap], config, folder, weights)
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory):
+    """Replicas saved by two ranks after two iterations, and their weights."""
+    folder = str(tmp_path_factory.mktemp("replicas"))
+    config = dataclasses.replace(CONFIG, grad_recovery="previous")
+    saved = run_ranks(save_and_go_on, 2, OVERLAPS["both"], config, folder)
+    return config, folder, [weights for weights, _ in saved], [report for _, report in saved]
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "difference"),
+    [
+        ({"p_grad": 0.3}, {}, "--p-grad was 0.4 there and is 0.3 here"),
+        ({"p_param": 0.0}, {}, "--p-param was 0.4 there and is 0.0 here"),
+        ({"loss_seed": 7}, {}, "--loss-seed was 1234 there and is 7 here"),
+        ({"lossy_self": True}, {}, "--lossy-self was False there and is True here"),
+        ({"loss_model": ("gilbert-elliott",)}, {}, "--loss-model was bernoulli there and is gilbert-elliott here"),
+        ({"loss_correlation": "source"}, {}, "--loss-correlation was independent there and is source here"),
+        ({"packet_bytes": 500}, {}, "--packet-bytes was 1000 there and is 500 here"),
+        ({}, {"tensor": 2}, "--tensor-model-parallel-size was 1 there and is 2 here"),
+        (
+            {},
+            {"bucket_size": 9000},
+            r"bucket 0 of dense-e0-s0-c0 was \d+ elements .* there and is \d+ elements .* here",
+        ),
+        ({}, {"dtype": "bf16"}, r"bucket 0 .* elements \(torch.float32, torch.float32\) there .*torch.bfloat16\) here"),
+    ],
+)
+def test_replicas_of_another_run_are_refused(replicas, flags, model, difference):
+    """One line with what differs and both values, before anything is restored."""
+    config, folder, _, _ = replicas
+    with pytest.raises(RankFailed, match=f"UsageError: --save-replicas with {folder}: {difference}; without"):
+        run_ranks(
+            resume,
+            2,
+            dataclasses.replace(OVERLAPS["both"], **model),
+            dataclasses.replace(config, **flags),
+            folder,
+            None,
+        )
+
+
+def test_what_does_not_change_a_run_may_differ(replicas):
+    config, folder, weights, reports = replicas
+    other = dataclasses.replace(config, eval_weights="both", drift_interval=5)
+    assert run_ranks(resume, 2, OVERLAPS["both"], other, folder, weights) == reports

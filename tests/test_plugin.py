@@ -7,6 +7,9 @@ import sys
 import numpy as np
 import pytest
 
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.plugin import check_command_line
 from tests.programs import run_program
 
 
@@ -67,6 +70,20 @@ def test_files_are_checked_against_world_size_and_length(tmp_path):
     assert done.returncode == 2 and "has 5 steps in phase grad, the run needs 6" in done.stderr
     done = run_program("megatron_lossy", __file__, *flags, "--tensor-model-parallel-size", "2", WORLD_SIZE=4)
     assert done.returncode == 2 and "is of 4 ranks, but the group has 2" in done.stderr
+
+
+def test_sizes_that_megatron_reads_from_a_file_are_left_to_it(tmp_path, monkeypatch):
+    """A trace of two ranks is refused for four, but fits if a checkpoint says that they are tensor parallel."""
+    arrived = np.ones((5, 2, 2, 1), dtype=bool)
+    np.savez(tmp_path / "trace.npz", grad=arrived, param=arrived)
+    config = LossyConfig(loss_model=("trace",), trace=str(tmp_path / "trace.npz"))
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    length = ["--train-iters", "5"]
+    with pytest.raises(UsageError, match="is of 2 ranks, but the group has 4"):
+        check_command_line(config, length)
+    assert check_command_line(config, [*length, "--use-checkpoint-args"]) == 5
+    assert check_command_line(config, [*length, "--use-mp-args-from-checkpoint-args"]) == 5
+    assert check_command_line(config, [*length, "--yaml-cfg", "run.yaml"]) is None
 
 
 def test_a_script_without_megatron_training_is_refused(tmp_path):

@@ -121,6 +121,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, flags, tmp_path)
     shutil.copytree(tmp_path / "whole" / "iter_0000010", half / "iter_0000010")
     (half / "latest_checkpointed_iteration.txt").write_text("10")
     resumed, done = pretrain(megatron_lm, *flags, "--load", half)
+    if "No module named 'transformer_engine'" in done.stderr:
+        pytest.skip("torch_dist checkpoints of this Megatron need Transformer Engine")  # 0.12
     assert done.returncode == 0, done.stderr[-3000:]
     assert "(owner weights)" in resumed[-1] or "both" not in flags
     # Megatron's first line after a resume stays in the mean that the second one reports: compare from the third on.

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import cut
+from megatron_lossy.exchange import Lost, cut
 from megatron_lossy.recovery import IndexedRows, MaskedRows
 
 shards = st.lists(st.integers(1, 40), min_size=1, max_size=4)
@@ -66,14 +66,14 @@ def test_rows(bucket, rows, dtype):
     storage[5] = float("inf")
     before = storage.clone()
     buffer = storage[3 : 3 + size * units.shard]
-    saved = rows.take(buffer, units, lost)
+    saved = rows.take(buffer, units, Lost(lost))
     assert torch.equal(storage, before)
-    rows.zero_(buffer, units, lost)
+    rows.zero_(buffer, units, Lost(lost))
     assert torch.equal(buffer, torch.where(mask, torch.zeros((), dtype=dtype), before[3 : 3 + mask.numel()]))
     assert torch.equal(storage[:3], before[:3]) and torch.equal(storage[3 + mask.numel() :], before[3 + mask.numel() :])
     buffer.add_(1)
     changed = buffer.clone()
-    rows.put_(buffer, units, lost, saved)
+    rows.put_(buffer, units, Lost(lost), saved)
     assert torch.equal(buffer, torch.where(mask, before[3 : 3 + mask.numel()], changed))
 
 
@@ -82,9 +82,8 @@ def test_rows(bucket, rows, dtype):
 def test_indexed_rows_keep_only_what_was_lost(bucket):
     size, units, lost = bucket
     buffer = torch.ones(size * units.shard)
-    kept = sum(
-        part.numel() for parts in IndexedRows.take(buffer, units, lost) for part in parts if part.is_floating_point()
-    )
+    saved = IndexedRows.take(buffer, units, Lost(lost))
+    kept = sum(part.numel() for parts in saved for part in parts if part.is_floating_point())
     assert kept == elements(size, units, lost).sum()
 
 
@@ -99,3 +98,13 @@ def test_scale(bucket, data, rows):
     expected = shard.numpy() * np.repeat(factors.astype(np.float32), units.elements)[: units.shard]
     rows.scale_(shard, units, factors)
     np.testing.assert_array_equal(shard.numpy(), expected)
+
+
+def test_what_is_taken_holds_no_more_memory_than_it_has_values():
+    """Saving a tensor saves all of its storage."""
+    [units], _ = cut([30], [4], "packet", 28)
+    lost = Lost(np.arange(2 * units.count).reshape(2, -1) % 3 == 0)
+    for parts in IndexedRows.take(torch.arange(60.0), units, lost):
+        assert parts
+        for part in parts:
+            assert part.untyped_storage().nbytes() == part.numel() * part.itemsize

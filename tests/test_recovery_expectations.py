@@ -32,7 +32,7 @@ def means(size, p, rule, lossy_self=False):
         for rank in range(size):
             end = ends[rank]
             delivery = end.foresee(Exchange("grad", Stream(), 0))
-            reduction = Reduction(upcoming=lambda end=end: end.foresee(Exchange("grad", Stream(), 1)))
+            reduction = Reduction(following=lambda end=end: end.foresee(Exchange("grad", Stream(), 1)))
             buffer = torch.full((size * UNITS,), float(rank == source))
             recovery = GRAD_RECOVERIES.load(rule)(units, rank)
             sent.append((recovery, delivery, recovery.before(buffer, delivery, reduction), reduction))

@@ -135,7 +135,7 @@ def test_replicas_of_a_later_version_are_refused(tmp_path):
     run_ranks(save_and_go_on, 2, OVERLAPPED, CONFIG, str(tmp_path))
     file = tmp_path / run.REPLICAS / "rank_00001.pt"
     torch.save(torch.load(file, weights_only=True) | {"format": 99}, file)
-    with pytest.raises(RankFailed, match="format 99: is of another version; this one reads 2"):
+    with pytest.raises(RankFailed, match="format 99: is of a later version; this one reads up to 3"):
         run_ranks(resume_rank, 2, OVERLAPPED, CONFIG, str(tmp_path), None)
 
 

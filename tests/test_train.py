@@ -68,6 +68,7 @@ def test_resumed_run_equals_uninterrupted_one(data, tmp_path, settings, loss):
     assert recorded_losses(once) == recorded_losses(twice)
     assert checkpoint_bytes(once, 8) == checkpoint_bytes(twice, 8)
     assert len(read_records(twice, "run")) == 1
+    assert not loss or whole["valid"]["replica"] != whole["valid"]["owner"]  # something is lost
     assert whole["valid"] == resumed["valid"] and set(whole["valid"]) == ({"replica", "owner"} if loss else {"replica"})
 
 

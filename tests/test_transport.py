@@ -1,6 +1,7 @@
 """How exchanges cross: deliveries, transfers, and the public lossy collectives on real gloo ranks without Megatron."""
 
 import itertools
+import socket
 import weakref
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import BucketUnits, Delivery, Exchange, Stream
 from megatron_lossy.transport import (
     BucketSpec,
@@ -21,6 +23,7 @@ from megatron_lossy.transport import (
 )
 from megatron_lossy.transport.collective import CollectiveTransport
 from megatron_lossy.transport.memory import Memory
+from megatron_lossy.transport.network import consecutive_nodes, find_nodes
 from tests.ranks import RankFailed, run_ranks
 from tests.reference import ReferenceReduce, pieces, reference_gather
 
@@ -153,13 +156,21 @@ def test_other_reductions_are_refused():
         run_ranks(wrong_op, 2)
 
 
-def nodes_by_host(rank):
-    group = LossyGroup.create(LossyConfig(p_grad=0.9, lossy_links="inter-node"), [BucketSpec(4)])
-    return bool(group.delivery("grad", 0).sent.all())
+def nodes_by_host(rank, host_of_rank):
+    socket.gethostname = lambda: host_of_rank[rank]
+    return find_nodes(None)
 
 
 def test_ranks_of_one_host_are_one_node():
-    assert all(run_ranks(nodes_by_host, 2))
+    assert run_ranks(nodes_by_host, 3, ["a", "b", "a"]) == [[0, 1, 0]] * 3
+    assert run_ranks(nodes_by_host, 1, ["a"]) == [[0]]
+
+
+def test_a_single_node_loses_nothing_between_nodes():
+    with pytest.raises(RankFailed, match="--lossy-links inter-node: all 2 ranks report the host name 'localhost'"):
+        run_ranks(nodes_by_host, 2, ["localhost"] * 2)
+    with pytest.raises(UsageError, match="--ranks-per-node 4: puts all 3 ranks on one node"):
+        consecutive_nodes(range(3), 4)
 
 
 # --- deliveries, without a process group ---------------------------------------------------------------------------
@@ -225,7 +236,7 @@ def test_a_group_keeps_the_last_delivery_and_hands_it_over():
         assert (replica == step).all()  # the collective is reliable; nothing is put back before the wait
         delivery = transfer.wait()
         assert isinstance(delivery, Delivery) and group.last["param"] is delivery is transfer.wait()
-        lost = np.repeat(group.rules["param"][0].lost(delivery), 2, axis=1).ravel()
+        lost = np.repeat(group.rules["param"][0].lost(delivery).mask, 2, axis=1).ravel()
         assert np.array_equal((replica == -1).numpy(), lost)
     # A delivery that was observed, and that nobody could draw, is what a reliable gather puts back.
     observed = np.zeros((3, 4), dtype=bool)

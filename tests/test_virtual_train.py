@@ -88,8 +88,11 @@ def test_two_workers_train_as_two_ranks_bit_for_bit(data, tmp_path):
 
 
 @pytest.mark.parametrize(("workers", "batch"), [(3, 6), (4, 8)])
-def test_more_workers_train_as_ranks_within_a_bound(data, tmp_path, workers, batch):
-    """Rounding differs, and grows with the steps: losses within 0.1 % over 8 iterations of learning rate 0.01."""
+def test_more_workers_train_as_ranks_within_rounding(data, tmp_path, workers, batch):
+    """Losses and gradient norms, over 8 iterations of learning rate 0.01, within a few units of float32's last place.
+
+    A wrong weight shows in the norm at once, where clipping and Adam take it out of the losses.
+    """
     settings = {"global_batch_size": batch, "eval_iters": 1}
     cases = {
         "shards": (settings, {**LOSS, "eval_weights": "both"}),
@@ -98,10 +101,15 @@ def test_more_workers_train_as_ranks_within_a_bound(data, tmp_path, workers, bat
     }
     curves = {}
     for name, folders in run_both(workers, data, tmp_path, cases).items():
-        real, virtual = (
-            [r["lm loss"] for r in read_records(folder, "train") + read_records(folder, "valid")] for folder in folders
+        (losses, norms), (virtual, virtual_norms) = (
+            [
+                [r["lm loss"] for r in read_records(folder, "train") + read_records(folder, "valid")],
+                [r["grad norm"] for r in read_records(folder, "train")],
+            ]
+            for folder in folders
         )
-        assert virtual == pytest.approx(real, rel=1e-3), name
+        assert virtual == pytest.approx(losses, rel=3e-7), name
+        assert virtual_norms == pytest.approx(norms, rel=1e-6), name
         curves[name] = virtual
     assert curves["shards"][:8] != pytest.approx(curves["nodes"][:8], rel=1e-3)  # the bound tells cases apart
 
@@ -158,6 +166,7 @@ def test_killed_and_stopped_run_continues_bit_for_bit(data, tmp_path, settings, 
     assert stopped["iteration"] == 6 and not stopped["finished"]
     [([resumed, whole], _)] = run_ranks(train_runs, 1, (again, loss), (base | {"save": str(once)}, loss))
     assert resumed["finished"] and resumed["valid"] == whole["valid"]
+    assert whole["valid"]["replica"] != whole["valid"]["owner"]  # something is lost
     assert recorded_losses(once) == recorded_losses(twice)
     assert checkpoint_bytes(once, 8) == checkpoint_bytes(twice, 8)
     assert (once / "iter_0000008/lossy_replicas/virtual.pt").stat().st_size > 10_000
@@ -195,10 +204,11 @@ def test_replicas_of_other_runs_are_refused(data, tmp_path):
     base |= {"load": str(run), "train_iters": 4}
     folder = run / "iter_0000002"
 
+    hint = "without the flag all replicas begin equal"
     [text] = run_ranks(refusal, 1, base | {"virtual_workers": 2}, loss)
-    assert text == f"--save-replicas with {folder}: workers was 4 there and is 2 here"
+    assert text == f"--save-replicas with {folder}: workers was 4 there and is 2 here; {hint}"
     [text] = run_ranks(refusal, 1, base | {"virtual_workers": 4}, loss | {"grad_recovery": "previous"})
-    assert text == f"--save-replicas with {folder}: --grad-recovery was renormalize there and is previous here"
+    assert text == f"--save-replicas with {folder}: --grad-recovery was renormalize there and is previous here; {hint}"
     for text in run_ranks(refusal, 2, base, loss):
         assert text.startswith(f"--save-replicas {folder}/lossy_replicas/rank_0000") and "is missing" in text
     (folder / "lossy_replicas" / "virtual.pt").unlink()
@@ -227,7 +237,7 @@ def test_one_worker_and_sixty_four(data, tmp_path):
         train_runs,
         1,
         run("plain", None),
-        run("1", 1, **LOSS),
+        run("1", 1),
         run("64", 64),
         run("64 lossy", 64, p_grad=0.1, p_param=0.1, eval_weights="both"),
         run("64 packets", 64, **LOSS, **PACKETS, **BURSTS, grad_recovery="previous"),

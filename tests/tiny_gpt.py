@@ -43,6 +43,7 @@ class TinyGPT:
     tensor: int = 1
     pipeline: int = 1
     virtual: int | None = None  # model chunks per pipeline rank; needs layers = pipeline x virtual x n
+    context: int = 1  # as ranks with data of their own: attention over several of them needs Transformer Engine
     expert: int = 1
     instances: int = 1  # distributed optimizer instances
     experts: int | None = None
@@ -74,6 +75,7 @@ class TinyGPT:
 
     micro_batch: int = 2
     accumulation: int = 1  # micro-batches per iteration
+    rampup: tuple[int, ...] = ()  # those of the first iterations
     seed: int = 1
 
 
@@ -161,8 +163,8 @@ class TinyRun:
         return result
 
     def rank(self) -> int:
-        """The data-parallel rank whose data are used."""
-        return parallel_state.get_data_parallel_rank()
+        """The data-parallel rank whose data are used. Each context-parallel rank has its own."""
+        return parallel_state.get_data_parallel_rank(with_context_parallel=True)
 
     def _buffers(self) -> Iterator[tuple[str, Any]]:
         for c, chunk in enumerate(self.model):
@@ -174,12 +176,13 @@ class TinyRun:
         config = self.config
         rank = self.rank()
         scale = float("inf") if overflow_on == rank else 1.0
-        batches = [iter([_batch(config, iteration, rank, k) for k in range(config.accumulation)]) for _ in self.model]
+        micro_batches = config.rampup[iteration] if iteration < len(config.rampup) else config.accumulation
+        batches = [iter([_batch(config, iteration, rank, k) for k in range(micro_batches)]) for _ in self.model]
         reports = self._train(
             forward_step_func=partial(_forward_step, scale=scale),
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self.model if len(self.model) > 1 else self.model[0],
-            num_microbatches=config.accumulation,
+            num_microbatches=micro_batches,
             seq_length=config.sequence,
             micro_batch_size=config.micro_batch,
             forward_only=forward_only,
@@ -235,6 +238,7 @@ def build(config: TinyGPT, cluster: VirtualCluster | None = None) -> TinyRun:
             tensor_model_parallel_size=config.tensor,
             pipeline_model_parallel_size=config.pipeline,
             virtual_pipeline_model_parallel_size=config.virtual,
+            context_parallel_size=config.context,
             expert_model_parallel_size=config.expert,
             num_distributed_optimizer_instances=config.instances,
             **_known(parallel_state.initialize_model_parallel, create_gloo_process_groups=False),
@@ -249,9 +253,11 @@ def missing(config: TinyGPT) -> str | None:
     version = megatron.core.__version__
     if config.fp32_accumulation and not _known(DistributedDataParallelConfig, reduce_scatter_with_fp32_accumulation=1):
         return f"megatron-core {version} has no reduce-scatter with fp32 accumulation"
-    tied = config.tied and config.pipeline > 1 and config.bucket_size
-    if tied and tuple(map(int, version.split(".")[:2])) < (0, 13):  # an assertion fails, with or without us
-        return f"megatron-core {version} has no bucket of its own for this shared embedding"
+    if tuple(map(int, version.split(".")[:2])) < (0, 13):  # an assertion fails, with or without us
+        if config.tied and config.pipeline > 1 and config.bucket_size:
+            return f"megatron-core {version} has no bucket of its own for this shared embedding"
+        if config.experts and config.instances > 1:
+            return f"megatron-core {version} has no optimizer instances with experts"
     if config.experts:
         try:
             get_gpt_layer_local_spec(num_experts=config.experts)

@@ -87,7 +87,7 @@ def checkpoint_bytes(folder: Path, iteration: int) -> dict:
         for key, value in metadata.items()
         if isinstance(value, TensorStorageMetadata)
     }
-    dcp.load(state, checkpoint_id=str(path), no_dist=True)
+    dcp.load(state, checkpoint_id=str(path))
     return {key: value.reshape(-1).view(torch.uint8).numpy().tobytes() for key, value in state.items()}
 
 

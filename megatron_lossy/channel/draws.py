@@ -120,7 +120,7 @@ class Uniforms:
         rest = np.rint((scaled - whole) * 2.0**32).astype(np.int64)
         if whole.ndim == 0 and whole == 65536:
             return np.ones(self.upper.shape, dtype=bool)
-        whole = whole.astype(np.uint16)[..., None]
+        whole = whole[..., None].astype(self.upper.dtype)
         result = self.upper < whole
         if rest.any():
             rest = np.broadcast_to(rest, len(self.upper))

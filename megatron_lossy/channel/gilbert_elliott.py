@@ -75,6 +75,7 @@ class GilbertElliott(DrawnChannel):
         """(PGB, PBG, loss when good, loss when bad) of ``step``."""
         if self.loss.transitions is not None:
             return self.loss.transitions
+        assert self.loss.burst is not None, "plan sets one of the two"
         rate, to_good = self.loss.schedule.rate(step), 1 / self.loss.burst
         return to_good * rate / (1 - rate), to_good, 0.0, 1.0
 

@@ -46,7 +46,8 @@ class PerLink(DrawnChannel):
 
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
         super().__init__(loss, seed, together)
-        self.rates = None if loss.lossless else read_matrix(loss.matrix)
+        if loss.matrix is not None:
+            self.rates = read_matrix(loss.matrix)
 
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:

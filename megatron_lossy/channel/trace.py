@@ -31,6 +31,7 @@ class Trace(Channel):
 
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
         super().__init__(loss, seed, together)
+        assert loss.trace is not None, "plan sets it"
         self.path = loss.trace
         try:
             with np.load(self.path, allow_pickle=False) as archive:
@@ -51,7 +52,9 @@ class Trace(Channel):
 
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
-        return replace(super().plan(config, phase), trace=Path(config.trace), lossless=False)
+        loss = super().plan(config, phase)
+        assert config.trace is not None, "sets_rate refuses this"
+        return replace(loss, trace=Path(config.trace), lossless=False)
 
     @classmethod
     def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:

@@ -6,18 +6,23 @@ machine without an accelerator the patches of :mod:`.cpu` (and :mod:`.cpu_traini
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 import sys
 import types
+from typing import Any
 
 import torch
 
+from ..errors import refuse
 from ..ledger import Ledger
 
 CORE = Ledger("megatron.core on CPU")
 TRAINING = Ledger("megatron.training on CPU")
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "hpu": "hccl"}
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}
 _device_type: str | None = None
 
 
@@ -43,6 +48,46 @@ def current_device() -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, getattr(torch, kind).current_device())
+
+
+def take_device() -> torch.device:
+    """Make this rank compute on the device that its node numbers as ``LOCAL_RANK``; call it before any process group.
+
+    Without a launcher it stays with the current device. Raises :class:`UsageError` if there is no such device, also
+    where every rank sees one device of its own: that cannot be told from ranks which would share a device.
+    """
+    kind = device_type()
+    if kind == "cpu":
+        return current_device()
+    if kind == "hpu":
+        # Registers the backend, and binds this process to the module of its LOCAL_RANK.
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+    if "LOCAL_RANK" not in os.environ:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise refuse(
+                "LOCAL_RANK", "is not set", "the launcher must say which device of its node a rank computes on"
+            )
+        return current_device()
+    number, accelerator = int(os.environ["LOCAL_RANK"]), getattr(torch, kind)
+    count = accelerator.device_count()
+    if number >= count:
+        allowed = f"this rank sees {count} {kind} device{'s'[: count != 1]}, numbered from 0; "
+        allowed += f"start at most --nproc-per-node {count}, and let each rank see all devices of its node "
+        raise refuse("LOCAL_RANK", number, f"{allowed}({_VISIBLE[kind]}; in Slurm --gpus-per-node)")
+    accelerator.set_device(number)
+    return torch.device(kind, number)
+
+
+def init_process_group(**options: Any) -> None:
+    """``torch.distributed.init_process_group`` for the device and the backend of this rank. See :func:`take_device`.
+
+    On CUDA the group is bound to the device, so that later groups are split from it. Every rank must then take part
+    in making a group, which torch forgets for gloo groups: make none of some of the ranks.
+    """
+    mine = take_device()
+    if mine.type == "cuda":
+        options["device_id"] = mine
+    torch.distributed.init_process_group(backend(), **options)
 
 
 def prepare_import() -> None:

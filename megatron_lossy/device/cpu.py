@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo.eval_frame
 
 from ..ledger import Patch
 
@@ -210,7 +209,6 @@ def patches() -> list[Patch]:
     memory = "frees or asks about memory of the GPU"
     state = "the random state of dropout is that of the CPU's generator"
     rng = "megatron.core.tensor_parallel.random"
-    eager = torch._dynamo.eval_frame.DynamoStance("force_eager")
     optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
     return [
         _patch("torch.cuda:current_device", _current_device, "buffers are created on torch.cuda.current_device()"),
@@ -257,7 +255,7 @@ def patches() -> list[Patch]:
             until="0.12 is no longer supported",
             optional=True,
         ),
-        _patch("torch._dynamo.eval_frame:_stance", eager, "compiling for the CPU takes longer than small runs do"),
+        _patch("torch._dynamo.config:disable", True, "compiling for the CPU takes longer than small runs do"),
         *(
             Patch(
                 target=f"{optimizer}.{name}",

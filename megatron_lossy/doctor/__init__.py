@@ -48,12 +48,13 @@ class DoctorConfig:
 def examine(config: DoctorConfig) -> list[Finding]:
     """Everything that ``config`` asks for. Imports Megatron, so that it can look at one Megatron per process."""
     from .found import devices, hook_targets, versions
+    from .requirements import examine_requirements, requirements
     from .step import try_step
 
     if config.megatron_lm is not None:
         sys.path.insert(0, str(Path(config.megatron_lm).resolve()))
     kind, count, found = devices()
-    findings = versions(config.megatron_lm) + found
+    findings = versions(config.megatron_lm) + examine_requirements(requirements()) + found
     if ready(findings):
         findings += hook_targets(config.megatron_lm is not None)
     if not ready(findings):

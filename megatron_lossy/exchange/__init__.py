@@ -2,6 +2,7 @@
 
 from .delivery import Delivery
 from .exchange import KINDS, Exchange, Stream
+from .lost import Lost
 from .units import BucketUnits, cut, units_of
 
-__all__ = ["KINDS", "BucketUnits", "Delivery", "Exchange", "Stream", "cut", "units_of"]
+__all__ = ["KINDS", "BucketUnits", "Delivery", "Exchange", "Lost", "Stream", "cut", "units_of"]

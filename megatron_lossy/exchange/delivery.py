@@ -5,12 +5,14 @@ One record for all: recovery rules, monitors, the delivery log and checkpoints a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from .exchange import Exchange
+from .lost import Lost
 from .units import BucketUnits
 
 
@@ -31,6 +33,7 @@ class Delivery:
     arrived: np.ndarray
     cut: Sequence[BucketUnits]
     sent: np.ndarray | None = None
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def incoming(self, units: BucketUnits) -> np.ndarray:
         """bool[S, count]: what of the bucket that is cut into ``units`` arrived at the one receiver, by source."""
@@ -41,3 +44,30 @@ class Delivery:
         """bool[S, count]: what of the one receiver's bucket arrived, by destination."""
         assert self.sent is not None
         return self.sent[:, units.numbers]
+
+    def lost_here(self, units: BucketUnits) -> Lost:
+        """What of the bucket did not arrive at the one receiver, by source."""
+        return self._once("here", units, lambda: Lost(~self.incoming(units)))
+
+    def lost_there(self, units: BucketUnits) -> Lost:
+        """What of the one receiver's bucket did not arrive, by destination."""
+        return self._once("there", units, lambda: Lost(~self.outgoing(units)))
+
+    def survivors(self, units: BucketUnits) -> np.ndarray:
+        """int[count]: from how many sources each unit of the bucket arrived at the one receiver."""
+        return self._once("survivors", units, lambda: self.incoming(units).sum(axis=0))
+
+    def prepare(self) -> None:
+        """Work out what recovery will ask for, which may take longer than the draw; on any thread."""
+        for units in self.cut:
+            if self.exchange.phase == "grad":
+                self.survivors(units)
+            lost = self.lost_there(units) if self.exchange.phase == "grad" else self.lost_here(units)
+            for numbers, _ in units.parts:
+                lost.places(numbers)
+
+    def _once(self, what: str, units: BucketUnits, find: Callable[[], Any]) -> Any:
+        key = (what, units.first, units.count)
+        if key not in self._known:
+            self._known[key] = find()
+        return self._known[key]

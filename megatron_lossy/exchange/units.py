@@ -36,6 +36,12 @@ class BucketUnits:
         return self.shard - self.whole * self.elements
 
     @property
+    def parts(self) -> list[tuple[slice, int]]:
+        """The bucket's units that are equally long, as numbers counted from ``first``, and their elements."""
+        result = [(slice(0, self.whole), self.elements)] if self.whole else []
+        return result + ([(slice(self.whole, self.whole + 1), self.tail)] if self.tail else [])
+
+    @property
     def numbers(self) -> slice:
         """The bucket's units among those of the stream."""
         return slice(self.first, self.first + self.count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,17 @@ def buckets_by_stream(ddp: DistributedDataParallel) -> list[tuple[Stream, Any, l
             if chosen:
                 result.append((stream, full, chosen))
     return result
+
+
+def bucket_sizes(streams: Sequence[tuple[Stream, Sequence[tuple[Any, Any]]]]) -> dict[str, str]:
+    """Size and dtypes of every bucket, in words, by words for which one it is. ``streams``: with their pairs."""
+    return {
+        f"bucket {number} of {stream.name}": (
+            f"{bucket.grad_data.numel()} elements ({bucket.grad_data.dtype}, {bucket.param_data.dtype})"
+        )
+        for stream, pairs in streams
+        for number, (_, bucket) in enumerate(pairs)
+    }
 
 
 def _is_shared_embedding(bucket: Any) -> bool:

@@ -8,7 +8,17 @@ import torch
 
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
+from ..registry import GRAD_RECOVERIES
 from .versions import dense_buffers
+
+_LAYER_WISE = "layer-wise optimizers gather differently; choose adam or sgd"
+
+
+def _layer_wise(args: Any) -> bool:
+    """Whether Megatron shards the optimizer of ``args`` by layers, for which it turns its distributed optimizer off."""
+    name = str(getattr(args, "optimizer", ""))
+    every_other = hasattr(args, "use_layer_wise_distributed_optimizer")  # from 0.18 on
+    return "muon" in name or name.startswith("dist_") or (every_other and name not in ("adam", "sgd"))
 
 
 def _full_iteration_graph(config: Any) -> bool:
@@ -17,17 +27,33 @@ def _full_iteration_graph(config: Any) -> bool:
     return any("full_iteration" in str(getattr(item, "name", item)) for item in scopes)
 
 
+def check_loss_per_token(settings: Any, config: LossyConfig) -> None:
+    """Raise :class:`UsageError` for a rule that adds sums over different numbers of tokens. ``settings``: of Megatron."""
+    adds = not config.phase("grad").lossless and GRAD_RECOVERIES.load(config.grad_recovery).carries_over
+    if adds and getattr(settings, "calculate_per_token_loss", False):
+        raise refuse(
+            "--grad-recovery",
+            config.grad_recovery,
+            "mixes gradients of several steps, which --calculate-per-token-loss makes sums over as many tokens as "
+            "each step has; choose another rule or omit that flag",
+        )
+
+
 def check_ddp(ddp: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` if loss in the exchanges of this model chunk cannot be right."""
     settings = ddp.ddp_config
     if not settings.use_distributed_optimizer:
         raise UsageError("--use-distributed-optimizer is off: loss needs Megatron's distributed optimizer")
+    # Megatron marks the parameters before DDP lays them out, from 0.18 on.
+    if any(getattr(parameter, "is_managed_by_layer_wise_optimizer", False) for parameter in ddp.module.parameters()):
+        raise UsageError(f"LayerWiseDistributedOptimizer: {_LAYER_WISE}")
     if getattr(settings, "use_megatron_fsdp", False):
         raise UsageError("--use-megatron-fsdp: Megatron-FSDP shards by itself; loss needs the distributed optimizer")
     if getattr(settings, "reuse_grad_buf_for_mxfp8_param_ag", False):
         raise UsageError(
             "--reuse-grad-buf-for-mxfp8-param-ag: stale parameters would live in the gradient buffer; turn it off"
         )
+    check_loss_per_token(ddp.config, config)
     if _full_iteration_graph(ddp.config):
         raise UsageError("--cuda-graph-scope full_iteration: a captured graph repeats one draw for ever; turn it off")
     quantized = any(buffer.param_dtype == torch.uint8 for buffer in dense_buffers(ddp) + ddp.expert_parallel_buffers)
@@ -41,8 +67,17 @@ def check_arguments(args: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` for Megatron-LM arguments that cannot go with loss, before anything starts."""
     if config.lossless:
         return
+    if _layer_wise(args):
+        raise refuse("--optimizer", args.optimizer, _LAYER_WISE)
     if not getattr(args, "use_distributed_optimizer", False):
         raise UsageError("--use-distributed-optimizer is off: loss needs Megatron's distributed optimizer")
+    if config.save_replicas and getattr(args, "non_persistent_ckpt_type", None):
+        raise refuse(
+            "--non-persistent-ckpt-type",
+            args.non_persistent_ckpt_type,
+            "such checkpoints hold no replicas, and a run that resumes from one would not continue bit for bit; "
+            "omit it or --save-replicas",
+        )
     for name, why in (
         ("use_megatron_fsdp", "Megatron-FSDP shards by itself"),
         ("use_torch_fsdp2", "torch FSDP shards by itself"),
@@ -51,8 +86,7 @@ def check_arguments(args: Any, config: LossyConfig) -> None:
     ):
         if getattr(args, name, False):
             raise UsageError(f"--{name.replace('_', '-')}: cannot go with loss ({why}); turn it off")
-    if str(getattr(args, "optimizer", "")).startswith("dist_"):
-        raise refuse("--optimizer", args.optimizer, "layer-wise optimizers gather differently; choose adam or sgd")
+    check_loss_per_token(args, config)
     if _full_iteration_graph(args):
         raise UsageError("--cuda-graph-scope full_iteration: a captured graph repeats one draw for ever; turn it off")
     if config.phase("param").lossless:

@@ -15,11 +15,12 @@ from .versions import check_version
 _current: weakref.ref[Lossy] | None = None
 
 
-def install(config: LossyConfig, steps: int | None = None) -> Lossy:
+def install(config: LossyConfig, steps: int | None = None, gapless: bool = False) -> Lossy:
     """Hook megatron-core so that data-parallel exchanges lose what ``config`` says. Call it before DDP is built.
 
-    ``steps``: the length of the run, if known, so that a trace that is too short is refused at once. With a lossless
-    configuration nothing is patched at all. Raises :class:`UsageError` for a megatron-core that is not supported or
+    ``steps``: the length of the run, if known, so that a trace that is too short is refused at once. ``gapless``:
+    promises that every iteration exchanges gradients (:class:`megatron_lossy.run.Run`), so that ``--grad-recovery
+    previous`` needs less memory. With a lossless configuration nothing is patched at all. Raises :class:`UsageError` for a megatron-core that is not supported or
     not as expected, ``RuntimeError`` if hooks are already installed.
     """
     global _current
@@ -31,7 +32,7 @@ def install(config: LossyConfig, steps: int | None = None) -> Lossy:
     except ImportError as error:
         raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
     check_version(megatron.core.__version__)
-    lossy = Lossy(config, steps)
+    lossy = Lossy(config, steps, gapless)
     lossy.ledger.install([] if config.lossless else megatron_core.patches(lossy))
     lossy.installed = True
     _current = weakref.ref(lossy)

@@ -27,13 +27,13 @@ def after_init(note: Callable[[Any], None], original: Callable, self: Any, *args
 def start_grad_sync(run: Lossy, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around the start of a gradient exchange, which may be an all-reduce."""
     if any(args) or any(kwargs.values()):
-        run.note_all_reduce()
+        run.note_all_reduce(self)
     return original(self, *args, **kwargs)
 
 
 def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``step`` and, where ``applies``, ``step_with_ready_grads`` of an optimizer."""
-    with run.optimizer_step(applies):
+    with run.optimizer_step(self, applies):
         return original(self, *args, **kwargs)
 
 

@@ -13,10 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..config import LossyConfig, add_flags
 from ..delivery_log.writer import claim_delivery_log
 from ..errors import usage_errors
 from ..ledger import Patch, Takes
+from ..transport import check_channels, check_ranks
 from .checks import check_arguments
 from .rng import rng_state, set_rng_state
 from .runtime import Lossy
@@ -111,13 +114,16 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 
 
 def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Around Megatron's checks of its arguments: ours follow."""
+    """Around Megatron's checks of its arguments: ours follow, and what they tell about the run."""
     result = original(args, *rest, **kwargs)
     with usage_errors():
         check_arguments(args, lossy.config)
+        check_ranks(lossy.config, _data_parallel_ranks(args))
+        check_channels(lossy.config, _data_parallel_ranks(args), args.train_iters)
         _claim_delivery_log(args, lossy.config)
+    lossy.gapless = not getattr(args, "iterations_to_skip", None)
     if args.rank == 0:
-        print(f"loss: {lossy.config.describe()} | data-parallel ranks {args.data_parallel_size}", flush=True)
+        print(f"loss: {lossy.config.describe()} | data-parallel ranks {_data_parallel_ranks(args)}", flush=True)
     return result
 
 
@@ -128,11 +134,14 @@ def dummy_train_step(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any
     return result
 
 
+def _data_parallel_ranks(args: Any) -> int:
+    return args.data_parallel_size * args.context_parallel_size
+
+
 def _claim_delivery_log(args: Any, config: LossyConfig) -> None:
-    ranks = args.data_parallel_size * args.context_parallel_size
     same = args.load and args.save and os.path.realpath(args.load) == os.path.realpath(args.save)
     resumes = bool(args.load) and (same or Path(args.load, _TRACKER).is_file()) and not getattr(args, "finetune", False)
-    claim_delivery_log(config, ranks, resumes, {name: getattr(args, name) for name in _RUN})
+    claim_delivery_log(config, _data_parallel_ranks(args), resumes, {name: getattr(args, name) for name in _RUN})
 
 
 def _checkpoint_folder(save_or_load: str, iteration: int) -> str:
@@ -149,6 +158,9 @@ def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any
         # Before the checkpoint: its last act is to become the latest one.
         lossy.save_replicas(_checkpoint_folder(get_args().save, iteration))
     with lossy.owner_weights(model):
+        # An asynchronous save may let another process copy the weights, which no stream orders. It has its copy when it
+        # returns, as training then changes them.
+        torch.cuda.synchronize()
         return original(iteration, model, *args, **kwargs)
 
 

@@ -16,12 +16,13 @@ from ..exchange import Stream
 from ..ledger import Ledger
 from ..recovery import rows_for
 from ..run import Run
-from ..transport import BucketSpec, LossyGroup, Network, find_nodes
-from .buckets import buckets_by_stream
+from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
+from .buckets import bucket_sizes, buckets_by_stream
 from .checks import check_ddp
+from .complete import check_exchanged, check_registered, warn_of_lossless
 from .sampling import RankSampler
 from .seam import Slot, attach, slot_of
-from .versions import innermost, model_chunk, number_model_chunk
+from .versions import innermost, model_chunk, number_model_chunk, parallel_sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,8 +34,8 @@ logger = logging.getLogger(__name__)
 class Lossy(Run):
     """An installed set of hooks, made by :func:`megatron_lossy.hooks.install`; one per process."""
 
-    def __init__(self, config: LossyConfig, steps: int | None = None) -> None:
-        super().__init__(config, steps)
+    def __init__(self, config: LossyConfig, steps: int | None = None, gapless: bool = False) -> None:
+        super().__init__(config, steps, gapless)
         self.ledger = Ledger("megatron-core")
         self.installed = False
         self._optimizer: weakref.ref | None = None  # the one whose gradient scaler scales the loss
@@ -42,8 +43,11 @@ class Lossy(Run):
         self._successful = False
         self._chunks: weakref.WeakKeyDictionary[Any, list[LossyGroup]] = weakref.WeakKeyDictionary()
         self._networks: dict[tuple[str, tuple[int, ...]], Network] = {}
+        self._nodes: list[int] | None = None  # of all ranks of the world
         self._all_reduced = False  # the gradients of this iteration
         self._told_all_reduce = False
+        self._checked = False  # that all that is updated is exchanged
+        self._restored: int | None = None  # the update whose gather was made before a checkpoint
 
     def uninstall(self) -> None:
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
@@ -63,6 +67,8 @@ class Lossy(Run):
 
     def _add_group(self, buckets: Sequence[tuple[Any, Any]], full: dist.ProcessGroup, stream: Stream) -> LossyGroup:
         part = buckets[0][0].data_parallel_group  # of one optimizer instance
+        if buckets[0][0].ddp_config.average_in_collective and not self.config.phase("grad").lossless:
+            check_average("--ddp-average-in-collective", part)
         full_ranks = dist.get_process_group_ranks(full)
         members = [full_ranks.index(rank) for rank in dist.get_process_group_ranks(part)]
         specs = [
@@ -81,7 +87,9 @@ class Lossy(Run):
         if key not in self._networks:
             nodes = None
             if self.config.lossy_links == "inter-node":
-                nodes = find_nodes(full, self.config.ranks_per_node)
+                if self._nodes is None:
+                    self._nodes = find_nodes(None, self.config.ranks_per_node)
+                nodes = [self._nodes[rank] for rank in full_ranks]
             self._networks[key] = Network(self.config, phase, len(full_ranks), nodes)
         return self._networks[key]
 
@@ -97,12 +105,14 @@ class Lossy(Run):
     # --- which step it is ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def optimizer_step(self, applies: bool) -> Iterator[None]:
+    def optimizer_step(self, optimizer: Any, applies: bool) -> Iterator[None]:
         """Around every ``step`` (``applies`` false) and ``step_with_ready_grads`` (true) of Megatron's optimizers.
 
         They nest. An update begins on entry to the outermost ``step_with_ready_grads``, before any parameter is
         gathered; the iteration ends with the outermost of all.
         """
+        if not self._depth:
+            self._check_exchanges(optimizer)
         self._depth += 1
         if applies:
             if not self._successful:
@@ -119,6 +129,16 @@ class Lossy(Run):
             if not self._depth:
                 self._successful = False
 
+    def _check_exchanges(self, optimizer: Any) -> None:
+        if not self._checked:
+            check_registered(optimizer, self.groups)
+            warn_of_lossless(self.config, self.groups)
+            self._checked = True
+        if not self._all_reduced:
+            check_exchanged(self.groups, "grad", self.iteration)
+        if self.update is not None and self.update != self._restored:
+            check_exchanged(self.groups, "param", self.update)
+
     def add_optimizer(self, optimizer: Any) -> None:
         """Note an optimizer; Megatron scales the loss with the first one's gradient scaler."""
         if self._optimizer is None or self._optimizer() is None:
@@ -129,9 +149,16 @@ class Lossy(Run):
         scaler = getattr(optimizer, "grad_scaler", None)
         return scaler.scale if scaler is not None else None
 
-    def note_all_reduce(self) -> None:
-        """The gradients of this iteration are all-reduced, without loss. Say so once."""
+    def note_all_reduce(self, bucket_group: Any) -> None:
+        """The gradients of ``bucket_group`` are about to be all-reduced, without loss. Say so once."""
         self._all_reduced = True
+        for bucket in bucket_group.buckets:
+            slot = slot_of(bucket.grad_data)
+            if slot is not None:
+                with torch.no_grad():
+                    scaled = bucket.grad_data * bucket.gradient_scaling_factor  # as Megatron is going to
+                    scale = self.loss_scale()
+                    slot.group.note_all_reduce(slot.bucket, scaled, self.iteration, scale, self.following)
         if not self._told_all_reduce and not self.config.phase("grad").lossless:
             self._told_all_reduce = True
             if dist.get_rank() == 0:
@@ -205,7 +232,8 @@ class Lossy(Run):
     # --- saved replicas --------------------------------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
-        return {"world size": dist.get_world_size()}
+        streams = [(stream, pairs) for ddp in self.chunks for stream, _, pairs in buckets_by_stream(ddp)]
+        return {"world size": dist.get_world_size(), **parallel_sizes(), **bucket_sizes(streams)}
 
     def replica_file(self) -> str:
         return f"rank_{dist.get_rank():05d}.pt"
@@ -221,14 +249,15 @@ class Lossy(Run):
             delivery = slot.group.delivery("param", self.update) if self.update is not None else None
             rule = slot.group.rules["param"][slot.bucket]
             lost = rule.lost(delivery) if delivery is not None else None
-            if lost is None or not lost.any():
+            if lost is None or not lost.mask.any():
                 stale.append(None)
             else:
                 values = rows_for(bucket.param_data.device).take(bucket.param_data, rule.units, lost)
-                stale.append((torch.from_numpy(lost), values))
+                stale.append((torch.from_numpy(lost.mask), values))
         return stale
 
     def load_replica_state(self, state: list[Any]) -> None:
+        self._restored = self.update
         buckets = self._buckets()
         lost: dict[LossyGroup, dict[int, np.ndarray]] = {group: {} for group in self.groups}
         for bucket, saved in zip(buckets, state, strict=True):

@@ -21,7 +21,15 @@ from ..run import Run
 from ..transport import LossyGroup, Transfer
 
 _ATTRIBUTE = "_megatron_lossy_slot"
-_open = threading.local()  # autograd launches collectives on a thread of its own
+
+
+class _Open(threading.local):
+    """The exchanges begun in the coalescing context that is open on this thread, and ``None`` without one."""
+
+    transfers: list[Transfer] | None = None
+
+
+_open = _Open()  # autograd launches collectives on a thread of its own
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ def coalescing_manager(original: Callable, *args: Any, **kwargs: Any) -> Iterato
     """Around ``_coalescing_manager``: the lossy exchanges begun in it are complete when it is, or its handle."""
     asynchronous = kwargs.get("async_ops", args[2] if len(args) > 2 else False)
     transfers: list[Transfer] = []
-    outer, _open.transfers = getattr(_open, "transfers", None), transfers
+    outer, _open.transfers = _open.transfers, transfers
     try:
         with original(*args, **kwargs) as manager:
             yield Transfer(manager, lambda: _complete_all(transfers))
@@ -80,6 +88,7 @@ def reduce_scatter(
             lambda: original(output, input, *args, **kwargs),
             averaged,
             run.loss_scale(),
+            run.following,
         )
     )
 
@@ -95,9 +104,13 @@ def all_gather(
 
 
 def _begun(transfer: Transfer) -> Any:
-    """Complete ``transfer`` when the open coalescing context ends or its handle is waited for."""
-    transfers = _open.transfers
-    assert transfers is not None, "Megatron ran a data-parallel collective outside its coalescing context"
-    transfers.append(transfer)
+    """Complete ``transfer`` when the open coalescing context ends or its handle is waited for.
+
+    Without a context a collective without a handle is over when it returns.
+    """
+    if _open.transfers is not None:
+        _open.transfers.append(transfer)
+    elif not transfer.has_work:
+        transfer.complete()
     # With fp32 accumulation Megatron waits for this handle instead of the context's.
     return transfer if transfer.has_work else None

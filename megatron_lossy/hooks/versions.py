@@ -102,5 +102,19 @@ def innermost(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def parallel_sizes() -> dict[str, int]:
+    """The size of every kind of model parallelism, and of what shards the optimizer, by the flag that sets it."""
+    from megatron.core import parallel_state
+
+    names = {
+        "--tensor-model-parallel-size": "get_tensor_model_parallel_world_size",
+        "--pipeline-model-parallel-size": "get_pipeline_model_parallel_world_size",
+        "--context-parallel-size": "get_context_parallel_world_size",
+        "--expert-model-parallel-size": "get_expert_model_parallel_world_size",
+        "--expert-tensor-parallel-size": "get_expert_tensor_parallel_world_size",
+    }
+    return {flag: int(getattr(parallel_state, name)()) for flag, name in names.items() if hasattr(parallel_state, name)}
+
+
 def _rank(group: Any) -> int:
     return (group[0] if isinstance(group, list) else group).rank()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import refuse
+from ..shipped import find_config
 from ..train.arguments import read_yaml
 
 _OWN = ("launch", "megatron")
@@ -37,8 +38,8 @@ class Recipe:
 
 def read_recipe(file: str | Path, above: tuple[Path, ...] = ()) -> Recipe:
     """The configuration ``file`` over its bases. Raises :class:`UsageError` that names the file."""
-    path = Path(file)
-    content = {str(key).replace("_", "-"): value for key, value in read_yaml("--config", file).items()}
+    path = find_config(file)
+    content = {str(key).replace("_", "-"): value for key, value in read_yaml("--config", path).items()}
     base = content.pop("base", None)
     own = {name: _section(path, name, content.pop(name, None)) for name in _OWN}
     recipe = Recipe(content, **own)

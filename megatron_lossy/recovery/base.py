@@ -24,13 +24,14 @@ class Reduction:
     """How the gradients of one exchange are reduced, beside who loses what.
 
     ``averaged``: the collective divides the sum by N (``ReduceOp.AVG``). ``loss_scale``: what the gradients are
-    multiplied with (a number or a scalar tensor), or ``None``. ``upcoming()``: the delivery of the next step, or
-    ``None`` if there is none; asked by rules with :attr:`Rule.foresight` only.
+    multiplied with (a number or a scalar tensor), or ``None``; with one, the step may be rejected. ``following()``:
+    the delivery of the next exchange, or ``None`` if that has none (a trace ends); it is there for rules with
+    :attr:`Rule.foresight`, if it is known which step is next.
     """
 
     averaged: bool = False
     loss_scale: torch.Tensor | float | None = None
-    upcoming: Callable[[], Delivery | None] = lambda: None
+    following: Callable[[], Delivery | None] | None = None
 
 
 class Rule(ABC):
@@ -42,8 +43,10 @@ class Rule(ABC):
 
     #: What it is called: for gradients, the value of ``--grad-recovery``.
     name: ClassVar[str]
-    #: Whether the rule needs to know what the next step will lose, which only drawn losses can tell.
+    #: Whether the rule wants to know what the next step will lose, which only drawn losses can tell.
     foresight: ClassVar[bool] = False
+    #: Whether gradients of earlier steps enter the sum, which then must mean the same in all steps.
+    carries_over: ClassVar[bool] = False
 
     def __init__(self, units: BucketUnits, rank: int) -> None:
         self.units = units
@@ -61,7 +64,7 @@ class Rule(ABC):
         """Correct ``output`` in place once the exchange has arrived. ``kept``: what :meth:`before` returned."""
 
     def finish_step(self, step: int, successful: bool) -> None:
-        """The optimizer used (or, after an overflow, threw away) the gradients of ``step``."""
+        """``step`` is over; ``successful``: the optimizer used its gradients. It may have had no exchange here."""
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved for a run to continue bit for bit."""
@@ -87,4 +90,4 @@ class GradRecovery(Rule):
         return 0.0
 
     def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> Any:
-        self.rows(buffer).zero_(buffer, self.units, ~delivery.outgoing(self.units))
+        self.rows(buffer).zero_(buffer, self.units, delivery.lost_there(self.units))

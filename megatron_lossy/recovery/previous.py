@@ -1,22 +1,23 @@
 """``previous``: a lost gradient is replaced by the last one received from that sender; zero before the first.
 
 Algorithm 1, line 9 of the paper, per sender. The sender substitutes it: with drawn deliveries it knows what the owner
-received last. It keeps only what the next step will lose, about p times the buffer, except with a loss scale: then a
-step may turn out to have overflowed after the next one is prepared, and everything received last is kept.
+received last. If it also knows which step comes next, and none can be rejected, it keeps only what that step will
+lose, about p times the buffer. Otherwise it keeps everything received last, twice while a step may still be rejected.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from ..exchange import BucketUnits, Delivery
+from ..exchange import BucketUnits, Delivery, Lost
 from .base import GradRecovery, Reduction
-from .rows import Saved, to_tensor
+from .rows import Saved, used_here
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 class Previous(GradRecovery):
@@ -24,58 +25,89 @@ class Previous(GradRecovery):
 
     name = "previous"
     foresight = True
+    carries_over = True
+    _warned: ClassVar[bool] = False
 
     def __init__(self, units: BucketUnits, rank: int) -> None:
         super().__init__(units, rank)
-        self._kept: dict[int, tuple[np.ndarray, Saved]] = {}  # step: what it loses, and its substitutes
-        self._received: torch.Tensor | None = None  # with a loss scale: last received, of steps that counted
-        self._pending: tuple[int, torch.Tensor] | None = None
+        self._kept: dict[int, tuple[Lost, Saved]] = {}  # step: what it loses, and its substitutes
+        self._received: torch.Tensor | None = None  # last received on every link, of steps that counted
+        self._pending: tuple[int, torch.Tensor] | None = None  # the same after a step that may not count
+        self._step: int | None = None  # the latest exchange
 
     @classmethod
     def kept_share(cls, lost: float) -> float:
         return 2 * lost  # the substitutes of this step and of the next
 
     def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> None:
-        if reduction.loss_scale is not None:
-            self._before_scaled(buffer, delivery, reduction.loss_scale)
-            return
-        rows, step = self.rows(buffer), delivery.exchange.step
-        lost = ~delivery.outgoing(self.units)
-        known = self._kept.get(step)
-        if known is None:
-            rows.zero_(buffer, self.units, lost)
-        else:
-            assert np.array_equal(known[0], lost)
-            rows.put_(buffer, self.units, lost, known[1])
+        step = delivery.exchange.step
+        self._count_pending(step)
+        self._step = step
+        self._substitute(buffer, step, delivery.lost_there(self.units), reduction)
         # The buffer now holds the last received gradient of every link.
-        upcoming = reduction.upcoming()
-        coming = ~upcoming.outgoing(self.units) if upcoming is not None else np.zeros_like(lost)
-        self._kept = {step: known} if known is not None else {}
-        self._kept[step + 1] = (coming, rows.take(buffer, self.units, coming))
+        if reduction.following is None or reduction.loss_scale is not None:
+            scale = reduction.loss_scale
+            self._pending = (step, buffer.clone() if scale is None else buffer / scale)
+            self._kept = {number: kept for number, kept in self._kept.items() if number == step}
+            return
+        following = reduction.following()
+        known = self._kept.get(step)
+        self._kept = {step: known} if known is not None else {}  # for a step that is repeated
+        if following is not None:
+            coming = following.lost_there(self.units)
+            self._kept[following.exchange.step] = (coming, self.rows(buffer).take(buffer, self.units, coming))
 
-    def _before_scaled(self, buffer: torch.Tensor, delivery: Delivery, loss_scale: torch.Tensor | float) -> None:
-        rows = self.rows(buffer)
-        lost = ~delivery.outgoing(self.units)
-        if self._received is None:
-            rows.zero_(buffer, self.units, lost)
+    def _substitute(self, buffer: torch.Tensor, step: int, lost: Lost, reduction: Reduction) -> None:
+        rows, known = self.rows(buffer), self._kept.get(step)
+        if known is not None and known[0].equals(lost):
+            rows.put_(buffer, self.units, lost, known[1])
+        elif known is not None and lost.mask.any():
+            raise RuntimeError(f"--grad-recovery {self.name}: step {step} loses other units than was foreseen")
+        elif self._received is not None:
+            used_here((self._received,))
+            received, scale = self._received, reduction.loss_scale
+            scaled = received if scale is None else received * scale
+            rows.put_(buffer, self.units, lost, rows.take(scaled, self.units, lost))
         else:
-            substitutes = rows.take(self._received * loss_scale, self.units, lost)
-            rows.put_(buffer, self.units, lost, substitutes)
-        self._pending = (delivery.exchange.step, buffer / loss_scale)
+            rows.zero_(buffer, self.units, lost)
+
+    def _count_pending(self, step: int) -> None:
+        if self._pending is not None and self._pending[0] < step:
+            self._received, self._pending = self._pending[1], None
 
     def finish_step(self, step: int, successful: bool) -> None:
-        if self._pending is not None and self._pending[0] == step:
-            if successful:
-                self._received = self._pending[1]
-            self._pending = None
+        if successful:
+            self._count_pending(step + 1)
+            if any(number > step for number in self._kept):
+                self._received = None
+            return
+        self._pending = None
+        # All that there is was kept for a step that must not follow, or that did not come.
+        useless = {number for number in self._kept if (number > step if step == self._step else number == step)}
+        if useless:
+            self._kept = {number: kept for number, kept in self._kept.items() if number not in useless}
+            self._warn(step)
+
+    @classmethod
+    def _warn(cls, step: int) -> None:
+        if not cls._warned:
+            cls._warned = True
+            logger.warning(
+                "--grad-recovery %s: step %d was not used, which nobody had announced; "
+                "what the step after it loses counts as zero (said once)",
+                cls.name,
+                step,
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {step: (to_tensor(lost), saved) for step, (lost, saved) in self._kept.items()}
+        import torch
+
+        kept = {step: (torch.from_numpy(lost.mask), saved) for step, (lost, saved) in self._kept.items()}
         return {"kept": kept, "received": self._received}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         self._kept = {
-            step: (lost.cpu().numpy(), [tuple(part.to(device) for part in parts) for parts in saved])
+            step: (Lost(lost.cpu().numpy()), [tuple(part.to(device) for part in parts) for parts in saved])
             for step, (lost, saved) in state["kept"].items()
         }
         self._received = state["received"].to(device) if state["received"] is not None else None

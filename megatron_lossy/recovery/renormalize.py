@@ -23,6 +23,5 @@ class Renormalize(GradRecovery):
     name = "renormalize"
 
     def after(self, shard: torch.Tensor, delivery: Delivery, kept: Any, reduction: Reduction) -> None:
-        arrived = delivery.incoming(self.units)
-        survivors = arrived.sum(axis=0)
-        self.rows(shard).scale_(shard, self.units, len(arrived) / np.maximum(survivors, 1))
+        survivors = delivery.survivors(self.units)
+        self.rows(shard).scale_(shard, self.units, len(delivery.sources) / np.maximum(survivors, 1))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import refuse
-from ..exchange import Delivery
+from ..exchange import Delivery, Lost
 from .base import GradRecovery, Reduction
 from .rows import Saved
 
@@ -47,8 +47,7 @@ class RenormalizeRemote(GradRecovery):
         rows, kept_out = self.rows(shard), self._kept_out(delivery)
         if rows.nothing(kept_out):
             return
-        arrived = delivery.incoming(self.units)
-        size, remote = len(arrived), arrived.sum(axis=0) - 1
+        size, remote = len(delivery.sources), delivery.survivors(self.units) - 1
         rows.scale_(shard, self.units, np.where(remote > 0, (size - 1) / np.maximum(remote, 1), 1.0))
         part = shard.new_zeros(shard.shape)
         rows.put_(part, self.units, kept_out, kept)
@@ -57,6 +56,6 @@ class RenormalizeRemote(GradRecovery):
         rows.scale_(part, self.units, own_weight)
         shard.add_(part)
 
-    def _kept_out(self, delivery: Delivery) -> np.ndarray:
-        """bool[1, count]: units of the own shard that stay out of the sum."""
-        return ~delivery.incoming(self.units).all(axis=0, keepdims=True)
+    def _kept_out(self, delivery: Delivery) -> Lost:
+        """Units of the own shard that stay out of the sum."""
+        return Lost((delivery.survivors(self.units) < len(delivery.sources))[None])

@@ -1,8 +1,8 @@
 """Reading and changing the lost units of a bucket in place.
 
 :class:`IndexedRows` touches only what was lost: its time and memory follow the loss. :class:`MaskedRows` has the
-same effect with shapes that do not depend on the loss, for devices that compile a graph per shape (HPU).
-Lost values are selected, never multiplied: infinity times zero is not zero.
+same effect with shapes and numbers in its graph that do not depend on the loss, for devices that compile each graph
+(HPU). Lost values are selected, never multiplied: infinity times zero is not zero.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..exchange import BucketUnits
+from ..exchange import BucketUnits, Lost
 
 if TYPE_CHECKING:
     import torch
@@ -20,71 +20,85 @@ if TYPE_CHECKING:
 Saved = list[tuple[Any, ...]]
 
 
-def to_tensor(array: np.ndarray, device: torch.device | str = "cpu", non_blocking: bool = True) -> torch.Tensor:
-    """``array`` on ``device``; on a CPU it shares the memory."""
-    import torch  # takes a second, and flags are checked where it is not installed
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """See :func:`megatron_lossy.recovery.copies.to_device`."""
+    from . import copies  # torch takes a second, and flags are checked where it is not installed
 
-    return torch.from_numpy(array).to(device, non_blocking=non_blocking)
+    return copies.to_device(array, device)
+
+
+def used_here(saved: tuple[Any, ...]) -> None:
+    """See :func:`megatron_lossy.recovery.copies.used_here`: an exchange may begin and end on different streams."""
+    from . import copies
+
+    copies.used_here(saved)
 
 
 def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Tensor, slice]]:
     """``buffer`` [shards * shard] as [shards, units, elements], the shorter last unit apart; with unit numbers."""
-    shards = buffer.numel() // units.shard
-    start, views = buffer.storage_offset(), []
-    if units.whole:
-        shape, strides = (shards, units.whole, units.elements), (units.shard, units.elements, 1)
-        views.append((buffer.as_strided(shape, strides, start), slice(0, units.whole)))
-    if units.tail:
-        offset = start + units.whole * units.elements
-        shape, strides = (shards, 1, units.tail), (units.shard, units.tail, 1)
-        views.append((buffer.as_strided(shape, strides, offset), slice(units.whole, units.whole + 1)))
-    return views
+    shards, start = buffer.numel() // units.shard, buffer.storage_offset()
+    return [
+        (
+            buffer.as_strided(
+                (shards, numbers.stop - numbers.start, elements),
+                (units.shard, elements, 1),
+                start + numbers.start * units.elements,
+            ),
+            numbers,
+        )
+        for numbers, elements in units.parts
+    ]
+
+
+def _float32(factors: np.ndarray, device: torch.device) -> torch.Tensor:
+    return to_device(factors.astype(np.float32), device)[None, :, None]
 
 
 class IndexedRows:
     """Work proportional to what was lost."""
 
     @staticmethod
-    def nothing(lost: np.ndarray) -> bool:
+    def nothing(lost: Lost) -> bool:
         """Whether the work for ``lost`` may be left out, because nothing was lost."""
-        return not lost.any()
+        return not lost.mask.any()
 
     @staticmethod
-    def _places(lost: np.ndarray, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return tuple(to_tensor(index, device) for index in np.nonzero(lost))
+    def _index(lost: Lost, numbers: slice, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return tuple(to_device(place, device) for place in lost.places(numbers))
 
     @classmethod
-    def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray) -> None:
-        """Set the units where ``lost`` (bool[shards, count]) to zero."""
+    def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> None:
+        """Set the units that are ``lost`` to zero."""
         for view, numbers in unit_views(buffer, units):
-            chosen = lost[:, numbers]
+            shards, _ = lost.places(numbers)
             if units.count == 1:
-                for shard in np.flatnonzero(chosen):
+                for shard in shards:
                     view[shard].zero_()
-            elif chosen.any():
-                view.index_put_(cls._places(chosen, buffer.device), view.new_zeros(()))
+            elif len(shards):
+                view.index_put_(cls._index(lost, numbers, buffer.device), view.new_zeros(()))
 
     @classmethod
-    def take(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray) -> Saved:
-        """Copies of the units where ``lost``; give them to :meth:`put_` with the same ``lost``."""
+    def take(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> Saved:
+        """Copies of the units that are ``lost``; give them to :meth:`put_` with the same ``lost``."""
         saved: Saved = []
         for view, numbers in unit_views(buffer, units):
-            chosen = lost[:, numbers]
+            shards, _ = lost.places(numbers)
             if units.count == 1:
-                saved.append(tuple(view[shard].clone() for shard in np.flatnonzero(chosen)))
-            elif chosen.any():
-                places = cls._places(chosen, buffer.device)
-                saved.append((*places, view[places]))
+                saved.append(tuple(view[shard].clone() for shard in shards))
+            elif len(shards):
+                index = cls._index(lost, numbers, buffer.device)
+                saved.append((*index, view[index]))
             else:
                 saved.append(())
         return saved
 
     @classmethod
-    def put_(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray, saved: Saved) -> None:
+    def put_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
         """Write the units that :meth:`take` returned for ``lost``."""
         for (view, numbers), values in zip(unit_views(buffer, units), saved, strict=True):
+            used_here(values)
             if units.count == 1:
-                for shard, value in zip(np.flatnonzero(lost[:, numbers]), values, strict=True):
+                for shard, value in zip(lost.places(numbers)[0], values, strict=True):
                     view[shard].copy_(value)
             elif values:
                 view.index_put_(values[:-1], values[-1])
@@ -101,47 +115,45 @@ class IndexedRows:
                 if values[0] != 1:
                     view.mul_(float(values[0]))
             elif (values != 1).any():
-                view.mul_(to_tensor(values.astype(np.float32), shard.device)[None, :, None])
+                view.mul_(_float32(values, shard.device))
 
 
 class MaskedRows:
-    """The same with full-size masks."""
+    """The same with full-size masks: the same operations on the same shapes, whatever was lost."""
 
     @staticmethod
-    def nothing(lost: np.ndarray) -> bool:
+    def nothing(lost: Lost) -> bool:
         """See :meth:`IndexedRows.nothing`; never, since a graph that is left out would be another graph."""
         return False
 
     @staticmethod
-    def _mask(lost: np.ndarray, numbers: slice, device: torch.device) -> torch.Tensor:
-        return to_tensor(np.ascontiguousarray(lost[:, numbers, None]), device, non_blocking=False)
+    def _mask(lost: Lost, numbers: slice, device: torch.device) -> torch.Tensor:
+        return to_device(np.ascontiguousarray(lost.mask[:, numbers, None]), device)
 
     @classmethod
-    def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray) -> None:
+    def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> None:
         """See :meth:`IndexedRows.zero_`."""
         for view, numbers in unit_views(buffer, units):
-            view.copy_(view.new_zeros(()).where(cls._mask(lost, numbers, buffer.device), view))
+            view.masked_fill_(cls._mask(lost, numbers, buffer.device), 0)
 
     @classmethod
-    def take(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray) -> Saved:
+    def take(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> Saved:
         """See :meth:`IndexedRows.take`; copies everything."""
         return [(view.clone(),) for view, _ in unit_views(buffer, units)]
 
     @classmethod
-    def put_(cls, buffer: torch.Tensor, units: BucketUnits, lost: np.ndarray, saved: Saved) -> None:
-        """See :meth:`IndexedRows.put_`."""
+    def put_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
+        """See :meth:`IndexedRows.put_`. Shard by shard, so that no other whole copy of the bucket is needed."""
         for (view, numbers), (value,) in zip(unit_views(buffer, units), saved, strict=True):
-            view.copy_(value.where(cls._mask(lost, numbers, buffer.device), view))
+            used_here((value,))
+            for old, new, mask in zip(value, view, cls._mask(lost, numbers, buffer.device), strict=True):
+                new.copy_(old.where(mask, new))
 
     @staticmethod
     def scale_(shard: torch.Tensor, units: BucketUnits, factors: np.ndarray) -> None:
-        """See :meth:`IndexedRows.scale_`."""
+        """See :meth:`IndexedRows.scale_`. The factors are a tensor: a number would become part of the graph."""
         for view, numbers in unit_views(shard, units):
-            values = factors[numbers]
-            if len(values) == 1:
-                view.mul_(float(values[0]))
-            else:
-                view.mul_(to_tensor(values.astype(np.float32), shard.device)[None, :, None])
+            view.mul_(_float32(factors[numbers], shard.device))
 
 
 Rows = type[IndexedRows] | type[MaskedRows]

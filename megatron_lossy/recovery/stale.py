@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ..exchange import Delivery
+from ..exchange import Delivery, Lost
 from .base import Reduction, Rule
 from .rows import Saved
 
@@ -19,7 +17,7 @@ class Stale(Rule):
 
     name = "stale"
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> tuple[np.ndarray, Saved] | None:
+    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> tuple[Lost, Saved] | None:
         lost, rows = self.lost(delivery), self.rows(buffer)
         return None if rows.nothing(lost) else (lost, rows.take(buffer, self.units, lost))
 
@@ -27,13 +25,13 @@ class Stale(Rule):
         self,
         output: torch.Tensor,
         delivery: Delivery,
-        kept: tuple[np.ndarray, Saved] | None,
+        kept: tuple[Lost, Saved] | None,
         reduction: Reduction,
     ) -> None:
         if kept is not None:
             lost, saved = kept
             self.rows(output).put_(output, self.units, lost, saved)
 
-    def lost(self, delivery: Delivery) -> np.ndarray:
-        """bool[N, count]: units of the bucket that are stale after ``delivery``."""
-        return ~delivery.incoming(self.units)
+    def lost(self, delivery: Delivery) -> Lost:
+        """Units of the bucket that are stale after ``delivery``."""
+        return delivery.lost_here(self.units)

@@ -33,8 +33,9 @@ from typing import Any
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..report.scalars import AXES, check_names, needs_drift
+from ..shipped import find_config
 from ..train.arguments import configurations, make_parser, read_arguments, read_yaml, setting_arguments
-from ..transport import check_channels
+from ..transport import check_channels, check_ranks
 from .cells import Cell, make_cell
 
 # What the study sets itself, what would end a run early, or would be one folder for all cells.
@@ -125,6 +126,7 @@ class Design:
                 if not loss.drift_interval and (name := next(filter(needs_drift, self.metrics), None)):
                     raise refuse("metrics:", repr(name), "is recorded with drift-interval only, which is 0")
                 check_channels(loss, train.data_parallel_size(self.processes), train.train_iters)
+                check_ranks(loss, train.data_parallel_size(self.processes))
         except UsageError as error:
             raise UsageError(f"{self.title}, {where}: {error}") from None
         trials = []
@@ -151,6 +153,7 @@ def loss_seed_of(seed: int, loss_seed: int) -> int:
 
 def read_design(file: str | Path) -> Design:
     """The design in a study file. Raises :class:`UsageError`."""
+    file = find_config(file)
     content = read_yaml("STUDY", file)
     try:
         return _design(content, Path(file).parent)

@@ -11,6 +11,7 @@ beyond ``gamma`` count as 0. Increments do not depend on who lost what.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -66,7 +67,7 @@ def drift_between(
     return (tail * _growth(gamma, step)).sum(axis=-1)
 
 
-def drift_over_pairs(p: ArrayLike, workers: int, together: bool = False, **options) -> np.ndarray:
+def drift_over_pairs(p: ArrayLike, workers: int, together: bool = False, **options: Any) -> np.ndarray:
     """Mean drift over all pairs of N ``workers`` (at least 2), the owner among them: in 2 of N pairs.
 
     2/N of :func:`drift_to_owner` and 1 - 2/N of :func:`drift_between`, which is 0 if receivers lose ``together``;
@@ -76,17 +77,17 @@ def drift_over_pairs(p: ArrayLike, workers: int, together: bool = False, **optio
     return 2 / workers * drift_to_owner(p, **options) + (1 - 2 / workers) * between
 
 
-def drift_of_ages(tail: Sequence[float], gamma: Sequence[float] = UNCORRELATED) -> tuple[float, float]:
+def drift_of_ages(tail: ArrayLike, gamma: Sequence[float] = UNCORRELATED) -> tuple[float, float]:
     """Drift to the owner and between two independent receivers, for any ages with P(A > i) = ``tail[i]``.
 
     Ages beyond the end of ``tail`` count as its length t, so that this is also the drift after t broadcasts.
     """
-    tail = np.asarray(tail, dtype=np.float64)
-    steps = len(tail)
-    exactly = -np.diff(tail, prepend=1.0)  # P(A = a) for a < steps; at a = steps nothing can exceed it
-    gap = np.array([2 * exactly[: steps - i] @ tail[i:] for i in range(steps)])
+    later = np.asarray(tail, dtype=np.float64)
+    steps = len(later)
+    exactly = -np.diff(later, prepend=1.0)  # P(A = a) for a < steps; at a = steps nothing can exceed it
+    gap = np.array([2 * exactly[: steps - i] @ later[i:] for i in range(steps)])
     growth = _growth(gamma, steps)
-    return float(tail @ growth), float(gap @ growth)
+    return float(later @ growth), float(gap @ growth)
 
 
 def ar1(phi: float, lags: int) -> np.ndarray:
@@ -129,8 +130,8 @@ def second_moments(increments: np.ndarray, lags: int) -> np.ndarray:
 
 def _discounted(r: np.ndarray, gamma: Sequence[float]) -> np.ndarray:
     """gamma[0] + 2 sum over k >= 1 of r^k gamma[k]."""
-    gamma = np.asarray(gamma, dtype=np.float64)
-    return gamma[0] + 2 * (r[..., None] ** np.arange(1, len(gamma)) * gamma[1:]).sum(axis=-1)
+    first, *later = gamma
+    return first + 2 * (r[..., None] ** np.arange(1, len(gamma)) * np.asarray(later, np.float64)).sum(axis=-1)
 
 
 def _growth(gamma: Sequence[float], count: int) -> np.ndarray:

@@ -152,8 +152,7 @@ def previous_staleness(p: ArrayLike, rho: Sequence[float]) -> np.ndarray:
     while its variance stays 1/N: what is substituted is as noisy as what was lost.
     """
     p = rate_array(p)
-    rho = np.asarray(rho, dtype=np.float64)
-    return 2 * (1 - (1 - p) * (p[..., None] ** np.arange(len(rho)) * rho).sum(axis=-1))
+    return 2 * (1 - (1 - p) * (p[..., None] ** np.arange(len(rho)) * np.asarray(rho, np.float64)).sum(axis=-1))
 
 
 def previous_long_run(p: ArrayLike, rho: Sequence[float] = (1.0,)) -> np.ndarray:
@@ -163,9 +162,8 @@ def previous_long_run(p: ArrayLike, rho: Sequence[float] = (1.0,)) -> np.ndarray
     of age B < m, rho(m - B + A) apart: 1 + 2p/(1-p) + 2 sum of (1-p^n) rho(n), n >= 1; uncorrelated (1+p)/(1-p).
     """
     p = rate_array(p)
-    rho = np.asarray(rho, dtype=np.float64)
     lags = np.arange(1, len(rho))
-    return (1 + p) / (1 - p) + 2 * ((1 - p[..., None] ** lags) * rho[1:]).sum(axis=-1)
+    return (1 + p) / (1 - p) + 2 * ((1 - p[..., None] ** lags) * np.asarray(rho, np.float64)[1:]).sum(axis=-1)
 
 
 def _pair_share(count: np.ndarray, total: int) -> np.ndarray:

@@ -16,6 +16,7 @@ import yaml
 
 from ..config import LossyConfig, add_flags, flag_name, from_namespace
 from ..errors import ArgumentParser, UsageError, cannot, refuse
+from ..shipped import find_config
 from .config import TrainConfig
 
 
@@ -55,7 +56,7 @@ def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
     file = first.parse_known_args(arguments)[0].config
     namespace = None
     if file is not None:
-        settings = read_yaml("--config", file)
+        settings = read_yaml("--config", find_config(file))
         try:
             namespace = parser.parse_args(setting_arguments(settings))
         except UsageError as error:

@@ -21,8 +21,9 @@ from .. import device, hooks
 from ..config import LossyConfig, identity
 from ..data import build_tokenizer, epochs
 from ..delivery_log.writer import claim_delivery_log
+from ..hooks.checks import check_loss_per_token
 from ..run import Run
-from ..transport import check_channels
+from ..transport import check_channels, check_ranks
 from ..virtual import VirtualCluster
 from . import parallel
 from .checkpoint import Checkpoints
@@ -53,11 +54,14 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     the configuration or the folders are wrong, before any process group exists.
     """
     device.prepare()
+    device.take_device()
     ranks = launched_ranks()
     config.check_world(ranks)
     check_channels(lossy_config, config.data_parallel_size(ranks), config.train_iters)
+    check_ranks(lossy_config, config.data_parallel_size(ranks))
+    check_loss_per_token(config, lossy_config)
     if config.virtual_workers:
-        VirtualCluster.check(lossy_config)
+        VirtualCluster.check(lossy_config, config.virtual_workers)
     transformer_impl(config)
     if config.wandb_project:
         check_wandb(config.wandb_project)
@@ -72,9 +76,9 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
         data = fingerprint(paths)
         check_folders(config, lossy_config, data)
         if config.virtual_workers:
-            lossy = VirtualCluster(lossy_config, config.virtual_workers, config.train_iters)
+            lossy = VirtualCluster(lossy_config, config.virtual_workers, config.train_iters, gapless=True)
         else:
-            lossy = hooks.install(lossy_config, steps=config.train_iters)
+            lossy = hooks.install(lossy_config, config.train_iters, gapless=True)
         try:
             with parallel.model_parallel(config):
                 first = torch.distributed.get_rank() == 0

@@ -41,6 +41,7 @@ def build_optimizer(config: TrainConfig, model_chunks: list) -> tuple[MegatronOp
             overlap_param_gather=config.gathers_in_forward,
         ),
         model_chunks,
+        use_gloo_process_groups=False,
     )
     samples = config.global_batch_size
     scheduler = OptimizerParamScheduler(

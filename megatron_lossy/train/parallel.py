@@ -28,10 +28,10 @@ def world(config: TrainConfig) -> Iterator[None]:
         return
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if "RANK" in os.environ:
-        torch.distributed.init_process_group(device.backend(), timeout=timeout)
+        device.init_process_group(timeout=timeout)
     else:
         store = torch.distributed.HashStore()
-        torch.distributed.init_process_group(device.backend(), store=store, rank=0, world_size=1, timeout=timeout)
+        device.init_process_group(store=store, rank=0, world_size=1, timeout=timeout)
     yield
     # After an exception other ranks may be gone: leave the group to the end of the process.
     torch.distributed.destroy_process_group()
@@ -45,6 +45,7 @@ def model_parallel(config: TrainConfig) -> Iterator[None]:
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
         distributed_timeout_minutes=config.distributed_timeout_minutes,
+        create_gloo_process_groups=False,  # see device.init_process_group
     )
     groups = list(parallel_state._global_process_group_list)
     _seed(config.seed)

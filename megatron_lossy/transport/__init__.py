@@ -2,8 +2,8 @@
 
 from .base import Transfer, Transport
 from .group import BucketSpec, LossyGroup, cut_buckets
-from .network import Network, check_channels, find_nodes
-from .ops import lossy_all_gather, lossy_reduce_scatter
+from .network import Network, check_channels, check_ranks, find_nodes
+from .ops import check_average, lossy_all_gather, lossy_reduce_scatter
 
 __all__ = [
     "BucketSpec",
@@ -11,7 +11,9 @@ __all__ = [
     "Network",
     "Transfer",
     "Transport",
+    "check_average",
     "check_channels",
+    "check_ranks",
     "cut_buckets",
     "find_nodes",
     "lossy_all_gather",

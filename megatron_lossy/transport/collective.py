@@ -36,7 +36,12 @@ class CollectiveTransport(Drawn):
             return
         if CollectiveTransport._thread is None:
             CollectiveTransport._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-draws")
-        self._latest.put(exchange, CollectiveTransport._thread.submit(self._draw, exchange))
+        self._latest.put(exchange, CollectiveTransport._thread.submit(self._draw_ahead, exchange))
+
+    def _draw_ahead(self, exchange: Exchange) -> Delivery:
+        delivery = self._draw(exchange)
+        delivery.prepare()
+        return delivery
 
     def _draw(self, exchange: Exchange) -> Delivery:
         phase, me = exchange.phase, self.members[self.rank]

@@ -58,6 +58,7 @@ class LossyGroup:
             phase: [kind(units, self.rank) for units in transport.cut[phase]] for phase, kind in kinds.items()
         }
         self.last: dict[str, Delivery] = {}
+        self._made: dict[str, tuple[int, set[int]]] = {}  # by phase: the latest step, and its buckets
 
     @classmethod
     def create(
@@ -109,17 +110,43 @@ class LossyGroup:
         collective: Collective,
         averaged: bool = False,
         loss_scale: torch.Tensor | float | None = None,
+        following: int | None = None,
     ) -> Transfer:
         """Begin a reduce-scatter of ``buffer`` [N * shard] into ``output`` [shard], keyed by ``step``.
 
         ``buffer`` changes in place. ``collective``: runs the reduce-scatter. ``averaged``: it divides by N
-        (``ReduceOp.AVG``). ``loss_scale``: what the gradients were multiplied with.
+        (``ReduceOp.AVG``). ``loss_scale``: what the gradients were multiplied with. ``following``: the step of the
+        next reduce-scatter, if it is known.
         """
-        exchange, rule = Exchange("grad", self.stream, step), self.rules["grad"][bucket]
-        reduction = Reduction(averaged, loss_scale)
-        if rule.foresight:
-            reduction = replace(reduction, upcoming=lambda: self._upcoming(exchange))
-        return self._begin(exchange, bucket, rule, buffer, output, collective, reduction)
+        exchange = Exchange("grad", self.stream, step)
+        reduction = self._reduction(exchange, averaged, loss_scale, following)
+        return self._begin(exchange, bucket, self.rules["grad"][bucket], buffer, output, collective, reduction)
+
+    def note_all_reduce(
+        self,
+        bucket: int,
+        buffer: torch.Tensor,
+        step: int,
+        loss_scale: torch.Tensor | float | None = None,
+        following: int | None = None,
+    ) -> None:
+        """``buffer`` [N * shard], the gradients of ``step``, is about to be all-reduced: all of it will arrive."""
+        rule = self.rules["grad"][bucket]
+        if self.lossless("grad") or not rule.carries_over:
+            return
+        exchange, members = Exchange("grad", self.stream, step), self.transport.members
+        parts = self.transport.cut["grad"]
+        everything = np.ones((1, self.size, units_of(parts)), dtype=bool)
+        me = members[self.rank : self.rank + 1]
+        delivery = Delivery(exchange, members, me, everything, parts, everything[0])
+        rule.before(buffer, delivery, self._reduction(exchange, False, loss_scale, following))
+
+    def _reduction(
+        self, exchange: Exchange, averaged: bool, loss_scale: torch.Tensor | float | None, following: int | None
+    ) -> Reduction:
+        if following is None:
+            return Reduction(averaged, loss_scale)
+        return Reduction(averaged, loss_scale, lambda: self._foresee_grads(replace(exchange, step=following)))
 
     def all_gather(self, bucket: int, buffer: torch.Tensor, step: int, collective: Collective) -> Transfer:
         """Begin an all-gather into ``buffer`` [N * shard], this rank's replica, keyed by ``step``.
@@ -141,6 +168,7 @@ class LossyGroup:
     ) -> Transfer:
         if self.lossless(exchange.phase):
             return Transfer(collective(), lambda: None)
+        self._note_made(exchange, bucket)
         foreseen = self._foresee(exchange)
         with torch.no_grad():
             # Where nobody can foresee it, the transport itself leaves out what does not arrive.
@@ -178,10 +206,21 @@ class LossyGroup:
         last = self.last.get(exchange.phase)
         return last if last is not None and last.exchange == exchange else self.transport.foresee(exchange)
 
-    def _upcoming(self, exchange: Exchange) -> Delivery | None:
-        following, steps = replace(exchange, step=exchange.step + 1), self.transport.steps(exchange.phase)
+    def _foresee_grads(self, exchange: Exchange) -> Delivery | None:
+        steps = self.transport.steps(exchange.phase)
         # Beyond the end of a trace nothing is lost; if such a step comes, it is refused.
-        return None if steps is not None and following.step >= steps else self.transport.foresee(following)
+        return None if steps is not None and exchange.step >= steps else self.transport.foresee(exchange)
+
+    def _note_made(self, exchange: Exchange, bucket: int) -> None:
+        step, buckets = self._made.get(exchange.phase, (None, set()))
+        self._made[exchange.phase] = (exchange.step, (buckets if step == exchange.step else set()) | {bucket})
+
+    def not_made(self, phase: str, step: int) -> list[int]:
+        """The buckets that have not been exchanged in ``step``, though they can lose something."""
+        if self.lossless(phase):
+            return []
+        latest, buckets = self._made.get(phase, (None, set()))
+        return [bucket for bucket in range(len(self.rules[phase])) if latest != step or bucket not in buckets]
 
     def restore(self, step: int, lost: dict[int, np.ndarray]) -> None:
         """This rank missed these parameters of ``step``, the last update before a checkpoint was saved.
@@ -197,10 +236,13 @@ class LossyGroup:
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, step: int) -> None:
-        """The exchanges of ``step`` come next."""
+    def prepare(self, step: int, following: int | None = None) -> None:
+        """The exchanges of ``step`` come next, and after them those of ``following``, if that is known."""
         for phase in PHASES:
             self.transport.prepare(Exchange(phase, self.stream, step))
+        steps = self.transport.steps("grad")
+        if following is not None and (steps is None or following < steps) and self.rules["grad"][0].foresight:
+            self.transport.prepare(Exchange("grad", self.stream, following))
 
     def finish_step(self, step: int, successful: bool) -> None:
         """Tell the recovery rules whether the optimizer used the gradients of ``step``."""

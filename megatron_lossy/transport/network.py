@@ -16,7 +16,10 @@ import torch.distributed as dist
 from ..channel import Channel, make_channel
 from ..config import PHASES, LossyConfig
 from ..delivery_log.replay import Recorded
+from ..errors import UsageError, refuse
 from ..exchange import Exchange, Stream
+
+_NOTHING = "no link leaves a node, and nothing can be lost"
 
 
 def channel_of(config: LossyConfig, phase: str) -> Channel:
@@ -25,6 +28,15 @@ def channel_of(config: LossyConfig, phase: str) -> Channel:
     if loss.trace is not None and loss.trace.is_dir():
         return Recorded(config, loss.trace)
     return make_channel(config, phase)
+
+
+def check_ranks(config: LossyConfig, size: int) -> None:
+    """Raise :class:`UsageError` if a data-parallel size of ``size`` can lose nothing, though ``config`` has rates."""
+    if size == 1 and not config.lossless and not (config.lossy_self and not config.phase("grad").lossless):
+        raise UsageError(
+            "data-parallel size 1: one rank exchanges nothing, so that nothing can be lost; start at least two "
+            "(torchrun --nproc-per-node 2 …), or set no loss rate"
+        )
 
 
 def check_channels(config: LossyConfig, size: int, steps: int | None) -> None:
@@ -47,6 +59,8 @@ class Network:
         self.lossless = config.phase(phase).lossless
         self.lossy_self = config.lossy_self and phase == "grad"
         self.nodes = np.array(nodes) if config.lossy_links == "inter-node" else None
+        if self.nodes is not None and len(set(nodes)) == 1 and not self.lossy_self:
+            self.lossless = True  # no link leaves the node
 
     def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
         """bool[units]: what arrives at ``destination`` from ``source`` (ranks in the full group)."""
@@ -72,14 +86,26 @@ class Network:
         return result
 
 
-def find_nodes(group: dist.ProcessGroup | None, ranks_per_node: int = 0) -> list[int]:
-    """The node number of every rank of ``group``.
+def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> list[int]:
+    """The node number of each of ``ranks``, with ``--ranks-per-node``; raises :class:`UsageError` as :func:`find_nodes`."""
+    nodes = [rank // ranks_per_node for rank in ranks]
+    if len(nodes) > 1 and len(set(nodes)) == 1:
+        raise refuse("--ranks-per-node", ranks_per_node, f"puts all {len(nodes)} ranks on one node: {_NOTHING}")
+    return nodes
 
-    By host name (a collective call), or by ``ranks_per_node`` consecutive global ranks (``--ranks-per-node``).
+
+def find_nodes(group: dist.ProcessGroup | None, ranks_per_node: int = 0) -> list[int]:
+    """The node number of every rank of ``group``, for ``--lossy-links inter-node``.
+
+    By host name (a collective call), or by ``ranks_per_node`` consecutive global ranks (``--ranks-per-node``). Raises
+    :class:`UsageError` if several ranks are all on one node: nothing could be lost between them.
     """
     group = group or dist.group.WORLD
     if ranks_per_node:
-        return [rank // ranks_per_node for rank in dist.get_process_group_ranks(group)]
+        return consecutive_nodes(dist.get_process_group_ranks(group), ranks_per_node)
     hosts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    if len(hosts) > 1 and len(set(hosts)) == 1:
+        same = f"all {len(hosts)} ranks report the host name {hosts[0]!r}: {_NOTHING}"
+        raise refuse("--lossy-links", "inter-node", f"{same}; if they are on several nodes, give --ranks-per-node")
     return [hosts.index(host) for host in hosts]

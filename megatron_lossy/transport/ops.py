@@ -12,9 +12,12 @@ The README has a whole program.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 
+from ..errors import refuse
 from .base import Transfer
 from .group import LossyGroup
 
@@ -42,11 +45,27 @@ def lossy_reduce_scatter(
     averaged = op == dist.ReduceOp.AVG
     if not averaged and op != dist.ReduceOp.SUM:
         raise ValueError(f"op {op}: must be ReduceOp.SUM or ReduceOp.AVG")
+    if averaged:
+        check_average("op=ReduceOp.AVG", group)
 
     def collective() -> dist.Work | None:
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
 
     return _finish(lossy.reduce_scatter(bucket, input, output, step, collective, averaged), async_op)
+
+
+@functools.cache
+def check_average(flag: str, group: dist.ProcessGroup | None) -> None:
+    """Raise :class:`UsageError`, on behalf of ``flag``, if a reduce-scatter of ``group`` does not average.
+
+    Gloo of older versions of torch sums instead, without a word. The first call for a group is a collective call.
+    """
+    if dist.get_backend(group) != "gloo":
+        return
+    mean = torch.empty(1)
+    dist.reduce_scatter_tensor(mean, torch.ones(dist.get_world_size(group)), op=dist.ReduceOp.AVG, group=group)
+    if mean.item() != 1:
+        raise refuse(flag, "over gloo", f"torch {torch.__version__} sums instead of averaging; do without")
 
 
 def lossy_all_gather(

@@ -18,10 +18,12 @@ import torch
 
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
-from ..hooks.buckets import buckets_by_stream
+from ..hooks.buckets import bucket_sizes, buckets_by_stream
+from ..hooks.checks import check_loss_per_token
 from ..ledger import Ledger, Patch
 from ..run import Run
 from ..transport import LossyGroup
+from ..transport.network import consecutive_nodes
 from .grad_norm import get_grad_norm_fp32
 from .layout import buffers_for
 from .sampling import VirtualSampler
@@ -35,9 +37,15 @@ class VirtualCluster(Run):
     do not fit.
     """
 
-    def __init__(self, config: LossyConfig, workers: int, steps: int | None = None) -> None:
-        self.check(config)
-        super().__init__(config, steps)
+    def __init__(
+        self,
+        config: LossyConfig,
+        workers: int,
+        steps: int | None = None,
+        gapless: bool = False,
+    ) -> None:
+        self.check(config, workers)
+        super().__init__(config, steps, gapless)
         self.workers = workers
         self._streams: list[StreamBuckets] = []
         self._worker: int | None = None
@@ -45,10 +53,12 @@ class VirtualCluster(Run):
         self._peak = 1.0
 
     @staticmethod
-    def check(config: LossyConfig) -> None:
-        """Raise :class:`UsageError` for loss flags that mean nothing without real ranks."""
+    def check(config: LossyConfig, workers: int) -> None:
+        """Raise :class:`UsageError` for loss flags that mean nothing with so many virtual workers."""
         if config.lossy_links == "inter-node" and not config.ranks_per_node:
             raise refuse("--lossy-links", "inter-node", "needs --ranks-per-node with --virtual-workers")
+        if config.lossy_links == "inter-node":
+            consecutive_nodes(range(workers), config.ranks_per_node)
 
     # --- building ------------------------------------------------------------------------------------------------
 
@@ -62,9 +72,11 @@ class VirtualCluster(Run):
         From here on Megatron neither reduces gradients nor gathers parameters: it calls this cluster where it would
         finish the gradients of a rank.
         """
+        check_loss_per_token(ddp.config, self.config)
         ddp.ddp_config.overlap_grad_reduce = False  # it has cut the buckets; nothing is sent
         ddp.config.no_sync_func = None
         ddp.config.finalize_model_grads_func = self._collect
+        self._transformer = ddp.config
         for name, _, pairs in buckets_by_stream(ddp):
             self._streams.append(StreamBuckets(self.config, pairs, name, self.workers, self.steps))
 
@@ -111,7 +123,7 @@ class VirtualCluster(Run):
         assert self._worker is not None, "gradients were computed outside a worker's turn"
         with torch.no_grad():
             for stream in self._streams:
-                stream.collect(self._worker, self.iteration)
+                stream.collect(self._worker, self.iteration, self.loss_scale(), self.following)
         if num_tokens is not None:
             self._tokens = num_tokens.clone() if self._tokens is None else self._tokens + num_tokens
 
@@ -138,6 +150,14 @@ class VirtualCluster(Run):
         return result
 
     # --- what every run answers ------------------------------------------------------------------------------------
+
+    def loss_scale(self) -> torch.Tensor | None:
+        optimizer = getattr(self._transformer.grad_scale_func, "__self__", None)  # Megatron sets its scale_loss
+        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+            scaler = getattr(one, "grad_scaler", None)
+            if scaler is not None:
+                return scaler.scale
+        return None
 
     @property
     def groups(self) -> list[LossyGroup]:
@@ -169,7 +189,7 @@ class VirtualCluster(Run):
             stream.versions.restart()
 
     def identity(self) -> dict[str, Any]:
-        return {"workers": self.workers}
+        return {"workers": self.workers, **bucket_sizes([(stream.stream, stream.pairs) for stream in self._streams])}
 
     def replica_file(self) -> str:
         return "virtual.pt"

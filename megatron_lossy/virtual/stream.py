@@ -12,6 +12,7 @@ from ..exchange import Delivery, Exchange, Stream, units_of
 from ..transport import BucketSpec, LossyGroup, Network, Transfer, cut_buckets
 from ..transport.drawn import check_links
 from ..transport.memory import Memory
+from ..transport.network import consecutive_nodes
 from .versions import Versions
 
 # Adding in pieces that fit into a core's cache, and clearing each while it is there.
@@ -36,7 +37,7 @@ class StreamBuckets:
         self.cut = cut_buckets(config, specs)
         nodes = None
         if config.lossy_links == "inter-node":
-            nodes = [worker // config.ranks_per_node for worker in range(workers)]
+            nodes = consecutive_nodes(range(workers), config.ranks_per_node)
         networks = {phase: Network(config, phase, workers, nodes) for phase in PHASES}
         check_links(networks, stream, self.cut, workers, steps)
         self._memory = Memory(networks, stream, workers, self.cut)
@@ -47,8 +48,11 @@ class StreamBuckets:
             [bucket.param_data for bucket in buckets], self.cut["param"], units_of(self.cut["param"]), workers
         )
 
-    def collect(self, worker: int, step: int) -> None:
-        """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards."""
+    def collect(self, worker: int, step: int, loss_scale: torch.Tensor | None, following: int | None) -> None:
+        """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards.
+
+        ``loss_scale``: what it was multiplied with. ``following``: the step of the next exchange, if it is known.
+        """
         first = not self._begun
         begun = []
         for number, (bucket, total, cut) in enumerate(zip(self.buckets, self.sums, self.cut["grad"], strict=True)):
@@ -57,7 +61,10 @@ class StreamBuckets:
             def add(bucket: Any = bucket, total: torch.Tensor = total) -> None:
                 _move(bucket.grad_data, total, add=not first)
 
-            begun.append(self.groups[worker].reduce_scatter(number, bucket.grad_data, output, step, add))
+            transfer = self.groups[worker].reduce_scatter(
+                number, bucket.grad_data, output, step, add, False, loss_scale, following
+            )
+            begun.append(transfer)
         self._begun += begun
 
     def reduce(self, scale: float) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from ..exchange import BucketUnits
 from ..recovery import unit_views
+from ..recovery.copies import to_device
 
 #: The version of weights that were never lost: the initial ones, or those of a checkpoint.
 FIRST = -1
@@ -39,7 +40,7 @@ class Block:
         if count > len(self.rows) // 2 and count:
             return
         places = np.nonzero(needed)
-        self.rows = self.rows[torch.from_numpy(self.index[places].astype(np.int64)).to(self.rows.device)]
+        self.rows = self.rows[to_device(self.index[places], self.rows.device)]
         self.index = np.full(needed.shape, -1, dtype=np.int32)
         self.index[places] = np.arange(count)
 
@@ -62,12 +63,12 @@ def _scatter(view: torch.Tensor, places: Places, rows: torch.Tensor, chosen: np.
             view[shard, 0].copy_(rows[row])
         return
     if chosen is not None:
-        rows = rows[torch.from_numpy(chosen.astype(np.int64)).to(rows.device)]
+        rows = rows[to_device(chosen, rows.device)]
     view.index_put_(_tensors(places, view.device), rows)
 
 
 def _tensors(places: Places, device: torch.device) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.from_numpy(place).to(device, non_blocking=True) for place in places)
+    return tuple(to_device(place, device) for place in places)
 
 
 class Versions:

@@ -156,7 +156,7 @@ def estimates(
         for recovery, transport in zip(rules, transports, strict=True):
             delivery = transport.foresee(now)
             reduction = Reduction(
-                upcoming=lambda transport=transport, following=following: transport.foresee(following)
+                following=lambda transport=transport, following=following: transport.foresee(following)
             )
             buffer[..., TOTAL] = 1
             buffer[..., OWN] = 0

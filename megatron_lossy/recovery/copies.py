@@ -1,0 +1,39 @@
+"""Copies to an accelerator that wait for nothing, and memory that several streams use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+
+def to_device(array: np.ndarray, device: torch.device | str = "cpu") -> torch.Tensor:
+    """``array`` as a tensor on ``device``; on a CPU it shares the memory.
+
+    To a CUDA device it goes by way of page-locked memory. From other memory, a copy of more than 64 KiB waits until
+    the device has done all that is queued, a whole backward pass. torch keeps a pool of such memory and gives none of
+    it out again before the copy from it is done.
+    """
+    tensor = torch.from_numpy(array)
+    target = torch.device(device)
+    if target.type == "cpu":
+        return tensor
+    if target.type == "cuda":
+        return page_locked(tensor).to(target, non_blocking=True)
+    return tensor.to(target)
+
+
+def page_locked(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of ``tensor`` in page-locked memory."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+def used_here(tensors: Iterable[torch.Tensor]) -> None:
+    """The current stream uses ``tensors``, which may have been allocated on another one.
+
+    Their memory is then not given out again before the current stream is done with it.
+    """
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            tensor.record_stream(getattr(torch, tensor.device.type).current_stream())

@@ -1,0 +1,108 @@
+"""Loss that never happens is refused or said, on real ranks."""
+
+import logging
+import types
+
+import pytest
+
+from megatron_lossy import hooks
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.hooks import seam
+from megatron_lossy.hooks.complete import check_exchanged, check_registered
+from megatron_lossy.transport import check_ranks
+from tests.ranks import RankFailed, run_ranks
+from tests.test_transport import group_in_memory
+from tests.tiny_gpt import TinyGPT, build
+
+BOTH = LossyConfig(p_grad=0.4, p_param=0.4)
+OVERLAPPED = TinyGPT(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=3000)
+
+
+def steps(rank, how, tiny, config, world=None):
+    """Two steps of a model to which ``how`` happened; returns what was logged."""
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("megatron_lossy").addHandler(handler)
+    late = how == "hooked late"
+    run = build(tiny) if late else None
+    lossy = hooks.install(config)
+    run = run or build(tiny)
+    if how == "forgotten bucket":
+        delattr(run.model[0].bucket_groups[0].buckets[0].grad_data, seam._ATTRIBUTE)
+    for step in range(2):
+        if step == 1 and how == "no gradients":
+            run.transformer.finalize_model_grads_func = lambda *_, **__: None
+        if step == 1 and how == "no gather":
+            lossy.update = 17
+        run.step(step)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("hooked late", "UsageError: no model was wrapped .* call hooks.install.. before the model is wrapped"),
+        ("forgotten bucket", r"UsageError: bucket \d+ .\d+ elements. of the optimizer is not known to the hooks"),
+        ("no gradients", "RuntimeError: the gradients of bucket 0 of dense-e0-s0-c0 were not exchanged in iteration 2"),
+        ("no gather", "RuntimeError: the parameters of bucket 0 of dense-e0-s0-c0 were not exchanged in iteration 18"),
+    ],
+)
+def test_what_would_lose_nothing_is_refused_at_a_step(how, error):
+    with pytest.raises(RankFailed, match=error):
+        run_ranks(steps, 2, how, TinyGPT(), BOTH)
+
+
+@pytest.mark.parametrize("tiny", [TinyGPT(), OVERLAPPED], ids=["plain", "overlapped"])
+def test_nothing_is_said_where_all_is_exchanged(tiny):
+    assert run_ranks(steps, 2, "as always", tiny, BOTH) == [[], []]
+
+
+def test_one_rank_is_told_that_nothing_is_lost():
+    [told] = run_ranks(steps, 1, "as always", TinyGPT(), BOTH)
+    assert told == [f"nothing is lost in phase {phase}: its group has one rank" for phase in ("grad", "param")]
+
+
+def test_experts_of_one_rank_are_named():
+    tiny = TinyGPT(expert=2, experts=4)
+    told = run_ranks(steps, 2, "as always", tiny, BOTH)
+    for rank in range(2):
+        assert told[rank] == [
+            f"nothing of expert-e{rank}-s0-c0 is lost in phase {phase}: its group has one rank"
+            for phase in ("grad", "param")
+        ]
+
+
+def test_a_group_inside_a_node_is_named():
+    tiny = TinyGPT(pipeline=2, tied=False, accumulation=2)
+    config = LossyConfig(p_grad=0.4, lossy_links="inter-node", ranks_per_node=2)
+    told = run_ranks(steps, 4, "as always", tiny, config)
+    reason = "all ranks of its group are on one node (--lossy-links inter-node)"
+    assert told == [[f"nothing is lost in phase grad: {reason}"], [], [], []]
+
+
+def test_links_between_nodes_of_one_node_are_refused():
+    config = LossyConfig(p_grad=0.4, lossy_links="inter-node")
+    with pytest.raises(RankFailed, match="UsageError: --lossy-links inter-node: all 2 ranks report the host name"):
+        run_ranks(steps, 2, "as always", TinyGPT(), config)
+
+
+def test_a_command_line_for_one_rank_is_refused():
+    with pytest.raises(UsageError, match="data-parallel size 1: .*torchrun --nproc-per-node 2"):
+        check_ranks(BOTH, 1)
+    check_ranks(LossyConfig(), 1)
+    check_ranks(LossyConfig(p_grad=0.4, lossy_self=True), 1)
+    check_ranks(BOTH, 2)
+
+
+def test_a_group_knows_which_buckets_were_exchanged():
+    group = group_in_memory(BOTH, rank=0)
+    with pytest.raises(RuntimeError, match="gradients of bucket 0 .* iteration 4, .* so were 0 other"):
+        check_exchanged([group], "grad", 3)
+    assert group_in_memory(LossyConfig(p_grad=0.1), rank=0).not_made("param", 0) == []
+
+
+def test_optimizers_without_buffers_are_left_alone():
+    chained = types.SimpleNamespace(chained_optimizers=[types.SimpleNamespace(), types.SimpleNamespace(buffers=[])])
+    check_registered(chained, [group_in_memory(BOTH, rank=0)])

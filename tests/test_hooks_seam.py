@@ -1,0 +1,72 @@
+"""The seam without Megatron around it."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_lossy.hooks import seam
+from megatron_lossy.transport import Transfer
+
+
+class Group:
+    """In the place of a lossy group: its gathers deliver ``0`` where the collective wrote ``1``."""
+
+    def lossless(self, phase):
+        return False
+
+    def all_gather(self, bucket, output, update, collective):
+        return Transfer(collective(), output.zero_)
+
+
+def gather(handle):
+    """An all-gather through the seam, whose collective returns ``handle``; the buffer, and what the caller gets."""
+    buffer = torch.full((2,), -1.0)
+    seam.attach(buffer, seam.Slot(Group(), 0))
+
+    def collective(output, input):
+        output.fill_(1.0)
+        return handle
+
+    return buffer, seam.all_gather(SimpleNamespace(update=3), collective, buffer, buffer[:1])
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_collective_outside_of_a_coalescing_context(elsewhere):
+    """Also on a thread that never had one: a context that is open here concerns this thread only."""
+    found = {}
+
+    def run():
+        found["synchronous"] = gather(None)
+        found["asynchronous"] = gather(SimpleNamespace(wait=lambda: None))
+
+    if elsewhere:
+        context = seam.coalescing_manager(_open_context)
+        with context:
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+    else:
+        run()
+    buffer, handle = found["synchronous"]
+    assert handle is None and buffer.tolist() == [0, 0]
+    buffer, handle = found["asynchronous"]
+    assert buffer.tolist() == [1, 1]
+    handle.wait()
+    assert buffer.tolist() == [0, 0]
+
+
+def test_in_a_context_it_is_complete_when_the_context_is():
+    with seam.coalescing_manager(_open_context):
+        buffer, handle = gather(None)
+        assert handle is None and buffer.tolist() == [1, 1]
+    assert buffer.tolist() == [0, 0]
+
+
+class _open_context:
+    def __enter__(self):
+        return SimpleNamespace(wait=lambda: None)
+
+    def __exit__(self, *_):
+        return None

@@ -1,0 +1,161 @@
+"""The wheel and the source distribution: what is in them, and that a machine with no checkout can train."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megatron_lossy.errors import UsageError
+from megatron_lossy.report import read_runs
+from megatron_lossy.shipped import FOLDERS, copy_shipped, find_config
+from tests.test_doctor import distribution
+
+ROOT = Path(__file__).parents[1]
+#: What is no part of a checkout's source: hidden folders, and what building, testing and training leave.
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".git", ".venv", ".*_cache", ".hypothesis")
+BUILD = "from setuptools import build_meta; import sys; getattr(build_meta, sys.argv[1])(sys.argv[2])"
+
+
+def build(kind, source, out):
+    subprocess.run([sys.executable, "-c", BUILD, kind, str(out)], cwd=source, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory):
+    """A folder with both; the wheel is built from the source distribution, as pip does where there is no wheel."""
+    pytest.importorskip("setuptools", "77")
+    work = tmp_path_factory.mktemp("package")
+    for entry in ROOT.iterdir():
+        if entry.is_dir() and entry.name not in ("build", "dist", "runs", "data", ".git", ".venv"):
+            shutil.copytree(entry, work / "source" / entry.name, ignore=LEFT_OUT)
+    for entry in ROOT.iterdir():
+        if entry.is_file():
+            shutil.copy(entry, work / "source")
+    build("build_sdist", work / "source", work)
+    with tarfile.open(next(work.glob("*.tar.gz"))) as archive:
+        archive.extractall(work, filter="data")
+    build("build_wheel", next(path for path in work.glob("megatron_lossy-*") if path.is_dir()), work)
+    return work
+
+
+def files_of(*folders):
+    return {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+
+
+@pytest.mark.slow
+def test_the_source_distribution_is_the_checkout(distributions):
+    with tarfile.open(next(distributions.glob("*.tar.gz"))) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    folders = ["megatron_lossy", "tests", "docs", "scripts", "benchmarks", ".ci", ".github", *FOLDERS]
+    files = ["Makefile", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt"]
+    assert not (files_of(*folders) | set(files)) - inside
+
+
+@pytest.mark.slow
+def test_the_wheel_has_all_code_and_what_the_documentation_names(distributions):
+    with zipfile.ZipFile(next(distributions.glob("*.whl"))) as archive:
+        inside = {entry.filename: entry.external_attr >> 16 for entry in archive.infolist()}
+    shipped = {f"megatron_lossy/shipped/{name}" for name in files_of(*FOLDERS)}
+    assert not (files_of("megatron_lossy") | shipped) - inside.keys()
+    assert all(name.startswith(("megatron_lossy/", "megatron_lossy-")) for name in inside)
+    for name in ("launch/torchrun.sh", "launch/slurm/run.sbatch", "patches/check.sh"):
+        assert inside[f"megatron_lossy/shipped/{name}"] & 0o100, f"{name} is not executable"
+
+
+@pytest.mark.slow
+def test_make_run_from_the_wheel_in_an_empty_folder(distributions, tmp_path):
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    empty.mkdir()
+    wheel = str(next(distributions.glob("*.whl")))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), wheel]
+    subprocess.run(pip, check=True)
+    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+
+    def python(*arguments):
+        command = [sys.executable, "-m", *arguments]
+        done = subprocess.run(command, cwd=empty, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    # The command of make run, at two rates and for two iterations.
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    sweep = ["-m", "megatron_lossy.study", "sweep", "--config", "configs/tiny/llama_1m.yaml", "--rates", "0", "0.4"]
+    short = ["--train-iters", "2", "--lr-warmup-iters", "1", "--eval-iters", "1", "--eval-interval", "2"]
+    assert "val loss" in python(*torchrun, *sweep, "--out", "runs/tiny", *short)
+    assert sorted(run.name for run in read_runs(empty / "runs/tiny")) == ["p_0.00", "p_0.40"]
+    assert str(site) in python("inspect", "megatron_lossy.study", "--details")
+    assert python("megatron_lossy", "copy", ".").split() == list(FOLDERS)
+    assert os.access(empty / "launch/torchrun.sh", os.X_OK)
+
+
+@pytest.mark.slow
+def test_no_deps_leaves_the_torch_and_the_megatron_of_an_image_alone(distributions, tmp_path):
+    """And pip itself would keep release candidates and the alphas of images, but not an older torch."""
+    venv.create(tmp_path / "image", with_pip=False)
+    python, site = tmp_path / "image/bin/python", next(tmp_path.glob("image/lib/*/site-packages"))
+    image = {"torch": "2.6.0a0+ecf3bae40a.nv25.01", "megatron-core": "0.20.0rc0", "packaging": "23.2"}
+    image |= {"einops": "0.8.0", "numpy": "1.26.4", "psutil": "5.9.8", "pyyaml": "6.0.2"}
+    image |= {"matplotlib": "3.8.0", "tensorboard": "2.16.2"}
+    for name, version in image.items():
+        distribution(site, name, version)
+    before = sorted(site.rglob("*"))
+    wheel = str(next(distributions.glob("*.whl")))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+
+    def pip(*arguments):
+        command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", *arguments, wheel]
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    planned = pip("--dry-run", "--quiet", "--report=-")
+    assert planned.returncode == 0, planned.stderr
+    assert [one["metadata"]["name"] for one in json.loads(planned.stdout)["install"]] == ["megatron-lossy"]
+    assert pip("--no-deps").returncode == 0
+    assert [path for path in sorted(site.rglob("*")) if "megatron_lossy" not in str(path.relative_to(site))] == before
+
+    shutil.rmtree(next(site.glob("torch-*")))
+    distribution(site, "torch", "2.5.1")
+    assert "No matching distribution found for torch>=2.6.0a0" in pip("--dry-run").stderr
+
+
+# --- configurations by name ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["configs/tiny/llama_1m.yaml", "tiny/llama_1m.yaml", "tiny/llama_1m"])
+def test_a_configuration_of_the_package_is_found_by_its_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config(name).samefile(ROOT / "configs/tiny/llama_1m.yaml")
+
+
+def test_a_file_that_is_there_comes_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = Path("configs/tiny/llama_1m.yaml")
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert find_config(str(own)) == own
+    assert find_config("configs/absent.yaml") == Path("configs/absent.yaml")
+    assert find_config(tmp_path / "configs/studies/unit.yaml") == tmp_path / "configs/studies/unit.yaml"
+
+
+def test_copy_replaces_nothing(tmp_path):
+    assert [path.name for path in copy_shipped(tmp_path / "new")] == list(FOLDERS)
+    assert (tmp_path / "new/launch/slurm/run.sbatch").read_text() == (ROOT / "launch/slurm/run.sbatch").read_text()
+    (tmp_path / "half/launch").mkdir(parents=True)
+    with pytest.raises(UsageError, match="launch is there already"):
+        copy_shipped(tmp_path / "half")
+    assert not (tmp_path / "half/configs").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="FOLDER .*file: cannot be written"):
+        copy_shipped(tmp_path / "file")
