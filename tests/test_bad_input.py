@@ -140,7 +140,7 @@ LAUNCH = [
         "--data-path data/train: has 8e-06 G tokens for a run of 21 G, 2.62e+06 epochs; give more text",
     ),
     Case(f"{SEVEN_B} --data stdlib --dry-run --program none.py", "--data stdlib: needs --program train"),
-    Case(f"{SEVEN_B} --dry-run --data stdlib --out text.txt", "--save text.txt/p_0.10: must be a folder that can be"),
+    Case(f"{SEVEN_B} --dry-run --data stdlib --out text.txt", "--out text.txt/p_0.10: must be a folder that can be"),
 ]
 LAUNCHER = [
     Case("none.py", "SCRIPT none.py: must be a Python file, for example Megatron-LM's pretrain_gpt.py"),

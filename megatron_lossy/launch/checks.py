@@ -10,6 +10,7 @@ from pathlib import Path
 from ..data import check_files, epochs
 from ..data.manifest import check_manifest
 from ..errors import UsageError, refuse
+from ..files import check_folder
 from ..train.saved import check_folders, latest_iteration
 from .command import check_shape, ranks_of_node
 from .devices import GIB
@@ -28,6 +29,7 @@ def check(plan: Plan, starting: bool) -> None:
     check_memory(plan)
     if starting:
         check_devices(plan.device.kind, ranks_of_node(plan))
+    check_folder("--out", plan.folder)
     if plan.launch.trainer:
         check_folders(plan.train, plan.lossy)
     elif not Path(plan.launch.program).is_file():
