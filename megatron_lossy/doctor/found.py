@@ -37,8 +37,10 @@ def versions(checkout: str | None) -> list[Finding]:
 
 
 def _megatron(checkout: str | None) -> list[Finding]:
+    from .. import device
     from ..hooks import check_version
 
+    device.prepare_import()
     try:
         with _quiet():
             core = importlib.import_module("megatron.core")
