@@ -149,7 +149,7 @@ def hook_targets(training: bool) -> list[Finding]:
     ``training``: also those of megatron.training.
     """
     from .. import device, hooks
-    from ..hooks.versions import MEGATRON_LM_NEEDS
+    from ..hooks.versions import how_to_import
 
     if training:
         device.prepare_import()
@@ -157,7 +157,7 @@ def hook_targets(training: bool) -> list[Finding]:
             with _quiet():
                 importlib.import_module("megatron.training")
         except ImportError as error:
-            text = f"cannot be imported: {error}; {MEGATRON_LM_NEEDS}"
+            text = f"cannot be imported: {error}; {how_to_import(error)}"
             return [Finding("hooks", "megatron.training", "problem", text)]
     try:
         with _quiet():
