@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from ..config import PHASES
 from ..files import replace_file
@@ -42,7 +42,8 @@ def plot_links(folder: DeliveryLogFolder, stream: str, out: Path) -> None:
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(9, integer=True))
     figure.axes[0].set_ylabel("source rank")
-    figure.colorbar(image, ax=figure.axes, label="share of units lost", format="{x:.0%}", shrink=0.9)
+    percent = StrMethodFormatter("{x:.0%}")  # matplotlib 3.8 does not make one of the text
+    figure.colorbar(image, ax=figure.axes, label="share of units lost", format=percent, shrink=0.9)
     first, last = folder.covered(next(iter(folder.ranks)))[0]
     figure.suptitle(f"Losses per link, {stream}, iterations {first} to {last}", fontsize=12)
     replace_file(out, lambda aside: figure.savefig(aside, dpi=160, format=out.suffix[1:]))
