@@ -268,7 +268,7 @@ def test_a_script_that_makes_up_its_command_line_loses_as_well(fork):
     [
         (["--p-grad", "2"], "--p-grad 2.0: must be in [0, 1)"),
         ([*LOSS, "--check-weight-hash-across-dp-replicas-interval", 5], "--check-weight-hash-across-dp-replicas"),
-        ([*LOSS, "--packet-bytes", 1], "--packet-bytes 1: must hold at least one element"),
+        ([*LOSS, "--lossy-self", "--packet-bytes", 1], "--packet-bytes 1: must hold at least one element"),
     ],
     ids=["when imported", "when validated", "in pretrain"],
 )
