@@ -142,11 +142,15 @@ def _events(path: Path) -> dict[str, Any]:
     return {f"train {event.step} {tag}": repr(event.value) for tag in tags for event in events.Scalars(tag)}
 
 
+# What the trainer says of its settings before the first iteration; they are compared as settings.
+_HEADER = "loss: "
+
+
 def _console(texts: list[str], program: str) -> list[str]:
     if program == "launcher":
         lines = [line for text in texts for line in _MEGATRON.findall(text)]
     else:
-        lines = [line for text in texts for line in text.splitlines()]
+        lines = [line for text in texts for line in text.splitlines() if not line.startswith(_HEADER)]
     for pattern, instead in _TIMES:
         lines = [pattern.sub(instead, line) for line in lines]
     return lines

@@ -8,7 +8,6 @@ they print is therefore not in its output. Every program has a test that starts 
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import runpy
 import signal
@@ -62,8 +61,6 @@ def _program(module, arguments, folder, environment, stdout, stderr):
     descriptors = [os.open(path, os.O_WRONLY | os.O_APPEND) for path in (stdout, stderr)]
     _write_to(*descriptors)
     os.chdir(folder)
-    # megatron-core writes checkpoints from child processes, which daemons may not have.
-    multiprocessing.current_process()._config["daemon"] = False
     if module == "megatron_lossy.study":
         _fork_cells()
     _become(module, arguments, environment)
@@ -150,16 +147,18 @@ class Program:
         return tuple(file.read_text() for file in self._files)
 
 
+def start_ranks(module: str, *arguments: object, ranks: int, **how: object) -> list[Program]:
+    """``python -m module arguments`` as torchrun starts it on one node, ``ranks`` times."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [Program(module, *arguments, **world, RANK=rank, LOCAL_RANK=rank, **how) for rank in range(ranks)]
+
+
 def run_program(module: str, *arguments: object, ranks: int = 0, **how: object) -> subprocess.CompletedProcess:
     """Run ``python -m module arguments`` to its end, with ``ranks`` as torchrun starts them on one node."""
-    if not ranks:
-        programs = [Program(module, *arguments, **how)]
-    else:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        programs = [Program(module, *arguments, **world, RANK=rank, LOCAL_RANK=rank, **how) for rank in range(ranks)]
+    programs = start_ranks(module, *arguments, ranks=ranks, **how) if ranks else [Program(module, *arguments, **how)]
     deadline = time.monotonic() + 120
     while any(program.poll() is None for program in programs) and not any(program.poll() for program in programs):
         assert time.monotonic() < deadline, f"{module} does not end"

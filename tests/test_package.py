@@ -15,6 +15,7 @@ import pytest
 from megatron_lossy.errors import UsageError
 from megatron_lossy.report import read_runs
 from megatron_lossy.shipped import FOLDERS, copy_shipped, find_config
+from tests.programs import run_program
 from tests.test_doctor import distribution
 
 ROOT = Path(__file__).parents[1]
@@ -147,6 +148,12 @@ def test_a_file_that_is_there_comes_first(tmp_path, monkeypatch):
     assert find_config(str(own)) == own
     assert find_config("configs/absent.yaml") == Path("configs/absent.yaml")
     assert find_config(tmp_path / "configs/studies/unit.yaml") == tmp_path / "configs/studies/unit.yaml"
+
+
+def test_copy_without_a_folder_is_one_line():
+    done = run_program("megatron_lossy", "copy")
+    assert done.returncode == 2
+    assert done.stderr == "megatron-lossy: error: the following arguments are required: FOLDER\n"
 
 
 def test_copy_replaces_nothing(tmp_path):

@@ -28,10 +28,10 @@ NAMED = re.findall(r"^  \S+/Megatron-LM +(\S+)$", PATCH.read_text(), re.MULTILIN
 END = [line[1:] for line in PATCH.read_text().splitlines() if line.startswith(" ") and "/" not in line]
 
 
-def check(*arguments):
+def check(*arguments, folder=ROOT / "patches", **environment):
     """Exit status, lines of stdout, stderr of check.sh."""
-    script = ROOT / "patches" / "check.sh"
-    done = subprocess.run([script, *map(str, arguments)], capture_output=True, text=True, cwd="/")
+    script = [folder / "check.sh", *map(str, arguments)]
+    done = subprocess.run(script, capture_output=True, text=True, cwd="/", env=os.environ | environment)
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
@@ -81,6 +81,23 @@ def test_check_finds_out_and_its_command_puts_the_patch_in(tree, where):
     tag = ", at the tag mine_v1" if where == "repository" else ""
     assert status == 0
     assert lines == [f"{tree}: Megatron-LM, megatron-core 0.16.1{tag}", "megatron_lm.patch is in"]
+
+
+def test_check_asks_the_installed_package_where_there_is_no_checkout(tree, tmp_path):
+    shutil.copytree(ROOT / "patches", tmp_path / "copy/patches")
+    python = tmp_path / "bin/python"
+    python.parent.mkdir()
+    python.symlink_to(shutil.which("false"))
+    path = f"{python.parent}:{os.environ['PATH']}"
+    folder = tmp_path / "copy/patches"
+    assert check(tree, folder=folder, PATH=path)[::2] == (2, "check.sh: error: megatron_lossy: is not installed\n")
+    python.unlink()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    status, lines, _ = check(tree, folder=folder, PATH=path, PYTHONPATH=str(ROOT))
+    assert status == 1 and lines[1] == "megatron_lm.patch is not in, and applies:"
+    write(tree / "megatron/core/package_info.py", "MAJOR = 0", "MINOR = 5", "PATCH = 0")
+    assert "megatron-core 0.5: is not supported" in check(tree, folder=folder, PATH=path, PYTHONPATH=str(ROOT))[2]
 
 
 def test_the_patch_names_all_that_it_is_for():
@@ -251,7 +268,7 @@ def test_a_script_that_makes_up_its_command_line_loses_as_well(fork):
     [
         (["--p-grad", "2"], "--p-grad 2.0: must be in [0, 1)"),
         ([*LOSS, "--check-weight-hash-across-dp-replicas-interval", 5], "--check-weight-hash-across-dp-replicas"),
-        ([*LOSS, "--packet-bytes", 1], "--packet-bytes 1: must hold at least one element"),
+        ([*LOSS, "--lossy-self", "--packet-bytes", 1], "--packet-bytes 1: must hold at least one element"),
     ],
     ids=["when imported", "when validated", "in pretrain"],
 )

@@ -16,7 +16,6 @@ from megatron_lossy.train.saved import latest_iteration
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import (
     TINY,
-    allow_children,
     as_flags,
     checkpoint_bytes,
     read_records,
@@ -293,7 +292,6 @@ def sweeps(rank: int, *commands: list[str]) -> list[str]:
     """What sweeps print, one after the other."""
     from megatron_lossy.study.sweep import main
 
-    allow_children()
     outputs = []
     for command in commands:
         with contextlib.redirect_stdout(io.StringIO()) as output:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -46,14 +45,11 @@ def write_data(rank: int, folder: str) -> None:
         write_indexed([("text", part)], os.path.join(folder, split), build_tokenizer("byte"))
 
 
-def allow_children() -> None:
-    """megatron-core writes checkpoints from child processes, which daemons may not have."""
-    multiprocessing.current_process()._config["daemon"] = False
-
-
 def train_runs(rank: int, *runs: tuple[dict, dict]):
-    """Train one run after the other in the same processes; returns their summaries and rank 0's output."""
-    allow_children()
+    """Train one run after the other in the same processes; returns their summaries and rank 0's output.
+
+    The ranks are daemons, which may not have children: to save, too, they must do without.
+    """
     warnings.simplefilter("ignore")
     from megatron_lossy.train.loop import train
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing.dummy
 import os
 import pickle
-import queue
 import re
 import shutil
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ class Checkpoints:
                 "scheduler": self._scheduler.state_dict(),
                 **common,
             }
-            with _in_process_results(), _errors_only_raised():
+            with _in_this_process(), _errors_only_raised():
                 dist_checkpointing.save(state, str(aside), strategy)
         self._lossy.save_replicas(aside)
         torch.distributed.barrier()
@@ -144,18 +145,18 @@ class Checkpoints:
 
 
 @contextlib.contextmanager
-def _in_process_results() -> Iterator[None]:
+def _in_this_process() -> Iterator[None]:
     ledger = Ledger("synchronous checkpoints of megatron-core")
     ledger.install(
         [
             Patch(
-                target="megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
-                value=lambda: queue.SimpleQueue,
-                why="its queue lives in a process of its own, for asynchronous saving; that process takes seconds to "
-                "start, and dies of the SIGTERM on which we save",
-                versions="megatron-core 0.16; later it is gone",
-                until="0.16 is no longer supported",
-                optional=True,
+                target="megatron.core.dist_checkpointing.strategies.filesystem_async:mp",
+                value=lambda: types.SimpleNamespace(get_context=lambda _=None: multiprocessing.dummy),
+                why="writes from threads instead of forked processes. Of a rank that is killed, those live on and hold "
+                "its sockets, so that no other rank notices; and the process of their queue takes seconds to start, "
+                "and dies of the SIGTERM on which we save",
+                versions="all; from 0.18 on only the queue has a process",
+                until="Megatron saves synchronously without processes",
             )
         ]
     )

@@ -1,0 +1,117 @@
+"""Real ranks of the training program, killed with SIGKILL at any moment: the run ends as if nobody had killed it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lossy.train.saved import latest_iteration
+from tests.programs import Program, run_program, start_ranks
+from tests.ranks import run_ranks
+from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, write_data
+
+ITERATIONS = 12
+PACKETS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 64, "eval_weights": "both"}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 9000}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    data = {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
+    return TINY | data | {"train_iters": ITERATIONS, "save_interval": 2, "log_interval": 1, "save_replicas": True}
+
+
+def seconds_of(run: Path) -> float:
+    """The time that all iterations of an uninterrupted run took."""
+    return sum(record["seconds"] for record in read_records(run, "train"))
+
+
+class Killer:
+    """Kills one rank of a run in ``folder``. ``random`` chooses the rank, and the moment within what is asked for."""
+
+    def __init__(self, folder: Path, chance: random.Random, duration: float) -> None:
+        self.folder = folder
+        self.chance = chance
+        self.duration = duration
+
+    def kill(self, ranks: list[Program], when: str) -> bool:
+        """Kill one of ``ranks`` and see the others end; whether it happened before the run was over."""
+        getattr(self, when)(lambda: any(rank.poll() is not None for rank in ranks))
+        victim = self.chance.choice(ranks)
+        happened = victim.poll() is None
+        if happened:
+            victim.send_signal(signal.SIGKILL)
+        for rank in ranks:
+            rank.communicate(timeout=60)  # what has lost contact ends by itself
+        return happened
+
+    def at_any_moment(self, over) -> None:
+        """From the start of the processes to the end of the run, as far as it is ahead."""
+        self._wait(lambda: False, over, self.chance.uniform(0, 1) * (1.0 + self.duration))
+
+    def while_saving(self, over) -> None:
+        """While a checkpoint is written beside its place."""
+        self._wait(lambda: list(self.folder.glob("iter_*.tmp")), over)
+        time.sleep(self.chance.uniform(0, 0.1))
+
+    def after_the_rename(self, over) -> None:
+        """When the next checkpoint is in its place, before or just after the tracker names it."""
+        there = latest_iteration(self.folder) or 0
+        self._wait(lambda: list(self.folder.glob(f"iter_{there + 2:07d}")), over)
+
+    def _wait(self, reached, over, seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while not reached() and not over() and time.monotonic() < end:
+            time.sleep(0.0005)
+
+
+def whole_and_killed(base: dict, folder: Path, ranks: int, moments: list[str], seed: int) -> None:
+    """A run that nobody kills, and one that is killed at each of ``moments``, and then left alone."""
+    once, often = folder / "once", folder / "often"
+    done = run_program("megatron_lossy.train", *as_flags(base | {"save": str(once)}), ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    flags = as_flags(base | {"save": str(often), "load": str(often)})
+    killer = Killer(often, random.Random(seed), seconds_of(once))
+    killed = [killer.kill(start_ranks("megatron_lossy.train", *flags, ranks=ranks), when) for when in moments]
+    done = run_program("megatron_lossy.train", *flags, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert any(killed)
+    assert recorded_losses(once) == recorded_losses(often)
+    assert checkpoint_bytes(once, ITERATIONS) == checkpoint_bytes(often, ITERATIONS)
+    last = [record["lm loss"] for record in read_records(once, "valid")[-2:]]
+    assert last[0] != last[1]  # replicas differ from the owners' weights, or nothing was to be restored
+    replicas = [
+        [file.read_bytes() for file in sorted((run / f"iter_{ITERATIONS:07d}" / "lossy_replicas").iterdir())]
+        for run in (once, often)
+    ]
+    assert replicas[0] == replicas[1] and len(replicas[0]) == ranks
+
+
+def test_killed_ranks_continue_bit_for_bit(base, tmp_path):
+    settings = base | OVERLAP | PACKETS | {"grad_recovery": "previous"}
+    whole_and_killed(settings, tmp_path, 2, ["while_saving", "at_any_moment", "after_the_rename"], seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, PACKETS | {"bf16": True}),
+        (2, OVERLAP | PACKETS | {"grad_recovery": "previous", "loss_model": "gilbert-elliott", "ge_mean_burst": 3.0}),
+        (4, OVERLAP | PACKETS | {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}),
+        (4, PACKETS | {"num_distributed_optimizer_instances": 2, "loss_unit": "bucket", "packet_bytes": 1024}),
+    ],
+    ids=["bf16", "bursts, previous", "tensor parallel", "two instances"],
+)
+def test_killed_again_and_again(base, tmp_path, ranks, settings, seed):
+    moments = ["at_any_moment"] * 5 + ["while_saving"] * 3 + ["after_the_rename"] * 2
+    random.Random(seed).shuffle(moments)
+    whole_and_killed(base | settings, tmp_path, ranks, moments, seed)
