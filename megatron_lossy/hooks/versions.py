@@ -99,6 +99,12 @@ def model_chunk(ddp: torch.nn.Module) -> int:
     return getattr(innermost(ddp), "vp_stage", None) or getattr(ddp, _CHUNK, 0)
 
 
+def optimizers(optimizer: Any) -> list[Any]:
+    """Those that ``optimizer`` is a chain of, or itself."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else [one for part in chained for one in optimizers(part)]
+
+
 def innermost(module: torch.nn.Module) -> torch.nn.Module:
     """The model inside its wrappers: DDP, and the one that converts its precision."""
     while isinstance(getattr(module, "module", None), torch.nn.Module):
@@ -107,9 +113,11 @@ def innermost(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def parallel_sizes() -> dict[str, int]:
-    """The size of every kind of model parallelism, and of what shards the optimizer, by the flag that sets it."""
+    """The size of every kind of model parallelism, by the flag that sets it; none where Megatron was not told globally."""
     from megatron.core import parallel_state
 
+    if not parallel_state.model_parallel_is_initialized():
+        return {}
     names = {
         "--tensor-model-parallel-size": "get_tensor_model_parallel_world_size",
         "--pipeline-model-parallel-size": "get_pipeline_model_parallel_world_size",
