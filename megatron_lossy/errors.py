@@ -77,12 +77,14 @@ def is_unread(error: BaseException) -> bool:
 
 
 def _has_no_reader(stream: TextIO | None) -> bool:
+    if stream is None:
+        return False
+    poll = select.poll()
     try:
-        poll = select.poll()
-        poll.register(stream.fileno(), 0)  # of nothing but that
-        return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+        poll.register(stream.fileno(), 0)  # errors are told unasked
     except (AttributeError, OSError, ValueError):  # closed, or no file
         return False
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 class ArgumentParser(argparse.ArgumentParser):
