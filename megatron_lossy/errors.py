@@ -6,7 +6,7 @@
 * 1, the machine's: the command was right, and the disk is full or broken, or files or memory ran out. That is an
   :class:`OSError` of :data:`MACHINE_ERRORS`, which names the path.
 * Ctrl-C, where nothing remains to be saved, ends a program as it ends others, by SIGINT. So does an output that
-  nobody reads any more (``| head``), by SIGPIPE, without a word.
+  nobody reads any more (``| head``), by SIGPIPE, without a word. A pipe or socket of a library is no such output.
 
 Anything else is a defect of ours, and shows its traceback. Programs wrap their main function in :func:`usage_errors`.
 """
@@ -18,11 +18,12 @@ import contextlib
 import errno
 import importlib.util
 import os
+import select
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 #: What happens to a right command: no space, broken disks and mounts, no files or memory left.
 MACHINE_ERRORS = frozenset(
@@ -70,6 +71,22 @@ def cannot(flag: str, path: str | os.PathLike[str], verb: str, error: OSError) -
     return refuse(flag, path, f"cannot be {verb}: {error.strerror or error}")
 
 
+def is_unread(error: BaseException) -> bool:
+    """Whether ``error`` is that nobody reads the output of this program any more."""
+    return isinstance(error, BrokenPipeError) and any(map(_has_no_reader, (sys.stdout, sys.stderr)))
+
+
+def _has_no_reader(stream: TextIO | None) -> bool:
+    if stream is None:
+        return False
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), 0)  # errors are told unasked
+    except (AttributeError, OSError, ValueError):  # closed, or no file
+        return False
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """A parser that raises :class:`UsageError` where argparse would print its usage and exit."""
 
@@ -90,9 +107,9 @@ def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
         yield
     except UsageError as error:
         _end(f"{program}: error: {error}", 2)
-    except BrokenPipeError:
-        _end_by(signal.SIGPIPE)
     except OSError as error:
+        if is_unread(error):
+            _end_by(signal.SIGPIPE)
         if error.errno not in MACHINE_ERRORS:
             raise
         where = f"{error.filename}: " if error.filename is not None else ""

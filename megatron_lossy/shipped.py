@@ -5,10 +5,12 @@ In a checkout they are folders at its top, in an installed wheel they are below 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
 from .errors import refuse
+from .files import aside_of, sync, writing
 
 FOLDERS = ("configs", "launch", "patches")
 
@@ -29,6 +31,8 @@ def find_config(file: str | Path) -> Path:
     if path.exists() or path.is_absolute():
         return path
     name = Path(*path.parts[1:]) if path.parts[:1] == ("configs",) else path
+    if not name.name:  # configs alone
+        return path
     for candidate in (name, name.with_name(f"{name.name}.yaml")):
         if (found := shipped_folder("configs") / candidate).is_file():
             return found
@@ -36,14 +40,40 @@ def find_config(file: str | Path) -> Path:
 
 
 def copy_shipped(folder: str | Path) -> list[Path]:
-    """Copy :data:`FOLDERS` into ``folder``. Raises :class:`UsageError`, for what is there already with nothing copied."""
-    targets = [Path(folder) / name for name in FOLDERS]
+    """Copy :data:`FOLDERS` into ``folder``: all, or nothing is left there.
+
+    Raises :class:`UsageError` for what is there already, and what :func:`megatron_lossy.files.writing` does.
+    """
+    folder = Path(folder)
+    targets = [folder / name for name in FOLDERS]
     for target in targets:
         if target.exists():
             raise refuse("FOLDER", folder, f"{target.name} is there already")
-    try:
-        for target in targets:
-            shutil.copytree(shipped_folder(target.name), target)
-    except OSError as error:
-        raise refuse("FOLDER", folder, f"cannot be written: {error}") from None
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    aside = aside_of(folder / "copy")
+    with writing("FOLDER", folder):
+        try:
+            aside.mkdir(parents=True)
+            for name in FOLDERS:
+                _copy(shipped_folder(name), aside / name)
+            sync(aside)
+            for target in targets:
+                (aside / target.name).rename(target)
+            aside.rmdir()
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                for path in new:
+                    path.rmdir()
+            raise
     return targets
+
+
+def _copy(folder: Path, target: Path) -> None:
+    """As :func:`shutil.copytree`, which makes a text of what goes wrong."""
+    target.mkdir()
+    for path in folder.iterdir():
+        if path.is_dir():
+            _copy(path, target / path.name)
+        else:
+            shutil.copy2(path, target / path.name)

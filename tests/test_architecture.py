@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 #: Rooms from the bottom up. Each may import what is in lines before its own, and nothing of its own line.
 ORDER = """
 errors
-files registry ledger moved shipped
-config
+files registry ledger moved
+config shipped
 device exchange theory data
 channel recovery
 monitor

@@ -51,6 +51,8 @@ TRAIN = [
     Case("--config /proc/self/mem", "/proc/self/mem: Input/output error", status=1),
     Case("--data-path data/none", "--data-path data/none: there is no data/none.bin"),
     Case("--data-path broken/short", "--data-path broken/short: broken/short.bin has 100 bytes, not the 16002"),
+    Case("--data-path broken/nothing", "--data-path broken/nothing: broken/nothing.bin holds no token"),
+    Case("--data-path 0 data/train", "--data-path 0 data/train: must be prefixes, or each after its weight; no weight"),
     Case("--tokenizer hf:/none/at/all", "--tokenizer hf:/none/at/all: "),
     Case("--load none", "--load none: is no folder; to start a run, leave it out"),
     Case("--load empty --save new", "--load empty: has no latest_checkpointed_iteration.txt, which names"),
@@ -130,6 +132,7 @@ DELIVERY_LOG = [
     full("plot log --out new.png", "new.png: File too large"),
 ]
 LAUNCH = [
+    Case("--config configs", "--config configs: cannot be read: No such file or directory"),
     Case("", "--config: needs a value, for example configs/llama2_7b/cuda_dp64.yaml"),
     Case("--config none.yaml", "--config none.yaml: cannot be read: No such file or directory"),
     Case(f"{SEVEN_B} --data stdlib --dry-run --device a100-40gb", "--device a100-40gb: has 40.0 GiB, pipeline stage"),
@@ -139,6 +142,10 @@ LAUNCH = [
         f"{SEVEN_B} --dry-run --data-path data/train --valid-data-path data/train",
         "--data-path data/train: has 8e-06 G tokens for a run of 21 G, 2.62e+06 epochs; give more text",
     ),
+    Case(
+        f"{SEVEN_B} --dry-run --data-path broken/nothing --valid-data-path data/train",
+        "--data-path broken/nothing: broken/nothing.bin holds no token",
+    ),
     Case(f"{SEVEN_B} --data stdlib --dry-run --program none.py", "--data stdlib: needs --program train"),
     Case(f"{SEVEN_B} --dry-run --data stdlib --out text.txt", "--out text.txt/p_0.10: must be a folder that can be"),
 ]
@@ -146,6 +153,10 @@ LAUNCHER = [
     Case("none.py", "SCRIPT none.py: must be a Python file, for example Megatron-LM's pretrain_gpt.py"),
     Case("text.txt --p-grad 2", "--p-grad 2.0: must be in [0, 1)"),
     Case("text.txt --loss-model trace --trace none", "--trace none: must be a folder that", ranks=2),
+    Case("copy text.txt", "FOLDER text.txt: cannot be written: Not a directory"),
+    Case("copy /proc/none", "FOLDER /proc/none: cannot be written: No such file or directory"),
+    full("copy new", "new: File too large"),
+    full("copy empty", "empty: File too large"),
     Case("doctor --megatron-lm none", "--megatron-lm none: must be a checkout of Megatron-LM"),
     Case("doctor --step gpu", "--step: invalid choice: 'gpu'"),
 ]
@@ -183,6 +194,8 @@ def world(tmp_path_factory) -> Path:
     for file in (folder / "data").glob("train.*"):
         shutil.copy(file, folder / "broken" / f"short{file.suffix}")
     os.truncate(folder / "broken/short.bin", 100)
+    shutil.copy(folder / "data/train.idx", folder / "broken/nothing.idx")
+    (folder / "broken/nothing.bin").touch()
     np.savez(folder / "broken/trace.npz", grad=np.ones((2, 2, 2, 1), dtype=bool))
     os.truncate(folder / "broken/trace.npz", 100)
     for name in ("gone", "settings", "checkpoint"):
@@ -200,9 +213,15 @@ def world(tmp_path_factory) -> Path:
 
 
 def _content(folder: Path) -> dict[str, tuple]:
-    """All files, by what would show that somebody touched them. An empty folder is nothing."""
-    found = {path.relative_to(folder).as_posix(): path.stat() for path in folder.rglob("*") if path.is_file()}
-    return {name: (file.st_ino, file.st_size, file.st_mtime_ns) for name, file in found.items()}
+    """All files, by what would show that somebody touched them, and folders that lie aside. Others are nothing."""
+    found = {}
+    for path in folder.rglob("*"):
+        file = path.stat()
+        if path.is_file():
+            found[path.relative_to(folder).as_posix()] = (file.st_ino, file.st_size, file.st_mtime_ns)
+        elif path.name.startswith(".") or ".tmp" in path.name:
+            found[path.relative_to(folder).as_posix()] = (file.st_ino,)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 import json
 import os
+import ssl
 import subprocess
 import sys
 import types
+import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_lossy.data import (
     build_tokenizer,
+    check_blend,
     check_dataset,
     epochs,
     padded_vocab_size,
@@ -233,6 +237,25 @@ def test_without_the_hub_a_folder_is_named_at_once(monkeypatch):
     assert asked == [("someone/something", True), ("/none/at/all", True)]  # never over the network
 
 
+def test_a_hub_behind_a_certificate_of_others_is_asked(monkeypatch):
+    """What urllib trusts is not what transformers trusts, behind the proxy of a company."""
+    asked = []
+
+    def from_pretrained(name, local_files_only=False):
+        asked.append(local_files_only)
+        raise OSError("not here" if local_files_only else "not there")
+
+    def urlopen(url, timeout):
+        raise urllib.error.URLError(ssl.SSLCertVerificationError("certificate verify failed"))
+
+    hub = types.SimpleNamespace(AutoTokenizer=types.SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setitem(sys.modules, "transformers", hub)
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    with pytest.raises(UsageError, match="hf:someone/something: cannot be loaded: not there"):
+        build_tokenizer("hf:someone/something")
+    assert asked == [True, False]
+
+
 def test_epochs_of_blends(tmp_path):
     tokenizer = build_tokenizer("byte")
     for name, size in (("a", 99), ("b", 399)):
@@ -241,9 +264,24 @@ def test_epochs_of_blends(tmp_path):
     assert epochs([a], 250) == 2.5
     assert epochs([a, b], 1000) == 2  # both as often
     assert epochs(["0.5", a, "0.5", b], 1000) == 5  # a more often than b
+    (tmp_path / "b.bin").write_bytes(b"")
+    for blend in ([b], [a, b], ["1", a, "0", b]):
+        with pytest.raises(UsageError, match="--data-path .*b: .*b.bin holds no token"):
+            epochs(blend, 1)
     (tmp_path / "a.idx").write_bytes(b"short")
     with pytest.raises(UsageError, match="a.idx is not the index of a data set"):
         epochs([a], 1)
+
+
+@pytest.mark.parametrize("blend", ["0 a", "0 a 0 b", "-1 a 2 b", "nan a", "inf a", "1 a b", "a 1", "1"])
+def test_weights_that_make_no_blend_are_refused(blend):
+    with pytest.raises(UsageError, match=f"--data-path {blend}: must be prefixes, or each after its weight"):
+        check_blend("--data-path", blend.split())
+
+
+@pytest.mark.parametrize("blend", ["a", "a b", "0.5 a", "0 a 1 b"])
+def test_blends(blend):
+    check_blend("--data-path", blend.split())
 
 
 @pytest.mark.parametrize("name", ["hf:gpt2", "sentencepiece:model"])

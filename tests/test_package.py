@@ -1,5 +1,6 @@
 """The wheel and the source distribution: what is in them, and that a machine with no checkout can train."""
 
+import errno
 import json
 import os
 import shutil
@@ -150,6 +151,11 @@ def test_a_file_that_is_there_comes_first(tmp_path, monkeypatch):
     assert find_config(tmp_path / "configs/studies/unit.yaml") == tmp_path / "configs/studies/unit.yaml"
 
 
+def test_the_folder_of_configurations_is_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config("configs") == Path("configs")
+
+
 def test_copy_without_a_folder_is_one_line():
     done = run_program("megatron_lossy", "copy")
     assert done.returncode == 2
@@ -166,3 +172,14 @@ def test_copy_replaces_nothing(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="FOLDER .*file: cannot be written"):
         copy_shipped(tmp_path / "file")
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def full(source, target):
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    monkeypatch.setattr(shutil, "copy2", full)
+    for folder in (tmp_path / "a" / "b", tmp_path):
+        with pytest.raises(OSError, match="No space left") as caught:
+            copy_shipped(folder)
+        assert caught.value.filename == str(folder) and not list(tmp_path.iterdir())

@@ -7,6 +7,7 @@ from .documents import find_files, read_documents, stdlib_documents, validation_
 from .indexed import (
     DatasetDescription,
     IndexedWriter,
+    check_blend,
     check_dataset,
     check_files,
     epochs,
@@ -22,6 +23,7 @@ __all__ = [
     "IndexedWriter",
     "Tokenizer",
     "build_tokenizer",
+    "check_blend",
     "check_dataset",
     "check_files",
     "epochs",

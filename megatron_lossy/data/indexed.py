@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -203,31 +204,43 @@ def is_weight(text: str) -> bool:
     return True
 
 
+def check_blend(flag: str, texts: Sequence[str]) -> None:
+    """Raise :class:`UsageError` unless ``texts``, given with ``flag``, are prefixes, or each after its weight."""
+    weights = [float(text) for text in texts if is_weight(text)]
+    paired = len(texts) == 2 * len(weights) and all(map(is_weight, texts[::2]))
+    if weights and not (paired and min(weights) >= 0 and 0 < sum(weights) < math.inf):
+        allowed = "must be prefixes, or each after its weight; no weight is negative, and not all are 0"
+        raise refuse(flag, " ".join(texts), allowed)
+
+
 def epochs(data_path: Sequence[str], tokens: int) -> float:
     """How often ``tokens`` tokens of training read the data sets of ``--data-path``; of several, the one most read.
 
-    Raises :class:`UsageError` where there is no data set.
+    Raises :class:`UsageError` where there is no data set, or one without a token.
     """
     prefixes = [text for text in data_path if not is_weight(text)]
     sizes = [_tokens(prefix) for prefix in prefixes]
     weights = [float(text) for text in data_path if is_weight(text)] or sizes
-    return max(tokens * weight / sum(weights) / max(1, size) for weight, size in zip(weights, sizes, strict=True))
+    return max(tokens * weight / sum(weights) / size for weight, size in zip(weights, sizes, strict=True))
 
 
 # Bytes of a token by the code of its type in the .idx file.
 _ITEMSIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
 
-def _tokens(prefix: str) -> int:
+def _tokens(prefix: str, flag: str = "--data-path") -> int:
     """Tokens of the data set ``prefix``, by the size of its file and what its index says of their type."""
     try:
         with open(prefix + ".idx", "rb") as index:
             head = index.read(18)  # magic, version, type
-        return os.path.getsize(prefix + ".bin") // _ITEMSIZES[head[17]]
+        tokens = os.path.getsize(prefix + ".bin") // _ITEMSIZES[head[17]]
     except OSError as error:
-        raise cannot("--data-path", prefix, "read", error) from None
+        raise cannot(flag, prefix, "read", error) from None
     except (IndexError, KeyError):
-        raise refuse("--data-path", prefix, f"{prefix}.idx is not the index of a data set, or damaged") from None
+        raise refuse(flag, prefix, f"{prefix}.idx is not the index of a data set, or damaged") from None
+    if not tokens:
+        raise refuse(flag, prefix, f"{prefix}.bin holds no token")
+    return tokens
 
 
 def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> DatasetDescription | None:
@@ -253,8 +266,9 @@ def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> Dataset
 
 
 def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "--data-path") -> None:
-    """As :func:`check_files`; raise :class:`UsageError` also if ``tokenizer`` cannot have made the data set."""
+    """As :func:`check_files`; raise :class:`UsageError` also if it has no token, or ``tokenizer`` cannot have made it."""
     description = check_files(prefix, flag)
+    _tokens(os.fspath(prefix), flag)
     if description is not None and description.fingerprint != tokenizer.fingerprint:
         raise refuse(
             "--tokenizer", tokenizer.name, f"{os.fspath(prefix)} was made with --tokenizer {description.tokenizer}"

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import json
 import os
+import ssl
 import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
@@ -131,8 +132,12 @@ class HuggingFaceTokenizer(Tokenizer):
         except urllib.error.HTTPError:
             pass  # it answers
         except (OSError, ValueError) as error:
-            reason = _one_line(getattr(error, "reason", error))
-            allowed = f"is neither a folder nor in the cache, and {hub} cannot be reached ({reason}); {folder}"
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLError):  # it answers; transformers may trust whom urllib does not
+                return
+            allowed = (
+                f"is neither a folder nor in the cache, and {hub} cannot be reached ({_one_line(reason)}); {folder}"
+            )
             raise refuse("--tokenizer", self.name, allowed) from None
 
     def encode(self, text: str | bytes) -> np.ndarray:

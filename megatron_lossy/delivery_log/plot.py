@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from ..config import PHASES
 from ..files import replace_file
 from .reader import DeliveryLogFolder
-from .scan import Rates, scan
+from .scan import Rates, percent, scan
 
 _TITLES = {"grad": "gradients (reduce-scatter)", "param": "parameters (all-gather)"}
 
@@ -36,14 +36,14 @@ def plot_links(folder: DeliveryLogFolder, stream: str, out: Path) -> None:
         rates = panels[phase]
         axes.set_facecolor("0.88")  # where nothing is sent: a worker's own shard
         image = axes.imshow(rates.rates, vmin=0, vmax=top, cmap="viridis", interpolation="nearest")
-        lost = f"{100 * rates.mean:.2f} % lost" if rates.sent.any() else "nothing lost"
+        lost = f"{percent(rates.mean)} lost" if rates.sent.any() else "nothing lost"
         axes.set_title(f"{_TITLES[phase]}: {lost}", fontsize=11)
         axes.set_xlabel("destination rank")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(9, integer=True))
     figure.axes[0].set_ylabel("source rank")
-    percent = PercentFormatter(xmax=1, decimals=0 if top > 0.05 else 1, symbol=" %")
-    figure.colorbar(image, ax=figure.axes, label="share of units lost", format=percent, shrink=0.9)
+    shares = PercentFormatter(xmax=1, decimals=0 if top > 0.05 else 1, symbol=" %")
+    figure.colorbar(image, ax=figure.axes, label="share of units lost", format=shares, shrink=0.9)
     first, last = folder.covered(next(iter(folder.ranks)))[0]
     figure.suptitle(f"Losses per link, {stream}, iterations {first} to {last}", fontsize=12)
     replace_file(out, lambda aside: figure.savefig(aside, dpi=160, format=out.suffix[1:]))

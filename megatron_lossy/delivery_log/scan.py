@@ -26,6 +26,11 @@ def scan(folder: DeliveryLogFolder) -> Iterator[tuple[LogFile, LogRows]]:
             done = max(done, file.last)
 
 
+def percent(share: float) -> str:
+    """``share`` for people."""
+    return f"{100 * share:.2f} %"
+
+
 class Rates:
     """Units sent and lost on every link of one phase of one stream: integers [N, N], source by destination."""
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..config import PHASES, LossyConfig, flag_name
 from .reader import DeliveryLogFolder, Links
-from .scan import Rates, scan
+from .scan import Rates, percent, scan
 from .schema import loss_config
 
 
@@ -144,10 +144,10 @@ def _part_lines(phase: str, part: Part) -> list[str]:
     rates = part.rates.rates
     low, high = (np.unravel_index(pick(rates), rates.shape) for pick in (np.nanargmin, np.nanargmax))
     lines = [
-        f"  lost      {part.rates.lost.sum():,} of {part.rates.sent.sum():,} units, {100 * part.rates.mean:.2f} %",
+        f"  lost      {part.rates.lost.sum():,} of {part.rates.sent.sum():,} units, {percent(part.rates.mean)}",
         (
-            f"  per link  lowest {100 * rates[low]:.2f} % ({low[0]} to {low[1]}), mean {100 * np.nanmean(rates):.2f} %, "
-            f"highest {100 * rates[high]:.2f} % ({high[0]} to {high[1]})"
+            f"  per link  lowest {percent(rates[low])} ({low[0]} to {low[1]}), mean {percent(np.nanmean(rates))}, "
+            f"highest {percent(rates[high])} ({high[0]} to {high[1]})"
         ),
     ]
     if not part.complete:

@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import shutil
+import tempfile
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -32,11 +34,15 @@ from ..files import publish, write_text, writing
 from ..hooks.rng import rng_state, set_rng_state
 from ..ledger import Ledger, Patch
 from ..run import Run
-from .process import OtherRankFailed
+from .process import OtherRankFailed, lost_contact
 from .saved import TRACKER, iteration_folder, latest_iteration
 
 # What a folder is called until its checkpoint is whole.
 _ASIDE = ".tmp"
+# What reading a damaged file raises, or one that lacks what the model needs.
+_DAMAGE = (CheckpointingException, EOFError, KeyError, OSError, ValueError, pickle.UnpicklingError)
+# The same of torch, by a plain RuntimeError, which anything else may raise too.
+_CUT_SHORT = re.compile("PytorchStreamReader|unexpected EOF|corrupt")
 
 
 class Checkpoints:
@@ -64,10 +70,13 @@ class Checkpoints:
             self._write(aside, final, iteration, common)
         except (Exception, CheckpointException) as error:
             failed = machine_error(error) or _told(error) or _tried(aside)
+            first = torch.distributed.get_rank() == 0
             everywhere = isinstance(error, CheckpointException)
-            if torch.distributed.get_rank() == 0 or not everywhere:
+            if everywhere:
+                failed = _on_any_rank(failed)  # also, nobody tries any more to write where the first rank clears up
+            if first or not everywhere:
                 shutil.rmtree(aside, ignore_errors=True)
-            if failed is None and everywhere and torch.distributed.get_rank() not in error.failures:
+            if failed is None and everywhere and not first:  # which knows of all failures
                 raise OtherRankFailed("another rank could not write the checkpoint") from None
             if failed is None:
                 raise
@@ -112,14 +121,14 @@ class Checkpoints:
         :class:`UsageError` for a checkpoint that cannot be read.
         """
         path = str(iteration_folder(folder, latest_iteration(folder)))
-        with _reading(path, (Exception,)):
+        with _reading(path, (Exception,)):  # nothing but files are read, and unpickling raises what it likes
             saved = dist_checkpointing.load_common_state_dict(path)
             FileSystemReader(path).read_metadata()  # of which torch would print a traceback
         state = self._state(is_loading=True)
         same_ranks = saved["ranks"] == _ranks()
         if not same_ranks:
             del state["rng_state"]
-        with _reading(path, (Exception, CheckpointException)):
+        with _reading(path):
             loaded = dist_checkpointing.load(state, path)
         self._model.load_state_dict(loaded["model"])
         self._optimizer.load_state_dict(loaded["optimizer"])
@@ -127,7 +136,7 @@ class Checkpoints:
         if same_ranks:
             set_rng_state(loaded["rng_state"])
         self._lossy.set_iteration(loaded["iteration"])
-        with _reading(path, (EOFError, OSError, RuntimeError, pickle.UnpicklingError)):
+        with _reading(path):
             self._lossy.load_replicas(path)
         return loaded
 
@@ -193,7 +202,7 @@ def _told(error: BaseException) -> OSError | None:
 def _tried(folder: Path) -> OSError | None:
     """The failure of the machine to write into ``folder`` now: torch's writer says only that its position is wrong."""
     try:
-        with open(folder / "tried", "wb") as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(2**20))
             file.flush()
             os.fsync(file.fileno())
@@ -202,20 +211,33 @@ def _tried(folder: Path) -> OSError | None:
     return None
 
 
+def _on_any_rank(failed: OSError | None) -> OSError | None:
+    """``failed``, or what another rank gives: the first there is. Collective, but for ranks that died meanwhile."""
+    found: list[OSError | None] = [None] * _ranks()
+    with contextlib.suppress(RuntimeError):
+        torch.distributed.all_gather_object(found, failed)
+    return failed or next(filter(None, found), None)
+
+
 @contextlib.contextmanager
-def _reading(path: str, damage: tuple[type[BaseException], ...]) -> Iterator[None]:
+def _reading(path: str, damage: tuple[type[Exception], ...] = _DAMAGE) -> Iterator[None]:
     """What is raised in this context, if it is one of ``damage``, says that the checkpoint at ``path`` is damaged."""
     try:
         yield
     except UsageError:
         raise
-    except damage as error:
+    except (Exception, CheckpointException) as error:
         cause: BaseException = error
         if isinstance(error, CheckpointException):  # raised on all ranks, also on those that could read
-            others = OtherRankFailed("another rank could not read it")
-            cause = next((failure for failure, _ in error.failures.values()), others)
+            cause = next((failure for failure, _ in error.failures.values()), error)
         if failed := machine_error(cause):
             raise cannot("--load", path, "read", failed) from None
+        elsewhere = lost_contact(cause) or isinstance(cause, torch.OutOfMemoryError)
+        cut_short = isinstance(cause, RuntimeError) and _CUT_SHORT.search(str(cause))
+        if elsewhere or not (isinstance(cause, damage) or cut_short):
+            if cause is error:
+                raise
+            raise cause from error
         reason = " ".join(f"{type(cause).__name__}: {cause}".partition(". ")[0].split()).rstrip(": ")[:200]
         allowed = f"cannot be read ({reason}); to go on from an older one, write its number into {TRACKER}"
         raise refuse("--load", path, allowed) from None

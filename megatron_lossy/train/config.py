@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import flag, flag_name
-from ..data import is_weight
+from ..data import check_blend, is_weight
 from ..errors import UsageError, refuse
 
 # What fixes the shapes of the saved weights.
@@ -207,6 +207,8 @@ class TrainConfig:
             raise refuse("--data", self.data, "cannot be combined with --data-path or --valid-data-path")
         if not self.data and not self.data_path:
             raise UsageError("--data-path: needs a value, here or in the --config file")
+        check_blend("--data-path", self.data_path or ())
+        check_blend("--valid-data-path", self.valid_data_path or ())
         if self.eval_iters and not self.data and not self.valid_data_path:
             raise refuse("--eval-iters", self.eval_iters, "needs --valid-data-path, or --eval-iters 0")
 

@@ -6,6 +6,7 @@ global batch ``b`` is sample ``b * global_batch_size + s`` of the shuffled data 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -26,7 +27,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import get_blend_from_list
 
 from .. import device
-from ..errors import UsageError
+from ..errors import UsageError, machine_error
 from ..files import naming, publish, writing
 from .config import TrainConfig
 from .text import prefixes
@@ -63,7 +64,7 @@ def build_datasets(config: TrainConfig, tokenizer) -> tuple[GPTDataset, GPTDatas
         create_attention_mask=False,
     )
     try:
-        with naming(folder.parent):
+        with _naming_cache(folder.parent):
             train, valid, _ = BlendedMegatronDatasetBuilder(
                 GPTDataset, [train_samples, valid_samples, 0], lambda: True, dataset_config
             ).build()
@@ -78,6 +79,20 @@ def build_datasets(config: TrainConfig, tokenizer) -> tuple[GPTDataset, GPTDatas
         except OSError:  # another run was faster; what we have loaded stays mapped
             shutil.rmtree(folder, ignore_errors=True)
     return train, valid
+
+
+@contextlib.contextmanager
+def _naming_cache(cache: Path) -> Iterator[None]:
+    """In this context ``cache`` is written: an :class:`OSError` of a file elsewhere keeps its name, others get that."""
+    try:
+        yield
+    except Exception as error:
+        failed = error if isinstance(error, OSError) else machine_error(error)
+        name = failed.filename if failed else None
+        if isinstance(name, str) and cache.absolute() not in Path(name).absolute().parents:
+            raise
+        with naming(cache):
+            raise
 
 
 def build_helper() -> None:

@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 
-from ..errors import UsageError, machine_error
+from ..errors import UsageError, is_unread, machine_error
 
 
 def launched_ranks() -> int:
@@ -48,15 +48,15 @@ def rank_errors(program: str) -> Iterator[None]:
     """
     try:
         yield
-    except (UsageError, BrokenPipeError):
-        raise
     except Exception as error:
+        if isinstance(error, UsageError) or is_unread(error):
+            raise
         if failed := machine_error(error):
             raise failed from None
         reason = " ".join(str(error).split())[:200]
         if isinstance(error, OtherRankFailed):
             text = reason
-        elif _lost_contact(error):
+        elif lost_contact(error):
             text = f"lost contact with another rank ({reason})"
         else:
             text = f"an error\n{traceback.format_exc()}"
@@ -66,7 +66,8 @@ def rank_errors(program: str) -> Iterator[None]:
         os._exit(1)
 
 
-def _lost_contact(error: Exception) -> bool:
+def lost_contact(error: BaseException) -> bool:
+    """Whether ``error`` is that another rank cannot be reached."""
     import torch
 
     if isinstance(error, torch.distributed.DistError):
