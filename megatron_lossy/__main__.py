@@ -71,11 +71,11 @@ def _import_megatron(script: str) -> None:
     try:
         import megatron.training.arguments  # noqa: F401
     except ImportError as error:
-        from .hooks.versions import MEGATRON_LM_NEEDS
+        from .hooks.versions import how_to_import
 
         raise UsageError(
             f"SCRIPT {script}: megatron.core and megatron.training must be importable from its folder ({error}); "
-            f"{MEGATRON_LM_NEEDS}"
+            f"{how_to_import(error)}"
         ) from None
 
 

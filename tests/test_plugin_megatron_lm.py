@@ -137,6 +137,10 @@ def test_monitors_write_to_megatrons_log_and_tensorboard(megatron_lm, tmp_path):
     plain, _ = pretrain(megatron_lm, *flags)
     lines, done = pretrain(megatron_lm, *flags, "--drift-interval", 5, "--tensorboard-dir", tmp_path)
     assert lines == plain
+    header = (
+        "loss: gradients 30 %, parameters 30 %; bernoulli, seed 1234; unit packet of 512 bytes; recovery renormalize; "
+    )
+    assert done.stdout.count(header + "simulated | data-parallel ranks 2\n") == 1
     assert len(re.findall(r"exchanges up to iteration +\d+ \| loss rate grad: 0\.\d+ \|", done.stdout)) == 20
     assert len(re.findall(r"\| drift pairs: [1-9]", done.stdout)) == 4
     events = EventAccumulator(str(tmp_path))

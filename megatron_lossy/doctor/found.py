@@ -37,8 +37,10 @@ def versions(checkout: str | None) -> list[Finding]:
 
 
 def _megatron(checkout: str | None) -> list[Finding]:
+    from .. import device
     from ..hooks import check_version
 
+    device.prepare_import()
     try:
         with _quiet():
             core = importlib.import_module("megatron.core")
@@ -147,7 +149,7 @@ def hook_targets(training: bool) -> list[Finding]:
     ``training``: also those of megatron.training.
     """
     from .. import device, hooks
-    from ..hooks.versions import MEGATRON_LM_NEEDS
+    from ..hooks.versions import how_to_import
 
     if training:
         device.prepare_import()
@@ -155,7 +157,7 @@ def hook_targets(training: bool) -> list[Finding]:
             with _quiet():
                 importlib.import_module("megatron.training")
         except ImportError as error:
-            text = f"cannot be imported: {error}; {MEGATRON_LM_NEEDS}"
+            text = f"cannot be imported: {error}; {how_to_import(error)}"
             return [Finding("hooks", "megatron.training", "problem", text)]
     try:
         with _quiet():

@@ -22,12 +22,6 @@ SUPPORTED = ((0, 11), (0, 21))
 #: The oldest with what megatron_lossy.train uses of schedules and checkpoints.
 OLDEST_FOR_TRAIN = (0, 16)
 
-#: What to say where megatron.training cannot be imported.
-MEGATRON_LM_NEEDS = (
-    "what Megatron-LM itself imports comes with the extra megatron-lm of this package: "
-    "pip install -e '.[megatron-lm]' in its folder"
-)
-
 _CHUNK = "_megatron_lossy_model_chunk"
 
 
@@ -44,6 +38,16 @@ def check_version(version: str, oldest: tuple[int, int] = SUPPORTED[0]) -> None:
             version,
             f"is not supported; use at least {low[0]}.{low[1]} and below {high[0]}.{high[1]}",
         )
+
+
+def how_to_import(error: ImportError) -> str:
+    """What to say where megatron.training cannot be imported."""
+    if error.name == "pkg_resources":
+        return "HabanaAI's Megatron-LM needs pip install 'setuptools<81'"
+    return (
+        "what Megatron-LM itself imports comes with the extra megatron-lm of this package: "
+        "pip install -e '.[megatron-lm]' in its folder"
+    )
 
 
 def dense_buffers(ddp: Any) -> list[Any]:

@@ -70,11 +70,11 @@ def describe(plan: Plan) -> list[str]:
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
     ]
-    if (seen := epochs_of(plan)) is not None:
-        lines.append(f"data     {seen:.3g} epochs of {' '.join(plan.train.data_path)}")
     if launch.tokens_per_second:
         hours = seconds(train, launch.accelerators, launch.tokens_per_second) / 3600
         lines.append(f"         with R = {launch.tokens_per_second:g}: {hours:,.1f} h")
+    if (seen := epochs_of(plan)) is not None:
+        lines.append(f"data     {seen:.3g} epochs of {' '.join(plan.train.data_path)}")
     return lines
 
 

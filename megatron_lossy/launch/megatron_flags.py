@@ -27,7 +27,7 @@ def check_flags(script: str, flags: list[str]) -> None:
     from .. import device, hooks
     from ..hooks import megatron_training
     from ..hooks.checks import check_arguments
-    from ..hooks.versions import MEGATRON_LM_NEEDS
+    from ..hooks.versions import how_to_import
     from ..ledger import Ledger
     from ..plugin import parse_loss_flags
 
@@ -35,7 +35,7 @@ def check_flags(script: str, flags: list[str]) -> None:
         import megatron.core
         import megatron.training.arguments as arguments
     except ImportError as error:
-        allowed = f"megatron.training cannot be imported from its folder ({error}); {MEGATRON_LM_NEEDS}"
+        allowed = f"megatron.training cannot be imported from its folder ({error}); {how_to_import(error)}"
         raise refuse("--program", script, allowed) from None
     hooks.check_version(megatron.core.__version__)
     on_cpu = device.prepare(megatron_training=True) == "cpu"
