@@ -14,12 +14,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .. import theory
 from ..config import PHASES, LossyConfig
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut, units_of
-from ..recovery import Reduction, Rule, Stale
+from ..recovery import Compensated, Reduction, Rule, Stale
 from ..registry import GRAD_RECOVERIES
 from .base import Collective, Transfer, Transport
 from .collective import CollectiveTransport
+from .counted import Counted
 from .drawn import Networks, check_links
 from .network import Network, find_nodes
 
@@ -53,11 +55,21 @@ class LossyGroup:
     def __init__(self, config: LossyConfig, transport: Transport) -> None:
         self.transport = transport
         self.stream, self.size, self.rank = transport.stream, transport.size, transport.rank
-        kinds: dict[str, type[Rule]] = {"grad": GRAD_RECOVERIES.load(config.grad_recovery), "param": Stale}
+        sends = {"plain": Stale, "compensated": Compensated}
+        kinds: dict[str, type[Rule]] = {
+            "grad": GRAD_RECOVERIES.load(config.grad_recovery),
+            "param": sends[config.param_send],
+        }
+        self._given_lead = config.lead
         self.rules: dict[str, list[Any]] = {
             phase: [kind(units, self.rank) for units in transport.cut[phase]] for phase, kind in kinds.items()
         }
         self.last: dict[str, Delivery] = {}
+        counts = self.compensates and config.lead is None and not self.lossless("param")
+        if counts and transport.lag(Exchange("param", self.stream, 0)) is not None:
+            counts = False
+        #: What receivers count, where nothing else says how late they are.
+        self.counted = Counted() if counts else None
         self._made: dict[str, tuple[int, set[int]]] = {}  # by phase: the latest step, and its buckets
 
     @classmethod
@@ -148,13 +160,40 @@ class LossyGroup:
             return Reduction(averaged, loss_scale)
         return Reduction(averaged, loss_scale, lambda: self._foresee_grads(replace(exchange, step=following)))
 
-    def all_gather(self, bucket: int, buffer: torch.Tensor, step: int, collective: Collective) -> Transfer:
+    def all_gather(
+        self, bucket: int, buffer: torch.Tensor, sent: torch.Tensor, step: int, collective: Collective
+    ) -> Transfer:
         """Begin an all-gather into ``buffer`` [N * shard], this rank's replica, keyed by ``step``.
 
-        A unit that does not arrive keeps the value that it had before. ``collective``: runs the all-gather.
+        A unit that does not arrive keeps the value that it had before. ``sent`` [shard]: this rank's part, in ``buffer``
+        or not; it may change until the exchange is over. ``collective``: runs the all-gather.
         """
-        exchange = Exchange("param", self.stream, step)
-        return self._begin(exchange, bucket, self.rules["param"][bucket], buffer, buffer, collective, Reduction())
+        exchange, rule = Exchange("param", self.stream, step), self.rules["param"][bucket]
+        reduction = Reduction(sent=sent, lead=self.lead(step))
+        return self._begin(exchange, bucket, rule, buffer, buffer, collective, reduction)
+
+    def lead(self, step: int) -> tuple[float, float]:
+        """c and r of the lead that ``--param-send compensated`` gives to the parameters of ``step``."""
+        if not self.compensates or self.lossless("param"):
+            return 0.0, 0.0
+        known = self.transport.lag(Exchange("param", self.stream, step))
+        if self._given_lead is not None:
+            return self._given_lead if known is None or known[0] else (0.0, 0.0)
+        if known is None:
+            assert self.counted is not None
+            known = self.counted.lag()
+        return theory.lead(*known)
+
+    @property
+    def compensates(self) -> bool:
+        """Whether parameters are sent with a lead."""
+        return any(isinstance(rule, Compensated) for rule in self.rules["param"])
+
+    def before_update(self, sent: Sequence[torch.Tensor]) -> None:
+        """The own shard of every bucket, sent as ``sent``, is about to be updated."""
+        if self.compensates and not self.lossless("param"):
+            for rule, shard in zip(self.rules["param"], sent, strict=True):
+                rule.before_update(shard)
 
     def _begin(
         self,
@@ -177,6 +216,8 @@ class LossyGroup:
 
         def after(delivery: Delivery) -> None:
             self.last[exchange.phase] = delivery
+            if exchange.phase == "param" and self.counted is not None:
+                self.counted.count(bucket, rule.units, delivery)
             rule.after(output, delivery, kept, reduction)
 
         return transfer.then(after)

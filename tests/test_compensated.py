@@ -1,0 +1,202 @@
+"""Parameters sent with a lead, on real ranks: what is sent, what owners keep, and that the mean replica is not late."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lossy import hooks, theory
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.hooks.runtime import own_shard
+from megatron_lossy.hooks.seam import slot_of
+from tests.ranks import run_ranks
+from tests.tiny_gpt import TinyGPT, build
+
+PLAIN = LossyConfig(p_grad=0.2, p_param=0.4, loss_unit="packet", packet_bytes=1000)
+COMPENSATED = dataclasses.replace(PLAIN, param_send="compensated")
+BURSTS = dataclasses.replace(COMPENSATED, loss_unit="shard", loss_model=("gilbert-elliott",), ge_mean_burst=(4.0,))
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
+SETTINGS = {
+    "fp32": (2, TinyGPT(), COMPENSATED),
+    "fp32, overlapped": (2, TinyGPT(**OVERLAPPED), COMPENSATED),
+    "bf16": (2, TinyGPT(dtype="bf16"), COMPENSATED),
+    "bf16, overlapped": (2, TinyGPT(dtype="bf16", **OVERLAPPED), COMPENSATED),
+    "bf16, bursts": (3, TinyGPT(dtype="bf16", **OVERLAPPED), BURSTS),
+    "fp16 that overflows": (2, TinyGPT(dtype="fp16", initial_loss_scale=2.0**18, **OVERLAPPED), COMPENSATED),
+    "two instances": (4, TinyGPT(instances=2, **OVERLAPPED), COMPENSATED),
+    "experts": (4, TinyGPT(expert=2, experts=4, **OVERLAPPED), COMPENSATED),
+    "tensor parallel": (4, TinyGPT(tensor=2, **OVERLAPPED), COMPENSATED),
+    "pipeline, tied": (4, TinyGPT(pipeline=2, tied=True, accumulation=2, **OVERLAPPED), COMPENSATED),
+}
+
+
+def buckets_of(run):
+    for chunk in run.model:
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            for bucket in group.buckets:
+                yield bucket, slot_of(bucket.param_data)
+
+
+def record(rank, tiny, config, steps):
+    """After each step, for every bucket: float32 weights of the own shard, its buffer, and the replica before and after."""
+    lossy = hooks.install(config)
+    run = build(tiny)
+    history = []
+    for step in range(steps):
+        places = list(buckets_of(run))
+        if step == 0:
+            first = [slot.group.rules["param"][slot.bucket].weights().numpy().copy() for _, slot in places]
+        before = [bucket.param_data.clone() for bucket, _ in places]
+        report = run.step(step)
+        if tiny.overlap_param_gather:
+            run.gather()
+            run.gather()  # a repeated gather sends the same
+        history.append(
+            [
+                {
+                    "group": slot.group.transport.members,
+                    "key": (slot.group.stream.name, slot.bucket),
+                    "rank": slot.group.rank,
+                    "main": slot.group.rules["param"][slot.bucket].weights().numpy().copy(),
+                    "own": own_shard(slot.group, bucket).float().numpy().copy(),
+                    "old": old.float().numpy().copy(),
+                    "new": bucket.param_data.float().numpy().copy(),
+                    "arrived": slot.group.delivery("param", lossy.update).incoming(
+                        slot.group.rules["param"][slot.bucket].units
+                    )
+                    if lossy.update is not None
+                    else None,
+                    "elements": slot.group.rules["param"][slot.bucket].units.elements,
+                    "lead": slot.group.lead(step),
+                    "success": report["success"],
+                    "dtype": bucket.param_data.dtype,
+                }
+                for (bucket, slot), old in zip(places, before)
+            ]
+        )
+    return first, history
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_sent_and_what_owners_keep(name):
+    world, tiny, config = SETTINGS[name]
+    recorded = run_ranks(record, world, tiny, config, 6)
+    seen = 0
+    sent = {}  # by rank and place: float32 lead and weights
+    for rank, (first, _) in enumerate(recorded):
+        for place, weights in enumerate(first):
+            sent[rank, place] = (np.zeros_like(weights), weights)
+    for step in range(6):
+        values = {}
+        for rank, (_, history) in enumerate(recorded):
+            for place, now in enumerate(history[step]):
+                lead, before = sent[rank, place]
+                if now["success"]:
+                    c, r = now["lead"]
+                    lead = np.float32(c) * (now["main"] - before) + np.float32(r) * lead
+                    sent[rank, place] = (lead, now["main"])
+                    value = torch.from_numpy(now["main"] + lead).to(now["dtype"]).float().numpy()
+                    values[(*now["key"], tuple(now["group"]), rank % 2 if "parallel" in name else 0, rank)] = value
+                # The owner's shard is its own, rounded once.
+                exact = torch.from_numpy(now["main"]).to(now["dtype"]).float().numpy()
+                np.testing.assert_array_equal(now["own"], exact)
+                size = len(now["group"])
+                np.testing.assert_array_equal(now["own"], now["new"].reshape(size, -1)[now["rank"]])
+                if not now["success"]:
+                    np.testing.assert_array_equal(now["old"], now["new"])
+        if world == 2:
+            for rank, (_, history) in enumerate(recorded):
+                for place, now in enumerate(history[step]):
+                    if not now["success"]:
+                        continue
+                    other = 1 - rank
+                    lead, main = sent[other, place]
+                    value = torch.from_numpy(main + lead).to(now["dtype"]).float().numpy()
+                    there = np.repeat(now["arrived"][other], now["elements"])[: main.size]
+                    old, new = (now[what].reshape(2, -1)[other] for what in ("old", "new"))
+                    np.testing.assert_array_equal(new, np.where(there, value, old))
+                    seen += int((there & (value != main)).sum())
+    if world == 2:
+        assert seen  # leads that arrived
+
+
+def weights(rank, tiny, config, steps=4):
+    hooks.install(config)
+    run = build(tiny)
+    for step in range(steps):
+        run.step(step)
+    if tiny.overlap_param_gather:
+        run.gather()
+    return run.weights()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_without_a_lead_it_is_plain_bit_for_bit(dtype):
+    tiny = TinyGPT(dtype=dtype, **OVERLAPPED)
+    nothing = dataclasses.replace(COMPENSATED, param_lag="0")
+    plain, none, some = (run_ranks(weights, 2, tiny, config) for config in (PLAIN, nothing, COMPENSATED))
+    for rank in range(2):
+        for name, value in plain[rank].items():
+            np.testing.assert_array_equal(none[rank][name], value)
+    assert any(not np.array_equal(some[0][name], value) for name, value in plain[0].items())
+
+
+def owners(rank, tiny, config):
+    lossy = hooks.install(config)
+    run = build(tiny)
+    for step in range(3):
+        run.step(step)
+        with lossy.owner_weights(run.model):
+            for bucket, slot in buckets_of(run):
+                rule = slot.group.rules["param"][slot.bucket]
+                exact = rule.weights().to(bucket.param_data.dtype)
+                parts = [torch.empty_like(exact) for _ in range(slot.group.size)]
+                torch.distributed.all_gather(parts, exact.contiguous())
+                assert torch.equal(torch.cat(parts), bucket.param_data)
+
+
+@pytest.mark.parametrize("overlap", [{}, OVERLAPPED], ids=["plain", "overlapped"])
+def test_owners_weights_never_have_a_lead(overlap):
+    run_ranks(owners, 3, TinyGPT(dtype="bf16", **overlap), COMPENSATED)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"param_lag": "x"}, "--param-lag x: must be auto, C0 or C0,R"),
+        ({"param_lag": "-1"}, "--param-lag -1: must be auto"),
+        ({"param_lag": "inf"}, "--param-lag inf: must be auto"),
+        ({"param_lag": "0.5,1"}, "--param-lag 0.5,1: must be auto"),
+        ({"param_lag": "0.5,0.1,2"}, "--param-lag 0.5,0.1,2: must be auto"),
+        ({"param_send": "plain", "param_lag": "0.5"}, "--param-lag 0.5: needs --param-send compensated"),
+        ({"param_send": "twice"}, "--param-send twice: must be one of plain, compensated"),
+    ],
+)
+def test_bad_leads_are_refused(flags, message):
+    with pytest.raises(UsageError, match=message.replace("[", r"\[")):
+        dataclasses.replace(COMPENSATED, **flags)
+
+
+def test_the_lead_follows_the_loss_model(tmp_path):
+    """From the flags, at the rate of the step, over the receivers of an owner."""
+    from tests.test_transport import group_in_memory
+
+    def lead(step=5, rank=1, **flags):
+        return group_in_memory(LossyConfig(param_send="compensated", **flags), rank=rank).lead(step)
+
+    assert lead(p_param=0.4) == pytest.approx((2 / 3, 0))
+    assert lead(loss_schedule=("0:0,3:0.2",)) == pytest.approx((0.25, 0)) and lead(2, loss_schedule=("0:0,3:0.2",)) == (
+        0,
+        0,
+    )
+    bursts = {"p_param": 0.4, "loss_model": ("gilbert-elliott",), "ge_mean_burst": (4.0,)}
+    assert lead(**bursts) == pytest.approx(tuple(theory.Lag.of(0.4, 4.0).lead))
+    np.savetxt(tmp_path / "rates", [[0, 0.1, 0.1], [0.2, 0, 0.6], [0.1, 0.1, 0]])
+    files = {"loss_model": ("per-link",), "link_rates_grad": str(tmp_path / "rates")}
+    mixed = theory.lead(0.4, (0.25 + 1.5) / 2)
+    assert lead(link_rates_param=str(tmp_path / "rates"), **files) == pytest.approx(tuple(mixed))
+    nodes = {"p_param": 0.4, "lossy_links": "inter-node", "ranks_per_node": 2}
+    assert lead(p_param=0.4, param_lag="1.0,0.25") == (1.0, 0.25)
+    assert nodes
