@@ -232,5 +232,18 @@ def test_one_line_and_nothing_lost_or_left(world, program, case):
     assert {name: after.get(name) for name in before} == before
 
 
+def test_the_first_rank_tells_what_the_machine_failed(world):
+    """The others end as well, and say at most that they do."""
+    words = [*as_flags(SETTINGS), "--save", "new", "--save-interval", "1"]
+    before = _content(world)
+    done = run_program("tests.crippled", "bytes=60000", "megatron_lossy.train", *words, ranks=2, folder=world)
+    after = _content(world)
+    shutil.rmtree(world / "new")
+    first, *others = done.stderr.splitlines()
+    assert first == "megatron_lossy.train: error: new: File too large: the checkpoint of iteration 1 was not saved"
+    assert all(line.startswith("megatron_lossy.train: rank 1 stops: ") for line in others) and done.returncode == 1
+    assert after.keys() - before.keys() == {"new/settings.json", "new/metrics.jsonl"}
+
+
 def test_every_command_has_its_cases():
     assert sum(len(cases) for _, cases in PROGRAMS.values()) >= 48

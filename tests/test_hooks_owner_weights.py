@@ -97,10 +97,11 @@ def resume(rank, tiny, config, folder, weights):
     return _continue(run, lossy)
 
 
+@pytest.mark.parametrize("unit", ["shard", "packet"])
 @pytest.mark.parametrize("rule", ["renormalize", "previous"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_replicas_are_saved_and_restored(overlap, rule):
-    config = dataclasses.replace(CONFIG, grad_recovery=rule)
+def test_replicas_are_saved_and_restored(overlap, rule, unit):
+    config = dataclasses.replace(CONFIG, grad_recovery=rule, loss_unit=unit)
     with tempfile.TemporaryDirectory() as folder:
         saved = run_ranks(save_and_go_on, 2, OVERLAPS[overlap], config, folder)
         weights = [weights for weights, _ in saved]
@@ -109,7 +110,7 @@ def test_replicas_are_saved_and_restored(overlap, rule):
         with pytest.raises(RankFailed, match="world size was 2 there and is 3 here|is missing"):
             run_ranks(resume, 3, OVERLAPS[overlap], config, folder, None)
         other = dataclasses.replace(config, loss_unit="bucket")
-        with pytest.raises(RankFailed, match="--loss-unit was packet there and is bucket here"):
+        with pytest.raises(RankFailed, match=f"--loss-unit was {unit} there and is bucket here"):
             run_ranks(resume, 2, OVERLAPS[overlap], other, folder, weights)
     with tempfile.TemporaryDirectory() as folder, pytest.raises(RankFailed, match="saved without replicas"):
         run_ranks(resume, 2, OVERLAPS[overlap], config, folder, weights)

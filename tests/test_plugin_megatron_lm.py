@@ -1,6 +1,6 @@
 """The unmodified pretrain_gpt.py of a checkout of Megatron-LM, on two gloo ranks.
 
-    pytest tests/test_plugin_megatron_lm.py --megatron-lm=/path/to/Megatron-LM      (about three minutes)
+    pytest tests/test_plugin_megatron_lm.py --megatron-lm=/path/to/Megatron-LM      (about four minutes)
 
 On CPU the checkout must have its data helpers compiled (megatron/core/datasets: make), or those of the wheel copied.
 """
@@ -67,11 +67,15 @@ MODEL = [
     "--attention-backend",
     "unfused",
 ]
+ASYNCHRONOUS = ["--async-save", "--use-persistent-ckpt-worker"]
 LOSS = ["--p-grad", "0.3", "--p-param", "0.3", "--loss-unit", "packet", "--packet-bytes", "512"]
 
 
 def pretrain(megatron_lm, *arguments, plugin=True, ranks=2):
     """The columns of the log that do not depend on time, and the process."""
+    model = list(MODEL)
+    if "--train-samples" in arguments:  # Megatron wants one of them
+        del model[(at := model.index("--train-iters")) : at + 2]
     script = os.path.join(megatron_lm, "pretrain_gpt.py")
     launcher = (
         ["-m", "megatron_lossy", script] if plugin else [os.path.join(os.path.dirname(__file__), "bare.py"), script]
@@ -79,7 +83,7 @@ def pretrain(megatron_lm, *arguments, plugin=True, ranks=2):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         + launcher
-        + MODEL
+        + model
         + [str(argument) for argument in arguments],
         capture_output=True,
         text=True,
@@ -107,8 +111,10 @@ def test_without_loss_every_digit_is_megatrons(megatron_lm):
     [
         ["--overlap-grad-reduce", "--overlap-param-gather", "--grad-recovery", "previous", "--eval-weights", "both"],
         ["--bf16", "--eval-weights", "owner", "--ckpt-format", "torch"],
+        # From four to eight samples in iterations 8 and 9, and a checkpoint that is written while training goes on.
+        [*ASYNCHRONOUS, "--rampup-batch-size", "4", "4", "40", "--train-samples", "128", "--eval-weights", "both"],
     ],
-    ids=["overlapped", "bf16"],
+    ids=["overlapped", "bf16", "asynchronous, batch ramp-up"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, flags, tmp_path):
     flags = [*LOSS, *flags, "--save-replicas"]
@@ -116,6 +122,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, flags, tmp_path)
     if "'numpy' has no attribute 'product'" in done.stderr:
         pytest.skip("torch_dist checkpoints of this Megatron need NumPy 1")  # 0.14
     assert done.returncode == 0, done.stderr[-3000:]
+    if "--async-save" in flags:
+        assert "scheduled an async checkpoint save" in done.stdout
+        sizes = [int(size) for size in re.findall(r"global batch size: +(\d+)", " ".join(whole))]
+        assert sizes == [4] * sizes.count(4) + [8] * sizes.count(8) and min(sizes) < max(sizes)
     half = tmp_path / "half"
     half.mkdir()
     shutil.copytree(tmp_path / "whole" / "iter_0000010", half / "iter_0000010")

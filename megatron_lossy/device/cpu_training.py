@@ -6,6 +6,7 @@ Separate because megatron.training comes with a checkout of Megatron-LM: wheels 
 from __future__ import annotations
 
 import collections
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,27 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+def _async_loop(*args: Any, **kwargs: Any) -> None:
+    """The process that writes asynchronous checkpoints, where nothing is patched yet.
+
+    Megatron goes on when it has copied the weights from the device, which on CPU copies nothing.
+    """
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+
+    from . import prepare
+
+    loop = async_utils.PersistentAsyncCaller.async_loop
+    prepare(megatron_training=True, cpu=True)
+    writer = filesystem_async.FileSystemWriterAsync
+    preload = writer.preload_tensors
+
+    def preload_tensors(*given: Any, **named: Any) -> Any:
+        return copy.deepcopy(preload(*given, **named))
+
+    writer.preload_tensors = staticmethod(preload_tensors)
+    loop(*args, **kwargs)
+
+
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
     return Patch(target=target, value=lambda: replacement, why=why, versions=_VERSIONS, until=_UNTIL, **options)
 
@@ -83,6 +105,12 @@ def patches() -> list[Patch]:
                 optional=True,
             )
             for module in ("arguments", "initialize", "training")
+        ),
+        _patch(
+            "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.async_loop",
+            staticmethod(_async_loop),
+            "the process of --use-persistent-ckpt-worker starts without these patches",
+            optional=True,
         ),
         _patch("megatron.legacy.fused_kernels:load", _nothing, "builds CUDA kernels with nvcc", optional=True),
     ]

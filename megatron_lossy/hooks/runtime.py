@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import PHASES, LossyConfig
-from ..exchange import Stream
+from ..exchange import Lost, Stream
 from ..ledger import Ledger
 from ..recovery import rows_for
 from ..run import Run
@@ -299,7 +299,7 @@ class Lossy(Run):
             units = slot.group.rules["param"][slot.bucket].units
             with torch.no_grad():
                 rows = rows_for(bucket.param_data.device)
-                rows.put_(bucket.param_data, units, lost[slot.group][slot.bucket], values)
+                rows.put_(bucket.param_data, units, Lost(lost[slot.group][slot.bucket]), values)
         for group, by_bucket in lost.items():
             if self.update is not None and not group.lossless("param"):
                 group.restore(self.update, by_bucket)

@@ -32,6 +32,7 @@ from ..files import publish, write_text, writing
 from ..hooks.rng import rng_state, set_rng_state
 from ..ledger import Ledger, Patch
 from ..run import Run
+from .process import OtherRankFailed
 from .saved import TRACKER, iteration_folder, latest_iteration
 
 # What a folder is called until its checkpoint is whole.
@@ -63,7 +64,11 @@ class Checkpoints:
             self._write(aside, final, iteration, common)
         except (Exception, CheckpointException) as error:
             failed = machine_error(error) or _told(error) or _tried(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            everywhere = isinstance(error, CheckpointException)
+            if torch.distributed.get_rank() == 0 or not everywhere:
+                shutil.rmtree(aside, ignore_errors=True)
+            if failed is None and everywhere and torch.distributed.get_rank() not in error.failures:
+                raise OtherRankFailed("another rank could not write the checkpoint") from None
             if failed is None:
                 raise
             kept = "" if latest is None else f"; that of iteration {latest} is whole"
@@ -205,10 +210,13 @@ def _reading(path: str, damage: tuple[type[BaseException], ...]) -> Iterator[Non
     except UsageError:
         raise
     except damage as error:
-        inner = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        if failed := machine_error(inner):
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):  # raised on all ranks, also on those that could read
+            others = OtherRankFailed("another rank could not read it")
+            cause = next((failure for failure, _ in error.failures.values()), others)
+        if failed := machine_error(cause):
             raise cannot("--load", path, "read", failed) from None
-        reason = " ".join(f"{type(inner).__name__}: {inner}".partition(". ")[0].split()).rstrip(": ")[:200]
+        reason = " ".join(f"{type(cause).__name__}: {cause}".partition(". ")[0].split()).rstrip(": ")[:200]
         allowed = f"cannot be read ({reason}); to go on from an older one, write its number into {TRACKER}"
         raise refuse("--load", path, allowed) from None
 

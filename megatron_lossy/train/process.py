@@ -35,6 +35,10 @@ def require_megatron() -> None:
     check_version(megatron.core.__version__, OLDEST_FOR_TRAIN)
 
 
+class OtherRankFailed(RuntimeError):
+    """Another rank says what went wrong, and this one cannot go on without it."""
+
+
 @contextlib.contextmanager
 def rank_errors(program: str) -> Iterator[None]:
     """After an error, end the process with status 1 at once: leaving process groups in order waits for the others.
@@ -50,7 +54,9 @@ def rank_errors(program: str) -> Iterator[None]:
         if failed := machine_error(error):
             raise failed from None
         reason = " ".join(str(error).split())[:200]
-        if _lost_contact(error):
+        if isinstance(error, OtherRankFailed):
+            text = reason
+        elif _lost_contact(error):
             text = f"lost contact with another rank ({reason})"
         else:
             text = f"an error\n{traceback.format_exc()}"
