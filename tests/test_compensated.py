@@ -200,3 +200,44 @@ def test_the_lead_follows_the_loss_model(tmp_path):
     nodes = {"p_param": 0.4, "lossy_links": "inter-node", "ranks_per_node": 2}
     assert lead(p_param=0.4, param_lag="1.0,0.25") == (1.0, 0.25)
     assert nodes
+
+
+def virtual(rank, tiny, config, steps):
+    from megatron_lossy.virtual import VirtualCluster
+
+    cluster = VirtualCluster(config, 2)
+    run = build(dataclasses.replace(tiny, overlap_param_gather=False), cluster)
+    history = []
+    for step in range(steps):
+        told = run.step(step)
+        with cluster.owner_weights(run.model):
+            owned = run.replica_buffers()
+        history.append((told["loss"], told["grad_norm"], run.all_replica_buffers(), owned))
+    return history
+
+
+def real(rank, tiny, config, steps):
+    hooks.install(config)
+    run = build(tiny)
+    history = []
+    for step in range(steps):
+        told = run.step(step)
+        if tiny.overlap_param_gather:
+            run.gather()
+        history.append((told["loss"], told["grad_norm"], run.replica_buffers(), run.owner_buffers()))
+    return history
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("config", [COMPENSATED, BURSTS], ids=["packets", "bursts"])
+def test_two_virtual_workers_are_two_ranks_bit_for_bit(dtype, config):
+    tiny = TinyGPT(dtype=dtype, initial_loss_scale=2.0**18, **OVERLAPPED)
+    ranks = run_ranks(real, 2, tiny, config, 6)
+    [both] = run_ranks(virtual, 1, tiny, config, 6)
+    for step, (losses, norm, replicas, owned) in enumerate(both):
+        for rank in range(2):
+            loss, real_norm, replica, real_owned = ranks[rank][step]
+            assert losses[rank] == loss and norm == real_norm, (step, rank)
+            for key in replica:
+                np.testing.assert_array_equal(replicas[rank][key], replica[key], f"step {step}")
+                np.testing.assert_array_equal(owned[key], real_owned[key], f"step {step}")

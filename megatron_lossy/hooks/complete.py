@@ -12,6 +12,7 @@ from ..config import PHASES, LossyConfig
 from ..errors import UsageError
 from ..transport import LossyGroup
 from .seam import slot_of
+from .versions import optimizers
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def check_registered(optimizer: Any, groups: Sequence[LossyGroup]) -> None:
 
 
 def _buffers(optimizer: Any) -> Iterator[Any]:
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for one in optimizers(optimizer):
         yield from getattr(one, "buffers", ())  # of a DistributedOptimizer
 
 

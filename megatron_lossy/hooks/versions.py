@@ -99,6 +99,12 @@ def model_chunk(ddp: torch.nn.Module) -> int:
     return getattr(innermost(ddp), "vp_stage", None) or getattr(ddp, _CHUNK, 0)
 
 
+def optimizers(optimizer: Any) -> list[Any]:
+    """Those that ``optimizer`` is a chain of, or itself."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else [one for part in chained for one in optimizers(part)]
+
+
 def innermost(module: torch.nn.Module) -> torch.nn.Module:
     """The model inside its wrappers: DDP, and the one that converts its precision."""
     while isinstance(getattr(module, "module", None), torch.nn.Module):

@@ -43,18 +43,19 @@ class Compensated(Stale):
 
     def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> Any:
         kept = super().before(buffer, delivery, reduction)
-        sent = reduction.sent
-        if sent is None:  # nothing is sent: what is stale is put aside
+        if reduction.sent is None:  # nothing is sent: what is stale is put aside
             return kept, None, None
-        lead = self.lead(delivery.exchange.step, sent, reduction)
-        if lead is None:
-            return kept, None, None
-        own = sent.clone()
-        sent.copy_(self._own(sent) + lead)
-        return kept, sent, own
+        own = reduction.sent.clone()
+        self.put_lead(delivery.exchange.step, reduction.sent, reduction)
+        return kept, reduction.sent, own
 
-    def lead(self, step: int, sent: torch.Tensor, reduction: Reduction) -> torch.Tensor | None:
-        """E of ``step``, float32 [shard], made when it is first asked for; ``None`` if it is 0."""
+    def put_lead(self, step: int, sent: torch.Tensor, reduction: Reduction) -> None:
+        """Add the lead of ``step`` to ``sent`` [shard], the owner's weights; again, if it is sent again."""
+        lead = self._lead_of(step, sent, reduction)
+        if lead is not None:
+            sent.copy_(self._own(sent) + lead)
+
+    def _lead_of(self, step: int, sent: torch.Tensor, reduction: Reduction) -> torch.Tensor | None:
         if step != self._step:
             self._step = step
             c, r = reduction.lead
