@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..ledger import Patch
+from ..ledger import Ledger, Patch
 
 _VERSIONS = "Megatron-LM 0.13 to 0.20"
 _UNTIL = "Megatron trains on CPU"
@@ -54,10 +54,10 @@ def _async_loop(*args: Any, **kwargs: Any) -> None:
     """
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 
-    from . import prepare
+    from . import cpu
 
-    loop = async_utils.PersistentAsyncCaller.async_loop
-    prepare(megatron_training=True, cpu=True)
+    torch_patches = [patch for patch in patches() if patch.target.startswith("torch.cuda:")]
+    Ledger("the writer of asynchronous checkpoints on CPU").install([*cpu.patches(), *torch_patches])
     writer = filesystem_async.FileSystemWriterAsync
     preload = writer.preload_tensors
 
@@ -65,7 +65,7 @@ def _async_loop(*args: Any, **kwargs: Any) -> None:
         return copy.deepcopy(preload(*given, **named))
 
     writer.preload_tensors = staticmethod(preload_tensors)
-    loop(*args, **kwargs)
+    async_utils.PersistentAsyncCaller.async_loop(*args, **kwargs)
 
 
 def _patch(target: str, replacement: Any, why: str, **options: Any) -> Patch:
