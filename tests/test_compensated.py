@@ -9,9 +9,14 @@ import torch
 from megatron_lossy import hooks, theory
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
+from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.hooks.runtime import own_shard
 from megatron_lossy.hooks.seam import slot_of
-from tests.ranks import run_ranks
+from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather
+from megatron_lossy.transport.counted import Counted
+from tests.ranks import RankFailed, run_ranks
+from tests.test_hooks_owner_weights import OVERLAPS, resume, save_and_go_on
+from tests.test_transport import group_in_memory
 from tests.tiny_gpt import TinyGPT, build
 
 PLAIN = LossyConfig(p_grad=0.2, p_param=0.4, loss_unit="packet", packet_bytes=1000)
@@ -181,7 +186,6 @@ def test_bad_leads_are_refused(flags, message):
 
 def test_the_lead_follows_the_loss_model(tmp_path):
     """From the flags, at the rate of the step, over the receivers of an owner."""
-    from tests.test_transport import group_in_memory
 
     def lead(step=5, rank=1, **flags):
         return group_in_memory(LossyConfig(param_send="compensated", **flags), rank=rank).lead(step)
@@ -241,3 +245,88 @@ def test_two_virtual_workers_are_two_ranks_bit_for_bit(dtype, config):
             for key in replica:
                 np.testing.assert_array_equal(replicas[rank][key], replica[key], f"step {step}")
                 np.testing.assert_array_equal(owned[key], real_owned[key], f"step {step}")
+
+
+@pytest.mark.parametrize("config", [COMPENSATED, BURSTS], ids=["packets", "bursts"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_saved_lead_goes_on(overlap, config, tmp_path):
+    config = dataclasses.replace(config, save_replicas=True)
+    saved = run_ranks(save_and_go_on, 2, OVERLAPS[overlap], config, str(tmp_path))
+    again = run_ranks(resume, 2, OVERLAPS[overlap], config, str(tmp_path), [own for own, _ in saved])
+    assert again == [report for _, report in saved]
+    plain = dataclasses.replace(config, param_send="plain")
+    with pytest.raises(RankFailed, match="--param-send was compensated there and is plain here"):
+        run_ranks(resume, 2, OVERLAPS[overlap], plain, str(tmp_path), None)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """Of independent losses, which nothing but counting tells."""
+    path = tmp_path_factory.mktemp("trace") / "trace.npz"
+    random = np.random.default_rng(3)
+    np.savez(path, **{phase: random.random((8, 2, 2, 60)) > 0.4 for phase in ("grad", "param")})
+    packets = {"loss_unit": "packet", "packet_bytes": 1000}
+    return LossyConfig(loss_model=("trace",), trace=str(path), param_send="compensated", **packets)
+
+
+def test_where_nobody_knows_the_rate_receivers_count(trace):
+    """Real ranks and virtual workers alike; the sums of all ranks arrive an update later."""
+    tiny = TinyGPT(**OVERLAPPED)
+    ranks = run_ranks(real, 2, tiny, trace, 8)
+    [both] = run_ranks(virtual, 1, tiny, trace, 8)
+    for step, (losses, norm, replicas, _) in enumerate(both):
+        for rank in range(2):
+            loss, real_norm, replica, _ = ranks[rank][step]
+            assert losses[rank] == loss and norm == real_norm, (step, rank)
+            for key in replica:
+                np.testing.assert_array_equal(replicas[rank][key], replica[key], f"step {step}")
+    plain = run_ranks(real, 2, tiny, dataclasses.replace(trace, param_send="plain"), 8)
+    assert any(not np.array_equal(plain[0][-1][2][key], value) for key, value in ranks[0][-1][2].items())
+
+
+def test_counted_lag_is_that_of_the_losses():
+    """600 steps of 50 packets from two senders: five standard errors (false alarm 6e-7)."""
+    p = 0.4
+    group = group_in_memory(LossyConfig(p_param=p, loss_unit="packet", packet_bytes=4), rank=1, shard=50)
+    counted, units = Counted(), group.rules["param"][0].units
+    for step in range(600):
+        delivery = group.delivery("param", step)
+        counted.count(0, units, delivery)
+        counted.count(0, units, delivery)  # a repeated gather
+    assert counted.lag() == (0, 0)
+    counted.coming = counted.sums.copy()
+    counted.begin_update()
+    share, age = counted.lag()
+    assert counted.sums[2] == 600 * 50 * 2
+    assert abs(share - p) < 5 * np.sqrt(p * (1 - p) / 60_000)
+    assert age == pytest.approx(p / (1 - p), rel=0.05)
+
+
+def plain_group(rank, config, workers, steps):
+    """Owners' weights that grow by 1 in each step, and the replicas of all ranks; without Megatron."""
+    group = LossyGroup.create(config, [BucketSpec(500)])
+    replica = torch.zeros(workers * 500)
+    mine = replica[rank * 500 : (rank + 1) * 500]
+    late = []
+    for step in range(steps):
+        mine += 1
+        lossy_all_gather(group, 0, replica, mine, step)
+        assert (mine == step + 1).all()
+        others = torch.cat([replica[: rank * 500], replica[(rank + 1) * 500 :]])
+        late.append((step + 1 - others).mean().item())
+    return late
+
+
+@pytest.mark.parametrize("channel", [{}, {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (3.0,)}])
+def test_replicas_of_a_plain_process_group_are_not_late(channel):
+    """Constant growth: 1,000 packets are late by the mean age, and with a lead on time, within five standard errors."""
+    for send, expected in (("plain", theory.Lag.of(0.4).mean), ("compensated", 0.0)):
+        config = LossyConfig(p_param=0.4, loss_unit="packet", packet_bytes=4, param_send=send, **channel)
+        late = np.array(run_ranks(plain_group, 3, config, 3, 40))[:, 20:]
+        if channel:
+            group = group_in_memory(config, rank=0, shard=500)
+            share, age = group.transport.lag(Exchange("param", Stream(), 0))
+            assert share == pytest.approx(0.4)
+            expected = age if send == "plain" else 0.0
+        error = 3.0 / np.sqrt(late.size * 1000 / 40)
+        assert abs(late.mean() - expected) < 5 * error, (late.mean(), expected)

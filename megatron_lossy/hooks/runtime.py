@@ -168,12 +168,16 @@ class Lossy(Run):
         """Let the ranks of a group add up what they count. It takes until the next update, so that nobody waits."""
         if group.counted is None:
             return
-        if group in self._adding:
-            sums, work = self._adding.pop(group)
-            work.wait()
-            group.counted.agreed = sums.cpu().numpy()
+        self._finish_adding()
+        group.counted.begin_update()
         sums = torch.from_numpy(group.counted.sums.copy()).to(self.device)
         self._adding[group] = (sums, dist.all_reduce(sums, group=process_group, async_op=True))
+
+    def _finish_adding(self) -> None:
+        for group, (sums, work) in self._adding.items():
+            work.wait()
+            group.counted.coming = sums.cpu().numpy()
+        self._adding.clear()
 
     def loss_scale(self) -> torch.Tensor | None:
         optimizer = next(iter(self._living_optimizers()), None)
@@ -274,6 +278,7 @@ class Lossy(Run):
 
     def replica_state(self) -> list[Any]:
         """For each bucket: which units are stale, bool[N, count], and their values; or ``None``."""
+        self._finish_adding()
         stale = []
         for bucket in self._buckets():
             slot = slot_of(bucket.param_data)

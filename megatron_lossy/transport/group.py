@@ -190,7 +190,7 @@ class LossyGroup:
         return any(isinstance(rule, Compensated) for rule in self.rules["param"])
 
     def before_update(self, sent: Sequence[torch.Tensor]) -> None:
-        """The own shard of every bucket, sent as ``sent``, is about to be updated."""
+        """The own shard [shard] of every bucket, sent as ``sent``, is about to be updated."""
         if self.compensates and not self.lossless("param"):
             for rule, shard in zip(self.rules["param"], sent, strict=True):
                 rule.before_update(shard)
@@ -221,6 +221,14 @@ class LossyGroup:
             rule.after(output, delivery, kept, reduction)
 
         return transfer.then(after)
+
+    def keep_sent(self, bucket: int, sent: torch.Tensor) -> None:
+        """The exchange of ``sent`` is over, and it will be updated: what :meth:`before_update` says, for one bucket."""
+        if self.compensates and not self.lossless("param"):
+            self.rules["param"][bucket].before_update(sent)
+            if self.counted is not None:
+                self.counted.coming = self.counted.sums.copy()
+                self.counted.begin_update()
 
     def put_stale_aside(self, bucket: int, buffer: torch.Tensor, step: int) -> Callable[[], None] | None:
         """Before ``buffer`` is gathered reliably: keep what of it is stale since ``step``.
@@ -296,11 +304,15 @@ class LossyGroup:
         self.last.clear()
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """The states of the rules, by phase."""
-        return {phase: [rule.state_dict() for rule in rules] for phase, rules in self.rules.items()}
+        """The states of the rules, by phase, and what was counted."""
+        counted = {} if self.counted is None else {"counted": [self.counted.state_dict()]}
+        return {phase: [rule.state_dict() for rule in rules] for phase, rules in self.rules.items()} | counted
 
     def load_state_dict(self, state: dict[str, list[Any]], device: torch.device) -> None:
         """Restore :meth:`state_dict`, with tensors on ``device``."""
+        state = dict(state)
+        if self.counted is not None and (counted := state.pop("counted", None)):
+            self.counted.load_state_dict(*counted)
         for phase, saved in state.items():
             for rule, one in zip(self.rules[phase], saved, strict=True):
                 rule.load_state_dict(one, device)

@@ -148,6 +148,9 @@ class VirtualCluster(Run):
             if successful:
                 self.update = self.iteration
             self._send()
+            if successful:
+                for stream in self._streams:
+                    stream.count(self.iteration)
         self.finish_iteration(successful)
         return result
 
@@ -166,6 +169,7 @@ class VirtualCluster(Run):
         for stream in self._streams:
             if stream.leads is not None:
                 stream.leads.before_update()
+                stream.add_up()
 
     def _withdraw(self) -> None:
         for stream in self._streams:

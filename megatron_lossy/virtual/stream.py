@@ -80,6 +80,22 @@ class StreamBuckets:
             with torch.no_grad():
                 self.versions.swap_out()
 
+    def count(self, step: int) -> None:
+        """Let every worker count what it received of ``step``, where that tells how late it is."""
+        for group in self.groups:
+            if group.counted is not None:
+                delivery = group.delivery("param", step)
+                for number, units in enumerate(self.cut["param"]):
+                    group.counted.count(number, units, delivery)
+
+    def add_up(self) -> None:
+        """Add up what the workers have counted; it counts from the next update on, as on real ranks."""
+        counted = [group.counted for group in self.groups if group.counted is not None]
+        for one in counted:
+            one.begin_update()
+        for one in counted:
+            one.coming = sum(other.sums for other in counted)
+
     @property
     def kept(self) -> int:
         """Elements of weights held beside the parameter buffers."""
