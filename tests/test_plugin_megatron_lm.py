@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -118,6 +119,8 @@ def test_without_loss_every_digit_is_megatrons(megatron_lm):
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, flags, tmp_path):
     flags = [*LOSS, *flags, "--save-replicas"]
+    if "--async-save" in flags and "async_strategy" in Path(megatron_lm, "megatron/training/arguments.py").read_text():
+        flags += ["--async-strategy", "mcore"]  # the other one needs CUDA
     whole, done = pretrain(megatron_lm, *flags, "--save", tmp_path / "whole", "--save-interval", 10)
     if "'numpy' has no attribute 'product'" in done.stderr:
         pytest.skip("torch_dist checkpoints of this Megatron need NumPy 1")  # 0.14
@@ -125,7 +128,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, flags, tmp_path)
     if "--async-save" in flags:
         assert "scheduled an async checkpoint save" in done.stdout
         sizes = [int(size) for size in re.findall(r"global batch size: +(\d+)", " ".join(whole))]
-        assert sizes == [4] * sizes.count(4) + [8] * sizes.count(8) and min(sizes) < max(sizes)
+        ramps_up = "--async-strategy" not in flags  # from 0.18 on Megatron takes that flag and ignores it
+        assert sizes == sorted(sizes) and (min(sizes) < max(sizes)) == ramps_up
     half = tmp_path / "half"
     half.mkdir()
     shutil.copytree(tmp_path / "whole" / "iter_0000010", half / "iter_0000010")
