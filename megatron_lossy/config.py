@@ -367,6 +367,8 @@ class LossyConfig:
             f"unit {self.loss_unit}" + (f" of {self.packet_bytes} bytes" if self.loss_unit == "packet" else ""),
             f"recovery {self.grad_recovery}",
         ]
+        if self.param_send != "plain" and not self.phase("param").lossless:
+            parts.append(f"parameters sent {self.param_send}, lag {self.param_lag}")
         if self.loss_correlation != "independent":
             parts.append(f"correlated by {self.loss_correlation}")
         if self.lossy_links != "all":
