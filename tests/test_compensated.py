@@ -16,6 +16,7 @@ from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather
 from megatron_lossy.transport.counted import Counted
 from tests.ranks import RankFailed, run_ranks
 from tests.test_hooks_owner_weights import OVERLAPS, resume, save_and_go_on
+from tests.test_streams import Deferred
 from tests.test_transport import group_in_memory
 from tests.tiny_gpt import TinyGPT, build
 
@@ -330,3 +331,44 @@ def test_replicas_of_a_plain_process_group_are_not_late(channel):
             expected = age if send == "plain" else 0.0
         error = 3.0 / np.sqrt(late.size * 1000 / 40)
         assert abs(late.mean() - expected) < 5 * error, (late.mean(), expected)
+
+
+def descend(config, gain, beta1, workers, steps):
+    """Adam's momentum on quadratics, one per weight, with gradients at the replicas: the mean square of the weights."""
+    shard = 10
+    groups = [group_in_memory(config, rank, workers, shard) for rank in range(workers)]
+    replicas = [torch.ones(workers * shard) for _ in groups]
+    own = [replica[rank * shard : (rank + 1) * shard] for rank, replica in enumerate(replicas)]
+    moment = torch.zeros(workers * shard)
+    for step in range(steps):
+        moment = beta1 * moment + (1 - beta1) * torch.stack(replicas).mean(dim=0)
+        for rank, group in enumerate(groups):
+            group.before_update([own[rank]])
+            own[rank] -= gain * moment[rank * shard : (rank + 1) * shard]
+        sent = []
+        transfers = [
+            group.all_gather(
+                0, replica, part, step, lambda replica=replica, sent=sent: Deferred(lambda: replica.copy_(sent[0]))
+            )
+            for group, replica, part in zip(groups, replicas, own, strict=True)
+        ]
+        sent.append(torch.cat(own))
+        for transfer in transfers:
+            transfer.wait()
+        if not torch.isfinite(sent[0]).all():
+            break
+    return torch.cat(own).square().mean().item()
+
+
+def test_a_quadratic_that_diverges_plain_converges_compensated():
+    """At a gain between both limits; and below the lower one both converge."""
+    p, beta1, workers = 0.4, 0.9, 16
+    config = LossyConfig(p_param=p, loss_unit="packet", packet_bytes=4)
+    mean = theory.Lag(p * (workers - 1) / workers, p)  # over all workers, the owner among them
+    limit = theory.stability_limit(beta1, mean)
+    sends = dataclasses.replace(config, param_send="compensated")
+    assert limit < 2 and theory.stability_limit(beta1) == pytest.approx(38)
+    assert descend(config, 6.0, beta1, workers, 100) > 1e4
+    assert descend(sends, 6.0, beta1, workers, 100) < 1e-2
+    assert descend(config, 0.6 * limit, beta1, workers, 150) < 1e-2
+    assert descend(config, 1.5 * limit, beta1, workers, 150) > 10
