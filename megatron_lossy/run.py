@@ -61,7 +61,7 @@ class Run(ABC):
     counts as over: what replicas do beside the gradient exchange. The gather of the update may still be under way;
     :meth:`settle` ends it. ``steps``: length of the run, if known, to refuse a trace that is too short. ``gapless``:
     promises that every iteration exchanges its gradients or all-reduces them, and that only a loss scale can make the
-    optimizer reject one. Without the promise ``--grad-recovery previous`` keeps all gradients, twice.
+    optimizer reject one (and no ``grad_norm_skip_threshold`` of Megatron's optimizer). Without the promise ``--grad-recovery previous`` keeps all gradients, twice.
     """
 
     def __init__(self, config: LossyConfig, steps: int | None = None, gapless: bool = False) -> None:
@@ -71,6 +71,8 @@ class Run(ABC):
         self.iteration = 0
         self.update: int | None = None
         self.observers = make_observers(config)
+        # At once, since files may be large, and be gone when something is saved.
+        self._flags = _identity_of(config) if config.save_replicas and not config.lossless else {}
         self.after_update: list[Callable[[Run], None]] = []
 
     # --- in what real and virtual runs differ ----------------------------------------------------------------------
@@ -236,14 +238,7 @@ class Run(ABC):
         load_states(self.observers, state["observers"])
 
     def _whole_identity(self) -> dict[str, Any]:
-        flags = {
-            flag_name(LossyConfig, name): _content(value) if name in _FILES and value else as_text(value)
-            for name, value in identity(self.config).items()
-            if name not in _OF_NO_MATTER
-        }
-        if self.config.loss_unit != "packet":
-            del flags["--packet-bytes"]
-        return {**self.identity(), **flags}
+        return {**self.identity(), **self._flags}
 
     def _check_identity(self, state: dict[str, Any], folder: str | os.PathLike) -> None:
         saved, here = state["identity"], self._whole_identity()
@@ -253,6 +248,17 @@ class Run(ABC):
             if str(there) != str(now) and there is not None:
                 why = f"{name} was {there} there and is {now} here; without the flag all replicas begin equal"
                 raise refuse("--save-replicas", f"with {folder}", why)
+
+
+def _identity_of(config: LossyConfig) -> dict[str, str]:
+    flags = {
+        flag_name(LossyConfig, name): _content(value) if name in _FILES and value else as_text(value)
+        for name, value in identity(config).items()
+        if name not in _OF_NO_MATTER
+    }
+    if config.loss_unit != "packet":
+        del flags["--packet-bytes"]
+    return flags
 
 
 def _content(value: str) -> str:

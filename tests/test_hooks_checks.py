@@ -10,7 +10,7 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
-from megatron_lossy.hooks import check_version, megatron_training
+from megatron_lossy.hooks import Lossy, check_version, megatron_training
 from megatron_lossy.hooks.checks import check_arguments, check_ddp
 
 
@@ -147,3 +147,34 @@ def test_other_processes_can_copy_the_owners_weights_while_a_checkpoint_is_sched
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("synchronized"))
     megatron_training.save_checkpoint(Lossy(), save, 5, [], non_persistent_ckpt=True)
     assert happened == ["gathered", "synchronized", "saved", "put back"]
+
+
+def test_settings_of_a_yaml_file_are_checked_too(monkeypatch):
+    """Megatron then calls another function, on arguments that keep sizes in a section."""
+    monkeypatch.setattr(megatron_training, "usage_errors", contextlib.nullcontext)
+    monkeypatch.setattr(megatron_training, "_claim_delivery_log", lambda *_: None)
+    lossy = types.SimpleNamespace(config=LossyConfig(p_grad=0.1))
+    targets = {patch.target: patch for patch in megatron_training.patches(Lossy(lossy.config))}
+    check = targets["megatron.training.yaml_arguments:validate_yaml"].around
+    assert "megatron.training.initialize:validate_yaml" in targets
+
+    def sizes(data, context):
+        sections = types.SimpleNamespace(context_parallel_size=context)
+        return types.SimpleNamespace(
+            use_distributed_optimizer=True, data_parallel_size=data, model_parallel=sections, train_iters=5, rank=1
+        )
+
+    check(lambda args: args, sizes(1, 2))
+    with pytest.raises(UsageError, match="data-parallel size 1"):
+        check(lambda args: args, sizes(1, 1))
+
+
+def test_experts_of_several_ranks_may_be_all_that_loses():
+    """Tensor parallelism of 2 without that of experts: dense size 1, experts on two ranks."""
+    args = types.SimpleNamespace(
+        num_experts=4, expert_tensor_parallel_size=1, expert_model_parallel_size=1, tensor_model_parallel_size=2
+    )
+    args.world_size = 2
+    assert megatron_training._expert_data_parallel_ranks(args) == 2
+    args.num_experts = None
+    assert megatron_training._expert_data_parallel_ranks(args) == 1

@@ -9,8 +9,8 @@ from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import seam
-from megatron_lossy.hooks.complete import check_exchanged, check_registered
-from megatron_lossy.transport import check_ranks
+from megatron_lossy.hooks.complete import check_exchanged, check_registered, warn_of_lossless
+from megatron_lossy.transport import BucketSpec, LossyGroup, check_ranks
 from tests.ranks import RankFailed, run_ranks
 from tests.test_transport import group_in_memory
 from tests.tiny_gpt import TinyGPT, build
@@ -61,7 +61,8 @@ def test_nothing_is_said_where_all_is_exchanged(tiny):
 
 def test_one_rank_is_told_that_nothing_is_lost():
     [told] = run_ranks(steps, 1, "as always", TinyGPT(), BOTH)
-    assert told == [f"nothing is lost in phase {phase}: its group has one rank" for phase in ("grad", "param")]
+    named = "nothing of dense-e0-s0-c0 is lost in phase {}: its group has one rank"
+    assert told == [named.format(phase) for phase in ("grad", "param")]
 
 
 def test_experts_of_one_rank_are_named():
@@ -79,7 +80,8 @@ def test_a_group_inside_a_node_is_named():
     config = LossyConfig(p_grad=0.4, lossy_links="inter-node", ranks_per_node=2)
     told = run_ranks(steps, 4, "as always", tiny, config)
     reason = "all ranks of its group are on one node (--lossy-links inter-node)"
-    assert told == [[f"nothing is lost in phase grad: {reason}"], [], [], []]
+    stages = [[f"nothing of dense-e0-s{stage}-c0 is lost in phase grad: {reason}"] for stage in range(2)]
+    assert told == [stages[0], [], stages[1], []]
 
 
 def test_links_between_nodes_of_one_node_are_refused():
@@ -98,11 +100,38 @@ def test_a_command_line_for_one_rank_is_refused():
 
 def test_a_group_knows_which_buckets_were_exchanged():
     group = group_in_memory(BOTH, rank=0)
-    with pytest.raises(RuntimeError, match="gradients of bucket 0 .* iteration 4, .* so were 0 other"):
+    with pytest.raises(RuntimeError, match="gradients of bucket 0 .* in iteration 4, .* and 0 more"):
         check_exchanged([group], "grad", 3)
     assert group_in_memory(LossyConfig(p_grad=0.1), rank=0).not_made("param", 0) == []
 
 
 def test_optimizers_without_buffers_are_left_alone():
     chained = types.SimpleNamespace(chained_optimizers=[types.SimpleNamespace(), types.SimpleNamespace(buffers=[])])
-    check_registered(chained, [group_in_memory(BOTH, rank=0)])
+    check_registered(chained, ["a chunk"])
+
+
+class Stub:
+    """Megatron's optimizer of a stage without trainable parameters, of which DDP makes no bucket."""
+
+    param_groups = ()
+
+
+def test_a_stage_without_trainable_parameters_is_left_alone():
+    check_registered(Stub(), [])
+    warn_of_lossless(BOTH, [])
+    with pytest.raises(UsageError, match="no model was wrapped"):
+        check_registered(types.SimpleNamespace(param_groups=[{"params": [1]}]), [])
+
+
+def alone(rank):
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("megatron_lossy").addHandler(handler)
+    LossyGroup.create(BOTH, [BucketSpec(4)])
+    return told
+
+
+def test_a_plain_process_group_of_one_is_told_too():
+    [[told]] = run_ranks(alone, 1)
+    assert "data-parallel size 1" in told and run_ranks(alone, 2) == [[], []]

@@ -136,6 +136,7 @@ def replicas(tmp_path_factory):
         ({"loss_correlation": "source"}, {}, "--loss-correlation was independent there and is source here"),
         ({"packet_bytes": 500}, {}, "--packet-bytes was 1000 there and is 500 here"),
         ({}, {"tensor": 2}, "--tensor-model-parallel-size was 1 there and is 2 here"),
+        ({}, {"instances": 2}, "optimizer instances of dense-e0-s0-c0 was 1 there and is 2 here"),
         (
             {},
             {"bucket_size": 9000},

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from ..config import PHASES, LossyConfig
 from ..errors import UsageError
 from ..transport import LossyGroup
@@ -17,9 +15,9 @@ from .versions import optimizers
 logger = logging.getLogger(__name__)
 
 
-def check_registered(optimizer: Any, groups: Sequence[LossyGroup]) -> None:
-    """Raise :class:`UsageError` if ``optimizer`` updates what the hooks do not know. ``groups``: what they know."""
-    if not groups:
+def check_registered(optimizer: Any, chunks: Sequence[Any]) -> None:
+    """Raise :class:`UsageError` if ``optimizer`` updates what the hooks do not know. ``chunks``: the models they know."""
+    if not chunks and any(group["params"] for group in getattr(optimizer, "param_groups", ())):
         raise UsageError(
             "no model was wrapped in Megatron's DistributedDataParallel since the hooks were installed, so that nothing "
             "can be lost: call hooks.install() before the model is wrapped"
@@ -39,17 +37,13 @@ def _buffers(optimizer: Any) -> Iterator[Any]:
 
 
 def warn_of_lossless(config: LossyConfig, groups: Sequence[LossyGroup]) -> None:
-    """Say, on one rank of each group, which streams can lose nothing although their rate is not 0."""
+    """Say, on the first rank of each group, which streams can lose nothing although their rate is not 0."""
     for phase in PHASES:
         if config.phase(phase).lossless:
             continue
-        lossless = [group for group in groups if group.lossless(phase)]
-        if len(lossless) == len(groups) and dist.get_rank() == 0:
-            logger.warning("nothing is lost in phase %s: %s", phase, _why(lossless[0]))
-        elif len(lossless) < len(groups):
-            for group in lossless:
-                if group.rank == 0:
-                    logger.warning("nothing of %s is lost in phase %s: %s", group.stream.name, phase, _why(group))
+        for group in groups:
+            if group.lossless(phase) and group.rank == 0 and group.transport.members[0] == 0:
+                logger.warning("nothing of %s is lost in phase %s: %s", group.stream.name, phase, _why(group))
 
 
 def _why(group: LossyGroup) -> str:
@@ -68,5 +62,5 @@ def check_exchanged(groups: Sequence[LossyGroup], phase: str, step: int) -> None
             what = {"grad": "gradients", "param": "parameters"}[phase]
             raise RuntimeError(
                 f"the {what} of bucket {buckets[0]} of {group.stream.name} were not exchanged in iteration {step + 1}, or not "
-                f"through the hooks; so were {len(buckets) - 1} other buckets. They would lose nothing."
+                f"through the hooks, and {len(buckets) - 1} more. They would lose nothing."
             )

@@ -20,8 +20,8 @@ def install(config: LossyConfig, steps: int | None = None, gapless: bool = False
 
     ``steps``: the length of the run, if known, so that a trace that is too short is refused at once. ``gapless``:
     promises that every iteration exchanges gradients (:class:`megatron_lossy.run.Run`), so that ``--grad-recovery
-    previous`` needs less memory. With a lossless configuration nothing is patched at all. Raises :class:`UsageError` for a megatron-core that is not supported or
-    not as expected, ``RuntimeError`` if hooks are already installed.
+    previous`` needs less memory. With a lossless configuration nothing is patched at all. Raises :class:`UsageError` for
+    a megatron-core that is not supported or not as expected, ``RuntimeError`` if hooks are already installed.
     """
     global _current
     before = _current() if _current is not None else None

@@ -72,6 +72,18 @@ def patches(lossy: Lossy) -> list[Patch]:
         ),
         *(
             Patch(
+                target=f"{module}:validate_yaml",
+                around=partial(validate_args, lossy),
+                why="the same where --yaml-cfg takes the place of the command line",
+                versions="all",
+                until="Megatron validates plugins' flags",
+                optional=True,
+                takes=Takes(("args",)),
+            )
+            for module in ("megatron.training.yaml_arguments", "megatron.training.initialize")
+        ),
+        *(
+            Patch(
                 target=f"{module}:save_checkpoint",
                 around=partial(save_checkpoint, lossy),
                 why="checkpoints hold the owners' weights",
@@ -118,7 +130,7 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
     result = original(args, *rest, **kwargs)
     with usage_errors():
         check_arguments(args, lossy.config)
-        check_ranks(lossy.config, _data_parallel_ranks(args))
+        check_ranks(lossy.config, max(_data_parallel_ranks(args), _expert_data_parallel_ranks(args)))
         check_channels(lossy.config, _data_parallel_ranks(args), args.train_iters)
         _claim_delivery_log(args, lossy.config)
     lossy.gapless = not getattr(args, "iterations_to_skip", None)
@@ -134,14 +146,29 @@ def dummy_train_step(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any
     return result
 
 
+def _size(args: Any, name: str) -> int:
+    """The size ``name`` of a kind of parallelism; --yaml-cfg has them in a section of their own."""
+    return getattr(args, name, None) or getattr(getattr(args, "model_parallel", None), name, None) or 1
+
+
 def _data_parallel_ranks(args: Any) -> int:
-    return args.data_parallel_size * args.context_parallel_size
+    return args.data_parallel_size * _size(args, "context_parallel_size")
+
+
+def _expert_data_parallel_ranks(args: Any) -> int:
+    """Ranks that share a gradient of experts; 1 without any."""
+    if not getattr(args, "num_experts", None):
+        return 1
+    tensor = getattr(args, "expert_tensor_parallel_size", None) or _size(args, "tensor_model_parallel_size")
+    apart = tensor * _size(args, "expert_model_parallel_size") * _size(args, "pipeline_model_parallel_size")
+    return max(1, args.world_size // apart)
 
 
 def _claim_delivery_log(args: Any, config: LossyConfig) -> None:
-    same = args.load and args.save and os.path.realpath(args.load) == os.path.realpath(args.save)
-    resumes = bool(args.load) and (same or Path(args.load, _TRACKER).is_file()) and not getattr(args, "finetune", False)
-    claim_delivery_log(config, _data_parallel_ranks(args), resumes, {name: getattr(args, name) for name in _RUN})
+    load, save = getattr(args, "load", None), getattr(args, "save", None)
+    same = load and save and os.path.realpath(load) == os.path.realpath(save)
+    resumes = bool(load) and (same or Path(load, _TRACKER).is_file()) and not getattr(args, "finetune", False)
+    claim_delivery_log(config, _data_parallel_ranks(args), resumes, {name: getattr(args, name, None) for name in _RUN})
 
 
 def _checkpoint_folder(save_or_load: str, iteration: int) -> str:

@@ -65,6 +65,9 @@ class Lossy(Run):
         if self.config.lossless:
             return
         check_ddp(ddp, self.config)
+        if self.config.lossy_links == "inter-node" and self._nodes is None:
+            # Over all ranks, so before anything that only some of them have.
+            self._nodes = find_nodes(None, self.config.ranks_per_node)
         number_model_chunk(ddp, len(self._chunks))
         self._chunks[ddp] = [self._add_group(buckets, full, stream) for stream, full, buckets in buckets_by_stream(ddp)]
 
@@ -95,11 +98,7 @@ class Lossy(Run):
     def _network(self, phase: str, full: dist.ProcessGroup, full_ranks: list[int]) -> Network:
         key = (phase, tuple(full_ranks))
         if key not in self._networks:
-            nodes = None
-            if self.config.lossy_links == "inter-node":
-                if self._nodes is None:
-                    self._nodes = find_nodes(None, self.config.ranks_per_node)
-                nodes = [self._nodes[rank] for rank in full_ranks]
+            nodes = None if self._nodes is None else [self._nodes[rank] for rank in full_ranks]
             self._networks[key] = Network(self.config, phase, len(full_ranks), nodes)
         return self._networks[key]
 
@@ -141,7 +140,7 @@ class Lossy(Run):
 
     def _check_exchanges(self, optimizer: Any) -> None:
         if not self._checked:
-            check_registered(optimizer, self.groups)
+            check_registered(optimizer, self.chunks)
             warn_of_lossless(self.config, self.groups)
             self._checked = True
         if not self._all_reduced:
@@ -189,7 +188,7 @@ class Lossy(Run):
         self._all_reduced = True
         for bucket in bucket_group.buckets:
             slot = slot_of(bucket.grad_data)
-            if slot is not None:
+            if slot is not None and slot.group.wants_all_reduced(slot.bucket):
                 with torch.no_grad():
                     scaled = bucket.grad_data * bucket.gradient_scaling_factor  # as Megatron is going to
                     scale = self.loss_scale()
@@ -268,7 +267,14 @@ class Lossy(Run):
 
     def identity(self) -> dict[str, Any]:
         streams = [(stream, pairs) for ddp in self.chunks for stream, _, pairs in buckets_by_stream(ddp)]
-        return {"world size": dist.get_world_size(), **parallel_sizes(), **bucket_sizes(streams)}
+        instances = {
+            f"optimizer instances of {stream.name}": full.size() // pairs[0][0].data_parallel_group.size()
+            for ddp in self.chunks
+            for stream, full, pairs in buckets_by_stream(ddp)
+        }
+        nodes = {} if self._nodes is None else {"nodes of the ranks": " ".join(map(str, self._nodes))}
+        sizes = {"world size": dist.get_world_size(), **parallel_sizes(), **nodes}
+        return {**sizes, **instances, **bucket_sizes(streams)}
 
     def replica_file(self) -> str:
         return f"rank_{dist.get_rank():05d}.pt"

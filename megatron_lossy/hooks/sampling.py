@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..exchange import units_of
+from ..recovery.copies import to_device
 from ..transport import LossyGroup
 from .buckets import used_ranges
 
@@ -46,7 +47,7 @@ class RankSampler:
         """float32[S], which holds every parameter dtype exactly."""
         return torch.cat(
             [
-                bucket.param_data[torch.from_numpy(chosen).to(bucket.param_data.device)].float()
+                bucket.param_data[to_device(chosen, bucket.param_data.device)].float()
                 for (_, bucket), chosen in zip(self._pairs, places, strict=True)
             ]
         )

@@ -113,9 +113,11 @@ def innermost(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def parallel_sizes() -> dict[str, int]:
-    """The size of every kind of model parallelism, and of what shards the optimizer, by the flag that sets it."""
+    """The size of every kind of model parallelism, by the flag that sets it; none where Megatron was not told globally."""
     from megatron.core import parallel_state
 
+    if not parallel_state.model_parallel_is_initialized():
+        return {}
     names = {
         "--tensor-model-parallel-size": "get_tensor_model_parallel_world_size",
         "--pipeline-model-parallel-size": "get_pipeline_model_parallel_world_size",

@@ -32,8 +32,9 @@ def page_locked(tensor: torch.Tensor) -> torch.Tensor:
 def used_here(tensors: Iterable[torch.Tensor]) -> None:
     """The current stream uses ``tensors``, which may have been allocated on another one.
 
-    Their memory is then not given out again before the current stream is done with it.
+    Their memory is then not given out again before the current stream is done with it. HPU's graphs see to that
+    themselves, and on a CPU there are no streams.
     """
     for tensor in tensors:
-        if tensor.device.type != "cpu":
-            tensor.record_stream(getattr(torch, tensor.device.type).current_stream())
+        if tensor.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream())

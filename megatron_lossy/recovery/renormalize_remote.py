@@ -35,27 +35,24 @@ class RenormalizeRemote(GradRecovery):
                 "that rule gives the own shard, always there, the weight 1/N; choose renormalize, previous or zero",
             )
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> Saved:
-        rows, kept_out = self.rows(buffer), self._kept_out(delivery)
+    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> tuple[Lost, Saved]:
+        # Units of the own shard that stay out of the sum.
+        rows, kept_out = self.rows(buffer), Lost((delivery.survivors(self.units) < len(delivery.sources))[None])
         own = buffer[self.rank * self.units.shard : (self.rank + 1) * self.units.shard]
         saved = rows.take(own, self.units, kept_out)
         super().before(buffer, delivery, reduction)
         rows.zero_(own, self.units, kept_out)
-        return saved
+        return kept_out, saved
 
-    def after(self, shard: torch.Tensor, delivery: Delivery, kept: Saved, reduction: Reduction) -> None:
-        rows, kept_out = self.rows(shard), self._kept_out(delivery)
+    def after(self, shard: torch.Tensor, delivery: Delivery, kept: tuple[Lost, Saved], reduction: Reduction) -> None:
+        rows, (kept_out, saved) = self.rows(shard), kept
         if rows.nothing(kept_out):
             return
         size, remote = len(delivery.sources), delivery.survivors(self.units) - 1
         rows.scale_(shard, self.units, np.where(remote > 0, (size - 1) / np.maximum(remote, 1), 1.0))
         part = shard.new_zeros(shard.shape)
-        rows.put_(part, self.units, kept_out, kept)
+        rows.put_(part, self.units, kept_out, saved)
         # Alone, the own gradient is the mean: it must survive the division by N.
         own_weight = np.where(remote > 0, 1.0, float(size)) / (size if reduction.averaged else 1)
         rows.scale_(part, self.units, own_weight)
         shard.add_(part)
-
-    def _kept_out(self, delivery: Delivery) -> Lost:
-        """Units of the own shard that stay out of the sum."""
-        return Lost((delivery.survivors(self.units) < len(delivery.sources))[None])

@@ -6,6 +6,7 @@ virtual cluster and :mod:`megatron_lossy.transport.ops` all go through it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from .. import theory
 from ..config import PHASES, LossyConfig
+from ..errors import UsageError
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut, units_of
 from ..recovery import Compensated, Reduction, Rule, Stale
 from ..registry import GRAD_RECOVERIES
@@ -23,7 +25,9 @@ from .base import Collective, Transfer, Transport
 from .collective import CollectiveTransport
 from .counted import Counted
 from .drawn import Networks, check_links
-from .network import Network, find_nodes
+from .network import Network, check_ranks, find_nodes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,10 @@ class LossyGroup:
         short. Raises :class:`UsageError` if the channel cannot serve the group or a packet holds no element.
         """
         size = dist.get_world_size(group)
+        try:
+            check_ranks(config, size)
+        except UsageError as error:
+            logger.warning("%s", error)
         nodes = find_nodes(group, config.ranks_per_node) if config.lossy_links == "inter-node" else None
         networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
         return cls.among(config, buckets, networks, range(size), dist.get_rank(group), stream, steps)
@@ -134,6 +142,10 @@ class LossyGroup:
         reduction = self._reduction(exchange, averaged, loss_scale, following)
         return self._begin(exchange, bucket, self.rules["grad"][bucket], buffer, output, collective, reduction)
 
+    def wants_all_reduced(self, bucket: int) -> bool:
+        """Whether :meth:`note_all_reduce` does anything."""
+        return not self.lossless("grad") and self.rules["grad"][bucket].carries_over
+
     def note_all_reduce(
         self,
         bucket: int,
@@ -144,8 +156,6 @@ class LossyGroup:
     ) -> None:
         """``buffer`` [N * shard], the gradients of ``step``, is about to be all-reduced: all of it will arrive."""
         rule = self.rules["grad"][bucket]
-        if self.lossless("grad") or not rule.carries_over:
-            return
         exchange, members = Exchange("grad", self.stream, step), self.transport.members
         parts = self.transport.cut["grad"]
         everything = np.ones((1, self.size, units_of(parts)), dtype=bool)

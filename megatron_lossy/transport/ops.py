@@ -12,7 +12,7 @@ The README has a whole program.
 
 from __future__ import annotations
 
-import functools
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -54,18 +54,22 @@ def lossy_reduce_scatter(
     return _finish(lossy.reduce_scatter(bucket, input, output, step, collective, averaged), async_op)
 
 
-@functools.cache
+_averages: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
 def check_average(flag: str, group: dist.ProcessGroup | None) -> None:
     """Raise :class:`UsageError`, on behalf of ``flag``, if a reduce-scatter of ``group`` does not average.
 
     Gloo of older versions of torch sums instead, without a word. The first call for a group is a collective call.
     """
-    if dist.get_backend(group) != "gloo":
+    group = group or dist.group.WORLD
+    if dist.get_backend(group) != "gloo" or group in _averages:
         return
     mean = torch.empty(1)
     dist.reduce_scatter_tensor(mean, torch.ones(dist.get_world_size(group)), op=dist.ReduceOp.AVG, group=group)
     if mean.item() != 1:
         raise refuse(flag, "over gloo", f"torch {torch.__version__} sums instead of averaging; do without")
+    _averages.add(group)
 
 
 def lossy_all_gather(
