@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.theory import Lag, Lead, lead, mean_lag, stability_limit
 from megatron_lossy.theory.lag import HIGHEST_R
@@ -137,3 +138,39 @@ def test_what_is_no_loss_is_refused(bad):
         stability_limit(1.0)
     with pytest.raises(ValueError, match="needs 0 <= share < 1"):
         lead(0.5, 0.1)
+
+
+def run(*arguments):
+    from megatron_lossy.study import lag
+
+    lag.main(arguments)
+
+
+def test_the_command_says_the_limits_and_what_to_set(capsys, tmp_path):
+    picture = tmp_path / "lag.png"
+    run("--p", "0.4", "--plot", str(picture))
+    told = capsys.readouterr().out
+    assert "40 % of parameters lost, independently: replicas are 0.667 updates late on average." in told
+    assert "  0.9      38.00       1.78        38.00   <- yours" in told
+    assert "--param-send compensated   a lead of 0.667" in told and "--adam-beta1" in told
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(UsageError, match="--plot .* is there already"):
+        run("--p", "0.4", "--plot", str(picture))
+    run("--p", "0.4", "--mean-burst", "4", "--plot", str(picture), "--overwrite")
+    assert "in bursts of 4 updates: replicas are 1.6 updates late" in capsys.readouterr().out
+    run("--p", "0.2", "--beta1", "0")
+    assert "this loss makes nothing less stable" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--p", "1"), "--p 1.0: must be in"),
+        (("--p", "0.4", "--beta1", "1"), "--beta1 1.0: must be in"),
+        (("--p", "0.8", "--mean-burst", "2"), "--mean-burst 2.0: must be at least 1 and p/"),
+        ((), "required: --p"),
+    ],
+)
+def test_the_command_refuses_in_one_line(arguments, message):
+    with pytest.raises(UsageError, match=message):
+        run(*arguments)
