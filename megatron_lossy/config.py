@@ -239,6 +239,18 @@ class LossyConfig:
         "the last gradient received from that sender; or zeros",
         choices=GRAD_RECOVERIES,
     )
+    param_send: str = flag(
+        "plain",
+        "what an owner sends: its weights; or its weights with a lead, so that replicas are not late on average "
+        "(docs/lag.md)",
+        choices=("plain", "compensated"),
+    )
+    param_lag: str = flag(
+        "auto",
+        "compensated: the lead, C0 or C0,R, as E = C0 (W - W before) + R (E before); auto takes it from the loss rates, or "
+        "from what receivers count where these are not known",
+        metavar="{auto,C0,C0,R}",
+    )
     lossy_self: bool = flag(False, "a worker's own gradient shard can be lost too (the paper's literal formula)")
     loss_seed: int = flag(1234, "seed of all loss draws, 0 to 2^64 - 1", metavar="SEED")
     eval_weights: str = flag(
@@ -279,7 +291,7 @@ class LossyConfig:
     def __post_init__(self) -> None:
         for name in ("p_grad", "p_param"):
             _in_unit_interval(flag_name(LossyConfig, name), getattr(self, name))
-        for name in ("loss_correlation", "lossy_links", "loss_unit", "grad_recovery", "eval_weights"):
+        for name in ("loss_correlation", "lossy_links", "loss_unit", "grad_recovery", "param_send", "eval_weights"):
             _one_of(self, name, getattr(self, name))
         for name in ("loss_model", "ge_mean_burst", "loss_schedule"):
             values = getattr(self, name)
@@ -306,6 +318,8 @@ class LossyConfig:
             raise refuse("--drift-interval", self.drift_interval, "must be at least 0")
         if not 0 <= self.loss_seed < 2**64:
             raise refuse("--loss-seed", self.loss_seed, "must be in [0, 2^64 - 1]")
+        if self.lead is not None and self.param_send == "plain":
+            raise refuse("--param-lag", self.param_lag, "needs --param-send compensated")
         GRAD_RECOVERIES.load(self.grad_recovery).check(self)
         for phase in PHASES:
             self.phase(phase)
@@ -318,6 +332,20 @@ class LossyConfig:
         """The value for ``phase`` of a flag that takes one for both phases, or two; ``None`` if it is not set."""
         values = getattr(self, name)
         return values and values[PHASES.index(phase) if len(values) == 2 else 0]
+
+    @property
+    def lead(self) -> tuple[float, float] | None:
+        """C0 and R of ``--param-lag``, or ``None`` for ``auto``. Raises :class:`UsageError`."""
+        if self.param_lag == "auto":
+            return None
+        try:
+            c, r = [float(number) for number in (*self.param_lag.split(","), "0")[:2]]
+            if self.param_lag.count(",") > 1 or not (0 <= c < math.inf and 0 <= r < 1):
+                raise ValueError
+        except ValueError:
+            allowed = "must be auto, C0 or C0,R, with C0 finite and at least 0, and R in [0, 1)"
+            raise refuse("--param-lag", self.param_lag, allowed) from None
+        return c, r
 
     @property
     def lossless(self) -> bool:
@@ -339,6 +367,8 @@ class LossyConfig:
             f"unit {self.loss_unit}" + (f" of {self.packet_bytes} bytes" if self.loss_unit == "packet" else ""),
             f"recovery {self.grad_recovery}",
         ]
+        if self.param_send != "plain" and not self.phase("param").lossless:
+            parts.append(f"parameters sent {self.param_send}, lag {self.param_lag}")
         if self.loss_correlation != "independent":
             parts.append(f"correlated by {self.loss_correlation}")
         if self.lossy_links != "all":

@@ -77,7 +77,9 @@ def test_what_loss_adds():
     shards = components(p_param=0.1)["stale units"] / (2 * weights)
     assert 0.1 < shards < 0.3  # whole shards: the mean and four standard deviations
     gaudi = components("gaudi3", p_grad=0.1, p_param=0.1)
-    assert gaudi["stale units"] == 2 * weights and gaudi["selection"] == 4 * weights
+    assert gaudi["stale units"] == 2 * weights and gaudi["selection"] == 4 * weights / 64
+    lead = components(p_param=0.1, param_send="compensated")["lead"]
+    assert lead == (4 + 4 + 2) * weights / 64
 
 
 def llama2_7b():

@@ -80,7 +80,13 @@ def exchange(streams, rule, unit, gapless):
             reduced.wait()
             group.finish_step(step, True)
             streams.current = f"gather {step}"
-            gathered = group.all_gather(0, replica, step, lambda step=step: Deferred(lambda: replica.fill_(step + 1)))
+            gathered = group.all_gather(
+                0,
+                replica,
+                replica[SHARD : 2 * SHARD],
+                step,
+                lambda step=step: Deferred(lambda: replica.fill_(step + 1)),
+            )
             streams.current = "default"
             gathered.wait()
     return replica

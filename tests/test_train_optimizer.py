@@ -8,7 +8,7 @@ import pytest
 from megatron_lossy.errors import UsageError
 from megatron_lossy.train.config import TrainConfig
 from tests.ranks import run_ranks
-from tests.trainer import TINY
+from tests.trainer import TINY, read_records, train_runs, write_data
 
 
 def _descend(rank: int, settings: dict, steps: int):
@@ -76,3 +76,53 @@ def test_momentum_is_checked():
     config = TrainConfig(**TINY, data="stdlib")
     with pytest.raises(UsageError, match="--sgd-momentum 1.0: must be in"):
         dataclasses.replace(config, sgd_momentum=1.0)
+
+
+@pytest.mark.parametrize("step_in_group", [True, False])
+def test_nadam_is_torchs_with_decoupled_decay(step_in_group):
+    """Bit for bit, through 60 steps with a learning rate that changes, and after its state was saved and loaded."""
+    import torch
+
+    from megatron_lossy.train.nadam import NAdamW
+
+    options = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-7}
+    start = torch.randn(40, generator=torch.Generator().manual_seed(1))
+    ours, theirs = (start.clone().requires_grad_() for _ in range(2))
+    optimizer = NAdamW([{"params": [ours], **options}], 0.02, step_in_group)
+    reference = torch.optim.NAdam([theirs], momentum_decay=0.02, decoupled_weight_decay=True, foreach=False, **options)
+    generator = torch.Generator().manual_seed(2)
+    for step in range(60):
+        for group in optimizer.param_groups + reference.param_groups:
+            group["lr"] = 0.02 * 0.97**step
+        ours.grad = torch.randn(40, generator=generator)
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        reference.step()
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-8)
+        if step == 30:
+            saved = optimizer.state_dict()
+            optimizer = NAdamW([{"params": [ours], **options}], 0.02, step_in_group)
+            optimizer.load_state_dict(saved)
+    assert set(optimizer.state[ours]) - {"step"} == {"exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_nadam_goes_on_from_a_checkpoint(bf16, tmp_path):
+    """Bit for bit; and it is not Adam."""
+    run_ranks(write_data, 1, str(tmp_path))
+    data = {"data_path": (str(tmp_path / "train"),), "valid_data_path": (str(tmp_path / "valid"),)}
+    base = TINY | data | {"optimizer": "nadam", "bf16": bf16, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    losses = {}
+    for name, changes in (("whole", [{}]), ("resumed", [{"exit_interval": 3}, {}]), ("adam", [{"optimizer": "adam"}])):
+        folder = {"save": str(tmp_path / name), "load": str(tmp_path / name)}
+        run_ranks(train_runs, 2, *[(base | folder | change, {}) for change in changes])
+        losses[name] = [record["lm loss"] for record in read_records(tmp_path / name, "train")]
+    assert losses["resumed"] == losses["whole"] != losses["adam"]
+
+
+def test_nadam_refusals():
+    common = {**TINY, "data_path": ("x",), "valid_data_path": ("y",)}
+    with pytest.raises(UsageError, match="--nadam-momentum-decay 0.1: needs --optimizer nadam"):
+        TrainConfig(**common, nadam_momentum_decay=0.1)
+    with pytest.raises(UsageError, match="--nadam-momentum-decay -1: must be at least 0"):
+        TrainConfig(**common, optimizer="nadam", nadam_momentum_decay=-1)

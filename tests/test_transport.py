@@ -232,7 +232,7 @@ def test_a_group_keeps_the_last_delivery_and_hands_it_over():
         def collective(replica=replica, step=step):
             replica.fill_(step)
 
-        transfer = group.all_gather(0, replica, step, collective)
+        transfer = group.all_gather(0, replica, replica[8:16], step, collective)
         assert (replica == step).all()  # the collective is reliable; nothing is put back before the wait
         delivery = transfer.wait()
         assert isinstance(delivery, Delivery) and group.last["param"] is delivery is transfer.wait()

@@ -95,6 +95,14 @@ class Channel(ABC):
         """
         return None
 
+    def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float] | None:
+        """At the rate of ``step``, over the ``destinations``: the share of units that miss an update, and their mean age.
+
+        In the steady state (:mod:`megatron_lossy.theory.lag`); ``units``: of loss, per link and step. ``None`` if the
+        flags do not tell.
+        """
+        return None
+
     # --- what is lost --------------------------------------------------------------------------------------------
 
     @abstractmethod

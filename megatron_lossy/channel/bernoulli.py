@@ -21,6 +21,10 @@ class Bernoulli(DrawnChannel):
             return np.ones((len(sources), units), dtype=bool)
         return ~self.uniforms(0, exchange, sources, destinations, units).below(rate)
 
+    def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float]:
+        rate = self.loss.schedule.rate(step)
+        return rate, float(theory.age_mean(rate))
+
     @classmethod
     def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float]:
         rate = loss.schedule.rate(step)

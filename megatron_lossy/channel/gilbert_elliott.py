@@ -71,6 +71,9 @@ class GilbertElliott(DrawnChannel):
     def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float] | None:
         return _drift(cls(loss, seed=0).parameters(step), units)
 
+    def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float] | None:
+        return (0.0, 0.0) if self._quiet(step) else _lag(self.parameters(step), units)
+
     def parameters(self, step: int) -> tuple[float, float, float, float]:
         """(PGB, PBG, loss when good, loss when bad) of ``step``."""
         if self.loss.transitions is not None:
@@ -160,10 +163,22 @@ def _check_transitions(flag: str, values: tuple[float, ...]) -> None:
 @functools.lru_cache
 def _drift(transitions: tuple[float, ...], units: int) -> tuple[float, float] | None:
     """Drift to the owner and between two receivers; ``None`` if ages of thousands of steps matter."""
+    tail = _tail(transitions, units)
+    return None if tail is None else theory.drift_of_ages(tail)
+
+
+@functools.lru_cache
+def _lag(transitions: tuple[float, ...], units: int) -> tuple[float, float] | None:
+    """Share of losses and mean age; ``None`` if ages of thousands of steps matter."""
+    tail = _tail(transitions, units)
+    return None if tail is None else (float(tail[0]), float(tail.sum()))
+
+
+def _tail(transitions: tuple[float, ...], units: int) -> np.ndarray | None:
     for steps in (64, 512, 4096):
         tail = theory.burst_tail(transitions, steps, units)
         if tail[-1] <= 1e-9 * tail[0]:
-            return theory.drift_of_ages(tail)
+            return tail
     return None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import theory
 from ..config import LossyConfig, PhaseLoss
 from ..errors import refuse
 from ..exchange import Exchange, Stream
@@ -70,6 +71,12 @@ class PerLink(DrawnChannel):
     @classmethod
     def highest_rate(cls, loss: PhaseLoss) -> float | None:
         return None
+
+    def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float]:
+        if self.loss.matrix is None:
+            return 0.0, 0.0
+        rates = self.rates[source, destinations]
+        return float(rates.mean()), float(theory.age_mean(rates).mean())
 
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
         if len(self.rates) != size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nod
 from .buckets import bucket_sizes, buckets_by_stream
 from .checks import check_ddp
 from .complete import check_exchanged, check_registered, warn_of_lossless
+from .main_weights import MainWeights
 from .sampling import RankSampler
 from .seam import Slot, attach, slot_of
 from .versions import innermost, model_chunk, number_model_chunk, parallel_sizes
@@ -38,7 +40,7 @@ class Lossy(Run):
         super().__init__(config, steps, gapless)
         self.ledger = Ledger("megatron-core")
         self.installed = False
-        self._optimizer: weakref.ref | None = None  # the one whose gradient scaler scales the loss
+        self._optimizers: list[weakref.ref] = []  # Megatron's; the first one's gradient scaler scales the loss
         self._depth = 0
         self._successful = False
         self._chunks: weakref.WeakKeyDictionary[Any, list[LossyGroup]] = weakref.WeakKeyDictionary()
@@ -46,6 +48,7 @@ class Lossy(Run):
         self._nodes: list[int] | None = None  # of all ranks of the world
         self._all_reduced = False  # the gradients of this iteration
         self._told_all_reduce = False
+        self._adding: dict[LossyGroup, tuple[torch.Tensor, Any]] = {}  # sums that are under way
         self._checked = False  # that all that is updated is exchanged
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
 
@@ -83,7 +86,14 @@ class Lossy(Run):
         for number, (_, bucket) in enumerate(buckets):
             attach(bucket.grad_data, Slot(group, number))
             attach(bucket.param_data, Slot(group, number))
+            if group.compensates:
+                group.rules["param"][number].weights = self._main_weights(bucket, own_shard(group, bucket))
         return group
+
+    def _main_weights(self, bucket: Any, own: torch.Tensor) -> Callable[[], torch.Tensor]:
+        # The optimizer comes after DDP.
+        found = functools.cache(lambda: MainWeights(self._living_optimizers(), bucket, own))
+        return lambda: found()()
 
     def _network(self, phase: str, full: dist.ProcessGroup, full_ranks: list[int]) -> Network:
         key = (phase, tuple(full_ranks))
@@ -139,12 +149,37 @@ class Lossy(Run):
             check_exchanged(self.groups, "param", self.update)
 
     def add_optimizer(self, optimizer: Any) -> None:
-        """Note an optimizer; Megatron scales the loss with the first one's gradient scaler."""
-        if self._optimizer is None or self._optimizer() is None:
-            self._optimizer = weakref.ref(optimizer)
+        """Note an optimizer under construction."""
+        self._optimizers = [*(known for known in self._optimizers if known() is not None), weakref.ref(optimizer)]
+
+    def _living_optimizers(self) -> list[Any]:
+        return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
+
+    def begin_update(self) -> None:
+        super().begin_update()
+        for ddp in self.chunks:
+            for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
+                if group.compensates:
+                    group.before_update([own_shard(group, bucket) for _, bucket in pairs])
+                    self._agree(group, pairs[0][0].data_parallel_group)
+
+    def _agree(self, group: LossyGroup, process_group: dist.ProcessGroup) -> None:
+        """Let the ranks of a group add up what they count. It takes until the next update, so that nobody waits."""
+        if group.counted is None:
+            return
+        self._finish_adding()
+        group.counted.begin_update()
+        sums = torch.from_numpy(group.counted.sums.copy()).to(self.device)
+        self._adding[group] = (sums, dist.all_reduce(sums, group=process_group, async_op=True))
+
+    def _finish_adding(self) -> None:
+        for group, (sums, work) in self._adding.items():
+            work.wait()
+            group.counted.coming = sums.cpu().numpy()
+        self._adding.clear()
 
     def loss_scale(self) -> torch.Tensor | None:
-        optimizer = self._optimizer() if self._optimizer is not None else None
+        optimizer = next(iter(self._living_optimizers()), None)
         scaler = getattr(optimizer, "grad_scaler", None)
         return scaler.scale if scaler is not None else None
 
@@ -249,6 +284,7 @@ class Lossy(Run):
 
     def replica_state(self) -> list[Any]:
         """For each bucket: which units are stale, bool[N, count], and their values; or ``None``."""
+        self._finish_adding()
         stale = []
         for bucket in self._buckets():
             slot = slot_of(bucket.param_data)
@@ -278,6 +314,11 @@ class Lossy(Run):
         for group, by_bucket in lost.items():
             if self.update is not None and not group.lossless("param"):
                 group.restore(self.update, by_bucket)
+
+
+def own_shard(group: LossyGroup, bucket: Any) -> torch.Tensor:
+    """[shard]: this rank's part of the parameters of ``bucket``."""
+    return bucket.param_data.chunk(group.size)[group.rank]
 
 
 def _bucket_groups(ddp: Any) -> list[Any]:

@@ -100,7 +100,9 @@ def all_gather(
     slot, update = slot_of(output), run.update
     if slot is None or update is None or slot.group.lossless("param"):
         return original(output, input, *args, **kwargs)
-    return _begun(slot.group.all_gather(slot.bucket, output, update, lambda: original(output, input, *args, **kwargs)))
+    return _begun(
+        slot.group.all_gather(slot.bucket, output, input, update, lambda: original(output, input, *args, **kwargs))
+    )
 
 
 def _begun(transfer: Transfer) -> Any:

@@ -26,12 +26,15 @@ class Reduction:
     ``averaged``: the collective divides the sum by N (``ReduceOp.AVG``). ``loss_scale``: what the gradients are
     multiplied with (a number or a scalar tensor), or ``None``; with one, the step may be rejected. ``following()``:
     the delivery of the next exchange, or ``None`` if that has none (a trace ends); it is there for rules with
-    :attr:`Rule.foresight`, if it is known which step is next.
+    :attr:`Rule.foresight`, if it is known which step is next. Of parameters, ``sent`` [shard]: what this rank sends, for
+    a rule to change and restore, and ``lead``: c and r of the lead it is sent with (``--param-send compensated``).
     """
 
     averaged: bool = False
     loss_scale: torch.Tensor | float | None = None
     following: Callable[[], Delivery | None] | None = None
+    sent: torch.Tensor | None = None
+    lead: tuple[float, float] = (0.0, 0.0)
 
 
 class Rule(ABC):

@@ -2,6 +2,7 @@
 
 python -m megatron_lossy.study FILE.yaml …    run the study in a file, and report it (docs/study.md)
 python -m megatron_lossy.study table1 …       the paper's Table 1, Figures 1 and 2
+python -m megatron_lossy.study lag --p P …    how late replicas are, and what to set (docs/lag.md)
 torchrun … -m megatron_lossy.study sweep …    one training at several loss rates, in one launch
 """
 
@@ -29,7 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(__doc__)
             if arguments:
                 return
-            raise UsageError("needs a study file, table1 or sweep")
+            raise UsageError("needs a study file, table1, lag or sweep")
+        if arguments[0] == "lag":
+            from . import lag
+
+            lag.main(arguments[1:])
+            return
         from . import commands
 
         if arguments[0] == "table1":

@@ -16,10 +16,13 @@ from .drift import (
     second_moments,
     settling_steps,
 )
+from .lag import Lag, Lead, lead, mean_lag, stability_limit
 from .recovery import Weights, no_survivor, previous_long_run, previous_staleness, survivors, weights
 
 __all__ = [
     "UNCORRELATED",
+    "Lag",
+    "Lead",
     "Weights",
     "age_exceeds",
     "age_max",
@@ -32,11 +35,14 @@ __all__ = [
     "drift_over_pairs",
     "drift_paper",
     "drift_to_owner",
+    "lead",
+    "mean_lag",
     "no_survivor",
     "previous_long_run",
     "previous_staleness",
     "second_moments",
     "settling_steps",
+    "stability_limit",
     "survivors",
     "weights",
 ]

@@ -84,7 +84,17 @@ class TrainConfig:
     lr_warmup_iters: int = flag(0, "iterations of linear warm-up", metavar="N")
     weight_decay: float = flag(0.01, "decoupled weight decay, of matrices only", metavar="WD")
     optimizer: str = flag(
-        "adam", "adam: AdamW; sgd: descent along the decaying mean of the gradients", choices=("adam", "sgd")
+        "adam",
+        "adam: AdamW; nadam: AdamW that looks ahead by a step of its momentum; sgd: descent along the decaying mean of the "
+        "gradients",
+        choices=("adam", "nadam", "sgd"),
+    )
+    nadam_momentum_decay: float | None = flag(
+        None,
+        "nadam: how fast the momentum rises from half of --adam-beta1 to all of it; default 120 / --train-iters, which "
+        "ends where torch's 0.004 is after 30,000 iterations",
+        type=float,
+        metavar="PSI",
     )
     sgd_momentum: float = flag(0.9, "sgd: decay of the mean of the gradients; 0 follows the last gradient", metavar="B")
     adam_beta1: float = flag(0.9, "decay of Adam's first moment", metavar="B")
@@ -171,8 +181,11 @@ class TrainConfig:
             self._check(name, value is None or value >= 1, "must be at least 1")
         self._check("lr", self.lr is not None and 0 < self.lr < math.inf, "must be a positive number")
         self._check("min_lr", 0 <= self.min_lr <= self.lr, f"must be from 0 to --lr {self.lr:g}")
-        for name in ("weight_decay", "clip_grad", "init_method_std"):
-            self._check(name, 0 <= getattr(self, name) < math.inf, "must be at least 0")
+        for name in ("weight_decay", "clip_grad", "init_method_std", "nadam_momentum_decay"):
+            value = getattr(self, name)
+            self._check(name, value is None or 0 <= value < math.inf, "must be at least 0")
+        if self.nadam_momentum_decay is not None and self.optimizer != "nadam":
+            raise refuse("--nadam-momentum-decay", self.nadam_momentum_decay, "needs --optimizer nadam")
         for name in ("adam_eps", "norm_epsilon", "rotary_base"):
             self._check(name, 0 < getattr(self, name) < math.inf, "must be above 0")
         for name in ("sgd_momentum", "adam_beta1", "adam_beta2", "hidden_dropout", "attention_dropout"):

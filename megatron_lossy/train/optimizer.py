@@ -6,11 +6,15 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from ..hooks.versions import optimizers
 from .config import TrainConfig
+from .nadam import NAdamW
 
 # Megatron's distributed optimizer shards Adam's state only. With an epsilon beside which the second moment is
 # nothing, Adam's step is lr/epsilon times the mean gradient: SGD, exactly, as multiplying by a power of two is exact.
 _SGD_SCALE = 2.0**40
+# Of NAdam, times the length of the run: torch's default after 30,000 iterations.
+_MOMENTUM_DECAY = 0.004 * 30_000
 
 
 def lr_scale(config: TrainConfig) -> float:
@@ -43,6 +47,12 @@ def build_optimizer(config: TrainConfig, model_chunks: list) -> tuple[MegatronOp
         model_chunks,
         use_gloo_process_groups=False,
     )
+    if config.optimizer == "nadam":
+        for one in optimizers(optimizer):
+            psi = config.nadam_momentum_decay
+            one.optimizer = NAdamW.instead_of(
+                one.optimizer, _MOMENTUM_DECAY / config.train_iters if psi is None else psi
+            )
     samples = config.global_batch_size
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -101,6 +101,13 @@ class Transport(ABC):
         """
         return None
 
+    def lag(self, exchange: Exchange) -> tuple[float, float] | None:
+        """The share of the other ranks that miss what this one sends, and how many updates they are late on average.
+
+        In the steady state, where that is known beforehand; else ``None``.
+        """
+        return None
+
     def steps(self, phase: str) -> int | None:
         """How many steps, from 0 on, can be foreseen; ``None``: any."""
         return None

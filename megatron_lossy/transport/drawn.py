@@ -38,6 +38,10 @@ class Drawn(Transport):
         delivery = self.foresee(exchange)
         return Transfer(collective(), lambda: delivery)
 
+    def lag(self, exchange: Exchange) -> tuple[float, float] | None:
+        network, me = self.networks[exchange.phase], self.members[self.rank]
+        return network.lag(exchange, me, self.members, units_of(self.cut[exchange.phase]))
+
     def steps(self, phase: str) -> int | None:
         return self.networks[phase].channel.steps(phase, self.stream)
 

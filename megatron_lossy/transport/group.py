@@ -15,13 +15,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .. import theory
 from ..config import PHASES, LossyConfig
 from ..errors import UsageError
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut, units_of
-from ..recovery import Reduction, Rule, Stale
+from ..recovery import Compensated, Reduction, Rule, Stale
 from ..registry import GRAD_RECOVERIES
 from .base import Collective, Transfer, Transport
 from .collective import CollectiveTransport
+from .counted import Counted
 from .drawn import Networks, check_links
 from .network import Network, check_ranks, find_nodes
 
@@ -57,11 +59,21 @@ class LossyGroup:
     def __init__(self, config: LossyConfig, transport: Transport) -> None:
         self.transport = transport
         self.stream, self.size, self.rank = transport.stream, transport.size, transport.rank
-        kinds: dict[str, type[Rule]] = {"grad": GRAD_RECOVERIES.load(config.grad_recovery), "param": Stale}
+        sends = {"plain": Stale, "compensated": Compensated}
+        kinds: dict[str, type[Rule]] = {
+            "grad": GRAD_RECOVERIES.load(config.grad_recovery),
+            "param": sends[config.param_send],
+        }
+        self._given_lead = config.lead
         self.rules: dict[str, list[Any]] = {
             phase: [kind(units, self.rank) for units in transport.cut[phase]] for phase, kind in kinds.items()
         }
         self.last: dict[str, Delivery] = {}
+        counts = self.compensates and config.lead is None and not self.lossless("param")
+        if counts and transport.lag(Exchange("param", self.stream, 0)) is not None:
+            counts = False
+        #: What receivers count, where nothing else says how late they are.
+        self.counted = Counted() if counts else None
         self._made: dict[str, tuple[int, set[int]]] = {}  # by phase: the latest step, and its buckets
 
     @classmethod
@@ -158,13 +170,40 @@ class LossyGroup:
             return Reduction(averaged, loss_scale)
         return Reduction(averaged, loss_scale, lambda: self._foresee_grads(replace(exchange, step=following)))
 
-    def all_gather(self, bucket: int, buffer: torch.Tensor, step: int, collective: Collective) -> Transfer:
+    def all_gather(
+        self, bucket: int, buffer: torch.Tensor, sent: torch.Tensor, step: int, collective: Collective
+    ) -> Transfer:
         """Begin an all-gather into ``buffer`` [N * shard], this rank's replica, keyed by ``step``.
 
-        A unit that does not arrive keeps the value that it had before. ``collective``: runs the all-gather.
+        A unit that does not arrive keeps the value that it had before. ``sent`` [shard]: this rank's part, in ``buffer``
+        or not; it may change until the exchange is over. ``collective``: runs the all-gather.
         """
-        exchange = Exchange("param", self.stream, step)
-        return self._begin(exchange, bucket, self.rules["param"][bucket], buffer, buffer, collective, Reduction())
+        exchange, rule = Exchange("param", self.stream, step), self.rules["param"][bucket]
+        reduction = Reduction(sent=sent, lead=self.lead(step))
+        return self._begin(exchange, bucket, rule, buffer, buffer, collective, reduction)
+
+    def lead(self, step: int) -> tuple[float, float]:
+        """c and r of the lead that ``--param-send compensated`` gives to the parameters of ``step``."""
+        if not self.compensates or self.lossless("param"):
+            return 0.0, 0.0
+        known = self.transport.lag(Exchange("param", self.stream, step))
+        if self._given_lead is not None:
+            return self._given_lead if known is None or known[0] else (0.0, 0.0)
+        if known is None:
+            assert self.counted is not None
+            known = self.counted.lag()
+        return theory.lead(*known)
+
+    @property
+    def compensates(self) -> bool:
+        """Whether parameters are sent with a lead."""
+        return any(isinstance(rule, Compensated) for rule in self.rules["param"])
+
+    def before_update(self, sent: Sequence[torch.Tensor]) -> None:
+        """The own shard [shard] of every bucket, sent as ``sent``, is about to be updated."""
+        if self.compensates and not self.lossless("param"):
+            for rule, shard in zip(self.rules["param"], sent, strict=True):
+                rule.before_update(shard)
 
     def _begin(
         self,
@@ -187,9 +226,19 @@ class LossyGroup:
 
         def after(delivery: Delivery) -> None:
             self.last[exchange.phase] = delivery
+            if exchange.phase == "param" and self.counted is not None:
+                self.counted.count(bucket, rule.units, delivery)
             rule.after(output, delivery, kept, reduction)
 
         return transfer.then(after)
+
+    def keep_sent(self, bucket: int, sent: torch.Tensor) -> None:
+        """The exchange of ``sent`` is over, and it will be updated: what :meth:`before_update` says, for one bucket."""
+        if self.compensates and not self.lossless("param"):
+            self.rules["param"][bucket].before_update(sent)
+            if self.counted is not None:
+                self.counted.coming = self.counted.sums.copy()
+                self.counted.begin_update()
 
     def put_stale_aside(self, bucket: int, buffer: torch.Tensor, step: int) -> Callable[[], None] | None:
         """Before ``buffer`` is gathered reliably: keep what of it is stale since ``step``.
@@ -265,11 +314,15 @@ class LossyGroup:
         self.last.clear()
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """The states of the rules, by phase."""
-        return {phase: [rule.state_dict() for rule in rules] for phase, rules in self.rules.items()}
+        """The states of the rules, by phase, and what was counted."""
+        counted = {} if self.counted is None else {"counted": [self.counted.state_dict()]}
+        return {phase: [rule.state_dict() for rule in rules] for phase, rules in self.rules.items()} | counted
 
     def load_state_dict(self, state: dict[str, list[Any]], device: torch.device) -> None:
         """Restore :meth:`state_dict`, with tensors on ``device``."""
+        state = dict(state)
+        if self.counted is not None and (counted := state.pop("counted", None)):
+            self.counted.load_state_dict(*counted)
         for phase, saved in state.items():
             for rule, one in zip(self.rules[phase], saved, strict=True):
                 rule.load_state_dict(one, device)

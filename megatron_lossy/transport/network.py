@@ -85,6 +85,19 @@ class Network:
             result[lossy] = self.channel.delivered_links(exchange, sources[lossy], destinations[lossy], units)
         return result
 
+    def lag(self, exchange: Exchange, source: int, members: Sequence[int], units: int) -> tuple[float, float] | None:
+        """What share of what ``source`` sends to the other ``members`` is lost, and its mean age there, in updates.
+
+        In the steady state at the rate of this step; ``None`` if the flags do not tell.
+        """
+        others = np.array([member for member in members if member != source])
+        lossy = others if self.nodes is None else others[self.nodes[others] != self.nodes[source]]
+        if self.lossless or not lossy.size:
+            return 0.0, 0.0
+        known = self.channel.lag(exchange.step, source, lossy, units)
+        part = lossy.size / others.size
+        return None if known is None else (part * known[0], part * known[1])
+
 
 def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> list[int]:
     """The node number of each of ``ranks``, with ``--ranks-per-node``; raises :class:`UsageError` as :func:`find_nodes`."""

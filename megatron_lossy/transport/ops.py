@@ -94,7 +94,8 @@ def lossy_all_gather(
     def collective() -> dist.Work | None:
         return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
 
-    return _finish(lossy.all_gather(bucket, output, step, collective), async_op)
+    transfer = lossy.all_gather(bucket, output, input, step, collective)
+    return _finish(transfer.then(lambda _: lossy.keep_sent(bucket, input)), async_op)
 
 
 def _finish(transfer: Transfer, async_op: bool) -> Transfer | None:

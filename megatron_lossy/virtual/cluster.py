@@ -20,6 +20,7 @@ from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
 from ..hooks.checks import check_loss_per_token
+from ..hooks.versions import optimizers
 from ..ledger import Ledger, Patch
 from ..run import Run
 from ..transport import LossyGroup
@@ -78,7 +79,8 @@ class VirtualCluster(Run):
         ddp.config.finalize_model_grads_func = self._collect
         self._transformer = ddp.config
         for name, _, pairs in buckets_by_stream(ddp):
-            self._streams.append(StreamBuckets(self.config, pairs, name, self.workers, self.steps))
+            stream = StreamBuckets(self.config, pairs, name, self.workers, self.steps, self._optimizers)
+            self._streams.append(stream)
 
     @contextlib.contextmanager
     def _norm_by_shards(self) -> Iterator[None]:
@@ -105,18 +107,16 @@ class VirtualCluster(Run):
     @contextlib.contextmanager
     def worker(self, worker: int) -> Iterator[None]:
         """Within this context the model has the replica of ``worker``, and gradients are its own."""
-        with torch.no_grad():
-            for stream in self._streams:
-                stream.versions.swap_in(worker)
-            self._note_peak()
-        self._worker = worker
-        try:
-            yield
-        finally:
-            self._worker = None
+        with contextlib.ExitStack() as turns:
             with torch.no_grad():
                 for stream in self._streams:
-                    stream.versions.swap_out()
+                    turns.enter_context(stream.turn(worker))
+                self._note_peak()
+            self._worker = worker
+            try:
+                yield
+            finally:
+                self._worker = None
 
     def _collect(self, model: Any, num_tokens: torch.Tensor | None = None, **_: Any) -> None:
         """In the place of Megatron's ``finalize_model_grads``, at the end of a worker's last backward pass."""
@@ -138,26 +138,49 @@ class VirtualCluster(Run):
                 stream.reduce(scale)
                 stream.versions.before_update(self.iteration, stream.lost(self.iteration))
             self._note_peak()
+            self._withdraw()
             self.begin_update()
             with self._norm_by_shards():
                 result = optimizer.step()
             successful = bool(result[0])
             for stream in self._streams:
                 stream.versions.after_update(successful)
-        if successful:
-            self.update = self.iteration
+            if successful:
+                self.update = self.iteration
+            self._send()
+            if successful:
+                for stream in self._streams:
+                    stream.count(self.iteration)
         self.finish_iteration(successful)
         return result
 
     # --- what every run answers ------------------------------------------------------------------------------------
 
     def loss_scale(self) -> torch.Tensor | None:
-        optimizer = getattr(self._transformer.grad_scale_func, "__self__", None)  # Megatron sets its scale_loss
-        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-            scaler = getattr(one, "grad_scaler", None)
-            if scaler is not None:
-                return scaler.scale
-        return None
+        scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers()]
+        return next((scaler.scale for scaler in scalers if scaler is not None), None)
+
+    def _optimizers(self) -> list[Any]:
+        # Megatron sets the scale_loss of its optimizer.
+        return optimizers(getattr(self._transformer.grad_scale_func, "__self__", None))
+
+    def begin_update(self) -> None:
+        super().begin_update()
+        for stream in self._streams:
+            if stream.leads is not None:
+                stream.leads.before_update()
+                stream.add_up()
+
+    def _withdraw(self) -> None:
+        for stream in self._streams:
+            if stream.leads is not None:
+                stream.leads.withdraw()
+
+    def _send(self) -> None:
+        """Let receivers have the last update with its lead."""
+        for stream in self._streams:
+            if stream.leads is not None and self.update is not None:
+                stream.leads.send(self.update)
 
     @property
     def groups(self) -> list[LossyGroup]:
@@ -172,21 +195,34 @@ class VirtualCluster(Run):
         return self._streams
 
     def replicas(self) -> list[VirtualSampler]:
-        return [VirtualSampler(stream.stream, stream.pairs, stream.versions) for stream in self._streams]
+        return [VirtualSampler(stream.stream, stream.pairs, stream.versions, stream.leads) for stream in self._streams]
 
     def settle(self) -> None:
         """Nothing is under way between iterations."""
 
     @contextlib.contextmanager
     def owner_weights(self, model_chunks: Any) -> Iterator[None]:
-        """Within this context the model has the owners' weights: always, outside of a worker's turn."""
+        """Within this context the model has the owners' weights: always, outside of a worker's turn, without leads."""
         assert self._worker is None
-        yield
+        with torch.no_grad():
+            self._withdraw()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                self._send()
 
     def set_iteration(self, iteration: int) -> None:
         super().set_iteration(iteration)
         for stream in self._streams:
             stream.versions.restart()
+            if stream.leads is not None:
+                stream.leads.restart()
+
+    def load_replicas(self, folder: str | os.PathLike) -> None:
+        super().load_replicas(folder)
+        with torch.no_grad():
+            self._send()
 
     def identity(self) -> dict[str, Any]:
         return {"workers": self.workers, **bucket_sizes([(stream.stream, stream.pairs) for stream in self._streams])}
@@ -214,5 +250,5 @@ class VirtualCluster(Run):
 
     def _note_peak(self) -> None:
         own = sum(bucket.param_data.numel() for stream in self._streams for bucket in stream.buckets)
-        kept = sum(stream.versions.kept for stream in self._streams)
+        kept = sum(stream.kept for stream in self._streams)
         self._peak = max(self._peak, (own + kept) / own)

@@ -10,6 +10,7 @@ import torch
 
 from ..exchange import Stream
 from ..hooks.buckets import used_ranges
+from .leads import Leads
 from .versions import Versions
 
 
@@ -19,13 +20,16 @@ class VirtualSampler:
     ``pairs``: Megatron's (buffer, bucket) in canonical order.
     """
 
-    def __init__(self, stream: Stream, pairs: Sequence[tuple[Any, Any]], versions: Versions) -> None:
+    def __init__(
+        self, stream: Stream, pairs: Sequence[tuple[Any, Any]], versions: Versions, leads: Leads | None
+    ) -> None:
         self.stream = stream
         self.workers, _, self.units = versions.held.shape
         self.owned = range(self.workers)
         self.shards = [bucket.param_data.numel() // self.workers for _, bucket in pairs]
         self._pairs = pairs
         self._versions = versions
+        self._weights = [bucket.param_data for _, bucket in pairs] if leads is None else leads.weights
 
     @property
     def used(self) -> list[np.ndarray]:
@@ -33,11 +37,14 @@ class VirtualSampler:
 
     def own(self, places: Sequence[np.ndarray]) -> np.ndarray:
         values = [
-            bucket.param_data[torch.from_numpy(chosen).to(bucket.param_data.device)]
-            for (_, bucket), chosen in zip(self._pairs, places, strict=True)
+            weights[torch.from_numpy(chosen).to(weights.device)]
+            for weights, chosen in zip(self._weights, places, strict=True)
         ]
         return torch.cat(values).double().cpu().numpy()
 
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
         values = [self._versions.everyone(number, chosen) for number, chosen in enumerate(places)]
-        return torch.cat(values, dim=1).double().cpu().numpy()
+        everyone = torch.cat(values, dim=1).double().cpu().numpy()
+        owners = np.concatenate([chosen // shard for chosen, shard in zip(places, self.shards, strict=True)])
+        everyone[owners, np.arange(len(owners))] = self.own(places)  # which no lead is on
+        return everyone

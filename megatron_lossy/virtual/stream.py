@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -9,10 +12,12 @@ import torch
 
 from ..config import PHASES, LossyConfig
 from ..exchange import Delivery, Exchange, Stream, units_of
+from ..hooks.main_weights import MainWeights
 from ..transport import BucketSpec, LossyGroup, Network, Transfer, cut_buckets
 from ..transport.drawn import check_links
 from ..transport.memory import Memory
 from ..transport.network import consecutive_nodes
+from .leads import Leads
 from .versions import Versions
 
 # Adding in pieces that fit into a core's cache, and clearing each while it is there.
@@ -23,10 +28,18 @@ class StreamBuckets:
     """The buckets of one stream: their losses and rules for every worker, the sum, and the replicas.
 
     ``pairs``: Megatron's (buffer, bucket) in canonical order. ``workers``: how many. ``steps``: length of the run, if
-    known. Raises :class:`UsageError` where the loss flags do not fit.
+    known. ``optimizers``: gives Megatron's, once they exist. Raises :class:`UsageError` where the loss flags do not fit.
     """
 
-    def __init__(self, config: LossyConfig, pairs: list[Any], stream: Stream, workers: int, steps: int | None) -> None:
+    def __init__(
+        self,
+        config: LossyConfig,
+        pairs: list[Any],
+        stream: Stream,
+        workers: int,
+        steps: int | None,
+        optimizers: Callable[[], list[Any]],
+    ) -> None:
         self.pairs = pairs
         self.buckets = buckets = [bucket for _, bucket in pairs]
         self.stream = stream
@@ -47,6 +60,46 @@ class StreamBuckets:
         self.versions = Versions(
             [bucket.param_data for bucket in buckets], self.cut["param"], units_of(self.cut["param"]), workers
         )
+
+        buffers = [bucket.param_data for bucket in buckets]
+        main = functools.cache(lambda bucket: MainWeights(optimizers(), buckets[bucket], buffers[bucket]))
+        #: With ``--param-send compensated``.
+        self.leads: Leads | None = None
+        if self.groups[0].compensates and not self.groups[0].lossless("param"):
+            self.leads = Leads(self.groups, buffers, lambda bucket: main(bucket)())
+
+    @contextlib.contextmanager
+    def turn(self, worker: int) -> Iterator[None]:
+        """Within this context the parameter buffers hold the replica of ``worker``."""
+        with torch.no_grad():
+            self.versions.swap_in(worker)
+        try:
+            with contextlib.nullcontext() if self.leads is None else self.leads.owner(worker):
+                yield
+        finally:
+            with torch.no_grad():
+                self.versions.swap_out()
+
+    def count(self, step: int) -> None:
+        """Let every worker count what it received of ``step``, where that tells how late it is."""
+        for group in self.groups:
+            if group.counted is not None:
+                delivery = group.delivery("param", step)
+                for number, units in enumerate(self.cut["param"]):
+                    group.counted.count(number, units, delivery)
+
+    def add_up(self) -> None:
+        """Add up what the workers have counted; it counts from the next update on, as on real ranks."""
+        counted = [group.counted for group in self.groups if group.counted is not None]
+        for one in counted:
+            one.begin_update()
+        for one in counted:
+            one.coming = sum(other.sums for other in counted)
+
+    @property
+    def kept(self) -> int:
+        """Elements of weights held beside the parameter buffers."""
+        return self.versions.kept + (0 if self.leads is None else self.leads.kept)
 
     def collect(self, worker: int, step: int, loss_scale: torch.Tensor | None, following: int | None) -> None:
         """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards.

@@ -1,0 +1,46 @@
+"""The weights as the optimizer has them: in float32, where the buffers that are sent have 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..errors import UsageError
+
+
+class MainWeights:
+    """The shard ``own`` [shard] of ``bucket`` in float32, padding included, as ``optimizers`` have it when it is called.
+
+    Raises :class:`UsageError` where an optimizer keeps such weights to itself.
+    """
+
+    def __init__(self, optimizers: Iterable[Any], bucket: Any, own: torch.Tensor) -> None:
+        self._own = own.detach()
+        self._pieces = [] if own.dtype == torch.float32 else _pieces(optimizers, bucket, own)
+
+    def __call__(self) -> torch.Tensor:
+        result = self._own.float()
+        for start, piece in self._pieces:
+            result[start : start + piece.numel()] = piece.view(-1)
+        return result
+
+
+def _pieces(optimizers: Iterable[Any], bucket: Any, own: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    first = (own.data_ptr() - bucket.param_data.data_ptr()) // own.element_size()
+    pieces = []
+    for optimizer in optimizers:
+        groups = zip(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True)
+        for parameter, main in ((p, m) for group in groups for p, m in zip(*group, strict=True)):
+            number, _, of_bucket = optimizer.model_param_gbuf_map[parameter]
+            if optimizer.buffers[number].buckets[of_bucket] is not bucket:
+                continue
+            if main is None:
+                raise UsageError(
+                    "--param-send compensated with --use-precision-aware-optimizer: the optimizer keeps its float32 weights "
+                    "to itself; turn one off"
+                )
+            start = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"].start
+            pieces.append((start - first, main.detach()))
+    return pieces

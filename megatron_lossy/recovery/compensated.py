@@ -1,0 +1,82 @@
+"""``compensated``: an owner sends its weights with a lead, so that the mean replica has the owner's weights.
+
+What is sent is V(t) = W(t) + E(t), with E(t) = c (W(t) - W(t-1)) + r E(t-1) (:mod:`megatron_lossy.theory.lag`). The
+owner computes, evaluates and saves with W. E is 0 in the beginning, and after a step in which nothing can be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..exchange import BucketUnits, Delivery
+from .base import Reduction
+from .rows import used_here
+from .stale import Stale
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Compensated(Stale):
+    """As :class:`Stale`, for what is received; and puts the lead on the own shard while it is sent.
+
+    ``weights``: set by whoever knows it, returns the own shard as the optimizer has it, float32 [shard]. Without it that
+    is what is sent, in its own dtype.
+    """
+
+    name = "compensated"
+
+    def __init__(self, units: BucketUnits, rank: int) -> None:
+        super().__init__(units, rank)
+        self.weights: Callable[[], torch.Tensor] | None = None
+        self._before: torch.Tensor | None = None  # W of the last update, until the next one is sent
+        self._lead: torch.Tensor | None = None  # E
+        self._step: int | None = None  # the update whose lead that is
+
+    def _own(self, sent: torch.Tensor) -> torch.Tensor:
+        return sent.detach().float() if self.weights is None else self.weights()
+
+    def before_update(self, sent: torch.Tensor) -> None:
+        """The weights of the own shard, which is sent as ``sent`` [shard], are about to be updated."""
+        self._before = self._own(sent).clone()
+
+    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> Any:
+        kept = super().before(buffer, delivery, reduction)
+        if reduction.sent is None:  # nothing is sent: what is stale is put aside
+            return kept, None, None
+        own = reduction.sent.clone()
+        self.put_lead(delivery.exchange.step, reduction.sent, reduction)
+        return kept, reduction.sent, own
+
+    def put_lead(self, step: int, sent: torch.Tensor, reduction: Reduction) -> None:
+        """Add the lead of ``step`` to ``sent`` [shard], the owner's weights; again, if it is sent again."""
+        lead = self._lead_of(step, sent, reduction)
+        if lead is not None:
+            sent.copy_(self._own(sent) + lead)
+
+    def _lead_of(self, step: int, sent: torch.Tensor, reduction: Reduction) -> torch.Tensor | None:
+        if step != self._step:
+            self._step = step
+            c, r = reduction.lead
+            if not c or self._before is None:
+                self._lead = None
+            else:
+                difference = (self._own(sent) - self._before).mul_(c)
+                self._lead = difference if self._lead is None or not r else difference.add_(self._lead, alpha=r)
+            self._before = None
+        return self._lead
+
+    def after(self, output: torch.Tensor, delivery: Delivery, kept: Any, reduction: Reduction) -> None:
+        stale, sent, own = kept
+        super().after(output, delivery, stale, reduction)
+        if own is not None:
+            used_here((own,))
+            sent.copy_(own)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lead": self._lead, "step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self._lead = state["lead"].to(device) if state["lead"] is not None else None
+        self._step, self._before = state["step"], None

@@ -1,0 +1,64 @@
+"""How late receivers are, where nobody can say beforehand: from what they count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..exchange import BucketUnits, Delivery
+
+#: Units that must have been sent before they say anything: the share is then right to about 0.1.
+_ENOUGH = 100
+_HIGHEST = 0.9
+
+
+class Counted:
+    """Of the parameters that this rank receives: losses and ages since the run began, in units.
+
+    ``sums``: of this rank. ``coming``: the sums over all ranks, put there by whoever adds them up; they count from the next
+    update on.
+    """
+
+    def __init__(self) -> None:
+        self._ages: dict[int, np.ndarray] = {}  # by bucket: int32[S, count]
+        self._steps: dict[int, int] = {}
+        self.sums = np.zeros(3)  # units that were lost, their ages, units that were sent; whole numbers
+        self.coming: np.ndarray | None = None
+        self._agreed = np.zeros(3)
+
+    def count(self, bucket: int, units: BucketUnits, delivery: Delivery) -> None:
+        """Count what arrived of ``bucket``, once for each step."""
+        step = delivery.exchange.step
+        if self._steps.get(bucket) == step:
+            return
+        self._steps[bucket] = step
+        others = np.array([source not in delivery.receivers for source in delivery.sources])
+        lost = delivery.lost_here(units).mask[others]
+        ages = self._ages[bucket] = np.where(lost, self._ages.get(bucket, 0) + np.int32(1), np.int32(0))
+        self.sums += lost.sum(), ages.sum(), lost.size
+
+    def begin_update(self) -> None:
+        """What was coming counts from now on."""
+        if self.coming is not None:
+            self._agreed, self.coming = self.coming, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved for a run to continue bit for bit."""
+        ages = {bucket: torch.from_numpy(ages) for bucket, ages in self._ages.items()}
+        coming = None if self.coming is None else self.coming.tolist()
+        sums = {"sums": self.sums.tolist(), "agreed": self._agreed.tolist(), "coming": coming}
+        return {"ages": ages, "steps": self._steps, **sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        self._ages = {bucket: ages.cpu().numpy() for bucket, ages in state["ages"].items()}
+        self._steps, self.sums = dict(state["steps"]), np.array(state["sums"])
+        self._agreed = np.array(state["agreed"])
+        self.coming = None if state["coming"] is None else np.array(state["coming"])
+
+    def lag(self) -> tuple[float, float]:
+        """The share of units that were lost, and their mean age; nothing while too few were sent to tell."""
+        lost, ages, sent = self._agreed
+        return (min(lost / sent, _HIGHEST), max(ages, lost) / sent) if sent >= _ENOUGH else (0.0, 0.0)

@@ -1,0 +1,101 @@
+"""What the owners of a virtual cluster send with a lead (``--param-send compensated``).
+
+Between updates the parameter buffers hold what was sent, V, so that :class:`Versions` keeps what receivers have. The
+owners' weights, W, are kept beside them, and put back for whoever has to see them: an owner in its own shard, the
+optimizer, evaluation with the owners' weights, a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..recovery import Reduction
+from ..transport import LossyGroup
+
+
+class Leads:
+    """The leads of all buckets of a stream.
+
+    ``groups``: of every worker. ``buffers``: of every bucket, [N * shard]. ``main``: gives a bucket's weights in float32,
+    as the optimizer has them. ``weights``: W of every bucket; those in ``buffers`` themselves while no lead is on them.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LossyGroup],
+        buffers: Sequence[torch.Tensor],
+        main: Callable[[int], torch.Tensor],
+    ) -> None:
+        self._groups, self._buffers, self._main = groups, buffers, main
+        self._whole: dict[int, torch.Tensor] = {}
+        self._kept: list[torch.Tensor] | None = None
+        for worker, group in enumerate(groups):
+            for bucket, rule in enumerate(group.rules["param"]):
+                rule.weights = partial(self._shard, worker, bucket)
+
+    @property
+    def weights(self) -> Sequence[torch.Tensor]:
+        return self._buffers if self._kept is None else self._kept
+
+    @property
+    def kept(self) -> int:
+        """Elements held beside the buffers."""
+        return 0 if self._kept is None else sum(weights.numel() for weights in self._kept)
+
+    def _shard(self, worker: int, bucket: int) -> torch.Tensor:
+        return self._whole[bucket].chunk(len(self._groups))[worker]
+
+    @contextlib.contextmanager
+    def _optimizers_weights(self) -> Iterator[None]:
+        self._whole = {bucket: self._main(bucket) for bucket in range(len(self._buffers))}
+        try:
+            yield
+        finally:
+            self._whole = {}
+
+    def withdraw(self) -> None:
+        """Let the buffers hold the owners' weights."""
+        if self._kept is not None:
+            for buffer, weights in zip(self._buffers, self._kept, strict=True):
+                buffer.copy_(weights)
+            self._kept = None
+
+    def before_update(self) -> None:
+        """The owners' weights are about to be updated."""
+        with self._optimizers_weights():
+            for worker, group in enumerate(self._groups):
+                group.before_update([buffer.chunk(len(self._groups))[worker] for buffer in self._buffers])
+
+    def send(self, step: int) -> None:
+        """Let the buffers, which hold the owners' weights, hold what is sent of ``step``."""
+        self._kept = [buffer.clone() for buffer in self._buffers]
+        with self._optimizers_weights():
+            for worker, group in enumerate(self._groups):
+                reduction = Reduction(lead=group.lead(step))
+                for rule, buffer in zip(group.rules["param"], self._buffers, strict=True):
+                    rule.put_lead(step, buffer.chunk(len(self._groups))[worker], reduction)
+
+    @contextlib.contextmanager
+    def owner(self, worker: int) -> Iterator[None]:
+        """Within this context the shards of ``worker`` hold its weights."""
+        if self._kept is None:
+            yield
+            return
+        shards = [buffer.chunk(len(self._groups))[worker] for buffer in self._buffers]
+        sent: list[Any] = [shard.clone() for shard in shards]
+        for shard, weights in zip(shards, self._kept, strict=True):
+            shard.copy_(weights.chunk(len(self._groups))[worker])
+        try:
+            yield
+        finally:
+            for shard, value in zip(shards, sent, strict=True):
+                shard.copy_(value)
+
+    def restart(self) -> None:
+        """The buffers hold the owners' weights, of a checkpoint."""
+        self._kept = None

@@ -1,0 +1,374 @@
+"""Parameters sent with a lead, on real ranks: what is sent, what owners keep, and that the mean replica is not late."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lossy import hooks, theory
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.exchange import Exchange, Stream
+from megatron_lossy.hooks.runtime import own_shard
+from megatron_lossy.hooks.seam import slot_of
+from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather
+from megatron_lossy.transport.counted import Counted
+from tests.ranks import RankFailed, run_ranks
+from tests.test_hooks_owner_weights import OVERLAPS, resume, save_and_go_on
+from tests.test_streams import Deferred
+from tests.test_transport import group_in_memory
+from tests.tiny_gpt import TinyGPT, build
+
+PLAIN = LossyConfig(p_grad=0.2, p_param=0.4, loss_unit="packet", packet_bytes=1000)
+COMPENSATED = dataclasses.replace(PLAIN, param_send="compensated")
+BURSTS = dataclasses.replace(COMPENSATED, loss_unit="shard", loss_model=("gilbert-elliott",), ge_mean_burst=(4.0,))
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
+SETTINGS = {
+    "fp32": (2, TinyGPT(), COMPENSATED),
+    "fp32, overlapped": (2, TinyGPT(**OVERLAPPED), COMPENSATED),
+    "bf16": (2, TinyGPT(dtype="bf16"), COMPENSATED),
+    "bf16, overlapped": (2, TinyGPT(dtype="bf16", **OVERLAPPED), COMPENSATED),
+    "bf16, bursts": (3, TinyGPT(dtype="bf16", **OVERLAPPED), BURSTS),
+    "fp16 that overflows": (2, TinyGPT(dtype="fp16", initial_loss_scale=2.0**18, **OVERLAPPED), COMPENSATED),
+    "two instances": (4, TinyGPT(instances=2, **OVERLAPPED), COMPENSATED),
+    "experts": (4, TinyGPT(expert=2, experts=4, **OVERLAPPED), COMPENSATED),
+    "tensor parallel": (4, TinyGPT(tensor=2, **OVERLAPPED), COMPENSATED),
+    "pipeline, tied": (4, TinyGPT(pipeline=2, tied=True, accumulation=2, **OVERLAPPED), COMPENSATED),
+}
+
+
+def buckets_of(run):
+    for chunk in run.model:
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            for bucket in group.buckets:
+                yield bucket, slot_of(bucket.param_data)
+
+
+def record(rank, tiny, config, steps):
+    """After each step, for every bucket: float32 weights of the own shard, its buffer, and the replica before and after."""
+    lossy = hooks.install(config)
+    run = build(tiny)
+    history = []
+    for step in range(steps):
+        places = list(buckets_of(run))
+        if step == 0:
+            first = [slot.group.rules["param"][slot.bucket].weights().numpy().copy() for _, slot in places]
+        before = [bucket.param_data.clone() for bucket, _ in places]
+        report = run.step(step)
+        if tiny.overlap_param_gather:
+            run.gather()
+            run.gather()  # a repeated gather sends the same
+        history.append(
+            [
+                {
+                    "group": slot.group.transport.members,
+                    "key": (slot.group.stream.name, slot.bucket),
+                    "rank": slot.group.rank,
+                    "main": slot.group.rules["param"][slot.bucket].weights().numpy().copy(),
+                    "own": own_shard(slot.group, bucket).float().numpy().copy(),
+                    "old": old.float().numpy().copy(),
+                    "new": bucket.param_data.float().numpy().copy(),
+                    "arrived": slot.group.delivery("param", lossy.update).incoming(
+                        slot.group.rules["param"][slot.bucket].units
+                    )
+                    if lossy.update is not None
+                    else None,
+                    "elements": slot.group.rules["param"][slot.bucket].units.elements,
+                    "lead": slot.group.lead(step),
+                    "success": report["success"],
+                    "dtype": bucket.param_data.dtype,
+                }
+                for (bucket, slot), old in zip(places, before)
+            ]
+        )
+    return first, history
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_sent_and_what_owners_keep(name):
+    world, tiny, config = SETTINGS[name]
+    recorded = run_ranks(record, world, tiny, config, 6)
+    seen = 0
+    sent = {}  # by rank and place: float32 lead and weights
+    for rank, (first, _) in enumerate(recorded):
+        for place, weights in enumerate(first):
+            sent[rank, place] = (np.zeros_like(weights), weights)
+    for step in range(6):
+        values = {}
+        for rank, (_, history) in enumerate(recorded):
+            for place, now in enumerate(history[step]):
+                lead, before = sent[rank, place]
+                if now["success"]:
+                    c, r = now["lead"]
+                    lead = np.float32(c) * (now["main"] - before) + np.float32(r) * lead
+                    sent[rank, place] = (lead, now["main"])
+                    value = torch.from_numpy(now["main"] + lead).to(now["dtype"]).float().numpy()
+                    values[(*now["key"], tuple(now["group"]), rank % 2 if "parallel" in name else 0, rank)] = value
+                # The owner's shard is its own, rounded once.
+                exact = torch.from_numpy(now["main"]).to(now["dtype"]).float().numpy()
+                np.testing.assert_array_equal(now["own"], exact)
+                size = len(now["group"])
+                np.testing.assert_array_equal(now["own"], now["new"].reshape(size, -1)[now["rank"]])
+                if not now["success"]:
+                    np.testing.assert_array_equal(now["old"], now["new"])
+        if world == 2:
+            for rank, (_, history) in enumerate(recorded):
+                for place, now in enumerate(history[step]):
+                    if not now["success"]:
+                        continue
+                    other = 1 - rank
+                    lead, main = sent[other, place]
+                    value = torch.from_numpy(main + lead).to(now["dtype"]).float().numpy()
+                    there = np.repeat(now["arrived"][other], now["elements"])[: main.size]
+                    old, new = (now[what].reshape(2, -1)[other] for what in ("old", "new"))
+                    np.testing.assert_array_equal(new, np.where(there, value, old))
+                    seen += int((there & (value != main)).sum())
+    if world == 2:
+        assert seen  # leads that arrived
+
+
+def weights(rank, tiny, config, steps=4):
+    hooks.install(config)
+    run = build(tiny)
+    for step in range(steps):
+        run.step(step)
+    if tiny.overlap_param_gather:
+        run.gather()
+    return run.weights()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_without_a_lead_it_is_plain_bit_for_bit(dtype):
+    tiny = TinyGPT(dtype=dtype, **OVERLAPPED)
+    nothing = dataclasses.replace(COMPENSATED, param_lag="0")
+    plain, none, some = (run_ranks(weights, 2, tiny, config) for config in (PLAIN, nothing, COMPENSATED))
+    for rank in range(2):
+        for name, value in plain[rank].items():
+            np.testing.assert_array_equal(none[rank][name], value)
+    assert any(not np.array_equal(some[0][name], value) for name, value in plain[0].items())
+
+
+def owners(rank, tiny, config):
+    lossy = hooks.install(config)
+    run = build(tiny)
+    for step in range(3):
+        run.step(step)
+        with lossy.owner_weights(run.model):
+            for bucket, slot in buckets_of(run):
+                rule = slot.group.rules["param"][slot.bucket]
+                exact = rule.weights().to(bucket.param_data.dtype)
+                parts = [torch.empty_like(exact) for _ in range(slot.group.size)]
+                torch.distributed.all_gather(parts, exact.contiguous())
+                assert torch.equal(torch.cat(parts), bucket.param_data)
+
+
+@pytest.mark.parametrize("overlap", [{}, OVERLAPPED], ids=["plain", "overlapped"])
+def test_owners_weights_never_have_a_lead(overlap):
+    run_ranks(owners, 3, TinyGPT(dtype="bf16", **overlap), COMPENSATED)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"param_lag": "x"}, "--param-lag x: must be auto, C0 or C0,R"),
+        ({"param_lag": "-1"}, "--param-lag -1: must be auto"),
+        ({"param_lag": "inf"}, "--param-lag inf: must be auto"),
+        ({"param_lag": "0.5,1"}, "--param-lag 0.5,1: must be auto"),
+        ({"param_lag": "0.5,0.1,2"}, "--param-lag 0.5,0.1,2: must be auto"),
+        ({"param_send": "plain", "param_lag": "0.5"}, "--param-lag 0.5: needs --param-send compensated"),
+        ({"param_send": "twice"}, "--param-send twice: must be one of plain, compensated"),
+    ],
+)
+def test_bad_leads_are_refused(flags, message):
+    with pytest.raises(UsageError, match=message.replace("[", r"\[")):
+        dataclasses.replace(COMPENSATED, **flags)
+
+
+def test_the_lead_follows_the_loss_model(tmp_path):
+    """From the flags, at the rate of the step, over the receivers of an owner."""
+
+    def lead(step=5, rank=1, **flags):
+        return group_in_memory(LossyConfig(param_send="compensated", **flags), rank=rank).lead(step)
+
+    assert lead(p_param=0.4) == pytest.approx((2 / 3, 0))
+    assert lead(loss_schedule=("0:0,3:0.2",)) == pytest.approx((0.25, 0)) and lead(2, loss_schedule=("0:0,3:0.2",)) == (
+        0,
+        0,
+    )
+    bursts = {"p_param": 0.4, "loss_model": ("gilbert-elliott",), "ge_mean_burst": (4.0,)}
+    assert lead(**bursts) == pytest.approx(tuple(theory.Lag.of(0.4, 4.0).lead))
+    np.savetxt(tmp_path / "rates", [[0, 0.1, 0.1], [0.2, 0, 0.6], [0.1, 0.1, 0]])
+    files = {"loss_model": ("per-link",), "link_rates_grad": str(tmp_path / "rates")}
+    mixed = theory.lead(0.4, (0.25 + 1.5) / 2)
+    assert lead(link_rates_param=str(tmp_path / "rates"), **files) == pytest.approx(tuple(mixed))
+    nodes = {"p_param": 0.4, "lossy_links": "inter-node", "ranks_per_node": 2}
+    assert lead(p_param=0.4, param_lag="1.0,0.25") == (1.0, 0.25)
+    assert nodes
+
+
+def virtual(rank, tiny, config, steps):
+    from megatron_lossy.virtual import VirtualCluster
+
+    cluster = VirtualCluster(config, 2)
+    run = build(dataclasses.replace(tiny, overlap_param_gather=False), cluster)
+    history = []
+    for step in range(steps):
+        told = run.step(step)
+        with cluster.owner_weights(run.model):
+            owned = run.replica_buffers()
+        history.append((told["loss"], told["grad_norm"], run.all_replica_buffers(), owned))
+    return history
+
+
+def real(rank, tiny, config, steps):
+    hooks.install(config)
+    run = build(tiny)
+    history = []
+    for step in range(steps):
+        told = run.step(step)
+        if tiny.overlap_param_gather:
+            run.gather()
+        history.append((told["loss"], told["grad_norm"], run.replica_buffers(), run.owner_buffers()))
+    return history
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("config", [COMPENSATED, BURSTS], ids=["packets", "bursts"])
+def test_two_virtual_workers_are_two_ranks_bit_for_bit(dtype, config):
+    tiny = TinyGPT(dtype=dtype, initial_loss_scale=2.0**18, **OVERLAPPED)
+    ranks = run_ranks(real, 2, tiny, config, 6)
+    [both] = run_ranks(virtual, 1, tiny, config, 6)
+    for step, (losses, norm, replicas, owned) in enumerate(both):
+        for rank in range(2):
+            loss, real_norm, replica, real_owned = ranks[rank][step]
+            assert losses[rank] == loss and norm == real_norm, (step, rank)
+            for key in replica:
+                np.testing.assert_array_equal(replicas[rank][key], replica[key], f"step {step}")
+                np.testing.assert_array_equal(owned[key], real_owned[key], f"step {step}")
+
+
+@pytest.mark.parametrize("config", [COMPENSATED, BURSTS], ids=["packets", "bursts"])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_saved_lead_goes_on(overlap, config, tmp_path):
+    config = dataclasses.replace(config, save_replicas=True)
+    saved = run_ranks(save_and_go_on, 2, OVERLAPS[overlap], config, str(tmp_path))
+    again = run_ranks(resume, 2, OVERLAPS[overlap], config, str(tmp_path), [own for own, _ in saved])
+    assert again == [report for _, report in saved]
+    plain = dataclasses.replace(config, param_send="plain")
+    with pytest.raises(RankFailed, match="--param-send was compensated there and is plain here"):
+        run_ranks(resume, 2, OVERLAPS[overlap], plain, str(tmp_path), None)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """Of independent losses, which nothing but counting tells."""
+    path = tmp_path_factory.mktemp("trace") / "trace.npz"
+    random = np.random.default_rng(3)
+    np.savez(path, **{phase: random.random((8, 2, 2, 60)) > 0.4 for phase in ("grad", "param")})
+    packets = {"loss_unit": "packet", "packet_bytes": 1000}
+    return LossyConfig(loss_model=("trace",), trace=str(path), param_send="compensated", **packets)
+
+
+def test_where_nobody_knows_the_rate_receivers_count(trace):
+    """Real ranks and virtual workers alike; the sums of all ranks arrive an update later."""
+    tiny = TinyGPT(**OVERLAPPED)
+    ranks = run_ranks(real, 2, tiny, trace, 8)
+    [both] = run_ranks(virtual, 1, tiny, trace, 8)
+    for step, (losses, norm, replicas, _) in enumerate(both):
+        for rank in range(2):
+            loss, real_norm, replica, _ = ranks[rank][step]
+            assert losses[rank] == loss and norm == real_norm, (step, rank)
+            for key in replica:
+                np.testing.assert_array_equal(replicas[rank][key], replica[key], f"step {step}")
+    plain = run_ranks(real, 2, tiny, dataclasses.replace(trace, param_send="plain"), 8)
+    assert any(not np.array_equal(plain[0][-1][2][key], value) for key, value in ranks[0][-1][2].items())
+
+
+def test_counted_lag_is_that_of_the_losses():
+    """600 steps of 50 packets from two senders: five standard errors (false alarm 6e-7)."""
+    p = 0.4
+    group = group_in_memory(LossyConfig(p_param=p, loss_unit="packet", packet_bytes=4), rank=1, shard=50)
+    counted, units = Counted(), group.rules["param"][0].units
+    for step in range(600):
+        delivery = group.delivery("param", step)
+        counted.count(0, units, delivery)
+        counted.count(0, units, delivery)  # a repeated gather
+    assert counted.lag() == (0, 0)
+    counted.coming = counted.sums.copy()
+    counted.begin_update()
+    share, age = counted.lag()
+    assert counted.sums[2] == 600 * 50 * 2
+    assert abs(share - p) < 5 * np.sqrt(p * (1 - p) / 60_000)
+    assert age == pytest.approx(p / (1 - p), rel=0.05)
+
+
+def plain_group(rank, config, workers, steps):
+    """Owners' weights that grow by 1 in each step, and the replicas of all ranks; without Megatron."""
+    group = LossyGroup.create(config, [BucketSpec(500)])
+    replica = torch.zeros(workers * 500)
+    mine = replica[rank * 500 : (rank + 1) * 500]
+    late = []
+    for step in range(steps):
+        mine += 1
+        lossy_all_gather(group, 0, replica, mine, step)
+        assert (mine == step + 1).all()
+        others = torch.cat([replica[: rank * 500], replica[(rank + 1) * 500 :]])
+        late.append((step + 1 - others).mean().item())
+    return late
+
+
+@pytest.mark.parametrize("channel", [{}, {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (3.0,)}])
+def test_replicas_of_a_plain_process_group_are_not_late(channel):
+    """Constant growth: 1,000 packets are late by the mean age, and with a lead on time, within five standard errors."""
+    for send, expected in (("plain", theory.Lag.of(0.4).mean), ("compensated", 0.0)):
+        config = LossyConfig(p_param=0.4, loss_unit="packet", packet_bytes=4, param_send=send, **channel)
+        late = np.array(run_ranks(plain_group, 3, config, 3, 40))[:, 20:]
+        if channel:
+            group = group_in_memory(config, rank=0, shard=500)
+            share, age = group.transport.lag(Exchange("param", Stream(), 0))
+            assert share == pytest.approx(0.4)
+            expected = age if send == "plain" else 0.0
+        error = 3.0 / np.sqrt(late.size * 1000 / 40)
+        assert abs(late.mean() - expected) < 5 * error, (late.mean(), expected)
+
+
+def descend(config, gain, beta1, workers, steps):
+    """Adam's momentum on quadratics, one per weight, with gradients at the replicas: the mean square of the weights."""
+    shard = 10
+    groups = [group_in_memory(config, rank, workers, shard) for rank in range(workers)]
+    replicas = [torch.ones(workers * shard) for _ in groups]
+    own = [replica[rank * shard : (rank + 1) * shard] for rank, replica in enumerate(replicas)]
+    moment = torch.zeros(workers * shard)
+    for step in range(steps):
+        moment = beta1 * moment + (1 - beta1) * torch.stack(replicas).mean(dim=0)
+        for rank, group in enumerate(groups):
+            group.before_update([own[rank]])
+            own[rank] -= gain * moment[rank * shard : (rank + 1) * shard]
+        sent = []
+        transfers = [
+            group.all_gather(
+                0, replica, part, step, lambda replica=replica, sent=sent: Deferred(lambda: replica.copy_(sent[0]))
+            )
+            for group, replica, part in zip(groups, replicas, own, strict=True)
+        ]
+        sent.append(torch.cat(own))
+        for transfer in transfers:
+            transfer.wait()
+        if not torch.isfinite(sent[0]).all():
+            break
+    return torch.cat(own).square().mean().item()
+
+
+def test_a_quadratic_that_diverges_plain_converges_compensated():
+    """At a gain between both limits; and below the lower one both converge."""
+    p, beta1, workers = 0.4, 0.9, 16
+    config = LossyConfig(p_param=p, loss_unit="packet", packet_bytes=4)
+    mean = theory.Lag(p * (workers - 1) / workers, p)  # over all workers, the owner among them
+    limit = theory.stability_limit(beta1, mean)
+    sends = dataclasses.replace(config, param_send="compensated")
+    assert limit < 2 and theory.stability_limit(beta1) == pytest.approx(38)
+    assert descend(config, 6.0, beta1, workers, 100) > 1e4
+    assert descend(sends, 6.0, beta1, workers, 100) < 1e-2
+    assert descend(config, 0.6 * limit, beta1, workers, 150) < 1e-2
+    assert descend(config, 1.5 * limit, beta1, workers, 150) > 10
