@@ -215,7 +215,7 @@ def run(megatron: Megatron, pythons: list[str], pretrain: bool) -> tuple[list[st
         return [megatron.name, "", "", torch, *([""] * len(CONTRACT)), "", f"**{error}**", today], False
     lacks = re.compile(rf"^(megatron-core {re.escape(versions['core'])}|torch {re.escape(versions['torch'])}) has no ")
     absent = sorted({lacks.sub("", why) for _, outcome, why in results if outcome == "skipped"})
-    row = [megatron.name, versions["core"], versions["python"], versions["torch"]]
+    row = [megatron.name, _public(versions["core"]), versions["python"], versions["torch"]]
     if pretrain:
         row += [*([""] * len(CONTRACT)), _cell([outcome for _, outcome, _ in results]), "", today]
     else:
