@@ -157,7 +157,7 @@ class Lossy(Run):
 
     def begin_update(self) -> None:
         super().begin_update()
-        for ddp in self.chunks:
+        for ddp in self.chunks if self.config.param_send == "compensated" else ():
             for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
                 if group.compensates:
                     group.before_update([own_shard(group, bucket) for _, bucket in pairs])
@@ -259,22 +259,20 @@ class Lossy(Run):
         put_back = slot.group.put_stale_aside(slot.bucket, bucket.param_data, self.update)
         if put_back is not None:
             group = bucket_group.intra_distributed_optimizer_instance_group
-            own = bucket.param_data.chunk(group.size())[group.rank()]
-            dist.all_gather_into_tensor(bucket.param_data, own, group=group)
+            dist.all_gather_into_tensor(bucket.param_data, own_shard(slot.group, bucket), group=group)
         return put_back
 
     # --- saved replicas --------------------------------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
-        streams = [(stream, pairs) for ddp in self.chunks for stream, _, pairs in buckets_by_stream(ddp)]
+        streams = [found for ddp in self.chunks for found in buckets_by_stream(ddp)]
         instances = {
             f"optimizer instances of {stream.name}": full.size() // pairs[0][0].data_parallel_group.size()
-            for ddp in self.chunks
-            for stream, full, pairs in buckets_by_stream(ddp)
+            for stream, full, pairs in streams
         }
         nodes = {} if self._nodes is None else {"nodes of the ranks": " ".join(map(str, self._nodes))}
         sizes = {"world size": dist.get_world_size(), **parallel_sizes(), **nodes}
-        return {**sizes, **instances, **bucket_sizes(streams)}
+        return {**sizes, **instances, **bucket_sizes([(stream, pairs) for stream, _, pairs in streams])}
 
     def replica_file(self) -> str:
         return f"rank_{dist.get_rank():05d}.pt"

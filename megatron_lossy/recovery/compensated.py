@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..exchange import BucketUnits, Delivery
+from . import copies
 from .base import Reduction
-from .rows import used_here
 from .stale import Stale
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Compensated(Stale):
         stale, sent, own = kept
         super().after(output, delivery, stale, reduction)
         if own is not None:
-            used_here((own,))
+            copies.used_here((own,))
             sent.copy_(own)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,11 +1,17 @@
-"""Copies to an accelerator that wait for nothing, and memory that several streams use."""
+"""Copies to an accelerator that wait for nothing, and memory that several streams use.
+
+Torch is imported when it is needed: flags are checked where it is not installed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def to_device(array: np.ndarray, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -15,6 +21,8 @@ def to_device(array: np.ndarray, device: torch.device | str = "cpu") -> torch.Te
     the device has done all that is queued, a whole backward pass. torch keeps a pool of such memory and gives none of
     it out again before the copy from it is done.
     """
+    import torch
+
     tensor = torch.from_numpy(array)
     target = torch.device(device)
     if target.type == "cpu":
@@ -26,6 +34,8 @@ def to_device(array: np.ndarray, device: torch.device | str = "cpu") -> torch.Te
 
 def page_locked(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of ``tensor`` in page-locked memory."""
+    import torch
+
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
@@ -35,6 +45,8 @@ def used_here(tensors: Iterable[torch.Tensor]) -> None:
     Their memory is then not given out again before the current stream is done with it. HPU's graphs see to that
     themselves, and on a CPU there are no streams.
     """
+    import torch
+
     for tensor in tensors:
         if tensor.device.type == "cuda":
             tensor.record_stream(torch.cuda.current_stream())

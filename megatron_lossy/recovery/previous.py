@@ -11,8 +11,9 @@ import logging
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..exchange import BucketUnits, Delivery, Lost
+from . import copies
 from .base import GradRecovery, Reduction
-from .rows import Saved, used_here
+from .rows import Saved
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,7 @@ class Previous(GradRecovery):
         elif known is not None and lost.mask.any():
             raise RuntimeError(f"--grad-recovery {self.name}: step {step} loses other units than was foreseen")
         elif self._received is not None:
-            used_here((self._received,))
+            copies.used_here((self._received,))
             received, scale = self._received, reduction.loss_scale
             scaled = received if scale is None else received * scale
             rows.put_(buffer, self.units, lost, rows.take(scaled, self.units, lost))

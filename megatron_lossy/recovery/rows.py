@@ -12,26 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..exchange import BucketUnits, Lost
+from . import copies
 
 if TYPE_CHECKING:
     import torch
 
 #: What ``take`` returns: tensors, for each view of the bucket.
 Saved = list[tuple[Any, ...]]
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """See :func:`megatron_lossy.recovery.copies.to_device`."""
-    from . import copies  # torch takes a second, and flags are checked where it is not installed
-
-    return copies.to_device(array, device)
-
-
-def used_here(saved: tuple[Any, ...]) -> None:
-    """See :func:`megatron_lossy.recovery.copies.used_here`: an exchange may begin and end on different streams."""
-    from . import copies
-
-    copies.used_here(saved)
 
 
 def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Tensor, slice]]:
@@ -51,7 +38,7 @@ def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Ten
 
 
 def _float32(factors: np.ndarray, device: torch.device) -> torch.Tensor:
-    return to_device(factors.astype(np.float32), device)[None, :, None]
+    return copies.to_device(factors.astype(np.float32), device)[None, :, None]
 
 
 class IndexedRows:
@@ -64,7 +51,7 @@ class IndexedRows:
 
     @staticmethod
     def _index(lost: Lost, numbers: slice, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return tuple(to_device(place, device) for place in lost.places(numbers))
+        return tuple(copies.to_device(place, device) for place in lost.places(numbers))
 
     @classmethod
     def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> None:
@@ -96,7 +83,7 @@ class IndexedRows:
     def put_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
         """Write the units that :meth:`take` returned for ``lost``."""
         for (view, numbers), values in zip(unit_views(buffer, units), saved, strict=True):
-            used_here(values)
+            copies.used_here(values)
             if units.count == 1:
                 for shard, value in zip(lost.places(numbers)[0], values, strict=True):
                     view[shard].copy_(value)
@@ -128,7 +115,7 @@ class MaskedRows:
 
     @staticmethod
     def _mask(lost: Lost, numbers: slice, device: torch.device) -> torch.Tensor:
-        return to_device(np.ascontiguousarray(lost.mask[:, numbers, None]), device)
+        return copies.to_device(np.ascontiguousarray(lost.mask[:, numbers, None]), device)
 
     @classmethod
     def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> None:
@@ -145,7 +132,7 @@ class MaskedRows:
     def put_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
         """See :meth:`IndexedRows.put_`. Shard by shard, so that no other whole copy of the bucket is needed."""
         for (view, numbers), (value,) in zip(unit_views(buffer, units), saved, strict=True):
-            used_here((value,))
+            copies.used_here((value,))
             for old, new, mask in zip(value, view, cls._mask(lost, numbers, buffer.device), strict=True):
                 new.copy_(old.where(mask, new))
 

@@ -69,7 +69,9 @@ class LossyGroup:
             phase: [kind(units, self.rank) for units in transport.cut[phase]] for phase, kind in kinds.items()
         }
         self.last: dict[str, Delivery] = {}
-        counts = self.compensates and config.lead is None and not self.lossless("param")
+        #: Whether parameters are sent with a lead.
+        self.compensates = config.param_send == "compensated" and not self.lossless("param")
+        counts = self.compensates and config.lead is None
         if counts and transport.lag(Exchange("param", self.stream, 0)) is not None:
             counts = False
         #: What receivers count, where nothing else says how late they are.
@@ -184,7 +186,7 @@ class LossyGroup:
 
     def lead(self, step: int) -> tuple[float, float]:
         """c and r of the lead that ``--param-send compensated`` gives to the parameters of ``step``."""
-        if not self.compensates or self.lossless("param"):
+        if not self.compensates:
             return 0.0, 0.0
         known = self.transport.lag(Exchange("param", self.stream, step))
         if self._given_lead is not None:
@@ -194,14 +196,9 @@ class LossyGroup:
             known = self.counted.lag()
         return theory.lead(*known)
 
-    @property
-    def compensates(self) -> bool:
-        """Whether parameters are sent with a lead."""
-        return any(isinstance(rule, Compensated) for rule in self.rules["param"])
-
     def before_update(self, sent: Sequence[torch.Tensor]) -> None:
         """The own shard [shard] of every bucket, sent as ``sent``, is about to be updated."""
-        if self.compensates and not self.lossless("param"):
+        if self.compensates:
             for rule, shard in zip(self.rules["param"], sent, strict=True):
                 rule.before_update(shard)
 
@@ -234,7 +231,7 @@ class LossyGroup:
 
     def keep_sent(self, bucket: int, sent: torch.Tensor) -> None:
         """The exchange of ``sent`` is over, and it will be updated: what :meth:`before_update` says, for one bucket."""
-        if self.compensates and not self.lossless("param"):
+        if self.compensates:
             self.rules["param"][bucket].before_update(sent)
             if self.counted is not None:
                 self.counted.coming = self.counted.sums.copy()
@@ -272,7 +269,10 @@ class LossyGroup:
 
     def _note_made(self, exchange: Exchange, bucket: int) -> None:
         step, buckets = self._made.get(exchange.phase, (None, set()))
-        self._made[exchange.phase] = (exchange.step, (buckets if step == exchange.step else set()) | {bucket})
+        if step == exchange.step:
+            buckets.add(bucket)
+        else:
+            self._made[exchange.phase] = (exchange.step, {bucket})
 
     def not_made(self, phase: str, step: int) -> list[int]:
         """The buckets that have not been exchanged in ``step``, though they can lose something."""

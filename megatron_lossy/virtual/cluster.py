@@ -27,6 +27,7 @@ from ..transport import LossyGroup
 from ..transport.network import consecutive_nodes
 from .grad_norm import get_grad_norm_fp32
 from .layout import buffers_for
+from .leads import Leads
 from .sampling import VirtualSampler
 from .stream import StreamBuckets
 
@@ -166,21 +167,23 @@ class VirtualCluster(Run):
 
     def begin_update(self) -> None:
         super().begin_update()
+        for leads in self._leads:
+            leads.before_update()
         for stream in self._streams:
-            if stream.leads is not None:
-                stream.leads.before_update()
-                stream.add_up()
+            stream.add_up()
+
+    @property
+    def _leads(self) -> list[Leads]:
+        return [stream.leads for stream in self._streams if stream.leads is not None]
 
     def _withdraw(self) -> None:
-        for stream in self._streams:
-            if stream.leads is not None:
-                stream.leads.withdraw()
+        for leads in self._leads:
+            leads.withdraw()
 
     def _send(self) -> None:
         """Let receivers have the last update with its lead."""
-        for stream in self._streams:
-            if stream.leads is not None and self.update is not None:
-                stream.leads.send(self.update)
+        for leads in self._leads if self.update is not None else ():
+            leads.send(self.update)
 
     @property
     def groups(self) -> list[LossyGroup]:
@@ -216,8 +219,8 @@ class VirtualCluster(Run):
         super().set_iteration(iteration)
         for stream in self._streams:
             stream.versions.restart()
-            if stream.leads is not None:
-                stream.leads.restart()
+        for leads in self._leads:
+            leads.restart()
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
         super().load_replicas(folder)

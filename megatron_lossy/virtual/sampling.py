@@ -29,6 +29,7 @@ class VirtualSampler:
         self.shards = [bucket.param_data.numel() // self.workers for _, bucket in pairs]
         self._pairs = pairs
         self._versions = versions
+        self._leads = leads is not None
         self._weights = [bucket.param_data for _, bucket in pairs] if leads is None else leads.weights
 
     @property
@@ -45,6 +46,8 @@ class VirtualSampler:
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
         values = [self._versions.everyone(number, chosen) for number, chosen in enumerate(places)]
         everyone = torch.cat(values, dim=1).double().cpu().numpy()
+        if not self._leads:
+            return everyone
         owners = np.concatenate([chosen // shard for chosen, shard in zip(places, self.shards, strict=True)])
         everyone[owners, np.arange(len(owners))] = self.own(places)  # which no lead is on
         return everyone

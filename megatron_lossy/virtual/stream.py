@@ -57,15 +57,12 @@ class StreamBuckets:
         self.groups = [LossyGroup(config, self._memory.worker(rank)) for rank in range(workers)]
         self.sums = [torch.empty_like(bucket.grad_data) for bucket in buckets]
         self._begun: list[Transfer] = []  # of this iteration, worker by worker
-        self.versions = Versions(
-            [bucket.param_data for bucket in buckets], self.cut["param"], units_of(self.cut["param"]), workers
-        )
-
         buffers = [bucket.param_data for bucket in buckets]
+        self.versions = Versions(buffers, self.cut["param"], units_of(self.cut["param"]), workers)
         main = functools.cache(lambda bucket: MainWeights(optimizers(), buckets[bucket], buffers[bucket]))
         #: With ``--param-send compensated``.
         self.leads: Leads | None = None
-        if self.groups[0].compensates and not self.groups[0].lossless("param"):
+        if self.groups[0].compensates:
             self.leads = Leads(self.groups, buffers, lambda bucket: main(bucket)())
 
     @contextlib.contextmanager
