@@ -130,8 +130,13 @@ class Program:
     def poll(self) -> int | None:
         return self._process.exitcode
 
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+    def send_signal(self, number: int) -> bool:
+        """Whether it was still there: the fork server may have buried it before this process hears of its end."""
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
     def printed(self) -> str:
         """What it has printed so far."""

@@ -48,8 +48,8 @@ class Killer:
         """
         getattr(self, when)(lambda: any(rank.poll() is not None for rank in ranks))
         first, *others = self.chance.sample(ranks, len(ranks))
-        happened = first.poll() is None
-        for rank in [first, *others] if when == "at_any_moment" else [first]:
+        happened = first.poll() is None and first.send_signal(signal.SIGKILL)
+        for rank in others if when == "at_any_moment" else []:
             if rank.poll() is None:
                 rank.send_signal(signal.SIGKILL)
         for rank in ranks:
