@@ -18,9 +18,17 @@ from megatron_lossy.report.scalars import AXES
 from megatron_lossy.study import cells, commands, paper
 from megatron_lossy.study.cells import CellFolder
 from megatron_lossy.study.design import Design, loss_seed_of, read_design
-from megatron_lossy.study.figures import _quantities, plot_scalar
+from megatron_lossy.study.figures import _quantities, plot_comparison, plot_scalar
 from megatron_lossy.study.scalars import scalar_tables
-from megatron_lossy.study.summary import Results, comparison, differences, loss_metrics, run_table, table_1
+from megatron_lossy.study.summary import (
+    Results,
+    against_best,
+    comparison,
+    differences,
+    loss_metrics,
+    run_table,
+    table_1,
+)
 from tests.programs import Program
 
 ROOT = Path(__file__).parent.parent
@@ -113,7 +121,7 @@ def test_a_cell_is_known_by_what_matters():
     ("text", "message"),
     [
         ("- a", "must be a mapping"),
-        ("title: T", "needs a levels"),
+        ("title: T", r"needs levels \(of loss\), or variants to compare"),
         ("title: T\nlevels: {a: {p: 0.1}}\nlevel: 1", "unknown key level"),
         ("title: T\nlevels: {a: 3}", "levels, a: must be a mapping"),
         ("title: T\nlevels: {a: {p: 0.1}}\nseeds: [1, 1]", "seeds: 1 1: must differ"),
@@ -207,6 +215,46 @@ def test_differences_are_paired_by_seed():
     lines = run_table(results).splitlines()
     assert lines[0] == "cell,variant,level,seed,loss seed,train loss,val loss" and len(lines) == 1 + 9
     assert lines[2].split(",")[2:6] == ["10 %", "1", "1001", str(first[0])]
+
+
+def test_variants_with_runs_without_loss_of_their_own_are_compared_with_the_best():
+    variants = {"slow": {"lr": 0.1}, "fast": {"lr": 0.2}}
+    study = _design(variants=variants, loss_seeds=[1]).study()
+    values = {("slow", None): (2.0, 2.2), ("fast", None): (1.9, 2.4), ("slow", "10 %"): (3.0, 3.3)}
+    runs = {
+        trial.cell.name: Run("r", 0.0, 0.0, 1, 1, {}, {20: found[trial.seed - 1]}, {}, 20)
+        for trial in study.trials
+        if (found := values.get((trial.variant, trial.level)))
+    }
+    rows = dict(against_best(Results(study, runs), "train loss").rows)
+    # 'slow' has the lower mean, 2.1 against 2.15, although not in each seed.
+    assert [entry.mean for entry in rows["slow"]] == pytest.approx([0, 50])
+    wanted = 100 * np.array([1.9 / 2.0 - 1, 2.4 / 2.2 - 1])
+    assert rows["fast"][0].mean == pytest.approx(np.mean(wanted))
+    assert rows["fast"][0].error == pytest.approx(np.std(wanted, ddof=1) / np.sqrt(2))
+    assert str(rows["fast"][1]) == "-"  # not run yet
+    assert against_best(_results({("", 1, 0): 2.0, ("10 %", 1, 1): 3.0}), "train loss") is None
+
+
+def test_a_study_without_levels_compares_variants_without_loss(tmp_path):
+    study = _design(variants={"slow": {"lr": 0.1}, "fast": {"lr": 0.2}}, levels={}).study()
+    assert [(trial.variant, trial.level, trial.seed) for trial in study.trials] == [
+        ("slow", None, 1),
+        ("fast", None, 1),
+        ("slow", None, 2),
+        ("fast", None, 2),
+    ]
+    runs = {
+        trial.cell.name: Run("r", 0.0, 0.0, 1, 1, {}, {20: float(number)}, {}, 20)
+        for number, trial in enumerate(study.trials, 1)
+    }
+    results = Results(study, runs)
+    table = comparison(results, "train loss")
+    assert table.headings == ("0 %",) and [entries[0].mean for _, entries in table.rows] == [2, 3]
+    assert not any("loss seed" in note or "seed of the losses" in note for note in table.notes)
+    assert differences(results, "train loss") == {}
+    assert [len(row) for row in against_best(results, "train loss").rows] == [2, 2]
+    assert all(file.stat().st_size for file in plot_comparison(results, "train loss", tmp_path / "figure"))
 
 
 def test_unfinished_and_diverged_runs():

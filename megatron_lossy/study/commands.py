@@ -21,7 +21,16 @@ from .cells import CellFolder
 from .design import NO_LOSS, Design, Study, check_metrics, check_seeds, read_design
 from .runner import Tally, run_cells
 from .scalars import scalar_tables
-from .summary import Results, comparison, differences, loss_metrics, replica_against_owner, run_table, table_1
+from .summary import (
+    Results,
+    against_best,
+    comparison,
+    differences,
+    loss_metrics,
+    replica_against_owner,
+    run_table,
+    table_1,
+)
 
 SUMMARY, RUNS = "study.json", "runs.csv"
 
@@ -252,6 +261,8 @@ def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None
         for file, metric in validation.items():
             tables[file] = comparison(results, metric)
             tables |= {f"{file}_{name}": table for name, table in differences(results, metric).items()}
+            if best := against_best(results, metric):
+                tables[f"{file}_against_best"] = best
     if weights := replica_against_owner(results):
         tables["replica_against_owner"] = weights
     scalars = with_predictions(study.metrics)

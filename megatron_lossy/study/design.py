@@ -166,9 +166,10 @@ def _design(content: Mapping[Any, Any], folder: Path) -> Design:
     known = {field.name for field in dataclasses.fields(Design)}
     if unknown := sorted(set(content) - known):
         raise UsageError(f"unknown key {unknown[0].replace('_', '-')}: must be one of {', '.join(sorted(known))}")
-    for key in ("title", "levels"):
-        if not content.get(key):
-            raise UsageError(f"needs a {key}")
+    if not content.get("title"):
+        raise UsageError("needs a title")
+    if not content.get("levels") and not content.get("variants"):
+        raise UsageError("needs levels (of loss), or variants to compare without loss")
     for key in ("settings", "levels", "variants"):
         if not isinstance(content.get(key, {}), dict):
             raise UsageError(f"{key}: must be a mapping")

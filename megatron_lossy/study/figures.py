@@ -66,20 +66,27 @@ def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
 def plot_comparison(results: Results, metric_name: str, path: str | Path) -> list[Path]:
     """Change of a metric relative to no loss at every level, with standard errors.
 
-    A line per variant over levels that are quantities; else points. With one level, a point per variant.
+    A line per variant over levels that are quantities; else points. With one level, a point per variant. Without
+    levels, the metric itself.
     """
     study = results.study
     metric = loss_metrics(results)[metric_name]
 
     def change(variant: str, level: str | None) -> tuple[float, float | None]:
+        if level is None:
+            return mean_and_error(results.by_seed(variant, None, metric))
         return mean_and_error(results.changes(variant, level, metric))
 
     lines = _lines(study, list(study.levels), change)
     figure, axes = _places(study, list(study.levels))
     for number, (label, changes) in enumerate(lines.items()):
         _points(axes, changes, number, len(lines), label or metric_name, _quantities(study.levels))
-    axes.axhline(0, color="0.5", linewidth=1)
-    axes.set_ylabel(f"change of {metric_name}, %\n± standard error", fontsize=14)
+    if study.levels:
+        axes.axhline(0, color="0.5", linewidth=1)
+    axes.set_ylabel(
+        f"{'change of ' if study.levels else ''}{metric_name}{', %' if study.levels else ''}\n± standard error",
+        fontsize=14,
+    )
     if len(lines) > 1:
         axes.legend(fontsize=12)
     return _save(figure, path)
@@ -129,10 +136,11 @@ def _mean_and_error(results: Results, name: str, variant: str, level: str | None
 def _lines(
     study: Study, levels: Sequence[str | None], value: Callable[[str, str | None], tuple[float, float | None]]
 ) -> dict[str, list[tuple[float, float | None]]]:
-    """Values by line and place: a line per variant over the levels, or with one level one line over the variants."""
+    """Values by line and place: a line per variant over the levels, or with one level or none a line over variants."""
     if len(study.levels) > 1:
         return {variant: [value(variant, level) for level in levels] for variant in study.variants}
-    return {_only_level(study): [value(variant, study.levels[0]) for variant in study.variants]}
+    only = study.levels[0] if study.levels else None
+    return {_only_level(study): [value(variant, only) for variant in study.variants]}
 
 
 def _places(study: Study, levels: Sequence[str | None]) -> tuple[Figure, Axes]:
@@ -157,7 +165,7 @@ def _quantities(levels: Sequence[str]) -> bool:
 
 
 def _only_level(study: Study) -> str:
-    return f"{study.level_name} {study.levels[0]}"
+    return f"{study.level_name} {study.levels[0] if study.levels else NO_LOSS}"
 
 
 def _points(

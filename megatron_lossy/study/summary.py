@@ -23,7 +23,7 @@ from . import paper
 from .design import NO_LOSS, Study, Trial
 
 Metric = Callable[[Run], float | None]
-Place = tuple[str, str]
+Place = tuple[str, str | None]
 INTERVAL = "± standard error (95 % interval, Student's t)"
 
 # The 97.5 % quantile of Student's t by degrees of freedom; from 20 on it is within 0.13 of the normal law's 1.96.
@@ -177,7 +177,9 @@ def against_the_first(
     study: Study, metric_name: str, difference: Callable[[Place, Place], Difference], note: str
 ) -> dict[str, LossTable]:
     """Differences of every variant from the first, and of every level, in tables by name."""
-    tables = {}
+    tables: dict[str, LossTable] = {}
+    if not study.levels:
+        return tables
     first, *others = study.variants
     if others:
         rows = tuple(
@@ -197,9 +199,34 @@ def against_the_first(
     return tables
 
 
+def against_best(results: Results, metric_name: str) -> LossTable | None:
+    """By how many percent a metric is above that of the best variant without loss, seed by seed.
+
+    None where all variants share their runs without loss: the changes relative to those say the same.
+    """
+    study, metric = results.study, loss_metrics(results)[metric_name]
+    lossless = {
+        variant: mean
+        for variant in study.variants
+        if math.isfinite(mean := mean_and_error(results.by_seed(variant, None, metric))[0])
+    }
+    if not lossless or len({trial.cell.name for trial in study.trials if trial.level is None}) == len(
+        {trial.seed for trial in study.trials}
+    ):
+        return None
+    best = min(lossless, key=lossless.__getitem__)
+    levels: list[str | None] = [None, *study.levels]
+    rows = tuple(
+        (variant, tuple(results.ratio((variant, level), (best, None), metric) for level in levels))
+        for variant in study.variants
+    )
+    note = f"{metric_name} over that of {best!r} without loss, the lowest mean of this table, in percent, seed by seed"
+    return LossTable((NO_LOSS, *study.levels), rows, (f"{note}; {INTERVAL}",))
+
+
 def replica_against_owner(results: Results) -> LossTable | None:
     """By how many percent the replicas' validation loss is above the owners', at the last evaluation of both."""
-    if results.weights != list(WEIGHTS):
+    if results.weights != list(WEIGHTS) or not results.study.levels:
         return None
 
     def excess(run: Run) -> float | None:
@@ -240,10 +267,11 @@ def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True
     loss_seeds = {trial.loss_seed for trial in study.trials} - {None}
     result = [definitions]
     errors = "± standard error of the mean over seeds" if len(seeds) > 1 else "one seed: no error can be given"
+    losses = f", each with {len(loss_seeds)} {'seeds' if len(loss_seeds) > 1 else 'seed'} of the losses"
     brackets = "; in brackets: change relative to the same seed without loss" if changes else ""
     result.append(
-        f"{len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'} of weights and data, each with {len(loss_seeds)} "
-        f"{'seeds' if len(loss_seeds) > 1 else 'seed'} of the losses; {errors}{brackets}"
+        f"{len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'} of weights and data"
+        + (f"{losses}; {errors}{brackets}" if study.levels else f"; {errors}")
     )
     result += _origins(results.runs.values())
     missing = [cell for cell in study.cells if cell.name not in results.runs]
