@@ -358,8 +358,10 @@ class LossyConfig:
 
     def describe(self) -> str:
         """What is lost, and what is done about it."""
+        idle = self.param_send != "plain" and self.phase("param").lossless
+        unused = [f"--param-send {self.param_send} does nothing, since no parameter is lost"] if idle else []
         if self.lossless:
-            return "none, the exchanges are Megatron's own"
+            return "; ".join(["none, the exchanges are Megatron's own", *unused])
         models = dict.fromkeys(self.of_phase("loss_model", phase) for phase in PHASES)
         parts = [
             f"gradients {self.label('grad')}, parameters {self.label('param')}",
@@ -367,13 +369,13 @@ class LossyConfig:
             f"unit {self.loss_unit}" + (f" of {self.packet_bytes} bytes" if self.loss_unit == "packet" else ""),
             f"recovery {self.grad_recovery}",
         ]
-        if self.param_send != "plain" and not self.phase("param").lossless:
+        if self.param_send != "plain" and not idle:
             parts.append(f"parameters sent {self.param_send}, lag {self.param_lag}")
         if self.loss_correlation != "independent":
             parts.append(f"correlated by {self.loss_correlation}")
         if self.lossy_links != "all":
             parts.append(f"{self.lossy_links} links only")
-        return "; ".join([*parts, "simulated"])
+        return "; ".join([*parts, "simulated", *unused])
 
 
 def as_text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Drift, ages and recovery rules: simulated with the real channels and rules, in a real run, and by closed form.
+"""Drift, ages, lag and recovery rules: simulated with the real channels and rules, in a real run, and by closed form.
 
     python scripts/theory.py --out DIR
 
@@ -24,13 +24,14 @@ from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file, write_text
 from megatron_lossy.study.theory import simulate
 from megatron_lossy.study.theory.picture import draw
-from megatron_lossy.study.theory.rows import Row, agreement, markdown, write_csv
+from megatron_lossy.study.theory.rows import STABILITY, Row, agreement, markdown, write_csv
 from megatron_lossy.study.theory.simulate import Measured
 
 ROOT = Path(__file__).resolve().parent.parent
 MOMENTUM, BURST, BURN_IN, BLOCKS = 0.9, 4.0, 100, 20
 BURST_RATES, SETTLING_RATES, AGE_RATES = (0.1, 0.2, 0.4), (0.1, 0.4), (0.1, 0.4)
 SETTLING_STEPS, SETTLING_RUNS = 16, 40
+LAG_RATES, LAG_MOMENTA, LAG_RECEIVERS, LAG_RUNS = (0.1, 0.2, 0.3, 0.4), (0.9, 0.5), 2_000, 4
 RECOVERY_RATES, RECOVERY_WORKERS = (0.1, 0.2, 0.4, 0.6), (2, 4, 8, 16, 64)
 RULES = (
     ("renormalize", False),
@@ -76,8 +77,7 @@ def drifts(workers: int, steps: int, rates: list[float], seed: int, ticker: Tick
     increments, momentum = np.concatenate(walks, axis=2), theory.ar1(MOMENTUM, 2000)
     rows = []
     for burst, p in [(None, p) for p in rates] + [(BURST, p) for p in BURST_RATES]:
-        bursts = {} if burst is None else {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (burst,)}
-        config = LossyConfig(p_param=p, loss_seed=seed, **bursts)
+        config = LossyConfig(p_param=p, loss_seed=seed, **bursts_of(burst))
         name = "drift" if burst is None else f"drift, bursts of {burst:g}"
         ticker.start(f"{name}, p = {p}", len(increments))
         for quantity, formula, series in zip(
@@ -117,8 +117,7 @@ def all_ages(workers: int, steps: int, seed: int, ticker: Ticker) -> list[Row]:
     """How old replicas are, and the oldest of many."""
     rows = []
     for burst, units, p in [(None, 1, p) for p in AGE_RATES] + [(BURST, 1, 0.1)] + [(None, 16, p) for p in AGE_RATES]:
-        bursts = {} if burst is None else {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (burst,)}
-        config = LossyConfig(p_param=p, loss_seed=seed, **bursts)
+        config = LossyConfig(p_param=p, loss_seed=seed, **bursts_of(burst))
         ticker.start(f"ages, p = {p}, {units} units a link{', bursts' if burst else ''}", BURN_IN + steps)
         counts, of_worker, of_all = simulate.ages(config, workers, steps, units, BURN_IN, ticker.tick)
         name = "" if burst is None else f", bursts of {burst:g}"
@@ -132,6 +131,42 @@ def all_ages(workers: int, steps: int, seed: int, ticker: Ticker) -> list[Row]:
             measured, formula = Measured.over(values, BLOCKS), float(theory.age_max(p, links, burst))
             rows.append(Row(f"largest age{name}", "mean over steps", p, workers, links, measured, formula))
     return rows
+
+
+def lags(workers: int, steps: int, seed: int, ticker: Ticker) -> list[Row]:
+    """How late the mean replica is, plain and compensated, and the learning rates that this leaves stable."""
+    rows = []
+    for burst, p in itertools.product((None, BURST), LAG_RATES):
+        config = LossyConfig(p_param=p, loss_seed=seed, **bursts_of(burst))
+        lag = theory.Lag.of(p, burst)
+        spread = float(theory.age_variance(p, burst))
+        for name, sent in (("plain", theory.Lead()), ("compensated", lag.lead)):
+            part = f"lag, {name}" + ("" if burst is None else f", bursts of {burst:g}")
+            ticker.start(f"{part}, p = {p}", BURN_IN + steps)
+            mean, square = simulate.lags(config, workers, steps, sent, BURN_IN, ticker.tick)
+            late = theory.mean_lag(lag, sent)
+            for quantity, values, formula in (
+                ("updates", mean, late),
+                ("mean square", square, spread + late**2),
+            ):
+                rows.append(Row(part, quantity, p, workers, p, Measured.over(values, BLOCKS), float(formula)))
+    for beta1, p in itertools.product(LAG_MOMENTA, LAG_RATES):
+        lag = theory.Lag.of(p)
+        ticker.start(f"largest stable learning rate, beta1 = {beta1}, p = {p}", 2 * LAG_RUNS)
+        for name, sent in (("plain", theory.Lead()), ("compensated", lag.lead)):
+            limit, found = theory.stability_limit(beta1, lag, sent), []
+            for k in range(LAG_RUNS):
+                config = LossyConfig(p_param=p, loss_seed=seed + k)
+                found.append(simulate.largest_stable(config, beta1, sent, LAG_RECEIVERS, limit))
+                ticker.tick()
+            part = f"{STABILITY}, beta1 {beta1:g}, {name}"
+            rows.append(Row(part, "learning rate", p, LAG_RECEIVERS + 1, p, Measured.over(np.array(found)), limit))
+    return rows
+
+
+def bursts_of(burst: float | None) -> dict[str, tuple]:
+    """Settings of losses in bursts of that mean length, or of independent ones."""
+    return {} if burst is None else {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (burst,)}
 
 
 def recovery(seed: int, ticker: Ticker) -> list[Row]:
@@ -253,6 +288,7 @@ def run(flags: argparse.Namespace) -> None:
     rows = drifts(flags.workers, flags.steps, flags.rates, flags.seed, ticker)
     rows += settling(flags.workers, flags.seed, ticker)
     rows += all_ages(flags.workers, max(400, flags.steps // 4), flags.seed, ticker)
+    rows += lags(flags.workers, max(400, flags.steps // 4), flags.seed, ticker)
     rows += recovery(flags.seed, ticker) + long_run(8, flags.seed, ticker)
     runs = []
     if flags.real_iters:

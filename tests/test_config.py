@@ -76,3 +76,14 @@ def test_the_table_of_flags_has_every_flag():
     for flag in ("--p-grad", "--loss-unit", "--ge-param", "--save-replicas"):
         assert f"`{flag}" in table
     assert "| 4096 |" in table and "| off |" in table and "| 0.0 |" in table
+
+
+def test_a_lead_without_lost_parameters_is_said_to_do_nothing():
+    lossless = LossyConfig(param_send="compensated").describe()
+    assert lossless == (
+        "none, the exchanges are Megatron's own; --param-send compensated does nothing, since no parameter is lost"
+    )
+    gradients = LossyConfig(p_grad=0.1, param_send="compensated").describe()
+    assert gradients.endswith("; simulated; --param-send compensated does nothing, since no parameter is lost")
+    assert "sent compensated, lag auto" in LossyConfig(p_param=0.1, param_send="compensated").describe()
+    assert "does nothing" not in LossyConfig(p_param=0.1, param_send="compensated").describe()

@@ -9,6 +9,7 @@ from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
+from megatron_lossy.study.theory import simulate
 from megatron_lossy.theory import Lag, Lead, lead, mean_lag, stability_limit
 from megatron_lossy.theory.lag import HIGHEST_R
 from megatron_lossy.transport import Network
@@ -138,6 +139,21 @@ def test_what_is_no_loss_is_refused(bad):
         stability_limit(1.0)
     with pytest.raises(ValueError, match="needs 0 <= share < 1"):
         lead(0.5, 0.1)
+
+
+def test_the_simulation_of_the_picture_agrees():
+    """Means over 20 blocks within five standard errors (8 comparisons: false alarm below 1e-3); limits within 2 %."""
+    for flags, burst in (({}, None), ({"loss_model": ("gilbert-elliott",), "ge_mean_burst": (4.0,)}, 4.0)):
+        lag = Lag.of(0.4, burst)
+        for how in (Lead(), lag.lead):
+            found = simulate.lags(LossyConfig(p_param=0.4, **flags), 24, 400, how, burn_in=60)
+            late = mean_lag(lag, how)
+            for values, formula in zip(found, (late, theory.age_variance(0.4, burst) + late**2), strict=True):
+                measured = simulate.Measured.over(values, 20)
+                assert abs(measured.mean - formula) <= 5 * measured.error
+    for how in (Lead(), Lag.of(0.4).lead):
+        limit = stability_limit(0.9, Lag.of(0.4), how)
+        assert simulate.largest_stable(LossyConfig(p_param=0.4), 0.9, how, 2000, limit) == pytest.approx(limit, rel=0.02)
 
 
 def run(*arguments):

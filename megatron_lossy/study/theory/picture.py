@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ... import theory
-from .rows import Row, of
+from .rows import STABILITY, Row, of
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#2b6cb0", "#dd7711", "#2f855a", "#c53030", "#666666"
 _RULES = {
@@ -28,17 +28,17 @@ _PAPER = {"color": _RED, "linestyle": "--", "label": "paper"}
 
 
 def draw(rows: Sequence[Row], runs: Sequence[Any], path: Path) -> None:
-    """Write the PNG ``path``, 1800 x 1650 pixels; the last row of panels only with ``runs`` of :mod:`.real_run`."""
-    height = 3 if runs else 2
+    """Write the PNG ``path``, 1800 x 2200 pixels; the last row of panels only with ``runs`` of :mod:`.real_run`."""
+    height = 4 if runs else 3
     figure = Figure(figsize=(18, 5.5 * height), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(height, 3).ravel()
-    for panel, fill in zip(panels, (_drift, _settling, _ages, _largest, _weights, _variance), strict=False):
+    for panel, fill in zip(panels, _PANELS, strict=False):
         fill(panel, rows)
     if runs:
-        _correlation(panels[6], runs)
-        _real(panels[7], rows, runs[-1])
-        _follow(panels[8], runs[-1])
+        _correlation(panels[9], runs)
+        _real(panels[10], rows, runs[-1])
+        _follow(panels[11], runs[-1])
     for panel in panels:
         panel.grid(alpha=0.3)
         panel.legend(fontsize=10)
@@ -111,6 +111,39 @@ def _largest(panel, rows: Sequence[Row]) -> None:
     panel.set_xscale("log")
     panel.set_ylim(bottom=0)
     _label(panel, "Largest age among many", "links x units", "expected largest age, broadcasts")
+
+
+def _lags(panel, rows: Sequence[Row]) -> None:
+    _plain_and_compensated(panel, rows, "updates", "Mean lag of replicas", "updates behind the owner")
+
+
+def _spread(panel, rows: Sequence[Row]) -> None:
+    title = "Their distance to an owner that moves steadily"
+    _plain_and_compensated(panel, rows, "mean square", title, "mean square / squared increment")
+
+
+def _plain_and_compensated(panel, rows: Sequence[Row], quantity: str, title: str, y: str) -> None:
+    for name, color in (("plain", _RED), ("compensated", _BLUE)):
+        for burst, marker, line in (("", "o", "-"), (", bursts of 4", "s", ":")):
+            chosen = of(rows, f"lag, {name}{burst}", quantity)
+            panel.plot([row.x for row in chosen], [row.formula for row in chosen], line, color=color)
+            _points(panel, chosen, color, name + burst, marker)
+    _label(panel, title, "loss rate p", y)
+
+
+def _stability(panel, rows: Sequence[Row]) -> None:
+    p = np.linspace(0.01, 0.45, 100)
+    for beta1, light in ((0.9, 1.0), (0.5, 0.5)):
+        for name, color, lead in (("plain", _RED, False), ("compensated", _BLUE, True)):
+            lags = [theory.Lag.of(rate) for rate in p]
+            limits = [theory.stability_limit(beta1, lag, lag.lead if lead else theory.Lead()) for lag in lags]
+            panel.plot(p, limits, color=color, alpha=light)
+            chosen = of(rows, f"{STABILITY}, beta1 {beta1:g}, {name}")
+            _points(panel, chosen, color, rf"$\beta_1$ = {beta1:g}, {name}", "o" if beta1 == 0.9 else "s")
+    panel.set_yscale("log")
+    panel.set_yticks([1, 2, 5, 10, 20, 40], ["1", "2", "5", "10", "20", "40"])
+    panel.minorticks_off()
+    _label(panel, "Largest stable learning rate of a quadratic", "loss rate p", "learning rate x curvature")
 
 
 def _weights(panel, rows: Sequence[Row]) -> None:
@@ -188,3 +221,6 @@ def _follow(panel, run: Any) -> None:
     panel.plot(centres, square * theory.drift_paper(run.p), **_PAPER)
     panel.set_ylim(bottom=0)
     _label(panel, f"Real run, p = {run.p}: drift between receivers", "iteration", "squared weight")
+
+
+_PANELS = (_drift, _settling, _ages, _largest, _weights, _variance, _lags, _spread, _stability)
