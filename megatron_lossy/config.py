@@ -19,6 +19,8 @@ from .errors import UsageError, refuse
 from .registry import CHANNELS, GRAD_RECOVERIES
 
 PHASES = ("grad", "param")
+#: Payload of a datagram: with 28 bytes of header, 16 of authentication and 48 of UDP and IPv6, 1,500 bytes.
+UDP_PACKET_BYTES = 1408
 
 Config = TypeVar("Config")
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
@@ -226,12 +228,16 @@ class LossyConfig:
         metavar="N",
     )
     loss_unit: str = flag(
-        "shard",
-        "what is lost as a whole: the shard of an iteration over all buckets, the shard of a bucket, or a packet",
+        None,
+        "what is lost as a whole: the shard of an iteration over all buckets (the default), the shard of a bucket, or a "
+        "packet (the only unit of --transport udp, where it is a datagram)",
         choices=("shard", "bucket", "packet"),
     )
     packet_bytes: int = flag(
-        4096, "packet: payload bytes of a packet, in the dtype that crosses the wire", metavar="BYTES"
+        None,
+        "packet: payload bytes of a packet, in the dtype that crosses the wire; default 4096, with --transport udp 1408",
+        type=int,
+        metavar="BYTES",
     )
     grad_recovery: str = flag(
         "renormalize",
@@ -252,6 +258,12 @@ class LossyConfig:
         metavar="{auto,C0,C0,R}",
     )
     lossy_self: bool = flag(False, "a worker's own gradient shard can be lost too (the paper's literal formula)")
+    transport: str = flag(
+        "torch",
+        "how the exchanges cross: Megatron's collectives, minus what a channel draws; pieces, the same over an all-to-all, "
+        "summed by the owner in the order of ranks; or udp, datagrams that may really be lost (docs/transport.md)",
+        choices=("torch", "pieces", "udp"),
+    )
     loss_seed: int = flag(1234, "seed of all loss draws, 0 to 2^64 - 1", metavar="SEED")
     eval_weights: str = flag(
         "replica",
@@ -288,10 +300,71 @@ class LossyConfig:
         incidental=True,
     )
 
+    udp_interface: str | None = flag(
+        None,
+        "udp: network interface, or an address of this host, to send from; default the one that reaches MASTER_ADDR",
+        metavar="NAME",
+        incidental=True,
+    )
+    udp_port: int = flag(
+        0, "udp: port of local rank 0, the next ones for the others; 0 takes free ones", metavar="BASE", incidental=True
+    )
+    udp_rate: str | None = flag(
+        None,
+        "udp: the most a process sends, for example 10gbit or 300mbit; default the speed of the interface, shared by the "
+        "ranks of this host, else 1gbit",
+        metavar="RATE",
+        incidental=True,
+    )
+    udp_rate_control: str = flag(
+        "delay",
+        "udp: find the rate by delay and delivery rate, or send at --udp-rate whatever happens (closed networks only)",
+        choices=("delay", "fixed"),
+        incidental=True,
+    )
+    udp_deadline: str = flag(
+        "off",
+        "udp: also end an exchange so many milliseconds after this rank asked for it, whatever is missing; auto: 1.2 "
+        "times the 95th percentile of the last 100",
+        metavar="{off,auto,MS}",
+    )
+    udp_reorder: float | None = flag(
+        None,
+        "udp: milliseconds to wait for overtaken datagrams after the end of a message; default an eighth of the round trip, at "
+        "least 1",
+        type=float,
+        metavar="MS",
+        incidental=True,
+    )
+    udp_eager_bytes: int = flag(
+        2**20,
+        "udp: bytes of an exchange sent to a rank before it says that it is ready",
+        metavar="BYTES",
+        incidental=True,
+    )
+    udp_memory: int = flag(
+        2**28, "udp: bytes for what arrives before it is asked for, per process", metavar="BYTES", incidental=True
+    )
+    udp_cipher: str = flag(
+        "aes-128-gcm",
+        "udp: how datagrams are encrypted and authenticated; none for closed networks",
+        choices=("aes-128-gcm", "none"),
+        incidental=True,
+    )
+    udp_key_file: str | None = flag(
+        None,
+        "udp: file with a secret that all ranks share; without it whoever reads torch's store could forge datagrams",
+        metavar="FILE",
+        incidental=True,
+    )
+    udp_peer_timeout: float = flag(
+        30.0, "udp: seconds without a datagram after which a rank counts as gone", metavar="S", incidental=True
+    )
+
     def __post_init__(self) -> None:
         for name in ("p_grad", "p_param"):
             _in_unit_interval(flag_name(LossyConfig, name), getattr(self, name))
-        for name in ("loss_correlation", "lossy_links", "loss_unit", "grad_recovery", "param_send", "eval_weights"):
+        for name in ("loss_correlation", "lossy_links", "grad_recovery", "param_send", "transport", "eval_weights"):
             _one_of(self, name, getattr(self, name))
         for name in ("loss_model", "ge_mean_burst", "loss_schedule"):
             values = getattr(self, name)
@@ -306,6 +379,7 @@ class LossyConfig:
         for burst in self.ge_mean_burst:
             if not (math.isfinite(burst) and burst >= 1):
                 raise refuse("--ge-mean-burst", burst, "must be a finite number of units of at least 1")
+        self._resolve()
         if self.packet_bytes < 1:
             raise refuse("--packet-bytes", self.packet_bytes, "must be at least 1")
         if self.delivery_log_bitmaps and self.delivery_log is None:
@@ -323,6 +397,19 @@ class LossyConfig:
         GRAD_RECOVERIES.load(self.grad_recovery).check(self)
         for phase in PHASES:
             self.phase(phase)
+
+    def _resolve(self) -> None:
+        """Give the unit of loss its default, which depends on the transport."""
+        udp = self.transport == "udp"
+        if self.loss_unit is None:
+            object.__setattr__(self, "loss_unit", "packet" if udp else "shard")
+        if self.packet_bytes is None:
+            object.__setattr__(self, "packet_bytes", UDP_PACKET_BYTES if udp else 4096)
+        _one_of(self, "loss_unit", self.loss_unit)
+        if udp and self.loss_unit != "packet":
+            raise refuse("--loss-unit", self.loss_unit, "must be packet with --transport udp, which loses datagrams")
+        if udp and self.lossy_self:
+            raise refuse("--lossy-self", "with --transport udp", "cannot be: the own shard never crosses the network")
 
     def phase(self, phase: str) -> PhaseLoss:
         """How ``phase`` ("grad" or "param") loses data. Raises :class:`UsageError`."""
@@ -349,8 +436,12 @@ class LossyConfig:
 
     @property
     def lossless(self) -> bool:
-        """True if no flag can cause any loss, so that training must be exactly Megatron's."""
-        return all(self.phase(phase).lossless for phase in PHASES)
+        """True if no flag can change any exchange, so that training must be exactly Megatron's."""
+        return all(self.untouched(phase) for phase in PHASES)
+
+    def untouched(self, phase: str) -> bool:
+        """Whether the exchanges of ``phase`` are Megatron's own: nothing is lost, and nothing else carries them."""
+        return self.transport == "torch" and self.phase(phase).lossless
 
     def label(self, phase: str) -> str:
         """What the losses of ``phase`` are called: a rate in percent, or what replaces a rate."""
@@ -358,7 +449,7 @@ class LossyConfig:
 
     def describe(self) -> str:
         """What is lost, and what is done about it."""
-        idle = self.param_send != "plain" and self.phase("param").lossless
+        idle = self.param_send != "plain" and self.transport != "udp" and self.phase("param").lossless
         unused = [f"--param-send {self.param_send} does nothing, since no parameter is lost"] if idle else []
         if self.lossless:
             return "; ".join(["none, the exchanges are Megatron's own", *unused])
@@ -375,7 +466,8 @@ class LossyConfig:
             parts.append(f"correlated by {self.loss_correlation}")
         if self.lossy_links != "all":
             parts.append(f"{self.lossy_links} links only")
-        return "; ".join([*parts, "simulated", *unused])
+        crossing = {"torch": "simulated", "pieces": "simulated, in pieces", "udp": "over UDP"}[self.transport]
+        return "; ".join([*parts, crossing, *unused])
 
 
 def as_text(value: Any) -> str:

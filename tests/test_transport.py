@@ -235,9 +235,10 @@ def test_a_group_keeps_the_last_delivery_and_hands_it_over():
         transfer = group.all_gather(0, replica, replica[8:16], step, collective)
         assert (replica == step).all()  # the collective is reliable; nothing is put back before the wait
         delivery = transfer.wait()
-        assert isinstance(delivery, Delivery) and group.last["param"] is delivery is transfer.wait()
+        assert isinstance(delivery, Delivery) and group.delivery("param", step) is delivery is transfer.wait()
         lost = np.repeat(group.rules["param"][0].lost(delivery).mask, 2, axis=1).ravel()
         assert np.array_equal((replica == -1).numpy(), lost)
+    arrived_of_4 = delivery.arrived[0].sum()
     # A delivery that was observed, and that nobody could draw, is what a reliable gather puts back.
     observed = np.zeros((3, 4), dtype=bool)
     observed[2, 3] = True
@@ -247,8 +248,9 @@ def test_a_group_keeps_the_last_delivery_and_hands_it_over():
     replica.zero_()
     put_back()
     assert replica.nonzero().ravel().tolist() == [22, 23]
+    assert not group.delivery("param", 4).arrived[0, 2, 3]
     group.restart()
-    assert not group.last
+    assert group.delivery("param", 4).arrived[0].sum() == arrived_of_4  # what is drawn again
 
 
 class Work:

@@ -62,7 +62,7 @@ class Delivery:
         for units in self.cut:
             if self.exchange.phase == "grad":
                 self.survivors(units)
-            lost = self.lost_there(units) if self.exchange.phase == "grad" else self.lost_here(units)
+            lost = self.lost_here(units) if self.sent is None else self.lost_there(units)
             for numbers, _ in units.parts:
                 lost.places(numbers)
 

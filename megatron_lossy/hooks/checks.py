@@ -29,7 +29,7 @@ def _full_iteration_graph(config: Any) -> bool:
 
 def check_loss_per_token(settings: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` for a rule that adds sums over different numbers of tokens. ``settings``: of Megatron."""
-    adds = not config.phase("grad").lossless and GRAD_RECOVERIES.load(config.grad_recovery).carries_over
+    adds = not config.untouched("grad") and GRAD_RECOVERIES.load(config.grad_recovery).carries_over
     if adds and getattr(settings, "calculate_per_token_loss", False):
         raise refuse(
             "--grad-recovery",
@@ -57,7 +57,7 @@ def check_ddp(ddp: Any, config: LossyConfig) -> None:
     if _full_iteration_graph(ddp.config):
         raise UsageError("--cuda-graph-scope full_iteration: a captured graph repeats one draw for ever; turn it off")
     quantized = any(buffer.param_dtype == torch.uint8 for buffer in dense_buffers(ddp) + ddp.expert_parallel_buffers)
-    if quantized and not config.phase("param").lossless:
+    if quantized and not config.untouched("param"):
         raise UsageError(
             "--fp8-param-gather with parameter loss: stale bytes would be read at new scales; turn one off"
         )
@@ -89,7 +89,7 @@ def check_arguments(args: Any, config: LossyConfig) -> None:
     check_loss_per_token(args, config)
     if _full_iteration_graph(args):
         raise UsageError("--cuda-graph-scope full_iteration: a captured graph repeats one draw for ever; turn it off")
-    if config.phase("param").lossless:
+    if config.untouched("param"):
         return
     if getattr(args, "fp8_param_gather", False):
         raise UsageError(

@@ -39,7 +39,7 @@ def _buffers(optimizer: Any) -> Iterator[Any]:
 def warn_of_lossless(config: LossyConfig, groups: Sequence[LossyGroup]) -> None:
     """Say, on the first rank of each group, which streams can lose nothing although their rate is not 0."""
     for phase in PHASES:
-        if config.phase(phase).lossless:
+        if config.untouched(phase):
             continue
         for group in groups:
             if group.lossless(phase) and group.rank == 0 and group.transport.members[0] == 0:

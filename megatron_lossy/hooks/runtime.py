@@ -73,7 +73,7 @@ class Lossy(Run):
 
     def _add_group(self, buckets: Sequence[tuple[Any, Any]], full: dist.ProcessGroup, stream: Stream) -> LossyGroup:
         part = buckets[0][0].data_parallel_group  # of one optimizer instance
-        if buckets[0][0].ddp_config.average_in_collective and not self.config.phase("grad").lossless:
+        if buckets[0][0].ddp_config.average_in_collective and not self.config.untouched("grad"):
             check_average("--ddp-average-in-collective", part)
         full_ranks = dist.get_process_group_ranks(full)
         members = [full_ranks.index(rank) for rank in dist.get_process_group_ranks(part)]
@@ -82,7 +82,7 @@ class Lossy(Run):
             for _, bucket in buckets
         ]
         networks = {phase: self._network(phase, full, full_ranks) for phase in PHASES}
-        group = LossyGroup.among(self.config, specs, networks, members, dist.get_rank(part), stream, self.steps)
+        group = LossyGroup.among(self.config, specs, networks, members, dist.get_rank(part), stream, self.steps, part)
         for number, (_, bucket) in enumerate(buckets):
             attach(bucket.grad_data, Slot(group, number))
             attach(bucket.param_data, Slot(group, number))
@@ -193,7 +193,7 @@ class Lossy(Run):
                     scaled = bucket.grad_data * bucket.gradient_scaling_factor  # as Megatron is going to
                     scale = self.loss_scale()
                     slot.group.note_all_reduce(slot.bucket, scaled, self.iteration, scale, self.following)
-        if not self._told_all_reduce and not self.config.phase("grad").lossless:
+        if not self._told_all_reduce and not self.config.untouched("grad"):
             self._told_all_reduce = True
             if dist.get_rank() == 0:
                 logger.warning(
@@ -245,7 +245,7 @@ class Lossy(Run):
                     put_back()
 
     def _lossy_bucket_groups(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> list[Any]:
-        if self.update is None or self.config.phase("param").lossless:
+        if self.update is None or self.config.untouched("param"):
             return []
         chunks = model_chunks if isinstance(model_chunks, Sequence) else [model_chunks]
         wanted = {id(innermost(chunk)) for chunk in chunks}

@@ -24,9 +24,9 @@ _ATTRIBUTE = "_megatron_lossy_slot"
 
 
 class _Open(threading.local):
-    """The exchanges begun in the coalescing context that is open on this thread, and ``None`` without one."""
+    """What completes the exchanges begun in the coalescing context that is open on this thread; ``None`` without one."""
 
-    transfers: list[Transfer] | None = None
+    ends: list[Callable[[], Any]] | None = None
 
 
 _open = _Open()  # autograd launches collectives on a thread of its own
@@ -54,21 +54,21 @@ def slot_of(buffer: torch.Tensor) -> Slot | None:
 def coalescing_manager(original: Callable, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Around ``_coalescing_manager``: the lossy exchanges begun in it are complete when it is, or its handle."""
     asynchronous = kwargs.get("async_ops", args[2] if len(args) > 2 else False)
-    transfers: list[Transfer] = []
-    outer, _open.transfers = _open.transfers, transfers
+    ends: list[Callable[[], Any]] = []
+    outer, _open.ends = _open.ends, ends
     try:
         with original(*args, **kwargs) as manager:
-            yield Transfer(manager, lambda: _complete_all(transfers))
+            yield Transfer(manager, lambda: _complete_all(ends))
     finally:
-        _open.transfers = outer
+        _open.ends = outer
     if not asynchronous:
-        _complete_all(transfers)
+        _complete_all(ends)
 
 
-def _complete_all(transfers: list[Transfer]) -> None:
+def _complete_all(ends: list[Callable[[], Any]]) -> None:
     """The collectives of a context have arrived."""
-    for transfer in transfers:
-        transfer.complete()
+    for end in ends:
+        end()
 
 
 def reduce_scatter(
@@ -80,6 +80,7 @@ def reduce_scatter(
         return original(output, input, *args, **kwargs)
     averaged = kwargs.get("op", args[0] if args else None) == torch.distributed.ReduceOp.AVG
     return _begun(
+        slot.group,
         slot.group.reduce_scatter(
             slot.bucket,
             input,
@@ -89,7 +90,7 @@ def reduce_scatter(
             averaged,
             run.loss_scale(),
             run.following,
-        )
+        ),
     )
 
 
@@ -101,17 +102,19 @@ def all_gather(
     if slot is None or update is None or slot.group.lossless("param"):
         return original(output, input, *args, **kwargs)
     return _begun(
-        slot.group.all_gather(slot.bucket, output, input, update, lambda: original(output, input, *args, **kwargs))
+        slot.group,
+        slot.group.all_gather(slot.bucket, output, input, update, lambda: original(output, input, *args, **kwargs)),
     )
 
 
-def _begun(transfer: Transfer) -> Any:
+def _begun(group: LossyGroup, transfer: Transfer) -> Any:
     """Complete ``transfer`` when the open coalescing context ends or its handle is waited for.
 
-    Without a context a collective without a handle is over when it returns.
+    The context waits for collectives, and for nothing that crosses in another way. Without a context a collective
+    without a handle is over when it returns.
     """
-    if _open.transfers is not None:
-        _open.transfers.append(transfer)
+    if _open.ends is not None:
+        _open.ends.append(transfer.wait if group.transport.in_pieces else transfer.complete)
     elif not transfer.has_work:
         transfer.complete()
     # With fp32 accumulation Megatron waits for this handle instead of the context's.

@@ -65,9 +65,11 @@ def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple
     """The two discrepancies in the steady state, for uncorrelated increments with a mean square of 1.
 
     The loss rate is that of ``step``. A step has ``units`` units of loss. Returns ``None`` if links differ in their
-    losses.
+    losses, or nobody knows them.
     """
     loss = config.phase("param")
+    if config.transport == "udp":
+        return None
     if loss.lossless:
         return 0.0, 0.0
     drift = CHANNELS.load(loss.model).drift(loss, step, units) if config.lossy_links == "all" else None

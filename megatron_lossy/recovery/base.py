@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..exchange import BucketUnits, Delivery
+from ..exchange import BucketUnits, Delivery, Lost
 from .rows import Rows, rows_for
 
 if TYPE_CHECKING:
@@ -27,13 +27,15 @@ class Reduction:
     multiplied with (a number or a scalar tensor), or ``None``; with one, the step may be rejected. ``following()``:
     the delivery of the next exchange, or ``None`` if that has none (a trace ends); it is there for rules with
     :attr:`Rule.foresight`, if it is known which step is next. Of parameters, ``sent`` [shard]: what this rank sends, for
-    a rule to change and restore, and ``lead``: c and r of the lead it is sent with (``--param-send compensated``).
+    a rule to change and restore, ``step``: the update, and ``lead``: c and r of the lead it is sent with
+    (``--param-send compensated``).
     """
 
     averaged: bool = False
     loss_scale: torch.Tensor | float | None = None
     following: Callable[[], Delivery | None] | None = None
     sent: torch.Tensor | None = None
+    step: int | None = None
     lead: tuple[float, float] = (0.0, 0.0)
 
 
@@ -60,8 +62,11 @@ class Rule(ABC):
         """How to change units of ``buffer``."""
         return rows_for(buffer.device)
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> Any:
-        """Change ``buffer`` [N * shard] before the exchange; the result is given to :meth:`after`."""
+    def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> Any:
+        """Change ``buffer`` [N * shard] before the exchange; the result is given to :meth:`after`.
+
+        ``delivery`` is ``None`` where the transport itself leaves out what does not arrive.
+        """
 
     def after(self, output: torch.Tensor, delivery: Delivery, kept: Any, reduction: Reduction) -> None:
         """Correct ``output`` in place once the exchange has arrived. ``kept``: what :meth:`before` returned."""
@@ -78,10 +83,30 @@ class Rule(ABC):
 
 
 class GradRecovery(Rule):
-    """A rule for gradients: senders remove what will not arrive, and owners correct the sum of the rest.
+    """A rule for gradients: what does not arrive is removed, and owners correct the sum of the rest.
 
-    In :meth:`after`, ``output`` is the reduced shard [shard] of this rank.
+    Senders remove it from what a collective adds up. Where owners get pieces, they remove it themselves
+    (``from_pieces``): :meth:`before` is then given the pieces, one shard of each source, instead of what this rank sends
+    to each destination. In :meth:`after`, ``output`` is the reduced shard [shard] of this rank.
     """
+
+    def __init__(self, units: BucketUnits, rank: int, from_pieces: bool = False) -> None:
+        super().__init__(units, rank)
+        self.from_pieces = from_pieces
+
+    def missing(self, delivery: Delivery) -> Lost:
+        """What is missing in the buffer that :meth:`before` is given."""
+        return delivery.lost_here(self.units) if self.from_pieces else delivery.lost_there(self.units)
+
+    def combine(self, pieces: torch.Tensor, output: torch.Tensor, delivery: Delivery, reduction: Reduction) -> None:
+        """Put the recovered sum of ``pieces`` [N * shard], of all sources, into ``output`` [shard]; or their mean.
+
+        What is missing in ``pieces`` may have any value. They are added in the order of the sources, in float32 at
+        least, and rounded once.
+        """
+        kept = self.before(pieces, delivery, reduction)
+        output.copy_(ordered_sum(pieces.view(len(delivery.sources), -1), reduction.averaged))
+        self.after(output, delivery, kept, reduction)
 
     @classmethod
     def check(cls, config: LossyConfig) -> None:
@@ -92,5 +117,14 @@ class GradRecovery(Rule):
         """Elements that the rule keeps between steps, per element of the gradients, if a step loses ``lost`` of them."""
         return 0.0
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> Any:
-        self.rows(buffer).zero_(buffer, self.units, delivery.lost_there(self.units))
+    def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> Any:
+        assert delivery is not None
+        self.rows(buffer).zero_(buffer, self.units, self.missing(delivery))
+
+
+def ordered_sum(pieces: torch.Tensor, averaged: bool = False) -> torch.Tensor:
+    """The sum [shard] of ``pieces`` [N, shard] one after another, in float32 at least; divided by N if ``averaged``."""
+    total = pieces[0].float() if pieces.element_size() < 4 else pieces[0].clone()
+    for piece in pieces[1:]:
+        total += piece
+    return total.div_(len(pieces)) if averaged else total

@@ -41,12 +41,13 @@ class Compensated(Stale):
         """The weights of the own shard, which is sent as ``sent`` [shard], are about to be updated."""
         self._before = self._own(sent).clone()
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> Any:
+    def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> Any:
         kept = super().before(buffer, delivery, reduction)
         if reduction.sent is None:  # nothing is sent: what is stale is put aside
             return kept, None, None
         own = reduction.sent.clone()
-        self.put_lead(delivery.exchange.step, reduction.sent, reduction)
+        assert reduction.step is not None
+        self.put_lead(reduction.step, reduction.sent, reduction)
         return kept, reduction.sent, own
 
     def put_lead(self, step: int, sent: torch.Tensor, reduction: Reduction) -> None:

@@ -1,7 +1,7 @@
 """``previous``: a lost gradient is replaced by the last one received from that sender; zero before the first.
 
 Algorithm 1, line 9 of the paper, per sender. The sender substitutes it: with drawn deliveries it knows what the owner
-received last. If it also knows which step comes next, and none can be rejected, it keeps only what that step will
+received last. Where the owner gets pieces it does so itself. Whoever does, if it also knows which step comes next, and none can be rejected, it keeps only what that step will
 lose, about p times the buffer. Otherwise it keeps everything received last, twice while a step may still be rejected.
 """
 
@@ -29,8 +29,8 @@ class Previous(GradRecovery):
     carries_over = True
     _warned: ClassVar[bool] = False
 
-    def __init__(self, units: BucketUnits, rank: int) -> None:
-        super().__init__(units, rank)
+    def __init__(self, units: BucketUnits, rank: int, from_pieces: bool = False) -> None:
+        super().__init__(units, rank, from_pieces)
         self._kept: dict[int, tuple[Lost, Saved]] = {}  # step: what it loses, and its substitutes
         self._received: torch.Tensor | None = None  # last received on every link, of steps that counted
         self._pending: tuple[int, torch.Tensor] | None = None  # the same after a step that may not count
@@ -40,11 +40,12 @@ class Previous(GradRecovery):
     def kept_share(cls, lost: float) -> float:
         return 2 * lost  # the substitutes of this step and of the next
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> None:
+    def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> None:
+        assert delivery is not None
         step = delivery.exchange.step
         self._count_pending(step)
         self._step = step
-        self._substitute(buffer, step, delivery.lost_there(self.units), reduction)
+        self._substitute(buffer, step, self.missing(delivery), reduction)
         # The buffer now holds the last received gradient of every link.
         if reduction.following is None or reduction.loss_scale is not None:
             scale = reduction.loss_scale
@@ -55,7 +56,7 @@ class Previous(GradRecovery):
         known = self._kept.get(step)
         self._kept = {step: known} if known is not None else {}  # for a step that is repeated
         if following is not None:
-            coming = following.lost_there(self.units)
+            coming = self.missing(following)
             self._kept[following.exchange.step] = (coming, self.rows(buffer).take(buffer, self.units, coming))
 
     def _substitute(self, buffer: torch.Tensor, step: int, lost: Lost, reduction: Reduction) -> None:

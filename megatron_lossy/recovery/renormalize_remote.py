@@ -35,7 +35,8 @@ class RenormalizeRemote(GradRecovery):
                 "that rule gives the own shard, always there, the weight 1/N; choose renormalize, previous or zero",
             )
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> tuple[Lost, Saved]:
+    def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> tuple[Lost, Saved]:
+        assert delivery is not None
         # Units of the own shard that stay out of the sum.
         rows, kept_out = self.rows(buffer), Lost((delivery.survivors(self.units) < len(delivery.sources))[None])
         own = buffer[self.rank * self.units.shard : (self.rank + 1) * self.units.shard]

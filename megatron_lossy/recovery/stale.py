@@ -17,7 +17,11 @@ class Stale(Rule):
 
     name = "stale"
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery, reduction: Reduction) -> tuple[Lost, Saved] | None:
+    def before(
+        self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction
+    ) -> tuple[Lost, Saved] | None:
+        if delivery is None:
+            return None
         lost, rows = self.lost(delivery), self.rows(buffer)
         return None if rows.nothing(lost) else (lost, rows.take(buffer, self.units, lost))
 

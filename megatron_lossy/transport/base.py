@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,12 +22,14 @@ class Transfer:
     """An exchange under way. :meth:`wait` completes it, recovery included; it may be called again.
 
     ``work``: the handle of what carries the exchange, or ``None`` if nobody has to wait for it here. ``deliver``:
-    called when it has arrived, returns what :meth:`wait` does. Other attributes are those of ``work``, until then.
+    called when it has arrived, returns what :meth:`wait` does. ``pieces`` [N * shard]: where each source's gradients
+    arrive, of a transport that has them. Other attributes are those of ``work``, until then.
     """
 
-    def __init__(self, work: Any, deliver: Callable[[], Any]) -> None:
+    def __init__(self, work: Any, deliver: Callable[[], Any], pieces: torch.Tensor | None = None) -> None:
         self._work = work
         self._deliver = deliver
+        self.pieces = pieces
         self._then: list[Callable[[Any], None]] = []
         self._arrived = self._done = False
         self._result: Any = None
@@ -60,7 +62,7 @@ class Transfer:
                     act(self._result)
             self._done = True
             # They hold buffers, and whoever keeps a transfer need not keep those.
-            self._work, self._deliver, self._then = None, None, []
+            self._work, self._deliver, self._then, self.pieces = None, None, [], None
         return self._result
 
     def __getattr__(self, name: str) -> Any:
@@ -77,6 +79,12 @@ class Transport(ABC):
         cut: by phase, how each bucket is cut into units.
     """
 
+    #: Whether owners get the pieces of all sources and add them up, and whether units of a replica that do not arrive
+    #: are not written. Else it runs a collective, from which the rules have removed what will not arrive.
+    in_pieces: ClassVar[bool] = False
+    #: Whether a delivery is known only after the exchange.
+    observed: ClassVar[bool] = False
+
     def __init__(
         self, stream: Stream, members: Sequence[int], rank: int, cut: dict[str, Sequence[BucketUnits]]
     ) -> None:
@@ -91,8 +99,18 @@ class Transport(ABC):
         """Whether nothing can be lost in ``phase``; its exchanges then need not go through here."""
 
     @abstractmethod
-    def begin(self, exchange: Exchange, bucket: int, buffer: torch.Tensor, collective: Collective) -> Transfer:
-        """Begin the exchange of one bucket. ``collective``: what would have carried all of it, reliably."""
+    def begin(
+        self,
+        exchange: Exchange,
+        bucket: int,
+        buffer: torch.Tensor,
+        collective: Collective,
+        sent: torch.Tensor | None = None,
+    ) -> Transfer:
+        """Begin the exchange of one bucket: ``buffer`` [N * shard], of parameters ``sent`` [shard] to all.
+
+        ``collective``: what would have carried all of it, reliably. Neither may change until the exchange is over.
+        """
 
     def foresee(self, exchange: Exchange) -> Delivery | None:
         """The delivery of ``exchange``, if it is known whether or not the exchange was made.

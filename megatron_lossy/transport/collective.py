@@ -15,6 +15,8 @@ _AHEAD = 2**17
 class CollectiveTransport(Drawn):
     """One rank's view of the losses between the ranks of its group."""
 
+    #: Whether deliveries of gradients say what of this rank's own data arrived, for the rules that remove the rest.
+    draws_sent = True
     _thread: ThreadPoolExecutor | None = None
 
     @cached_property
@@ -43,8 +45,11 @@ class CollectiveTransport(Drawn):
         delivery.prepare()
         return delivery
 
+    def _sends(self, phase: str) -> bool:
+        return self.draws_sent and phase == "grad"
+
     def _draw(self, exchange: Exchange) -> Delivery:
         phase, me = exchange.phase, self.members[self.rank]
         network, cut = self.networks[phase], self.cut[phase]
-        sent = draw_sent(network, exchange, me, self.members, cut) if phase == "grad" else None
+        sent = draw_sent(network, exchange, me, self.members, cut) if self._sends(phase) else None
         return Delivery(exchange, self.members, [me], draw(network, exchange, self.members, [me], cut), cut, sent)

@@ -34,7 +34,14 @@ class Drawn(Transport):
         network = self.networks[phase]
         return network.lossless or (self.size == 1 and not network.lossy_self)
 
-    def begin(self, exchange: Exchange, bucket: int, buffer: torch.Tensor, collective: Collective) -> Transfer:
+    def begin(
+        self,
+        exchange: Exchange,
+        bucket: int,
+        buffer: torch.Tensor,
+        collective: Collective,
+        sent: torch.Tensor | None = None,
+    ) -> Transfer:
         delivery = self.foresee(exchange)
         return Transfer(collective(), lambda: delivery)
 

@@ -26,6 +26,7 @@ from .collective import CollectiveTransport
 from .counted import Counted
 from .drawn import Networks, check_links
 from .network import Network, check_ranks, find_nodes
+from .pieces import Pieces
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,8 @@ def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str,
 class LossyGroup:
     """The exchanges of a list of buckets, in canonical order, over one group, as one of its ranks makes them.
 
-    ``last``: by phase, the delivery of the latest exchange that was made here. That of the parameters says what is
-    stale in this rank's replica. ``rules``: by phase, for each bucket, what is done about missing units.
+    ``rules``: by phase, for each bucket, what is done about missing units. The deliveries of the latest exchanges that
+    were made here are kept: that of the parameters says what is stale in this rank's replica.
     """
 
     def __init__(self, config: LossyConfig, transport: Transport) -> None:
@@ -65,10 +66,12 @@ class LossyGroup:
             "param": sends[config.param_send],
         }
         self._given_lead = config.lead
+        given = {"grad": {"from_pieces": True} if transport.in_pieces else {}, "param": {}}
         self.rules: dict[str, list[Any]] = {
-            phase: [kind(units, self.rank) for units in transport.cut[phase]] for phase, kind in kinds.items()
+            phase: [kind(units, self.rank, **given[phase]) for units in transport.cut[phase]]
+            for phase, kind in kinds.items()
         }
-        self.last: dict[str, Delivery] = {}
+        self._recent: dict[str, list[Delivery]] = {phase: [] for phase in PHASES}
         #: Whether parameters are sent with a lead.
         self.compensates = config.param_send == "compensated" and not self.lossless("param")
         counts = self.compensates and config.lead is None
@@ -99,7 +102,7 @@ class LossyGroup:
             logger.warning("%s", error)
         nodes = find_nodes(group, config.ranks_per_node) if config.lossy_links == "inter-node" else None
         networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
-        return cls.among(config, buckets, networks, range(size), dist.get_rank(group), stream, steps)
+        return cls.among(config, buckets, networks, range(size), dist.get_rank(group), stream, steps, group)
 
     @classmethod
     def among(
@@ -111,10 +114,16 @@ class LossyGroup:
         rank: int,
         stream: Stream,
         steps: int | None,
+        group: dist.ProcessGroup | None = None,
     ) -> LossyGroup:
-        """As :meth:`create`, for the rank ``rank`` of ``members``, which are ranks of the full group of ``networks``."""
+        """As :meth:`create`, for the rank ``rank`` of ``members``, which are ranks of the full group of ``networks``.
+
+        ``group``: their torch process group.
+        """
         parts = cut_buckets(config, buckets)
         check_links(networks, stream, parts, len(members), steps)
+        if config.transport == "pieces":
+            return cls(config, Pieces(networks, stream, members, rank, parts, group=group))
         return cls(config, CollectiveTransport(networks, stream, members, rank, parts))
 
     # --- exchanges -----------------------------------------------------------------------------------------------
@@ -145,8 +154,9 @@ class LossyGroup:
         return self._begin(exchange, bucket, self.rules["grad"][bucket], buffer, output, collective, reduction)
 
     def wants_all_reduced(self, bucket: int) -> bool:
-        """Whether :meth:`note_all_reduce` does anything."""
-        return not self.lossless("grad") and self.rules["grad"][bucket].carries_over
+        """Whether :meth:`note_all_reduce` does anything. Of a sum nobody can tell the pieces."""
+        carries_over = self.rules["grad"][bucket].carries_over
+        return carries_over and not self.lossless("grad") and not self.transport.in_pieces
 
     def note_all_reduce(
         self,
@@ -168,7 +178,7 @@ class LossyGroup:
     def _reduction(
         self, exchange: Exchange, averaged: bool, loss_scale: torch.Tensor | float | None, following: int | None
     ) -> Reduction:
-        if following is None:
+        if following is None or self.transport.observed:
             return Reduction(averaged, loss_scale)
         return Reduction(averaged, loss_scale, lambda: self._foresee_grads(replace(exchange, step=following)))
 
@@ -181,7 +191,7 @@ class LossyGroup:
         or not; it may change until the exchange is over. ``collective``: runs the all-gather.
         """
         exchange, rule = Exchange("param", self.stream, step), self.rules["param"][bucket]
-        reduction = Reduction(sent=sent, lead=self.lead(step))
+        reduction = Reduction(sent=sent, step=step, lead=self.lead(step))
         return self._begin(exchange, bucket, rule, buffer, buffer, collective, reduction)
 
     def lead(self, step: int) -> tuple[float, float]:
@@ -215,17 +225,21 @@ class LossyGroup:
         if self.lossless(exchange.phase):
             return Transfer(collective(), lambda: None)
         self._note_made(exchange, bucket)
-        foreseen = self._foresee(exchange)
-        with torch.no_grad():
-            # Where nobody can foresee it, the transport itself leaves out what does not arrive.
-            kept = rule.before(buffer, foreseen, reduction) if foreseen is not None else None
-        transfer = self.transport.begin(exchange, bucket, buffer, collective)
+        combines, kept = self.transport.in_pieces and exchange.phase == "grad", None
+        if not combines:
+            with torch.no_grad():
+                kept = rule.before(buffer, None if self.transport.in_pieces else self._foresee(exchange), reduction)
+        transfer = self.transport.begin(exchange, bucket, buffer, collective, reduction.sent)
+        pieces = transfer.pieces
 
         def after(delivery: Delivery) -> None:
-            self.last[exchange.phase] = delivery
+            self._remember(delivery)
             if exchange.phase == "param" and self.counted is not None:
                 self.counted.count(bucket, rule.units, delivery)
-            rule.after(output, delivery, kept, reduction)
+            if combines:
+                rule.combine(pieces, output, delivery, reduction)
+            else:
+                rule.after(output, delivery, kept, reduction)
 
         return transfer.then(after)
 
@@ -252,15 +266,19 @@ class LossyGroup:
     # --- deliveries ----------------------------------------------------------------------------------------------
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
-        """What arrived at this rank in the exchange of ``step``, if it was made last or can be foreseen.
+        """What arrived at this rank in the exchange of ``step``, if it is one of the latest two or can be foreseen.
 
         ``None`` in a phase without loss.
         """
         return None if self.lossless(phase) else self._foresee(Exchange(phase, self.stream, step))
 
+    def _remember(self, delivery: Delivery) -> None:
+        recent = [known for known in self._recent[delivery.exchange.phase] if known.exchange != delivery.exchange]
+        self._recent[delivery.exchange.phase] = [*recent[-1:], delivery]
+
     def _foresee(self, exchange: Exchange) -> Delivery | None:
-        last = self.last.get(exchange.phase)
-        return last if last is not None and last.exchange == exchange else self.transport.foresee(exchange)
+        known = next((one for one in self._recent[exchange.phase] if one.exchange == exchange), None)
+        return known if known is not None else self.transport.foresee(exchange)
 
     def _foresee_grads(self, exchange: Exchange) -> Delivery | None:
         steps = self.transport.steps(exchange.phase)
@@ -291,7 +309,7 @@ class LossyGroup:
         for bucket, missed in lost.items():
             arrived[0][:, parts[bucket].numbers] = ~missed
         exchange, receivers = Exchange("param", self.stream, step), members[self.rank : self.rank + 1]
-        self.last["param"] = Delivery(exchange, members, receivers, arrived, parts)
+        self._remember(Delivery(exchange, members, receivers, arrived, parts))
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -311,7 +329,7 @@ class LossyGroup:
 
     def restart(self) -> None:
         """All replicas are equal."""
-        self.last.clear()
+        self._recent = {phase: [] for phase in PHASES}
 
     def state_dict(self) -> dict[str, list[Any]]:
         """The states of the rules, by phase, and what was counted."""

@@ -56,6 +56,9 @@ class StreamBuckets:
         self._memory = Memory(networks, stream, workers, self.cut)
         self.groups = [LossyGroup(config, self._memory.worker(rank)) for rank in range(workers)]
         self.sums = [torch.empty_like(bucket.grad_data) for bucket in buckets]
+        # Where owners add up pieces they do so in float32, and round once.
+        wide = config.transport == "pieces"
+        self._totals = [total.float() if wide and total.element_size() < 4 else total for total in self.sums]
         self._begun: list[Transfer] = []  # of this iteration, worker by worker
         buffers = [bucket.param_data for bucket in buckets]
         self.versions = Versions(buffers, self.cut["param"], units_of(self.cut["param"]), workers)
@@ -105,10 +108,10 @@ class StreamBuckets:
         """
         first = not self._begun
         begun = []
-        for number, (bucket, total, cut) in enumerate(zip(self.buckets, self.sums, self.cut["grad"], strict=True)):
-            output = total[worker * cut.shard : (worker + 1) * cut.shard]
+        for number, (bucket, cut) in enumerate(zip(self.buckets, self.cut["grad"], strict=True)):
+            output = self.sums[number][worker * cut.shard : (worker + 1) * cut.shard]
 
-            def add(bucket: Any = bucket, total: torch.Tensor = total) -> None:
+            def add(bucket: Any = bucket, total: torch.Tensor = self._totals[number]) -> None:
                 _move(bucket.grad_data, total, add=not first)
 
             transfer = self.groups[worker].reduce_scatter(
@@ -119,6 +122,9 @@ class StreamBuckets:
 
     def reduce(self, scale: float) -> None:
         """Let every owner correct its shard of the sum, and put ``scale`` times the result into Megatron's buffers."""
+        for rounded, total in zip(self.sums, self._totals, strict=True):
+            if rounded is not total:
+                rounded.copy_(total)
         for transfer in self._begun:
             transfer.wait()
         self._begun = []

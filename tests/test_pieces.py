@@ -1,0 +1,147 @@
+"""``--transport pieces``: owners add up pieces in the order of ranks; against NumPy, Megatron and virtual workers."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
+from megatron_lossy.recovery import Reduction
+from megatron_lossy.registry import GRAD_RECOVERIES
+from tests import contract
+from tests.ranks import run_ranks
+from tests.reference import ReferenceReduce
+from tests.test_hooks import BOTH, OVERLAPS, RULES, SETTINGS, contract_holds
+from tests.test_transport import (
+    STEPS,
+    UNITS,
+    deliveries,
+    elements_of,
+    exchange_grads,
+    gather_params,
+    gradients,
+)
+from tests.test_virtual import real_runs, virtual_runs
+from tests.tiny_gpt import TinyGPT
+
+PIECES = dataclasses.replace(BOTH, transport="pieces")
+
+
+@settings(deadline=None)
+@given(
+    size=st.integers(1, 5),
+    shard=st.integers(1, 12),
+    packet=st.integers(1, 6),
+    rule=st.sampled_from(RULES),
+    averaged=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_combine_against_the_reference(size, shard, packet, rule, averaged, seed):
+    """What did not arrive has any value, infinities included; steps follow each other, for ``previous``."""
+    random = np.random.default_rng(seed)
+    [units], count = cut([shard], [4], "packet", 4 * packet)
+    reference = ReferenceReduce(rule, size, shard, packet)
+    owner = int(random.integers(size))
+    recovery = GRAD_RECOVERIES.load(rule)(units, owner, from_pieces=True)
+    for step in range(4):
+        grads = random.standard_normal((size, shard)).astype(np.float32)
+        arrived = random.random((size, count)) > 0.5
+        arrived[owner] = True
+        everyone = np.ones((size, size, count), dtype=bool)
+        everyone[:, owner] = arrived
+        expected = reference(np.repeat(grads[:, None], size, axis=1), everyone)[owner]
+        pieces = grads.copy()
+        pieces[~np.repeat(arrived, packet, axis=1)[:, :shard]] = np.inf
+        delivery = Delivery(Exchange("grad", Stream(), step), range(size), [owner], arrived[None], [units])
+        output = torch.empty(shard)
+        recovery.combine(torch.from_numpy(pieces).view(-1), output, delivery, Reduction(averaged))
+        recovery.finish_step(step, True)
+        np.testing.assert_allclose(output.numpy() / (1 if averaged else size), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_exchanges_against_the_reference(size):
+    """Every rule and unit, to the last bit with any number of ranks: nobody else chooses the order of the sum."""
+    shards = [50, 7]
+    for unit, packet_bytes in UNITS.items():
+        config = LossyConfig(
+            p_grad=0.45, p_param=0.45, loss_unit=unit, packet_bytes=max(packet_bytes, 2), transport="pieces"
+        )
+        for rule in RULES:
+            chosen = dataclasses.replace(config, grad_recovery=rule, lossy_self=rule == "zero")
+            real = run_ranks(exchange_grads, size, size, chosen, shards, rule != "previous")
+            references = [ReferenceReduce(rule, size, shard, elements_of(chosen, shard)) for shard in shards]
+            for step in range(STEPS):
+                arrived = deliveries(chosen, "grad", size, shards, step)
+                for bucket, shard in enumerate(shards):
+                    grads = np.array([gradients(step, rank, size, shard) for rank in range(size)])
+                    expected = references[bucket](grads.reshape(size, size, shard), arrived[bucket])
+                    got = np.array([real[rank][step][bucket] for rank in range(size)])
+                    if rule == "renormalize-remote":  # the reference adds the own part last
+                        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+                    else:
+                        np.testing.assert_array_equal(got, expected, f"{rule}, {unit}, step {step}")
+        plain = dataclasses.replace(config, transport="torch")
+        for mine, theirs in zip(
+            run_ranks(gather_params, size, size, config, shards, True),
+            run_ranks(gather_params, size, size, plain, shards, True),
+            strict=True,
+        ):
+            for step in range(STEPS):
+                for bucket in range(len(shards)):
+                    np.testing.assert_array_equal(mine[step][bucket], theirs[step][bucket])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_of_megatron(name):
+    world, tiny = SETTINGS[name]
+    _, lost = contract_holds(tiny, world=world, config=PIECES)
+    assert bool(lost["grad"]) == bool(lost["param"]) == (world > 1)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_with_several_survivors(rule):
+    contract_holds(TinyGPT(**OVERLAPS["both"]), world=3, config=dataclasses.replace(PIECES, grad_recovery=rule))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("rates", [{}, {"p_grad": 0.0, "p_param": 0.0}], ids=["loss", "no loss"])
+def test_between_two_ranks_it_is_the_same_as_torch(rates, dtype):
+    """Of two values there is one sum."""
+    tiny = TinyGPT(dtype=dtype, accumulation=2, **OVERLAPS["both"])
+    config = dataclasses.replace(PIECES, **rates)
+    mine = run_ranks(contract.plain, 2, tiny, config, 4)
+    theirs = run_ranks(contract.plain, 2, tiny, dataclasses.replace(config, transport="torch"), 4)
+    for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
+        assert reports == expected_reports
+        for key, value in expected.items():
+            np.testing.assert_array_equal(weights[key], value, err_msg=key)
+
+
+def test_four_virtual_workers_are_four_ranks_bit_for_bit():
+    """Without clipping: torch adds up the gradient norm of the ranks in an order of its own."""
+    chosen = [
+        (
+            f"{dtype} {rule}",
+            {"dtype": dtype, "clip_grad": 0.0, **OVERLAPS["both"]},
+            dataclasses.replace(PIECES, **flags),
+        )
+        for dtype in ("fp32", "bf16")
+        for rule, flags in (
+            *((rule, {"grad_recovery": rule}) for rule in RULES),
+            ("compensated", {"param_send": "compensated"}),
+        )
+    ]
+    real = run_ranks(real_runs, 4, chosen)
+    [virtual] = run_ranks(virtual_runs, 1, chosen, 4)
+    for name, *_ in chosen:
+        for step, (losses, _, replicas, _) in enumerate(virtual[name]):
+            for rank in range(4):
+                loss, _, replica, _ = real[rank][name][step]
+                assert losses[rank] == loss, (name, step, rank)
+                for key in replica:
+                    np.testing.assert_array_equal(replicas[rank][key], replica[key], f"{name}, step {step}")
