@@ -1,0 +1,631 @@
+"""The engine of this process, its channels, and the exchanges that they carry."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+
+from ...errors import UsageError, refuse
+from . import build, session
+from .address import resolve, speed_of
+from .packet import PHASES, overhead
+from .settings import UdpSettings
+
+MIB = 1 << 20
+SECOND = 1_000_000_000
+#: Seconds in which ranks find each other, once all have opened a channel.
+PROBE_TIME = 3.0
+#: Seconds between looks at signals while waiting.
+_SLICE = 0.2
+#: Complete times that ``--udp-deadline auto`` looks back on, and that it needs.
+_HISTORY, _ENOUGH = 100, 20
+#: DATA that may always be on the way, whatever the receiver's buffer.
+LEAST_WINDOW = 32
+
+Pointers = Sequence[int | None]
+
+
+class PeerLost(RuntimeError):
+    """A rank is gone: its process, or the way to it. No exchange of the channel will complete any more."""
+
+
+class _Settings(ctypes.Structure):
+    _fields_ = [
+        ("rate", ctypes.c_double),
+        ("reorder", ctypes.c_int64),
+        ("peer_timeout", ctypes.c_int64),
+        ("eager", ctypes.c_uint64),
+        ("memory", ctypes.c_uint64),
+        ("instance", ctypes.c_uint64),
+        ("packet", ctypes.c_uint32),
+        ("cipher", ctypes.c_int),
+        ("delay_based", ctypes.c_int),
+    ]
+
+
+def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, i, u32, u64, i64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64
+    size, text, double = ctypes.c_size_t, ctypes.c_char_p, ctypes.c_double
+    for name, result, *arguments in (
+        ("load_cipher", i),
+        ("engine_counter_names", text),
+        ("member_counter_names", text),
+        ("create", pointer, ctypes.POINTER(_Settings), pointer, u32, i, i, ctypes.POINTER(i64)),
+        ("free", None, pointer),
+        ("channel", pointer, pointer, u32, u32, u32, u32, u32, u32),
+        ("bucket", None, pointer, i, u32, u64, u32),
+        ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u32, text, text, i64),
+        ("open", None, pointer),
+        ("probe", None, pointer, i64),
+        ("probed", i, pointer, u32),
+        ("linger", i, pointer, i64),
+        ("close", None, pointer, i64),
+        ("copies", i, pointer, i, u32, pointer, u32, pointer),
+        ("post", i, pointer, i, u32, u32, pointer, pointer, i64, i64, ctypes.POINTER(pointer)),
+        ("send", i, pointer, i, u32, u32, pointer, ctypes.POINTER(pointer)),
+        ("wait", i, pointer, i, i64),
+        ("took", i64, pointer),
+        ("missing", i, pointer),
+        ("release", None, pointer),
+        ("failed", i, pointer, ctypes.POINTER(i)),
+        ("member_counters", None, pointer, u32, pointer),
+        ("engine_counters", None, pointer, pointer),
+        ("member_rate", None, pointer, u32, pointer),
+        # Without socket and thread, for tests:
+        ("handle", i, pointer, pointer, pointer, size, i64),
+        ("produce", i, pointer, i64, pointer, pointer),
+        ("timers", None, pointer, i64),
+        ("due", i64, pointer),
+        ("rate_new", pointer, double, double, i),
+        ("rate_free", None, pointer),
+        ("rate_sample", None, pointer, i64, i64),
+        ("rate_report", None, pointer, i64, u64, u64, u64, u32),
+        ("rate_get", None, pointer, pointer),
+    ):
+        function = getattr(lib, f"ml_{name}")
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The compiled engine."""
+    path = build.library()
+    try:
+        return _declare(ctypes.CDLL(str(path)))
+    except OSError as error:
+        raise UsageError(f"--transport udp: {path} cannot be loaded ({error}); remove it to build it again") from None
+
+
+def pack_address(address: str, port: int) -> bytes:
+    """A ``struct sockaddr`` of this machine."""
+    family, found = resolve(address, port)
+    packed = bytes(ctypes.c_uint16(family)) + port.to_bytes(2, "big")
+    raw = socket.inet_pton(family, found[0].partition("%")[0])
+    if family == socket.AF_INET:
+        return packed + raw + bytes(8)
+    scope = ctypes.c_uint32(found[3])
+    return packed + bytes(4) + raw + bytes(scope)
+
+
+def charge(datagram: int) -> int:
+    """Bytes of a socket's buffer that the kernel takes for a datagram of Ethernet's size, or a larger one."""
+    return 2304 if datagram <= 1500 else (1 << (datagram + 320).bit_length()) + 256
+
+
+def windows(granted: int, datagram: int, peers: int) -> tuple[int, int]:
+    """DATA that each of ``peers`` may have on the way to a socket with ``granted`` bytes: with ease, and at most."""
+    held = granted // charge(datagram) // max(peers, 1)
+    return max(held // 3, LEAST_WINDOW), max(held * 9 // 10, LEAST_WINDOW)
+
+
+class Engine:
+    """One socket and one thread. A context manager.
+
+    Args:
+        settings: of this process.
+        address: what to send from, numeric (:func:`.address.find_address`).
+        log: called with lines for the user.
+        local_rank: added to ``settings.port``, unless that is 0.
+        sharers: processes of this host that share the interface's speed, where no rate is set.
+    """
+
+    def __init__(
+        self,
+        settings: UdpSettings,
+        address: str,
+        log: Callable[[str], None] = print,
+        *,
+        local_rank: int = 0,
+        sharers: int = 1,
+    ) -> None:
+        self.settings = settings
+        self.address = address
+        self.log = log
+        self.instance = int.from_bytes(os.urandom(8), "little")
+        self.datagram = settings.packet_bytes + overhead(settings.cipher)
+        self.rate = settings.rate or speed_of(address) / sharers
+        self._channels: list[Channel] = []
+        self._lib = load()
+        if settings.cipher != "none" and self._lib.ml_load_cipher():
+            raise refuse("--udp-cipher", settings.cipher, "needs libcrypto.so.3 or libcrypto.so.1.1: install OpenSSL")
+        packed = pack_address(address, settings.port + local_rank if settings.port else 0)
+        result = (ctypes.c_int64 * 3)()
+        # A privileged process gets what it asks for; the others what net.core.rmem_max allows.
+        self._engine = self._lib.ml_create(
+            ctypes.byref(self.c_settings()), packed, len(packed), settings.socket_buffer, 1, result
+        )
+        if not self._engine:
+            raise self._refusal(result[2], settings.port + local_rank)
+        self.port: int = result[0]
+        #: Bytes of the receive buffer, as the kernel counts them.
+        self.granted: int = result[1]
+        if self.granted < 8 * MIB:
+            log(
+                f"udp: the receive buffer of {address}:{self.port} holds {self.granted // charge(self.datagram)} "
+                "datagrams; for 4 MiB: sysctl -w net.core.rmem_max=4194304"
+            )
+        if settings.rate_control == "fixed":
+            log(f"udp: fixed rate of {self.rate / 1e6:.0f} MB/s, whatever else the network carries")
+
+    def c_settings(self) -> _Settings:
+        settings = self.settings
+        return _Settings(
+            rate=self.rate,
+            reorder=-1 if settings.reorder is None else int(settings.reorder * SECOND),
+            peer_timeout=int(settings.peer_timeout * SECOND),
+            eager=settings.eager_bytes,
+            memory=settings.memory,
+            instance=self.instance,
+            packet=settings.packet_bytes,
+            cipher=settings.cipher != "none",
+            delay_based=settings.rate_control == "delay",
+        )
+
+    def _refusal(self, number: int, port: int) -> Exception:
+        if number in (errno.EADDRINUSE, errno.EACCES):
+            return refuse("--udp-port", port, f"{os.strerror(number)} on {self.address}")
+        if number in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL):
+            return refuse("--udp-interface", self.address, f"{os.strerror(number)} on this host")
+        return OSError(number, os.strerror(number), "the UDP socket")
+
+    def open(
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        store: session.Store,
+        prefix: str,
+        buckets: session.Buckets,
+        *,
+        peers: Collection[int] | None = None,
+    ) -> Channel:
+        """A channel of ``size`` ranks; all of them must call this.
+
+        Args:
+            name: of the channel, in messages.
+            rank: this one's.
+            store: what all ranks read and write; ``get`` waits for a key.
+            prefix: of the keys, of this channel alone.
+            buckets: for ``"grad"`` and ``"param"``, of each bucket: bytes of a shard, and of a unit.
+            peers: the ranks that are reached over UDP, all if ``None``. If i names j, j must name i.
+        """
+        channel = Channel(self, name, rank, size, store, prefix, buckets, peers)
+        self._channels.append(channel)
+        return channel
+
+    def counters(self) -> dict[str, int]:
+        """Of the socket, and of datagrams that belong to no rank."""
+        names = self._lib.ml_engine_counter_names().decode().rstrip(",").split(",")
+        values = (ctypes.c_uint64 * len(names))()
+        self._lib.ml_engine_counters(self._engine, values)
+        return dict(zip(names, values))
+
+    def close(self, linger: float = 5.0) -> None:
+        """Close all channels, and the socket. ``linger``: :meth:`Channel.close`."""
+        for channel in list(self._channels):
+            channel.close(linger)
+        if self._engine:
+            self._lib.ml_free(self._engine)
+            self._engine = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(linger=0.0 if kind else 5.0)
+
+
+class Channel:
+    """The exchanges of a group of ranks. Made by :meth:`Engine.open`.
+
+    An exchange is known by its phase, step and bucket; steps of a bucket rise. ``post`` says where what others send
+    goes, ``send`` what they get, in any order and from any thread. Buffers must stay where they are, those that are
+    sent unchanged, until :meth:`Transfer.wait` and :meth:`Transfer.sent` have returned, or the channel is closed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        rank: int,
+        size: int,
+        store: session.Store,
+        prefix: str,
+        buckets: session.Buckets,
+        peers: Collection[int] | None,
+    ) -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.peers = sorted(set(range(size) if peers is None else peers) - {rank})
+        self._engine = engine
+        self._lib = engine._lib
+        self._lock = threading.Condition()
+        self._users = 0
+        self._transfers: dict[tuple[int, int, int], Transfer] = {}
+        self._took: dict[tuple[int, int], deque[float]] = {}
+        self._units = {phase: [-(-shard // unit) for shard, unit in buckets.get(phase, ())] for phase in PHASES}
+        settings = engine.settings
+        for phase in PHASES:
+            for number, (shard, unit) in enumerate(buckets.get(phase, ())):
+                if not (shard > 0 and 0 < unit <= settings.packet_bytes):
+                    raise ValueError(f"bucket {number} of {phase}: {unit} of {shard} bytes in a datagram")
+        drawn = _first_draws(store, f"{prefix}/random", rank)
+        self._hellos = self._meet(store, prefix, buckets)
+        self._channel = self._create(session.channel_id(drawn, name), buckets)
+        self._lib.ml_open(self._channel)
+        try:
+            _all(store, f"{prefix}/opened", rank, size, b"1")
+            self._reach(store, prefix)
+        except BaseException:
+            self.close(linger=0.0)
+            raise
+
+    def _meet(self, store: session.Store, prefix: str, buckets: session.Buckets) -> list[session.Hello]:
+        engine, settings = self._engine, self._engine.settings
+        window, limit = windows(engine.granted, engine.datagram, len(self.peers))
+        if window == LEAST_WINDOW and len(self.peers) * window * charge(engine.datagram) > engine.granted:
+            needed = len(self.peers) * window * charge(engine.datagram) // 2
+            engine.log(
+                f"udp: {len(self.peers)} senders may overflow the receive buffer of {engine.address}:{engine.port}: "
+                f"sysctl -w net.core.rmem_max={needed}"
+            )
+        key = os.urandom(16).hex()
+        hello = session.Hello(
+            address=engine.address,
+            port=engine.port,
+            instance=f"{engine.instance:016x}",
+            key=key,
+            proof=session.prove(settings.key, key),
+            buckets=session.digest_buckets(buckets),
+            size=self.size,
+            protocol=session.PROTOCOL,
+            packet_bytes=settings.packet_bytes,
+            cipher=settings.cipher,
+            eager_bytes=settings.eager_bytes,
+            window=window,
+            limit=limit,
+        )
+        texts = _all(store, f"{prefix}/hello", self.rank, self.size, hello.encode())
+        hellos = [session.Hello.decode(text, rank, self.name) for rank, text in enumerate(texts)]
+        session.check_agreement(self.name, hellos, settings.key)
+        return hellos
+
+    def _create(self, number: int, buckets: session.Buckets) -> int:
+        engine, hellos, key = self._engine, self._hellos, self._engine.settings.key
+        counts = [len(buckets.get(phase, ())) for phase in PHASES]
+        channel = self._lib.ml_channel(
+            engine._engine, number, self.rank, self.size, *counts, engine.settings.packet_bytes
+        )
+        if not channel:
+            raise MemoryError(f"channel {self.name}")
+        for phase, index in PHASES.items():
+            for bucket, (shard, unit) in enumerate(buckets.get(phase, ())):
+                self._lib.ml_bucket(channel, index, bucket, shard, unit)
+        ours, _ = windows(engine.granted, engine.datagram, len(self.peers))
+        for peer in self.peers:
+            hello = hellos[peer]
+            packed = pack_address(hello.address, hello.port)
+            keys = (
+                session.flow_key(hellos[self.rank], key, number, self.rank, peer),
+                session.flow_key(hello, key, number, peer, self.rank),
+            )
+            where = (packed, len(packed), int(hello.instance, 16))
+            if self._lib.ml_member(channel, peer, *where, hello.window, hello.limit, ours, *keys, -1):
+                self._lib.ml_close(channel, -1)
+                raise MemoryError(f"rank {peer} of channel {self.name}")
+        return channel
+
+    def _reach(self, store: session.Store, prefix: str) -> None:
+        """Ask every peer for a report on a datagram of full size; the answers give the round trips, too."""
+        until = time.monotonic() + PROBE_TIME
+        self._lib.ml_probe(self._channel, time.monotonic_ns() + int(2 * PROBE_TIME * SECOND))
+        while time.monotonic() < until and any(self._lib.ml_probed(self._channel, peer) != 3 for peer in self.peers):
+            time.sleep(0.001)
+        heard = [r not in self.peers or bool(self._lib.ml_probed(self._channel, r) & 1) for r in range(self.size)]
+        rows = _all(store, f"{prefix}/heard", self.rank, self.size, bytes(heard))
+        session.check_reached(self.name, self._hellos, [[bool(x) for x in row] for row in rows], self._engine.datagram)
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        with self._lock:
+            if self._channel is None:
+                raise RuntimeError(f"channel {self.name} is closed")
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._lock.notify_all()
+
+    def _pointers(self, pointers: Pointers) -> ctypes.Array:
+        if len(pointers) != self.size:
+            raise ValueError(f"{len(pointers)} pointers for {self.size} ranks")
+        return (ctypes.c_void_p * self.size)(*pointers)
+
+    def _begun(self, phase: str, step: int, bucket: int) -> Transfer:
+        """The transfer of an exchange, new if this is its first half."""
+        if not 0 <= bucket < len(self._units[phase]):
+            raise ValueError(f"{phase} has {len(self._units[phase])} buckets, not a bucket {bucket}")
+        key = (PHASES[phase], bucket, step % 2**32)
+        with self._lock:
+            # A channel that only sends, or only receives, would keep halves for ever.
+            for old in [k for k in self._transfers if k[:2] == key[:2] and (step - k[2]) % 2**32 - 1 < 2**31 - 1]:
+                self._transfers[old]._forget_half()
+            return self._transfers.setdefault(key, Transfer(self, key))
+
+    def post(self, phase: str, step: int, bucket: int, destinations: Pointers) -> Transfer:
+        """Say where the piece of each source goes: addresses, ``None`` for this rank and for who sends nothing."""
+        with self._using():
+            transfer = self._begun(phase, step, bucket)
+            arrived = np.zeros((self.size, self._units[phase][bucket]), np.bool_)
+            handle = ctypes.c_void_p()
+            deadline = int(self._deadline(transfer.key[:2]) * SECOND)
+            transfer.arrived = arrived
+            self._check(
+                self._lib.ml_post(
+                    self._channel, *transfer.c_key, self._pointers(destinations), arrived.ctypes.data, deadline, -1,
+                    ctypes.byref(handle),
+                ),
+                transfer,
+            )  # fmt: skip
+            transfer._add(handle, posted=True)
+            return transfer
+
+    def send(self, phase: str, step: int, bucket: int, sources: Pointers) -> Transfer:
+        """Say what each destination gets: addresses, ``None`` for this rank and for who gets nothing."""
+        with self._using():
+            transfer = self._begun(phase, step, bucket)
+            handle = ctypes.c_void_p()
+            pointers = self._pointers(sources)
+            self._check(self._lib.ml_send(self._channel, *transfer.c_key, pointers, ctypes.byref(handle)), transfer)
+            transfer._add(handle, sending=True)
+            return transfer
+
+    def transfer(self, phase: str, step: int, bucket: int) -> Transfer:
+        """The exchange that was posted or sent, while a half of it is outstanding."""
+        with self._lock:
+            found = self._transfers.get((PHASES[phase], bucket, step % 2**32))
+        if found is None:
+            raise ValueError(f"{phase} {step}, bucket {bucket} of {self.name}: neither posted nor sent")
+        return found
+
+    def copies(self, phase: str, bucket: int, mask: np.ndarray) -> None:
+        """Send the units of ``mask`` three times, a third of the message apart. Not while the bucket is being sent."""
+        units = self._units[phase][bucket]
+        mask = np.asarray(mask, np.bool_)
+        if mask.shape != (units,):
+            raise ValueError(f"a mask of {mask.shape} for {units} units")
+        (chosen,) = np.nonzero(mask)
+        plain = np.arange(units)
+        order = np.concatenate([plain, chosen, chosen])
+        places = np.concatenate([plain, (chosen + units // 3) % units, (chosen + 2 * units // 3) % units])
+        order = np.ascontiguousarray(order[np.argsort(places, kind="stable")], np.uint32)
+        tags = np.ascontiguousarray(mask, np.uint8)
+        with self._using():
+            result = self._lib.ml_copies(
+                self._channel, PHASES[phase], bucket, order.ctypes.data, len(order), tags.ctypes.data
+            )
+        if result:
+            raise RuntimeError(
+                f"{phase}, bucket {bucket} of {self.name} is being sent" if result == -2 else "no memory"
+            )
+
+    def _deadline(self, key: tuple[int, int]) -> float:
+        deadline = self._engine.settings.deadline
+        if deadline != "auto":
+            return deadline or 0.0
+        took = self._took.get(key, ())
+        return 1.2 * float(np.quantile(took, 0.95)) if len(took) >= _ENOUGH else 0.0
+
+    def _check(self, result: int, transfer: Transfer) -> None:
+        if result == -1:
+            raise self.lost()
+        if result == -2:
+            raise ValueError(f"{transfer}: not later than the last step of this bucket")
+        if result:
+            raise MemoryError(str(transfer))
+
+    def lost(self) -> PeerLost:
+        """Who is gone, as far as the engine knows."""
+        culprit = ctypes.c_int()
+        reason = self._lib.ml_failed(self._channel, ctypes.byref(culprit))
+        why = {
+            1: f"no datagram for {self._engine.settings.peer_timeout:g} s, process gone or UDP blocked",
+            2: "its host refuses datagrams, process gone",
+            3: "it has closed the channel",
+        }
+        rank = culprit.value
+        return PeerLost(f"rank {rank} of {self.name} ({self._hellos[rank].where}): {why[reason]}")
+
+    def where(self, rank: int) -> str:
+        """Address and port of ``rank``."""
+        return self._hellos[rank].where
+
+    def counters(self) -> dict[int, dict[str, int]]:
+        """Of each peer."""
+        names = self._lib.ml_member_counter_names().decode().rstrip(",").split(",")
+        result = {}
+        with self._using():
+            for peer in self.peers:
+                values = (ctypes.c_uint64 * len(names))()
+                self._lib.ml_member_counters(self._channel, peer, values)
+                result[peer] = dict(zip(names, values))
+        return result
+
+    def rates(self) -> dict[int, dict[str, float]]:
+        """Towards each peer: bytes per second; seconds; the share lost that is not ours; what arrived of late."""
+        result = {}
+        with self._using():
+            for peer in self.peers:
+                values = (ctypes.c_double * 5)()
+                self._lib.ml_member_rate(self._channel, peer, values)
+                result[peer] = dict(zip(("rate", "rtt_min", "foreign_loss", "delivered", "outstanding"), values))
+        return result
+
+    def close(self, linger: float = 5.0) -> None:
+        """Buffers are not touched after this.
+
+        Args:
+            linger: seconds to wait until peers have what was sent; they may still be asking for it.
+        """
+        with self._lock:
+            channel, self._channel = getattr(self, "_channel", None), None
+            if channel is None:
+                return
+            while self._users:
+                self._lock.wait()
+            transfers = list(self._transfers.values())
+            self._transfers.clear()
+        if linger > 0:
+            self._lib.ml_linger(channel, int(linger * SECOND))
+        for transfer in transfers:
+            transfer._drop()
+        self._lib.ml_close(channel, -1)
+        if self in self._engine._channels:
+            self._engine._channels.remove(self)
+
+
+class Transfer:
+    """One exchange, from its first half on."""
+
+    def __init__(self, channel: Channel, key: tuple[int, int, int]) -> None:
+        self.key = key
+        self.arrived: np.ndarray | None = None
+        #: Seconds from the posting to the end.
+        self.took: float | None = None
+        self._channel = channel
+        self._lib = channel._lib
+        self._handle: ctypes.c_void_p | None = None
+        self._posted = self._sending = self._all_sent = False
+
+    def __str__(self) -> str:
+        phase, bucket, step = self.key
+        return f"{list(PHASES)[phase]} {step}, bucket {bucket} of {self._channel.name}"
+
+    @property
+    def c_key(self) -> tuple[int, int, int]:
+        phase, bucket, step = self.key
+        return phase, step, bucket
+
+    def _add(self, handle: ctypes.c_void_p, posted: bool = False, sending: bool = False) -> None:
+        with self._channel._lock:
+            self._posted |= posted
+            self._sending |= sending
+            if self._handle is None:
+                self._handle = handle
+            else:
+                self._lib.ml_release(handle)
+
+    def _drop(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._lib.ml_release(handle)
+
+    def _forget_half(self) -> None:
+        """Called with the channel's lock: a later step began. Both halves, or the only one, may be over."""
+        over = not self._posted or self.took is not None
+        if over and (not self._sending or self._all_sent):
+            self._channel._transfers.pop(self.key, None)
+            self._drop()
+
+    def _settle(self) -> None:
+        with self._channel._lock:
+            if self.took is not None and self._all_sent:
+                self._channel._transfers.pop(self.key, None)
+                self._drop()
+
+    def done(self) -> bool:
+        """Whether everything has arrived that will. Raises :class:`PeerLost`."""
+        return self._wait(0, 0.0)
+
+    def wait(self, timeout: float | None = None) -> np.ndarray:
+        """bool[N, units]: what arrived, the own row all true, that of a source without destination all false.
+
+        Waits for the exchange to be posted, too, and not for what this rank sends.
+        Raises :class:`PeerLost`, or TimeoutError after ``timeout`` seconds; the engine may then still write.
+        """
+        if not self._wait(0, timeout):
+            raise TimeoutError(f"{self}: {self._missing()} after {timeout:g} s")
+        return self.arrived
+
+    def sent(self, timeout: float | None = None) -> None:
+        """Wait until nothing is read from the sources any more; also until ``send`` is called."""
+        if not self._wait(1, timeout):
+            raise TimeoutError(f"{self}: not all sent after {timeout:g} s")
+
+    def _missing(self) -> str:
+        with self._channel._using():
+            rank = self._lib.ml_missing(self._handle) if self._handle is not None else -1
+        return "not posted" if rank < 0 else f"waits for rank {rank} ({self._channel.where(rank)})"
+
+    def _wait(self, what: int, timeout: float | None) -> bool:
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if self._all_sent if what else self.took is not None:
+                return True
+            rest = _SLICE if until is None else min(until - time.monotonic(), _SLICE)
+            with self._channel._using():
+                result = self._lib.ml_wait(self._handle, what, max(int(rest * SECOND), 0))
+                if result < 0:
+                    raise self._channel.lost()
+                if result == 0:
+                    self._note(what)
+            if result == 0:
+                self._settle()
+                return True
+            if rest <= 0 or (until is not None and time.monotonic() >= until):
+                return False
+
+    def _note(self, what: int) -> None:
+        channel = self._channel
+        with channel._lock:
+            if what:
+                self._all_sent = True
+            elif self.took is None:
+                self.took = self._lib.ml_took(self._handle) / SECOND
+                channel._took.setdefault(self.key[:2], deque(maxlen=_HISTORY)).append(self.took)
+
+
+def _first_draws(store: session.Store, key: str, rank: int) -> bytes:
+    if rank == 0:
+        store.set(key, os.urandom(16))
+    return store.get(key)
+
+
+def _all(store: session.Store, key: str, rank: int, size: int, value: bytes) -> list[bytes]:
+    """What every rank says under ``key``."""
+    store.set(f"{key}/{rank}", value)
+    return [bytes(store.get(f"{key}/{other}")) for other in range(size)]

@@ -1,0 +1,59 @@
+"""The datagram: a header of 28 bytes, little-endian, the payload, and 16 bytes of tag where there is a cipher."""
+
+from __future__ import annotations
+
+import numpy as np
+
+VERSION = 1
+DATA, END, READY, REPORT, ALIVE, PROBE = range(1, 7)
+PHASES = {"grad": 0, "param": 1}
+TAG_BYTES = 16
+
+HEADER = np.dtype(
+    [
+        ("kind", "u1"),  # version in the high four bits, type in the low ones
+        ("tag", "u1"),  # bits 0 to 2: 1 for a unit that is sent several times; the others are 0
+        ("source", "<u2"),  # rank in the channel
+        ("channel", "<u4"),
+        ("number", "<u8"),  # counts the datagrams from one process to another; the nonce
+        ("step", "<u4"),
+        ("bucket", "<u2"),
+        ("phase", "u1"),
+        ("attempt", "u1"),  # 0
+        (
+            "index",
+            "<u4",
+        ),  # DATA: unit. END: units of the message. READY: 1 if the receiver is done. ALIVE: 1 for the last
+    ]
+)
+assert HEADER.itemsize == 28
+
+#: Payload of a REPORT: what has come from its addressee, the highest number + 1, how many µs ago that came, and the
+#: clock of the reporter (µs) then.
+REPORT_PAYLOAD = np.dtype([("datagrams", "<u8"), ("bytes", "<u8"), ("top", "<u8"), ("since", "<u4"), ("clock", "<u4")])
+
+
+def overhead(cipher: str) -> int:
+    """Bytes of a datagram beside its unit."""
+    return HEADER.itemsize + (0 if cipher == "none" else TAG_BYTES)
+
+
+def encode(kind: int, payload: bytes = b"", *, version: int = VERSION, **fields: int) -> bytes:
+    """A datagram without tag; fields that are not given are 0."""
+    header = np.zeros((), HEADER)
+    header["kind"] = version << 4 | kind
+    for name, value in fields.items():
+        header[name] = value
+    return header.tobytes() + payload
+
+
+def decode(datagram: bytes) -> tuple[int, int, dict[str, int], bytes]:
+    """Version, type, all fields, and what follows the header."""
+    header = np.frombuffer(datagram, HEADER, 1)[0]
+    fields = {name: int(header[name]) for name in HEADER.names[1:]}
+    return int(header["kind"]) >> 4, int(header["kind"]) & 15, fields, datagram[HEADER.itemsize :]
+
+
+def report(datagrams: int, size: int, top: int, since: int = 0, clock: int = 0) -> bytes:
+    """The payload of a REPORT."""
+    return np.array((datagrams, size, top, since, clock), REPORT_PAYLOAD).tobytes()

@@ -1,0 +1,130 @@
+"""What the ranks of a channel tell each other through the store, and what they must agree on. No input or output."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from ...errors import UsageError
+
+#: Of the datagrams and of what stands in the store.
+PROTOCOL = 1
+PHASES = ("grad", "param")
+#: For each phase, of each bucket: bytes of a shard, and of a unit.
+Buckets = Mapping[str, Sequence[tuple[int, int]]]
+
+
+class Store(Protocol):
+    """What a channel needs of torch's store."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What one rank says of itself."""
+
+    address: str
+    port: int
+    instance: str  # of the process, hexadecimal
+    key: str  # random, hexadecimal
+    proof: str  # that it has the same --udp-key-file
+    buckets: str  # their digest
+    size: int
+    protocol: int
+    packet_bytes: int
+    cipher: str
+    eager_bytes: int
+    window: int  # DATA of one sender that its buffer holds with ease
+    limit: int  # and at most
+
+    @property
+    def where(self) -> str:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.port}"
+
+    def encode(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, text: bytes, rank: int, name: str) -> Hello:
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            raise UsageError(f"--transport udp: rank {rank} of {name} runs another version of megatron-lossy") from None
+
+
+def digest_buckets(buckets: Buckets) -> str:
+    """Of all that the ranks of a channel must cut alike."""
+    text = json.dumps([[[int(shard), int(unit)] for shard, unit in buckets.get(phase, ())] for phase in PHASES])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def channel_id(drawn: bytes, name: str) -> int:
+    """The number of a channel in datagrams; ``drawn``: random bytes of its first rank."""
+    return int.from_bytes(hashlib.blake2b(drawn + name.encode(), digest_size=4).digest(), "little")
+
+
+def prove(file_key: bytes | None, key: str) -> str:
+    """That one has the key file, for those who have it too."""
+    return hmac.new(file_key or b"", b"megatron-lossy proof" + bytes.fromhex(key), hashlib.sha256).hexdigest()
+
+
+def flow_key(hello: Hello, file_key: bytes | None, channel: int, source: int, destination: int) -> bytes:
+    """HKDF-SHA256: the key of what ``source``, who said ``hello``, sends to ``destination``."""
+    secret = bytes.fromhex(hello.key) + (file_key or b"")
+    info = b"".join(number.to_bytes(4, "little") for number in (channel, source, destination))
+    extracted = hmac.new(b"megatron-lossy udp 1", secret, hashlib.sha256).digest()
+    return hmac.new(extracted, info + b"\x01", hashlib.sha256).digest()[:16]
+
+
+#: Field, how it is called, and the flag that sets it.
+_EQUAL = (
+    ("protocol", "protocol version", "--transport udp"),
+    ("size", "number of ranks", "--transport udp"),
+    ("cipher", "cipher", "--udp-cipher"),
+    ("packet_bytes", "bytes of a unit", "--packet-bytes"),
+    ("eager_bytes", "eager bytes", "--udp-eager-bytes"),
+    ("buckets", "digest of buckets", "--transport udp"),
+)
+
+
+def check_agreement(name: str, hellos: Sequence[Hello], file_key: bytes | None) -> None:
+    """Raise :class:`UsageError`, the same on every rank, unless all can exchange."""
+    first = hellos[0]
+    for rank, hello in enumerate(hellos):
+        for field, what, flag in _EQUAL:
+            mine, theirs = getattr(first, field), getattr(hello, field)
+            if mine != theirs:
+                raise UsageError(f"{flag}: {what} of {name} is {mine} on rank 0 and {theirs} on rank {rank}")
+        if (":" in hello.address) != (":" in first.address):
+            raise UsageError(
+                f"--udp-interface: rank 0 of {name} has the address {first.address} and rank {rank} {hello.address}: "
+                "all must be IPv4 or all IPv6"
+            )
+        if not hmac.compare_digest(hello.proof, prove(file_key, hello.key)):
+            other = "another key than this rank" if file_key else "a key, and this rank has none"
+            raise UsageError(f"--udp-key-file: rank {rank} of {name} ({hello.where}) has {other}")
+    places: dict[tuple[str, int], int] = {}
+    for rank, hello in enumerate(hellos):
+        other = places.setdefault((hello.address, hello.port), rank)
+        if other != rank:
+            raise UsageError(f"--udp-interface: ranks {other} and {rank} of {name} have the same address {hello.where}")
+
+
+def check_reached(name: str, hellos: Sequence[Hello], heard: Sequence[Sequence[bool]], datagram: int) -> None:
+    """Raise :class:`UsageError`, the same on every rank, if some rank got nothing from another one."""
+    for rank, row in enumerate(heard):
+        for source, came in enumerate(row):
+            if not came:
+                raise UsageError(
+                    f"--transport udp: rank {rank} of {name} ({hellos[rank].where}) does not get UDP datagrams of "
+                    f"{datagram:,} bytes from rank {source} ({hellos[source].where}): a firewall, or an MTU below "
+                    f"{datagram + (48 if ':' in hellos[rank].address else 28):,}; --udp-interface names another path"
+                )

@@ -1,0 +1,32 @@
+"""What a user can set about the UDP transport."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class UdpSettings:
+    """One process's. ``rate`` in bytes per second, times in seconds; ``None`` leaves the choice to the engine.
+
+    ``port`` is that of the first process of a host, or 0. All ranks must have the same ``eager_bytes``, ``cipher``,
+    ``key`` and ``packet_bytes``.
+    """
+
+    interface: str | None = None
+    port: int = 0
+    rate: float | None = None
+    rate_control: Literal["delay", "fixed"] = "delay"
+    deadline: float | Literal["auto"] | None = None
+    reorder: float | None = None
+    eager_bytes: int = MIB
+    memory: int = 256 * MIB
+    cipher: Literal["aes-128-gcm", "none"] = "aes-128-gcm"
+    key: bytes | None = None
+    peer_timeout: float = 30.0
+    packet_bytes: int = 1408
+    #: Bytes to ask for as the socket's buffers. Not more than the sysctl allows, but for a privileged process.
+    socket_buffer: int = 16 * MIB
