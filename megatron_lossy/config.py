@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -394,6 +395,7 @@ class LossyConfig:
             raise refuse("--loss-seed", self.loss_seed, "must be in [0, 2^64 - 1]")
         if self.lead is not None and self.param_send == "plain":
             raise refuse("--param-lag", self.param_lag, "needs --param-send compensated")
+        self._check_udp()
         GRAD_RECOVERIES.load(self.grad_recovery).check(self)
         for phase in PHASES:
             self.phase(phase)
@@ -410,6 +412,57 @@ class LossyConfig:
             raise refuse("--loss-unit", self.loss_unit, "must be packet with --transport udp, which loses datagrams")
         if udp and self.lossy_self:
             raise refuse("--lossy-self", "with --transport udp", "cannot be: the own shard never crosses the network")
+
+    def _check_udp(self) -> None:
+        for name in ("udp_rate_control", "udp_cipher"):
+            _one_of(self, name, getattr(self, name))
+        if self.transport != "udp":
+            for field_ in dataclasses.fields(self):
+                if field_.name.startswith("udp_") and getattr(self, field_.name) != field_.default:
+                    value = getattr(self, field_.name)
+                    raise refuse(flag_name(LossyConfig, field_.name), value, "needs --transport udp")
+            return
+        rate, deadline = self.udp_bytes_per_second, self.udp_deadline_seconds
+        if self.udp_rate_control == "fixed" and rate is None:
+            raise refuse("--udp-rate-control", "fixed", "needs --udp-rate")
+        if not 0 <= self.udp_port <= 65535:
+            raise refuse("--udp-port", self.udp_port, "must be in [0, 65535]")
+        if deadline is not None and deadline != "auto" and not 0 < deadline < math.inf:
+            raise refuse("--udp-deadline", self.udp_deadline, "must be off, auto or milliseconds above 0")
+        if self.udp_reorder is not None and not 0 <= self.udp_reorder < math.inf:
+            raise refuse("--udp-reorder", self.udp_reorder, "must be milliseconds of at least 0")
+        if self.udp_eager_bytes < 0:
+            raise refuse("--udp-eager-bytes", self.udp_eager_bytes, "must be at least 0")
+        if self.udp_memory < max(2**20, self.udp_eager_bytes):
+            raise refuse("--udp-memory", self.udp_memory, "must be at least 1 MiB (2^20) and --udp-eager-bytes")
+        if not 1 <= self.udp_peer_timeout < math.inf:
+            raise refuse("--udp-peer-timeout", self.udp_peer_timeout, "must be seconds of at least 1")
+
+    @property
+    def udp_bytes_per_second(self) -> float | None:
+        """``--udp-rate``. Raises :class:`UsageError`."""
+        if self.udp_rate is None:
+            return None
+        found = re.fullmatch(r"([\d.]+)([kmg])bit", self.udp_rate.lower())
+        try:
+            rate = float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]] / 8 if found else 0.0
+        except ValueError:
+            rate = 0.0
+        if not rate > 0:
+            raise refuse(
+                "--udp-rate", self.udp_rate, "must be a number above 0 with kbit, mbit or gbit, such as 10gbit"
+            )
+        return rate
+
+    @property
+    def udp_deadline_seconds(self) -> float | str | None:
+        """``--udp-deadline``: ``None``, "auto" or seconds. Raises :class:`UsageError`."""
+        if self.udp_deadline in ("off", "auto"):
+            return None if self.udp_deadline == "off" else "auto"
+        try:
+            return float(self.udp_deadline) / 1000
+        except ValueError:
+            raise refuse("--udp-deadline", self.udp_deadline, "must be off, auto or milliseconds above 0") from None
 
     def phase(self, phase: str) -> PhaseLoss:
         """How ``phase`` ("grad" or "param") loses data. Raises :class:`UsageError`."""

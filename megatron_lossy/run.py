@@ -74,6 +74,8 @@ class Run(ABC):
         # At once, since files may be large, and be gone when something is saved.
         self._flags = _identity_of(config) if config.save_replicas and not config.lossless else {}
         self.after_update: list[Callable[[Run], None]] = []
+        #: What is over, but of which the observers have not been told: its last exchanges may still be under way.
+        self._untold: tuple[int, bool, bool] | None = None
 
     # --- in what real and virtual runs differ ----------------------------------------------------------------------
 
@@ -136,6 +138,7 @@ class Run(ABC):
 
     def begin_update(self) -> None:
         """The owners' shards are about to be updated."""
+        self.tell_observers()
         for observer in self.observers:
             observer.before_update(self.iteration, self.replicas)
 
@@ -146,22 +149,33 @@ class Run(ABC):
         if successful:
             for act in self.after_update:
                 act(self)
-        self._tell_observers(successful, all_reduced)
+        self.tell_observers()
+        self._untold = (self.iteration, successful, all_reduced)
+        if not any(group.transport.observed for group in self.groups):
+            self.tell_observers()
         self.iteration += 1
         for group in self.groups:
             group.prepare(self.iteration, self.following)
 
-    def _tell_observers(self, successful: bool, all_reduced: bool) -> None:
+    def tell_observers(self, look: Callable[[], Sequence[Replicas]] | None = None) -> None:
+        """Tell the observers of the last iteration, all of whose exchanges are over.
+
+        Drawn losses are known at its end. What a network lost in its gather is known in the next forward pass, or never
+        if there is none. ``look``: in the place of that at all replicas.
+        """
+        if self._untold is None:
+            return
+        (iteration, successful, all_reduced), self._untold = self._untold, None
         if not self.observers:
             return
         happened = {"grad": not all_reduced, "param": successful}
         for stream in self.streams:
             for phase in PHASES:
-                delivery = stream.delivery(phase, self.iteration) if happened[phase] else None
+                delivery = stream.delivery(phase, iteration) if happened[phase] else None
                 for observer in self.observers if delivery is not None else ():
                     observer.observe(delivery)
         for observer in self.observers:
-            observer.finish_iteration(self.iteration, successful, self._look)
+            observer.finish_iteration(iteration, successful, look or self._look)
 
     def _look(self) -> Sequence[Replicas]:
         if self.update is None:
@@ -182,6 +196,7 @@ class Run(ABC):
 
     def set_iteration(self, iteration: int) -> None:
         """A checkpoint of ``iteration`` attempted iterations was loaded: all replicas are equal."""
+        self._untold = None
         self.iteration = iteration
         self.update = None
         for group in self.groups:
@@ -195,13 +210,19 @@ class Run(ABC):
 
     def uninstall(self) -> None:
         """The run is over: close the observers."""
+        self.tell_observers(list)  # nobody may be there any more to look at replicas together
         for observer in self.observers:
             observer.close()
+        for group in self.groups:
+            group.close()
 
     # --- saved replicas --------------------------------------------------------------------------------------------
 
     def save_replicas(self, folder: str | os.PathLike) -> None:
         """With ``--save-replicas``: write what makes the replicas differ, and the state of rules and observers."""
+        if self._untold is not None:
+            self.settle()
+            self.tell_observers()
         for observer in self.observers:
             observer.save()
         if not self.config.save_replicas or self.config.lossless:

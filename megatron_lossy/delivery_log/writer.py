@@ -208,6 +208,7 @@ class DeliveryLog(Observer):
         config = self._config
         return (
             config.loss_unit == "packet"
+            and config.transport != "udp"
             and not config.delivery_log_bitmaps
             and CHANNELS.load(config.phase(phase).model).redrawable
         )

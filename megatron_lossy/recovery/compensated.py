@@ -74,6 +74,9 @@ class Compensated(Stale):
         if own is not None:
             copies.used_here((own,))
             sent.copy_(own)
+            mine = output[self.rank * self.units.shard : (self.rank + 1) * self.units.shard]
+            if mine.data_ptr() != sent.data_ptr():
+                mine.copy_(own)
 
     def state_dict(self) -> dict[str, Any]:
         return {"lead": self._lead, "step": self._step}

@@ -132,3 +132,6 @@ class Transport(ABC):
 
     def prepare(self, exchange: Exchange) -> None:
         """``exchange`` comes next."""
+
+    def close(self) -> None:
+        """There are no more exchanges."""

@@ -124,6 +124,10 @@ class LossyGroup:
         check_links(networks, stream, parts, len(members), steps)
         if config.transport == "pieces":
             return cls(config, Pieces(networks, stream, members, rank, parts, group=group))
+        if config.transport == "udp":
+            from .udp.process import open_transport  # which starts a thread
+
+            return cls(config, open_transport(config, buckets, networks, stream, members, rank, parts, group))
         return cls(config, CollectiveTransport(networks, stream, members, rank, parts))
 
     # --- exchanges -----------------------------------------------------------------------------------------------
@@ -326,6 +330,10 @@ class LossyGroup:
         for rules in self.rules.values():
             for rule in rules:
                 rule.finish_step(step, successful)
+
+    def close(self) -> None:
+        """There are no more exchanges."""
+        self.transport.close()
 
     def restart(self) -> None:
         """All replicas are equal."""

@@ -1,0 +1,323 @@
+"""``--transport udp``: the exchanges of one group as datagrams. What has not arrived in time is lost, and is reported.
+
+The engine writes what arrives where it belongs; here tensors become addresses, and bitmaps deliveries. An exchange that
+is made again (evaluation, a save, a rerun) crosses torch's process group, with the delivery that was observed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
+from ...recovery import rows_for
+from ...recovery.rows import IndexedRows, Saved
+from ..base import Collective, Transfer
+from ..drawn import Networks, draw
+from ..network import Network
+from ..pieces import PieceTransport
+from .engine import Channel, Engine
+from .engine import Transfer as Datagrams
+
+logger = logging.getLogger(__name__)
+
+#: By phase, for each bucket: the dtype that crosses.
+Dtypes = dict[str, Sequence[torch.dtype]]
+
+
+class UdpTransport(PieceTransport):
+    """One rank's exchanges with the other ranks of ``group``, over a channel of ``engine``.
+
+    ``networks``: what is drawn to be lost beside what is lost; with nodes, those of a node exchange over ``group``.
+    ``open_channel(buckets, peers)``: opens the channel, a collective call.
+    """
+
+    observed = True
+
+    def __init__(
+        self,
+        networks: Networks,
+        stream: Stream,
+        members: Sequence[int],
+        rank: int,
+        cut: dict[str, Sequence[BucketUnits]],
+        dtypes: Dtypes,
+        group: dist.ProcessGroup | None,
+        open_channel: Callable[[dict[str, list[tuple[int, int]]], list[int]], Channel],
+    ) -> None:
+        super().__init__(stream, members, rank, cut)
+        self.networks = networks
+        self.group = group
+        nodes = networks["grad"].nodes
+        here = nodes[list(members)] if nodes is not None else np.arange(self.size)
+        others = [other for other in range(self.size) if other != rank]
+        #: Ranks of the group that are reached without datagrams, and those that are not.
+        self.near = [other for other in others if here[other] == here[rank]]
+        self.far = [other for other in others if other not in self.near]
+        # Ranks have none to send to where all are on one node; then all have none.
+        self._alone = len(set(here.tolist())) < 2
+        self._sizes = {
+            phase: [
+                (units.shard * dtype.itemsize, units.elements * dtype.itemsize)
+                for units, dtype in zip(cut[phase], dtypes[phase], strict=True)
+            ]
+            for phase in cut
+        }
+        self._channel = None if self._alone else open_channel(self._sizes, self.far)
+        self._deliveries: dict[str, list[tuple[Delivery, set[int]]]] = {phase: [] for phase in cut}
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._agreements: dict[tuple[str, int], tuple[np.ndarray, dist.ProcessGroup]] = {}
+        self._sender: ThreadPoolExecutor | None = None
+
+    def lossless(self, phase: str) -> bool:
+        return self._alone
+
+    # --- exchanges -----------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        exchange: Exchange,
+        bucket: int,
+        buffer: torch.Tensor,
+        collective: Collective,
+        sent: torch.Tensor | None = None,
+    ) -> Transfer:
+        delivery, made = self._delivery(exchange)
+        if bucket in made:
+            return self.reliably(exchange, bucket, buffer, sent, lambda: delivery)
+        made.add(bucket)
+        begin = self._begin_grads if exchange.phase == "grad" else self._begin_params
+        return begin(delivery, bucket, buffer, sent)
+
+    def _begin_grads(self, delivery: Delivery, bucket: int, buffer: torch.Tensor, _: Any) -> Transfer:
+        pieces = torch.empty_like(buffer)
+        rows, own = pieces.chunk(self.size), buffer.chunk(self.size)
+        rows[self.rank].copy_(own[self.rank])
+        near = self._exchange_near([own[other] for other in self.near], [rows[other] for other in self.near])
+        stage = _Stage(buffer, pieces) if buffer.device.type != "cpu" else None
+        here, there = (buffer, pieces) if stage is None else (stage.out, stage.back)
+        udp = self._over_udp(delivery, bucket, there, [part.data_ptr() for part in here.chunk(self.size)], stage)
+
+        def arrived() -> Delivery:
+            self._record(delivery, bucket, udp)
+            if stage is not None:
+                stage.bring([rows[other] for other in self.far], [there.chunk(self.size)[other] for other in self.far])
+            return delivery
+
+        return Transfer(_Waits([*near, udp]), arrived, pieces=pieces)
+
+    def _begin_params(self, delivery: Delivery, bucket: int, buffer: torch.Tensor, sent: torch.Tensor) -> Transfer:
+        rows, units = buffer.chunk(self.size), self.cut["param"][bucket]
+        near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
+        # On a CPU what arrives is written into the replica at once; nobody reads it before the exchange is over.
+        withdrawn = self._may_be_withdrawn(delivery.exchange, bucket) if buffer.device.type == "cpu" else None
+        old = IndexedRows.take(buffer, units, withdrawn) if withdrawn is not None else None
+        stage = _Stage(sent, buffer) if buffer.device.type != "cpu" else None
+        here, there = (sent, buffer) if stage is None else (stage.out, stage.back)
+        udp = self._over_udp(delivery, bucket, there, [here.data_ptr()] * self.size, stage)
+
+        def arrived() -> Delivery:
+            self._record(delivery, bucket, udp)
+            if rows[self.rank].data_ptr() != sent.data_ptr():
+                rows[self.rank].copy_(sent)
+            if stage is not None:
+                stage.write(buffer, units, delivery, self.far)
+            elif old is not None:
+                with torch.no_grad():
+                    _restore(buffer, units, withdrawn, old, delivery)
+            return delivery
+
+        return Transfer(_Waits([*near, udp]), arrived)
+
+    def _exchange_near(self, out: list[torch.Tensor], into: list[torch.Tensor]) -> list[Any]:
+        """Exchange with the ranks of this node over torch."""
+        if not self.near:
+            return []
+        ranks = [dist.get_global_rank(self.group or dist.group.WORLD, other) for other in self.near]
+        pairs = zip(ranks, out, into, strict=True)
+        operations = [
+            operation
+            for peer, mine, theirs in pairs
+            for operation in (
+                dist.P2POp(dist.irecv, theirs, peer, self.group),
+                dist.P2POp(dist.isend, mine, peer, self.group),
+            )
+        ]
+        return dist.batch_isend_irecv(operations)
+
+    def _over_udp(
+        self, delivery: Delivery, bucket: int, there: torch.Tensor, sources: list[int], stage: _Stage | None
+    ) -> _Exchange:
+        phase = delivery.exchange.phase
+        number = self._numbers[phase, bucket] = self._numbers.get((phase, bucket), -1) + 1
+        places = [part.data_ptr() for part in there.chunk(self.size)]
+        transfer = self._channel.post(phase, number, bucket, self._only_far(places))
+
+        def send() -> None:
+            self._channel.send(phase, number, bucket, self._only_far(sources))
+
+        if stage is None:
+            send()
+            return _Exchange(transfer, None)
+        if self._sender is None:
+            self._sender = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-udp")
+        return _Exchange(transfer, self._sender.submit(lambda: (stage.ready(), send())))
+
+    def _only_far(self, pointers: Sequence[int]) -> list[int | None]:
+        return [pointer if other in self.far else None for other, pointer in enumerate(pointers)]
+
+    # --- deliveries ----------------------------------------------------------------------------------------------
+
+    def _delivery(self, exchange: Exchange) -> tuple[Delivery, set[int]]:
+        """Of ``exchange``, and the buckets that were begun; filled in as they arrive."""
+        known = self._deliveries[exchange.phase]
+        for found in known:
+            if found[0].exchange == exchange:
+                return found
+        cut = self.cut[exchange.phase]
+        arrived = np.zeros((1, self.size, units_of(cut)), dtype=bool)
+        delivery = Delivery(exchange, self.members, [self.members[self.rank]], arrived, cut)
+        self._deliveries[exchange.phase] = [*known[-1:], (delivery, set())]
+        return self._deliveries[exchange.phase][-1]
+
+    def _record(self, delivery: Delivery, bucket: int, udp: _Exchange) -> None:
+        phase = delivery.exchange.phase
+        arrived = udp.transfer.arrived.copy()
+        arrived[[*self.near, self.rank]] = True
+        network: Network = self.networks[phase]
+        units = self.cut[phase][bucket]
+        if not network.lossless:
+            arrived &= self._drawn(network, delivery.exchange)[0][:, units.numbers]
+        if (phase, bucket) in self._agreements:
+            arrived = self._agreed(phase, bucket, arrived)
+        delivery.arrived[0][:, units.numbers] = arrived
+
+    def _may_be_withdrawn(self, exchange: Exchange, bucket: int) -> Lost | None:
+        """Units of parameters that may arrive and yet count as lost."""
+        units, network = self.cut["param"][bucket], self.networks["param"]
+        mask = np.zeros((self.size, units.count), dtype=bool)
+        if not network.lossless:
+            mask |= ~self._drawn(network, exchange)[0][:, units.numbers]
+        if ("param", bucket) in self._agreements:
+            mask |= self._agreements["param", bucket][0]
+        return Lost(mask) if mask.any() else None
+
+    def _drawn(self, network: Network, exchange: Exchange) -> np.ndarray:
+        cut = self.cut[exchange.phase]
+        return draw(network, exchange, self.members, [self.members[self.rank]], cut)
+
+    def agree(self, phase: str, bucket: int, replicated: np.ndarray, group: dist.ProcessGroup) -> None:
+        """Let the ranks of ``group`` (tensor parallel), which have copies of the same parameters, lose the same of them.
+
+        ``replicated`` bool[N, units]: where they are, by shard. What one of them lost counts as lost by all, so that these
+        units are sent three times.
+        """
+        if not replicated.any() or self._alone:
+            return
+        mine = replicated if phase == "param" else np.repeat(replicated[self.rank][None], self.size, axis=0)
+        self._agreements[phase, bucket] = mine, group
+        self._channel.copies(phase, bucket, replicated.any(axis=0))
+
+    def _agreed(self, phase: str, bucket: int, arrived: np.ndarray) -> np.ndarray:
+        mask, group = self._agreements[phase, bucket]
+        device = "cpu" if dist.get_backend(group) == "gloo" else torch.device(torch.cuda.current_device())
+        common = torch.from_numpy(arrived[mask].astype(np.uint8)).to(device)
+        dist.all_reduce(common, dist.ReduceOp.MIN, group=group)
+        arrived[mask] = common.cpu().numpy().astype(bool)
+        return arrived
+
+    # --- what the user sees --------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[int, dict[str, int]]:
+        """Of each peer, by its rank in the group."""
+        return {} if self._channel is None else self._channel.counters()
+
+    def close(self) -> None:
+        """No more exchanges; those under way need not end."""
+        if self._sender is not None:
+            self._sender.shutdown()
+        if self._channel is not None:
+            self._channel.close()
+
+
+def _restore(buffer: torch.Tensor, units: BucketUnits, withdrawn: Lost, old: Saved, delivery: Delivery) -> None:
+    """Put back what was written into ``buffer`` and counts as lost. ``old``: all that may be ``withdrawn``."""
+    fresh = Lost(withdrawn.mask & delivery.incoming(units))
+    new = IndexedRows.take(buffer, units, fresh)
+    IndexedRows.put_(buffer, units, withdrawn, old)
+    IndexedRows.put_(buffer, units, fresh, new)
+
+
+class _Exchange:
+    """What crosses as datagrams: a handle that is waited for until all has arrived that will, and all was sent."""
+
+    def __init__(self, transfer: Datagrams, sending: Future | None) -> None:
+        self.transfer = transfer
+        self._sending = sending
+
+    def wait(self) -> None:
+        seconds = default_pg_timeout.total_seconds()
+        if self._sending is not None:
+            self._sending.result(seconds)
+        self.transfer.wait(seconds)
+        self.transfer.sent(seconds)
+
+
+class _Waits:
+    """Several handles in the place of one."""
+
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+
+class _Stage:
+    """Page-locked memory between a device and the network: a copy of what is sent, and room for what arrives."""
+
+    def __init__(self, sent: torch.Tensor, received: torch.Tensor) -> None:
+        cuda = sent.device.type == "cuda"
+        self.out = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=cuda)
+        self.back = torch.empty(received.shape, dtype=received.dtype, pin_memory=cuda)
+        self._copied: torch.cuda.Event | None = None
+        if not cuda:
+            self.out.copy_(sent)
+            return
+        side = torch.cuda.Stream(sent.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.out.copy_(sent, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(side)
+        sent.record_stream(side)
+
+    def ready(self) -> None:
+        """Wait, on any thread, until what is sent is there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    @staticmethod
+    def bring(rows: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]) -> None:
+        """Copy whole pieces to the device."""
+        for row, values in zip(rows, staged, strict=True):
+            row.copy_(values, non_blocking=True)
+
+    def write(self, buffer: torch.Tensor, units: BucketUnits, delivery: Delivery, sources: Sequence[int]) -> None:
+        """Copy what arrived from ``sources`` into the replica on the device, and nothing else."""
+        rows = rows_for(buffer.device)
+        lost = delivery.lost_here(units)
+        kept = rows.take(buffer, units, lost)
+        for source in sources:
+            buffer.chunk(len(delivery.sources))[source].copy_(
+                self.back.chunk(len(delivery.sources))[source], non_blocking=True
+            )
+        rows.put_(buffer, units, lost, kept)

@@ -1,0 +1,104 @@
+"""The engine of this process, which all its groups share, from the flags; and the transports over it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ...config import PHASES, LossyConfig
+from ...errors import cannot
+from ...exchange import BucketUnits, Stream
+from ..drawn import Networks
+from .address import find_address
+from .carrier import UdpTransport
+from .engine import Engine
+from .settings import UdpSettings
+
+if TYPE_CHECKING:
+    from ..group import BucketSpec
+
+logger = logging.getLogger(__name__)
+
+_engines: dict[UdpSettings, Engine] = {}
+_opened: Counter[str] = Counter()  # channels of each name, over the life of the process
+
+
+def settings_of(config: LossyConfig) -> UdpSettings:
+    """What the flags ask for. Raises :class:`UsageError` if the key file cannot be read."""
+    key = None
+    if config.udp_key_file is not None:
+        try:
+            key = Path(config.udp_key_file).read_bytes()
+        except OSError as error:
+            raise cannot("--udp-key-file", config.udp_key_file, "read", error) from None
+    return UdpSettings(
+        interface=config.udp_interface,
+        port=config.udp_port,
+        rate=config.udp_bytes_per_second,
+        rate_control=config.udp_rate_control,
+        deadline=config.udp_deadline_seconds,
+        reorder=None if config.udp_reorder is None else config.udp_reorder / 1000,
+        eager_bytes=config.udp_eager_bytes,
+        memory=config.udp_memory,
+        cipher=config.udp_cipher,
+        key=key,
+        peer_timeout=config.udp_peer_timeout,
+        packet_bytes=config.packet_bytes,
+    )
+
+
+def engine_for(config: LossyConfig) -> Engine:
+    """This process's engine with these flags; it lives until the process ends or :func:`close_engines`."""
+    settings = settings_of(config)
+    if settings not in _engines:
+        address = find_address(settings.interface, os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        _engines[settings] = Engine(
+            settings,
+            address,
+            logger.warning,
+            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+            sharers=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        )
+    return _engines[settings]
+
+
+@atexit.register
+def close_engines() -> None:
+    """Close every channel and socket."""
+    while _engines:
+        _engines.popitem()[1].close()
+
+
+def open_transport(
+    config: LossyConfig,
+    buckets: Sequence[BucketSpec],
+    networks: Networks,
+    stream: Stream,
+    members: Sequence[int],
+    rank: int,
+    cut: dict[str, Sequence[BucketUnits]],
+    group: dist.ProcessGroup | None,
+) -> UdpTransport:
+    """The transport of one group. A collective call. Raises :class:`UsageError` where ranks differ or do not reach each other."""
+    group = group or dist.group.WORLD
+    # Every rank is in one group of a stream, and all make the same channels in the same order.
+    name = f"{stream.name}-{dist.get_process_group_ranks(group)[0]}"
+    _opened[name] += 1
+    prefix = f"megatron_lossy/udp/{name}/{_opened[name]}"
+    store = dist.distributed_c10d._get_default_store()
+    dtypes = {phase: [getattr(bucket, f"{phase}_dtype") for bucket in buckets] for phase in PHASES}
+    engine = engine_for(config)
+    open_channel = partial(_open, engine, name, rank, len(members), store, prefix)
+    return UdpTransport(networks, stream, members, rank, cut, dtypes, group, open_channel)
+
+
+def _open(engine, name, rank, size, store, prefix, sizes, peers):
+    return engine.open(name, rank, size, store, prefix, sizes, peers=peers)
