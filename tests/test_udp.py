@@ -4,14 +4,20 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
+from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+from megatron_lossy.errors import UsageError
+from megatron_lossy.transport.udp.carrier import UdpTransport
+from megatron_lossy.virtual import VirtualCluster
 from tests import contract
 from tests.ranks import run_ranks
 from tests.test_hooks import BOTH, OVERLAPS, RULES, SETTINGS, contract_holds
 from tests.test_transport import STEPS, exchange_grads, gather_params
 from tests.test_virtual import real_runs
-from tests.tiny_gpt import TinyGPT
+from tests.tiny_gpt import TinyGPT, build
 
 UDP = dataclasses.replace(BOTH, transport="udp")
 
@@ -73,3 +79,107 @@ def test_without_loss_between_two_ranks_it_is_megatron():
         assert reports == expected_reports
         for key, value in expected.items():
             np.testing.assert_array_equal(weights[key], value, err_msg=key)
+
+
+#: Exchanges end before all has arrived, whatever the network does: some of it is really lost.
+HURRIED = LossyConfig(transport="udp", packet_bytes=256, udp_deadline="0.3")
+
+
+def final_weights(rank, tiny, config, steps, workers=None):
+    """Replica and owners' weights after each step, and loss."""
+    lossy = VirtualCluster(config, workers) if workers else hooks.install(config, steps=steps)
+    run = build(tiny, lossy) if workers else build(tiny)
+    history = []
+    for step in range(steps):
+        told = run.step(step)
+        if tiny.overlap_param_gather and not workers:
+            run.gather()
+        replicas = run.all_replica_buffers() if workers else run.replica_buffers()
+        history.append((told["loss"], replicas, run.replica_buffers() if workers else run.owner_buffers()))
+    lossy.uninstall()
+    return history
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("rule", ["renormalize", "previous"])
+def test_what_was_lost_is_replayed_bit_for_bit(overlap, rule, tmp_path):
+    """By ranks that exchange pieces, and by virtual workers."""
+    tiny, steps = TinyGPT(dtype="bf16", **OVERLAPS[overlap]), 5
+    config = dataclasses.replace(HURRIED, grad_recovery=rule, delivery_log=str(tmp_path / "log"))
+    first = run_ranks(final_weights, 2, tiny, config, steps)
+    log = DeliveryLogFolder(tmp_path / "log")
+    lost = {"grad": 0, "param": 0}
+    for file in log.files:
+        for group in range(len(file.groups)):
+            rows = file.read(group)
+            for phase in lost:
+                lost[phase] += int(rows.lost[rows.phase == phase].sum())
+    assert lost["grad"] and lost["param"], lost
+    replay = LossyConfig(
+        transport="pieces", loss_model=("trace",), trace=str(tmp_path / "log"), loss_unit="packet", packet_bytes=256,
+        grad_recovery=rule,
+    )  # fmt: skip
+    again = run_ranks(final_weights, 2, tiny, replay, steps)
+    [virtual] = run_ranks(final_weights, 1, tiny, replay, steps, 2)
+    for rank in range(2):
+        for step in range(steps):
+            loss, replica, owned = first[rank][step]
+            assert again[rank][step][0] == loss == virtual[step][0][rank]
+            for key in replica:
+                np.testing.assert_array_equal(again[rank][step][1][key], replica[key])
+                np.testing.assert_array_equal(again[rank][step][2][key], owned[key])
+                np.testing.assert_array_equal(virtual[step][1][rank][key], replica[key])
+
+
+def copies_apart(rank, tiny, agree):
+    """The largest difference between the owners' weights of parameters of which tensor-parallel peers have copies."""
+    if not agree:
+        UdpTransport.agree = lambda *args: None
+    lossy = hooks.install(HURRIED)
+    run = build(tiny)
+    for step in range(20):
+        run.step(step)
+    with lossy.owner_weights(run.model):
+        mine = [
+            parameter.detach().float().clone()
+            for chunk in run.model
+            for parameter in chunk.parameters()
+            if not getattr(parameter, "tensor_model_parallel", False)
+        ]
+    lossy.uninstall()
+    everyone = [None] * 4
+    torch.distributed.all_gather_object(everyone, mine)
+    peer = everyone[rank ^ 1]
+    return max(float((a - b).abs().max()) for a, b in zip(mine, peer, strict=True))
+
+
+@pytest.mark.parametrize("agree", [True, False])
+def test_copies_of_a_parameter_lose_the_same(agree):
+    """Tensor-parallel peers of 4 ranks. Without their agreement the copies drift apart."""
+    apart = run_ranks(copies_apart, 4, TinyGPT(tensor=2, **OVERLAPS["both"]), agree)
+    assert (max(apart) == 0) == agree, apart
+
+
+def lost_of_each_source(rank, config):
+    lossy = hooks.install(config)
+    run = build(TinyGPT(bucket_size=3000))
+    lost = np.zeros(4, dtype=int)
+    for step in range(6):
+        run.step(step)
+        for group in lossy.groups:
+            for phase in ("grad", "param"):
+                lost += (~group.delivery(phase, step).arrived[0]).sum(axis=1)
+    lossy.uninstall()
+    return lost
+
+
+def test_within_a_node_nothing_crosses_as_a_datagram():
+    config = dataclasses.replace(HURRIED, lossy_links="inter-node", ranks_per_node=2)
+    lost = np.array(run_ranks(lost_of_each_source, 4, config))
+    near = np.kron(np.eye(2), np.ones((2, 2))).astype(bool)
+    assert (lost[near] == 0).all() and lost[~near].sum() > 0
+
+
+def test_virtual_workers_have_no_network():
+    with pytest.raises(UsageError, match="--transport udp: needs real ranks"):
+        VirtualCluster(LossyConfig(transport="udp"), 2)

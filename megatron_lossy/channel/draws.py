@@ -47,7 +47,7 @@ def _philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.rand
 
 
 def _exchange_word(exchange: Exchange) -> int:
-    stream = exchange.stream
+    stream = exchange.stream.drawn
     return (
         PHASES.index(exchange.phase) << 56
         | KINDS.index(stream.kind) << 48

@@ -73,7 +73,8 @@ class Trace(Channel):
         return None
 
     def _array(self, phase: str, stream: Stream) -> np.ndarray:
-        array = self.arrays.get(f"{phase}.{stream.name}", self.arrays.get(phase))
+        names = (f"{phase}.{stream.name}", f"{phase}.{stream.drawn.name}", phase)
+        array = next((self.arrays[name] for name in names if name in self.arrays), None)
         if array is None:
             raise refuse("--trace", self.path, f"holds neither an array {phase!r} nor '{phase}.{stream.name}'")
         return array

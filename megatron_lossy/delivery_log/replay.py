@@ -7,6 +7,7 @@ losses are drawn again from the recorded seed and flags, and checked against the
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,7 @@ class Recorded(Channel):
         self.path = path
         self._redrawn = Redrawn()
         self._steps: dict[Stream, int] = {}
+        self._names: dict[Stream, Stream] = {}
         self._kept: OrderedDict[tuple[LogFile, Exchange], tuple[Links, np.ndarray] | None] = OrderedDict()
         try:
             self.folder = DeliveryLogFolder(path)
@@ -105,8 +107,15 @@ class Recorded(Channel):
         if recorded.lossy_self and not config.lossy_self:
             raise refuse("--lossy-self", "off", f"it was on in the run recorded in --trace {self.path}")
 
+    def _recorded(self, stream: Stream) -> Stream:
+        """As the recorded run called it: what was drawn there is the same for copies that a network tells apart."""
+        if stream not in self._names:
+            self._names[stream] = stream if self.folder.size(stream.name) else stream.drawn
+        return self._names[stream]
+
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
         try:
+            stream = self._recorded(stream)
             recorded = self.folder.size(stream.name)
             if units is not None and not recorded:
                 raise self._refuse(f"has no records of {stream.name}")
@@ -137,6 +146,7 @@ class Recorded(Channel):
         return writers[0]
 
     def steps(self, phase: str, stream: Stream) -> int:
+        stream = self._recorded(stream)
         if stream not in self._steps:
             size = self.folder.size(stream.name)
             writers = {self._writer(stream, rank) for rank in range(size)}
@@ -151,6 +161,7 @@ class Recorded(Channel):
     ) -> np.ndarray:
         result = np.ones((len(sources), units), dtype=bool)
         try:
+            exchange = replace(exchange, stream=self._recorded(exchange.stream))
             files: dict[LogFile, list[np.ndarray]] = {}
             for destination in np.unique(destinations).tolist():
                 file = self._file(exchange, destination)

@@ -22,7 +22,8 @@ from ..errors import check_package
 if TYPE_CHECKING:
     import pyarrow
 
-FORMAT = 1
+#: 2 since streams may have a tensor-parallel rank. Files of 1 have none, and are read.
+FORMAT = 2
 RUN = "_run.json"
 #: The bucket of a row whose units are those of all buckets of its stream.
 ALL_BUCKETS = -1
@@ -101,8 +102,8 @@ class Meta:
         if _KEY not in (metadata or {}):
             raise ValueError("is no file of a delivery log")
         values = json.loads(metadata[_KEY])
-        if values.pop("format") != FORMAT:
-            raise ValueError(f"has another format than {FORMAT}")
+        if values.pop("format") not in range(1, FORMAT + 1):
+            raise ValueError(f"has a later format than {FORMAT}")
         streams = {
             name: {
                 phase: PhaseCut(

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 KINDS = ("dense", "expert", "embedding")
-_NAME = re.compile(r"([a-z]+)-e(\d+)-s(\d+)-c(\d+)")
+_NAME = re.compile(r"([a-z]+)-e(\d+)-s(\d+)-c(\d+)(?:-t(\d+))?")
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Whose buckets an exchange carries; ranks of tensor parallelism are not in it, so that they agree.
+    """Whose buckets an exchange carries.
 
-    A tied embedding that lives on several pipeline stages has the stream ``Stream("embedding")``, without a
-    stage, so that its copies stay equal.
+    Losses that are drawn are the same for all ranks of tensor parallelism, and for all copies of a tied embedding: theirs
+    is ``Stream("embedding")``, without a stage. A network loses something else for each of them: there ``tensor`` is the
+    tensor-parallel rank, and a tied embedding has its stage.
     """
 
     kind: str = "dense"
     expert_rank: int = 0
     stage: int = 0
     chunk: int = 0
+    tensor: int | None = None
 
     def __post_init__(self) -> None:
         assert self.kind in KINDS
@@ -28,8 +30,14 @@ class Stream:
 
     @property
     def name(self) -> str:
-        """A readable name, also the suffix of arrays in a trace: ``dense-e0-s0-c0``."""
-        return f"{self.kind}-e{self.expert_rank}-s{self.stage}-c{self.chunk}"
+        """A readable name, also the suffix of arrays in a trace: ``dense-e0-s0-c0``, with a tensor rank ``…-t1``."""
+        tensor = "" if self.tensor is None else f"-t{self.tensor}"
+        return f"{self.kind}-e{self.expert_rank}-s{self.stage}-c{self.chunk}{tensor}"
+
+    @property
+    def drawn(self) -> Stream:
+        """Of the same buckets, the stream by which losses are drawn."""
+        return Stream("embedding") if self.kind == "embedding" else replace(self, tensor=None)
 
     @classmethod
     def parse(cls, name: str) -> Stream:
@@ -37,7 +45,7 @@ class Stream:
         found = _NAME.fullmatch(name)
         if found is None or found[1] not in KINDS:
             raise ValueError(f"{name!r} is no stream")
-        return cls(found[1], *map(int, found.groups()[1:]))
+        return cls(found[1], *(None if number is None else int(number) for number in found.groups()[1:]))
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..exchange import Stream
+from ..exchange import BucketUnits, Stream
 from .versions import dense_buffers, expert_rank, full_group, model_chunk, pipeline_stage
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
+    from torch.distributed import ProcessGroup
 
 
 def buckets_by_stream(ddp: DistributedDataParallel) -> list[tuple[Stream, Any, list[tuple[Any, Any]]]]:
@@ -40,6 +42,25 @@ def bucket_sizes(streams: Sequence[tuple[Stream, Sequence[tuple[Any, Any]]]]) ->
         for stream, pairs in streams
         for number, (_, bucket) in enumerate(pairs)
     }
+
+
+def apart(stream: Stream, stage: int, tensor: ProcessGroup | None) -> Stream:
+    """``stream`` as a network knows it, which loses something else for each copy of it."""
+    return replace(stream, stage=stage, tensor=None if tensor is None else tensor.rank())
+
+
+def replicated_units(buffer: Any, bucket: Any, units: BucketUnits, shards: int) -> np.ndarray:
+    """bool[N, count]: units of ``bucket`` with parameters of which every tensor-parallel rank has a copy, by shard."""
+    result = np.zeros((shards, units.count), dtype=bool)
+    for parameter in bucket.params_list:
+        if getattr(parameter, "tensor_model_parallel", False):
+            continue
+        start, end = (place - bucket.offset for place in buffer.param_index_map[parameter][:2])
+        for shard in range(start // units.shard, (end - 1) // units.shard + 1):
+            first = max(start - shard * units.shard, 0) // units.elements
+            last = (min(end - shard * units.shard, units.shard) - 1) // units.elements
+            result[shard, first : last + 1] = True
+    return result
 
 
 def _is_shared_embedding(bucket: Any) -> bool:

@@ -18,13 +18,13 @@ from ..ledger import Ledger
 from ..recovery import rows_for
 from ..run import Run
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
-from .buckets import bucket_sizes, buckets_by_stream
+from .buckets import apart, bucket_sizes, buckets_by_stream, replicated_units
 from .checks import check_ddp
 from .complete import check_exchanged, check_registered, warn_of_lossless
 from .main_weights import MainWeights
 from .sampling import RankSampler
 from .seam import Slot, attach, slot_of
-from .versions import innermost, model_chunk, number_model_chunk, parallel_sizes
+from .versions import innermost, model_chunk, number_model_chunk, parallel_sizes, pipeline_stage, tensor_group
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,9 +69,17 @@ class Lossy(Run):
             # Over all ranks, so before anything that only some of them have.
             self._nodes = find_nodes(None, self.config.ranks_per_node)
         number_model_chunk(ddp, len(self._chunks))
-        self._chunks[ddp] = [self._add_group(buckets, full, stream) for stream, full, buckets in buckets_by_stream(ddp)]
+        self._chunks[ddp] = [
+            self._add_group(buckets, full, stream, pipeline_stage(ddp))
+            for stream, full, buckets in buckets_by_stream(ddp)
+        ]
 
-    def _add_group(self, buckets: Sequence[tuple[Any, Any]], full: dist.ProcessGroup, stream: Stream) -> LossyGroup:
+    def _add_group(
+        self, buckets: Sequence[tuple[Any, Any]], full: dist.ProcessGroup, stream: Stream, stage: int
+    ) -> LossyGroup:
+        tensor = tensor_group(stream.kind == "expert")
+        if self.config.transport == "udp" or "trace" in self.config.loss_model:
+            stream = apart(stream, stage, tensor)
         part = buckets[0][0].data_parallel_group  # of one optimizer instance
         if buckets[0][0].ddp_config.average_in_collective and not self.config.untouched("grad"):
             check_average("--ddp-average-in-collective", part)
@@ -83,7 +91,11 @@ class Lossy(Run):
         ]
         networks = {phase: self._network(phase, full, full_ranks) for phase in PHASES}
         group = LossyGroup.among(self.config, specs, networks, members, dist.get_rank(part), stream, self.steps, part)
-        for number, (_, bucket) in enumerate(buckets):
+        for number, (buffer, bucket) in enumerate(buckets):
+            if self.config.transport == "udp" and tensor is not None:
+                for phase in PHASES:
+                    replicated = replicated_units(buffer, bucket, group.transport.cut[phase][number], group.size)
+                    group.transport.agree(phase, number, replicated, tensor)
             attach(bucket.grad_data, Slot(group, number))
             attach(bucket.param_data, Slot(group, number))
             if group.compensates:

@@ -86,6 +86,17 @@ def expert_rank(ddp: Any) -> int:
     return _rank(getattr(ddp, "ep_group", None) or parallel_state.get_expert_model_parallel_group())
 
 
+def tensor_group(expert: bool) -> torch.distributed.ProcessGroup | None:
+    """The ranks of tensor parallelism, those of experts or the others; ``None`` where there is but one."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return None
+    find = getattr(parallel_state, "get_expert_tensor_parallel_group", None) if expert else None
+    group = (find or parallel_state.get_tensor_model_parallel_group)()
+    return group if group.size() > 1 else None
+
+
 def number_model_chunk(ddp: torch.nn.Module, position: int) -> None:
     """Note that ``ddp`` is the ``position``-th chunk to be wrapped. Before 0.13 a chunk does not know its number."""
     if not hasattr(innermost(ddp), "vp_stage"):

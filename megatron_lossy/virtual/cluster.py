@@ -57,6 +57,8 @@ class VirtualCluster(Run):
     @staticmethod
     def check(config: LossyConfig, workers: int) -> None:
         """Raise :class:`UsageError` for loss flags that mean nothing with so many virtual workers."""
+        if config.transport == "udp":
+            raise refuse("--transport", "udp", "needs real ranks: virtual workers exchange in memory; choose pieces")
         if config.lossy_links == "inter-node" and not config.ranks_per_node:
             raise refuse("--lossy-links", "inter-node", "needs --ranks-per-node with --virtual-workers")
         if config.lossy_links == "inter-node":

@@ -23,7 +23,7 @@ from ..base import Collective, Transfer
 from ..drawn import Networks, draw
 from ..network import Network
 from ..pieces import PieceTransport
-from .engine import Channel, Engine
+from .engine import Channel
 from .engine import Transfer as Datagrams
 
 logger = logging.getLogger(__name__)
