@@ -507,9 +507,15 @@ class LossyConfig:
         if self.lossless:
             return "; ".join(["none, the exchanges are Megatron's own", *unused])
         models = dict.fromkeys(self.of_phase("loss_model", phase) for phase in PHASES)
-        parts = [
+        drawn = [
             f"gradients {self.label('grad')}, parameters {self.label('param')}",
             f"{' and '.join(models)}, seed {self.loss_seed}",
+        ]
+        if self.transport == "udp":
+            nothing = all(self.phase(phase).lossless for phase in PHASES)
+            drawn = ["what the network loses", *([] if nothing else ["and", *drawn])]
+        parts = [
+            *drawn,
             f"unit {self.loss_unit}" + (f" of {self.packet_bytes} bytes" if self.loss_unit == "packet" else ""),
             f"recovery {self.grad_recovery}",
         ]
@@ -519,7 +525,7 @@ class LossyConfig:
             parts.append(f"correlated by {self.loss_correlation}")
         if self.lossy_links != "all":
             parts.append(f"{self.lossy_links} links only")
-        crossing = {"torch": "simulated", "pieces": "simulated, in pieces", "udp": "over UDP"}[self.transport]
+        crossing = {"torch": "simulated", "pieces": "simulated, in pieces", "udp": f"over UDP, {self.udp_cipher}"}[self.transport]
         return "; ".join([*parts, crossing, *unused])
 
 

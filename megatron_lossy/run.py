@@ -152,16 +152,16 @@ class Run(ABC):
         self.tell_observers()
         self._untold = (self.iteration, successful, all_reduced)
         if not any(group.transport.observed for group in self.groups):
-            self.tell_observers()
+            self.tell_observers(self._settled_replicas)
         self.iteration += 1
         for group in self.groups:
             group.prepare(self.iteration, self.following)
 
     def tell_observers(self, look: Callable[[], Sequence[Replicas]] | None = None) -> None:
-        """Tell the observers of the last iteration, all of whose exchanges are over.
+        """Tell the observers of the last iteration, if they have not been.
 
-        Drawn losses are known at its end. What a network lost in its gather is known in the next forward pass, or never
-        if there is none. ``look``: in the place of that at all replicas.
+        Drawn losses are known at its end. What a network lost in its gather is known after the next forward pass, or
+        never if there is none; the gather must not be made before that again. ``look``: finds the replicas.
         """
         if self._untold is None:
             return
@@ -175,13 +175,15 @@ class Run(ABC):
                 for observer in self.observers if delivery is not None else ():
                     observer.observe(delivery)
         for observer in self.observers:
-            observer.finish_iteration(iteration, successful, look or self._look)
+            observer.finish_iteration(iteration, successful, look or self._replicas)
 
-    def _look(self) -> Sequence[Replicas]:
-        if self.update is None:
-            return []
-        self.settle()
-        return self.replicas()
+    def _replicas(self) -> Sequence[Replicas]:
+        return [] if self.update is None else self.replicas()
+
+    def _settled_replicas(self) -> Sequence[Replicas]:
+        if self.update is not None:
+            self.settle()
+        return self._replicas()
 
     def skip_iteration(self) -> None:
         """An iteration passed without a step of the optimizer, with gradients or without."""
