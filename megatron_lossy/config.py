@@ -525,7 +525,9 @@ class LossyConfig:
             parts.append(f"correlated by {self.loss_correlation}")
         if self.lossy_links != "all":
             parts.append(f"{self.lossy_links} links only")
-        crossing = {"torch": "simulated", "pieces": "simulated, in pieces", "udp": f"over UDP, {self.udp_cipher}"}[self.transport]
+        crossing = {"torch": "simulated", "pieces": "simulated, in pieces", "udp": f"over UDP, {self.udp_cipher}"}[
+            self.transport
+        ]
         return "; ".join([*parts, crossing, *unused])
 
 

@@ -33,11 +33,15 @@ _OF_NO_MATTER = ("eval_weights", "save_replicas")
 _FILES = ("link_rates_grad", "link_rates_param", "trace")
 
 
-def make_observers(config: LossyConfig) -> list[Observer]:
-    """The observers that the flags ask for; none where nothing can be lost."""
+def make_observers(config: LossyConfig, groups: Callable[[], Sequence[LossyGroup]] = list) -> list[Observer]:
+    """The observers that the flags ask for; none where nothing can be lost. ``groups``: those of the run."""
     if config.lossless:
         return []
     observers: list[Observer] = [ExchangeMonitor()]
+    if config.transport == "udp":
+        from .transport.udp.monitor import DatagramMonitor
+
+        observers.append(DatagramMonitor(lambda: [group.transport for group in groups()]))
     if config.drift_interval:
         observers.append(Drift(config))
     if config.delivery_log is not None:
@@ -70,7 +74,7 @@ class Run(ABC):
         self.gapless = gapless
         self.iteration = 0
         self.update: int | None = None
-        self.observers = make_observers(config)
+        self.observers = make_observers(config, lambda: self.groups)
         # At once, since files may be large, and be gone when something is saved.
         self._flags = _identity_of(config) if config.save_replicas and not config.lossless else {}
         self.after_update: list[Callable[[Run], None]] = []

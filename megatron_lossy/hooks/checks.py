@@ -39,8 +39,19 @@ def check_loss_per_token(settings: Any, config: LossyConfig) -> None:
         )
 
 
+def check_torch(config: LossyConfig) -> None:
+    """Raise :class:`UsageError` if this torch fails in a coalescing context without a collective of its own."""
+    oldest = (2, 8)
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if config.transport != "torch" and version < oldest:
+        raise refuse(
+            "--transport", config.transport, f"needs torch 2.8 or later under Megatron, this is {torch.__version__}"
+        )
+
+
 def check_ddp(ddp: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` if loss in the exchanges of this model chunk cannot be right."""
+    check_torch(config)
     settings = ddp.ddp_config
     if not settings.use_distributed_optimizer:
         raise UsageError("--use-distributed-optimizer is off: loss needs Megatron's distributed optimizer")

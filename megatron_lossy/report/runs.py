@@ -118,7 +118,10 @@ class Run:
         model = models[0 if phase == "grad" else -1]
         if model not in CHANNELS:  # of a package that is not installed here
             return model
-        return CHANNELS.load(model).label({**self.config, f"p_{phase}": rate}, phase)
+        label = CHANNELS.load(model).label({**self.config, f"p_{phase}": rate}, phase)
+        if self.config.get("transport") == "udp":
+            return "udp" if label == "0 %" else f"udp and {label}"
+        return label
 
 
 class RunRecorder:

@@ -239,12 +239,17 @@ class UdpTransport(PieceTransport):
         """Of each peer, by its rank in the group."""
         return {} if self._channel is None else self._channel.counters()
 
+    def rates(self) -> dict[int, dict[str, float]]:
+        """Towards each peer: bytes per second, least round trip in seconds, and more."""
+        return {} if self._channel is None else self._channel.rates()
+
     def close(self) -> None:
         """No more exchanges; those under way need not end."""
         if self._sender is not None:
             self._sender.shutdown()
         if self._channel is not None:
             self._channel.close()
+            self._channel = None
 
 
 def _restore(buffer: torch.Tensor, units: BucketUnits, withdrawn: Lost, old: Saved, delivery: Delivery) -> None:

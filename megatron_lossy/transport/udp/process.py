@@ -70,6 +70,14 @@ def engine_for(config: LossyConfig) -> Engine:
     return _engines[settings]
 
 
+def engine_counters() -> Counter[str]:
+    """Of the sockets of this process."""
+    found: Counter[str] = Counter()
+    for engine in _engines.values():
+        found.update(engine.counters())
+    return found
+
+
 @atexit.register
 def close_engines() -> None:
     """Close every channel and socket."""

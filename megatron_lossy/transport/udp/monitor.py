@@ -1,0 +1,124 @@
+"""What becomes of datagrams: metrics, a line for each thing that a user can mend, and a table at the end of a run."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch.distributed as dist
+
+from ...monitor.observer import Look, Observer
+from ...monitor.window import Window
+from .carrier import UdpTransport
+from .process import engine_counters
+
+logger = logging.getLogger(__name__)
+
+#: Counters that become metrics, by the name of the column.
+_COLUMNS = {
+    "sent": "sent",
+    "received": "received",
+    "units_lost": "lost",
+    "late": "late",
+    "duplicate": "duplicate",
+    "early_dropped": "early_dropped",
+    "refused": "refused",
+    "overflow": "socket_overflow",
+}
+_EVERY = 10  # iterations between looks at the counters
+_PERSISTS = 100  # iterations of much loss that are worth a line
+_MUCH = 0.2
+_OVERFLOW = 0.001
+
+
+def totals(peers: Sequence[Mapping[str, int]], engine: Mapping[str, int]) -> Counter[str]:
+    """The columns of one process, from the counters of its peers and of its socket."""
+    found: Counter[str] = Counter()
+    for peer in peers:
+        found.update(peer)
+    found["refused"] = found["malformed"] + found["bad_tag"] + engine["malformed"] + engine["foreign"]
+    found["socket_overflow"] = engine["socket_overflow"]
+    return Counter({column: found[name] for column, name in _COLUMNS.items()}) + Counter(bad_tag=found["bad_tag"])
+
+
+def advice(now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
+    """What should be said, by the name of the reason. ``much_loss_since``: iterations in a row with much loss."""
+    result = {}
+    if now["overflow"] > _OVERFLOW * max(now["received"], 1):
+        result["overflow"] = (
+            f"{now['overflow']} datagrams were lost in this host's own receive buffer: raise net.core.rmem_max "
+            "(docs/wan.md), or give the process's network thread a core"
+        )
+    if now["early_dropped"]:
+        result["early"] = (
+            f"{now['early_dropped']} datagrams came before this rank asked for them and did not fit --udp-memory: raise "
+            "it, or lower --udp-eager-bytes"
+        )
+    if now["bad_tag"]:
+        result["tag"] = (
+            f"{now['bad_tag']} datagrams failed authentication and were dropped: somebody else sends to this port, or "
+            "something on the way changes them"
+        )
+    if much_loss_since >= _PERSISTS:
+        result["loss"] = (
+            f"more than {100 * _MUCH:.0f} % of units were lost in each of {_PERSISTS} iterations: lower --udp-rate, or "
+            "look at the network"
+        )
+    return result
+
+
+class DatagramMonitor(Observer):
+    """Counts over all ranks. ``transports``: those of this process, once there are any."""
+
+    def __init__(self, transports: Callable[[], Sequence[UdpTransport]]) -> None:
+        self._transports = transports
+        self._window = Window(list(_COLUMNS))
+        self._counted: Counter[str] = Counter()
+        self._said: set[str] = set()
+        self._units: Counter[str] = Counter()  # of this iteration
+        self._much = 0
+
+    def _now(self) -> Counter[str]:
+        peers = [peer for one in self._transports() for peer in one.counters().values()]
+        return totals(peers, engine_counters())
+
+    def observe(self, delivery) -> None:
+        self._units["all"] += delivery.arrived.size
+        self._units["arrived"] += int(delivery.arrived.sum())
+
+    def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
+        lost = self._units["all"] - self._units["arrived"]
+        self._much = self._much + 1 if lost > _MUCH * max(self._units["all"], 1) else 0
+        self._units.clear()
+        if iteration % _EVERY:
+            return
+        for reason, line in advice(self._now(), self._much).items():
+            if reason not in self._said:
+                self._said.add(reason)
+                logger.warning("rank %d: %s (said once)", dist.get_rank() if dist.is_initialized() else 0, line)
+
+    def metrics(self) -> dict[str, float]:
+        now = self._now()
+        self._window.add(**{column: now[column] - self._counted[column] for column in _COLUMNS})
+        self._counted = now
+        return {f"udp {column.replace('_', ' ')}": value for column, value in self._window.close().items()}
+
+    def close(self) -> None:
+        for line in summary(self._transports()):
+            logger.info("%s", line)
+
+
+def summary(transports: Sequence[UdpTransport]) -> list[str]:
+    """Lines of a table: what this rank sent to and got from each peer."""
+    lines = []
+    for transport in transports:
+        for peer, counts in transport.counters().items():
+            rate = transport.rates()[peer]
+            lines.append(
+                f"udp {transport.stream.name} rank {transport.rank} and {peer}: sent {counts['sent']:,}, received "
+                f"{counts['received']:,}, units lost {counts['lost']:,}, late {counts['late']:,}, duplicate "
+                f"{counts['duplicate']:,}, early dropped {counts['early_dropped']:,}, malformed {counts['malformed']:,}, "
+                f"bad tag {counts['bad_tag']:,}; {rate['rate'] / 1e6:.1f} MB/s, round trip {1e3 * rate['rtt_min']:.1f} ms"
+            )
+    return lines
