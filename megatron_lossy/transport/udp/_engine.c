@@ -24,7 +24,6 @@
 #include <netinet/udp.h>
 #include <poll.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -414,10 +413,10 @@ struct settings {
 
 struct engine {
     pthread_mutex_t lock, tell;
-    pthread_cond_t told;
+    pthread_cond_t told, given;
     atomic_int waiting;
     struct settings set;
-    int socket, wake, gso, running;
+    int socket, wake, gso, running, giving;
     atomic_int stop, asleep;
     pthread_t thread;
     struct flow *flows;
@@ -806,7 +805,7 @@ static void dest_done(struct dest *d, ns now)
 {
     struct exchange *x = d->x;
     struct channel *c = x->channel;
-    if (d->done)
+    if (d->done || c->failed) /* a failed channel has no queues */
         return;
     dest_ready(d);
     d->done = 1;
@@ -976,13 +975,11 @@ static int take_ready(struct channel *c, struct member *m, int phase, uint32_t s
     return TAKEN;
 }
 
-static int take_report(struct channel *c, struct member *m, const uint8_t *p, ns now)
+static int take_report(struct engine *e, struct flow *f, const uint8_t *p, ns now)
 {
-    struct flow *f = m->flow;
     uint64_t datagrams = get64(p), bytes = get64(p + 8), top = get64(p + 16);
     if (top > f->number || datagrams > UINT64_MAX / 2 || bytes > UINT64_MAX / 2)
         return MALFORMED;
-    m->confirmed = 1;
     if (top == 0 || top < f->reported_top)
         return TAKEN;
     const struct stamp *stamp = &f->sent[(top - 1) & f->mask];
@@ -994,7 +991,7 @@ static int take_report(struct channel *c, struct member *m, const uint8_t *p, ns
             f->reported = stamp->data;
             f->force_wait = greatest(2 * round_trip(f), 30 * MS);
             f->force_at = now + f->force_wait;
-            c->engine->blocked_until = 0;
+            e->blocked_until = 0;
         }
     }
     f->reported_top = top;
@@ -1068,7 +1065,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         case READY: fits = index <= 1 && !size; break;
         case REPORT: fits = !index && size == REPORT_BYTES; break;
         case ALIVE: fits = index <= 1 && !size; break;
-        default: fits = !index && size <= e->set.packet;
+        default: fits = index <= 1 && size <= e->set.packet;
         }
     }
     if (!fits || number >= f->top + JUMP) {
@@ -1106,7 +1103,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     case END: verdict = take_end(c, m, phase, step, bucket, now); break;
     case READY: verdict = take_ready(c, m, phase, step, bucket, (int)index, now); break;
     case REPORT:
-        if ((verdict = take_report(c, m, payload, now)) == MALFORMED)
+        if ((verdict = take_report(e, f, payload, now)) == MALFORMED)
             m->count.malformed++;
         break;
     case ALIVE:
@@ -1123,7 +1120,13 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             }
         }
         break;
-    case PROBE: m->probed = 1; break;
+    case PROBE:
+        m->probed = 1;
+        if (index)
+            m->confirmed = 1;
+        else
+            control(e, m, PROBE, NULL, 1);
+        break;
     }
     return verdict;
 }
@@ -1393,7 +1396,7 @@ static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
         if (m->confirmed || now >= m->probe_until)
             continue;
         if (now >= m->probe_at) {
-            control(e, m, PROBE, NULL, 0);
+            control(e, m, PROBE, NULL, m->probed);
             m->probe_at = now + 40 * MS;
         }
         due(e, m->probe_at);
@@ -1444,6 +1447,8 @@ static void acquire(struct engine *e)
 
 static void release(struct engine *e)
 {
+    if (e->giving)
+        pthread_cond_signal(&e->given);
     pthread_mutex_unlock(&e->lock);
     if (e->running && atomic_load(&e->asleep)) {
         uint64_t one = 1;
@@ -1557,7 +1562,7 @@ API void ml_open(struct channel *c)
     release(e);
 }
 
-/* Ask every member for a REPORT, until it comes or `until`. */
+/* Send every member PROBEs until it says that one came, or `until`. */
 API void ml_probe(struct channel *c, ns until)
 {
     acquire(c->engine);
@@ -1567,7 +1572,7 @@ API void ml_probe(struct channel *c, ns until)
     release(c->engine);
 }
 
-/* Bit 0: its PROBE came; bit 1: it has reported ours. */
+/* Bit 0: its PROBE came; bit 1: ours came there. */
 API int ml_probed(struct channel *c, uint32_t rank)
 {
     acquire(c->engine);
@@ -1941,14 +1946,19 @@ static int receive(struct engine *e)
     return n;
 }
 
+/* A mutex alone would let the thread take it again and again. Never sched_yield: since Linux 6.18 each call forfeits a
+ * slice of this thread's time, and some hundreds of them seconds. */
 static void give_way(struct engine *e)
 {
     if (!atomic_load(&e->waiting))
         return;
-    pthread_mutex_unlock(&e->lock);
-    for (int i = 0; i < 1000 && atomic_load(&e->waiting); i++)
-        sched_yield();
-    pthread_mutex_lock(&e->lock);
+    struct timespec until;
+    ns end = clock_now() + MS;
+    until.tv_sec = end / SECOND;
+    until.tv_nsec = end % SECOND;
+    e->giving = 1;
+    pthread_cond_timedwait(&e->given, &e->lock, &until);
+    e->giving = 0;
 }
 
 static void *run(void *argument)
@@ -2042,6 +2052,7 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_cond_init(&e->told, &monotonic);
+    pthread_cond_init(&e->given, &monotonic);
     pthread_condattr_destroy(&monotonic);
     e->wire_overhead = address && address->sa_family == AF_INET6 ? 48 : 28;
     if (!address)
@@ -2118,6 +2129,7 @@ API void ml_free(struct engine *e)
     if (e->wake >= 0)
         close(e->wake);
     pthread_cond_destroy(&e->told);
+    pthread_cond_destroy(&e->given);
     pthread_mutex_destroy(&e->tell);
     pthread_mutex_destroy(&e->lock);
     free(e->receive);

@@ -30,7 +30,7 @@ _SLICE = 0.2
 #: Complete times that ``--udp-deadline auto`` looks back on, and that it needs.
 _HISTORY, _ENOUGH = 100, 20
 #: DATA that may always be on the way, whatever the receiver's buffer.
-LEAST_WINDOW = 32
+LEAST_WINDOW = 8
 
 Pointers = Sequence[int | None]
 
@@ -348,7 +348,7 @@ class Channel:
         return channel
 
     def _reach(self, store: session.Store, prefix: str) -> None:
-        """Ask every peer for a report on a datagram of full size; the answers give the round trips, too."""
+        """Exchange datagrams of full size with every peer."""
         until = time.monotonic() + PROBE_TIME
         self._lib.ml_probe(self._channel, time.monotonic_ns() + int(2 * PROBE_TIME * SECOND))
         while time.monotonic() < until and any(self._lib.ml_probed(self._channel, peer) != 3 for peer in self.peers):
@@ -375,43 +375,50 @@ class Channel:
             raise ValueError(f"{len(pointers)} pointers for {self.size} ranks")
         return (ctypes.c_void_p * self.size)(*pointers)
 
-    def _begun(self, phase: str, step: int, bucket: int) -> Transfer:
-        """The transfer of an exchange, new if this is its first half."""
+    def _key(self, phase: str, step: int, bucket: int) -> tuple[int, int, int]:
         if not 0 <= bucket < len(self._units[phase]):
             raise ValueError(f"{phase} has {len(self._units[phase])} buckets, not a bucket {bucket}")
-        key = (PHASES[phase], bucket, step % 2**32)
-        with self._lock:
-            # A channel that only sends, or only receives, would keep halves for ever.
-            for old in [k for k in self._transfers if k[:2] == key[:2] and (step - k[2]) % 2**32 - 1 < 2**31 - 1]:
-                self._transfers[old]._forget_half()
-            return self._transfers.setdefault(key, Transfer(self, key))
+        return PHASES[phase], bucket, step % 2**32
+
+    def _half(self, key: tuple[int, int, int], result: int, handle: ctypes.c_void_p) -> Transfer:
+        """The transfer of ``key``, of which a half has begun. Called with the lock."""
+        if result:
+            if result == -1:
+                raise self.lost()
+            where = f"{list(PHASES)[key[0]]} {key[2]}, bucket {key[1]} of {self.name}"
+            raise ValueError(f"{where}: not later than its last step") if result == -2 else MemoryError(where)
+        # Of a channel that only sends, or of which nobody asks what was sent, halves would stay for ever.
+        for old in [old for old in self._transfers if old[:2] == key[:2] and 0 < (key[2] - old[2]) % 2**32 < 2**31]:
+            self._transfers[old]._forget()
+        transfer = self._transfers.setdefault(key, Transfer(self, key))
+        if transfer._handle is None:
+            transfer._handle = handle
+        else:
+            self._lib.ml_release(handle)
+        return transfer
 
     def post(self, phase: str, step: int, bucket: int, destinations: Pointers) -> Transfer:
         """Say where the piece of each source goes: addresses, ``None`` for this rank and for who sends nothing."""
-        with self._using():
-            transfer = self._begun(phase, step, bucket)
-            arrived = np.zeros((self.size, self._units[phase][bucket]), np.bool_)
-            handle = ctypes.c_void_p()
-            deadline = int(self._deadline(transfer.key[:2]) * SECOND)
+        key, pointers = self._key(phase, step, bucket), self._pointers(destinations)
+        arrived = np.zeros((self.size, self._units[phase][bucket]), np.bool_)
+        deadline = int(self._deadline(key[:2]) * SECOND)
+        handle = ctypes.c_void_p()
+        with self._using(), self._lock:
+            result = self._lib.ml_post(
+                self._channel, key[0], key[2], bucket, pointers, arrived.ctypes.data, deadline, -1, ctypes.byref(handle)
+            )
+            transfer = self._half(key, result, handle)
             transfer.arrived = arrived
-            self._check(
-                self._lib.ml_post(
-                    self._channel, *transfer.c_key, self._pointers(destinations), arrived.ctypes.data, deadline, -1,
-                    ctypes.byref(handle),
-                ),
-                transfer,
-            )  # fmt: skip
-            transfer._add(handle, posted=True)
             return transfer
 
     def send(self, phase: str, step: int, bucket: int, sources: Pointers) -> Transfer:
         """Say what each destination gets: addresses, ``None`` for this rank and for who gets nothing."""
-        with self._using():
-            transfer = self._begun(phase, step, bucket)
-            handle = ctypes.c_void_p()
-            pointers = self._pointers(sources)
-            self._check(self._lib.ml_send(self._channel, *transfer.c_key, pointers, ctypes.byref(handle)), transfer)
-            transfer._add(handle, sending=True)
+        key, pointers = self._key(phase, step, bucket), self._pointers(sources)
+        handle = ctypes.c_void_p()
+        with self._using(), self._lock:
+            result = self._lib.ml_send(self._channel, key[0], key[2], bucket, pointers, ctypes.byref(handle))
+            transfer = self._half(key, result, handle)
+            transfer._sending = True
             return transfer
 
     def transfer(self, phase: str, step: int, bucket: int) -> Transfer:
@@ -449,14 +456,6 @@ class Channel:
             return deadline or 0.0
         took = self._took.get(key, ())
         return 1.2 * float(np.quantile(took, 0.95)) if len(took) >= _ENOUGH else 0.0
-
-    def _check(self, result: int, transfer: Transfer) -> None:
-        if result == -1:
-            raise self.lost()
-        if result == -2:
-            raise ValueError(f"{transfer}: not later than the last step of this bucket")
-        if result:
-            raise MemoryError(str(transfer))
 
     def lost(self) -> PeerLost:
         """Who is gone, as far as the engine knows."""
@@ -508,7 +507,6 @@ class Channel:
             while self._users:
                 self._lock.wait()
             transfers = list(self._transfers.values())
-            self._transfers.clear()
         if linger > 0:
             self._lib.ml_linger(channel, int(linger * SECOND))
         for transfer in transfers:
@@ -529,43 +527,24 @@ class Transfer:
         self._channel = channel
         self._lib = channel._lib
         self._handle: ctypes.c_void_p | None = None
-        self._posted = self._sending = self._all_sent = False
+        self._sending = self._all_sent = False
 
     def __str__(self) -> str:
         phase, bucket, step = self.key
         return f"{list(PHASES)[phase]} {step}, bucket {bucket} of {self._channel.name}"
 
-    @property
-    def c_key(self) -> tuple[int, int, int]:
-        phase, bucket, step = self.key
-        return phase, step, bucket
-
-    def _add(self, handle: ctypes.c_void_p, posted: bool = False, sending: bool = False) -> None:
-        with self._channel._lock:
-            self._posted |= posted
-            self._sending |= sending
-            if self._handle is None:
-                self._handle = handle
-            else:
-                self._lib.ml_release(handle)
-
     def _drop(self) -> None:
+        self._channel._transfers.pop(self.key, None)
         handle, self._handle = self._handle, None
         if handle is not None:
             self._lib.ml_release(handle)
 
-    def _forget_half(self) -> None:
-        """Called with the channel's lock: a later step began. Both halves, or the only one, may be over."""
-        over = not self._posted or self.took is not None
-        if over and (not self._sending or self._all_sent):
-            self._channel._transfers.pop(self.key, None)
+    def _forget(self) -> None:
+        """A later step has begun. Called with the channel's lock."""
+        if self._sending and not self._all_sent:
+            self._all_sent = self._lib.ml_wait(self._handle, 1, 0) == 0
+        if (self.arrived is None or self.took is not None) and (not self._sending or self._all_sent):
             self._drop()
-
-    def _settle(self) -> None:
-        with self._channel._lock:
-            if self.took is not None and self._all_sent:
-                self._channel._transfers.pop(self.key, None)
-                self._drop()
 
     def done(self) -> bool:
         """Whether everything has arrived that will. Raises :class:`PeerLost`."""
@@ -588,28 +567,27 @@ class Transfer:
 
     def _missing(self) -> str:
         with self._channel._using():
-            rank = self._lib.ml_missing(self._handle) if self._handle is not None else -1
+            rank = self._lib.ml_missing(self._handle)
         return "not posted" if rank < 0 else f"waits for rank {rank} ({self._channel.where(rank)})"
 
     def _wait(self, what: int, timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout
-        while True:
-            if self._all_sent if what else self.took is not None:
-                return True
-            rest = _SLICE if until is None else min(until - time.monotonic(), _SLICE)
+        while not (self._all_sent if what else self.took is not None):
+            rest = _SLICE if until is None else min(max(until - time.monotonic(), 0.0), _SLICE)
             with self._channel._using():
-                result = self._lib.ml_wait(self._handle, what, max(int(rest * SECOND), 0))
+                if self._handle is None:
+                    raise ValueError(f"{self}: its other half never began")
+                result = self._lib.ml_wait(self._handle, what, int(rest * SECOND))
                 if result < 0:
                     raise self._channel.lost()
                 if result == 0:
                     self._note(what)
-            if result == 0:
-                self._settle()
-                return True
-            if rest <= 0 or (until is not None and time.monotonic() >= until):
+            if result and until is not None and time.monotonic() >= until:
                 return False
+        return True
 
     def _note(self, what: int) -> None:
+        """It is over, or all is sent."""
         channel = self._channel
         with channel._lock:
             if what:
@@ -617,6 +595,8 @@ class Transfer:
             elif self.took is None:
                 self.took = self._lib.ml_took(self._handle) / SECOND
                 channel._took.setdefault(self.key[:2], deque(maxlen=_HISTORY)).append(self.took)
+            if self.took is not None and self._all_sent:
+                self._drop()
 
 
 def _first_draws(store: session.Store, key: str, rank: int) -> bytes:
