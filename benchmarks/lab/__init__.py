@@ -179,25 +179,21 @@ class Lab:
         check_lab()
         with contextlib.ExitStack() as stack:
             self.nodes: list[Node] = []
-            stack.callback(self._close_nodes)
             for number in range(len(self._site)):
                 self.nodes.append(Node(number))
+                stack.callback(self.nodes[-1].close)
             if self._link is None:
                 self.nodes[0].join_by_wire(self.nodes[1])
             else:
                 self._emulate(self._link, stack)
             for node in self.nodes:
                 node.configure(self._mtu)
+            stack.callback(end_processes, self.nodes)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
-
-    def _close_nodes(self) -> None:
-        end_processes(self.nodes)
-        for node in self.nodes:
-            node.close()
 
     def _emulate(self, link: Link, stack: contextlib.ExitStack) -> None:
         program, _ = _emulator()
@@ -215,10 +211,11 @@ class Lab:
             tuns.append(node.open_tun())
             stack.callback(os.close, tuns[-1])
         command = [program, *map(str, (shared, *tuns))]
-        # A session of its own: Ctrl-C is for us, and ends it by closing its input.
+        # A session of its own: Ctrl-C is for us. Should we be killed, it ends with its input.
         emulator = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(shared, *tuns), start_new_session=True)
         self._emulator = emulator
         stack.callback(emulator.wait)
+        stack.callback(emulator.kill)
         stack.callback(emulator.stdin.close)
         while not self._shared.ready:
             if emulator.poll() is not None:
@@ -246,7 +243,8 @@ class Lab:
 
     def dropped(self) -> int:
         """Packets that neither arrived nor were lost by a link, since this machine is too slow: a lab wants 0."""
-        return self._shared.failed + sum(node.dropped() for node in self.nodes)
+        failed = 0 if self._link is None else self._shared.failed
+        return failed + sum(node.dropped() for node in self.nodes)
 
     def emulator_seconds(self) -> float:
         """CPU seconds that the emulator has used."""
