@@ -236,13 +236,15 @@ def test_sites_share_a_link_and_ipv6_crosses_it():
     with Lab(Link(delay=0.03), sites=(2, 2)) as lab, Lab(Link(), sites=(1, 1)):
         for source, destination, delay in ((0, 1, 0.0), (0, 2, 0.03), (1, 3, 0.03)):
             for version in (4, 6) if os.path.exists("/proc/sys/net/ipv6") else (4,):
+                took = []
                 with sockets(lab, source, destination, version) as (out, into):
-                    sent = time.perf_counter()
-                    send(out, [1])
-                    into.recv(2048)
-                    took = time.perf_counter() - sent
-                assert took >= delay and (delay or took < 0.03)
-        assert lab.counters(0, 1).packets in (2, 4) and lab.counters(1, 0).packets == 0
+                    for number in range(5):
+                        sent = time.perf_counter()
+                        send(out, [number])
+                        into.recv(2048)
+                        took.append(time.perf_counter() - sent)
+                assert delay <= min(took) < delay + 0.01
+        assert lab.counters(0, 1).packets in (10, 20) and lab.counters(1, 0).packets == 0
 
 
 @needs_lab

@@ -105,7 +105,7 @@ def _grouped(cells: Sequence[Cell]) -> tuple[list[Row], list[str], dict[tuple[Ro
 
 
 def _milliseconds(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}"
 
 
 def markdown(cells: Sequence[Cell], shares: Sequence[Share], notes: Sequence[str], header: Sequence[str]) -> str:
@@ -254,8 +254,10 @@ def picture(cells: Sequence[Cell], path: Path) -> None:
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
         axes.set_yticks(range(len(other_rows)), list(map(str, other_rows)), fontsize=10)
         axes.set_ylim(len(other_rows) - 0.5, -0.5)
+        axes.set_xlim(left=10 ** np.floor(np.log10(axes.get_xlim()[0])))
         axes.set_xlabel("milliseconds per reduce-scatter, median")
         axes.grid(True, axis="x", alpha=0.35)
-    figure.suptitle("Solid: reduce-scatter, with a band from minimum to P95; dashed: all-gather", fontsize=11)
+    if grid:
+        figure.suptitle("Solid: reduce-scatter, with a band from minimum to P95; dashed: all-gather", fontsize=11)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=11)
     figure.savefig(path, format="png")

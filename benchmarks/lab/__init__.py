@@ -34,7 +34,7 @@ from megatron_lossy.errors import refuse
 
 from .nodes import INTERFACE, Node, end_processes, unshare
 
-__all__ = ["INTERFACE", "Counters", "Lab", "Link", "Missing", "check_lab"]
+__all__ = ["INTERFACE", "Counters", "Lab", "Link", "Missing", "check_lab", "wait"]
 
 _MAX_NODES = 64
 
@@ -148,15 +148,15 @@ def _compiler() -> str | None:
 
 
 @functools.cache
-def _emulator() -> tuple[str, tempfile.TemporaryDirectory]:
-    """The compiled emulator, in a folder that goes with this process."""
-    folder = tempfile.TemporaryDirectory(prefix="megatron-lossy-lab-")
-    program = f"{folder.name}/emulator"
+def _emulator() -> int:
+    """The compiled emulator: a file descriptor, as its file is gone already, and is not left if we are killed."""
     source = Path(__file__).with_name("emulator.c")
-    done = subprocess.run([_compiler(), "-O2", "-o", program, source], capture_output=True, text=True)
-    if done.returncode:
-        raise Missing(f"{source.name} cannot be compiled: {' '.join(done.stderr.split())[:200]}")
-    return program, folder
+    with tempfile.TemporaryDirectory(prefix="megatron-lossy-lab-") as folder:
+        program = f"{folder}/emulator"
+        done = subprocess.run([_compiler(), "-O2", "-o", program, source], capture_output=True, text=True)
+        if done.returncode:
+            raise Missing(f"{source.name} cannot be compiled: {' '.join(done.stderr.split())[:200]}")
+        return os.open(program, os.O_RDONLY | os.O_CLOEXEC)
 
 
 class Lab:
@@ -196,7 +196,7 @@ class Lab:
         self._stack.close()
 
     def _emulate(self, link: Link, stack: contextlib.ExitStack) -> None:
-        program, _ = _emulator()
+        program = _emulator()
         layout = _layout(self._sites)
         shared = os.memfd_create("lab")
         stack.callback(os.close, shared)
@@ -210,9 +210,10 @@ class Lab:
         for node in self.nodes:
             tuns.append(node.open_tun())
             stack.callback(os.close, tuns[-1])
-        command = [program, *map(str, (shared, *tuns))]
+        command = [f"/proc/self/fd/{program}", *map(str, (shared, *tuns))]
         # A session of its own: Ctrl-C is for us. Should we be killed, it ends with its input.
-        emulator = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(shared, *tuns), start_new_session=True)
+        passed = (program, shared, *tuns)
+        emulator = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=passed, start_new_session=True)
         self._emulator = emulator
         stack.callback(emulator.wait)
         stack.callback(emulator.kill)
@@ -274,3 +275,22 @@ class Lab:
             process.communicate()
             raise
         return subprocess.CompletedProcess(command, process.returncode, *said)
+
+
+def wait(processes: Sequence[subprocess.Popen], grace: float = 5.0) -> int:
+    """Wait until all have ended, or one has failed and others have had ``grace`` seconds to say why: then end them.
+
+    Returns 0 or the status of the first that failed by itself, as a shell would.
+    """
+    until = math.inf
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        if until == math.inf and any(process.returncode for process in processes):
+            until = time.monotonic() + grace
+        time.sleep(0.02)
+    status = next((process.returncode for process in processes if process.returncode), 0)
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        process.wait()
+    return status if status >= 0 else 128 - status

@@ -15,11 +15,10 @@ import math
 import os
 import signal
 import sys
-import time
 
 from megatron_lossy.errors import refuse, usage_errors
 
-from . import Lab, Link, Missing
+from . import Lab, Link, Missing, wait
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,11 +62,7 @@ def run(args: argparse.Namespace) -> int:
             for word, value in words.items():
                 command = [part.replace(f"{{{word}}}", str(value)) for part in command]
             started.append(lab.start(node.number, command))
-        until = math.inf
-        while any(process.poll() is None for process in started) and time.monotonic() < until:
-            if until == math.inf and any(process.returncode for process in started):
-                until = time.monotonic() + 5  # the others may say why, and end as well
-            time.sleep(0.02)
+        status = wait(started)
         for source in range(len(args.sites)):
             for destination in range(len(args.sites)):
                 if source != destination:
@@ -80,8 +75,7 @@ def run(args: argparse.Namespace) -> int:
                     )
         if dropped := lab.dropped():
             print(f"this machine was too slow for the links: it dropped {dropped} packets itself", file=sys.stderr)
-        failed = next((process.returncode for process in started if process.returncode), 0)
-        return failed if failed >= 0 else 128 - failed
+        return status
 
 
 def main(argv: list[str] | None = None) -> int:
