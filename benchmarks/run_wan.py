@@ -111,6 +111,7 @@ def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run
     lab.sysctl("net.ipv4.tcp_congestion_control", "bbr" if name == "udp" else name.split()[1])
     flags = ["--config", args.config, "--train-iters", str(iterations), "--log-interval", "1"]
     flags += ["--eval-interval", str(args.eval_interval), "--lr-decay-iters", str(args.iterations)]
+    flags += ["--lr-warmup-iters", str(args.iterations // 10)]
     if iterations < args.iterations:
         flags += ["--eval-iters", "0"]
     with socket.socket() as probe:

@@ -1,7 +1,7 @@
 """Run a command on every machine of a lab.
 
-    python -m benchmarks.lab --rtt 20 --loss 0.01 -- torchrun --nnodes {nodes} --node-rank {node} \\
-        --master-addr {first} --master-port 29500 --nproc-per-node 1 -m megatron_lossy.train …
+    GLOO_SOCKET_IFNAME=lab0 python -m benchmarks.lab --rtt 20 --loss 0.01 -- env RANK={node} WORLD_SIZE={nodes} \\
+        LOCAL_RANK=0 MASTER_ADDR={first} MASTER_PORT=29500 python -m megatron_lossy.train …
 
 In the command {node} stands for the number of the machine, {nodes} for how many there are, {address} for the IP address
 of this one and {first} for that of the first. They are joined by the interface lab0. Ends when all have ended, or
