@@ -18,7 +18,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.common import today, version_list
-from benchmarks.lab import INTERFACE, Lab, Link, Missing, wait
+from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.device.environment import processor, without_ranks
 from megatron_lossy.errors import refuse, usage_errors
@@ -259,7 +258,6 @@ def main(argv: list[str] | None = None) -> int:
     """The program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with usage_errors("benchmarks.run_wan"):
         there = next((name for name in NAMES if _folder(args, name).exists()), None)
         if there and not args.replace:
@@ -272,4 +270,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main())

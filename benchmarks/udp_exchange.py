@@ -15,11 +15,10 @@ import contextlib
 import itertools
 import os
 import shlex
-import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from benchmarks.common import RESULTS, today, version_list
 from benchmarks.exchange.contestants import NAMES, PHASES, Done, Team, TooSlow, our_config
 from benchmarks.exchange.results import Cell, Share, markdown, picture, table_of
 from benchmarks.exchange.rows import PARTS, Row, choose
-from benchmarks.lab import Counters, Lab, Link, Missing
+from benchmarks.lab import Counters, Lab, Link, Missing, end_in_order
 from megatron_lossy.device.environment import processor
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file, write_text
@@ -154,11 +153,8 @@ def share(lab: Lab, pair: str, seconds: float, config: Any) -> Share:
                 inside = min(ended, end) - max(begun, start)  # of an exchange that the interval cuts, its part
                 sent[index] += row.megabytes * max(inside, 0.0) / (ended - begun)
 
-        threads = [threading.Thread(target=flow, args=(index,)) for index in range(len(teams))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(flow, range(len(teams))))
     return Share(names, [8 * megabytes / seconds for megabytes in sent], row)
 
 
@@ -205,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--megabytes", type=float, nargs="+", metavar="MB", help="only rows with these")
     parser.add_argument("--contestants", nargs="+", choices=NAMES, default=NAMES, help="default: all")
     parser.add_argument("--flags", default="", help="more loss flags of ours, as one word: '--udp-cipher none'")
-    parser.add_argument("--seconds", type=float, metavar="S", help="for each row (default 30; quick: 12)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="for each row (default 30; quick: 8)")
     parser.add_argument("--limit", type=float, default=20.0, metavar="S", help="for one exchange (default 20)")
     parser.add_argument(
         "--share-seconds", type=float, default=15.0, metavar="S", help="for two flows that share a link"
@@ -231,8 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     """The program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
-    args.seconds = args.seconds or (12.0 if args.quick else 30.0)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    args.seconds = args.seconds or (8.0 if args.quick else 30.0)
     with usage_errors("benchmarks.udp_exchange"):
         stem = Path(args.out) / f"udp_exchange_{today()}"
         there = [f"{stem}.{suffix}" for suffix in ("md", "csv", "png") if Path(f"{stem}.{suffix}").exists()]
@@ -255,5 +250,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_in_order()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())

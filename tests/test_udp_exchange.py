@@ -30,6 +30,10 @@ def test_the_grid_is_whole_and_can_be_chosen_from():
     assert choose(["rate", "queue"], None, None, None, True) == QUICK
     with pytest.raises(UsageError, match="--parts bursts: no row has these"):
         choose(["bursts"], [35], None, None, False)
+    with pytest.raises(UsageError, match="loss 2: must be in"):
+        choose(["grid"], None, [2], None, False)
+    with pytest.raises(UsageError, match="--megabytes 0: must be above 0"):
+        choose(["grid"], None, None, [0], False)
 
 
 def test_queues_and_ideal_times_of_a_row():

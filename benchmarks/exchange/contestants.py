@@ -187,6 +187,7 @@ def _work(
     """The life of a rank: connect, exchange whenever told to, and end with the process that gives the orders."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": Plain, "ours": Ours}
     exchanger: Exchanger = kinds[name.split()[0]](rank, addresses, port, shards, config)
@@ -221,7 +222,8 @@ class Team:
         self.name = name
         nodes = [lab.nodes[rank % len(lab.nodes)] for rank in range(ranks)]
         addresses = [node.address for node in nodes]
-        Team._port += 100  # another for each team, as ports of closed connections stay in use for a while
+        # Other ports for each team, as those of closed connections stay in use for a while.
+        Team._port = 20_000 + (Team._port + 100) % 10_000
         fork = multiprocessing.get_context("fork")
         self._orders: list[Connection] = []
         self._processes: list[Any] = []

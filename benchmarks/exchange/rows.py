@@ -116,4 +116,8 @@ def choose(
     ]
     if rows and not wanted:
         raise refuse("--parts", " ".join(parts), "no row has these --rtt, --loss and --megabytes")
+    for row in wanted:
+        row.link()  # refuses what no link can be
+        if not row.shard > 0:
+            raise refuse("--megabytes", row.megabytes, "must be above 0")
     return wanted

@@ -20,6 +20,7 @@ import math
 import mmap
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from megatron_lossy.errors import refuse
 
 from .nodes import INTERFACE, Node, end_processes, unshare
 
-__all__ = ["INTERFACE", "Counters", "Lab", "Link", "Missing", "check_lab", "wait"]
+__all__ = ["INTERFACE", "Counters", "Lab", "Link", "Missing", "check_lab", "end_in_order", "wait"]
 
 _MAX_NODES = 64
 
@@ -275,6 +276,11 @@ class Lab:
             process.communicate()
             raise
         return subprocess.CompletedProcess(command, process.returncode, *said)
+
+
+def end_in_order() -> None:
+    """Let SIGTERM end this program as an exception does, so that its lab is taken down; for a program's beginning."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def wait(processes: Sequence[subprocess.Popen], grace: float = 5.0) -> int:

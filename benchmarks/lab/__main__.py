@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import signal
 import sys
 
 from megatron_lossy.errors import refuse, usage_errors
 
-from . import Lab, Link, Missing, wait
+from . import Lab, Link, Missing, end_in_order, wait
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,7 +52,6 @@ def link_of(args: argparse.Namespace) -> Link:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command everywhere; returns the exit status."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with Lab(link_of(args), args.sites, args.mtu, args.seed) as lab:
         started = []
         for node in lab.nodes:
@@ -89,5 +87,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_in_order()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())
