@@ -192,17 +192,17 @@ def picture(cells: Sequence[Cell], path: Path) -> None:
     losses = sorted({cell.row.loss for cell in grid})
     other_rows = list(dict.fromkeys(cell.row for cell in others))
     wide, high = max(len(rtts), 1), len(sizes)
-    bars = 0.55 + 0.5 * len(other_rows) if others else 0.0
-    figure = Figure(figsize=(max(5.2 * wide, 9.0), 4.2 * high + bars * 1.0 + 0.9), dpi=100, layout="constrained")
+    bars = 0.8 + 0.5 * len(other_rows) if others else 0.0
+    figure = Figure(figsize=(max(5.2 * wide, 9.0), 4.2 * high + bars + 0.9), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     names = list(dict.fromkeys(cell.name for cell in cells))
-    heights = [4.2] * high + ([bars] if others else [])
-    slots = figure.add_gridspec(len(heights), wide, height_ratios=heights)
+    # Two figures, so that the names of rows do not push the panels aside.
+    upper, lower = figure.subfigures(2, 1, height_ratios=(4.2 * high or 1e-3, bars or 1e-3))
     handles = {}
     for down, size in enumerate(sizes):
         shared = None
         for right, rtt in enumerate(rtts):
-            axes = shared = figure.add_subplot(slots[down, right], sharey=shared)
+            axes = shared = upper.add_subplot(high, wide, down * wide + right + 1, sharey=shared)
             for name in names:
                 for phase, style in zip(PHASES, ("-", "--")):
                     found = {
@@ -237,7 +237,7 @@ def picture(cells: Sequence[Cell], path: Path) -> None:
             axes.grid(True, which="major", alpha=0.35)
             axes.grid(True, which="minor", axis="y", alpha=0.12)
     if others:
-        axes = figure.add_subplot(slots[len(heights) - 1, :])
+        axes = lower.add_subplot()
         thick = 0.8 / len(names)
         for index, name in enumerate(names):
             found = {cell.row: cell for cell in others if cell.name == name and cell.phase == PHASES[0]}
@@ -258,6 +258,6 @@ def picture(cells: Sequence[Cell], path: Path) -> None:
         axes.set_xlabel("milliseconds per reduce-scatter, median")
         axes.grid(True, axis="x", alpha=0.35)
     if grid:
-        figure.suptitle("Solid: reduce-scatter, with a band from minimum to P95; dashed: all-gather", fontsize=11)
+        upper.suptitle("Solid: reduce-scatter, with a band from minimum to P95; dashed: all-gather", fontsize=11)
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=11)
     figure.savefig(path, format="png")
