@@ -5,11 +5,15 @@ RUN_DIR ?= runs/tiny
 # Several ranks on few cores crawl if each of them starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: run test lint test-slow test-all test-slurm bench docs compat compat-ci
+.PHONY: run run-wan test lint test-slow test-all test-slurm bench docs compat compat-ci
 
 run: .venv/installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.study sweep \
 		--config configs/tiny/llama_1m.yaml --rates 0 0.1 0.2 0.4 --out $(RUN_DIR)
+
+# The same model on two ranks with a lossy wide-area link between them, as root on Linux.
+run-wan: .venv/installed
+	$(BIN)/python -m benchmarks.run_wan $(WAN)
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q

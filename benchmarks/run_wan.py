@@ -1,0 +1,277 @@
+"""Train a tiny model over a lossy wide-area link: over gloo and TCP, and over UDP without retransmission.
+
+    python -m benchmarks.run_wan [--loss 0.01] [--rtt 20] [--out runs/wan]      (make run-wan)
+
+As root, on Linux (benchmarks/lab); elsewhere it says what is missing. Two ranks in two network namespaces train the
+model of configs/tiny with each transport, one after the other. It prints the time of an iteration, the part of it
+that is communication, and when each run reached a validation loss that all of them reach. Gloo over TCP Reno trains a
+few iterations only: it computes what gloo over BBR does, bit for bit, and is too slow for more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import itertools
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from benchmarks.common import today, version_list
+from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.device.environment import processor, without_ranks
+from megatron_lossy.errors import refuse, usage_errors
+from megatron_lossy.files import replace_file, write_text
+
+NAMES = ("gloo bbr", "gloo reno", "udp")
+KINDS = ("grad", "param", "other")
+#: The first iterations warm up.
+SKIPPED = 2
+_EXPLANATION = (
+    "Medians over iterations. Exchanges: the reduce-scatter of the gradients and the all-gather of the parameters, "
+    "from when the last rank comes to them. Other communication: what else an iteration waits for, such as the norm "
+    "of the gradients; it goes over TCP in every run. The time to the same loss is the number of iterations, times "
+    "that of an iteration."
+)
+_COLOURS = {"gloo bbr": "#1f77b4", "gloo reno": "#17becf", "udp": "#d62728"}
+
+
+@dataclass
+class Run:
+    """What came out of one training. ``seconds`` of an iteration by iteration, ``communication`` [kind][iteration].
+
+    An exchange lasts until the last rank has it, and begins when the last one comes to it: that one's time counts,
+    which is the shortest.
+    """
+
+    name: str
+    iterations: int
+    seconds: dict[int, float]
+    train: dict[int, float]
+    valid: dict[int, float]
+    communication: dict[str, np.ndarray]
+
+    @classmethod
+    def read(cls, name: str, folder: Path, ranks: int) -> Run:
+        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        train = {record["iteration"]: record for record in records if record["kind"] == "train"}
+        valid = {record["iteration"]: record["lm loss"] for record in records if record["kind"] == "valid"}
+        times = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
+        communication = {kind: np.min([one[kind] for one in times], axis=0) for kind in KINDS}
+        seconds = {iteration: record["seconds"] for iteration, record in train.items()}
+        losses = {iteration: record["lm loss"] for iteration, record in train.items()}
+        return cls(name, max(train), seconds, losses, valid, communication)
+
+    @property
+    def iteration_ms(self) -> float:
+        """Median milliseconds of an iteration, evaluation left out."""
+        return 1e3 * float(np.median([seconds for iteration, seconds in self.seconds.items() if iteration > SKIPPED]))
+
+    def communication_ms(self, *kinds: str) -> float:
+        """Median milliseconds of these kinds of communication in an iteration."""
+        return 1e3 * float(np.median(np.sum([self.communication[kind] for kind in kinds], axis=0)[SKIPPED:]))
+
+    def iterations_to(self, loss: float) -> float | None:
+        """The iteration at which the validation loss was ``loss``, between two evaluations by a straight line."""
+        points = sorted(self.valid.items())
+        for (before, higher), (after, lower) in itertools.pairwise(points):
+            if higher >= loss >= lower:
+                return after - (after - before) * (loss - lower) / max(higher - lower, 1e-12)
+        return float(points[0][0]) if points and points[0][1] <= loss else None
+
+
+def _folder(args: argparse.Namespace, name: str) -> Path:
+    return Path(args.out) / name.replace(" ", "_")
+
+
+def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run:
+    """One training over the link of ``lab``."""
+    folder = _folder(args, name)
+    if folder.exists():  # of --replace
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    transport = []
+    if name == "udp":
+        transport = ["--transport", "udp", "--loss-unit", "packet", "--udp-interface", INTERFACE]
+        transport += shlex.split(args.flags)
+    lab.sysctl("net.ipv4.tcp_congestion_control", "bbr" if name == "udp" else name.split()[1])
+    flags = ["--config", args.config, "--train-iters", str(iterations), "--log-interval", "1"]
+    flags += ["--eval-interval", str(args.eval_interval), "--lr-decay-iters", str(args.iterations)]
+    flags += ["--lr-warmup-iters", str(args.iterations // 10)]
+    if iterations < args.iterations:
+        flags += ["--eval-iters", "0"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = without_ranks() | {
+        "MASTER_ADDR": lab.address(0),
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(len(lab.nodes)),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "OMP_NUM_THREADS": "1",
+    }
+    started = []
+    with open(folder / "log.txt", "w") as log:
+        for rank in range(len(lab.nodes)):
+            command = [sys.executable, "-m", "benchmarks.wan_rank", str(folder / f"rank_{rank}.json"), *flags]
+            command += ["--metrics-dir", str(folder), *transport]
+            environment = common | {"RANK": str(rank)}
+            started.append(lab.start(rank, command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        status = wait(started)
+    if status:
+        tail = "\n".join((folder / "log.txt").read_text().splitlines()[-15:])
+        raise RuntimeError(f"{name}: status {status}; the end of {folder / 'log.txt'}:\n{tail}")
+    return Run.read(name, folder, len(lab.nodes))
+
+
+def table(runs: Sequence[Run], target: float | None, header: Sequence[str]) -> tuple[list[list[str]], str]:
+    """Rows of cells, the first of them the head, and the same as Markdown under ``header``."""
+    rows = [
+        ["", "ms per iteration", "exchanges (ms)", "other communication (ms)", "validation loss", "to the same loss"]
+    ]
+    steps = {run.name: run.iterations_to(target) for run in runs if run.valid and target is not None}
+    for run in runs:
+        # Gloo's losses do not depend on the congestion control.
+        step = steps.get(run.name, steps.get("gloo bbr"))
+        last = f"{run.valid[max(run.valid)]:.3f}" if run.valid else "as with bbr"
+        reached = "" if step is None else f"{step * run.iteration_ms / 1e3:.1f} s ({step:.0f} iterations)"
+        exchanges, other = run.communication_ms("grad", "param"), run.communication_ms("other")
+        rows.append([run.name, f"{run.iteration_ms:.0f}", f"{exchanges:.0f}", f"{other:.0f}", last, reached])
+    head, *body = rows
+    lines = ["# Training over a wide-area link", "", *(f"- {line}" for line in header), ""]
+    lines += [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
+    lines += ["", f"The same loss: {target:.3f}, which every whole run reaches." if target is not None else "", ""]
+    lines += [_EXPLANATION, ""]
+    return rows, "\n".join(lines)
+
+
+def picture(runs: Sequence[Run], target: float | None, path: Path) -> None:
+    """Validation and training loss over time, and what an iteration is made of."""
+    figure = Figure(figsize=(13, 5.2), dpi=100, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    for run in runs:
+        colour, iterations = _COLOURS[run.name], np.array(sorted(run.train))
+        time = np.cumsum([run.seconds[iteration] for iteration in iterations])
+        left.plot(time, [run.train[iteration] for iteration in iterations], color=colour, alpha=0.3, linewidth=1)
+        label = run.name if run.valid else f"{run.name} ({run.iterations} iterations)"
+        valid = sorted(run.valid)
+        places = [time[np.searchsorted(iterations, iteration)] for iteration in valid]
+        left.plot(places, [run.valid[iteration] for iteration in valid], "-o", color=colour, markersize=5, label=label)
+    if target is not None:
+        left.axhline(target, color="grey", linestyle=":", linewidth=1.2, label=f"loss {target:.3f}")
+    left.set_xlabel("seconds of training, evaluation left out")
+    left.set_ylabel("language-model loss (nats per token)")
+    left.set_title("Faint: training; with marks: validation", fontsize=11)
+    left.grid(True, alpha=0.35)
+    left.legend()
+    names = [run.name for run in runs]
+    bottom = np.zeros(len(runs))
+    parts = {
+        "exchanges": [run.communication_ms("grad", "param") for run in runs],
+        "other communication": [run.communication_ms("other") for run in runs],
+    }
+    parts["the rest"] = [run.iteration_ms - sum(values[i] for values in parts.values()) for i, run in enumerate(runs)]
+    for (label, values), colour in zip(parts.items(), ("#d95f02", "#fdb462", "#bdbdbd")):
+        right.bar(names, np.maximum(values, 0), bottom=bottom, label=label, color=colour)
+        bottom += np.maximum(values, 0)
+    right.set_ylabel("milliseconds of an iteration, median")
+    # Reno is an order of magnitude slower; its bar is cut, lest the others cannot be seen.
+    top = 1.25 * max([run.iteration_ms for run in runs if run.name != "gloo reno"] or [bottom.max()])
+    for place, run in enumerate(runs):
+        text = f"{run.iteration_ms:.0f}" + (" ↑" if bottom[place] > top else "")
+        right.annotate(text, (place, min(bottom[place], top)), ha="center", va="bottom", fontsize=10)
+    right.set_ylim(0, top)
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, fontsize=9)
+    figure.savefig(path, format="png")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_wan", description=__doc__.splitlines()[0])
+    parser.add_argument("--loss", type=float, default=0.01, metavar="P", help="share of packets lost (default 0.01)")
+    parser.add_argument("--rtt", type=float, default=20.0, metavar="MS", help="round-trip time (default 20)")
+    parser.add_argument("--config", default="configs/tiny/llama_1m.yaml", metavar="FILE", help="what is trained")
+    parser.add_argument("--iterations", type=int, default=200, metavar="N", help="to train (default 200)")
+    parser.add_argument("--reno-iterations", type=int, default=5, metavar="N", help="over Reno (default 5; 0: none)")
+    parser.add_argument("--eval-interval", type=int, default=20, metavar="N", help="default 20")
+    parser.add_argument("--flags", default="", help="more flags of the run over UDP, as one word: '--udp-cipher none'")
+    parser.add_argument("--out", default="runs/wan", metavar="FOLDER", help="for runs and results (default runs/wan)")
+    parser.add_argument("--replace", action="store_true", help="write over the results that are there")
+    return parser
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """All trainings, their table and their picture."""
+    plan = dict(zip(NAMES, (args.iterations, args.reno_iterations, args.iterations)))
+    notes = []
+    if "transport" not in LossyConfig.__dataclass_fields__:
+        del plan["udp"]
+        notes.append("over UDP left out: this version has no --transport udp")
+    runs = []
+    with Lab(Link(args.rtt / 2000, args.loss)) as lab:
+        there = lab.nodes[0].sysctl("net.ipv4.tcp_available_congestion_control").split()
+        for name, iterations in plan.items():
+            control = name.split()[-1]
+            if control in ("bbr", "reno") and control not in there:
+                notes.append(f"{name} left out: no {control} here (modprobe tcp_{control})")
+            elif iterations:
+                print(f"{name}: {iterations} iterations …", flush=True)
+                runs.append(train(lab, name, iterations, args))
+                print(f"{name}: {runs[-1].iteration_ms:.0f} ms per iteration", flush=True)
+        if lab.dropped():
+            notes.append(f"this machine dropped {lab.dropped()} packets itself")
+    target = max((min(one.valid.values()) for one in runs if one.valid), default=None)
+    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
+    header = [
+        f"Date: {today()}",
+        f"Command: `{shlex.join(['python', '-m', 'benchmarks.run_wan', *argv])}`",
+        f"Link: {100 * args.loss:g} % of packets lost, {args.rtt:g} ms round trip, no limit of rate; 2 ranks",
+        f"Hardware: {processor()}, Linux {os.uname().release}; load average at the end {load}",
+        f"Versions: {version_list()}",
+        *notes,
+    ]
+    rows, text = table(runs, target, header)
+    print("\n" + text)
+    out = Path(args.out)
+    cells = io.StringIO()
+    csv.writer(cells, lineterminator="\n").writerows(rows)
+    write_text(out / "wan.md", text)
+    write_text(out / "wan.csv", cells.getvalue())
+    replace_file(out / "wan.png", lambda aside: picture(runs, target, aside))
+    print(f"wrote {out / 'wan.md'}, .csv, .png")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The program."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(argv)
+    with usage_errors("benchmarks.run_wan"):
+        there = next((name for name in NAMES if _folder(args, name).exists()), None)
+        if there and not args.replace:
+            raise refuse("--out", args.out, f"{_folder(args, there).name} is there already; --replace removes it")
+        try:
+            run(args, argv)
+        except Missing as missing:
+            print(f"skipped: {missing}")
+    return 0
+
+
+if __name__ == "__main__":
+    end_in_order()
+    sys.exit(main())
