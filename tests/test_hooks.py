@@ -114,6 +114,11 @@ SETTINGS = {
 }
 
 
+#: What other ways to carry exchanges are tried with at once; with the rest when there is time.
+FEW = ("overlapped both", "bf16, fp32 gradients", "fp32 accumulation", "tensor parallel", "two instances, overlapped")
+FEW_SETTINGS = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in SETTINGS]
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting(name):
     world, tiny = SETTINGS[name]

@@ -15,7 +15,7 @@ from megatron_lossy.registry import GRAD_RECOVERIES
 from tests import contract
 from tests.ranks import run_ranks
 from tests.reference import ReferenceReduce
-from tests.test_hooks import BOTH, OVERLAPS, RULES, SETTINGS, contract_holds
+from tests.test_hooks import BOTH, FEW_SETTINGS, OVERLAPS, RULES, SETTINGS, contract_holds
 from tests.test_transport import (
     STEPS,
     UNITS,
@@ -96,7 +96,7 @@ def test_exchanges_against_the_reference(size):
                     np.testing.assert_array_equal(mine[step][bucket], theirs[step][bucket])
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", FEW_SETTINGS)
 def test_every_setting_of_megatron(name):
     world, tiny = SETTINGS[name]
     _, lost = contract_holds(tiny, world=world, config=PIECES)
