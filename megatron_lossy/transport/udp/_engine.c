@@ -105,6 +105,7 @@ struct rate {
 
 #define INTERVAL (4 * MS)
 #define GAP_US 8000u
+#define ENOUGH 128 /* datagrams that say something about a share of a tenth */
 
 static void rate_init(struct rate *r, double floor, double ceiling, int fixed)
 {
@@ -162,7 +163,7 @@ static void rate_close_interval(struct rate *r, ns now)
         if (full) {
             r->starting = 0;
             rate_set(r, r->greatest);
-        } else if (now - r->stepped_at >= r->rtt_min && r->rate < 4.0 * r->greatest) {
+        } else if (now - r->stepped_at >= r->rtt_min && r->greatest > 0.6 * r->rate) {
             rate_set(r, 2.0 * r->rate);
             r->stepped_at = now;
         }
@@ -203,7 +204,7 @@ static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t byt
     r->bytes = bytes;
     r->top = top;
     r->clock = clock;
-    if (!r->fixed && r->known && r->span >= (double)greatest(r->rtt_min / 4, INTERVAL))
+    if (!r->fixed && r->known && r->numbers >= ENOUGH && r->span >= (double)greatest(r->rtt_min / 4, INTERVAL))
         rate_close_interval(r, now);
 }
 
