@@ -248,6 +248,19 @@ def test_a_late_rank_loses_nothing():
         assert ranks.lost() == 0
 
 
+def test_each_receiver_says_what_it_keeps_early():
+    """As much of each sender as its memory has room for."""
+    sockets = [{"eager_bytes": 1 << 20}, {"eager_bytes": 1 << 30, "memory": 4 * 2 * 5 * UNIT}, {}]
+    with Ranks(3, sockets=sockets) as ranks:
+        for source in (0, 2):
+            ranks.send(source, "grad", 0, 0)
+        time.sleep(0.2)
+        early = [ranks.dense[1].counters()[source]["early"] for source in (0, 2)]
+        assert early == [5, 5] and ranks.lost() == 0
+        assert ranks.dense[0].counters()[2]["early"] == 201
+        in_threads(3, lambda rank: ranks.engines[rank].close(linger=0))
+
+
 def test_the_deadline_ends_an_exchange_without_the_others():
     with Ranks(2, deadline=0.05) as ranks:
         transfer, _ = ranks.post(0, "grad", 0, 0)
@@ -414,14 +427,13 @@ def test_foreign_and_forged_datagrams_change_nothing():
     """From another socket, of another run, from a peer's own address without its key, and noise."""
     with Ranks(2) as ranks, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         victim = ("127.0.0.1", ranks.engines[1].port)
-        number = ranks.dense[0]
         drawn = session.channel_id(ranks.store.values["dense/random"], "dense")
         for datagram in (b"", b"x", os.urandom(1452), encode(DATA, bytes(UNIT + 16), channel=drawn, step=1)):
             stranger.sendto(datagram, victim)
         assert all(arrived.all() for arrived in ranks.exchange("grad", 0, 0))
         counters = ranks.engines[1].counters()
         assert counters["malformed"] == 3 and counters["foreign"] == 1
-        assert number.counters()[1]["bad_tag"] == 0
+        assert ranks.dense[0].counters()[1]["bad_tag"] == 0
 
 
 def test_another_key_file_is_refused_on_all_ranks():
@@ -442,7 +454,6 @@ def test_another_key_file_is_refused_on_all_ranks():
     [
         ({"cipher": "none"}, "--udp-cipher: cipher of dense is aes-128-gcm on rank 0 and none on rank 1"),
         ({"packet_bytes": 1472}, "--packet-bytes: bytes of a unit of dense is 1408 on rank 0 and 1472 on rank 1"),
-        ({"eager_bytes": 5}, "--udp-eager-bytes: eager bytes of dense is 1048576 on rank 0 and 5 on rank 1"),
         ({"key": b"k"}, "--udp-key-file"),
     ],
     ids=str,
@@ -522,10 +533,10 @@ def test_ranks_that_build_at_once_all_get_a_whole_library(monkeypatch, tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build.library.cache_clear()
     try:
-        paths = in_threads(3, lambda rank: build.library.__wrapped__())
+        paths = in_threads(2, lambda rank: build.library.__wrapped__())
     finally:
         build.library.cache_clear()
-    assert len({str(path) for path in paths}) == 1 and paths[0].stat().st_mode & 0o111 >= 0
+    assert len({str(path) for path in paths}) == 1
     assert [path.name for path in paths[0].parent.iterdir()] == [paths[0].name]
 
 

@@ -358,7 +358,7 @@ def test_the_rate_finds_the_link(loss):
                 node.released(("grad", step, 0))
     ideal = shard / 50e6 * 1e3 * 1.05 + 10
     assert np.median(times[3:]) < 1.25 * ideal, (times, ideal)
-    assert np.median(lost[3:]) < loss + 0.03, lost
+    assert np.median(lost[3:]) < loss + 0.04, lost
 
 
 # ---- Exchanges between several ----

@@ -377,7 +377,7 @@ struct member {
     uint32_t rank;
     void *seal, *open;
     struct dest *queue[PHASES], *last[PHASES];
-    uint64_t eager;
+    uint64_t eager, eager_limit; /* bytes sent without READY */
     uint8_t probed, confirmed, gone;
     ns probe_at, probe_until, late_reply_at;
     struct member_counters count;
@@ -1226,10 +1226,10 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
     return FORCED;
 }
 
-static int may_begin(const struct engine *e, const struct member *m, const struct dest *d)
+static int may_begin(const struct member *m, const struct dest *d)
 {
     const struct bucket *b = d->x->bucket;
-    return d->ready || m->eager + unit_bytes(b, b->order ? b->order[d->position] : d->position) <= e->set.eager;
+    return d->ready || m->eager + unit_bytes(b, b->order ? b->order[d->position] : d->position) <= m->eager_limit;
 }
 
 static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out, struct output *o)
@@ -1240,9 +1240,9 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
         d = other;
         other = m->queue[0];
     }
-    if (!may_begin(e, m, d)) {
+    if (!may_begin(m, d)) {
         d = other;
-        if (!d || !may_begin(e, m, d))
+        if (!d || !may_begin(m, d))
             return 0;
     }
     if (now < f->free_at) {
@@ -1260,7 +1260,7 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
     most = most > room ? room : most;
     most = most ? most : 1;
     uint32_t n = 0, bytes = 0;
-    while (n < most && d->position < b->entries && may_begin(e, m, d)) {
+    while (n < most && d->position < b->entries && may_begin(m, d)) {
         uint32_t unit = b->order ? b->order[d->position] : d->position, size = unit_bytes(b, unit);
         bytes += build(e, m, DATA, b->tags ? b->tags[unit] : 0, d->x->phase, d->x->step, d->x->number, unit,
                        d->from + (uint64_t)unit * b->unit, size, out + bytes, now);
@@ -1514,9 +1514,10 @@ static struct flow *flow_find(struct engine *e, const struct sockaddr *to, sockl
     return f;
 }
 
-/* `window`, `limit`: DATA that the peer's buffer holds for us; `ours`: that ours holds for it. Before ml_open. */
+/* `window`, `limit`: DATA that the peer's buffer holds for us; `ours`: that ours holds for it; `eager`: bytes that it
+ * keeps of what it has not posted. Before ml_open. */
 API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, uint32_t to_size, uint64_t instance,
-                  uint32_t window, uint32_t limit, uint32_t ours, const uint8_t *key_out, const uint8_t *key_in, ns now)
+                  uint32_t window, uint32_t limit, uint32_t ours, uint64_t eager, const uint8_t *key_out, const uint8_t *key_in, ns now)
 {
     struct engine *e = c->engine;
     struct member *m = &c->members[rank];
@@ -1543,6 +1544,7 @@ API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, u
     f->heard = at(now);
     if (e->set.cipher && (!(m->seal = cipher_new(key_out, 1)) || !(m->open = cipher_new(key_in, 0))))
         goto out;
+    m->eager_limit = eager;
     m->flow = f;
     m->next = f->members;
     f->members = m;
@@ -1947,8 +1949,8 @@ static int receive(struct engine *e)
     return n;
 }
 
-/* A mutex alone would let the thread take it again and again. Never sched_yield: since Linux 6.18 each call forfeits a
- * slice of this thread's time, and some hundreds of them seconds. */
+/* A mutex alone would let the thread take it again and again. Not by sched_yield: the scheduler may take each call for
+ * a slice of time used, and let the thread wait for as many. */
 static void give_way(struct engine *e)
 {
     if (!atomic_load(&e->waiting))

@@ -64,7 +64,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("free", None, pointer),
         ("channel", pointer, pointer, u32, u32, u32, u32, u32, u32),
         ("bucket", None, pointer, i, u32, u64, u32),
-        ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u32, text, text, i64),
+        ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u32, u64, text, text, i64),
         ("open", None, pointer),
         ("probe", None, pointer, i64),
         ("probed", i, pointer, u32),
@@ -313,7 +313,7 @@ class Channel:
             protocol=session.PROTOCOL,
             packet_bytes=settings.packet_bytes,
             cipher=settings.cipher,
-            eager_bytes=settings.eager_bytes,
+            eager=min(settings.eager_bytes, settings.memory // (4 * max(len(self.peers), 1))),
             window=window,
             limit=limit,
         )
@@ -342,7 +342,7 @@ class Channel:
                 session.flow_key(hello, key, number, peer, self.rank),
             )
             where = (packed, len(packed), int(hello.instance, 16))
-            if self._lib.ml_member(channel, peer, *where, hello.window, hello.limit, ours, *keys, -1):
+            if self._lib.ml_member(channel, peer, *where, hello.window, hello.limit, ours, hello.eager, *keys, -1):
                 self._lib.ml_close(channel, -1)
                 raise MemoryError(f"rank {peer} of channel {self.name}")
         return channel
