@@ -5,6 +5,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -678,3 +680,17 @@ def test_ten_thousand_exchanges_through_a_lossy_relay_without_a_stall():
     times = exchange_through_a_relay(10_000, 100_000, 0.1, UdpSettings())
     slowest = np.sort(np.maximum(*times))
     assert np.mean(slowest > 5 * np.median(slowest)) < 1e-3
+
+
+def test_a_program_that_closes_nothing_ends():
+    """In the middle of sending."""
+    program = f"""
+import numpy as np
+from megatron_lossy.transport.udp import Engine, UdpSettings
+from tests.test_udp_engine import Store, in_threads
+store, engines, data = Store(), [Engine(UdpSettings(rate=5e6), "127.0.0.1") for _ in range(2)], np.zeros(10**7, np.uint8)
+channels = in_threads(2, lambda rank: engines[rank].open("x", rank, 2, store, "p", {{"grad": [(10**7, {UNIT})]}}))
+channels[0].send("grad", 0, 0, [None, data.ctypes.data])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

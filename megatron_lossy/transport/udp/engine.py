@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import os
@@ -167,6 +168,7 @@ class Engine:
         )
         if not self._engine:
             raise self._refusal(result[2], settings.port + local_rank)
+        atexit.register(self.close, 0.0)  # its thread must not outlive the memory that it reads
         self.port: int = result[0]
         #: Bytes of the receive buffer, as the kernel counts them.
         self.granted: int = result[1]
@@ -216,7 +218,7 @@ class Engine:
             name: of the channel, in messages.
             rank: this one's.
             store: what all ranks read and write; ``get`` waits for a key.
-            prefix: of the keys, of this channel alone.
+            prefix: of the keys; no other channel has it, nor had it in this store.
             buckets: for ``"grad"`` and ``"param"``, of each bucket: bytes of a shard, and of a unit.
             peers: the ranks that are reached over UDP, all if ``None``. If i names j, j must name i.
         """
@@ -238,6 +240,7 @@ class Engine:
         if self._engine:
             self._lib.ml_free(self._engine)
             self._engine = None
+            atexit.unregister(self.close)
 
     def __enter__(self) -> Engine:
         return self
