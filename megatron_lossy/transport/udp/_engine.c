@@ -64,7 +64,7 @@ typedef int64_t ns;
 enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE };
 enum { VERSION = 1, HEADER = 28, TAG = 16, REPORT_BYTES = 32, PHASES = 2 };
 enum { LARGEST = 65507, SEGMENTS = 64, BATCH_BYTES = 65000, RECEIVE = 32, RECEIVE_BYTES = 65536 };
-enum { AHEAD = 8, CONTROLS = 8192, FORCED = 4, REPEATS = 8 };
+enum { AHEAD = 8, CONTROLS = 8192, FORCED = 4, REPEATS = 12 };
 enum { SILENT = 1, REFUSED, LEFT }; /* why a channel failed */
 #define JUMP ((uint64_t)1 << 20)    /* numbers that a flow cannot skip: no window is so large */
 #define SLOWEST SECOND              /* between repetitions of one control datagram */
@@ -1370,7 +1370,7 @@ static void reports(struct engine *e, ns now)
         if (now >= f->report_at && f->members) {
             control(e, speaker(f), REPORT, NULL, 0);
             f->unreported = 0;
-            ns wait = greatest(round_trip(f), 5 * MS) << f->report_count;
+            ns wait = greatest(round_trip(f), 5 * MS) << (f->report_count > 4 ? f->report_count - 4 : 0);
             f->report_at = f->report_count++ < REPEATS ? now + least(wait, SLOWEST) : NEVER;
         }
         due(e, f->report_at);
