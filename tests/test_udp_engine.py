@@ -5,6 +5,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -248,6 +250,19 @@ def test_a_late_rank_loses_nothing():
         assert ranks.lost() == 0
 
 
+def test_each_receiver_says_what_it_keeps_early():
+    """As much of each sender as its memory has room for."""
+    sockets = [{"eager_bytes": 1 << 20}, {"eager_bytes": 1 << 30, "memory": 4 * 2 * 5 * UNIT}, {}]
+    with Ranks(3, sockets=sockets) as ranks:
+        for source in (0, 2):
+            ranks.send(source, "grad", 0, 0)
+        time.sleep(0.2)
+        early = [ranks.dense[1].counters()[source]["early"] for source in (0, 2)]
+        assert early == [5, 5] and ranks.lost() == 0
+        assert ranks.dense[0].counters()[2]["early"] == 201
+        in_threads(3, lambda rank: ranks.engines[rank].close(linger=0))
+
+
 def test_the_deadline_ends_an_exchange_without_the_others():
     with Ranks(2, deadline=0.05) as ranks:
         transfer, _ = ranks.post(0, "grad", 0, 0)
@@ -383,30 +398,6 @@ def test_what_is_said_to_be_lost_is_what_a_relay_lost():
             )
 
 
-def exchange_through_a_relay(steps, size, loss, settings):
-    """Times of ``steps`` exchanges of ``size`` bytes."""
-    store, times = Store(), [[], []]
-    with Relay(5, loss=loss) as relay:
-
-        def run(rank):
-            with Engine(settings, "127.0.0.1") as engine:
-                channel = engine.open("dense", rank, 2, relay.store(store, rank), "p", {"grad": [(size, UNIT)]})
-                data, pieces = np.zeros((2, size), np.uint8), np.zeros((2, size), np.uint8)
-                for step in range(steps):
-                    begun = time.perf_counter()
-                    to, out = [None, None], [None, None]
-                    to[1 - rank], out[1 - rank] = pieces[1 - rank].ctypes.data, data[1 - rank].ctypes.data
-                    transfer = channel.post("grad", step, 0, to)
-                    channel.send("grad", step, 0, out)
-                    transfer.wait(30)
-                    transfer.sent(30)
-                    times[rank].append(time.perf_counter() - begun)
-                return engine.counters()["socket_overflow"]
-
-        assert in_threads(2, run) == [0, 0]
-    return times
-
-
 # ---- What must not get in ----
 
 
@@ -414,14 +405,13 @@ def test_foreign_and_forged_datagrams_change_nothing():
     """From another socket, of another run, from a peer's own address without its key, and noise."""
     with Ranks(2) as ranks, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         victim = ("127.0.0.1", ranks.engines[1].port)
-        number = ranks.dense[0]
         drawn = session.channel_id(ranks.store.values["dense/random"], "dense")
         for datagram in (b"", b"x", os.urandom(1452), encode(DATA, bytes(UNIT + 16), channel=drawn, step=1)):
             stranger.sendto(datagram, victim)
         assert all(arrived.all() for arrived in ranks.exchange("grad", 0, 0))
         counters = ranks.engines[1].counters()
         assert counters["malformed"] == 3 and counters["foreign"] == 1
-        assert number.counters()[1]["bad_tag"] == 0
+        assert ranks.dense[0].counters()[1]["bad_tag"] == 0
 
 
 def test_another_key_file_is_refused_on_all_ranks():
@@ -442,7 +432,6 @@ def test_another_key_file_is_refused_on_all_ranks():
     [
         ({"cipher": "none"}, "--udp-cipher: cipher of dense is aes-128-gcm on rank 0 and none on rank 1"),
         ({"packet_bytes": 1472}, "--packet-bytes: bytes of a unit of dense is 1408 on rank 0 and 1472 on rank 1"),
-        ({"eager_bytes": 5}, "--udp-eager-bytes: eager bytes of dense is 1048576 on rank 0 and 5 on rank 1"),
         ({"key": b"k"}, "--udp-key-file"),
     ],
     ids=str,
@@ -522,10 +511,10 @@ def test_ranks_that_build_at_once_all_get_a_whole_library(monkeypatch, tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build.library.cache_clear()
     try:
-        paths = in_threads(3, lambda rank: build.library.__wrapped__())
+        paths = in_threads(2, lambda rank: build.library.__wrapped__())
     finally:
         build.library.cache_clear()
-    assert len({str(path) for path in paths}) == 1 and paths[0].stat().st_mode & 0o111 >= 0
+    assert len({str(path) for path in paths}) == 1
     assert [path.name for path in paths[0].parent.iterdir()] == [paths[0].name]
 
 
@@ -661,9 +650,15 @@ def test_a_killed_process_is_named_by_all_others_at_once(processes):
         assert message.startswith("rank 1 of dense (127.0.0.1:") or "it has closed the channel" in message
 
 
-@pytest.mark.slow
-def test_ten_thousand_exchanges_through_a_lossy_relay_without_a_stall():
-    """100 KB at 10 % loss. What a busy machine adds is not the protocol's: a rare delay of its scheduler is let pass."""
-    times = exchange_through_a_relay(10_000, 100_000, 0.1, UdpSettings())
-    slowest = np.sort(np.maximum(*times))
-    assert np.mean(slowest > 5 * np.median(slowest)) < 1e-3
+def test_a_program_that_closes_nothing_ends():
+    """In the middle of sending."""
+    program = f"""
+import numpy as np
+from megatron_lossy.transport.udp import Engine, UdpSettings
+from tests.test_udp_engine import Store, in_threads
+store, engines, data = Store(), [Engine(UdpSettings(rate=5e6), "127.0.0.1") for _ in range(2)], np.zeros(10**7, np.uint8)
+channels = in_threads(2, lambda rank: engines[rank].open("x", rank, 2, store, "p", {{"grad": [(10**7, {UNIT})]}}))
+channels[0].send("grad", 0, 0, [None, data.ctypes.data])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -358,7 +358,7 @@ def test_the_rate_finds_the_link(loss):
                 node.released(("grad", step, 0))
     ideal = shard / 50e6 * 1e3 * 1.05 + 10
     assert np.median(times[3:]) < 1.25 * ideal, (times, ideal)
-    assert np.median(lost[3:]) < loss + 0.03, lost
+    assert np.median(lost[3:]) < loss + 0.04, lost
 
 
 # ---- Exchanges between several ----
@@ -441,13 +441,17 @@ def test_what_is_lost_is_what_the_network_lost(seed, loss):
             assert node.lib.ml_linger(node.channel, 0) == 0
 
 
-def test_nothing_stalls_when_datagrams_are_lost():
-    """3,000 exchanges at 10 % loss of everything: none takes more than five times the median."""
+@pytest.mark.parametrize(
+    ("count", "units", "window"),
+    [(1000, 20, 32), pytest.param(10_000, 72, 256, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
+def test_nothing_stalls_when_datagrams_are_lost(count, units, window):
+    """At 10 % loss of everything: no exchange takes five times the median."""
     generator = random.Random(7)
     link = lambda source, destination, datagram, now: [] if generator.random() < 0.1 else [now + 2 * MS]
     times = []
-    with World(2, {"grad": [(20 * UNIT, UNIT)]}, link, window=32) as world:
-        for step in range(3000):
+    with World(2, {"grad": [(units * UNIT, UNIT)]}, link, window=window) as world:
+        for step in range(count):
             begun = world.now
             exchanges, _ = exchange_all(world, "grad", step, 0)
             world.run(lambda: all(x.over_at for x in exchanges))  # noqa: B023

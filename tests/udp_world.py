@@ -88,7 +88,7 @@ class Node:
                 where = address(peer)
                 windows = (self.window, self.window, self.window)
                 assert not self.lib.ml_member(
-                    self.channel, peer, where, len(where), peer, *windows, self.key, self.key, 0
+                    self.channel, peer, where, len(where), peer, *windows, self.eager, self.key, self.key, 0
                 )
         self.lib.ml_open(self.channel)
         self._out = (ctypes.c_uint8 * (1 << 18))()

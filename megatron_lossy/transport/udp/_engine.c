@@ -64,7 +64,7 @@ typedef int64_t ns;
 enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE };
 enum { VERSION = 1, HEADER = 28, TAG = 16, REPORT_BYTES = 32, PHASES = 2 };
 enum { LARGEST = 65507, SEGMENTS = 64, BATCH_BYTES = 65000, RECEIVE = 32, RECEIVE_BYTES = 65536 };
-enum { AHEAD = 8, CONTROLS = 8192, FORCED = 4, REPEATS = 8 };
+enum { AHEAD = 8, CONTROLS = 8192, FORCED = 4, REPEATS = 12 };
 enum { SILENT = 1, REFUSED, LEFT }; /* why a channel failed */
 #define JUMP ((uint64_t)1 << 20)    /* numbers that a flow cannot skip: no window is so large */
 #define SLOWEST SECOND              /* between repetitions of one control datagram */
@@ -105,6 +105,7 @@ struct rate {
 
 #define INTERVAL (4 * MS)
 #define GAP_US 8000u
+#define ENOUGH 128 /* datagrams that say something about a share of a tenth */
 
 static void rate_init(struct rate *r, double floor, double ceiling, int fixed)
 {
@@ -162,7 +163,7 @@ static void rate_close_interval(struct rate *r, ns now)
         if (full) {
             r->starting = 0;
             rate_set(r, r->greatest);
-        } else if (now - r->stepped_at >= r->rtt_min && r->rate < 4.0 * r->greatest) {
+        } else if (now - r->stepped_at >= r->rtt_min && r->greatest > 0.6 * r->rate) {
             rate_set(r, 2.0 * r->rate);
             r->stepped_at = now;
         }
@@ -203,7 +204,7 @@ static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t byt
     r->bytes = bytes;
     r->top = top;
     r->clock = clock;
-    if (!r->fixed && r->known && r->span >= (double)greatest(r->rtt_min / 4, INTERVAL))
+    if (!r->fixed && r->known && r->numbers >= ENOUGH && r->span >= (double)greatest(r->rtt_min / 4, INTERVAL))
         rate_close_interval(r, now);
 }
 
@@ -376,7 +377,7 @@ struct member {
     uint32_t rank;
     void *seal, *open;
     struct dest *queue[PHASES], *last[PHASES];
-    uint64_t eager;
+    uint64_t eager, eager_limit; /* bytes sent without READY */
     uint8_t probed, confirmed, gone;
     ns probe_at, probe_until, late_reply_at;
     struct member_counters count;
@@ -1225,10 +1226,10 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
     return FORCED;
 }
 
-static int may_begin(const struct engine *e, const struct member *m, const struct dest *d)
+static int may_begin(const struct member *m, const struct dest *d)
 {
     const struct bucket *b = d->x->bucket;
-    return d->ready || m->eager + unit_bytes(b, b->order ? b->order[d->position] : d->position) <= e->set.eager;
+    return d->ready || m->eager + unit_bytes(b, b->order ? b->order[d->position] : d->position) <= m->eager_limit;
 }
 
 static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out, struct output *o)
@@ -1239,9 +1240,9 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
         d = other;
         other = m->queue[0];
     }
-    if (!may_begin(e, m, d)) {
+    if (!may_begin(m, d)) {
         d = other;
-        if (!d || !may_begin(e, m, d))
+        if (!d || !may_begin(m, d))
             return 0;
     }
     if (now < f->free_at) {
@@ -1259,7 +1260,7 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
     most = most > room ? room : most;
     most = most ? most : 1;
     uint32_t n = 0, bytes = 0;
-    while (n < most && d->position < b->entries && may_begin(e, m, d)) {
+    while (n < most && d->position < b->entries && may_begin(m, d)) {
         uint32_t unit = b->order ? b->order[d->position] : d->position, size = unit_bytes(b, unit);
         bytes += build(e, m, DATA, b->tags ? b->tags[unit] : 0, d->x->phase, d->x->step, d->x->number, unit,
                        d->from + (uint64_t)unit * b->unit, size, out + bytes, now);
@@ -1369,7 +1370,7 @@ static void reports(struct engine *e, ns now)
         if (now >= f->report_at && f->members) {
             control(e, speaker(f), REPORT, NULL, 0);
             f->unreported = 0;
-            ns wait = greatest(round_trip(f), 5 * MS) << f->report_count;
+            ns wait = greatest(round_trip(f), 5 * MS) << (f->report_count > 4 ? f->report_count - 4 : 0);
             f->report_at = f->report_count++ < REPEATS ? now + least(wait, SLOWEST) : NEVER;
         }
         due(e, f->report_at);
@@ -1513,9 +1514,10 @@ static struct flow *flow_find(struct engine *e, const struct sockaddr *to, sockl
     return f;
 }
 
-/* `window`, `limit`: DATA that the peer's buffer holds for us; `ours`: that ours holds for it. Before ml_open. */
+/* `window`, `limit`: DATA that the peer's buffer holds for us; `ours`: that ours holds for it; `eager`: bytes that it
+ * keeps of what it has not posted. Before ml_open. */
 API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, uint32_t to_size, uint64_t instance,
-                  uint32_t window, uint32_t limit, uint32_t ours, const uint8_t *key_out, const uint8_t *key_in, ns now)
+                  uint32_t window, uint32_t limit, uint32_t ours, uint64_t eager, const uint8_t *key_out, const uint8_t *key_in, ns now)
 {
     struct engine *e = c->engine;
     struct member *m = &c->members[rank];
@@ -1542,6 +1544,7 @@ API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, u
     f->heard = at(now);
     if (e->set.cipher && (!(m->seal = cipher_new(key_out, 1)) || !(m->open = cipher_new(key_in, 0))))
         goto out;
+    m->eager_limit = eager;
     m->flow = f;
     m->next = f->members;
     f->members = m;
@@ -1946,8 +1949,8 @@ static int receive(struct engine *e)
     return n;
 }
 
-/* A mutex alone would let the thread take it again and again. Never sched_yield: since Linux 6.18 each call forfeits a
- * slice of this thread's time, and some hundreds of them seconds. */
+/* A mutex alone would let the thread take it again and again. Not by sched_yield: the scheduler may take each call for
+ * a slice of time used, and let the thread wait for as many. */
 static void give_way(struct engine *e)
 {
     if (!atomic_load(&e->waiting))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import os
@@ -64,7 +65,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("free", None, pointer),
         ("channel", pointer, pointer, u32, u32, u32, u32, u32, u32),
         ("bucket", None, pointer, i, u32, u64, u32),
-        ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u32, text, text, i64),
+        ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u32, u64, text, text, i64),
         ("open", None, pointer),
         ("probe", None, pointer, i64),
         ("probed", i, pointer, u32),
@@ -167,6 +168,7 @@ class Engine:
         )
         if not self._engine:
             raise self._refusal(result[2], settings.port + local_rank)
+        atexit.register(self.close, 0.0)  # its thread must not outlive the memory that it reads
         self.port: int = result[0]
         #: Bytes of the receive buffer, as the kernel counts them.
         self.granted: int = result[1]
@@ -216,7 +218,7 @@ class Engine:
             name: of the channel, in messages.
             rank: this one's.
             store: what all ranks read and write; ``get`` waits for a key.
-            prefix: of the keys, of this channel alone.
+            prefix: of the keys; no other channel has it, nor had it in this store.
             buckets: for ``"grad"`` and ``"param"``, of each bucket: bytes of a shard, and of a unit.
             peers: the ranks that are reached over UDP, all if ``None``. If i names j, j must name i.
         """
@@ -238,6 +240,7 @@ class Engine:
         if self._engine:
             self._lib.ml_free(self._engine)
             self._engine = None
+            atexit.unregister(self.close)
 
     def __enter__(self) -> Engine:
         return self
@@ -313,7 +316,7 @@ class Channel:
             protocol=session.PROTOCOL,
             packet_bytes=settings.packet_bytes,
             cipher=settings.cipher,
-            eager_bytes=settings.eager_bytes,
+            eager=min(settings.eager_bytes, settings.memory // (4 * max(len(self.peers), 1))),
             window=window,
             limit=limit,
         )
@@ -342,7 +345,7 @@ class Channel:
                 session.flow_key(hello, key, number, peer, self.rank),
             )
             where = (packed, len(packed), int(hello.instance, 16))
-            if self._lib.ml_member(channel, peer, *where, hello.window, hello.limit, ours, *keys, -1):
+            if self._lib.ml_member(channel, peer, *where, hello.window, hello.limit, ours, hello.eager, *keys, -1):
                 self._lib.ml_close(channel, -1)
                 raise MemoryError(f"rank {peer} of channel {self.name}")
         return channel

@@ -16,6 +16,8 @@ SECOND = 1000 * MS
 INTERVAL = 4 * MS
 #: Arrivals that are further apart (µs) say nothing: nobody sent, or nobody received.
 GAP = 8000
+#: Datagrams that say something about a share of a tenth.
+ENOUGH = 128
 
 
 @dataclass
@@ -75,7 +77,9 @@ class Rate:
             self._numbers += top - last_top
             self._arrived += datagrams - last_datagrams
         self._last = (datagrams, size, top, clock)
-        if not self.fixed and self.rtt_min is not None and self._span >= max(self.rtt_min // 4, INTERVAL):
+        if self.fixed or self.rtt_min is None or self._numbers < ENOUGH:
+            return
+        if self._span >= max(self.rtt_min // 4, INTERVAL):
             self._decide(now)
             self._span = self._bytes = 0.0
             self._numbers = self._arrived = 0
@@ -94,7 +98,7 @@ class Rate:
             if full:
                 self.starting = False
                 self._set(self.greatest)
-            elif now - self._stepped_at >= self.rtt_min and self.rate < 4 * self.greatest:
+            elif now - self._stepped_at >= self.rtt_min and self.greatest > 0.6 * self.rate:
                 self._set(2 * self.rate)
                 self._stepped_at = now
             return

@@ -40,7 +40,7 @@ class Hello:
     protocol: int
     packet_bytes: int
     cipher: str
-    eager_bytes: int
+    eager: int  # bytes that it keeps of each sender before it has posted
     window: int  # DATA of one sender that its buffer holds with ease
     limit: int  # and at most
 
@@ -90,7 +90,6 @@ _EQUAL = (
     ("size", "number of ranks", "--transport udp"),
     ("cipher", "cipher", "--udp-cipher"),
     ("packet_bytes", "bytes of a unit", "--packet-bytes"),
-    ("eager_bytes", "eager bytes", "--udp-eager-bytes"),
     ("buckets", "digest of buckets", "--transport udp"),
 )
 

@@ -12,8 +12,9 @@ MIB = 1 << 20
 class UdpSettings:
     """One process's. ``rate`` in bytes per second, times in seconds; ``None`` leaves the choice to the engine.
 
-    ``port`` is that of the first process of a host, or 0. All ranks must have the same ``eager_bytes``, ``cipher``,
-    ``key`` and ``packet_bytes``.
+    ``port`` is that of the first process of a host, or 0. All ranks must have the same ``cipher``, ``key`` and
+    ``packet_bytes``. ``eager_bytes``: what others may send before this one has posted, each; less where ``memory`` is
+    not enough for all.
     """
 
     interface: str | None = None
@@ -22,7 +23,7 @@ class UdpSettings:
     rate_control: Literal["delay", "fixed"] = "delay"
     deadline: float | Literal["auto"] | None = None
     reorder: float | None = None
-    eager_bytes: int = MIB
+    eager_bytes: int = 4 * MIB
     memory: int = 256 * MIB
     cipher: Literal["aes-128-gcm", "none"] = "aes-128-gcm"
     key: bytes | None = None
