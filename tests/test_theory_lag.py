@@ -153,7 +153,9 @@ def test_the_simulation_of_the_picture_agrees():
                 assert abs(measured.mean - formula) <= 5 * measured.error
     for how in (Lead(), Lag.of(0.4).lead):
         limit = stability_limit(0.9, Lag.of(0.4), how)
-        assert simulate.largest_stable(LossyConfig(p_param=0.4), 0.9, how, 2000, limit) == pytest.approx(limit, rel=0.02)
+        assert simulate.largest_stable(LossyConfig(p_param=0.4), 0.9, how, 2000, limit) == pytest.approx(
+            limit, rel=0.02
+        )
 
 
 def run(*arguments):
