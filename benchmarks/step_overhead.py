@@ -31,7 +31,10 @@ VARIANTS: dict[str, dict | None] = {
     "shard": {"loss_unit": "shard"},
     "bucket": {"loss_unit": "bucket"},
     "packet 4 KiB": {"loss_unit": "packet", "packet_bytes": 4096},
+    "packet 4 KiB, compensated": {"loss_unit": "packet", "packet_bytes": 4096, "param_send": "compensated"},
 }
+#: Variants that are also compared with another one than the first.
+AGAINST = {"packet 4 KiB, compensated": "packet 4 KiB"}
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class Trainer:
         for group in self.model.bucket_groups:
             group.is_first_batch = True
         self.model.finish_grad_sync()
+        if self.lossy is not None:
+            self.lossy.begin_update()
         self.model.start_param_sync(force_sync=True)
         if self.lossy is not None:  # the next exchange must draw anew
             self.lossy.update = self.lossy.iteration
@@ -175,7 +180,7 @@ def _barrier() -> None:
 
 
 def compare(trainers: dict[str, Trainer], work: str, rounds: int, warm_up: int = 3) -> dict[str, dict[str, float]]:
-    """Median seconds and median ratio to the first variant, the variants taking turns."""
+    """Median seconds and median ratio to the first variant, and to that of ``AGAINST``, the variants taking turns."""
     times: dict[str, list[float]] = {name: [] for name in trainers}
     names = list(trainers)
     for turn in range(warm_up + rounds):
@@ -186,19 +191,23 @@ def compare(trainers: dict[str, Trainer], work: str, rounds: int, warm_up: int =
                 times[name].append(seconds)
         if dist.get_rank() == 0:
             print(f"\r{work}: round {turn + 1} of {warm_up + rounds}", end="", file=sys.stderr, flush=True)
-    baseline = times[names[0]]
-    result = {}
-    for name in names:
-        ratios = sorted(mine / base for mine, base in zip(times[name], baseline))
-        quarter = len(ratios) // 4
-        result[name] = {
-            "seconds": statistics.median(times[name]),
-            "ratio": statistics.median(ratios),
-            "ratio of the medians": statistics.median(times[name]) / statistics.median(baseline),
-            "lower quartile": ratios[quarter],
-            "upper quartile": ratios[-1 - quarter],
-        }
+    result = {name: ratio(times[name], times[names[0]]) for name in names}
+    for name, other in AGAINST.items():
+        result[name]["over"] = {"what": other, **ratio(times[name], times[other])}
     return result
+
+
+def ratio(mine: list[float], others: list[float]) -> dict[str, float]:
+    """Median seconds, and median and quartiles of the ratio round by round."""
+    ratios = sorted(one / base for one, base in zip(mine, others, strict=True))
+    quarter = len(ratios) // 4
+    return {
+        "seconds": statistics.median(mine),
+        "ratio": statistics.median(ratios),
+        "ratio of the medians": statistics.median(mine) / statistics.median(others),
+        "lower quartile": ratios[quarter],
+        "upper quartile": ratios[-1 - quarter],
+    }
 
 
 def gather_memory(trainer: Trainer) -> dict[str, float] | None:
@@ -240,6 +249,11 @@ def run(settings: Settings) -> dict:
     }
 
 
+def spread(part: dict[str, float]) -> str:
+    """A ratio with its quartiles."""
+    return f"{part['ratio']:.3f} ({part['lower quartile']:.3f} to {part['upper quartile']:.3f})"
+
+
 def table(result: dict) -> str:
     """The result as Markdown."""
     lines = [
@@ -259,9 +273,12 @@ def table(result: dict) -> str:
         cells = [name]
         for part in (step, exchange):
             cells.append(f"{part['seconds']:.3f}")
-            cells.append(f"{part['ratio']:.3f} ({part['lower quartile']:.3f} to {part['upper quartile']:.3f})")
+            cells.append(spread(part))
         cells.append(f"{memory['ratio']:.4f}" if memory else "")
         lines.append("| " + " | ".join(cells) + " |")
+    for name in AGAINST:
+        over = result["step"][name]["over"]
+        lines += ["", f"A step of {name!r} over one of {over['what']!r}: {spread(over)}."]
     return "\n".join(lines) + "\n"
 
 

@@ -338,7 +338,7 @@ class LossyConfig:
         incidental=True,
     )
     udp_eager_bytes: int = flag(
-        2**20,
+        2**22,
         "udp: bytes of an exchange sent to a rank before it says that it is ready",
         metavar="BYTES",
         incidental=True,
@@ -434,7 +434,7 @@ class LossyConfig:
         if self.udp_eager_bytes < 0:
             raise refuse("--udp-eager-bytes", self.udp_eager_bytes, "must be at least 0")
         if self.udp_memory < max(2**20, self.udp_eager_bytes):
-            raise refuse("--udp-memory", self.udp_memory, "must be at least 1 MiB (2^20) and --udp-eager-bytes")
+            raise refuse("--udp-memory", self.udp_memory, "must be at least 2^20 and --udp-eager-bytes")
         if not 1 <= self.udp_peer_timeout < math.inf:
             raise refuse("--udp-peer-timeout", self.udp_peer_timeout, "must be seconds of at least 1")
 

@@ -330,6 +330,7 @@ def test_predictions_of_other_losses():
     nodes = LossyConfig(p_param=0.2, lossy_links="inter-node", ranks_per_node=2)
     assert drift.predicted(nodes, 0, 8, 1) is None
     schedule = LossyConfig(loss_schedule=("0:0,10:0.5",))
+    assert drift.predicted(LossyConfig(p_param=0.4, param_send="compensated"), 0, 8, 1) is None
     assert drift.predicted(schedule, 9, 2, 1) == (0, 0) and drift.predicted(schedule, 10, 2, 1) == (1, 1)
 
 

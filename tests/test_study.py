@@ -67,7 +67,7 @@ def _design(**changes) -> Design:
 def test_shipped_studies(file):
     study = read_design(file).study()
     assert study.question.endswith("?")
-    assert len(study.trials) >= len(study.variants) * (len(study.levels) + 1) * 3
+    assert len(study.trials) >= len(study.variants) * (len(study.levels) + 1) * 2
 
 
 def test_trials_are_paired_over_seeds():
@@ -123,6 +123,7 @@ def test_a_cell_is_known_by_what_matters():
         ("- a", "must be a mapping"),
         ("title: T", r"needs levels \(of loss\), or variants to compare"),
         ("title: T\nlevels: {a: {p: 0.1}}\nlevel: 1", "unknown key level"),
+        ("title: T\nlevels: {a: {p: 0.1}}\nvariants: {b: {}}\nagainst: {b: c}", "against: 'c': is no variant"),
         ("title: T\nlevels: {a: 3}", "levels, a: must be a mapping"),
         ("title: T\nlevels: {a: {p: 0.1}}\nseeds: [1, 1]", "seeds: 1 1: must differ"),
         ("title: T\nlevels: {a: {p: 0.1}}\nseeds: 3", "seeds: 3: must be a list"),
@@ -255,6 +256,18 @@ def test_a_study_without_levels_compares_variants_without_loss(tmp_path):
     assert differences(results, "train loss") == {}
     assert [len(row) for row in against_best(results, "train loss").rows] == [2, 2]
     assert all(file.stat().st_size for file in plot_comparison(results, "train loss", tmp_path / "figure"))
+
+
+def test_variants_are_compared_with_the_first_or_with_what_the_study_says():
+    variants = {"a": {}, "b": {"grad-recovery": "zero"}, "c": {"loss-unit": "bucket"}}
+    study = _design(variants=variants, loss_seeds=[1], against={"c": "b"}).study()
+    values = {(None): 2.0, "a": 3.0, "b": 4.0, "c": 7.0}
+    runs = {
+        trial.cell.name: Run("r", 0.0, 0.0, 1, 1, {}, {20: values[trial.level and trial.variant]}, {}, 20)
+        for trial in study.trials
+    }
+    rows = dict(differences(Results(study, runs), "train loss")["between_variants"].rows)
+    assert {name: entries[0].mean for name, entries in rows.items()} == {"b": 50, "c, against b": 150}
 
 
 def test_unfinished_and_diverged_runs():

@@ -16,6 +16,7 @@ A study file is YAML::
     variants:                          # its rows; a variant's settings win over the level's
       both: {}
       gradients only: {p-param: 0}
+    against: {gradients only: both}    # what a variant is compared with; the first one if it is not here
     metrics: [grad norm]               # recorded scalars to report beside the losses (docs/monitors.md)
 
 Keys of ``settings``, levels and variants are flags of ``python -m megatron_lossy.train``; ``p`` stands for
@@ -65,6 +66,7 @@ class Study:
     variants: tuple[str, ...]
     trials: tuple[Trial, ...]
     metrics: tuple[str, ...] = ()
+    against: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def cells(self) -> list[Cell]:
@@ -86,6 +88,7 @@ class Design:
     level_name: str = "loss rate"
     levels: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: {"": {}})
+    against: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metrics: Sequence[str] = ()
 
     def study(self, arguments: Sequence[str] = ()) -> Study:
@@ -108,6 +111,7 @@ class Design:
             tuple(self.variants),
             tuple(trials),
             tuple(self.metrics),
+            self.against,
         )
 
     def _trials(self, variant: str, level: str, arguments: list[str]) -> list[Trial]:
@@ -170,7 +174,7 @@ def _design(content: Mapping[Any, Any], folder: Path) -> Design:
         raise UsageError("needs a title")
     if not content.get("levels") and not content.get("variants"):
         raise UsageError("needs levels (of loss), or variants to compare without loss")
-    for key in ("settings", "levels", "variants"):
+    for key in ("settings", "levels", "variants", "against"):
         if not isinstance(content.get(key, {}), dict):
             raise UsageError(f"{key}: must be a mapping")
     for key in ("levels", "variants"):
@@ -182,6 +186,10 @@ def _design(content: Mapping[Any, Any], folder: Path) -> Design:
     for key in ("seeds", "loss_seeds"):
         if key in content:
             content[key] = check_seeds(f"{key.replace('_', '-')}:", content[key])
+    for pair in content.get("against", {}).items():
+        for name in pair:
+            if name not in content.get("variants", {}):
+                raise refuse("against:", repr(name), "is no variant")
     if "metrics" in content:
         content["metrics"] = check_metrics("metrics:", content["metrics"])
     processes = content.get("processes", 1)

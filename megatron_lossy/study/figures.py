@@ -147,13 +147,14 @@ def _places(study: Study, levels: Sequence[str | None]) -> tuple[Figure, Axes]:
     """A figure whose horizontal axis has the places of :func:`_lines`."""
     several = len(study.levels) > 1
     places = [level or NO_LOSS for level in levels] if several else study.variants
-    figure = _figure(max(8, 1.5 * len(places) + 4), 6.5)
+    figure = _figure(min(max(8, 1.5 * len(places) + 4), 22), 6.5)
     axes = figure.add_subplot()
     axes.set_xticks(np.arange(len(places)), [place.replace(", ", "\n") for place in places])
     axes.set_xlim(-0.5, len(places) - 0.5)
     axes.set_xlabel(study.level_name if several else _only_level(study), fontsize=14)
     axes.set_title(study.title, fontsize=16)
     axes.tick_params(labelsize=12)
+    axes.tick_params(axis="x", labelsize=12 if len(places) <= 12 else 9)
     axes.grid(True, axis="y", alpha=0.35)
     return figure, axes
 

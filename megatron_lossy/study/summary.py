@@ -176,14 +176,18 @@ def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
 def against_the_first(
     study: Study, metric_name: str, difference: Callable[[Place, Place], Difference], note: str
 ) -> dict[str, LossTable]:
-    """Differences of every variant from the first, and of every level, in tables by name."""
+    """Differences of every variant from the first or what the study compares it with, and of every level; by name."""
     tables: dict[str, LossTable] = {}
     if not study.levels:
         return tables
     first, *others = study.variants
     if others:
         rows = tuple(
-            (name, tuple(difference((name, level), (first, level)) for level in study.levels)) for name in others
+            (
+                f"{name}, against {other}" if (other := study.against.get(name, first)) != first else name,
+                tuple(difference((name, level), (other, level)) for level in study.levels),
+            )
+            for name in others
         )
         tables["between_variants"] = LossTable(study.levels, rows, (f"against {first!r}; {note}",))
     first_level, *more = study.levels
