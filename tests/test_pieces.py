@@ -71,7 +71,7 @@ def test_exchanges_against_the_reference(size):
         config = LossyConfig(
             p_grad=0.45, p_param=0.45, loss_unit=unit, packet_bytes=max(packet_bytes, 2), transport="pieces"
         )
-        for rule in RULES:
+        for rule in RULES if unit == "packet" else RULES[:1]:
             chosen = dataclasses.replace(config, grad_recovery=rule, lossy_self=rule == "zero")
             real = run_ranks(exchange_grads, size, size, chosen, shards, rule != "previous")
             references = [ReferenceReduce(rule, size, shard, elements_of(chosen, shard)) for shard in shards]

@@ -50,7 +50,7 @@ def test_every_setting_of_megatron(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["compensated", "previous", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES if rule != "previous")],
+    ["compensated", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES)],
 )
 def test_every_rule_and_overlap_gives_what_pieces_give(name):
     flags = {"param_send": "compensated", "param_lag": "0.6"} if name == "compensated" else {"grad_recovery": name}
@@ -60,8 +60,7 @@ def test_every_rule_and_overlap_gives_what_pieces_give(name):
             {"dtype": dtype, "accumulation": 2, **OVERLAPS[overlap]},
             dataclasses.replace(UDP, **flags),
         )
-        for dtype in ("fp32", "bf16")
-        for overlap in OVERLAPS
+        for dtype, overlap in (("fp32", "both"), ("bf16", "both"), ("bf16", "none"))
     ]
     pieces = [(key, tiny, dataclasses.replace(config, transport="pieces")) for key, tiny, config in chosen]
     for mine, theirs in zip(run_ranks(real_runs, 3, chosen), run_ranks(real_runs, 3, pieces), strict=True):

@@ -65,11 +65,7 @@ def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple
     """The two discrepancies in the steady state, for uncorrelated increments with a mean square of 1.
 
     The loss rate is that of ``step``. A step has ``units`` units of loss. Returns ``None`` if links differ in their
-<<<<<<< HEAD
-    losses, or nobody knows them.
-=======
-    losses, or if owners send with a lead, which is an increment too.
->>>>>>> main
+    losses, if nobody knows them, or if owners send with a lead, which is an increment too.
     """
     loss = config.phase("param")
     if config.transport == "udp":
