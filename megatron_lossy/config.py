@@ -427,7 +427,7 @@ class LossyConfig:
             raise refuse("--udp-rate-control", "fixed", "needs --udp-rate")
         if not 0 <= self.udp_port <= 65535:
             raise refuse("--udp-port", self.udp_port, "must be in [0, 65535]")
-        if deadline is not None and deadline != "auto" and not 0 < deadline < math.inf:
+        if isinstance(deadline, float) and not 0 < deadline < math.inf:
             raise refuse("--udp-deadline", self.udp_deadline, "must be off, auto or milliseconds above 0")
         if self.udp_reorder is not None and not 0 <= self.udp_reorder < math.inf:
             raise refuse("--udp-reorder", self.udp_reorder, "must be milliseconds of at least 0")

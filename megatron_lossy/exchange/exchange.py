@@ -45,7 +45,8 @@ class Stream:
         found = _NAME.fullmatch(name)
         if found is None or found[1] not in KINDS:
             raise ValueError(f"{name!r} is no stream")
-        return cls(found[1], *(None if number is None else int(number) for number in found.groups()[1:]))
+        tensor = None if found[5] is None else int(found[5])
+        return cls(found[1], int(found[2]), int(found[3]), int(found[4]), tensor)
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,8 @@ class LossyGroup:
         if config.transport == "udp":
             from .udp.process import open_transport  # which starts a thread
 
-            return cls(config, open_transport(config, buckets, networks, stream, members, rank, parts, group))
+            dtypes = {phase: [getattr(bucket, f"{phase}_dtype") for bucket in buckets] for phase in PHASES}
+            return cls(config, open_transport(config, dtypes, networks, stream, members, rank, parts, group))
         return cls(config, CollectiveTransport(networks, stream, members, rank, parts))
 
     # --- exchanges -----------------------------------------------------------------------------------------------

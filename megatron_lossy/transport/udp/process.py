@@ -9,21 +9,17 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ...config import PHASES, LossyConfig
+from ...config import LossyConfig
 from ...errors import cannot
 from ...exchange import BucketUnits, Stream
 from ..drawn import Networks
 from .address import find_address
-from .carrier import UdpTransport
+from .carrier import Dtypes, UdpTransport
 from .engine import Engine
 from .settings import UdpSettings
-
-if TYPE_CHECKING:
-    from ..group import BucketSpec
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +83,7 @@ def close_engines() -> None:
 
 def open_transport(
     config: LossyConfig,
-    buckets: Sequence[BucketSpec],
+    dtypes: Dtypes,
     networks: Networks,
     stream: Stream,
     members: Sequence[int],
@@ -102,7 +98,6 @@ def open_transport(
     _opened[name] += 1
     prefix = f"megatron_lossy/udp/{name}/{_opened[name]}"
     store = dist.distributed_c10d._get_default_store()
-    dtypes = {phase: [getattr(bucket, f"{phase}_dtype") for bucket in buckets] for phase in PHASES}
     engine = engine_for(config)
     open_channel = partial(_open, engine, name, rank, len(members), store, prefix)
     return UdpTransport(networks, stream, members, rank, cut, dtypes, group, open_channel)
