@@ -4,7 +4,8 @@
                              [--pretrain] [--no-docs]
 
 The contract is tests/test_hooks.py: without loss every bit is Megatron's; with loss reduced shards and stale units are
-right by value, with and without overlap, for several optimizer instances. The wheels of megatron-core are laid side by
+right by value, with and without overlap, for several optimizer instances. To it belongs what is sent with a lead, and
+what crosses in pieces. The wheels of megatron-core are laid side by
 side in build/compat/; of a checkout of Megatron-LM the folder megatron/ is put first on the path. Each runs with the
 first interpreter that is new enough for it, of the running one and those given; what finds none is skipped, and the
 matrix says so. torch is that of the interpreter, and the same Megatron on another torch is another row; --torch takes
@@ -46,9 +47,16 @@ WHEELS = {
     "0.19.2": (3, 12),
 }
 
+TESTS = (
+    "tests/test_hooks.py",
+    "tests/test_compensated.py::test_what_is_sent_and_what_owners_keep",
+    "tests/test_pieces.py::test_every_setting_of_megatron",
+)
 #: Columns of the matrix, and the tests of each; the last takes the rest.
 CONTRACT = {
     "p = 0 identical": r"test_without_loss",
+    "with a lead": r"test_what_is_sent",
+    "in pieces": r"test_every_setting_of_megatron",
     "optimizer instances": r"two instances",
     "by value": r"",
 }
@@ -209,7 +217,7 @@ def run(megatron: Megatron, pythons: list[str], pretrain: bool) -> tuple[list[st
             option = f"--megatron-lm={megatron.checkout}"
             results = _pytest(python, environment, megatron, "tests/test_plugin_megatron_lm.py", option)
         else:
-            results = _pytest(python, environment, megatron, "tests/test_hooks.py")
+            results = _pytest(python, environment, megatron, *TESTS)
     except (RuntimeError, subprocess.CalledProcessError) as error:
         torch = _versions_of(python)[1]
         return [megatron.name, "", "", torch, *([""] * len(CONTRACT)), "", f"**{error}**", today], False

@@ -96,7 +96,7 @@ class DatagramMonitor(Observer):
         for reason, line in advice(self._now(), self._much).items():
             if reason not in self._said:
                 self._said.add(reason)
-                logger.warning("rank %d: %s (said once)", dist.get_rank() if dist.is_initialized() else 0, line)
+                logger.warning("rank %d: %s (said once)", _rank(), line)
 
     def metrics(self) -> dict[str, float]:
         now = self._now()
@@ -105,20 +105,30 @@ class DatagramMonitor(Observer):
         return {f"udp {column.replace('_', ' ')}": value for column, value in self._window.close().items()}
 
     def close(self) -> None:
-        for line in summary(self._transports()):
-            logger.info("%s", line)
+        for line in summary(self._transports(), _rank()):
+            print(line, flush=True)
 
 
-def summary(transports: Sequence[UdpTransport]) -> list[str]:
-    """Lines of a table: what this rank sent to and got from each peer."""
-    lines = []
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def summary(transports: Sequence[UdpTransport], rank: int) -> list[str]:
+    """What this rank sent and got, in a line; from the first rank also of each peer of each stream."""
+    lines, total = [], Counter()
     for transport in transports:
+        rates = transport.rates()
         for peer, counts in transport.counters().items():
-            rate = transport.rates()[peer]
+            total.update(counts)
+            network = f"{rates[peer]['rate'] / 1e6:.1f} MB/s, round trip {1e3 * rates[peer]['rtt_min']:.1f} ms"
             lines.append(
-                f"udp {transport.stream.name} rank {transport.rank} and {peer}: sent {counts['sent']:,}, received "
-                f"{counts['received']:,}, units lost {counts['lost']:,}, late {counts['late']:,}, duplicate "
-                f"{counts['duplicate']:,}, early dropped {counts['early_dropped']:,}, malformed {counts['malformed']:,}, "
-                f"bad tag {counts['bad_tag']:,}; {rate['rate'] / 1e6:.1f} MB/s, round trip {1e3 * rate['rtt_min']:.1f} ms"
+                f"udp, {transport.stream.name}, ranks {transport.rank} and {peer}: {_words(counts)}; {network}"
             )
-    return lines
+    if not total:
+        return []
+    return [*(lines if rank == 0 else []), f"udp, rank {rank}, all: {_words(total)}"]
+
+
+def _words(counts: Mapping[str, int]) -> str:
+    names = ("sent", "received", "lost", "late", "duplicate", "early_dropped", "malformed", "bad_tag")
+    return ", ".join(f"{name.replace('_', ' ')} {counts[name]:,}" for name in names)

@@ -1,0 +1,82 @@
+"""What a user is told of datagrams: metrics over all ranks, a line for what can be mended, a table at the end."""
+
+import collections
+import dataclasses
+
+import pytest
+
+from megatron_lossy import hooks
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.report.scalars import AXES
+from megatron_lossy.transport.udp.monitor import advice, summary, totals
+from tests.ranks import run_ranks
+from tests.tiny_gpt import TinyGPT, build
+
+QUIET = {"received": 100_000, "overflow": 0, "early_dropped": 0, "bad_tag": 0}
+ENGINE = {"malformed": 2, "foreign": 3, "socket_overflow": 5}
+PEER = {
+    "sent": 10,
+    "received": 20,
+    "lost": 1,
+    "late": 2,
+    "duplicate": 3,
+    "early_dropped": 4,
+    "malformed": 6,
+    "bad_tag": 7,
+}
+
+
+def test_counters_of_peers_and_socket_are_added_up():
+    found = totals([PEER, PEER], ENGINE)
+    assert found["sent"] == 20 and found["units_lost"] == 2 and found["overflow"] == 5
+    assert found["refused"] == 2 * (6 + 7) + 2 + 3 and found["bad_tag"] == 14
+
+
+@pytest.mark.parametrize(
+    ("change", "iterations", "reasons"),
+    [
+        ({}, 99, []),
+        ({"overflow": 100}, 0, []),
+        ({"overflow": 101}, 0, ["overflow"]),
+        ({"early_dropped": 1}, 0, ["early"]),
+        ({"bad_tag": 1}, 0, ["tag"]),
+        ({}, 100, ["loss"]),
+    ],
+)
+def test_what_can_be_mended_is_said(change, iterations, reasons):
+    said = advice(collections.Counter(QUIET | change), iterations)
+    assert list(said) == reasons
+    assert all(len(line) < 250 for line in said.values())
+
+
+def measured(rank, config):
+    lossy = hooks.install(config)
+    run = build(TinyGPT(overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=3000))
+    for step in range(3):
+        run.step(step)
+    first = lossy.metrics()
+    run.step(3)
+    second = lossy.metrics()
+    lines = summary([group.transport for group in lossy.groups], rank)
+    lossy.uninstall()
+    return first, second, lines
+
+
+def test_metrics_are_sums_over_ranks_since_the_last_record():
+    """An iteration counts when the gather of its parameters is over: in the next forward pass."""
+    config = LossyConfig(transport="udp", packet_bytes=256)
+    both = run_ranks(measured, 2, config)
+    assert both[0][:2] == both[1][:2]
+    first, second, lines = both[0]
+    assert {name for name in first if name.startswith("udp ")} <= set(AXES)
+    assert first["udp units lost"] == first["loss rate grad"] == second["loss rate param"] == 0
+    assert first["udp received"] > 2 * second["udp received"] > 0
+    assert lines[-1].startswith("udp, rank 0, all: sent ") and both[1][2][0].startswith("udp, rank 1, all: sent ")
+    assert "dense-e0-s0-c0, ranks 0 and 1: sent" in lines[0] and "round trip" in lines[0]
+    assert len(both[1][2]) == 1  # of every peer once
+
+
+def test_loss_of_a_deadline_is_counted():
+    config = LossyConfig(transport="udp", packet_bytes=256, udp_deadline="0.2")
+    [(first, _, _), _] = run_ranks(measured, 2, dataclasses.replace(config))
+    assert first["udp units lost"] > 0 and first["loss rate grad"] + first["loss rate param"] > 0
