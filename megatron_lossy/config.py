@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,13 +65,21 @@ def _flag_fields(cls: Any) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(cls) if "flag" in f.metadata]
 
 
-def add_flags(parser: Parser, cls: type, title: str, description: str | None = None) -> Parser:
+def add_flags(
+    parser: Parser,
+    cls: type,
+    title: str,
+    description: str | None = None,
+    only: Callable[[str], bool] = lambda name: True,
+) -> Parser:
     """Add the flags of the dataclass ``cls`` to ``parser`` as a group of their own. Returns ``parser``.
 
-    Absent flags are absent from the namespace's meaning too: defaults are those of ``cls``.
+    Absent flags are absent from the namespace's meaning too: defaults are those of ``cls``. ``only``: which fields.
     """
     group = parser.add_argument_group(title, description)
     for f in _flag_fields(cls):
+        if not only(f.name):
+            continue
         options = dict(f.metadata["flag"])
         name = options.pop("flag", flag_name(cls, f.name))
         group.add_argument(name, dest=f.name, default=f.default, **options)

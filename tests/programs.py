@@ -152,13 +152,18 @@ class Program:
         return tuple(file.read_text() for file in self._files)
 
 
-def start_ranks(module: str, *arguments: object, ranks: int, **how: object) -> list[Program]:
-    """``python -m module arguments`` as torchrun starts it on one node, ``ranks`` times."""
+def rank_environments(ranks: int) -> list[dict[str, object]]:
+    """What torchrun puts into the environment of each of ``ranks`` on one node."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [Program(module, *arguments, **world, RANK=rank, LOCAL_RANK=rank, **how) for rank in range(ranks)]
+    return [{**world, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+
+
+def start_ranks(module: str, *arguments: object, ranks: int, **how: object) -> list[Program]:
+    """``python -m module arguments`` as torchrun starts it on one node, ``ranks`` times."""
+    return [Program(module, *arguments, **environment, **how) for environment in rank_environments(ranks)]
 
 
 def run_program(module: str, *arguments: object, ranks: int = 0, **how: object) -> subprocess.CompletedProcess:

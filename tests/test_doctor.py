@@ -16,7 +16,7 @@ from megatron_lossy.doctor.found import apex
 from megatron_lossy.doctor.requirements import examine_requirements, requirements
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.versions import SUPPORTED, check_version
-from tests.programs import run_program
+from tests.programs import Program, rank_environments, run_program
 
 ROOT = Path(__file__).parents[1]
 
@@ -167,3 +167,33 @@ def test_only_problems_stand_in_the_way():
     findings = [Finding("versions", "a", status, "text") for status in ("ok", "absent", "warning")]
     assert ready(findings) and report(findings).endswith("ready: yes")
     assert not ready([*findings, Finding("hooks", "b", "problem", "text")])
+
+
+# --- the network -----------------------------------------------------------------------------------------------------
+
+
+def test_links_between_ranks_are_tried():
+    done = run_program("megatron_lossy", "doctor", "--transport", "udp", "--json", ranks=3)
+    assert done.returncode == 0, done.stderr
+    findings = {found["name"]: found for found in json.loads(done.stdout)["findings"]}
+    assert {f"rank {a} to {b}" for a in range(3) for b in range(3) if a != b} <= set(findings)
+    assert findings["rank 0 to 2"]["text"].startswith("0.00 % lost, round trip ")
+    assert {"rank 2, engine", "rank 2, receive buffer", "exchange"} <= set(findings)
+
+
+def test_without_a_launcher_the_engine_of_this_host_is_looked_at():
+    done = run_program("megatron_lossy", "doctor", "--transport", "udp")
+    assert done.returncode == 0 and "start it with torchrun on every host" in done.stdout
+    done = run_program("megatron_lossy", "doctor", "--transport", "udp", "--udp-interface", "none9")
+    assert done.returncode == 1 and "--udp-interface none9: this host has " in done.stdout
+
+
+def test_ranks_that_differ_are_told_so():
+    """One line that names both, on the first rank; the others end too."""
+    ranks = [
+        Program("megatron_lossy", "doctor", "--transport", "udp", "--packet-bytes", size, **environment)
+        for size, environment in zip((1408, 1000), rank_environments(2), strict=True)
+    ]
+    outputs = [rank.communicate() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert "--packet-bytes: bytes of a unit of dense-e0-s0-c0-0 is 1408 on rank 0 and 1000 on rank 1" in outputs[0][0]

@@ -1,7 +1,7 @@
 """``python -m megatron_lossy doctor``: is this machine ready to train with loss, and if not, what is missing?
 
 It looks at versions, at whether the hooks fit the Megatron that is found, at devices, and tries a lossy step on
-two processes. Exit status 0 if ready, 1 if not, 2 for a wrong command line; ``--json`` for machines.
+two processes. With ``--transport udp`` it tries the links between all ranks of a launcher instead. Exit status 0 if ready, 1 if not, 2 for a wrong command line; ``--json`` for machines.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import __version__
-from ..config import add_flags, flag, from_namespace
+from ..config import LossyConfig, add_flags, flag, from_namespace
 from ..errors import ArgumentParser, refuse
 from .finding import Finding
 
@@ -85,8 +85,19 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser(
         f"python -m {PROGRAM}", description="Is this machine ready to train with loss?", allow_abbrev=False
     )
-    config = from_namespace(DoctorConfig, add_flags(parser, DoctorConfig, "doctor").parse_args(arguments))
-    findings = examine(config)
+    add_flags(parser, DoctorConfig, "doctor")
+    title = "network: with --transport udp the links between all ranks are tried, and nothing else"
+    add_flags(parser, LossyConfig, title, only=_of_the_network)
+    namespace = parser.parse_args(arguments)
+    config, network = from_namespace(DoctorConfig, namespace), from_namespace(LossyConfig, namespace)
+    if network.transport == "udp":
+        from .network import examine_network
+
+        findings = examine_network(network)
+        if not findings:
+            return 0  # rank 0 says it
+    else:
+        findings = examine(config)
     if config.json:
         content = {
             "ready": ready(findings),
@@ -97,3 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print(report(findings))
     return 0 if ready(findings) else 1
+
+
+def _of_the_network(name: str) -> bool:
+    return name in ("transport", "packet_bytes", "lossy_links", "ranks_per_node") or name.startswith("udp_")

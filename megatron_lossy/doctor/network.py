@@ -1,0 +1,109 @@
+"""The links between all ranks, tried with datagrams: who reaches whom, with what loss, and what to change.
+
+    torchrun … -m megatron_lossy doctor --transport udp
+
+on every host, started as the training will be. Without a launcher only the engine of this host is looked at.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from .. import device
+from ..config import LossyConfig
+from ..errors import UsageError
+from ..exchange import Stream
+from ..transport import BucketSpec, LossyGroup
+from .finding import Finding
+
+_SHARD = 2**18  # float32 values: 1 MiB to each rank
+_EXCHANGES = 10
+_LITTLE = 8 * 2**20  # of a receive buffer, as the kernel counts: 4 MiB asked for
+_MUCH = 0.05
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What one rank got from another: the share lost, the round trip in seconds, bytes per second towards it."""
+
+    rank: int
+    source: int
+    lost: float
+    round_trip: float
+    rate: float
+
+
+def examine_network(config: LossyConfig) -> list[Finding]:
+    """Findings of rank 0, or of this host alone; of other ranks none. A collective call under a launcher."""
+    from ..transport.udp.process import engine_for
+
+    try:
+        engine = engine_for(config)
+    except UsageError as error:
+        return [Finding("network", "engine", "problem", str(error))]
+    here = [Finding("network", "engine", "ok", f"{engine.address}:{engine.port}, {config.udp_cipher}"), _buffer(engine)]
+    if "RANK" not in os.environ:
+        why = "start it with torchrun on every host, as the training will be, to try them"
+        return [*here, Finding("network", "links", "absent", why)]
+    device.init_process_group(timeout=datetime.timedelta(minutes=2))
+    try:
+        return _links(config, here)
+    except UsageError as error:
+        return [*here, Finding("network", "links", "problem", str(error))]
+    finally:
+        dist.destroy_process_group()
+
+
+def _buffer(engine) -> Finding:
+    text = f"{engine.granted / 2**20:.1f} MiB"
+    if engine.granted >= _LITTLE:
+        return Finding("network", "receive buffer", "ok", text)
+    return Finding("network", "receive buffer", "warning", f"{text}: sysctl -w net.core.rmem_max=4194304")
+
+
+def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = LossyGroup.create(config, [BucketSpec(_SHARD)], stream=Stream())
+    replica, took = torch.zeros(size * _SHARD), []
+    own = replica[rank * _SHARD : (rank + 1) * _SHARD]
+    lost = torch.zeros(size)
+    for step in range(_EXCHANGES):
+        dist.barrier()
+        started = time.monotonic()
+        delivery = group.all_gather(0, replica, own, step, lambda: None).wait()
+        took.append(time.monotonic() - started)
+        lost += torch.from_numpy((~delivery.arrived[0]).mean(axis=1)).float() / _EXCHANGES
+    rates = group.transport.rates()
+    mine = {
+        "findings": [asdict(finding) for finding in here],
+        "heard": [
+            asdict(Heard(rank, peer, float(lost[peer]), found["rtt_min"], found["rate"]))
+            for peer, found in rates.items()
+        ],
+        "seconds": sorted(took)[len(took) // 2],
+    }
+    everyone: list = [None] * size
+    dist.all_gather_object(everyone, mine)
+    group.close()
+    return _report(everyone) if rank == 0 else []
+
+
+def _report(everyone: list[dict]) -> list[Finding]:
+    findings = []
+    for rank, one in enumerate(everyone):
+        for found in one["findings"]:
+            findings.append(Finding(found["section"], f"rank {rank}, {found['name']}", found["status"], found["text"]))
+    for one in everyone:
+        for heard in (Heard(**heard) for heard in one["heard"]):
+            status = "warning" if heard.lost > _MUCH else "ok"
+            text = f"{100 * heard.lost:.2f} % lost, round trip {1e3 * heard.round_trip:.1f} ms, {heard.rate / 1e6:.0f} MB/s at most the other way"
+            findings.append(Finding("network", f"rank {heard.source} to {heard.rank}", status, text))
+    slowest = max(one["seconds"] for one in everyone)
+    text = f"{_SHARD * 4 / 2**20:.0f} MiB from each rank to all: {1e3 * slowest:.0f} ms (median of {_EXCHANGES})"
+    return [*findings, Finding("network", "exchange", "ok", text)]
