@@ -55,6 +55,14 @@ def identity(config: Any) -> dict[str, Any]:
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in incidental}
 
 
+def given(config: Any) -> dict[str, Any]:
+    """The settings of ``config`` that differ from the defaults, those that depend on others worked out."""
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    if isinstance(config, LossyConfig):
+        defaults |= vars(LossyConfig())
+    return {name: value for name, default in defaults.items() if (value := getattr(config, name)) != default}
+
+
 def flag_name(cls: Any, name: str) -> str:
     """The command-line name of a field of the dataclass ``cls``: ``p_grad`` gives ``--p-grad``."""
     options = cls.__dataclass_fields__[name].metadata["flag"]
@@ -566,4 +574,5 @@ __all__ = [
     "flag_name",
     "flag_table",
     "from_namespace",
+    "given",
 ]

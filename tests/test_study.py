@@ -115,6 +115,9 @@ def test_a_cell_is_known_by_what_matters():
         name(settings={**TINY, "seq-length": 8}),
     ]
     assert len(set(names)) == len(names)
+    # A flag that is new, or whose default depends on another one, leaves the cells that are there what they are.
+    settings = _design(seeds=[1], loss_seeds=[1]).study([]).trials[1].cell.settings
+    assert {name for name in settings if name.startswith(("loss", "packet", "transport", "udp"))} == {"loss-seed"}
 
 
 @pytest.mark.parametrize(

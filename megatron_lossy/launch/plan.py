@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from ..config import LossyConfig, add_flags, flag_name, from_namespace
+from ..config import LossyConfig, add_flags, flag_name, from_namespace, given
 from ..errors import ArgumentParser, UsageError, refuse
 from ..train.arguments import configurations, make_parser, setting_arguments
 from ..train.config import TrainConfig
@@ -166,12 +165,7 @@ def _program(
 
 
 def _trainer_arguments(config: TrainConfig) -> list[str]:
-    changed: dict[str, Any] = {
-        name: getattr(config, name)
-        for name, f in TrainConfig.__dataclass_fields__.items()
-        if getattr(config, name) != f.default
-    }
-    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in given(config).items()}
     return flag_arguments({name.replace("_", "-"): value for name, value in listed.items()}, "train")
 
 

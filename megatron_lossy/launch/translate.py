@@ -6,11 +6,10 @@ distributed optimizer) has to be said to Megatron-LM, and so have defaults that 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import LossyConfig
+from ..config import LossyConfig, given
 from ..errors import refuse
 from ..train.config import TrainConfig
 from .recipe import flag_arguments
@@ -106,12 +105,8 @@ def megatron_arguments(
 
 def loss_arguments(lossy: LossyConfig) -> list[str]:
     """The loss flags that differ from their defaults."""
-    changed = {
-        _dashed(f.name): getattr(lossy, f.name)
-        for f in dataclasses.fields(lossy)
-        if getattr(lossy, f.name) != f.default
-    }
-    return flag_arguments({k: list(v) if isinstance(v, tuple) else v for k, v in changed.items()}, "loss flags")
+    changed = {_dashed(name): list(v) if isinstance(v, tuple) else v for name, v in given(lossy).items()}
+    return flag_arguments(changed, "loss flags")
 
 
 def _tokenizer(name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from ..config import LossyConfig, incidental_fields
+from ..config import LossyConfig, given, incidental_fields
 from ..errors import refuse
 from ..files import write_text
 from ..report import Run
@@ -55,10 +55,9 @@ class Cell:
     def all_settings(self) -> dict[str, Any]:
         """All that differs from the defaults, as the ``--config`` file of the run."""
         return {
-            field.name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
+            name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
             for config in (self.train, self.loss)
-            for field in dataclasses.fields(config)
-            if (value := getattr(config, field.name)) != field.default
+            for name, value in given(config).items()
         }
 
     @cached_property
