@@ -65,7 +65,7 @@ def test_combine_against_the_reference(size, shard, packet, rule, averaged, seed
         np.testing.assert_allclose(output.numpy() / (1 if averaged else size), expected, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 4))])
 def test_exchanges_against_the_reference(size):
     """Every rule and unit, to the last bit with any number of ranks: nobody else chooses the order of the sum."""
     shards = [50, 7]

@@ -22,7 +22,9 @@ from tests.tiny_gpt import TinyGPT, build
 UDP = dataclasses.replace(BOTH, transport="udp")
 
 
-@pytest.mark.parametrize(("size", "cipher"), [(2, "aes-128-gcm"), (3, "none"), (5, "aes-128-gcm")])
+@pytest.mark.parametrize(
+    ("size", "cipher"), [(2, "aes-128-gcm"), (3, "none"), pytest.param(5, "aes-128-gcm", marks=pytest.mark.slow)]
+)
 def test_the_public_collectives_give_what_pieces_give(size, cipher):
     shards = [50, 7]
     for rule in RULES if size == 3 else RULES[:1]:
@@ -101,7 +103,9 @@ def final_weights(rank, tiny, config, steps, workers=None):
     return history
 
 
-@pytest.mark.parametrize(("overlap", "rule"), [("both", "renormalize"), ("none", "previous")])
+@pytest.mark.parametrize(
+    ("overlap", "rule"), [("both", "renormalize"), pytest.param("none", "previous", marks=pytest.mark.slow)]
+)
 def test_what_was_lost_is_replayed_bit_for_bit(overlap, rule, tmp_path):
     """By ranks that exchange pieces, and by virtual workers."""
     tiny, steps = TinyGPT(dtype="bf16", **OVERLAPS[overlap]), 5

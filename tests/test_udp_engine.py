@@ -17,7 +17,7 @@ import pytest
 from megatron_lossy.errors import UsageError
 from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings, build, session
 from megatron_lossy.transport.udp.address import find_address
-from megatron_lossy.transport.udp.engine import charge, windows
+from megatron_lossy.transport.udp.engine import charge, load, windows
 from megatron_lossy.transport.udp.packet import DATA, decode, encode
 
 UNIT = 1408
@@ -662,3 +662,11 @@ channels[0].send("grad", 0, 0, [None, data.ctypes.data])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ranks_that_hear_each_other_know_it():
+    """Each answers as long as it is asked: whoever did not know would wait for the end of the probes, three seconds."""
+    for _ in range(8):
+        with Ranks(3) as ranks:
+            for channel in ranks.dense:
+                assert [load().ml_probed(channel._channel, peer) for peer in channel.peers] == [3, 3]

@@ -1066,7 +1066,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         case READY: fits = index <= 1 && !size; break;
         case REPORT: fits = !index && size == REPORT_BYTES; break;
         case ALIVE: fits = index <= 1 && !size; break;
-        default: fits = index <= 1 && size <= e->set.packet;
+        default: fits = index <= 2 && size <= e->set.packet;
         }
     }
     if (!fits || number >= f->top + JUMP) {
@@ -1125,8 +1125,8 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         m->probed = 1;
         if (index)
             m->confirmed = 1;
-        else
-            control(e, m, PROBE, NULL, 1);
+        if (index < 2) /* 0: hear me; 1: I have heard you, hear me; 2: I have heard you */
+            control(e, m, PROBE, NULL, 2);
         break;
     }
     return verdict;
