@@ -31,7 +31,6 @@ from matplotlib.figure import Figure
 
 from benchmarks.common import today, version_list
 from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
-from megatron_lossy.config import LossyConfig
 from megatron_lossy.device.environment import processor, without_ranks
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file, write_text
@@ -219,11 +218,7 @@ def parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """All trainings, their table and their picture."""
     plan = dict(zip(NAMES, (args.iterations, args.reno_iterations, args.iterations)))
-    notes = []
-    if "transport" not in LossyConfig.__dataclass_fields__:
-        del plan["udp"]
-        notes.append("over UDP left out: this version has no --transport udp")
-    runs = []
+    notes, runs = [], []
     with Lab(Link(args.rtt / 2000, args.loss)) as lab:
         there = lab.nodes[0].sysctl("net.ipv4.tcp_available_congestion_control").split()
         for name, iterations in plan.items():

@@ -160,9 +160,7 @@ def share(lab: Lab, pair: str, seconds: float, config: Any) -> Share:
 
 def run(args: argparse.Namespace) -> tuple[list[Cell], list[Share], list[str]]:
     """Everything that was asked for, and lines about what is not there."""
-    config = our_config(args.flags)
-    names = [name for name in args.contestants if name != "ours" or config is not None]
-    notes = [] if len(names) == len(args.contestants) else ["ours left out: this version has no --transport udp"]
+    config, names, notes = our_config(args.flags), args.contestants, []
     rows = choose(args.parts, args.rtt, args.loss, args.megabytes, args.quick)
     cells, shares = [], []
     for wire, of_wire in itertools.groupby(rows, key=lambda row: row.wire):

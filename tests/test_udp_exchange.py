@@ -168,8 +168,6 @@ def test_the_example_of_the_documentation(tmp_path):
     assert len(examples) == 2
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     for example in examples:
-        if "--transport udp" in example and not udp_exchange.our_config(""):
-            continue
         command = example.replace("--train-iters 10", f"--train-iters 3 --data-cache-path {tmp_path}")
         done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]

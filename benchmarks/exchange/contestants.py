@@ -37,12 +37,10 @@ _PR_SET_PDEATHSIG = 1
 _HEAD_START = 0.004
 
 
-def our_config(flags: str) -> LossyConfig | None:
-    """The configuration of ours, with more ``flags``; ``None`` while there is no transport over UDP."""
-    if "transport" not in LossyConfig.__dataclass_fields__:
-        return None
+def our_config(flags: str) -> LossyConfig:
+    """The configuration of ours, with more ``flags``."""
     parser = add_flags(argparse.ArgumentParser("--flags"), LossyConfig, "loss")
-    always = ["--transport", "udp", "--loss-unit", "packet", "--udp-interface", INTERFACE]
+    always = ["--transport", "udp", "--udp-interface", INTERFACE]
     return from_namespace(LossyConfig, parser.parse_args([*always, *shlex.split(flags)]))
 
 
@@ -152,17 +150,17 @@ class Ours:
         self._step = dict.fromkeys(shards, 0)
 
     def reduce_scatter(self, shard: torch.Tensor, buffer: torch.Tensor) -> None:
-        self._last = (self._groups[len(shard)], "grad")
-        lossy_reduce_scatter(self._last[0], 0, shard, buffer, self._step[len(shard)])
+        self._last = (self._groups[len(shard)], "grad", self._step[len(shard)])
+        lossy_reduce_scatter(self._last[0], 0, shard, buffer, self._last[2])
 
     def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor) -> None:
-        self._last = (self._groups[len(shard)], "param")
-        lossy_all_gather(self._last[0], 0, buffer, shard, self._step[len(shard)])
+        self._last = (self._groups[len(shard)], "param", self._step[len(shard)])
+        lossy_all_gather(self._last[0], 0, buffer, shard, self._last[2])
         self._step[len(shard)] += 1  # a step is a reduce-scatter and then an all-gather
 
     def lost(self) -> float:
-        group, phase = self._last
-        delivery = group.last[phase]
+        group, phase, step = self._last
+        delivery = group.delivery(phase, step)
         arrived = delivery.arrived[0][[source for source in delivery.sources if source != self._rank]]
         return 1 - float(arrived.mean())
 
