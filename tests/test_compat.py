@@ -2,13 +2,13 @@
 
 import pytest
 
-from scripts.compat import HEADER, _table, merged
+from scripts.compat import CONTRACT, HEADER, _table, merged
 
 EMPTY = f"<!-- compat -->\n{_table([])}<!-- end compat -->\n"
 
 
-def row(name, torch, contract=("yes (1)",) * 3, pretrain="", note=""):
-    assert len(contract) == 3
+def row(name, torch, contract=("yes (1)",) * len(CONTRACT), pretrain="", note=""):
+    assert len(contract) == len(CONTRACT)
     return [name, name if torch else "", "3.11.7" if torch else "", torch, *contract, pretrain, note, "2026-11-21"]
 
 
@@ -25,14 +25,14 @@ def test_the_same_megatron_on_two_versions_of_torch_is_two_rows():
 
 def test_what_did_not_run_replaces_nothing():
     text = merged(EMPTY, [row("0.16.1", "2.13.0")])
-    assert merged(text, [row("0.16.1", "", [""] * 3, "skipped: needs Python 3.12 (--python)")]) == text
-    skipped = merged(EMPTY, [row("0.17.1", "", [""] * 3, note="skipped: needs Python 3.12 (--python)")])
+    assert merged(text, [row("0.16.1", "", [""] * len(CONTRACT), "skipped: needs Python 3.12 (--python)")]) == text
+    skipped = merged(EMPTY, [row("0.17.1", "", [""] * len(CONTRACT), note="skipped: needs Python 3.12 (--python)")])
     assert names(skipped) == [("0.17.1", "")]
     assert names(merged(skipped, [row("0.17.1", "2.13.0")])) == [("0.17.1", "2.13.0")]
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_contract_and_pretrain_meet_in_one_row(first):
-    rows = [row("core", "2.13.0"), row("core", "2.13.0", [""] * 3, "yes (6)")]
+    rows = [row("core", "2.13.0"), row("core", "2.13.0", [""] * len(CONTRACT), "yes (6)")]
     text = merged(merged(EMPTY, [rows[first]]), [rows[1 - first]])
     assert names(text) == [("core", "2.13.0")] and text.count("yes (1)") == len(HEADER) - 7 and "yes (6)" in text
