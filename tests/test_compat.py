@@ -7,7 +7,10 @@ from scripts.compat import CONTRACT, HEADER, _table, merged
 EMPTY = f"<!-- compat -->\n{_table([])}<!-- end compat -->\n"
 
 
-def row(name, torch, contract=("yes (1)",) * len(CONTRACT), pretrain="", note=""):
+ALL = ("yes (1)",) * len(CONTRACT)
+
+
+def row(name, torch, contract=ALL, pretrain="", note=""):
     assert len(contract) == len(CONTRACT)
     return [name, name if torch else "", "3.11.7" if torch else "", torch, *contract, pretrain, note, "2026-11-21"]
 
