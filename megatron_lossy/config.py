@@ -319,7 +319,7 @@ class LossyConfig:
 
     udp_interface: str | None = flag(
         None,
-        "udp: network interface, or an address of this host, to send from; default the one that reaches MASTER_ADDR",
+        "udp: network interface to send from; default the one that reaches MASTER_ADDR",
         metavar="NAME",
         incidental=True,
     )

@@ -48,7 +48,8 @@ def test_combine_against_the_reference(size, shard, packet, rule, averaged, seed
     [units], count = cut([shard], [4], "packet", 4 * packet)
     reference = ReferenceReduce(rule, size, shard, packet)
     owner = int(random.integers(size))
-    recovery = GRAD_RECOVERIES.load(rule)(units, owner, from_pieces=True)
+    recovery = GRAD_RECOVERIES.load(rule)(units, owner)
+    recovery.from_pieces = True
     for step in range(4):
         grads = random.standard_normal((size, shard)).astype(np.float32)
         arrived = random.random((size, count)) > 0.5

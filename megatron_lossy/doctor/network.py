@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -81,10 +81,9 @@ def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
         lost += torch.from_numpy((~delivery.arrived[0]).mean(axis=1)).float() / _EXCHANGES
     rates = group.transport.rates()
     mine = {
-        "findings": [asdict(finding) for finding in here],
+        "findings": here,
         "heard": [
-            asdict(Heard(rank, peer, float(lost[peer]), found["rtt_min"], found["rate"]))
-            for peer, found in rates.items()
+            Heard(rank, peer, float(lost[peer]), found["rtt_min"], found["rate"]) for peer, found in rates.items()
         ],
         "seconds": sorted(took)[len(took) // 2],
     }
@@ -98,9 +97,9 @@ def _report(everyone: list[dict]) -> list[Finding]:
     findings = []
     for rank, one in enumerate(everyone):
         for found in one["findings"]:
-            findings.append(Finding(found["section"], f"rank {rank}, {found['name']}", found["status"], found["text"]))
+            findings.append(replace(found, name=f"rank {rank}, {found.name}"))
     for one in everyone:
-        for heard in (Heard(**heard) for heard in one["heard"]):
+        for heard in one["heard"]:
             status = "warning" if heard.lost > _MUCH else "ok"
             text = f"{100 * heard.lost:.2f} % lost, round trip {1e3 * heard.round_trip:.1f} ms, {heard.rate / 1e6:.0f} MB/s at most the other way"
             findings.append(Finding("network", f"rank {heard.source} to {heard.rank}", status, text))

@@ -92,7 +92,7 @@ class Lossy(Run):
         networks = {phase: self._network(phase, full, full_ranks) for phase in PHASES}
         group = LossyGroup.among(self.config, specs, networks, members, dist.get_rank(part), stream, self.steps, part)
         for number, (buffer, bucket) in enumerate(buckets):
-            if self.config.transport == "udp" and tensor is not None:
+            if group.transport.observed and tensor is not None:
                 for phase in PHASES:
                     replicated = replicated_units(buffer, bucket, group.transport.cut[phase][number], group.size)
                     group.transport.agree(phase, number, replicated, tensor)

@@ -86,13 +86,12 @@ class GradRecovery(Rule):
     """A rule for gradients: what does not arrive is removed, and owners correct the sum of the rest.
 
     Senders remove it from what a collective adds up. Where owners get pieces, they remove it themselves
-    (``from_pieces``): :meth:`before` is then given the pieces, one shard of each source, instead of what this rank sends
+    (:attr:`from_pieces`): :meth:`before` is then given the pieces, one shard of each source, instead of what this rank sends
     to each destination. In :meth:`after`, ``output`` is the reduced shard [shard] of this rank.
     """
 
-    def __init__(self, units: BucketUnits, rank: int, from_pieces: bool = False) -> None:
-        super().__init__(units, rank)
-        self.from_pieces = from_pieces
+    #: Whether the owner removes what is missing; set by whoever knows the transport.
+    from_pieces = False
 
     def missing(self, delivery: Delivery) -> Lost:
         """What is missing in the buffer that :meth:`before` is given."""

@@ -29,8 +29,8 @@ class Previous(GradRecovery):
     carries_over = True
     _warned: ClassVar[bool] = False
 
-    def __init__(self, units: BucketUnits, rank: int, from_pieces: bool = False) -> None:
-        super().__init__(units, rank, from_pieces)
+    def __init__(self, units: BucketUnits, rank: int) -> None:
+        super().__init__(units, rank)
         self._kept: dict[int, tuple[Lost, Saved]] = {}  # step: what it loses, and its substitutes
         self._received: torch.Tensor | None = None  # last received on every link, of steps that counted
         self._pending: tuple[int, torch.Tensor] | None = None  # the same after a step that may not count

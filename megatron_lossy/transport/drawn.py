@@ -54,10 +54,7 @@ class Drawn(Transport):
 
 
 class Latest:
-    """What was drawn for the latest two exchanges of each phase: for this one, and for the next if it was looked at.
-
-    A draw can be repeated. Keeping it saves time, and no more.
-    """
+    """What belongs to the latest two exchanges of each phase: a draw, which could be repeated, or what was observed."""
 
     def __init__(self) -> None:
         self._kept: dict[str, list[tuple[Exchange, Any]]] = {}

@@ -24,7 +24,7 @@ from ..registry import GRAD_RECOVERIES
 from .base import Collective, Transfer, Transport
 from .collective import CollectiveTransport
 from .counted import Counted
-from .drawn import Networks, check_links
+from .drawn import Latest, Networks, check_links
 from .network import Network, check_ranks, find_nodes
 from .pieces import Pieces
 
@@ -66,19 +66,18 @@ class LossyGroup:
             "param": sends[config.param_send],
         }
         self._given_lead = config.lead
-        given = {"grad": {"from_pieces": True} if transport.in_pieces else {}, "param": {}}
         self.rules: dict[str, list[Any]] = {
-            phase: [kind(units, self.rank, **given[phase]) for units in transport.cut[phase]]
-            for phase, kind in kinds.items()
+            phase: [kind(units, self.rank) for units in transport.cut[phase]] for phase, kind in kinds.items()
         }
-        self._recent: dict[str, list[Delivery]] = {phase: [] for phase in PHASES}
+        for rule in self.rules["grad"]:
+            rule.from_pieces = transport.in_pieces
+        self._made_last = Latest()
         #: Whether parameters are sent with a lead.
         self.compensates = config.param_send == "compensated" and not self.lossless("param")
         counts = self.compensates and config.lead is None
-        if counts and transport.lag(Exchange("param", self.stream, 0)) is not None:
-            counts = False
+        known = counts and transport.lag(Exchange("param", self.stream, 0)) is not None
         #: What receivers count, where nothing else says how late they are.
-        self.counted = Counted() if counts else None
+        self.counted = Counted() if counts and not known else None
         self._made: dict[str, tuple[int, set[int]]] = {}  # by phase: the latest step, and its buckets
 
     @classmethod
@@ -238,7 +237,7 @@ class LossyGroup:
         pieces = transfer.pieces
 
         def after(delivery: Delivery) -> None:
-            self._remember(delivery)
+            self._made_last.put(exchange, delivery)
             if exchange.phase == "param" and self.counted is not None:
                 self.counted.count(bucket, rule.units, delivery)
             if combines:
@@ -277,12 +276,8 @@ class LossyGroup:
         """
         return None if self.lossless(phase) else self._foresee(Exchange(phase, self.stream, step))
 
-    def _remember(self, delivery: Delivery) -> None:
-        recent = [known for known in self._recent[delivery.exchange.phase] if known.exchange != delivery.exchange]
-        self._recent[delivery.exchange.phase] = [*recent[-1:], delivery]
-
     def _foresee(self, exchange: Exchange) -> Delivery | None:
-        known = next((one for one in self._recent[exchange.phase] if one.exchange == exchange), None)
+        known = self._made_last.get(exchange)
         return known if known is not None else self.transport.foresee(exchange)
 
     def _foresee_grads(self, exchange: Exchange) -> Delivery | None:
@@ -314,7 +309,7 @@ class LossyGroup:
         for bucket, missed in lost.items():
             arrived[0][:, parts[bucket].numbers] = ~missed
         exchange, receivers = Exchange("param", self.stream, step), members[self.rank : self.rank + 1]
-        self._remember(Delivery(exchange, members, receivers, arrived, parts))
+        self._made_last.put(exchange, Delivery(exchange, members, receivers, arrived, parts))
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -338,7 +333,7 @@ class LossyGroup:
 
     def restart(self) -> None:
         """All replicas are equal."""
-        self._recent = {phase: [] for phase in PHASES}
+        self._made_last = Latest()
 
     def state_dict(self) -> dict[str, list[Any]]:
         """The states of the rules, by phase, and what was counted."""

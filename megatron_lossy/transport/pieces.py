@@ -6,16 +6,26 @@ another than NCCL's; here the order is that of the ranks, and a recorded run of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..exchange import Delivery, Exchange
+from ..exchange import BucketUnits, Delivery, Exchange
 from ..recovery import rows_for
 from .base import Collective, Transfer, Transport
 from .collective import CollectiveTransport
+
+
+@contextlib.contextmanager
+def stale_kept(buffer: torch.Tensor, units: BucketUnits, delivery: Delivery) -> Iterator[None]:
+    """Within this context the replica ``buffer`` may be overwritten; what was lost of it is afterwards as it was."""
+    rows, lost = rows_for(buffer.device), delivery.lost_here(units)
+    stale = rows.take(buffer, units, lost)
+    yield
+    rows.put_(buffer, units, lost, stale)
 
 
 class PieceTransport(Transport):
@@ -42,12 +52,8 @@ class PieceTransport(Transport):
 
         def write() -> Delivery:
             delivery = deliver()
-            units, rows = self.cut["param"][bucket], rows_for(buffer.device)
-            with torch.no_grad():
-                lost = delivery.lost_here(units)
-                stale = rows.take(buffer, units, lost)
+            with torch.no_grad(), stale_kept(buffer, self.cut["param"][bucket], delivery):
                 buffer.copy_(received)
-                rows.put_(buffer, units, lost, stale)
             return delivery
 
         return Transfer(work, write)

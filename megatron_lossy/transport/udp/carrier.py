@@ -6,7 +6,6 @@ is made again (evaluation, a save, a rerun) crosses torch's process group, with 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -17,16 +16,12 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
-from ...recovery import rows_for
 from ...recovery.rows import IndexedRows, Saved
 from ..base import Collective, Transfer
-from ..drawn import Networks, draw
-from ..network import Network
-from ..pieces import PieceTransport
+from ..drawn import Latest, Networks, draw
+from ..pieces import PieceTransport, stale_kept
 from .engine import Channel
 from .engine import Transfer as Datagrams
-
-logger = logging.getLogger(__name__)
 
 #: By phase, for each bucket: the dtype that crosses.
 Dtypes = dict[str, Sequence[torch.dtype]]
@@ -36,7 +31,7 @@ class UdpTransport(PieceTransport):
     """One rank's exchanges with the other ranks of ``group``, over a channel of ``engine``.
 
     ``networks``: what is drawn to be lost beside what is lost; with nodes, those of a node exchange over ``group``.
-    ``open_channel(buckets, peers)``: opens the channel, a collective call.
+    ``open_channel(buckets, peers=ranks)``: opens the channel, a collective call.
     """
 
     observed = True
@@ -50,7 +45,7 @@ class UdpTransport(PieceTransport):
         cut: dict[str, Sequence[BucketUnits]],
         dtypes: Dtypes,
         group: dist.ProcessGroup | None,
-        open_channel: Callable[[dict[str, list[tuple[int, int]]], list[int]], Channel],
+        open_channel: Callable[..., Channel],
     ) -> None:
         super().__init__(stream, members, rank, cut)
         self.networks = networks
@@ -63,15 +58,16 @@ class UdpTransport(PieceTransport):
         self.far = [other for other in others if other not in self.near]
         # Ranks have none to send to where all are on one node; then all have none.
         self._alone = len(set(here.tolist())) < 2
-        self._sizes = {
+        sizes = {
             phase: [
                 (units.shard * dtype.itemsize, units.elements * dtype.itemsize)
                 for units, dtype in zip(cut[phase], dtypes[phase], strict=True)
             ]
             for phase in cut
         }
-        self._channel = None if self._alone else open_channel(self._sizes, self.far)
-        self._deliveries: dict[str, list[tuple[Delivery, set[int]]]] = {phase: [] for phase in cut}
+        self._channel = None if self._alone else open_channel(sizes, peers=self.far)
+        self._deliveries = Latest()  # with the buckets that were begun
+        self._draws = Latest()
         self._numbers: dict[tuple[str, int], int] = {}
         self._agreements: dict[tuple[str, int], tuple[np.ndarray, dist.ProcessGroup]] = {}
         self._sender: ThreadPoolExecutor | None = None
@@ -177,41 +173,43 @@ class UdpTransport(PieceTransport):
 
     def _delivery(self, exchange: Exchange) -> tuple[Delivery, set[int]]:
         """Of ``exchange``, and the buckets that were begun; filled in as they arrive."""
-        known = self._deliveries[exchange.phase]
-        for found in known:
-            if found[0].exchange == exchange:
-                return found
-        cut = self.cut[exchange.phase]
-        arrived = np.zeros((1, self.size, units_of(cut)), dtype=bool)
-        delivery = Delivery(exchange, self.members, [self.members[self.rank]], arrived, cut)
-        self._deliveries[exchange.phase] = [*known[-1:], (delivery, set())]
-        return self._deliveries[exchange.phase][-1]
+        known = self._deliveries.get(exchange)
+        if known is None:
+            cut = self.cut[exchange.phase]
+            arrived = np.zeros((1, self.size, units_of(cut)), dtype=bool)
+            known = Delivery(exchange, self.members, [self.members[self.rank]], arrived, cut), set()
+            self._deliveries.put(exchange, known)
+        return known
 
     def _record(self, delivery: Delivery, bucket: int, udp: _Exchange) -> None:
         phase = delivery.exchange.phase
         arrived = udp.transfer.arrived.copy()
         arrived[[*self.near, self.rank]] = True
-        network: Network = self.networks[phase]
         units = self.cut[phase][bucket]
-        if not network.lossless:
-            arrived &= self._drawn(network, delivery.exchange)[0][:, units.numbers]
+        if not self.networks[phase].lossless:
+            arrived &= self._drawn(delivery.exchange)[:, units.numbers]
         if (phase, bucket) in self._agreements:
             arrived = self._agreed(phase, bucket, arrived)
         delivery.arrived[0][:, units.numbers] = arrived
 
     def _may_be_withdrawn(self, exchange: Exchange, bucket: int) -> Lost | None:
         """Units of parameters that may arrive and yet count as lost."""
-        units, network = self.cut["param"][bucket], self.networks["param"]
+        units = self.cut["param"][bucket]
         mask = np.zeros((self.size, units.count), dtype=bool)
-        if not network.lossless:
-            mask |= ~self._drawn(network, exchange)[0][:, units.numbers]
+        if not self.networks["param"].lossless:
+            mask |= ~self._drawn(exchange)[:, units.numbers]
         if ("param", bucket) in self._agreements:
             mask |= self._agreements["param", bucket][0]
         return Lost(mask) if mask.any() else None
 
-    def _drawn(self, network: Network, exchange: Exchange) -> np.ndarray:
-        cut = self.cut[exchange.phase]
-        return draw(network, exchange, self.members, [self.members[self.rank]], cut)
+    def _drawn(self, exchange: Exchange) -> np.ndarray:
+        """bool[N, units]: what the channel lets through, of all buckets."""
+        drawn = self._draws.get(exchange)
+        if drawn is None:
+            network, cut = self.networks[exchange.phase], self.cut[exchange.phase]
+            drawn = draw(network, exchange, self.members, [self.members[self.rank]], cut)[0]
+            self._draws.put(exchange, drawn)
+        return drawn
 
     def agree(self, phase: str, bucket: int, replicated: np.ndarray, group: dist.ProcessGroup) -> None:
         """Let the ranks of ``group`` (tensor parallel), which have copies of the same parameters, lose the same of them.
@@ -318,11 +316,6 @@ class _Stage:
 
     def write(self, buffer: torch.Tensor, units: BucketUnits, delivery: Delivery, sources: Sequence[int]) -> None:
         """Copy what arrived from ``sources`` into the replica on the device, and nothing else."""
-        rows = rows_for(buffer.device)
-        lost = delivery.lost_here(units)
-        kept = rows.take(buffer, units, lost)
-        for source in sources:
-            buffer.chunk(len(delivery.sources))[source].copy_(
-                self.back.chunk(len(delivery.sources))[source], non_blocking=True
-            )
-        rows.put_(buffer, units, lost, kept)
+        rows, staged = (whole.chunk(len(delivery.sources)) for whole in (buffer, self.back))
+        with stale_kept(buffer, units, delivery):
+            self.bring([rows[source] for source in sources], [staged[source] for source in sources])

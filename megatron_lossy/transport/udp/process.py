@@ -99,9 +99,5 @@ def open_transport(
     prefix = f"megatron_lossy/udp/{name}/{_opened[name]}"
     store = dist.distributed_c10d._get_default_store()
     engine = engine_for(config)
-    open_channel = partial(_open, engine, name, rank, len(members), store, prefix)
+    open_channel = partial(engine.open, name, rank, len(members), store, prefix)
     return UdpTransport(networks, stream, members, rank, cut, dtypes, group, open_channel)
-
-
-def _open(engine, name, rank, size, store, prefix, sizes, peers):
-    return engine.open(name, rank, size, store, prefix, sizes, peers=peers)
