@@ -11,6 +11,7 @@ import datetime
 import os
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,9 +23,11 @@ from ..exchange import Stream
 from ..transport import BucketSpec, LossyGroup
 from .finding import Finding
 
+if TYPE_CHECKING:
+    from ..transport.udp.engine import Engine
+
 _SHARD = 2**18  # float32 values: 1 MiB to each rank
 _EXCHANGES = 10
-_LITTLE = 8 * 2**20  # of a receive buffer, as the kernel counts: 4 MiB asked for
 _MUCH = 0.05
 
 
@@ -60,11 +63,13 @@ def examine_network(config: LossyConfig) -> list[Finding]:
         dist.destroy_process_group()
 
 
-def _buffer(engine) -> Finding:
+def _buffer(engine: Engine) -> Finding:
+    from ..transport.udp.engine import LITTLE_BUFFER, MORE_BUFFER
+
     text = f"{engine.granted / 2**20:.1f} MiB"
-    if engine.granted >= _LITTLE:
+    if engine.granted >= LITTLE_BUFFER:
         return Finding("network", "receive buffer", "ok", text)
-    return Finding("network", "receive buffer", "warning", f"{text}: sysctl -w net.core.rmem_max=4194304")
+    return Finding("network", "receive buffer", "warning", f"{text}: {MORE_BUFFER}")
 
 
 def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:

@@ -33,6 +33,9 @@ _HISTORY, _ENOUGH = 100, 20
 #: DATA that may always be on the way, whatever the receiver's buffer.
 LEAST_WINDOW = 8
 
+#: Of a receive buffer, as the kernel counts: below this the user is told; and what gives more, 4 MiB asked for.
+LITTLE_BUFFER, MORE_BUFFER = 8 * MIB, "sysctl -w net.core.rmem_max=4194304"
+
 Pointers = Sequence[int | None]
 
 
@@ -172,10 +175,10 @@ class Engine:
         self.port: int = result[0]
         #: Bytes of the receive buffer, as the kernel counts them.
         self.granted: int = result[1]
-        if self.granted < 8 * MIB:
+        if self.granted < LITTLE_BUFFER:
             log(
                 f"udp: the receive buffer of {address}:{self.port} holds {self.granted // charge(self.datagram)} "
-                "datagrams; for 4 MiB: sysctl -w net.core.rmem_max=4194304"
+                f"datagrams; for 4 MiB: {MORE_BUFFER}"
             )
         if settings.rate_control == "fixed":
             log(f"udp: fixed rate of {self.rate / 1e6:.0f} MB/s, whatever else the network carries")
