@@ -30,8 +30,10 @@ class Compensated(Stale):
     def __init__(self, units: BucketUnits, rank: int) -> None:
         super().__init__(units, rank)
         self.weights: Callable[[], torch.Tensor] | None = None
-        self._before: torch.Tensor | None = None  # W of the last update, until the next one is sent
+        # Two float32 [shard] that take turns, so that no step allocates any.
+        self._before: torch.Tensor | None = None  # W of the last update; once the next one is sent, free for other use
         self._lead: torch.Tensor | None = None  # E
+        self._updated = self._leads = False  # whether they hold that
         self._step: int | None = None  # the update whose lead that is
 
     def _own(self, sent: torch.Tensor) -> torch.Tensor:
@@ -39,34 +41,49 @@ class Compensated(Stale):
 
     def before_update(self, sent: torch.Tensor) -> None:
         """The weights of the own shard, which is sent as ``sent`` [shard], are about to be updated."""
-        self._before = self._own(sent).clone()
+        own = self._own(sent)
+        if self._before is None:
+            self._before = own.clone()
+        else:
+            self._before.copy_(own)
+        self._updated = True
 
     def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> Any:
         kept = super().before(buffer, delivery, reduction)
         if reduction.sent is None:  # nothing is sent: what is stale is put aside
             return kept, None, None
-        own = reduction.sent.clone()
         assert reduction.step is not None
-        self.put_lead(reduction.step, reduction.sent, reduction)
-        return kept, reduction.sent, own
+        sent = reduction.sent
+        if self._lead_of(reduction.step, sent, reduction) is None:
+            return kept, None, None
+        free = self._before if not self._updated else None
+        own = sent.clone() if free is None or free.dtype != sent.dtype else free.copy_(sent)
+        self.put_lead(reduction.step, sent, reduction)
+        return kept, sent, own
 
     def put_lead(self, step: int, sent: torch.Tensor, reduction: Reduction) -> None:
         """Add the lead of ``step`` to ``sent`` [shard], the owner's weights; again, if it is sent again."""
+        import torch
+
         lead = self._lead_of(step, sent, reduction)
         if lead is not None:
-            sent.copy_(self._own(sent) + lead)
+            torch.add(self._own(sent), lead, out=sent)
 
     def _lead_of(self, step: int, sent: torch.Tensor, reduction: Reduction) -> torch.Tensor | None:
         if step != self._step:
             self._step = step
             c, r = reduction.lead
-            if not c or self._before is None:
-                self._lead = None
+            if not c or not self._updated:
+                self._leads = False
             else:
-                difference = (self._own(sent) - self._before).mul_(c)
-                self._lead = difference if self._lead is None or not r else difference.add_(self._lead, alpha=r)
-            self._before = None
-        return self._lead
+                assert self._before is not None
+                difference = self._before.sub_(self._own(sent)).mul_(-c)
+                if self._leads and r:
+                    assert self._lead is not None
+                    difference.add_(self._lead, alpha=r)
+                self._before, self._lead, self._leads = self._lead, difference, True
+            self._updated = False
+        return self._lead if self._leads else None
 
     def after(self, output: torch.Tensor, delivery: Delivery, kept: Any, reduction: Reduction) -> None:
         stale, sent, own = kept
@@ -79,8 +96,12 @@ class Compensated(Stale):
                 mine.copy_(own)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"lead": self._lead, "step": self._step}
+        lead = self._lead.clone() if self._leads and self._lead is not None else None
+        return {"lead": lead, "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        self._lead = state["lead"].to(device) if state["lead"] is not None else None
-        self._step, self._before = state["step"], None
+        self._lead, self._before = state["lead"], None
+        if self._lead is not None:
+            self._lead = self._lead.to(device, copy=True)
+        self._leads, self._updated = self._lead is not None, False
+        self._step = state["step"]
