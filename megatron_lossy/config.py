@@ -1,58 +1,27 @@
 """The one source of every loss flag: its name, default, help, allowed values.
 
-:class:`LossyConfig` is a frozen dataclass; :func:`add_flags` makes the argparse group from its fields and
-:func:`flag_table` the table in ``docs/flags.md``. The semantics of each flag are in ``docs/semantics.md``.
+:mod:`.flags` makes the argparse group and the table in ``docs/flags.md`` of :class:`LossyConfig`. The semantics of each
+flag are in ``docs/semantics.md``.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from .errors import UsageError, refuse
+from .errors import refuse
+from .flags import flag, flag_name
 from .registry import CHANNELS, GRAD_RECOVERIES
 
 PHASES = ("grad", "param")
 #: Payload of a datagram: with 28 bytes of header, 16 of authentication and 48 of UDP and IPv6, 1,500 bytes.
 UDP_PACKET_BYTES = 1408
-
-Config = TypeVar("Config")
-Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
-
-
-def flag(default: Any, help: str, *, incidental: bool = False, **argparse_options: Any) -> Any:
-    """A dataclass field that is also a command-line flag ``--name-with-dashes``.
-
-    ``argparse_options`` go to ``ArgumentParser.add_argument``; ``flag="--x"`` overrides the name. A
-    default of ``False`` makes a switch. ``incidental``: it changes no weight and no loss of a run, only what is
-    written where and when.
-    """
-    options = dict(argparse_options, help=help)
-    if default is False:
-        options["action"] = "store_true"
-    elif "type" not in options and default is not None:
-        options["type"] = type(default)
-    if isinstance(default, list):
-        raise TypeError("use a tuple for a default of several values")
-    return field(default=default, metadata={"flag": options, "incidental": incidental})
-
-
-def incidental_fields(cls: type) -> set[str]:
-    """The flags of ``cls`` with which a run resumed otherwise is still the same run."""
-    return {f.name for f in dataclasses.fields(cls) if f.metadata.get("incidental")}
-
-
-def identity(config: Any) -> dict[str, Any]:
-    """The settings that make a run what it is; a folder with others of them holds another run."""
-    incidental = incidental_fields(type(config))
-    return {name: value for name, value in dataclasses.asdict(config).items() if name not in incidental}
 
 
 def given(config: Any) -> dict[str, Any]:
@@ -61,64 +30,6 @@ def given(config: Any) -> dict[str, Any]:
     if isinstance(config, LossyConfig):
         defaults |= vars(LossyConfig())
     return {name: value for name, default in defaults.items() if (value := getattr(config, name)) != default}
-
-
-def flag_name(cls: Any, name: str) -> str:
-    """The command-line name of a field of the dataclass ``cls``: ``p_grad`` gives ``--p-grad``."""
-    options = cls.__dataclass_fields__[name].metadata["flag"]
-    return options.get("flag", "--" + name.replace("_", "-"))
-
-
-def _flag_fields(cls: Any) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(cls) if "flag" in f.metadata]
-
-
-def add_flags(
-    parser: Parser,
-    cls: type,
-    title: str,
-    description: str | None = None,
-    only: Callable[[str], bool] = lambda name: True,
-) -> Parser:
-    """Add the flags of the dataclass ``cls`` to ``parser`` as a group of their own. Returns ``parser``.
-
-    Absent flags are absent from the namespace's meaning too: defaults are those of ``cls``. ``only``: which fields.
-    """
-    group = parser.add_argument_group(title, description)
-    for f in _flag_fields(cls):
-        if not only(f.name):
-            continue
-        options = dict(f.metadata["flag"])
-        name = options.pop("flag", flag_name(cls, f.name))
-        group.add_argument(name, dest=f.name, default=f.default, **options)
-    return parser
-
-
-def from_namespace(cls: type[Config], namespace: argparse.Namespace) -> Config:
-    """The dataclass ``cls`` filled from an argparse namespace. Raises :class:`UsageError`."""
-    values = {}
-    for f in _flag_fields(cls):
-        value = getattr(namespace, f.name, f.default)
-        values[f.name] = tuple(value) if isinstance(value, list) else value
-    return cls(**values)
-
-
-def flag_table(cls: type) -> str:
-    """The flags of ``cls`` as a Markdown table: flag, default, meaning."""
-    rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
-    for f in _flag_fields(cls):
-        options = f.metadata["flag"]
-        value = ""
-        if options.get("choices"):
-            ours = getattr(options["choices"], "built_in", options["choices"])  # whatever else is installed here
-            value = " {" + ",".join(map(str, ours)) + "}"
-        elif options.get("action") != "store_true":
-            metavar = options.get("metavar") or f.name.upper()
-            value = " " + (metavar if isinstance(metavar, str) else " ".join(metavar))
-        default = "off" if f.default is False else "" if f.default is None else as_text(f.default)
-        text = options["help"].replace("%%", "%").replace("|", "\\|")
-        rows.append(f"| `{flag_name(cls, f.name)}{value}` | {default} | {text} |")
-    return "\n".join(rows)
 
 
 @dataclass(frozen=True)
@@ -547,11 +458,6 @@ class LossyConfig:
         return "; ".join([*parts, crossing, *unused])
 
 
-def as_text(value: Any) -> str:
-    """The value of a flag as it is written on the command line."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
 def _in_unit_interval(flag: str, value: float) -> None:
     if not 0 <= value < 1:  # NaN fails too
         raise refuse(flag, value, "must be in [0, 1)")
@@ -561,18 +467,3 @@ def _one_of(config: LossyConfig, name: str, value: str) -> None:
     choices: Iterable[str] = LossyConfig.__dataclass_fields__[name].metadata["flag"]["choices"]
     if value not in choices:
         raise refuse(flag_name(LossyConfig, name), value, "must be one of " + ", ".join(choices))
-
-
-__all__ = [
-    "PHASES",
-    "LossyConfig",
-    "PhaseLoss",
-    "Schedule",
-    "UsageError",
-    "add_flags",
-    "flag",
-    "flag_name",
-    "flag_table",
-    "from_namespace",
-    "given",
-]

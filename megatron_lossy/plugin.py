@@ -16,8 +16,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from .config import LossyConfig, add_flags, from_namespace
+from .config import LossyConfig
 from .errors import ArgumentParser, UsageError, usage_errors
+from .flags import add_flags, from_namespace
 
 if TYPE_CHECKING:
     from .hooks import Lossy

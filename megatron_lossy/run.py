@@ -16,11 +16,12 @@ from typing import Any, Protocol
 
 import torch
 
-from .config import PHASES, LossyConfig, as_text, flag_name, identity
+from .config import PHASES, LossyConfig
 from .delivery_log.writer import DeliveryLog
 from .errors import UsageError, refuse
 from .exchange import Delivery
 from .files import replace_file
+from .flags import as_text, flag_name, identity
 from .monitor import Drift, ExchangeMonitor, Observer, Replicas, load_states, metrics_of, states_of
 from .transport import LossyGroup
 

@@ -11,8 +11,9 @@ import re
 import sys
 from pathlib import Path
 
-from megatron_lossy.config import LossyConfig, flag_table
+from megatron_lossy.config import LossyConfig
 from megatron_lossy.files import write_text
+from megatron_lossy.flags import flag_table
 from megatron_lossy.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 #: Rooms from the bottom up. Each may import what is in lines before its own, and nothing of its own line.
 ORDER = """
 errors
-files registry ledger moved
+files flags registry ledger moved
 config shipped
 device exchange theory data
 channel recovery

@@ -5,8 +5,9 @@ import math
 
 import pytest
 
-from megatron_lossy.config import LossyConfig, Schedule, add_flags, flag_table, from_namespace
+from megatron_lossy.config import LossyConfig, Schedule
 from megatron_lossy.errors import UsageError
+from megatron_lossy.flags import add_flags, flag_table, from_namespace
 
 
 def parse(*arguments):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lossy.config import LossyConfig, flag_table
+from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
+from megatron_lossy.flags import flag_table
 from megatron_lossy.registry import CHANNELS, GRAD_RECOVERIES, Registry
 from tests.trainer import TINY, as_flags, read_records, write_data
 

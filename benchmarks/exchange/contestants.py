@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.lab import INTERFACE, Lab
-from megatron_lossy.config import LossyConfig, add_flags, from_namespace
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.flags import add_flags, from_namespace
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 
 PHASES = ("reduce-scatter", "all-gather")

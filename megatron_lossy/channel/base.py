@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..config import PHASES, LossyConfig, PhaseLoss, Schedule, as_text
+from ..config import PHASES, LossyConfig, PhaseLoss, Schedule
 from ..errors import refuse
 from ..exchange import Exchange, Stream
+from ..flags import as_text
 from ..registry import CHANNELS
 from .draws import PER_BLOCK, Uniforms
 

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from .. import theory
-from ..config import LossyConfig, PhaseLoss, as_text
+from ..config import LossyConfig, PhaseLoss
 from ..errors import refuse
 from ..exchange import Exchange, Stream
+from ..flags import as_text
 from .base import DrawnChannel
 
 _CHAIN, _LOSS, _START = 1, 2, 3  # purposes of draws

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import add_flags, flag, from_namespace
 from ..errors import ArgumentParser, refuse, usage_errors
+from ..flags import add_flags, flag, from_namespace
 from .documents import Document, find_files, read_documents, stdlib_documents
 from .indexed import check_output, output_files, write_indexed, write_train_valid
 from .tokenizers import NAMES, build_tokenizer, padded_vocab_size

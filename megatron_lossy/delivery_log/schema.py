@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..config import LossyConfig, identity
+from ..config import LossyConfig
 from ..errors import check_package
+from ..flags import identity
 
 if TYPE_CHECKING:
     import pyarrow

@@ -6,7 +6,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from ..config import PHASES, LossyConfig, flag_name
+from ..config import PHASES, LossyConfig
+from ..flags import flag_name
 from .reader import DeliveryLogFolder, Links
 from .scan import Rates, percent, scan
 from .schema import loss_config

@@ -16,10 +16,11 @@ import numpy as np
 import torch.distributed as dist
 
 from .. import __version__
-from ..config import LossyConfig, flag_name, identity
+from ..config import LossyConfig
 from ..errors import cannot, refuse
 from ..exchange import Delivery
 from ..files import check_folder, replace_file, write_text
+from ..flags import flag_name, identity
 from ..monitor.observer import Look, Observer
 from ..registry import CHANNELS
 from . import schema

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .. import __version__
-from ..config import LossyConfig, add_flags, flag, from_namespace
+from ..config import LossyConfig
 from ..errors import ArgumentParser, refuse
+from ..flags import add_flags, flag, from_namespace
 from .finding import Finding
 
 PROGRAM = "megatron_lossy doctor"

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from ..config import LossyConfig, add_flags
+from ..config import LossyConfig
 from ..delivery_log.writer import claim_delivery_log
 from ..errors import usage_errors
+from ..flags import add_flags
 from ..ledger import Patch, Takes
 from ..transport import check_channels, check_ranks
 from .checks import check_arguments

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..config import flag, flag_name
 from ..errors import UsageError, refuse
+from ..flags import flag, flag_name
 from .devices import DEVICES
 
 LAUNCHERS = ("torchrun", "srun", "mpirun")

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..config import LossyConfig, add_flags, flag_name, from_namespace, given
+from ..config import LossyConfig, given
 from ..errors import ArgumentParser, UsageError, refuse
+from ..flags import add_flags, flag_name, from_namespace
 from ..train.arguments import configurations, make_parser, setting_arguments
 from ..train.config import TrainConfig
 from .devices import DEVICES, ENVIRONMENT, Device

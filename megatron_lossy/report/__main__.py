@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import add_flags, flag, from_namespace
 from ..errors import ArgumentParser, check_package, refuse, usage_errors
 from ..files import check_folder
+from ..flags import add_flags, flag, from_namespace
 from ..moved import run_as
 from ..train.metrics import METRICS_FILE
 from .read import read_runs

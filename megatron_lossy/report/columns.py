@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import LossyConfig, incidental_fields
+from ..config import LossyConfig
+from ..flags import incidental_fields
 from ..train.config import TrainConfig
 from .runs import Run
 

@@ -21,9 +21,10 @@ from typing import Any
 
 import yaml
 
-from ..config import LossyConfig, given, incidental_fields
+from ..config import LossyConfig, given
 from ..errors import refuse
 from ..files import write_text
+from ..flags import incidental_fields
 from ..report import Run
 from ..report.read import read_run
 from ..train.config import TrainConfig

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..config import add_flags, flag, from_namespace
 from ..errors import ArgumentParser, UsageError, check_package, refuse
 from ..files import check_folder, write_text
+from ..flags import add_flags, flag, from_namespace
 from ..report import LossTable
 from ..report.scalars import file_name, with_predictions
 from ..train.arguments import make_parser

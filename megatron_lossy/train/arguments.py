@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
-from ..config import LossyConfig, add_flags, flag_name, from_namespace
+from ..config import LossyConfig
 from ..errors import ArgumentParser, UsageError, cannot, refuse
+from ..flags import add_flags, flag_name, from_namespace
 from ..shipped import find_config
 from .config import TrainConfig
 

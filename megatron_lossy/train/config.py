@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import flag, flag_name
 from ..data import check_blend, is_weight
 from ..errors import UsageError, refuse
+from ..flags import flag, flag_name
 
 # What fixes the shapes of the saved weights.
 SHAPE = (

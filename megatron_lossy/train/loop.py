@@ -18,9 +18,10 @@ import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from .. import device, hooks
-from ..config import LossyConfig, identity
+from ..config import LossyConfig
 from ..data import build_tokenizer, epochs
 from ..delivery_log.writer import claim_delivery_log
+from ..flags import identity
 from ..hooks.checks import check_loss_per_token
 from ..run import Run
 from ..transport import check_channels, check_ranks

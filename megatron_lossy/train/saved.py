@@ -10,9 +10,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..config import LossyConfig, flag_name, identity
+from ..config import LossyConfig
 from ..errors import cannot, refuse
 from ..files import check_folder, write_text, writing
+from ..flags import flag_name, identity
 from .config import SHAPE, TrainConfig
 from .metrics import METRICS_FILE
 

@@ -1,0 +1,103 @@
+"""Flags from dataclasses: what every configuration here and its argparse group, its documentation and its identity share."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
+Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
+
+
+def flag(default: Any, help: str, *, incidental: bool = False, **argparse_options: Any) -> Any:
+    """A dataclass field that is also a command-line flag ``--name-with-dashes``.
+
+    ``argparse_options`` go to ``ArgumentParser.add_argument``; ``flag="--x"`` overrides the name. A
+    default of ``False`` makes a switch. ``incidental``: it changes no weight and no loss of a run, only what is
+    written where and when.
+    """
+    options = dict(argparse_options, help=help)
+    if default is False:
+        options["action"] = "store_true"
+    elif "type" not in options and default is not None:
+        options["type"] = type(default)
+    if isinstance(default, list):
+        raise TypeError("use a tuple for a default of several values")
+    return field(default=default, metadata={"flag": options, "incidental": incidental})
+
+
+def incidental_fields(cls: type) -> set[str]:
+    """The flags of ``cls`` with which a run resumed otherwise is still the same run."""
+    return {f.name for f in dataclasses.fields(cls) if f.metadata.get("incidental")}
+
+
+def identity(config: Any) -> dict[str, Any]:
+    """The settings that make a run what it is; a folder with others of them holds another run."""
+    incidental = incidental_fields(type(config))
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in incidental}
+
+
+def flag_name(cls: Any, name: str) -> str:
+    """The command-line name of a field of the dataclass ``cls``: ``p_grad`` gives ``--p-grad``."""
+    options = cls.__dataclass_fields__[name].metadata["flag"]
+    return options.get("flag", "--" + name.replace("_", "-"))
+
+
+def _flag_fields(cls: Any) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(cls) if "flag" in f.metadata]
+
+
+def add_flags(
+    parser: Parser,
+    cls: type,
+    title: str,
+    description: str | None = None,
+    only: Callable[[str], bool] = lambda name: True,
+) -> Parser:
+    """Add the flags of the dataclass ``cls`` to ``parser`` as a group of their own. Returns ``parser``.
+
+    Absent flags are absent from the namespace's meaning too: defaults are those of ``cls``. ``only``: which fields.
+    """
+    group = parser.add_argument_group(title, description)
+    for f in _flag_fields(cls):
+        if not only(f.name):
+            continue
+        options = dict(f.metadata["flag"])
+        name = options.pop("flag", flag_name(cls, f.name))
+        group.add_argument(name, dest=f.name, default=f.default, **options)
+    return parser
+
+
+def from_namespace(cls: type[Config], namespace: argparse.Namespace) -> Config:
+    """The dataclass ``cls`` filled from an argparse namespace. Raises :class:`UsageError`."""
+    values = {}
+    for f in _flag_fields(cls):
+        value = getattr(namespace, f.name, f.default)
+        values[f.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)
+
+
+def flag_table(cls: type) -> str:
+    """The flags of ``cls`` as a Markdown table: flag, default, meaning."""
+    rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
+    for f in _flag_fields(cls):
+        options = f.metadata["flag"]
+        value = ""
+        if options.get("choices"):
+            ours = getattr(options["choices"], "built_in", options["choices"])  # whatever else is installed here
+            value = " {" + ",".join(map(str, ours)) + "}"
+        elif options.get("action") != "store_true":
+            metavar = options.get("metavar") or f.name.upper()
+            value = " " + (metavar if isinstance(metavar, str) else " ".join(metavar))
+        default = "off" if f.default is False else "" if f.default is None else as_text(f.default)
+        text = options["help"].replace("%%", "%").replace("|", "\\|")
+        rows.append(f"| `{flag_name(cls, f.name)}{value}` | {default} | {text} |")
+    return "\n".join(rows)
+
+
+def as_text(value: Any) -> str:
+    """The value of a flag as it is written on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
