@@ -144,6 +144,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, flags, tmp_path)
     assert resumed[2:] == whole[-len(resumed) + 2 :]
 
 
+def test_over_datagrams_every_digit_is_that_of_the_same_losses_in_pieces(megatron_lm):
+    """The loopback device loses nothing: what a channel draws is all that is lost."""
+    flags = [
+        *LOSS,
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--param-send",
+        "compensated",
+        "--param-lag",
+        "0.4",
+    ]
+    pieces, done = pretrain(megatron_lm, *flags, "--transport", "pieces")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(pieces) == 24
+    udp, done = pretrain(megatron_lm, *flags, "--transport", "udp")
+    assert udp == pieces, done.stderr[-3000:]
+    assert "over UDP, aes-128-gcm" in done.stdout and "Error" not in done.stderr
+    assert done.stdout.count("udp, rank 0, all: sent") == done.stdout.count("udp, rank 1, all: sent") == 1
+
+
 def test_monitors_write_to_megatrons_log_and_tensorboard(megatron_lm, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -9,6 +9,7 @@ from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.report.scalars import AXES
 from megatron_lossy.transport.udp.monitor import advice, summary, totals
+from megatron_lossy.transport.udp.process import close_engines
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 
@@ -59,6 +60,8 @@ def measured(rank, config):
     second = lossy.metrics()
     lines = summary([group.transport for group in lossy.groups], rank)
     lossy.uninstall()
+    close_engines()  # before or after the record of a run, when a program ends
+    assert len(summary([group.transport for group in lossy.groups], rank)) == len(lines)
     return first, second, lines
 
 

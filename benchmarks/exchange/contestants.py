@@ -240,6 +240,11 @@ class Team:
             self.close()
             raise
 
+    @property
+    def pids(self) -> list[int]:
+        """The processes, by rank."""
+        return [process.pid for process in self._processes]
+
     def exchange(self, phase: str, shard: int, limit: float) -> list[Done]:
         """One exchange, by rank. Raises :class:`TooSlow` after ``limit`` seconds; the team is of no use afterwards."""
         order = (phase, shard, time.monotonic() + _HEAD_START)

@@ -247,7 +247,6 @@ class UdpTransport(PieceTransport):
             self._sender.shutdown()
         if self._channel is not None:
             self._channel.close()
-            self._channel = None
 
 
 def _restore(buffer: torch.Tensor, units: BucketUnits, withdrawn: Lost, old: Saved, delivery: Delivery) -> None:

@@ -279,6 +279,7 @@ class Channel:
         self._lib = engine._lib
         self._lock = threading.Condition()
         self._users = 0
+        self._final: tuple[dict[int, dict[str, int]], dict[int, dict[str, float]]] | None = None  # counters, rates
         self._transfers: dict[tuple[int, int, int], Transfer] = {}
         self._took: dict[tuple[int, int], deque[float]] = {}
         self._units = {phase: [-(-shard // unit) for shard, unit in buckets.get(phase, ())] for phase in PHASES}
@@ -480,7 +481,9 @@ class Channel:
         return self._hellos[rank].where
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Of each peer."""
+        """Of each peer; of a closed channel, those that it had then."""
+        if self._final is not None:
+            return self._final[0]
         names = self._lib.ml_member_counter_names().decode().rstrip(",").split(",")
         result = {}
         with self._using():
@@ -491,7 +494,12 @@ class Channel:
         return result
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """Towards each peer: bytes per second; seconds; the share lost that is not ours; what arrived of late."""
+        """Towards each peer: bytes per second; seconds; the share lost that is not ours; what arrived of late.
+
+        Of a closed channel, as it was then.
+        """
+        if self._final is not None:
+            return self._final[1]
         result = {}
         with self._using():
             for peer in self.peers:
@@ -506,6 +514,8 @@ class Channel:
         Args:
             linger: seconds to wait until peers have what was sent; they may still be asking for it.
         """
+        if getattr(self, "_channel", None) is not None:
+            self._final = self.counters(), self.rates()
         with self._lock:
             channel, self._channel = getattr(self, "_channel", None), None
             if channel is None:

@@ -78,6 +78,7 @@ class DatagramMonitor(Observer):
         self._said: set[str] = set()
         self._units: Counter[str] = Counter()  # of this iteration
         self._much = 0
+        self._closed = False
 
     def _now(self) -> Counter[str]:
         peers = [peer for one in self._transports() for peer in one.counters().values()]
@@ -105,8 +106,10 @@ class DatagramMonitor(Observer):
         return {f"udp {column.replace('_', ' ')}": value for column, value in self._window.close().items()}
 
     def close(self) -> None:
-        for line in summary(self._transports(), _rank()):
-            print(line, flush=True)
+        if not self._closed:
+            for line in summary(self._transports(), _rank()):
+                print(line, flush=True)
+        self._closed = True
 
 
 def _rank() -> int:
