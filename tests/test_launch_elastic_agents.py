@@ -1,4 +1,4 @@
-"""``launch/torchrun.sh`` on two nodes, which are two agents on this machine: one is killed, and started again."""
+"""``launch/torchrun.sh`` with nodes or ranks that are killed, and start again. A node is an agent on this machine."""
 
 import contextlib
 import os
@@ -60,21 +60,31 @@ def wait_for(what: str, done: Callable[[], bool], agents: Sequence[subprocess.Po
         time.sleep(0.05)
 
 
-@pytest.mark.slow
-def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path):
+def small_run(tmp_path: Path) -> list[str]:
     run_ranks(write_data, 1, str(tmp_path))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    flags = [
+    return [
         f"--config={ROOT}/configs/tiny/llama_1m.yaml", "--program=train", "--device=cpu", "--accelerators=2",
-        "--accelerators-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}", "--max-restarts=3",
+        "--max-restarts=3",
         f"--out={tmp_path}/runs", "--max-epochs=1e9", f"--data-path={tmp_path}/train", f"--valid-data-path={tmp_path}/valid",
         "--num-layers=2", "--hidden-size=64", "--ffn-hidden-size=64", "--seq-length=32", "--hidden-dropout=0.1",
         "--micro-batch-size=2", "--global-batch-size=8", "--train-iters=100", "--lr-warmup-iters=2",
         "--eval-interval=50", "--eval-iters=2", "--log-interval=1", "--save-interval=10", "--save-replicas",
         "--rate=0.1",
     ]  # fmt: skip
+
+
+def check_against_uninterrupted(flags: list[str], run: Path, tmp_path: Path) -> None:
+    plan = make_plan([*flags, f"--out={tmp_path}/uninterrupted"])
+    run_ranks(train_runs, 2, (asdict(plan.train), asdict(plan.lossy)))
+    assert recorded_losses(run) == recorded_losses(tmp_path / "uninterrupted/p_0.10")
+
+
+@pytest.mark.slow
+def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = [*small_run(tmp_path), "--accelerators-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}"]
 
     def listening() -> bool:
         with socket.socket() as client:
@@ -88,10 +98,23 @@ def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path
     kill(second)
     second = agents(flags)
 
-    plan = make_plan([*flags, f"--out={tmp_path}/uninterrupted"])
-    run_ranks(train_runs, 2, (asdict(plan.train), asdict(plan.lossy)))
     log = tmp_path / "agent2.log"
     assert second.wait(180) == 0 and first.wait(60) == 0, log.read_text()
-    assert recorded_losses(run) == recorded_losses(tmp_path / "uninterrupted/p_0.10")
+    check_against_uninterrupted(flags, run, tmp_path)
     again = [path.read_text() for path in run.glob("logs/*/attempt_1/0/stdout.log")]
     assert "loaded checkpoint of iteration" in "".join([log.read_text(), *again])
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_with_datagrams(agents, tmp_path):
+    """The others say who is gone. The new ranks do not take those before them, whose addresses torchrun has, for others."""
+    flags = [*small_run(tmp_path), "--transport=udp", "--loss-unit=packet"]
+    agent, run = agents(flags), tmp_path / "runs/p_0.10"
+    wait_for("a checkpoint", (run / "latest_checkpointed_iteration.txt").exists, [agent])
+    ranks = [child for child in psutil.Process(agent.pid).children(recursive=True) if "--save" in child.cmdline()]
+    ranks[-1].kill()
+    log = tmp_path / "agent0.log"
+    assert agent.wait(180) == 0, log.read_text()
+    check_against_uninterrupted(flags, run, tmp_path)
+    assert "loaded checkpoint of iteration" in log.read_text()
+    assert "rank 0 stops: lost contact with another rank" in log.read_text()

@@ -65,9 +65,9 @@ def read_records(folder: Path, kind: str) -> list[dict]:
 
 
 def recorded_losses(folder: Path) -> list[tuple]:
-    """Everything that is recorded of a run but its times, to the last bit."""
+    """Everything that is recorded of a run but its times and datagrams, to the last bit."""
     kept = [r for kind in ("train", "valid") for r in read_records(folder, kind)]
-    return [tuple((k, v) for k, v in record.items() if k != "seconds") for record in kept]
+    return [tuple((k, v) for k, v in record.items() if k != "seconds" and k[:4] != "udp ") for record in kept]
 
 
 def checkpoint_bytes(folder: Path, iteration: int) -> dict:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..errors import UsageError, usage_errors
 from .checks import check, check_memory, epochs_of
-from .command import container, launch_command, shell, torchrun_environment
+from .command import TORCHRUN_ENVIRONMENT, container, launch_command, shell
 from .devices import GIB
 from .memory import checkpoint_bytes, parameters, seconds, tokens
 from .plan import PROGRAM, Plan, make_plan
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             check(plan, starting=start and plan.launch.launcher != "mpirun")
         command = launch_command(plan, os.environ)
-        own = plan.environment | (torchrun_environment(plan) if plan.launch.launcher == "torchrun" else {})
+        own = plan.environment | (TORCHRUN_ENVIRONMENT if plan.launch.launcher == "torchrun" else {})
         if not start:
             print("\n".join(describe(plan)))
             print(shell(command, own))

@@ -15,6 +15,17 @@ from .plan import Plan
 _SHUTDOWN_SECONDS = 300
 
 
+#: What torchrun reads from the environment.
+TORCHRUN_ENVIRONMENT = {
+    # Otherwise it ends ranks 30 s after SIGTERM, too early for a large checkpoint.
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
+    # Otherwise ranks that are started again read the addresses of those before them in the store, and an agent that is
+    # started again waits in vain for that of rank 0, which the surviving agents (torch 2.13, dynamic_rendezvous.py)
+    # publish in their first round only.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
+
 def launch_command(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     """What starts the ranks of ``plan``, in a process whose environment is ``environment``.
 
@@ -70,17 +81,6 @@ def _torchrun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     # A file per rank, and all of it on the terminal as well.
     command += ["--log-dir", str(plan.folder / "logs"), "--redirects", "3", "--tee", "3"]
     return [*command, "-m", *plan.module]
-
-
-def torchrun_environment(plan: Plan) -> dict[str, str]:
-    """What torchrun reads from the environment."""
-    # Otherwise it ends ranks 30 s after SIGTERM, too early for a large checkpoint.
-    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS)}
-    if plan.launch.nodes > 1:
-        # Otherwise an agent that was started again waits in vain for the address of rank 0, which the surviving
-        # agents (torch 2.13, dynamic_rendezvous.py) publish in their first round only.
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return environment
 
 
 def _rank(plan: Plan, python: str, address: str, port: int) -> list[str]:

@@ -57,7 +57,7 @@ def rank_errors(program: str) -> Iterator[None]:
         if isinstance(error, OtherRankFailed):
             text = reason
         elif lost_contact(error):
-            text = f"lost contact with another rank ({reason})"
+            text = f"lost contact with another rank ({reason}){_after_a_restart()}"
         else:
             text = f"an error\n{traceback.format_exc()}"
         print(f"{program}: rank {os.environ.get('RANK', '0')} stops: {text}", file=sys.stderr)
@@ -66,11 +66,23 @@ def rank_errors(program: str) -> Iterator[None]:
         os._exit(1)
 
 
+def _after_a_restart() -> str:
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not again or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        return ""
+    return (
+        "; after a restart ranks may find the addresses of those before them, unless torchrun is started with "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
+    )
+
+
 def lost_contact(error: BaseException) -> bool:
     """Whether ``error`` is that another rank cannot be reached."""
     import torch
 
-    if isinstance(error, torch.distributed.DistError):
+    from ..transport.udp import PeerLost
+
+    if isinstance(error, torch.distributed.DistError | PeerLost):
         return True
     # Gloo's collectives raise plain RuntimeError.
     return isinstance(error, RuntimeError) and "gloo" in str(error)

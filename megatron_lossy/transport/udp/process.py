@@ -24,7 +24,6 @@ from .settings import UdpSettings
 logger = logging.getLogger(__name__)
 
 _engines: dict[UdpSettings, Engine] = {}
-_opened: Counter[str] = Counter()  # channels of each name, over the life of the process
 
 
 def settings_of(config: LossyConfig) -> UdpSettings:
@@ -94,9 +93,12 @@ def open_transport(
     """The transport of one group. A collective call. Raises :class:`UsageError` where ranks differ or do not reach each other."""
     group = group or dist.group.WORLD
     # Every rank is in one group of a stream, and all make the same channels in the same order.
-    name = f"{stream.name}-{dist.get_process_group_ranks(group)[0]}"
-    _opened[name] += 1
-    prefix = f"megatron_lossy/udp/{name}/{_opened[name]}"
+    first = dist.get_process_group_ranks(group)[0]
+    name = f"{stream.name}-{first}"
+    # Not what ranks that are gone have left in the store: torchrun may use one store for all its attempts.
+    drawn = [os.urandom(8).hex()]
+    dist.broadcast_object_list(drawn, first, group)
+    prefix = f"megatron_lossy/udp/{name}/{drawn[0]}"
     store = dist.distributed_c10d._get_default_store()
     engine = engine_for(config)
     open_channel = partial(engine.open, name, rank, len(members), store, prefix)
