@@ -165,6 +165,22 @@ def owners(rank, tiny, config):
                 assert torch.equal(torch.cat(parts), bucket.param_data)
 
 
+def without_main_weights(rank):
+    lossy = hooks.install(COMPENSATED)
+    run = build(TinyGPT(dtype="bf16"))
+    for optimizer in getattr(run.optimizer, "chained_optimizers", [run.optimizer]):
+        for mains in optimizer.shard_fp32_from_float16_groups:
+            mains[:] = [None] * len(mains)  # as --use-precision-aware-optimizer, which needs CUDA, leaves them
+    with pytest.raises(
+        UsageError, match="--param-send compensated with --use-precision-aware-optimizer: the optimizer"
+    ):
+        lossy.begin_update()
+
+
+def test_an_optimizer_that_keeps_its_weights_to_itself_is_refused():
+    run_ranks(without_main_weights, 2)
+
+
 @pytest.mark.parametrize("overlap", [{}, OVERLAPPED], ids=["plain", "overlapped"])
 def test_owners_weights_never_have_a_lead(overlap):
     run_ranks(owners, 3, TinyGPT(dtype="bf16", **overlap), COMPENSATED)
