@@ -2,7 +2,8 @@
 
 Between ``<!-- flags: loss -->`` and ``<!-- end -->``: the loss flags, from megatron_lossy/config.py; between
 ``<!-- flags: training -->`` and ``<!-- end -->``: those of our own trainer, from megatron_lossy/train/config.py; between
-``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results.
+``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results; between ``<!-- list: studies -->``
+and ``<!-- end -->``: the questions of configs/studies.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+
+import yaml
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.files import write_text
@@ -19,7 +22,7 @@ from megatron_lossy.train.config import TrainConfig
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _FLAGS = {"loss": LossyConfig, "training": TrainConfig}
-_MARKS = re.compile(r"(<!-- (flags|table): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKS = re.compile(r"(<!-- (flags|table|list): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def current(text: str) -> str:
@@ -30,7 +33,17 @@ def current(text: str) -> str:
 def _content(kind: str, name: str) -> str:
     if kind == "flags":
         return flag_table(_FLAGS[name]) + "\n"
+    if kind == "list":
+        return _questions(ROOT / "configs" / name)
     return (ROOT / "benchmarks/results" / name).read_text(encoding="utf-8")
+
+
+def _questions(folder: Path) -> str:
+    rows = ["| file | question |", "| --- | --- |"]
+    for path in sorted(folder.glob("*.yaml")):
+        question = yaml.safe_load(path.read_text(encoding="utf-8"))["question"]
+        rows.append(f"| [{path.name}](../{path.relative_to(ROOT)}) | {question} |")
+    return "\n".join(rows) + "\n"
 
 
 def main() -> None:

@@ -31,12 +31,12 @@ def channel_of(config: LossyConfig, phase: str) -> Channel:
 
 
 def check_ranks(config: LossyConfig, size: int) -> None:
-    """Raise :class:`UsageError` if a data-parallel size of ``size`` can lose nothing, though ``config`` has rates."""
-    drawn = any(not config.phase(phase).lossless for phase in PHASES)
-    if size == 1 and drawn and not (config.lossy_self and not config.phase("grad").lossless):
+    """Raise :class:`UsageError` if a data-parallel size of ``size`` can lose nothing, though ``config`` wants loss."""
+    wanted = config.transport == "udp" or any(not config.phase(phase).lossless for phase in PHASES)
+    if size == 1 and wanted and not (config.lossy_self and not config.phase("grad").lossless):
         raise UsageError(
             "data-parallel size 1: one rank exchanges nothing, so that nothing can be lost; start at least two "
-            "(torchrun --nproc-per-node 2 …), or set no loss rate"
+            "(torchrun --nproc-per-node 2 …), or set no loss rate and no --transport udp"
         )
 
 
