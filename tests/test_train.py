@@ -18,6 +18,7 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.train.arguments import configurations, make_parser, read_arguments
 from megatron_lossy.train.config import TrainConfig
 from megatron_lossy.train.saved import check_folders, latest_iteration
+from megatron_lossy.train.text import same_everywhere
 from tests.programs import Program, run_program
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import (
@@ -323,6 +324,18 @@ def test_folders_of_other_runs_are_refused(data, tmp_path):
     (error,) = run_ranks(_refused, 1, config)
     assert "holds a run with these settings" in error
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def _compare(rank: int) -> str:
+    assert same_everywhere(["same"]) == ["same"]
+    with pytest.raises(UsageError) as caught:
+        same_everywhere([f"of site {rank // 2}"])
+    return str(caught.value)
+
+
+def test_hosts_with_other_data_are_refused_on_all_ranks():
+    expected = "--data-path on rank 2: is not what rank 0 has there; copy one to all hosts"
+    assert run_ranks(_compare, 3) == [expected] * 3
 
 
 def _parse(*arguments: str) -> tuple[TrainConfig, LossyConfig]:

@@ -38,7 +38,7 @@ from .optimizer import build_optimizer, lr_scale
 from .process import launched_ranks
 from .records import Progress, open_writers
 from .saved import check_folders, latest_iteration, same_folder, write_settings
-from .text import check_data, fingerprint, prepare_text, with_data_paths
+from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
 from .workers import Workers
 
 
@@ -74,7 +74,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     with parallel.world(config):
         prepare_text(config)
         paths = with_data_paths(config)
-        data = fingerprint(paths)
+        data = same_everywhere(fingerprint(paths))
         check_folders(config, lossy_config, data)
         if config.virtual_workers:
             lossy = VirtualCluster(lossy_config, config.virtual_workers, config.train_iters, gapless=True)

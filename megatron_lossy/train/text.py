@@ -19,7 +19,7 @@ from ..data import (
     stdlib_documents,
     write_train_valid,
 )
-from ..errors import UsageError
+from ..errors import UsageError, refuse
 from ..files import writing
 from .config import TrainConfig
 
@@ -94,3 +94,13 @@ def fingerprint(config: TrainConfig) -> list[Any]:
         description = read_description(prefix)
         result.append(description.documents_sha256 if description else os.path.getsize(prefix + ".bin"))
     return result
+
+
+def same_everywhere(data: list[Any]) -> list[Any]:
+    """``data``, the :func:`fingerprint` of this rank. A collective call. Raises :class:`UsageError` if ranks differ."""
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, data)
+    for rank, other in enumerate(everyone):
+        if other != everyone[0]:
+            raise refuse("--data-path", f"on rank {rank}", "is not what rank 0 has there; copy one to all hosts")
+    return data
