@@ -618,6 +618,45 @@ def test_a_rank_that_closes_is_gone_for_those_who_wait():
         world.nodes[1].engine = None
 
 
+def test_a_rank_that_closes_after_its_end_is_not_lost():
+    """What it sent is all that comes; the reorder window of who waits goes on."""
+    link = lambda source, destination, datagram, now: [] if source == 1 and b"lost" in datagram else [now + MS]
+    with World(2, {"grad": [(4 * UNIT, UNIT)]}, link, reorder=100 * MS) as world:
+        sent = [np.zeros((2, 4 * UNIT), np.uint8) for _ in range(2)]
+        sent[1][0, UNIT : UNIT + 4] = list(b"lost")
+        exchanges = [node.post(world.now, "grad", 0, 0) for node in world.nodes]
+        for node in world.nodes:
+            node.lib.ml_release(node.send("grad", 0, 0, sent[node.rank]))
+        world.run(lambda: exchanges[1].over_at)
+        world.run_for(5 * MS)
+        world.nodes[1].lib.ml_close(world.nodes[1].channel, world.now)
+        world.run(lambda: exchanges[0].over_at, SECOND)
+        assert world.nodes[0].failed() == (0, 0)
+        assert exchanges[0].arrived[1].tolist() == [True, False, True, True]
+        world.nodes[1].lib.ml_free(world.nodes[1].engine)
+        world.nodes[1].engine = None
+
+
+def test_what_callers_have_freed_is_not_read():
+    """Their bitmap may be something else by the time that a late unit comes, while others have not acknowledged ours."""
+    late = []
+
+    def link(source, destination, datagram, now):
+        kind, fields = fields_of(datagram)
+        if source == 1 and kind == packet.DATA and fields["index"] == 1:
+            late.append(datagram)
+            return []
+        return [] if source == 1 and kind == packet.READY else [now + MS]
+
+    with World(2, {"grad": [(4 * UNIT, UNIT)]}, link) as world:
+        exchanges, _ = exchange_all(world, "grad", 0, 0)
+        world.run(lambda: exchanges[0].over_at)
+        assert exchanges[0].arrived[1].tolist() == [True, False, True, True]
+        world.nodes[0].released(("grad", 0, 0))
+        exchanges[0].arrived[:] = True
+        assert world.nodes[0].handle(world.now, 1, late[0]) == "late"
+
+
 def test_what_is_over_leaves_no_memory():
     with World(2, {"grad": [(20 * UNIT, UNIT)]}) as world:
         for step in range(50):

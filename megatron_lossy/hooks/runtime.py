@@ -169,6 +169,7 @@ class Lossy(Run):
 
     def begin_update(self) -> None:
         super().begin_update()
+        self._finish_adding()
         for ddp in self.chunks if self.config.param_send == "compensated" else ():
             for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
                 if group.compensates:
@@ -179,7 +180,6 @@ class Lossy(Run):
         """Let the ranks of a group add up what they count. It takes until the next update, so that nobody waits."""
         if group.counted is None:
             return
-        self._finish_adding()
         group.counted.begin_update()
         sums = torch.from_numpy(group.counted.sums.copy()).to(self.device)
         self._adding[group] = (sums, dist.all_reduce(sums, group=process_group, async_op=True))

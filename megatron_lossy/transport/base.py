@@ -112,6 +112,9 @@ class Transport(ABC):
         ``collective``: what would have carried all of it, reliably. Neither may change until the exchange is over.
         """
 
+    def restore(self, delivery: Delivery) -> None:
+        """``delivery`` was made before the checkpoint was saved that is loaded now. Made again, it must be the same."""
+
     def foresee(self, exchange: Exchange) -> Delivery | None:
         """The delivery of ``exchange``, if it is known whether or not the exchange was made.
 

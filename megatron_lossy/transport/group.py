@@ -309,7 +309,9 @@ class LossyGroup:
         for bucket, missed in lost.items():
             arrived[0][:, parts[bucket].numbers] = ~missed
         exchange, receivers = Exchange("param", self.stream, step), members[self.rank : self.rank + 1]
-        self._made_last.put(exchange, Delivery(exchange, members, receivers, arrived, parts))
+        delivery = Delivery(exchange, members, receivers, arrived, parts)
+        self._made_last.put(exchange, delivery)
+        self.transport.restore(delivery)
 
     # --- steps ---------------------------------------------------------------------------------------------------
 

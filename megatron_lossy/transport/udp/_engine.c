@@ -697,8 +697,6 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
         s->expected = i != c->rank && to[i] && c->members[i].flow;
         s->to = to[i];
         x->open += s->expected;
-        if (s->expected && c->members[i].gone)
-            channel_fail(c, i, LEFT);
         while (chunk) {
             struct early *next = chunk->next;
             if (s->expected)
@@ -710,6 +708,8 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
             source_over(x, i, now);
         else if (s->expected && s->ended)
             exchange_due(x, s->ended_at + reorder_window(c->engine, c->members[i].flow));
+        else if (s->expected && c->members[i].gone)
+            channel_fail(c, i, LEFT);
         else if (s->expected) {
             control(c->engine, &c->members[i], READY, x, 0);
             s->ready_wait = ready_base(c->members[i].flow);
@@ -900,6 +900,8 @@ static int take_data(struct channel *c, struct member *m, int phase, uint32_t st
             verdict = early_keep(x, m, unit, bytes, size);
     } else if (!s->expected) {
         verdict = LATE;
+    } else if (s->over && !x->handles) { /* `row` was the caller's, who may have freed it */
+        verdict = s->got == x->bucket->units ? DUPLICATE : LATE;
     } else if (s->row[unit]) {
         verdict = DUPLICATE;
     } else if (s->over) {
@@ -1114,7 +1116,8 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
                 next = x->next;
                 if (x->channel != c)
                     continue;
-                if (x->posted && x->sources[source].expected && !x->sources[source].over)
+                const struct source *s = &x->sources[source];
+                if (x->posted && s->expected && !s->over && !s->ended) /* else the reorder window ends it */
                     channel_fail(c, source, LEFT);
                 else if (x->dests[source].wanted)
                     dest_done(&x->dests[source], now);
@@ -1367,7 +1370,9 @@ static struct member *speaker(struct flow *f)
 static void reports(struct engine *e, ns now)
 {
     for (struct flow *f = e->flows; f; f = f->next) {
-        if (now >= f->report_at && f->members) {
+        if (!f->members)
+            continue;
+        if (now >= f->report_at) {
             control(e, speaker(f), REPORT, NULL, 0);
             f->unreported = 0;
             ns wait = greatest(round_trip(f), 5 * MS) << (f->report_count > 4 ? f->report_count - 4 : 0);
@@ -1861,13 +1866,13 @@ static void read_errors(struct engine *e)
     }
 }
 
-/* 1: sent or given up; 0: the kernel has no room. */
-static int transmit(struct engine *e, const struct output *o)
+/* 1: sent or given up; 0: the kernel has no room for what is left. `sent`: the bytes before that, 0 in the beginning. */
+static int transmit(struct engine *e, const struct output *o, uint32_t *sent)
 {
-    for (uint32_t from = 0; from < o->bytes;) {
-        uint32_t size = e->gso ? o->bytes : o->segment < o->bytes - from ? o->segment : o->bytes - from;
+    while (*sent < o->bytes) {
+        uint32_t left = o->bytes - *sent, size = e->gso || o->segment > left ? left : o->segment;
         union { char bytes[CMSG_SPACE(sizeof(uint16_t))]; struct cmsghdr align; } space = {{0}};
-        struct iovec part = {e->batch + from, size};
+        struct iovec part = {e->batch + *sent, size};
         struct msghdr message = {.msg_name = (void *)&o->to, .msg_namelen = o->to_size, .msg_iov = &part, .msg_iovlen = 1};
         if (size > o->segment) {
             uint16_t segment = (uint16_t)o->segment;
@@ -1880,24 +1885,24 @@ static int transmit(struct engine *e, const struct output *o)
             memcpy(CMSG_DATA(h), &segment, sizeof segment);
         }
         int tries = 0;
-        ssize_t sent;
-        while ((sent = sendmsg(e->socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL)) < 0 && tries++ < 4
+        ssize_t result;
+        while ((result = sendmsg(e->socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL)) < 0 && tries++ < 4
                && (errno == EINTR || errno == ECONNREFUSED))
             read_errors(e); /* an earlier datagram's error: this one was not sent */
-        if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS) && from == 0) {
+        if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS)) {
             e->count.send_blocked++;
             return 0;
         }
-        if (sent < 0 && size > o->segment && (errno == EIO || errno == EINVAL || errno == ENOTSUP || errno == ENOPROTOOPT)) {
+        if (result < 0 && size > o->segment && (errno == EIO || errno == EINVAL || errno == ENOTSUP || errno == ENOPROTOOPT)) {
             e->gso = 0; /* this interface or kernel does not cut: we do */
             continue;
         }
-        if (sent < 0)
+        if (result < 0)
             *(errno == EMSGSIZE ? &e->count.too_big : &e->count.send_failed) += 1;
         e->count.segmented += size > o->segment;
         e->count.datagrams_sent += (size + o->segment - 1) / o->segment;
         e->count.bytes_sent += size;
-        from += size;
+        *sent += size;
     }
     return 1;
 }
@@ -1968,6 +1973,7 @@ static void *run(void *argument)
 {
     struct engine *e = argument;
     struct output o = {.bytes = 0};
+    uint32_t sent = 0; /* of `o` */
     ns retry_at = 0;
     pthread_mutex_lock(&e->lock);
     for (;;) {
@@ -1988,21 +1994,23 @@ static void *run(void *argument)
         for (int i = 0; i < 4; i++) {
             if (!o.bytes && !produce(e, clock_now(), e->batch, &o))
                 break;
-            if (clock_now() < retry_at || !transmit(e, &o)) {
+            if (clock_now() < retry_at || !transmit(e, &o, &sent)) {
                 if (clock_now() >= retry_at)
                     retry_at = clock_now() + MS;
                 busy = !drained;
                 break;
             }
-            o.bytes = 0;
+            o.bytes = sent = 0;
             busy = 1;
         }
         give_way(e);
         if (busy && !stopping)
             continue;
         if (stopping) {
-            for (int i = 0; i < 256 && e->control_first != e->control_last && produce_control(e, clock_now(), e->batch, &o); i++)
-                transmit(e, &o);
+            for (int i = 0; i < 256 && e->control_first != e->control_last && produce_control(e, clock_now(), e->batch, &o); i++) {
+                sent = 0;
+                transmit(e, &o, &sent);
+            }
             break;
         }
         ns until = o.bytes ? retry_at : least(e->timers_at, e->blocked_until), now = clock_now();
@@ -2043,11 +2051,12 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
                              int force, int64_t *result)
 {
     struct engine *e = calloc(1, sizeof *e);
+    if (e)
+        e->socket = e->wake = -1;
     if (!e || !(e->controls = calloc(CONTROLS, sizeof *e->controls)))
         goto failed;
     e->set = *set;
     e->gso = 1;
-    e->socket = e->wake = -1;
     e->timers_at = 0;
     pthread_mutex_init(&e->lock, NULL);
     pthread_mutex_init(&e->tell, NULL);

@@ -6,8 +6,10 @@ is made again (evaluation, a save, a rerun) crosses torch's process group, with 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from ...device import current_device
 from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ...recovery.rows import IndexedRows, Saved
 from ..base import Collective, Transfer
 from ..drawn import Latest, Networks, draw
 from ..pieces import PieceTransport, stale_kept
-from .engine import Channel
+from .engine import Channel, PeerLost
 from .engine import Transfer as Datagrams
 
 #: By phase, for each bucket: the dtype that crosses.
@@ -71,6 +74,7 @@ class UdpTransport(PieceTransport):
         self._numbers: dict[tuple[str, int], int] = {}
         self._agreements: dict[tuple[str, int], tuple[np.ndarray, dist.ProcessGroup]] = {}
         self._sender: ThreadPoolExecutor | None = None
+        self._patience = _timeout_of(group)
 
     def lossless(self, phase: str) -> bool:
         return self._alone
@@ -99,7 +103,7 @@ class UdpTransport(PieceTransport):
         near = self._exchange_near([own[other] for other in self.near], [rows[other] for other in self.near])
         stage = _Stage(buffer, pieces) if buffer.device.type != "cpu" else None
         here, there = (buffer, pieces) if stage is None else (stage.out, stage.back)
-        udp = self._over_udp(delivery, bucket, there, [part.data_ptr() for part in here.chunk(self.size)], stage)
+        udp = self._over_udp(delivery, bucket, there, here.chunk(self.size), stage)
 
         def arrived() -> Delivery:
             self._record(delivery, bucket, udp)
@@ -117,7 +121,7 @@ class UdpTransport(PieceTransport):
         old = IndexedRows.take(buffer, units, withdrawn) if withdrawn is not None else None
         stage = _Stage(sent, buffer) if buffer.device.type != "cpu" else None
         here, there = (sent, buffer) if stage is None else (stage.out, stage.back)
-        udp = self._over_udp(delivery, bucket, there, [here.data_ptr()] * self.size, stage)
+        udp = self._over_udp(delivery, bucket, there, [here] * self.size, stage)
 
         def arrived() -> Delivery:
             self._record(delivery, bucket, udp)
@@ -149,22 +153,23 @@ class UdpTransport(PieceTransport):
         return dist.batch_isend_irecv(operations)
 
     def _over_udp(
-        self, delivery: Delivery, bucket: int, there: torch.Tensor, sources: list[int], stage: _Stage | None
+        self, delivery: Delivery, bucket: int, there: torch.Tensor, out: Sequence[torch.Tensor], stage: _Stage | None
     ) -> _Exchange:
         phase = delivery.exchange.phase
         number = self._numbers[phase, bucket] = self._numbers.get((phase, bucket), -1) + 1
         places = [part.data_ptr() for part in there.chunk(self.size)]
         transfer = self._channel.post(phase, number, bucket, self._only_far(places))
+        transfer.keep = there, out
 
         def send() -> None:
-            self._channel.send(phase, number, bucket, self._only_far(sources))
+            self._channel.send(phase, number, bucket, self._only_far([part.data_ptr() for part in out]))
 
         if stage is None:
             send()
-            return _Exchange(transfer, None)
+            return _Exchange(transfer, None, self._patience)
         if self._sender is None:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-udp")
-        return _Exchange(transfer, self._sender.submit(lambda: (stage.ready(), send())))
+        return _Exchange(transfer, self._sender.submit(lambda: (stage.ready(), send())), self._patience)
 
     def _only_far(self, pointers: Sequence[int]) -> list[int | None]:
         return [pointer if other in self.far else None for other, pointer in enumerate(pointers)]
@@ -180,6 +185,9 @@ class UdpTransport(PieceTransport):
             known = Delivery(exchange, self.members, [self.members[self.rank]], arrived, cut), set()
             self._deliveries.put(exchange, known)
         return known
+
+    def restore(self, delivery: Delivery) -> None:
+        self._deliveries.put(delivery.exchange, (delivery, set(range(len(delivery.cut)))))
 
     def _record(self, delivery: Delivery, bucket: int, udp: _Exchange) -> None:
         phase = delivery.exchange.phase
@@ -225,7 +233,7 @@ class UdpTransport(PieceTransport):
 
     def _agreed(self, phase: str, bucket: int, arrived: np.ndarray) -> np.ndarray:
         mask, group = self._agreements[phase, bucket]
-        device = "cpu" if dist.get_backend(group) == "gloo" else torch.device(torch.cuda.current_device())
+        device = "cpu" if dist.get_backend(group) == "gloo" else current_device()
         common = torch.from_numpy(arrived[mask].astype(np.uint8)).to(device)
         dist.all_reduce(common, dist.ReduceOp.MIN, group=group)
         arrived[mask] = common.cpu().numpy().astype(bool)
@@ -257,19 +265,32 @@ def _restore(buffer: torch.Tensor, units: BucketUnits, withdrawn: Lost, old: Sav
     IndexedRows.put_(buffer, units, fresh, new)
 
 
+def _timeout_of(group: dist.ProcessGroup | None) -> float:
+    """Seconds that a collective of ``group`` would wait for a rank."""
+    group = group or dist.group.WORLD
+    device = "cpu" if dist.get_backend(group) == "gloo" else current_device()
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    return getattr(options, "_timeout", default_pg_timeout).total_seconds()
+
+
 class _Exchange:
     """What crosses as datagrams: a handle that is waited for until all has arrived that will, and all was sent."""
 
-    def __init__(self, transfer: Datagrams, sending: Future | None) -> None:
+    def __init__(self, transfer: Datagrams, sending: Future | None, seconds: float) -> None:
         self.transfer = transfer
         self._sending = sending
+        self._seconds = seconds
 
     def wait(self) -> None:
-        seconds = default_pg_timeout.total_seconds()
-        if self._sending is not None:
-            self._sending.result(seconds)
-        self.transfer.wait(seconds)
-        self.transfer.sent(seconds)
+        """Raises :class:`PeerLost` after ``seconds``, too, in which a process that lives has sent nothing."""
+        until = time.monotonic() + self._seconds
+        try:
+            if self._sending is not None:
+                self._sending.result(self._seconds)
+            self.transfer.wait(max(until - time.monotonic(), 0.0))
+            self.transfer.sent(max(until - time.monotonic(), 0.0))
+        except (TimeoutError, FutureTimeout) as error:
+            raise PeerLost(f"{error or self.transfer}: nothing for {self._seconds:g} s") from None
 
 
 class _Waits:

@@ -538,6 +538,8 @@ class Transfer:
     def __init__(self, channel: Channel, key: tuple[int, int, int]) -> None:
         self.key = key
         self.arrived: np.ndarray | None = None
+        #: What owns the memory that the engine reads and writes: as long as it does, even if nobody waits.
+        self.keep: object = None
         #: Seconds from the posting to the end.
         self.took: float | None = None
         self._channel = channel
@@ -554,6 +556,7 @@ class Transfer:
         handle, self._handle = self._handle, None
         if handle is not None:
             self._lib.ml_release(handle)
+        self.keep = None
 
     def _forget(self) -> None:
         """A later step has begun. Called with the channel's lock."""

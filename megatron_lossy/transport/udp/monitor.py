@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch.distributed as dist
 
 from ...monitor.observer import Look, Observer
@@ -85,8 +86,9 @@ class DatagramMonitor(Observer):
         return totals(peers, engine_counters())
 
     def observe(self, delivery) -> None:
-        self._units["all"] += delivery.arrived.size
-        self._units["arrived"] += int(delivery.arrived.sum())
+        arrived = delivery.arrived[np.array(delivery.receivers)[:, None] != np.array(delivery.sources)]
+        self._units["all"] += arrived.size
+        self._units["arrived"] += int(arrived.sum())
 
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
         lost = self._units["all"] - self._units["arrived"]

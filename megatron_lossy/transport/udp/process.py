@@ -62,6 +62,9 @@ def engine_for(config: LossyConfig) -> Engine:
             local_rank=int(os.environ.get("LOCAL_RANK", 0)),
             sharers=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         )
+        # After the engine, which registers an end without patience: what is registered last runs first.
+        atexit.unregister(close_engines)
+        atexit.register(close_engines)
     return _engines[settings]
 
 
@@ -73,9 +76,8 @@ def engine_counters() -> Counter[str]:
     return found
 
 
-@atexit.register
 def close_engines() -> None:
-    """Close every channel and socket."""
+    """Close every channel and socket, once others have what was sent. Runs when the process ends, too."""
     while _engines:
         _engines.popitem()[1].close()
 
