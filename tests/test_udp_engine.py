@@ -441,15 +441,16 @@ def test_ranks_that_differ_are_refused(change, message):
         Ranks(2, sockets=[{}, change])
 
 
-def test_buckets_that_differ_are_refused_on_both_ranks():
+@pytest.mark.parametrize(("shard", "dtypes"), [((1000, 1001), ("bf16", "bf16")), ((1000, 1000), ("bf16", "fp16"))])
+def test_buckets_that_differ_are_refused_on_both_ranks(shard, dtypes):
     store = Store()
 
     def run(rank):
         with Engine(UdpSettings(), "127.0.0.1") as engine:
-            engine.open("dense", rank, 2, store, "p", {"grad": [(1000 + rank, UNIT)]})
+            engine.open("dense", rank, 2, store, "p", {"grad": [(shard[rank], UNIT)]}, alike=dtypes[rank])
 
     for error in in_threads(2, run):
-        assert isinstance(error, UsageError) and "digest of buckets of dense is" in str(error)
+        assert isinstance(error, UsageError) and "digest of buckets, dtypes and ranks of dense is" in str(error)
 
 
 def test_a_rank_that_is_not_reached_is_named_on_all_ranks(monkeypatch):

@@ -64,7 +64,7 @@ typedef int64_t ns;
 enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE };
 enum { VERSION = 1, HEADER = 28, TAG = 16, REPORT_BYTES = 32, PHASES = 2 };
 enum { LARGEST = 65507, SEGMENTS = 64, BATCH_BYTES = 65000, RECEIVE = 32, RECEIVE_BYTES = 65536 };
-enum { AHEAD = 8, CONTROLS = 8192, FORCED = 4, REPEATS = 12 };
+enum { AHEAD = 8, CONTROLS = 8192, FORCED = 4, REPEATS = 12, REPLIES = 64 /* in a millisecond, to a rank */ };
 enum { SILENT = 1, REFUSED, LEFT }; /* why a channel failed */
 #define JUMP ((uint64_t)1 << 20)    /* numbers that a flow cannot skip: no window is so large */
 #define SLOWEST SECOND              /* between repetitions of one control datagram */
@@ -379,7 +379,8 @@ struct member {
     struct dest *queue[PHASES], *last[PHASES];
     uint64_t eager, eager_limit; /* bytes sent without READY */
     uint8_t probed, confirmed, gone;
-    ns probe_at, probe_until, late_reply_at;
+    uint32_t replies;
+    ns probe_at, probe_until, replies_at;
     struct member_counters count;
 };
 
@@ -844,9 +845,12 @@ enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DR
 static void say_done(struct member *m, int phase, uint32_t step, uint32_t bucket, ns now)
 {
     struct exchange x = {.step = step, .number = (uint16_t)bucket, .phase = (uint8_t)phase};
-    if (now < m->late_reply_at)
+    if (now >= m->replies_at) {
+        m->replies_at = now + MS;
+        m->replies = 0;
+    }
+    if (m->replies++ >= REPLIES)
         return;
-    m->late_reply_at = now + MS;
     control(m->channel->engine, m, READY, &x, 1);
 }
 

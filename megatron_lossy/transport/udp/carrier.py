@@ -115,10 +115,10 @@ class UdpTransport(PieceTransport):
 
     def _begin_params(self, delivery: Delivery, bucket: int, buffer: torch.Tensor, sent: torch.Tensor) -> Transfer:
         rows, units = buffer.chunk(self.size), self.cut["param"][bucket]
-        near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
         # On a CPU what arrives is written into the replica at once; nobody reads it before the exchange is over.
         withdrawn = self._may_be_withdrawn(delivery.exchange, bucket) if buffer.device.type == "cpu" else None
         old = IndexedRows.take(buffer, units, withdrawn) if withdrawn is not None else None
+        near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
         stage = _Stage(sent, buffer) if buffer.device.type != "cpu" else None
         here, there = (sent, buffer) if stage is None else (stage.out, stage.back)
         udp = self._over_udp(delivery, bucket, there, [here] * self.size, stage)
@@ -142,15 +142,15 @@ class UdpTransport(PieceTransport):
             return []
         ranks = [dist.get_global_rank(self.group or dist.group.WORLD, other) for other in self.near]
         pairs = zip(ranks, out, into, strict=True)
-        operations = [
-            operation
-            for peer, mine, theirs in pairs
-            for operation in (
-                dist.P2POp(dist.irecv, theirs, peer, self.group),
-                dist.P2POp(dist.isend, mine, peer, self.group),
-            )
-        ]
-        return dist.batch_isend_irecv(operations)
+        # Not batch_isend_irecv: its context for coalescing cannot be within the one that Megatron has around all buckets.
+        group, device = self.group or dist.group.WORLD, out[0].device
+        coalesced = getattr(group._get_backend(device), "supports_coalescing", False)
+        if coalesced:
+            group._start_coalescing(device)
+        works = []
+        for peer, mine, theirs in pairs:
+            works += [dist.irecv(theirs, peer, self.group), dist.isend(mine, peer, self.group)]
+        return [group._end_coalescing(device)] if coalesced else works
 
     def _over_udp(
         self, delivery: Delivery, bucket: int, there: torch.Tensor, out: Sequence[torch.Tensor], stage: _Stage | None

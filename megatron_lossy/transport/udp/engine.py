@@ -20,9 +20,8 @@ from ...errors import UsageError, refuse
 from . import build, session
 from .address import resolve, speed_of
 from .packet import PHASES, overhead
-from .settings import UdpSettings
+from .settings import MIB, UdpSettings
 
-MIB = 1 << 20
 SECOND = 1_000_000_000
 #: Seconds in which ranks find each other, once all have opened a channel.
 PROBE_TIME = 3.0
@@ -214,6 +213,7 @@ class Engine:
         buckets: session.Buckets,
         *,
         peers: Collection[int] | None = None,
+        alike: str = "",
     ) -> Channel:
         """A channel of ``size`` ranks; all of them must call this.
 
@@ -224,13 +224,16 @@ class Engine:
             prefix: of the keys; no other channel has it, nor had it in this store.
             buckets: for ``"grad"`` and ``"param"``, of each bucket: bytes of a shard, and of a unit.
             peers: the ranks that are reached over UDP, all if ``None``. If i names j, j must name i.
+            alike: what else must be the same on all ranks.
         """
-        channel = Channel(self, name, rank, size, store, prefix, buckets, peers)
+        channel = Channel(self, name, rank, size, store, prefix, buckets, peers, alike)
         self._channels.append(channel)
         return channel
 
     def counters(self) -> dict[str, int]:
-        """Of the socket, and of datagrams that belong to no rank."""
+        """Of the socket, and of datagrams that belong to no rank; none of a closed engine."""
+        if not self._engine:
+            return {}
         names = self._lib.ml_engine_counter_names().decode().rstrip(",").split(",")
         values = (ctypes.c_uint64 * len(names))()
         self._lib.ml_engine_counters(self._engine, values)
@@ -270,6 +273,7 @@ class Channel:
         prefix: str,
         buckets: session.Buckets,
         peers: Collection[int] | None,
+        alike: str,
     ) -> None:
         self.name = name
         self.rank = rank
@@ -289,7 +293,7 @@ class Channel:
                 if not (shard > 0 and 0 < unit <= settings.packet_bytes):
                     raise ValueError(f"bucket {number} of {phase}: {unit} of {shard} bytes in a datagram")
         drawn = _first_draws(store, f"{prefix}/random", rank)
-        self._hellos = self._meet(store, prefix, buckets)
+        self._hellos = self._meet(store, prefix, session.digest_buckets(buckets, alike))
         self._channel = self._create(session.channel_id(drawn, name), buckets)
         self._lib.ml_open(self._channel)
         try:
@@ -299,7 +303,7 @@ class Channel:
             self.close(linger=0.0)
             raise
 
-    def _meet(self, store: session.Store, prefix: str, buckets: session.Buckets) -> list[session.Hello]:
+    def _meet(self, store: session.Store, prefix: str, buckets: str) -> list[session.Hello]:
         engine, settings = self._engine, self._engine.settings
         window, limit = windows(engine.granted, engine.datagram, len(self.peers))
         if window == LEAST_WINDOW and len(self.peers) * window * charge(engine.datagram) > engine.granted:
@@ -315,7 +319,7 @@ class Channel:
             instance=f"{engine.instance:016x}",
             key=key,
             proof=session.prove(settings.key, key),
-            buckets=session.digest_buckets(buckets),
+            buckets=buckets,
             size=self.size,
             protocol=session.PROTOCOL,
             packet_bytes=settings.packet_bytes,

@@ -103,5 +103,6 @@ def open_transport(
     prefix = f"megatron_lossy/udp/{name}/{drawn[0]}"
     store = dist.distributed_c10d._get_default_store()
     engine = engine_for(config)
-    open_channel = partial(engine.open, name, rank, len(members), store, prefix)
+    alike = repr((dtypes, dist.get_process_group_ranks(group)))
+    open_channel = partial(engine.open, name, rank, len(members), store, prefix, alike=alike)
     return UdpTransport(networks, stream, members, rank, cut, dtypes, group, open_channel)

@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from ...errors import UsageError
+from .packet import PHASES
 
 #: Of the datagrams and of what stands in the store.
 PROTOCOL = 1
-PHASES = ("grad", "param")
 #: For each phase, of each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
 
@@ -60,9 +60,10 @@ class Hello:
             raise UsageError(f"--transport udp: rank {rank} of {name} runs another version of megatron-lossy") from None
 
 
-def digest_buckets(buckets: Buckets) -> str:
-    """Of all that the ranks of a channel must cut alike."""
-    text = json.dumps([[[int(shard), int(unit)] for shard, unit in buckets.get(phase, ())] for phase in PHASES])
+def digest_buckets(buckets: Buckets, alike: str) -> str:
+    """Of all that the ranks of a channel must cut alike, and of what else must be ``alike``."""
+    cut = [[[int(shard), int(unit)] for shard, unit in buckets.get(phase, ())] for phase in PHASES]
+    text = json.dumps([cut, alike])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -90,7 +91,7 @@ _EQUAL = (
     ("size", "number of ranks", "--transport udp"),
     ("cipher", "cipher", "--udp-cipher"),
     ("packet_bytes", "bytes of a unit", "--packet-bytes"),
-    ("buckets", "digest of buckets", "--transport udp"),
+    ("buckets", "digest of buckets, dtypes and ranks", "--transport udp"),
 )
 
 
