@@ -107,7 +107,7 @@ def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path
 
 @pytest.mark.slow
 def test_a_killed_rank_is_started_again_with_datagrams(agents, tmp_path):
-    """The others say who is gone. The new ranks do not take those before them, whose addresses torchrun has, for others."""
+    """The new ranks do not take those before them, whose addresses are in torchrun's store, for each other."""
     flags = [*small_run(tmp_path), "--transport=udp", "--loss-unit=packet"]
     agent, run = agents(flags), tmp_path / "runs/p_0.10"
     wait_for("a checkpoint", (run / "latest_checkpointed_iteration.txt").exists, [agent])
@@ -117,4 +117,3 @@ def test_a_killed_rank_is_started_again_with_datagrams(agents, tmp_path):
     assert agent.wait(180) == 0, log.read_text()
     check_against_uninterrupted(flags, run, tmp_path)
     assert "loaded checkpoint of iteration" in log.read_text()
-    assert "rank 0 stops: lost contact with another rank" in log.read_text()
