@@ -1,0 +1,92 @@
+"""Choosing the code: as little parity as the loss that receivers report asks for, within a budget of bytes.
+
+SMART (section 3.2) fixes the code beforehand, and pays for it where nothing is lost. Here a message gets the fewest
+parities with which no more of it stays lost than may, but for a small share of messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from ..errors import refuse
+
+
+class AdaptiveCode:
+    """The parities per block of packets that follow the loss of the latest messages.
+
+    Args:
+        block: B, packets of data in a block.
+        bound: share of a message's packets that may stay lost; 0: none.
+        budget: parities are at most this share of a block.
+        failures: share of messages of which more may stay lost.
+        messages: how many of the latest ones count.
+    """
+
+    def __init__(
+        self, block: int = 100, bound: float = 0.0, budget: float = 0.5, failures: float = 1e-3, messages: int = 32
+    ) -> None:
+        if not 1 <= block < 2**16:
+            raise refuse("block", block, "must be in [1, 65535]")
+        if not 0 <= bound < 1:
+            raise refuse("bound", bound, "must be in [0, 1)")
+        if not 0 <= budget <= 1:
+            raise refuse("budget", budget, "must be in [0, 1]")
+        self.block = block
+        self.bound = bound
+        self.most = min(int(budget * block), 255)
+        self.failures = failures
+        self._reports: deque[tuple[int, int]] = deque(maxlen=messages)
+
+    def report(self, lost: int, packets: int) -> None:
+        """Of ``packets`` that were sent, parities included, ``lost`` did not arrive."""
+        self._reports.append((lost, packets))
+
+    @property
+    def loss(self) -> float:
+        """What the loss rate may well be: two standard errors above what was reported (Wilson, 1927)."""
+        lost, packets = (sum(column) for column in zip(*self._reports, strict=True)) if self._reports else (0, 0)
+        if not lost:
+            return 0.0
+        z, share = 2.0, lost / packets
+        middle = share + z * z / (2 * packets)
+        spread = z * math.sqrt(share * (1 - share) / packets + (z / (2 * packets)) ** 2)
+        return min((middle + spread) / (1 + z * z / packets), 1.0)
+
+    def parity(self, packets: int) -> int:
+        """c, in [0, budget x block]: for a message of so many packets; 0: none."""
+        p = self.loss
+        # More parity never fails more often.
+        low, high = 0, self.most
+        while low < high:
+            middle = (low + high) // 2
+            if failure(p, packets, self.block, middle, self.bound) <= self.failures:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+def failure(p: float, packets: int, block: int, parity: int, bound: float) -> float:
+    """Probability that more than ``bound`` of a message's packets stay lost, for independent losses of rate ``p``.
+
+    Of a group of g packets and its parity X of the packets are lost; R = X stay so, but none if X = 1 and the parity
+    is there. E R = g p (1 - q^g), E R^2 = g p q + (g p)^2 - g p q^g, P(R > 0) = 1 - q^g - g p q^g. The sum over
+    groups is taken for normal; with ``bound`` 0 the probability is exact, but for groups of unequal size.
+    """
+    if not p or not packets:
+        return 0.0
+    q, allowed = 1 - p, math.floor(bound * packets)
+    g = block / parity if parity else packets
+    groups = packets / g
+    if parity:
+        nothing = q**g * (1 + g * p)
+        mean = g * p * (1 - q**g)
+        square = g * p * q + (g * p) ** 2 - g * p * q**g
+    else:
+        nothing, mean = q**g, g * p
+        square = g * p * q + mean**2
+    if not allowed:
+        return max(0.0, 1 - nothing**groups)  # rounding
+    spread = math.sqrt(groups * (square - mean**2))
+    return 0.5 * math.erfc((allowed + 0.5 - groups * mean) / (math.sqrt(2) * spread)) if spread else 0.0

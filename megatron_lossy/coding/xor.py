@@ -1,0 +1,161 @@
+"""Interleaved XOR parity (SMART, section 3.3): blocks of packets, and for each block a few packets of parity.
+
+A block is B packets in the order of the message, with c parities. Packet i of a block belongs to group i mod c, whose
+parity is the XOR of its bytes. So a group is whole again if no more than one of its packets, parity included, is lost;
+and c packets of data in a row are, wherever they begin within a block, as long as no parity is lost with them. A short
+last block of b packets has max(1, ceil(c b / B)) parities.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..config import check_code
+
+_REPAIR = struct.Struct("<IHBB")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the packets of a message are protected.
+
+    ``packets``: of data in the message. ``block``: B, at most 65,535. ``parity``: c, in [1, min(B, 255)].
+    """
+
+    packets: int
+    block: int
+    parity: int
+
+    def __post_init__(self) -> None:
+        check_code("block and parity", self.block, self.parity)
+
+    @cached_property
+    def group(self) -> np.ndarray:
+        """int[packets]: the parity that each packet takes part in, numbered over the message."""
+        number = np.arange(self.packets)
+        block, place = np.divmod(number, self.block)
+        return block * self.parity + place % np.where(block < self.packets // self.block, self.parity, self._last)
+
+    @property
+    def _last(self) -> int:
+        """Parities of a short last block."""
+        return max(1, -(-self.parity * (self.packets % self.block) // self.block))
+
+    @property
+    def parities(self) -> int:
+        """Packets of parity of the message."""
+        whole, rest = divmod(self.packets, self.block)
+        return whole * self.parity + (self._last if rest else 0)
+
+    @cached_property
+    def _by_group(self) -> tuple[np.ndarray, np.ndarray]:
+        """The packets ordered by their group, and where each group begins."""
+        order = np.argsort(self.group, kind="stable")
+        return order, np.searchsorted(self.group[order], np.arange(self.parities))
+
+    def members(self, parity: int) -> np.ndarray:
+        """int[g]: the packets of one group."""
+        order, starts = self._by_group
+        end = starts[parity + 1] if parity + 1 < len(starts) else len(order)
+        return order[starts[parity] : end]
+
+    def residual(self, lost: np.ndarray, lost_parity: np.ndarray) -> np.ndarray:
+        """bool[..., packets]: what stays lost if ``lost`` bool[..., packets] and ``lost_parity`` bool[..., parities] are."""
+        if not self.packets:
+            return lost.copy()
+        order, starts = self._by_group
+        count = np.add.reduceat(lost[..., order], starts, axis=-1, dtype=np.int64) + lost_parity
+        return lost & (count > 1)[..., self.group]
+
+
+def encode(message: np.ndarray, layout: Layout) -> np.ndarray:
+    """uint8[parities, bytes]: the parity of ``message`` uint8[packets, bytes], shorter packets filled up with zeros."""
+    wide = _words(message)
+    result = np.empty((layout.parities, wide.shape[1]), dtype=wide.dtype)
+    for first in range(0, layout.packets, layout.block):
+        block = wide[first : first + layout.block]
+        number = first // layout.block * layout.parity
+        into = result[number : number + layout.parity]
+        groups = len(into)
+        whole = len(block) // groups * groups
+        # Groups are interleaved: rows of ``groups`` packets are added up.
+        np.bitwise_xor.reduce(block[:whole].reshape(-1, groups, wide.shape[1]), axis=0, out=into)
+        into[: len(block) - whole] ^= block[whole:]
+    return result.view(np.uint8)
+
+
+def decode(
+    message: np.ndarray, lost: np.ndarray, parities: np.ndarray, lost_parity: np.ndarray, layout: Layout
+) -> np.ndarray:
+    """Fill in ``message`` uint8[packets, bytes] where it is ``lost`` bool[packets] and can be told; returns what cannot.
+
+    What is lost of ``message`` and of ``parities`` uint8[parities, bytes] (``lost_parity``) may have any value.
+    """
+    residual = layout.residual(lost, lost_parity)
+    wide, known = _words(message), _words(parities)
+    for packet in np.flatnonzero(lost & ~residual):
+        group = layout.group[packet]
+        others = layout.members(group)
+        others = others[others != packet]
+        np.bitwise_xor(np.bitwise_xor.reduce(wide[others], axis=0), known[group], out=wide[packet])
+    return residual
+
+
+def _words(packets: np.ndarray) -> np.ndarray:
+    """The same bytes as words of 8, where that is possible."""
+    aligned = packets.shape[1] % 8 == 0 and packets.flags.c_contiguous
+    return packets.view(np.uint64) if aligned else packets
+
+
+def residual_rate(p: ArrayLike, size: int) -> np.ndarray:
+    """Share of data packets that stay lost of independent losses with rate ``p``, in groups of ``size`` and a parity.
+
+    A lost packet stays so unless all the ``size`` others are there: p (1 - (1-p)^size).
+    """
+    p = np.asarray(p, dtype=np.float64)
+    return -p * np.expm1(size * np.log1p(-p))
+
+
+# --- what stands in front of a parity, and what a receiver reports back ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class Repair:
+    """What a packet of parity says about itself: ``members`` int[g], sequence numbers of the packets it is the XOR of.
+
+    Packed little endian: u32 base sequence number, u16 span, u8 ``parities`` of the block, u8 ``index`` among them,
+    then ceil(span / 8) bytes, of which bit k, the lowest first, says that packet base + k takes part.
+    """
+
+    members: np.ndarray
+    parities: int
+    index: int
+
+    def pack(self) -> bytes:
+        """The header. Raises ``ValueError`` for members that do not fit."""
+        base, span = int(self.members[0]), int(self.members[-1] - self.members[0]) + 1
+        if not (base >= 0 and base + span <= 2**32 and span < 2**16):
+            raise ValueError(f"packets {base} to {base + span - 1} do not fit a repair header")
+        mask = np.zeros(span, dtype=bool)
+        mask[self.members - base] = True
+        return _REPAIR.pack(base, span, self.parities, self.index) + np.packbits(mask, bitorder="little").tobytes()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> tuple[Repair, int]:
+        """The inverse, and the bytes that it took. Raises ``ValueError`` for what :meth:`pack` never wrote."""
+        if len(data) < _REPAIR.size:
+            raise ValueError(f"a repair header has at least {_REPAIR.size} bytes, not {len(data)}")
+        base, span, parities, index = _REPAIR.unpack_from(data)
+        size = _REPAIR.size + -(-span // 8)
+        if len(data) < size or not span or index >= parities or base + span > 2**32:
+            raise ValueError("damaged repair header")
+        bits = np.frombuffer(data, np.uint8, size - _REPAIR.size, _REPAIR.size)
+        mask = np.unpackbits(bits, bitorder="little")
+        if not mask[0] or not mask[span - 1] or mask[span:].any():
+            raise ValueError("damaged repair header")
+        return cls(base + np.flatnonzero(mask[:span]), parities, index), size

@@ -1,0 +1,193 @@
+"""The XOR code: every pattern against a slow count, its rate against the closed form, and damaged headers."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy.coding.adaptive import AdaptiveCode, failure
+from megatron_lossy.coding.xor import Layout, Repair, decode, encode, residual_rate
+from megatron_lossy.errors import UsageError
+
+
+@st.composite
+def layouts(draw):
+    block = draw(st.integers(1, 12))
+    return Layout(draw(st.integers(0, 40)), block, draw(st.integers(1, block)))
+
+
+def groups(layout):
+    """[packets of each parity], written out."""
+    result = []
+    for first in range(0, layout.packets, layout.block):
+        block = list(range(first, min(first + layout.block, layout.packets)))
+        short = len(block) < layout.block
+        count = max(1, int(np.ceil(layout.parity * len(block) / layout.block))) if short else layout.parity
+        result += [block[j::count] for j in range(count)]
+    return result
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_every_packet_is_in_one_group(layout):
+    expected = groups(layout)
+    assert layout.parities == len(expected)
+    for parity, members in enumerate(expected):
+        assert layout.members(parity).tolist() == members
+        assert (layout.group[members] == parity).all()
+
+
+@settings(deadline=None)
+@given(layouts(), st.sampled_from([1, 3, 8, 24]), st.floats(0, 0.6), st.integers(0, 999))
+def test_what_can_be_told_is_told_to_the_byte(layout, size, p, seed):
+    random = np.random.default_rng(seed)
+    message = random.integers(0, 256, (layout.packets, size), dtype=np.uint8)
+    parities = encode(message, layout)
+    for parity, members in enumerate(groups(layout)):
+        expected = np.zeros(size, dtype=np.uint8)
+        for packet in members:
+            expected ^= message[packet]
+        np.testing.assert_array_equal(parities[parity], expected)
+    lost, lost_parity = random.random(layout.packets) < p, random.random(layout.parities) < p
+    received, known = message.copy(), parities.copy()
+    received[lost] = 0xAA
+    known[lost_parity] = 0x55
+    residual = decode(received, lost, known, lost_parity, layout)
+    for parity, members in enumerate(groups(layout)):
+        missing = int(lost[members].sum()) + int(lost_parity[parity])
+        assert (residual[members] == (lost[members] if missing > 1 else False)).all()
+    np.testing.assert_array_equal(received[~residual], message[~residual])
+
+
+@settings(deadline=None)
+@given(layouts(), st.data())
+def test_as_many_in_a_row_as_there_are_parities(layout, data):
+    """Within a block, and if no parity is lost with them."""
+    if not layout.packets:
+        return
+    block = data.draw(st.integers(0, (layout.packets - 1) // layout.block))
+    first, last = block * layout.block, min((block + 1) * layout.block, layout.packets)
+    run = len(set(layout.group[first:last].tolist()))
+    start = data.draw(st.integers(first, max(first, last - run)))
+    lost = np.zeros(layout.packets, dtype=bool)
+    lost[start : start + min(run, last - start)] = True
+    assert not layout.residual(lost, np.zeros(layout.parities, dtype=bool)).any()
+
+
+@pytest.mark.parametrize(("p", "block", "parity"), [(0.01, 100, 10), (0.05, 100, 34), (0.2, 100, 50), (0.05, 10, 10)])
+def test_the_residual_rate(p, block, parity):
+    """Within four standard deviations of the mean over 400,000 packets; groups of equal size, drawn in one call."""
+    layout, random = Layout(block, block, parity), np.random.default_rng(3)
+    messages = 400_000 // block
+    sizes = np.bincount(layout.group)
+    expected = (sizes * residual_rate(p, sizes)).sum() / block
+    residual = layout.residual(random.random((messages, block)) < p, random.random((messages, layout.parities)) < p)
+    shares = residual.mean(axis=1)
+    assert abs(shares.mean() - expected) < 4 * shares.std() / np.sqrt(messages)
+
+
+def test_residual_rate_of_small_p():
+    np.testing.assert_allclose(residual_rate(1e-9, 10), 1e-8 * 1e-9, rtol=1e-6)
+    assert residual_rate(0.0, 10) == 0
+    np.testing.assert_allclose(residual_rate(0.05, 3), 0.05 * (1 - 0.95**3))
+
+
+@pytest.mark.parametrize(("block", "parity"), [(10, 0), (10, 11), (0, 1), (-1, -1), (2**16, 10), (1000, 256)])
+def test_bad_layouts(block, parity):
+    with pytest.raises(UsageError, match=f"{block} {parity}: needs 1 <= C <= B"):
+        Layout(10, block, parity)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 2**32 - 2000),
+    st.lists(st.integers(0, 1500), min_size=1, unique=True),
+    st.integers(1, 255),
+    st.data(),
+)
+def test_headers_come_back(base, places, parities, data):
+    repair = Repair(base + np.array(sorted(places)), parities, data.draw(st.integers(0, parities - 1)))
+    packed = repair.pack()
+    again, size = Repair.unpack(packed + b"the parity itself")
+    assert (again.members.tolist(), again.parities, again.index) == (repair.members.tolist(), parities, repair.index)
+    assert size == len(packed) == 8 + -(-(max(places) - min(places) + 1) // 8)
+
+
+def test_a_header_byte_by_byte():
+    assert Repair(np.array([258, 260, 267]), 10, 3).pack() == bytes([2, 1, 0, 0, 10, 0, 10, 3, 0b101, 0b10])
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=40))
+def test_damaged_headers(data):
+    """Either they are refused, or they are what would have been written."""
+    try:
+        repair, size = Repair.unpack(data)
+    except ValueError:
+        return
+    assert repair.pack() == data[:size]
+
+
+def test_members_that_do_not_fit():
+    with pytest.raises(ValueError, match="do not fit"):
+        Repair(np.array([0, 2**16]), 1, 0).pack()
+
+
+# --- choosing the code ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("p", "packets", "block", "parity", "bound"),
+    [(0.02, 4096, 100, 10, 0.01), (0.05, 4096, 100, 34, 0.01), (0.01, 41, 100, 50, 0.0), (0.012, 4096, 100, 0, 0.01)],
+)
+def test_how_often_a_code_fails(p, packets, block, parity, bound):
+    """Against 4,000 messages: within the normal approximation of the sum (0.02) and four standard deviations."""
+    random, messages = np.random.default_rng(4), 4000
+    lost = random.random((messages, packets)) < p
+    if parity:
+        layout = Layout(packets, block, parity)
+        lost = layout.residual(lost, random.random((messages, layout.parities)) < p)
+    share = (lost.sum(axis=1) > np.floor(bound * packets)).mean()
+    expected = failure(p, packets, block, parity, bound)
+    assert abs(share - expected) < 0.02 + 4 * np.sqrt(expected * (1 - expected) / messages), (share, expected)
+
+
+def test_the_code_follows_the_loss():
+    code = AdaptiveCode(bound=0.01)
+    assert code.parity(4096) == 0
+    chosen = []
+    for lost in (0, 10, 80, 200, 400):
+        for _ in range(32):
+            code.report(lost, 4096)
+        chosen.append(code.parity(4096))
+    assert chosen == sorted(chosen) and chosen[:2] == [0, 0] and 0 < chosen[2] < chosen[3] and chosen[-1] == 50
+    for parity, lost in zip(chosen[2:4], (80, 200), strict=True):
+        assert failure(code_loss(lost), 4096, 100, parity, 0.01) <= 1e-3
+        assert failure(code_loss(lost), 4096, 100, parity - 1, 0.01) > 1e-3
+    for _ in range(32):
+        code.report(0, 4096)
+    assert code.parity(4096) == 0
+
+
+def code_loss(lost):
+    code = AdaptiveCode()
+    for _ in range(32):
+        code.report(lost, 4096)
+    assert lost / 4096 < code.loss < lost / 4096 * 1.1
+    return code.loss
+
+
+@settings(deadline=None)
+@given(st.floats(0, 0.5), st.integers(1, 5000), st.floats(0, 0.2))
+def test_more_parity_fails_less_often(p, packets, bound):
+    chances = [failure(p, packets, 100, parity, bound) for parity in (0, 5, 10, 20, 50, 100)]
+    assert all(0 <= chance <= 1 for chance in chances)
+    assert all(more <= less + 1e-9 for less, more in itertools.pairwise(chances))
+
+
+@pytest.mark.parametrize("flags", [{"block": 0}, {"bound": 1.0}, {"bound": -0.1}, {"budget": 1.5}])
+def test_bad_codes(flags):
+    with pytest.raises(UsageError, match="must be in"):
+        AdaptiveCode(**flags)
