@@ -1,0 +1,262 @@
+"""Lossy boundaries between pipeline stages: what arrives at a stage is zero-filled once it is there (docs/boundaries.md).
+
+Every message between stages passes ``_p2p_ops`` or ``_batched_p2p_ops`` of Megatron's ``p2p_communication``, which
+``_communicate`` looks up by name. What is received from the previous stage are activations, from the next one
+gradients. Senders need no draw, and nothing more is sent. With one stage, forward hooks of decoder layers do the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import LossyConfig
+from ..errors import UsageError
+from ..ledger import Patch, Takes
+from ..monitor import BoundaryMonitor
+from ..pipeline import Boundary, Fate, Messages, elements_of, lossy, mask_of, received, zero_fill_
+from ..run import Run
+from ..transport import Transfer
+from .checks import check_communicator
+from .versions import data_parallel_rank, decoder_layers, innermost, schedule_table, sequence_parallel_rank
+
+_P2P = "megatron.core.pipeline_parallel.p2p_communication"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_UNTIL = "Megatron offers hooks around messages between stages"
+_OPS = Takes(
+    named=(
+        "tensor_send_prev",
+        "tensor_recv_prev",
+        "tensor_send_next",
+        "tensor_recv_next",
+        "group",
+        "prev_pipeline_rank",
+        "next_pipeline_rank",
+    ),
+    others=(),
+)
+#: Of a pipeline that runs forward and backward.
+_PIPELINED = ("with_interleaving", "without_interleaving")
+
+
+class _Schedule:
+    """One run of a schedule: its model chunks, and how many messages have arrived by phase."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], micro_batches: int, forward_only: bool) -> None:
+        self.chunks = chunks
+        self.micro_batches = micro_batches
+        self.forward_only = forward_only
+        self._count: dict[str, int] = {}
+        self._order: dict[str, list[tuple[int, int]]] = {}
+
+    def next(self, phase: str, stage: int, stages: int) -> int:
+        """The model chunk whose message arrives next at pipeline rank ``stage`` of ``stages``."""
+        if len(self.chunks) == 1:
+            return 0
+        if phase not in self._order:
+            table = schedule_table(self.chunks, self.micro_batches, stages)
+            self._order[phase] = received(phase, table, stage == 0, stage == stages - 1)
+        number = self._count.get(phase, 0)
+        self._count[phase] = number + 1
+        return self._order[phase][number][1]
+
+
+class Boundaries:
+    """The boundaries of one process.
+
+    ``run``: the real or virtual run that it belongs to. ``on_one_node(peer)``: whether nothing is lost between this rank and
+    the global rank ``peer``.
+    """
+
+    def __init__(self, run: Run, on_one_node: Callable[[int], bool] = lambda peer: False) -> None:
+        self.run = run
+        self.on_one_node = on_one_node
+        self.config: LossyConfig = run.config
+        self.messages = Messages(run.config)
+        self._monitors = [one for one in run.observers if isinstance(one, BoundaryMonitor)]
+        self._schedule: _Schedule | None = None
+
+    @contextlib.contextmanager
+    def schedule(self, model: Any, micro_batches: int, forward_only: bool) -> Iterator[None]:
+        """Around a run of a schedule over ``model``: messages are counted anew."""
+        chunks = model if isinstance(model, list) else [model]
+        self.messages.begin(self.run.iteration, micro_batches)
+        outer, self._schedule = self._schedule, _Schedule(chunks, micro_batches, forward_only)
+        try:
+            yield
+        finally:
+            self._schedule = outer
+
+    def _loses(self) -> bool:
+        """Whether what crosses now can lose anything: in evaluation nothing does, unless it shall."""
+        return self.config.act_loss_in_eval or self._trains()
+
+    def _trains(self) -> bool:
+        return torch.is_grad_enabled() and not (self._schedule is not None and self._schedule.forward_only)
+
+    def _next(self, phase: str, boundary: Boundary, rank: int, tensor: int, packets: int) -> Fate:
+        fate = self.messages.next(phase, boundary, rank, tensor, self.run.iteration, packets)
+        for monitor in self._monitors:
+            monitor.count(phase, fate)
+        return fate
+
+    # --- several stages ----------------------------------------------------------------------------------------------
+
+    def receive(self, phase: str, tensor: torch.Tensor, group: Any, reliable: bool) -> Callable[[], None] | None:
+        """``tensor`` is about to be received in ``phase``; returns what to do once it is there, if anything.
+
+        ``group``: of the pipeline. ``reliable``: nothing is lost between these two ranks.
+        """
+        now = self._schedule
+        if now is None:
+            if torch.is_grad_enabled() and not self.messages.loss[phase].lossless:
+                raise UsageError(
+                    "--p-act and --p-act-grad: a message between stages was received outside of Megatron's schedules, "
+                    "and nobody knows which one it is; use megatron.core.pipeline_parallel.schedules"
+                )
+            return None
+        stage, stages = group.rank(), group.size()
+        chunk = now.next(phase, stage, stages)
+        if reliable or self.messages.loss[phase].lossless or not self._loses():
+            return None
+        module = now.chunks[chunk]
+        elements = elements_of(self.config.act_packet_bytes, tensor.dtype)
+        fate = self._next(
+            phase,
+            boundary_of(phase, module, chunk, stage, stages),
+            data_parallel_rank(module),
+            sequence_parallel_rank(module),
+            -(-tensor.numel() // elements),
+        )
+        if not fate.lost.any():
+            return None
+        masked = phase == "act" and self.config.act_zero_fill_gradient == "masked"
+
+        def fill() -> None:
+            zero_fill_(tensor, fate.lost, elements)
+            if masked:
+                tensor.register_hook(mask_of(fate.lost, elements))
+
+        return fill
+
+    # --- one stage ---------------------------------------------------------------------------------------------------
+
+    def attach(self, model: torch.nn.Module, rank: Callable[[], int], stages: int | None = None) -> None:
+        """Lose after the layers of ``--virtual-boundaries``. ``rank()``: the data-parallel rank that computes.
+
+        ``stages``: pipeline ranks that the parts between the boundaries would be on, in turns; default one each.
+        """
+        layers = decoder_layers(model)
+        places = sorted(self.config.virtual_boundaries or ())
+        for number, layer in enumerate(places, start=1):
+            chunk, stage = divmod(number, stages or len(places) + 1)
+            boundary = Boundary(stage, layer, len(layers), chunk)
+            layers[layer - 1].register_forward_hook(partial(self._cross, boundary, rank))
+
+    def _cross(self, boundary: Boundary, rank: Callable[[], int], layer: Any, inputs: Any, output: Any) -> Any:
+        if not self._loses():
+            return None
+        hidden, *rest = output if isinstance(output, tuple) else (output,)
+        elements = elements_of(self.config.act_packet_bytes, hidden.dtype)
+        packets = -(-hidden.numel() // elements)
+        crossing = {"act": True, "act-grad": self._trains()}
+        lost = [
+            self._next(phase, boundary, rank(), 0, packets).lost
+            if crossing[phase] and not loss.lossless
+            else np.zeros(packets, dtype=bool)
+            for phase, loss in self.messages.loss.items()
+        ]
+        hidden = lossy(hidden, *lost, elements, masked=self.config.act_zero_fill_gradient == "masked")
+        return (hidden, *rest) if isinstance(output, tuple) else hidden
+
+
+def boundary_of(phase: str, module: torch.nn.Module, chunk: int, stage: int, stages: int) -> Boundary:
+    """The boundary at which ``chunk`` of pipeline rank ``stage`` receives in ``phase``.
+
+    Activations come from before its first layer, gradients from behind its last one. Raises :class:`UsageError` for a chunk
+    in the middle of the pipeline that has no layers.
+    """
+    layers = module.config.num_layers
+    numbers = [layer.layer_number for layer in decoder_layers(module)]
+    if phase == "act":
+        return Boundary(stage, numbers[0] - 1 if numbers else _edge(module), layers, chunk)
+    wraps = stage == stages - 1
+    behind = numbers[-1] if numbers else _edge(module)
+    return Boundary(0 if wraps else stage + 1, behind, layers, chunk + wraps)
+
+
+def _edge(module: Any) -> int:
+    """Layers before a chunk without any: none at the begin of the model, all at its end."""
+    inner = innermost(module)
+    if getattr(inner, "post_process", False):
+        return module.config.num_layers
+    if getattr(inner, "pre_process", False):
+        return 0
+    raise UsageError("--p-act and --p-act-grad: a pipeline stage in the middle has no decoder layers; give it one")
+
+
+def p2p_ops(boundaries: Boundaries, original: Callable, **kwargs: Any) -> Any:
+    """Around ``_p2p_ops`` and ``_batched_p2p_ops``: what is received has lost packets once it is waited for."""
+    fills: dict[str, Callable[[], None]] = {}
+    for name, phase, peer in (
+        ("recv_prev", "act", "prev_pipeline_rank"),
+        ("recv_next", "act-grad", "next_pipeline_rank"),
+    ):
+        tensor = kwargs[f"tensor_{name}"]
+        if tensor is not None:
+            fill = boundaries.receive(phase, tensor, kwargs["group"], boundaries.on_one_node(kwargs[peer]))
+            if fill is not None:
+                fills[name] = fill
+    requests = original(**kwargs)
+    if isinstance(requests, dict):
+        return {name: Transfer(one, fills[name]) if name in fills else one for name, one in requests.items()}
+    if fills:
+        # They are waited for in order, and some backends return one for all.
+        return [*requests[:-1], Transfer(requests[-1], lambda: [fill() for fill in fills.values()])]
+    return requests
+
+
+def schedule(boundaries: Boundaries, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Around the functions of ``schedules``, which take keywords only."""
+    check_communicator(kwargs.get("p2p_communicator"))
+    with boundaries.schedule(kwargs["model"], kwargs["num_microbatches"], kwargs.get("forward_only", False)):
+        return original(*args, **kwargs)
+
+
+def patches(boundaries: Boundaries) -> list[Patch]:
+    """What ``--p-act`` and ``--p-act-grad`` need in megatron-core."""
+    virtual = boundaries.config.virtual_boundaries is not None
+    kinds = (
+        ["forward_backward_no_pipelining"]
+        if virtual
+        else [f"forward_backward_pipelining_{kind}" for kind in _PIPELINED]
+    )
+    return [
+        *(
+            Patch(
+                target=f"{_SCHEDULES}:{kind}",
+                around=partial(schedule, boundaries),
+                why="counts messages between stages from the start of a schedule on",
+                versions="all",
+                until=_UNTIL,
+                takes=Takes(named=("model", "num_microbatches", "forward_only")),
+            )
+            for kind in kinds
+        ),
+        *(
+            Patch(
+                target=f"{_P2P}:{name}",
+                around=partial(p2p_ops, boundaries),
+                why="zero-fills what is lost of a message between stages",
+                versions="all",
+                until=_UNTIL,
+                takes=_OPS,
+            )
+            for name in (() if virtual else ("_p2p_ops", "_batched_p2p_ops"))
+        ),
+    ]

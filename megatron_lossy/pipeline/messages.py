@@ -1,0 +1,70 @@
+"""Which message is which: those of a step are numbered as they arrive. Pure: NumPy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..config import BOUNDARY_PHASES, LossyConfig
+from ..exchange import Stream
+from .loss import Boundary, BoundaryLoss, Fate
+
+
+def received(phase: str, table: Sequence[tuple[int, int]], first: bool, last: bool) -> list[tuple[int, int]]:
+    """(micro-batch, model chunk) of each message that a rank receives in ``phase``, in the order of their arrival.
+
+    ``table``: (micro-batch, model chunk) of each forward pass of the rank, in order; backward passes go through the chunks
+    from the last on. ``first``, ``last``: whether it is that pipeline rank, which makes the input of its first chunk, or
+    the gradient of its last one, itself.
+    """
+    chunks = 1 + max((chunk for _, chunk in table), default=0)
+    if phase == "act":
+        return [(number, chunk) for number, chunk in table if not (first and chunk == 0)]
+    backward = [(number, chunks - 1 - chunk) for number, chunk in table]
+    return [(number, chunk) for number, chunk in backward if not (last and chunk == chunks - 1)]
+
+
+@dataclass
+class _Drawn:
+    """The units of a step of one stream: which are ``lost`` bool[units], and how many messages have ``used``."""
+
+    lost: np.ndarray
+    used: int = 0
+
+
+class Messages:
+    """The messages that a process receives. Units of a step are numbered on from message to message of a stream.
+
+    A boundary's messages arrive in the order of the micro-batches, in both directions.
+    """
+
+    def __init__(self, config: LossyConfig) -> None:
+        self.loss = {phase: BoundaryLoss(config, phase) for phase in BOUNDARY_PHASES}
+        self._step = -1
+        self._expected = 1
+        self._drawn: dict[tuple[str, Stream, int], _Drawn] = {}
+
+    def begin(self, step: int, expected: int = 1) -> None:
+        """A schedule begins in attempted iteration ``step``; each boundary has ``expected`` messages, if these are alike.
+
+        A schedule that is run again in a step loses the same.
+        """
+        self._step, self._expected = step, expected
+        self._drawn.clear()
+
+    def next(self, phase: str, boundary: Boundary, rank: int, tensor: int, step: int, packets: int) -> Fate:
+        """What becomes of the next message of ``packets`` at ``boundary``; see :meth:`BoundaryLoss.draw`."""
+        if step != self._step:
+            self.begin(step)
+        loss = self.loss[phase]
+        units = loss.units(boundary, packets)
+        key = (phase, boundary.stream(rank), tensor)
+        drawn = self._drawn.setdefault(key, _Drawn(np.empty(0, dtype=bool)))
+        first, drawn.used = drawn.used, drawn.used + units
+        if drawn.used > len(drawn.lost):
+            # What was drawn already comes out alike.
+            wanted = max(drawn.used, self._expected * units, 2 * len(drawn.lost))
+            drawn.lost = loss.draw(boundary, rank, tensor, step, wanted)
+        return loss.fate(boundary, packets, drawn.lost[first : drawn.used])

@@ -1,0 +1,220 @@
+"""Which packets between pipeline stages are lost, and the zeros in their place: against plain loops and autograd."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy.coding import xor
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.exchange import Stream
+from megatron_lossy.pipeline import Boundary, BoundaryLoss, Messages, elements_of, lossy, received, zero_filled
+from tests.boundaries import boundary_lost
+from tests.reference import boundary_residual, boundary_units
+
+EARLY, LATE = Boundary(stage=1, layer=2, layers=8), Boundary(stage=3, layer=6, layers=8)
+
+
+# --- what is lost --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 60), st.integers(1, 20), st.data())
+def test_what_the_parity_does_not_bring_back_and_the_bound(packets, block, data):
+    parity = data.draw(st.integers(1, block))
+    bound = data.draw(st.sampled_from([0.0, 0.01, 0.1, 0.29, 0.5, 0.99]))
+    config = LossyConfig(p_act=0.1, act_fec_low=(block, parity), act_residual_low=bound)
+    loss = BoundaryLoss(config, "act")
+    units = boundary_units(packets, block, parity)
+    assert loss.units(LATE, packets) == units
+    lost = np.array(data.draw(st.lists(st.booleans(), min_size=units, max_size=units)), dtype=bool)
+    fate = loss.fate(LATE, packets, lost)
+    residual = boundary_residual(packets, block, parity, lost)
+    assert (fate.raw, fate.residual) == (lost[:packets].sum(), residual.sum())
+    assert fate.again == (100 * residual.sum() > round(100 * bound) * packets)
+    np.testing.assert_array_equal(fate.lost, np.zeros(packets) if fate.again else residual)
+
+
+def test_depth_decides_code_and_bound():
+    config = LossyConfig(
+        p_act=0.1, act_fec_high=(10, 5), act_fec_low=(10, 1), act_residual_high=0.1, act_residual_low=0.2
+    )
+    loss = BoundaryLoss(config, "act")
+    for layer in range(1, 8):
+        boundary = Boundary(stage=1, layer=layer, layers=8)
+        high = layer <= 4
+        assert loss.high(boundary) == high
+        assert loss.units(boundary, 100) == (150 if high else 110)
+        assert loss.bound(boundary, 100) == (10 if high else 20)
+    for share, last in ((0.0, 0), (0.29, 29), (1.0, 100)):
+        loss = BoundaryLoss(LossyConfig(p_act=0.1, act_high_depth=share), "act")
+        assert [loss.high(Boundary(1, layer, 100)) for layer in (max(last, 1), last + 1)] == [last > 0, False]
+
+
+def test_without_retransmission_all_that_is_lost_is_lost():
+    loss = BoundaryLoss(LossyConfig(p_act=0.1, act_retransmit="off"), "act")
+    lost = np.arange(50) % 2 == 0
+    assert loss.units(EARLY, 50) == 50
+    fate = loss.fate(EARLY, 50, lost)
+    np.testing.assert_array_equal(fate.lost, lost)
+    assert (fate.raw, fate.residual, fate.again) == (25, 25, False)
+
+
+@pytest.mark.parametrize("phase", ["act", "act-grad"])
+def test_messages_are_numbered_on_and_lose_what_the_generator_says(phase):
+    config = LossyConfig(p_act=0.2, p_act_grad=0.2, act_residual_high=0.5, act_residual_low=0.5, loss_seed=7)
+    messages = Messages(config)
+    for step in (0, 5):
+        for again in range(2):  # a rerun of the schedule draws alike, whatever number of messages was foretold
+            messages.begin(step, 4 if again else 1)
+            for number in range(4):
+                for boundary in (EARLY, LATE):
+                    for rank, tensor in ((0, 0), (3, 0), (3, 1)):
+                        lost = messages.next(phase, boundary, rank, tensor, step, 130).lost
+                        expected = boundary_lost(config, phase, boundary, rank, tensor, step, number, 130)
+                        np.testing.assert_array_equal(lost, expected)
+
+
+def test_everything_in_the_key_matters():
+    config = LossyConfig(p_act=0.5, p_act_grad=0.5, act_retransmit="off")
+
+    def draw(phase="act", stage=1, chunk=0, rank=0, tensor=0, step=0, seed=1234):
+        loss = BoundaryLoss(LossyConfig(**{**vars(config), "loss_seed": seed}), phase)
+        return loss.draw(Boundary(stage, 1, 4, chunk), rank, tensor, step, 256).tobytes()
+
+    others = [{"phase": "act-grad"}, {"stage": 2}, {"chunk": 1}, {"rank": 1}, {"tensor": 1}, {"step": 1}, {"seed": 1}]
+    drawn = [draw(), *(draw(**other) for other in others)]
+    assert len(set(drawn)) == len(drawn) and draw() == drawn[0]
+
+
+@pytest.mark.parametrize(("code", "group"), [((100, 50), 2), ((100, 10), 10)])
+def test_the_residual_rate_is_the_closed_form(code, group):
+    """p (1 - q^g), at 4 standard errors; whole groups are independent of each other."""
+    p, packets = 0.05, 10000
+    config = LossyConfig(p_act=p, act_fec_high=code, act_residual_high=0.9)
+    loss = BoundaryLoss(config, "act")
+    residual = []
+    for step in range(30):
+        lost = loss.draw(EARLY, 0, 0, step, loss.units(EARLY, packets))
+        residual.append(loss.fate(EARLY, packets, lost).lost.mean())
+    expected = xor.residual_rate(p, group)
+    assert abs(np.mean(residual) - expected) < 4 * np.std(residual, ddof=1) / np.sqrt(len(residual))
+
+
+def test_a_stream_of_a_boundary_has_a_name():
+    stream = LATE.stream(12)
+    assert stream.name == "boundary-e12-s3-c0" and Stream.parse(stream.name) == stream == stream.drawn
+
+
+# --- which message it is -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 6), st.integers(1, 3))
+def test_messages_arrive_in_the_order_in_which_they_are_sent(stages, chunks, groups, per_group):
+    """Of the neighbour, which sends what comes from its own passes, but for the ends of the model."""
+    table = [
+        (group * per_group + k, chunk) for group in range(groups) for chunk in range(chunks) for k in range(per_group)
+    ]
+    backward = [(number, chunks - 1 - chunk) for number, chunk in table]
+    for stage in range(stages):
+        first, last = stage == 0, stage == stages - 1
+        sent = [(m, c + 1) for m, c in table if c < chunks - 1] if first else table
+        assert received("act", table, first, last) == sent
+        sent = [(m, c - 1) for m, c in backward if c > 0] if last else backward
+        assert received("act-grad", table, first, last) == sent
+
+
+# --- zeros ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 20), st.integers(0, 2**32 - 1))
+def test_zeros_in_the_place_of_lost_packets(numel, elements, seed):
+    random = np.random.default_rng(seed)
+    values = random.standard_normal(numel).astype(np.float32)
+    values[random.random(numel) < 0.1] = np.inf
+    values[random.random(numel) < 0.1] = np.nan
+    lost = random.random(-(-numel // elements)) < 0.5
+    expected = np.where(np.repeat(lost, elements)[:numel], 0, values)
+    tensor = torch.from_numpy(values).requires_grad_()
+    np.testing.assert_array_equal(zero_filled(tensor, lost, elements).numpy(), expected)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_masked_gradient_is_that_of_where(masked):
+    """And what is lost of the gradients on their way back is zero besides."""
+    random = np.random.default_rng(3)
+    lost, lost_gradients = random.random((2, 12)) < 0.4
+    weight = torch.randn(6, 15, generator=torch.Generator().manual_seed(1))
+    inputs = [torch.ones(6, 15, requires_grad=True) for _ in range(2)]
+    mine = lossy(inputs[0] * 2, lost, lost_gradients, 8, masked)
+    where = torch.from_numpy(np.repeat(lost, 8)[:90].reshape(6, 15))
+    theirs = torch.where(where, 0.0, inputs[1] * 2)
+    assert torch.equal(mine, theirs)
+    (mine.square() * weight + mine * weight).sum().backward()
+    (theirs.square() * weight + theirs * weight).sum().backward()
+    expected = inputs[1].grad if masked else weight * (2 * theirs.detach() + 1) * 2
+    back = torch.from_numpy(np.repeat(lost_gradients, 8)[:90].reshape(6, 15))
+    assert torch.equal(inputs[0].grad, torch.where(back, 0.0, expected))
+
+
+def test_nothing_lost_is_nothing_done():
+    tensor = torch.ones(4, requires_grad=True)
+    assert lossy(tensor, np.zeros(2, bool), np.zeros(2, bool), 2, True) is tensor
+
+
+def test_a_packet_holds_an_element():
+    assert elements_of(4096, torch.bfloat16) == 2048
+    with pytest.raises(UsageError, match=r"--act-packet-bytes 3: must hold at least one element of 4 bytes"):
+        elements_of(3, torch.float32)
+
+
+# --- flags ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"p_act": 1.0}, r"--p-act 1.0: must be in \[0, 1\)"),
+        ({"p_act_grad": -0.1}, r"--p-act-grad -0.1: must be in \[0, 1\)"),
+        ({"p_act": float("nan")}, r"--p-act nan: must be in"),
+        ({"p_act": 0.1, "act_packet_bytes": 0}, "--act-packet-bytes 0: must be at least 1"),
+        ({"p_act": 0.1, "act_high_depth": 1.1}, r"--act-high-depth 1.1: must be in \[0, 1\]"),
+        ({"p_act": 0.1, "act_fec_high": (0, 0)}, "--act-fec-high 0 0: needs 1 <= C <= B"),
+        ({"p_act": 0.1, "act_fec_low": (10, 11)}, "--act-fec-low 10 11: needs 1 <= C <= B"),
+        ({"p_act": 0.1, "act_residual_high": 1.0}, r"--act-residual-high 1.0: must be in \[0, 1\)"),
+        ({"p_act": 0.1, "act_residual_low": -0.1}, r"--act-residual-low -0.1: must be in \[0, 1\)"),
+        ({"p_act": 0.1, "act_retransmit": "maybe"}, "--act-retransmit maybe: must be one of on, off"),
+        ({"p_act": 0.1, "act_zero_fill_gradient": "x"}, "--act-zero-fill-gradient x: must be one of masked"),
+        ({"p_act": 0.1, "virtual_boundaries": (0,)}, "--virtual-boundaries 0: must be different layers, from 1 on"),
+        ({"p_act": 0.1, "virtual_boundaries": (1, 1)}, "--virtual-boundaries 1 1: must be different layers"),
+        (
+            {"p_act": 0.1, "act_retransmit": "off", "act_residual_low": 0.1},
+            "--act-residual-low 0.1: does nothing with --act-retransmit off",
+        ),
+        (
+            {"p_act": 0.1, "virtual_boundaries": (1,), "lossy_links": "inter-node"},
+            "--virtual-boundaries 1: cannot be on a node",
+        ),
+    ],
+)
+def test_wrong_flags_are_one_line(flags, message):
+    with pytest.raises(UsageError, match=f"^{message}") as error:
+        LossyConfig(**flags)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_that_loses_only_activations_is_lossy():
+    assert not LossyConfig(p_act=0.1).lossless and not LossyConfig(p_act_grad=0.1).lossless
+    assert LossyConfig(p_act=0.1).untouched("grad") and not LossyConfig(p_grad=0.1).loses_at_boundaries
+    assert LossyConfig(p_act=0.1, virtual_boundaries=(2,)).describe() == (
+        "activations 10 %, their gradients 0 % after layers 2, parity 100 34 up to 0.01 and 100 10 up to 0.02; "
+        "seed 1234; simulated"
+    )
+    both = LossyConfig(p_grad=0.1, p_act_grad=0.05, act_retransmit="off").describe()
+    assert "gradients 10 %, parameters 0 %" in both
+    assert "; activations 0 %, their gradients 5 %, without parity; simulated" in both
+    assert "activations" not in LossyConfig(p_grad=0.1).describe()

@@ -1,0 +1,629 @@
+"""Lossy stage boundaries on the real megatron-core over gloo, message by message, and in one process."""
+
+import copy
+import functools
+import inspect
+import logging
+import zlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.transformer import torch_norm
+
+from megatron_lossy import hooks
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.hooks import versions
+from megatron_lossy.hooks.boundaries import Boundaries
+from megatron_lossy.hooks.versions import decoder_layers
+from megatron_lossy.pipeline import Boundary
+from megatron_lossy.report.columns import columns
+from megatron_lossy.report.read import read_runs
+from megatron_lossy.virtual import VirtualCluster
+from tests import contract
+from tests.boundaries import boundary_lost
+from tests.ranks import run_ranks
+from tests.tiny_gpt import TinyGPT, build
+from tests.trainer import TINY, read_records, recorded_losses, train_runs, write_data
+
+#: Activations of the tiny model are 1,024 values: 21 packets, the last one short.
+BOTH = LossyConfig(
+    p_act=0.3,
+    p_act_grad=0.2,
+    act_packet_bytes=200,
+    act_fec_high=(4, 2),
+    act_fec_low=(6, 1),
+    act_residual_high=0.15,
+    act_residual_low=0.3,
+)
+PLAIN = TinyGPT(pipeline=2, accumulation=3, tied=False)
+DEEP = TinyGPT(pipeline=2, virtual=2, layers=4, accumulation=4, tied=False)
+
+
+def record(rank, tiny, config, steps=2, model=None, evaluate=None):
+    """Train, and note what enters and leaves each stage.
+
+    ``model``: settings of Megatron's model, once it is built. ``evaluate``: "no_grad" or "grad", a forward pass before each
+    step. Returns by iteration, and under (iteration, "evaluation"), by (stage, micro-batch): ``out`` and ``in`` of
+    activations, ``grad_in`` of the output's gradient, ``grad_out`` of the input's. Stages are numbered through the model.
+    """
+    lossy = hooks.install(config)
+    if tiny.sequence_parallel:
+        allow_sequence_parallel_norms()
+    run = build(tiny)
+    for name, value in (model or {}).items():
+        setattr(run.transformer, name, value)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    notes, places = {}, {}
+
+    def numpy(tensor):
+        tensor = tensor[0] if isinstance(tensor, list | tuple) else tensor
+        return None if tensor is None else tensor.detach().float().numpy().copy()
+
+    forward, backward = schedules.forward_step, schedules.backward_step
+
+    def forward_step(*args, **kwargs):
+        given = inspect.signature(forward).bind(*args, **kwargs).arguments
+        result = forward(*args, **kwargs)
+        chunk = run.model.index(given["model"])
+        place = (chunk * tiny.pipeline + stage, given["current_microbatch"])
+        notes["in"][place], notes["out"][place] = numpy(given["input_tensor"]), numpy(result[0])
+        output = result[0][0] if isinstance(result[0], list) else result[0]
+        places[id(output)] = place, output
+        return result
+
+    def backward_step(input_tensor, output_tensor, output_tensor_grad, *args, **kwargs):
+        output = output_tensor[0] if isinstance(output_tensor, list) else output_tensor
+        place, _ = places.pop(id(output))
+        notes["grad_in"][place] = numpy(output_tensor_grad)
+        result = backward(input_tensor, output_tensor, output_tensor_grad, *args, **kwargs)
+        notes["grad_out"][place] = numpy(result)
+        return result
+
+    schedules.forward_step, schedules.backward_step = forward_step, backward_step
+    recorded = {}
+    for step in range(steps):
+        if evaluate:
+            notes = recorded[step, "evaluation"] = {"in": {}, "out": {}}
+            with torch.no_grad() if evaluate == "no_grad" else torch.enable_grad():
+                run.evaluate(step)
+        notes = recorded[step] = {"in": {}, "out": {}, "grad_in": {}, "grad_out": {}}
+        run.step(step)
+    return {
+        "stage": stage,
+        "rank": parallel_state.get_data_parallel_rank(),
+        "tensor": parallel_state.get_tensor_model_parallel_rank() if tiny.sequence_parallel else 0,
+        "recorded": recorded,
+        "metrics": lossy.metrics(),
+    }
+
+
+def allow_sequence_parallel_norms():
+    """Torch's norms are refused with sequence parallelism, since their gradients are not added up; here that is no matter."""
+    new = torch_norm.WrappedTorchNorm.__new__
+
+    def plain(cls, config, *args, **kwargs):
+        config = copy.copy(config)
+        config.sequence_parallel = False
+        return new(cls, config, *args, **kwargs)
+
+    torch_norm.WrappedTorchNorm.__new__ = plain
+
+
+def by_replica(ranks):
+    """What the stages of each pipeline recorded, put together: (data rank, tensor rank of the link) and the record."""
+    pipelines = {}
+    for one in ranks:
+        whole = pipelines.setdefault((one["rank"], one["tensor"]), {})
+        for when, notes in one["recorded"].items():
+            for name, values in notes.items():
+                whole.setdefault(when, {}).setdefault(name, {}).update(values)
+    return pipelines
+
+
+def place_of(stage, tiny):
+    """The boundary before a stage."""
+    stages = tiny.pipeline * (tiny.virtual or 1)
+    return Boundary(stage % tiny.pipeline, stage * tiny.layers // stages, tiny.layers, stage // tiny.pipeline)
+
+
+def check(ranks, tiny, config, steps=2, itemsize=4):
+    """Every message by value. Returns how many packets were zero-filled in each phase."""
+    elements = config.act_packet_bytes // itemsize
+    zeros = {"act": 0, "act-grad": 0}
+    stages = tiny.pipeline * (tiny.virtual or 1)
+    for (rank, tensor), recorded in by_replica(ranks).items():
+        for step in range(steps):
+            notes = recorded[step]
+            for stage in range(1, stages):
+                boundary = place_of(stage, tiny)
+                for number in range(tiny.accumulation):
+                    here, before = (stage, number), (stage - 1, number)
+                    sent, got = notes["out"][before], notes["in"][here]
+                    packets = -(-sent.size // elements)
+                    lost = {
+                        phase: np.repeat(
+                            boundary_lost(config, phase, boundary, rank, tensor, step, number, packets), elements
+                        )[: sent.size].reshape(sent.shape)
+                        for phase in zeros
+                    }
+                    np.testing.assert_array_equal(got, np.where(lost["act"], 0, sent))
+                    back, came = notes["grad_out"][here], notes["grad_in"][before]
+                    np.testing.assert_array_equal(came, np.where(lost["act-grad"], 0, back))
+                    if config.act_zero_fill_gradient == "masked":
+                        assert not back[lost["act"]].any()
+                    elif lost["act"].any():
+                        assert back[lost["act"]].any()
+                    assert back[~lost["act"]].any() and sent.any()
+                    for phase, mask in lost.items():
+                        zeros[phase] += int(mask.sum())
+    return zeros
+
+
+# --- by value ------------------------------------------------------------------------------------------------------
+
+
+WAYS = {
+    "batched": (2, PLAIN, {}),
+    "one by one": (2, PLAIN, {"batch_p2p_comm": False}),
+    "two replicas, bf16": (4, TinyGPT(pipeline=2, accumulation=2, dtype="bf16"), {}),
+    "three stages": (3, TinyGPT(pipeline=3, layers=3, accumulation=4, tied=False), {}),
+    "interleaved, overlapped": (2, DEEP, {}),
+    "interleaved, groups of three": (
+        2,
+        TinyGPT(pipeline=2, virtual=2, layers=4, accumulation=5, tied=False),
+        {"microbatch_group_size_per_vp_stage": 3},
+    ),
+    "interleaved, three chunks": (2, TinyGPT(pipeline=2, virtual=3, layers=6, accumulation=2, tied=False), {}),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_message_loses_what_is_drawn_for_it(name):
+    """Whatever the schedule, chunk and micro-batch are those that Megatron computes with."""
+    world, tiny, model = WAYS[name]
+    config = BOTH
+    zeros = check(run_ranks(record, world, tiny, config, 2, model), tiny, config, itemsize=2 if "bf16" in name else 4)
+    assert zeros["act"] and zeros["act-grad"]
+
+
+@pytest.mark.parametrize("flags", [{"act_retransmit": "off"}, {"act_zero_fill_gradient": "straight-through"}])
+def test_without_recovery_and_straight_through(flags):
+    settings = {"p_act": 0.3, "p_act_grad": 0.2, "act_packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
+    config = LossyConfig(**settings | flags)
+    zeros = check(run_ranks(record, 2, PLAIN, config), PLAIN, config)
+    assert zeros["act"] and zeros["act-grad"]
+
+
+def test_one_direction_alone():
+    for flags, phase in (({"p_act": 0.0}, "act-grad"), ({"p_act_grad": 0.0}, "act")):
+        config = LossyConfig(**vars(BOTH) | flags)
+        zeros = check(run_ranks(record, 2, PLAIN, config), PLAIN, config)
+        assert [name for name, count in zeros.items() if count] == [phase]
+
+
+def test_beside_lost_gradients_and_parameters():
+    config = LossyConfig(**vars(BOTH) | {"p_grad": 0.4, "p_param": 0.4})
+    tiny = TinyGPT(
+        pipeline=2, accumulation=2, tied=False, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=3000
+    )
+    lost = contract.check(run_ranks(contract.record, 4, tiny, config, 3), config)
+    assert lost["grad"] and lost["param"]
+    ranks = run_ranks(record, 4, tiny, config)
+    assert check(ranks, tiny, config)["act"]
+
+
+# --- no loss -------------------------------------------------------------------------------------------------------
+
+
+def same(mine, theirs):
+    for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
+        assert reports == expected_reports
+        for name, value in expected.items():
+            np.testing.assert_array_equal(weights[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("tiny", [PLAIN, DEEP], ids=["plain", "interleaved"])
+def test_beyond_the_bound_nothing_is_lost(tiny):
+    """All that the parity does not bring back is sent again: to the last bit it is Megatron."""
+    config = LossyConfig(**vars(BOTH) | {"act_residual_high": 0.0, "act_residual_low": 0.0})
+    same(run_ranks(contract.plain, 2, tiny, config, 3), run_ranks(contract.plain, 2, tiny, None, 3))
+
+
+@pytest.mark.parametrize("grad", ["no_grad", "grad"])
+def test_evaluation_is_reliable_unless_asked_otherwise(grad):
+    """Also of a schedule that runs forward only where gradients are enabled; training loses as without it."""
+    elements = BOTH.act_packet_bytes // 4
+    for in_eval in (False, True):
+        config = LossyConfig(**vars(BOTH) | {"act_loss_in_eval": in_eval})
+        ranks = run_ranks(record, 2, PLAIN, config, 2, None, grad)
+        check(ranks, PLAIN, config)
+        [recorded] = by_replica(ranks).values()
+        zeros = 0
+        for step in range(2):
+            notes = recorded[step, "evaluation"]
+            for number in range(PLAIN.accumulation):
+                sent, got = notes["out"][0, number], notes["in"][1, number]
+                lost = boundary_lost(config, "act", place_of(1, PLAIN), 0, 0, step, number, -(-sent.size // elements))
+                lost = np.repeat(lost & in_eval, elements)[: sent.size].reshape(sent.shape)
+                np.testing.assert_array_equal(got, np.where(lost, 0, sent))
+                zeros += lost.sum()
+        assert bool(zeros) == in_eval
+
+
+def test_boundaries_within_a_node_are_reliable():
+    """Of four stages on two nodes the second boundary alone leaves a node."""
+    tiny = TinyGPT(pipeline=4, layers=4, accumulation=2, tied=False)
+    config = LossyConfig(**vars(BOTH) | {"lossy_links": "inter-node", "ranks_per_node": 2})
+    ranks = run_ranks(record, 4, tiny, config)
+    [recorded] = by_replica(ranks).values()
+    for step in range(2):
+        for number in range(2):
+            for stage in range(1, 4):
+                notes = recorded[step]
+                equal = np.array_equal(notes["out"][stage - 1, number], notes["in"][stage, number])
+                back = np.array_equal(notes["grad_out"][stage, number], notes["grad_in"][stage - 1, number])
+                assert (equal and back) or stage == 2
+    assert any(
+        not np.array_equal(recorded[step]["out"][1, number], recorded[step]["in"][2, number])
+        for step in range(2)
+        for number in range(2)
+    )
+
+
+def warnings_of(rank, tiny, config):
+    said = []
+    logging.getLogger("megatron_lossy.hooks.complete").warning = lambda text, *args: said.append(text % args)
+    hooks.install(config)
+    build(tiny)
+    return said
+
+
+def test_it_is_said_that_a_pipeline_on_one_node_loses_nothing():
+    config = LossyConfig(**vars(BOTH) | {"lossy_links": "inter-node", "ranks_per_node": 1})
+    assert run_ranks(warnings_of, 2, PLAIN, config) == [[], []]
+    tiny = TinyGPT(tensor=1, pipeline=2, tied=False)
+    # Ranks 0 and 2 are a pipeline, and 1 and 3.
+    config = LossyConfig(**vars(BOTH) | {"lossy_links": "inter-node", "ranks_per_node": 3})
+    said = run_ranks(warnings_of, 4, tiny, config)
+    assert said == [
+        ["nothing is lost between the stages on ranks [0, 2]: they are on one node (--lossy-links inter-node)"],
+        [],
+        [],
+        [],
+    ]
+
+
+# --- tensor parallelism --------------------------------------------------------------------------------------------
+
+
+def test_tensor_parallel_peers_lose_the_same():
+    ranks = run_ranks(record, 4, TinyGPT(tensor=2, pipeline=2, accumulation=2, tied=False), BOTH)
+    for one, other in ((ranks[0], ranks[1]), (ranks[2], ranks[3])):
+        for step in range(2):
+            for name in ("in", "grad_in"):
+                for place, value in one["recorded"][step][name].items():
+                    if value is not None:
+                        np.testing.assert_array_equal(value, other["recorded"][step][name][place])
+
+
+def test_with_sequence_parallelism_each_peer_has_losses_of_its_own():
+    tiny = TinyGPT(tensor=2, pipeline=2, accumulation=2, tied=False, sequence_parallel=True)
+    zeros = check(run_ranks(record, 4, tiny, BOTH), tiny, BOTH)
+    assert zeros["act"] and zeros["act-grad"]
+
+
+# --- what is counted -----------------------------------------------------------------------------------------------
+
+
+def test_metrics_count_what_was_lost():
+    ranks = run_ranks(record, 2, PLAIN, BOTH, 8)
+    metrics = ranks[0]["metrics"]
+    assert metrics == ranks[1]["metrics"]
+    zeros = check(ranks, PLAIN, BOTH, 8)
+    sent = 8 * PLAIN.accumulation * 21
+    for phase, rate in (("act", 0.3), ("act-grad", 0.2)):
+        assert abs(metrics[f"loss rate {phase}"] - rate) < 4 * np.sqrt(rate * (1 - rate) / sent)
+        assert metrics[f"retransmitted share {phase}"] > 0
+        # The last packet is shorter.
+        assert (
+            metrics[f"zero share {phase}"] * sent * 50
+            >= zeros[phase]
+            > 0.9 * metrics[f"zero share {phase}"] * sent * 50
+        )
+
+
+@pytest.mark.skipif(not hasattr(schedules, "get_schedule_table"), reason="this Megatron has it inside of its schedule")
+def test_the_table_of_an_interleaved_schedule():
+    for micro_batches, chunks, group in ((4, 2, 2), (5, 2, 3), (7, 3, 2), (2, 4, 2), (9, 1, 4)):
+        expected = schedules.get_schedule_table(micro_batches, chunks, group)
+        assert versions._schedule_table(micro_batches, chunks, group) == expected
+
+
+# --- in one process ------------------------------------------------------------------------------------------------
+
+
+def global_name(name, chunk):
+    parts = name.removeprefix("module.").removeprefix("module.").split(".")
+    if "layers" in parts:
+        place = parts.index("layers") + 1
+        parts[place] = str(decoder_layers(chunk)[int(parts[place])].layer_number - 1)
+    return ".".join(parts)
+
+
+def named(run):
+    return [(global_name(name, chunk), p) for chunk in run.model for name, p in chunk.module.named_parameters()]
+
+
+def trained(rank, tiny, config, steps, stages=None, workers=None):
+    """Losses, and the weights by their name in the whole model, from initial weights that depend on the name."""
+    if stages is not None:
+        Boundaries.attach = functools.partialmethod(Boundaries.attach, stages=stages)
+    cluster = VirtualCluster(config, workers) if workers else None
+    if not workers:
+        hooks.install(config)
+    run = build(tiny, cluster)
+    with torch.no_grad():
+        for name, parameter in named(run):
+            if parameter.dim() > 1:
+                random = np.random.default_rng(zlib.crc32(name.encode()))
+                parameter.copy_(torch.from_numpy(random.normal(0, 0.1, parameter.shape)))
+    losses = [run.step(step)["loss"] for step in range(steps)]
+    return losses, {name: parameter.detach().float().numpy().copy() for name, parameter in named(run)}
+
+
+def whole(results):
+    """Of several stages: losses of the last one, and the weights of all."""
+    weights = {}
+    for _, part in results:
+        weights |= part
+    return [loss for loss, _ in results if loss[0] is not None], weights
+
+
+@pytest.mark.parametrize("flags", [{}, {"act_retransmit": "off"}, {"act_zero_fill_gradient": "straight-through"}])
+def test_two_stages_are_one_with_a_virtual_boundary(flags):
+    """Bit for bit, with the same draws."""
+    settings = {"p_act": 0.3, "p_act_grad": 0.2, "act_packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
+    real = LossyConfig(**settings | flags)
+    tiny = TinyGPT(layers=4, accumulation=3, tied=False, clip_grad=0.0)
+    virtual = LossyConfig(**settings | flags | {"virtual_boundaries": (2,)})
+    compare(tiny, 2, None, real, virtual)
+    lossless = run_ranks(trained, 1, tiny, LossyConfig(), 4)[0]
+    assert lossless[0] != run_ranks(trained, 1, tiny, virtual, 4)[0][0]
+
+
+def compare(tiny, pipeline, chunks, real, virtual, stages=None):
+    staged = TinyGPT(**vars(tiny) | {"pipeline": pipeline, "virtual": chunks})
+    [losses], weights = whole(run_ranks(trained, pipeline, staged, real, 4))
+    [(expected, all_weights)] = run_ranks(trained, 1, tiny, virtual, 4, stages)
+    assert losses == expected
+    assert weights.keys() == all_weights.keys()
+    for name, value in all_weights.items():
+        np.testing.assert_array_equal(weights[name], value, err_msg=name)
+
+
+def test_interleaved_stages_are_one_with_virtual_boundaries():
+    tiny = TinyGPT(layers=4, accumulation=4, tied=False, clip_grad=0.0)
+    compare(tiny, 2, 2, BOTH, LossyConfig(**vars(BOTH) | {"virtual_boundaries": (3, 1, 2)}), stages=2)
+
+
+def test_four_stages_are_one_with_three_virtual_boundaries():
+    tiny = TinyGPT(layers=4, accumulation=2, tied=False, clip_grad=0.0)
+    compare(tiny, 4, None, BOTH, LossyConfig(**vars(BOTH) | {"virtual_boundaries": (1, 2, 3)}))
+
+
+def test_virtual_workers_lose_what_ranks_lose():
+    config = LossyConfig(**vars(BOTH) | {"virtual_boundaries": (1,), "p_grad": 0.3, "p_param": 0.3})
+    tiny = TinyGPT(accumulation=2)
+    real = run_ranks(trained, 2, tiny, config, 3)
+    [(losses, _)] = run_ranks(trained, 1, tiny, config, 3, None, 2)
+    assert [list(step) for step in losses] == [list(step) for step in zip(*(losses for losses, _ in real))]
+
+
+def evaluated(rank, config, workers=None):
+    cluster = VirtualCluster(config, workers) if workers else None
+    if not workers:
+        hooks.install(config)
+    run = build(TinyGPT(), cluster)
+    losses = []
+    for worker in range(workers or 1):
+        if cluster:
+            run._worker = worker
+        with torch.no_grad(), cluster.data_of(worker) if cluster else torch.no_grad():
+            losses.append(run.evaluate(0))
+    return losses
+
+
+def test_evaluation_of_virtual_workers():
+    for in_eval in (False, True):
+        config = LossyConfig(
+            p_act=0.3, act_packet_bytes=200, act_retransmit="off", virtual_boundaries=(1,), act_loss_in_eval=in_eval
+        )
+        real = [losses[0] for losses in run_ranks(evaluated, 2, config)]
+        assert run_ranks(evaluated, 1, config, 2) == [real]
+        without = [losses[0] for losses in run_ranks(evaluated, 2, LossyConfig())]
+        assert (real != without) == in_eval
+
+
+# --- refused -------------------------------------------------------------------------------------------------------
+
+
+def refused(rank, tiny, config, model=None):
+    hooks.install(config)
+    with pytest.raises(UsageError) as error:
+        if model is None:
+            build(tiny)
+        else:
+            run = build(tiny)
+            for name, value in model.items():
+                setattr(run.transformer, name, value)
+            hooks.checks.check_ddp(run.model[0], config)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("world", "tiny", "flags", "model", "message"),
+    [
+        (1, TinyGPT(), {}, None, "--p-act 0.3: nothing is sent with one pipeline stage"),
+        (1, TinyGPT(), {"p_act": 0.0}, None, "--p-act-grad 0.2: nothing is sent with one pipeline stage"),
+        (
+            1,
+            TinyGPT(),
+            {"virtual_boundaries": (2,)},
+            None,
+            "--virtual-boundaries 2: must be layers from 1 to 1 of the 2",
+        ),
+        (1, TinyGPT(layers=1), {"virtual_boundaries": (1,)}, None, "--virtual-boundaries 1: a model of 1 layer has no"),
+        (2, PLAIN, {"virtual_boundaries": (1,)}, None, "--virtual-boundaries 1: needs one pipeline stage, not 2"),
+        (2, PLAIN, {"act_packet_bytes": 3}, None, "--act-packet-bytes 3: must hold at least one element of 4 bytes"),
+        (2, PLAIN, {}, {"use_ring_exchange_p2p": True}, "--use-ring-exchange-p2p on: nothing can be lost at stage"),
+        (
+            2,
+            PLAIN,
+            {},
+            {"mtp_standalone": True},
+            "multi-token prediction on a stage of its own: cannot go with --p-act",
+        ),
+        (
+            1,
+            TinyGPT(),
+            {"virtual_boundaries": (1,)},
+            {"recompute_granularity": "full"},
+            "--recompute-granularity full: --virtual-boundaries would lose other packets",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused(world, tiny, flags, model, message):
+    errors = run_ranks(refused, world, tiny, LossyConfig(**vars(BOTH) | flags), model)
+    assert all(error.startswith(message) and "\n" not in error for error in errors), errors
+
+
+def outside(rank):
+    """A message outside of a schedule, without gradients and with them."""
+    hooks.install(BOTH)
+    build(PLAIN)
+    mine = torch.full((100,), 7.0, requires_grad=rank == 1)
+    names = ("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next")
+    ops = dict.fromkeys(names) | {names[1] if rank else names[2]: mine}
+    where = {"group": torch.distributed.group.WORLD, "prev_pipeline_rank": 0, "next_pipeline_rank": 1}
+    with torch.no_grad():
+        mine.fill_(rank)
+        for request in p2p_communication._batched_p2p_ops(**ops, **where):
+            request.wait()
+    if rank:
+        with pytest.raises(UsageError, match=r"received outside of Megatron's schedules"):
+            p2p_communication._batched_p2p_ops(**ops, **where)
+    return mine.detach().numpy()
+
+
+def test_a_message_outside_of_a_schedule():
+    assert not run_ranks(outside, 2)[1].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "message"),
+    [
+        ({"pipeline_model_parallel_size": 1}, {}, "--p-act 0.3: nothing is sent with one pipeline stage"),
+        ({"pipeline_model_parallel_size": 2, "use_ring_exchange_p2p": True}, {}, "--use-ring-exchange-p2p on: nothing"),
+        (
+            {"pipeline_model_parallel_size": 1, "num_layers": 4},
+            {"virtual_boundaries": (1, 4)},
+            "--virtual-boundaries 1 4: must be layers from 1 to 3 of the 4",
+        ),
+        (
+            {"pipeline_model_parallel_size": 1, "num_layers": 4, "recompute_granularity": "full"},
+            {"virtual_boundaries": (1,)},
+            "--recompute-granularity full: --virtual-boundaries would lose",
+        ),
+    ],
+)
+def test_arguments_of_megatron_lm_are_refused_before_anything_starts(settings, flags, message):
+    arguments = SimpleNamespace(use_distributed_optimizer=True, optimizer="adam", **settings)
+    with pytest.raises(UsageError, match=f"^{message}"):
+        hooks.checks.check_arguments(arguments, LossyConfig(**vars(BOTH) | flags))
+    hooks.checks.check_arguments(arguments, LossyConfig(p_grad=0.1))
+    hooks.checks.check_arguments(
+        SimpleNamespace(use_distributed_optimizer=True, optimizer="adam", pipeline_model_parallel_size=2), BOTH
+    )
+
+
+def test_virtual_workers_have_one_process():
+    with pytest.raises(UsageError, match=r"^--p-act-grad 0.2: needs --virtual-boundaries in one process"):
+        VirtualCluster(LossyConfig(**vars(BOTH) | {"p_act": 0.0}), 2)
+
+
+def test_several_modules_are_refused():
+    class MultiModulePipelineCommunicator:
+        pass
+
+    with pytest.raises(UsageError, match="^MultiModulePipelineCommunicator: cannot go with --p-act"):
+        hooks.checks.check_communicator(MultiModulePipelineCommunicator())
+    hooks.checks.check_communicator(None)
+
+
+def test_the_hooks_go():
+    before = [schedules.forward_backward_pipelining_without_interleaving, schedules.forward_backward_no_pipelining]
+    lossy = hooks.install(BOTH)
+    assert schedules.forward_backward_pipelining_without_interleaving is not before[0]
+    assert "_batched_p2p_ops" in lossy.ledger.report()
+    lossy.uninstall()
+    after = [schedules.forward_backward_pipelining_without_interleaving, schedules.forward_backward_no_pipelining]
+    assert before == after
+
+
+# --- in the trainer --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return TINY | {
+        "data_path": (str(folder / "train"),),
+        "valid_data_path": (str(folder / "valid"),),
+        "log_interval": 1,
+    }
+
+
+def losses(folder):
+    """Everything recorded, but the rates of exchanges, which are of one rank or of all virtual workers."""
+    apart = ("loss rate grad", "loss rate param")
+    return [tuple(pair for pair in record if pair[0] not in apart) for record in recorded_losses(folder)]
+
+
+def test_virtual_workers_train_as_ranks(data, tmp_path):
+    """With losses in evaluation too, of replicas and of the owners' weights; and the other seed of losses matters."""
+    loss = vars(BOTH) | {"p_param": 0.3, "virtual_boundaries": (1,), "eval_weights": "both", "act_loss_in_eval": True}
+    names = ("real", "virtual", "other")
+    real, virtual, other = (data | {"save": str(tmp_path / name), "save_interval": 8} for name in names)
+    run_ranks(train_runs, 2, (real, loss))
+    workers = {"virtual_workers": 2}
+    run_ranks(train_runs, 1, (virtual | workers, loss), (other | workers, loss | {"loss_seed": 1}))
+    assert losses(tmp_path / "virtual") == losses(tmp_path / "real") != losses(tmp_path / "other")
+    records = read_records(tmp_path / "real", "train")
+    assert all(record["loss rate act"] > 0 and record["loss rate act-grad"] > 0 for record in records)
+
+
+def test_a_resumed_run_goes_on_with_the_same_losses(data, tmp_path):
+    """Of activations alone, in two stages; nobody needs saved replicas for that."""
+    settings = data | {"pipeline_model_parallel_size": 2, "hidden_dropout": 0.0, "save_interval": 4}
+    loss = {"p_act": 0.3, "p_act_grad": 0.3, "act_packet_bytes": 200, "act_retransmit": "off"}
+    whole, parts = (settings | {"save": str(tmp_path / name)} for name in ("whole", "parts"))
+    run_ranks(train_runs, 2, (whole, loss))
+    run_ranks(train_runs, 2, (parts | {"exit_interval": 4}, loss))
+    run_ranks(train_runs, 2, (parts | {"load": parts["save"]}, loss))
+    assert recorded_losses(tmp_path / "parts") == recorded_losses(tmp_path / "whole")
+    [first, *_] = read_records(tmp_path / "whole", "train")
+    assert first["loss rate act"] == first["zero share act"] > 0.2 and first["loss rate grad"] == 0
+
+
+def test_a_run_that_loses_activations_is_no_baseline(data, tmp_path):
+    for name, loss in (("a", {}), ("b", {"p_act": 0.3, "virtual_boundaries": (1,)})):
+        settings = data | {"metrics_dir": str(tmp_path / name), "train_iters": 2, "lr_warmup_iters": 0, "eval_iters": 0}
+        run_ranks(train_runs, 1, (settings | {"valid_data_path": None}, loss))
+    labels = {column.label: column.lossless for column in columns(read_runs(tmp_path))}
+    assert labels == {"0 %": True, "0 %, p-act 0.3, virtual-boundaries [1]": False}
