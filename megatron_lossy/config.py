@@ -15,21 +15,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import refuse
-from .flags import flag, flag_name
+from .errors import UsageError, refuse
+from .flags import as_text, flag, flag_name
 from .registry import CHANNELS, GRAD_RECOVERIES
 
 PHASES = ("grad", "param")
+#: Messages between pipeline stages: forward, and backward.
+BOUNDARY_PHASES = ("act", "act-grad")
+_OF_RECOVERY = ("act_high_depth", "act_fec_high", "act_fec_low", "act_residual_high", "act_residual_low")
 #: Payload of a datagram: with 28 bytes of header, 16 of authentication and 48 of UDP and IPv6, 1,500 bytes.
 UDP_PACKET_BYTES = 1408
+#: The least payload that holds a part of a report of what did not arrive.
+UDP_REPORT_BYTES = 16
 
 
 def given(config: Any) -> dict[str, Any]:
-    """The settings of ``config`` that differ from the defaults, those that depend on others worked out."""
+    """The settings of ``config`` that differ from the defaults, those that depend on others worked out.
+
+    With them, and no others, the same configuration is made again.
+    """
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    if isinstance(config, LossyConfig):
-        defaults |= vars(LossyConfig())
-    return {name: value for name, default in defaults.items() if (value := getattr(config, name)) != default}
+    if not isinstance(config, LossyConfig):
+        return {name: value for name, default in defaults.items() if (value := getattr(config, name)) != default}
+    alone = vars(LossyConfig())
+    return {
+        name: value
+        for name, default in defaults.items()
+        if (value := getattr(config, name)) != alone[name] or (default is None and _depends(config, name))
+    }
+
+
+def _depends(config: LossyConfig, name: str) -> bool:
+    """Whether ``name`` would have another value in ``config`` if it had not been given."""
+    if getattr(config, name) is None:
+        return False
+    others: dict[str, Any] = {name: None}
+    try:
+        return getattr(dataclasses.replace(config, **others), name) != getattr(config, name)
+    except UsageError:
+        return True
 
 
 @dataclass(frozen=True)
@@ -170,8 +194,30 @@ class LossyConfig:
     grad_recovery: str = flag(
         "renormalize",
         "what the owner does about missing gradients: mean of what arrived; that with its own shard weighted 1/N; "
-        "the last gradient received from that sender; or zeros",
+        "the last gradient received from that sender; zeros; or zeros, with what was lost added to what its sender sends "
+        "next (docs/smart.md)",
         choices=GRAD_RECOVERIES,
+    )
+    grad_priority: str = flag(
+        None,
+        "packets of gradients that are delivered whatever is lost: those of the largest mean of absolute values; those whose "
+        "mean is above a quantile of single values (the literal rule of SMART); default none, with error-feedback packet-mean",
+        choices=("none", "packet-mean", "element-quantile"),
+    )
+    grad_priority_fraction: float = flag(0.01, "packet-mean: share of the packets, in [0, 1]", metavar="K")
+    grad_priority_scope: str = flag(
+        "bucket",
+        "what the share is of: all that a rank sends of a bucket, or what it sends of it to each destination",
+        choices=("bucket", "destination"),
+    )
+    grad_priority_sample: int = flag(
+        1000, "element-quantile: values that the quantile is taken from, at least 100", metavar="VALUES"
+    )
+    grad_residual_bound: float = flag(
+        1.0,
+        "if more than this share of the other packets of a bucket for one destination is lost, all of them are delivered; in "
+        "[0, 1]",
+        metavar="SHARE",
     )
     param_send: str = flag(
         "plain",
@@ -186,6 +232,54 @@ class LossyConfig:
         metavar="{auto,C0,C0,R}",
     )
     lossy_self: bool = flag(False, "a worker's own gradient shard can be lost too (the paper's literal formula)")
+    p_act: float = flag(
+        0.0,
+        "mean loss rate of activations between pipeline stages, in [0, 1): independent losses of packets, whatever "
+        "--loss-model says (docs/boundaries.md)",
+        metavar="P",
+    )
+    p_act_grad: float = flag(
+        0.0, "mean loss rate of gradients of activations between pipeline stages, in [0, 1)", metavar="P"
+    )
+    act_packet_bytes: int = flag(4096, "payload bytes of a packet between pipeline stages", metavar="BYTES")
+    act_high_depth: float = flag(
+        0.5,
+        "boundaries after at most this share of the layers count as high, the others as low; in [0, 1]",
+        metavar="SHARE",
+    )
+    act_fec_high: tuple[int, ...] = flag(
+        (100, 34),
+        "high boundaries: C packets of XOR parity for each B of a message",
+        type=int,
+        nargs=2,
+        metavar=("B", "C"),
+    )
+    act_fec_low: tuple[int, ...] = flag(
+        (100, 10), "low boundaries: as --act-fec-high", type=int, nargs=2, metavar=("B", "C")
+    )
+    act_residual_high: float = flag(
+        0.01,
+        "high boundaries: if more than this share of a message is lost after the parity, it is sent again and nothing of it "
+        "is lost; in [0, 1)",
+        metavar="SHARE",
+    )
+    act_residual_low: float = flag(0.02, "low boundaries: as --act-residual-high", metavar="SHARE")
+    act_zero_fill_gradient: str = flag(
+        "masked",
+        "gradient of activations that were lost and became zeros: zeros too, which is exact; or as it is",
+        choices=("masked", "straight-through"),
+    )
+    act_retransmit: str = flag(
+        "on", "off: no parity and nothing is sent again, so that all that is lost becomes zeros", choices=("on", "off")
+    )
+    act_loss_in_eval: bool = flag(False, "activations are lost in forward passes without gradients, too")
+    virtual_boundaries: tuple[int, ...] | None = flag(
+        None,
+        "with one pipeline stage: lose at the boundaries that stages would have after these decoder layers, counted from 1",
+        type=int,
+        nargs="+",
+        metavar="LAYER",
+    )
     transport: str = flag(
         "torch",
         "how the exchanges cross: Megatron's collectives, minus what a channel draws; pieces, the same over an all-to-all, "
@@ -285,14 +379,31 @@ class LossyConfig:
         metavar="FILE",
         incidental=True,
     )
+    udp_fec: tuple[str, ...] = flag(
+        ("auto",),
+        "udp: parity for packets of high priority: C packets for every B of them; or auto, as much as the loss asks for",
+        type=str,
+        nargs="+",
+        metavar="auto | B C",
+        incidental=True,
+    )
+    udp_fec_budget: float = flag(
+        1.0,
+        "udp: most parity that --udp-fec auto adds, in percent of the bytes of a message",
+        metavar="PERCENT",
+        incidental=True,
+    )
     udp_peer_timeout: float = flag(
         30.0, "udp: seconds without a datagram after which a rank counts as gone", metavar="S", incidental=True
     )
 
     def __post_init__(self) -> None:
-        for name in ("p_grad", "p_param"):
+        for name in ("p_grad", "p_param", "p_act", "p_act_grad"):
             _in_unit_interval(flag_name(LossyConfig, name), getattr(self, name))
-        for name in ("loss_correlation", "lossy_links", "grad_recovery", "param_send", "transport", "eval_weights"):
+        for name in (
+            "loss_correlation", "lossy_links", "grad_recovery", "grad_priority_scope", "param_send", "transport", "eval_weights",
+            "act_zero_fill_gradient", "act_retransmit",
+        ):  # fmt: skip
             _one_of(self, name, getattr(self, name))
         for name in ("loss_model", "ge_mean_burst", "loss_schedule"):
             values = getattr(self, name)
@@ -322,6 +433,8 @@ class LossyConfig:
             raise refuse("--loss-seed", self.loss_seed, "must be in [0, 2^64 - 1]")
         if self.lead is not None and self.param_send == "plain":
             raise refuse("--param-lag", self.param_lag, "needs --param-send compensated")
+        self._check_priority()
+        self._check_boundaries()
         self._check_udp()
         GRAD_RECOVERIES.load(self.grad_recovery).check(self)
         for phase in PHASES:
@@ -335,10 +448,79 @@ class LossyConfig:
         if self.packet_bytes is None:
             object.__setattr__(self, "packet_bytes", UDP_PACKET_BYTES if udp else 4096)
         _one_of(self, "loss_unit", self.loss_unit)
+        if self.grad_priority is None:
+            feeds_back = self.grad_recovery == "error-feedback"
+            object.__setattr__(self, "grad_priority", "packet-mean" if feeds_back else "none")
+        _one_of(self, "grad_priority", self.grad_priority)
         if udp and self.loss_unit != "packet":
             raise refuse("--loss-unit", self.loss_unit, "must be packet with --transport udp, which loses datagrams")
         if udp and self.lossy_self:
             raise refuse("--lossy-self", "with --transport udp", "cannot be: the own shard never crosses the network")
+
+    @property
+    def at_sender(self) -> bool:
+        """Whether senders decide what becomes of their lost gradients."""
+        return self.grad_priority != "none" or self.grad_recovery == "error-feedback"
+
+    def _check_priority(self) -> None:
+        for name in ("grad_priority_fraction", "grad_residual_bound"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise refuse(flag_name(LossyConfig, name), getattr(self, name), "must be in [0, 1]")
+        if self.grad_priority_sample < 100:
+            raise refuse("--grad-priority-sample", self.grad_priority_sample, "must be at least 100")
+        if self.grad_priority != "none":
+            if self.loss_unit != "packet":
+                why = "" if self.grad_recovery != "error-feedback" else ", or --grad-priority none"
+                raise refuse("--grad-priority", self.grad_priority, f"needs --loss-unit packet{why}")
+            if self.grad_recovery == "previous":
+                raise refuse(
+                    "--grad-priority",
+                    f"{self.grad_priority} with --grad-recovery previous",
+                    "cannot be: what a packet is replaced with would depend on what it was; use error-feedback or zero",
+                )
+        if self.at_sender and self.transport == "udp":
+            self._check_reports()
+        needs = {"grad_residual_bound": self.at_sender} | dict.fromkeys(
+            ("grad_priority_fraction", "grad_priority_scope", "grad_priority_sample"), self.grad_priority != "none"
+        )
+        for name, allowed in needs.items():
+            value = getattr(self, name)
+            if not allowed and value != LossyConfig.__dataclass_fields__[name].default:
+                raise refuse(flag_name(LossyConfig, name), value, "needs --grad-priority")
+
+    def _check_reports(self) -> None:
+        """Over a network senders are told what did not arrive there; nobody tells them of anything else."""
+        if not self.phase("grad").lossless:
+            why = "cannot be: what a channel draws beside the network nobody reports to its sender; omit the loss rate"
+            raise refuse(
+                "--transport", "udp with gradients lost by drawing, and --grad-priority or error-feedback", why
+            )
+        if self.grad_residual_bound != 1:
+            raise refuse("--grad-residual-bound", self.grad_residual_bound, "cannot be with --transport udp")
+        if self.packet_bytes < UDP_REPORT_BYTES:
+            why = f"must be at least {UDP_REPORT_BYTES} with --grad-priority over UDP"
+            raise refuse("--packet-bytes", self.packet_bytes, why)
+
+    def _check_boundaries(self) -> None:
+        if not 0 <= self.act_high_depth <= 1:
+            raise refuse("--act-high-depth", self.act_high_depth, "must be in [0, 1]")
+        for name in ("act_residual_high", "act_residual_low"):
+            _in_unit_interval(flag_name(LossyConfig, name), getattr(self, name))
+        if self.act_packet_bytes < 1:
+            raise refuse("--act-packet-bytes", self.act_packet_bytes, "must be at least 1")
+        for name in ("act_fec_high", "act_fec_low"):
+            check_code(flag_name(LossyConfig, name), *getattr(self, name))
+        layers = self.virtual_boundaries
+        if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
+            raise refuse("--virtual-boundaries", " ".join(map(str, layers)), "must be different layers, from 1 on")
+        if layers and self.lossy_links == "inter-node":
+            raise refuse(
+                "--virtual-boundaries", " ".join(map(str, layers)), "cannot be on a node: --lossy-links inter-node"
+            )
+        for name in _OF_RECOVERY if self.act_retransmit == "off" else ():
+            value = getattr(self, name)
+            if value != LossyConfig.__dataclass_fields__[name].default:
+                raise refuse(flag_name(LossyConfig, name), as_text(value), "does nothing with --act-retransmit off")
 
     def _check_udp(self) -> None:
         for name in ("udp_rate_control", "udp_cipher"):
@@ -362,8 +544,24 @@ class LossyConfig:
             raise refuse("--udp-eager-bytes", self.udp_eager_bytes, "must be at least 0")
         if self.udp_memory < max(2**20, self.udp_eager_bytes):
             raise refuse("--udp-memory", self.udp_memory, "must be at least 2^20 and --udp-eager-bytes")
+        _ = self.udp_fec_code
+        if not 0 <= self.udp_fec_budget <= 100:
+            raise refuse("--udp-fec-budget", self.udp_fec_budget, "must be percent in [0, 100]")
         if not 1 <= self.udp_peer_timeout < math.inf:
             raise refuse("--udp-peer-timeout", self.udp_peer_timeout, "must be seconds of at least 1")
+
+    @property
+    def udp_fec_code(self) -> tuple[int, int] | None:
+        """``--udp-fec``: B and C; ``None``: auto. Raises :class:`UsageError`."""
+        if tuple(self.udp_fec) == ("auto",):
+            return None
+        text = " ".join(map(str, self.udp_fec))
+        try:
+            block, parity = (int(number) for number in self.udp_fec)
+        except ValueError:
+            raise refuse("--udp-fec", text, "must be auto, or B C") from None
+        check_code("--udp-fec", block, parity, least=0)
+        return block, parity
 
     @property
     def udp_bytes_per_second(self) -> float | None:
@@ -417,7 +615,16 @@ class LossyConfig:
     @property
     def lossless(self) -> bool:
         """True if no flag can change any exchange, so that training must be exactly Megatron's."""
-        return all(self.untouched(phase) for phase in PHASES)
+        return all(self.untouched(phase) for phase in PHASES) and not self.loses_at_boundaries
+
+    @property
+    def loses_at_boundaries(self) -> bool:
+        """Whether messages between pipeline stages can lose anything."""
+        return any(map(self.boundary_rate, BOUNDARY_PHASES))
+
+    def boundary_rate(self, phase: str) -> float:
+        """The loss rate of ``phase`` ("act" or "act-grad")."""
+        return {"act": self.p_act, "act-grad": self.p_act_grad}[phase]
 
     def untouched(self, phase: str) -> bool:
         """Whether the exchanges of ``phase`` are Megatron's own: nothing is lost, and nothing else carries them."""
@@ -433,6 +640,8 @@ class LossyConfig:
         unused = [f"--param-send {self.param_send} does nothing, since no parameter is lost"] if idle else []
         if self.lossless:
             return "; ".join(["none, the exchanges are Megatron's own", *unused])
+        if all(self.untouched(phase) for phase in PHASES):
+            return "; ".join([self._describe_boundaries(), f"seed {self.loss_seed}", "simulated", *unused])
         models = dict.fromkeys(self.of_phase("loss_model", phase) for phase in PHASES)
         drawn = [
             f"gradients {self.label('grad')}, parameters {self.label('param')}",
@@ -446,16 +655,37 @@ class LossyConfig:
             f"unit {self.loss_unit}" + (f" of {self.packet_bytes} bytes" if self.loss_unit == "packet" else ""),
             f"recovery {self.grad_recovery}",
         ]
+        if self.grad_priority != "none":
+            parts.append(
+                f"priority {self.grad_priority} {self.grad_priority_fraction:g} of a {self.grad_priority_scope}"
+            )
         if self.param_send != "plain" and not idle:
             parts.append(f"parameters sent {self.param_send}, lag {self.param_lag}")
         if self.loss_correlation != "independent":
             parts.append(f"correlated by {self.loss_correlation}")
         if self.lossy_links != "all":
             parts.append(f"{self.lossy_links} links only")
+        if self.loses_at_boundaries:
+            parts.append(self._describe_boundaries())
         crossing = {"torch": "simulated", "pieces": "simulated, in pieces", "udp": f"over UDP, {self.udp_cipher}"}[
             self.transport
         ]
         return "; ".join([*parts, crossing, *unused])
+
+    def _describe_boundaries(self) -> str:
+        rates = f"activations {100 * self.p_act:g} %, their gradients {100 * self.p_act_grad:g} %"
+        recovery = "without parity"
+        if self.act_retransmit == "on":
+            kinds = ((self.act_fec_high, self.act_residual_high), (self.act_fec_low, self.act_residual_low))
+            recovery = "parity " + " and ".join(f"{as_text(code)} up to {bound:g}" for code, bound in kinds)
+        where = "" if self.virtual_boundaries is None else f" after layers {as_text(self.virtual_boundaries)}"
+        return f"{rates}{where}, {recovery}"
+
+
+def check_code(flag: str, block: int, parity: int, least: int = 1) -> None:
+    """Raise :class:`UsageError` for blocks of ``block`` packets with ``parity`` of parity that no code has."""
+    if not (least <= parity <= min(block, 255) and 1 <= block < 2**16):
+        raise refuse(flag, f"{block} {parity}", f"needs {least} <= C <= B, C at most 255 and B in [1, 65535]")
 
 
 def _in_unit_interval(flag: str, value: float) -> None:

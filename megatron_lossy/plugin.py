@@ -189,5 +189,6 @@ def _install_once(name: str, patches: Callable[[], list[Patch]]) -> None:
 
 
 def _close() -> None:
+    atexit.unregister(_close)
     for observer in _lossy.observers if _lossy is not None else ():
         observer.close()

@@ -76,5 +76,6 @@ GRAD_RECOVERIES = Registry(
         "renormalize-remote": "megatron_lossy.recovery.renormalize_remote:RenormalizeRemote",
         "previous": "megatron_lossy.recovery.previous:Previous",
         "zero": "megatron_lossy.recovery.zero:Zero",
+        "error-feedback": "megatron_lossy.recovery.feedback:ErrorFeedback",
     },
 )

@@ -22,7 +22,17 @@ from .errors import UsageError, refuse
 from .exchange import Delivery
 from .files import replace_file
 from .flags import as_text, flag_name, identity
-from .monitor import Drift, ExchangeMonitor, Observer, Replicas, load_states, metrics_of, states_of
+from .monitor import (
+    BoundaryMonitor,
+    Drift,
+    ExchangeMonitor,
+    Observer,
+    PriorityMonitor,
+    Replicas,
+    load_states,
+    metrics_of,
+    states_of,
+)
 from .transport import LossyGroup
 
 #: The folder of saved replicas in a checkpoint.
@@ -39,6 +49,10 @@ def make_observers(config: LossyConfig, groups: Callable[[], Sequence[LossyGroup
     if config.lossless:
         return []
     observers: list[Observer] = [ExchangeMonitor()]
+    if config.at_sender and not config.untouched("grad"):
+        observers.append(PriorityMonitor(lambda: [told for group in groups() for told in group.told()]))
+    if config.loses_at_boundaries:
+        observers.append(BoundaryMonitor())
     if config.transport == "udp":
         from .transport.udp.monitor import DatagramMonitor
 
@@ -271,8 +285,10 @@ class Run(ABC):
     def _check_identity(self, state: dict[str, Any], folder: str | os.PathLike) -> None:
         saved, here = state["identity"], self._whole_identity()
         known = here.keys() | saved.keys() if state["format"] >= 3 else saved.keys()
+        new = {flag_name(LossyConfig, name): as_text(value) for name, value in identity(LossyConfig()).items()}
         for name in sorted(known, key=[*here, *saved].index):
-            there, now = saved.get(name, "not there"), here.get(name, "not there")
+            # A flag that came later had its default.
+            there, now = saved.get(name, new.get(name, "not there")), here.get(name, "not there")
             if str(there) != str(now) and there is not None:
                 why = f"{name} was {there} there and is {now} here; without the flag all replicas begin equal"
                 raise refuse("--save-replicas", f"with {folder}", why)

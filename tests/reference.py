@@ -4,6 +4,9 @@ It shares no code with the package: it is given the deliveries, and computes wha
 say every worker must hold. Shapes: N workers; a bucket has N shards of L elements; ``pieces`` cuts a shard into units.
 """
 
+import math
+from fractions import Fraction
+
 import numpy as np
 
 
@@ -13,12 +16,29 @@ def pieces(shard, elements):
 
 
 class ReferenceReduce:
-    """One bucket's gradient exchange for all workers, with the memory that ``previous`` needs."""
+    """One bucket's gradient exchange for all workers, with the memory that ``previous`` and ``error-feedback`` need.
 
-    def __init__(self, rule, size, shard, elements):
-        self.rule, self.size, self.shard = rule, size, shard
+    ``priority``: the share of a sender's packets that are delivered anyway, those of the largest mean of |values|.
+    """
+
+    def __init__(self, rule, size, shard, elements, priority=0.0):
+        self.rule, self.size, self.shard, self.priority = rule, size, shard, priority
         self.units = pieces(shard, elements)
         self.last = np.zeros((size, size, shard), dtype=np.float64)  # [source, owner, L] last received
+        self.residual = np.zeros((size, size, shard), dtype=np.float32)  # [source, owner, L] lost and not yet sent
+
+    def _high(self, grads):
+        """bool[N, N, units] (source, owner, unit): the largest share of what each source sends to others."""
+        high = np.zeros((self.size, self.size, len(self.units)), dtype=bool)
+        for source in range(self.size):
+            ranked = sorted(
+                (-float(np.abs(grads[source, owner, piece].astype(np.float64)).mean()), owner, u)
+                for owner in range(self.size) if owner != source
+                for u, piece in enumerate(self.units)
+            )  # fmt: skip
+            for _, owner, u in ranked[: int(self.priority * len(ranked) + 0.5)]:
+                high[source, owner, u] = True
+        return high
 
     def __call__(self, grads, arrived, counted=True):
         """``grads`` [N, N, L] float32 (worker, shard); ``arrived`` bool [N, N, units] (source, owner, unit).
@@ -26,6 +46,11 @@ class ReferenceReduce:
         Returns [N, L] float32: what each owner's optimizer gets. ``counted``: the step did not overflow.
         """
         n = self.size
+        if self.rule == "error-feedback":
+            grads = grads + self.residual
+        if self.priority:
+            arrived = arrived | self._high(grads)
+        kept = np.zeros_like(self.residual)
         result = np.zeros((n, self.shard), dtype=np.float32)
         received = self.last.copy()
         for owner in range(n):
@@ -34,11 +59,13 @@ class ReferenceReduce:
                 got = {i: grads[i, owner, piece] for i in here}
                 for i in here:
                     received[i, owner, piece] = got[i]
+                for i in set(range(n)) - set(here):
+                    kept[i, owner, piece] = grads[i, owner, piece]
                 zero = np.zeros(piece.stop - piece.start, dtype=np.float32)
                 if self.rule == "renormalize":
                     total = sum(got.values(), zero)
                     value = total * np.float32(n / len(here)) / np.float32(n) if here else zero
-                elif self.rule == "zero":
+                elif self.rule in ("zero", "error-feedback"):
                     value = sum(got.values(), zero) / np.float32(n)
                 elif self.rule == "previous":
                     value = sum((received[i, owner, piece].astype(np.float32) for i in range(n)), zero) / np.float32(n)
@@ -52,7 +79,7 @@ class ReferenceReduce:
                         value = (own + remote * np.float32((n - 1) / others)) / np.float32(n)
                 result[owner, piece] = value
         if counted:
-            self.last = received
+            self.last, self.residual = received, kept
         return result
 
 
@@ -85,3 +112,34 @@ class ReferenceAdamW:
         self.v = np.float32(b2) * self.v + np.float32(1 - b2) * grad * grad
         denominator = np.sqrt(self.v) / np.float32(np.sqrt(1 - b2**self.t)) + np.float32(self.eps)
         self.weights -= np.float32(self.lr / (1 - b1**self.t)) * self.m / denominator
+
+
+# --- stage boundaries ------------------------------------------------------------------------------------------------
+
+
+def _parities(packets, block, parity):
+    """The parities of each block of a message."""
+    result = []
+    for first in range(0, packets, block):
+        length = min(block, packets - first)
+        result.append(parity if length == block else max(1, math.ceil(Fraction(parity * length, block))))
+    return result
+
+
+def boundary_units(packets, block, parity):
+    """Packets of data and of parity of a message."""
+    return packets + sum(_parities(packets, block, parity))
+
+
+def boundary_residual(packets, block, parity, lost):
+    """bool[packets]: what stays lost. ``lost`` bool[units]: of data, then of parity."""
+    residual = lost[:packets].copy()
+    number = packets
+    for index, count in enumerate(_parities(packets, block, parity)):
+        places = range(index * block, min((index + 1) * block, packets))
+        for group in range(count):
+            members = list(places)[group::count]
+            if lost[members].sum() + lost[number] <= 1:
+                residual[members] = False
+            number += 1
+    return residual

@@ -45,6 +45,10 @@ def full(command: str, line: str, limit: int = 200, **more) -> Case:
 
 TRAIN = [
     Case("--p-grad 1.0", "--p-grad 1.0: must be in [0, 1)"),
+    Case("--p-act 1.0", "--p-act 1.0: must be in [0, 1)"),
+    Case("--p-act 0.1", "--p-act 0.1: nothing is sent with one pipeline stage; needs more of them, or --virtual-boun"),
+    Case("--p-act 0.1 --virtual-boundaries 2", "--virtual-boundaries 2: must be layers from 1 to 1 of the 2"),
+    Case("--p-act 0.1 --act-fec-low 10 11", "--act-fec-low 10 11: needs 1 <= C <= B"),
     Case("--pgrad 0.1", "unrecognized arguments: --pgrad 0.1"),
     Case("--config none.yaml", "--config none.yaml: cannot be read: No such file or directory"),
     Case("--config data", "--config data: cannot be read: Is a directory"),

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from megatron_lossy.config import LossyConfig, Schedule
+from megatron_lossy.config import LossyConfig, Schedule, given
 from megatron_lossy.errors import UsageError
 from megatron_lossy.flags import add_flags, flag_table, from_namespace
 
@@ -88,3 +88,24 @@ def test_a_lead_without_lost_parameters_is_said_to_do_nothing():
     assert gradients.endswith("; simulated; --param-send compensated does nothing, since no parameter is lost")
     assert "sent compensated, lag auto" in LossyConfig(p_param=0.1, param_send="compensated").describe()
     assert "does nothing" not in LossyConfig(p_param=0.1, param_send="compensated").describe()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"p_grad": 0.1, "loss_unit": "packet", "grad_recovery": "error-feedback"},
+        {"p_grad": 0.1, "loss_unit": "packet", "grad_recovery": "error-feedback", "grad_priority": "none"},
+        {"p_grad": 0.1, "grad_recovery": "error-feedback", "grad_priority": "none"},
+        {"p_grad": 0.1, "loss_unit": "packet", "grad_recovery": "zero", "grad_priority": "packet-mean"},
+        {"transport": "udp"},
+        {"transport": "udp", "packet_bytes": 4096},
+        {"transport": "udp", "grad_recovery": "error-feedback", "grad_priority": "none"},
+        {"p_param": 0.1, "loss_unit": "packet", "packet_bytes": 1408},
+    ],
+)
+def test_what_is_given_makes_the_same_configuration_again(flags):
+    """Defaults may depend on other flags: that of --grad-priority is not none with error feedback."""
+    config = LossyConfig(**flags)
+    assert LossyConfig(**given(config)) == config
+    assert given(LossyConfig()) == {}

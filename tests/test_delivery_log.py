@@ -136,6 +136,7 @@ MODEL = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size
 RULES = {
     "shard": ("previous", {}),
     "bucket": ("renormalize", {"loss_unit": "bucket", "lossy_self": True}),
+    "feedback": ("error-feedback", {"loss_unit": "packet", "packet_bytes": 512}),
     "digests": ("previous", {"loss_unit": "packet", "packet_bytes": 512, "loss_model": ("gilbert-elliott",)}),
 }
 

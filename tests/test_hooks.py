@@ -25,6 +25,9 @@ OVERLAPS = {
 }
 BOTH = LossyConfig(p_grad=0.4, p_param=0.4, loss_unit="packet", packet_bytes=1000)
 RULES = ["renormalize", "renormalize-remote", "previous", "zero"]
+FEEDBACK = dataclasses.replace(
+    BOTH, grad_recovery="error-feedback", grad_priority="packet-mean", grad_priority_fraction=0.1, packet_bytes=400
+)
 
 
 def contract_holds(tiny, world=4, config=BOTH, steps=4, overflows=None, without=(), gapless=False, **how):
@@ -53,7 +56,8 @@ def test_without_loss_it_is_megatron_bit_for_bit(overlap, dtype):
     """With the hooks in place and every rate 0 for now, and with rates of 0, weights and losses are Megatron's."""
     tiny = TinyGPT(dtype=dtype, accumulation=2, **OVERLAPS[overlap])
     expected = run_ranks(contract.plain, 2, tiny, None, 4)
-    for config in (LossyConfig(), LossyConfig(loss_schedule=("0:0,1000:0.5",), loss_unit="packet")):
+    later = LossyConfig(loss_schedule=("0:0,1000:0.5",), loss_unit="packet")
+    for config in (LossyConfig(), later, dataclasses.replace(later, grad_recovery="error-feedback")):
         for (weights, reports), (real_weights, real_reports) in zip(
             run_ranks(contract.plain, 2, tiny, config, 4), expected
         ):
@@ -85,6 +89,28 @@ def test_every_rule_and_unit(rule, unit):
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_with_several_survivors(rule):
     contract_holds(TinyGPT(**OVERLAPS["grads"]), world=4, config=dataclasses.replace(BOTH, grad_recovery=rule))
+
+
+@pytest.mark.parametrize(
+    ("rule", "overlap"), [("error-feedback", "none"), ("error-feedback", "both"), ("zero", "grads")]
+)
+def test_priority_and_error_feedback(rule, overlap):
+    """Two ranks to the last bit, and three; whatever the order in which buckets are exchanged."""
+    config = dataclasses.replace(FEEDBACK, grad_recovery=rule)
+    for world in (2, 3):
+        _, lost = contract_holds(TinyGPT(**OVERLAPS[overlap]), world=world, config=config, steps=6)
+        assert lost["grad"] and lost["param"]
+
+
+@pytest.mark.parametrize("rule", ["error-feedback", "zero"])
+def test_with_every_packet_of_high_priority_it_is_megatron(rule):
+    tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
+    config = dataclasses.replace(FEEDBACK, p_param=0.0, grad_recovery=rule, grad_priority_fraction=1.0)
+    mine, theirs = run_ranks(contract.plain, 2, tiny, config, 4), run_ranks(contract.plain, 2, tiny, None, 4)
+    for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
+        assert reports == expected_reports
+        for name, value in expected.items():
+            np.testing.assert_array_equal(weights[name], value, err_msg=name)
 
 
 SETTINGS = {
@@ -178,10 +204,10 @@ def test_tensor_parallel_peers_lose_the_same():
     assert streams[0] == streams[1] == streams[2]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [*RULES, "error-feedback"])
 @pytest.mark.parametrize("overlap", ["none", "both"])
 def test_a_skipped_step(rule, overlap):
-    """An overflow skips the update: no gather is drawn anew, and ``previous`` keeps nothing of that step."""
+    """An overflow skips the update: no gather is drawn anew, and no rule keeps anything of that step."""
     config = dataclasses.replace(BOTH, grad_recovery=rule)
     tiny = TinyGPT(loss_scale=8.0, **OVERLAPS[overlap])
     recorded, _ = contract_holds(tiny, world=2, config=config, steps=6, overflows={2: 0, 3: 1})

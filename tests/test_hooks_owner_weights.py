@@ -116,6 +116,30 @@ def test_replicas_are_saved_and_restored(overlap, rule, unit):
         run_ranks(resume, 2, OVERLAPS[overlap], config, folder, weights)
 
 
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_what_a_network_lost_is_lost_when_its_replicas_are_restored(overlap, tmp_path):
+    """Over UDP nobody can draw it again, and what is gathered first must not cross once more."""
+    config = LossyConfig(transport="udp", packet_bytes=256, udp_deadline="0.3", save_replicas=True)
+    saved = run_ranks(save_and_go_on, 2, OVERLAPS[overlap], config, str(tmp_path))
+    again = run_ranks(resume, 2, OVERLAPS[overlap], config, str(tmp_path), [weights for weights, _ in saved])
+    assert again == [report for _, report in saved]
+    owners = run_ranks(from_owners, 2, OVERLAPS[overlap], [weights for weights, _ in saved])
+    assert all(mine != theirs for mine, theirs in zip(again, owners, strict=True)), "nothing was stale"
+
+
+def from_owners(rank, tiny, weights):
+    """The third iteration without stale replicas."""
+    import torch
+
+    lossy = hooks.install(LossyConfig())
+    run = build(tiny)
+    for name, buffer in run._buffers():
+        buffer.param_data.copy_(torch.from_numpy(weights[rank][name]))
+    run.optimizer.reload_model_params()
+    lossy.set_iteration(2)
+    return _continue(run, lossy)
+
+
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory):
     """Replicas saved by two ranks after two iterations, and their weights."""

@@ -450,3 +450,49 @@ def test_runs_write_them(data, tmp_path):
 def test_a_negative_interval_is_refused():
     with pytest.raises(UsageError, match="^--drift-interval -1: must be at least 0$"):
         LossyConfig(drift_interval=-1)
+
+
+def told_of_priorities(rank, config):
+    from megatron_lossy import hooks
+
+    lossy = hooks.install(config)
+    run = build(TinyGPT())
+    told = []
+    for step in range(4):
+        run.step(step)
+        told.append(lossy.metrics())
+    lossy.uninstall()
+    return told
+
+
+def test_priorities_and_residuals_are_counted_as_real_and_virtual_runs_count_them():
+
+    config = LossyConfig(
+        p_grad=0.4, loss_unit="packet", packet_bytes=256, grad_recovery="error-feedback", grad_priority_fraction=0.2
+    )
+    names = ("priority share", "recovered share", "residual share", "residual ratio", "oldest residual")
+    real = run_ranks(told_of_priorities, 2, config)
+    assert real[0] == real[1]
+    for step, told in enumerate(real[0]):
+        assert set(names) <= told.keys()
+        assert told["priority share"] == pytest.approx(0.2, abs=0.01)
+        assert told["loss rate grad"] * (1 - told["recovered share"]) == pytest.approx(told["residual share"])
+        assert 0 < told["residual ratio"] < told["residual share"]  # what is lost for good is small
+        assert 1 <= told["oldest residual"] <= step + 1
+    [virtual] = run_ranks(virtual_told_of_priorities, 1, config)
+    assert [{name: told[name] for name in names} for told in virtual] == [
+        {name: pytest.approx(told[name]) for name in names} for told in real[0]
+    ]
+
+
+def virtual_told_of_priorities(rank, config):
+    from megatron_lossy.virtual import VirtualCluster
+
+    cluster = VirtualCluster(config, 2)
+    run = build(TinyGPT(), cluster)
+    told = []
+    for step in range(4):
+        run.step(step)
+        told.append(cluster.metrics())
+    cluster.uninstall()
+    return told

@@ -17,7 +17,7 @@ from megatron_lossy.registry import GRAD_RECOVERIES
 from tests import contract
 from tests.ranks import run_ranks
 from tests.reference import ReferenceReduce
-from tests.test_hooks import BOTH, FEW_SETTINGS, OVERLAPS, RULES, SETTINGS, contract_holds
+from tests.test_hooks import BOTH, FEEDBACK, FEW_SETTINGS, OVERLAPS, RULES, SETTINGS, contract_holds
 from tests.test_transport import (
     STEPS,
     UNITS,
@@ -61,7 +61,7 @@ def test_combine_against_the_reference(size, shard, packet, rule, averaged, seed
         pieces[~np.repeat(arrived, packet, axis=1)[:, :shard]] = np.inf
         delivery = Delivery(Exchange("grad", Stream(), step), range(size), [owner], arrived[None], [units])
         output = torch.empty(shard)
-        recovery.combine(torch.from_numpy(pieces).view(-1), output, delivery, Reduction(averaged))
+        recovery.combine(torch.from_numpy(pieces).view(-1), output, delivery, None, Reduction(averaged))
         recovery.finish_step(step, True)
         np.testing.assert_allclose(output.numpy() / (1 if averaged else size), expected, rtol=2e-6, atol=2e-6)
 
@@ -119,6 +119,10 @@ def test_every_rule_with_several_survivors(rule):
     contract_holds(TinyGPT(**OVERLAPS["both"]), world=3, config=dataclasses.replace(PIECES, grad_recovery=rule))
 
 
+def test_error_feedback_with_several_survivors():
+    contract_holds(TinyGPT(**OVERLAPS["both"]), world=3, config=dataclasses.replace(FEEDBACK, transport="pieces"))
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("rates", [{}, {"p_grad": 0.0, "p_param": 0.0}], ids=["loss", "no loss"])
 def test_between_two_ranks_it_is_the_same_as_torch(rates, dtype):
@@ -144,6 +148,7 @@ def test_four_virtual_workers_are_four_ranks_bit_for_bit():
         for dtype in ("fp32", "bf16")
         for rule, flags in (
             *((rule, {"grad_recovery": rule}) for rule in RULES),
+            ("feedback", {"grad_recovery": "error-feedback", "grad_priority": "packet-mean"}),
             ("compensated", {"param_send": "compensated"}),
         )
     ]

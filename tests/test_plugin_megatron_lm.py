@@ -202,3 +202,16 @@ def test_what_cannot_be_right_is_refused_before_training(megatron_lm):
     _, done = pretrain(megatron_lm, *LOSS, "--check-weight-hash-across-dp-replicas-interval", 5)
     assert "error: --check-weight-hash-across-dp-replicas-interval with parameter loss" in done.stderr
     assert "iteration        1/" not in done.stdout
+
+
+def test_stage_boundaries(megatron_lm):
+    """Two stages: training loses activations, evaluation does not, and beyond the bound nothing is lost."""
+    pipeline = ("--pipeline-model-parallel-size", 2, "--untie-embeddings-and-output-weights")
+    lossless, _ = pretrain(megatron_lm, *pipeline)
+    rates = ("--p-act", 0.3, "--p-act-grad", 0.3, "--act-packet-bytes", 512)
+    lossy, done = pretrain(megatron_lm, *pipeline, *rates, "--act-retransmit", "off")
+    assert len(lossy) == len(lossless) == 24 and lossy[0] != lossless[0]
+    [rate, *_] = re.findall(r"loss rate act: ([\d.]+)", done.stdout)
+    assert 0.2 < float(rate) < 0.4
+    bound = ("--act-residual-high", 0, "--act-residual-low", 0)
+    assert pretrain(megatron_lm, *pipeline, *rates, *bound)[0] == lossless

@@ -97,7 +97,10 @@ def test_what_is_wrong_is_one_line(installed):
             "misnamed",
             "misnamed: the entry point my_rule:Half of megatron_lossy.recovery fails (its attribute name must",
         ),
-        ("none", "must be one of renormalize, renormalize-remote, previous, zero, broken, half, misnamed"),
+        (
+            "none",
+            "must be one of renormalize, renormalize-remote, previous, zero, error-feedback, broken, half, misnamed",
+        ),
     ):
         code = (
             "from megatron_lossy.config import LossyConfig\n"
@@ -113,7 +116,7 @@ def test_names_stand_in_the_class_and_in_the_registry():
             assert registry.load(name).name == name
     table = flag_table(LossyConfig)
     assert "`--loss-model {bernoulli,gilbert-elliott,per-link,trace}`" in table
-    assert "`--grad-recovery {renormalize,renormalize-remote,previous,zero}`" in table
+    assert "`--grad-recovery {renormalize,renormalize-remote,previous,zero,error-feedback}`" in table
 
 
 def test_our_names_cannot_be_taken(monkeypatch):

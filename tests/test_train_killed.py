@@ -119,12 +119,12 @@ def test_killed_ranks_continue_bit_for_bit(base, tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        (2, PACKETS | {"bf16": True}),
+        (2, PACKETS | {"bf16": True, "grad_recovery": "error-feedback"}),
         (2, OVERLAP | PACKETS | {"grad_recovery": "previous", "loss_model": "gilbert-elliott", "ge_mean_burst": 3.0}),
         (4, OVERLAP | PACKETS | {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}),
         (4, PACKETS | {"num_distributed_optimizer_instances": 2, "loss_unit": "bucket", "packet_bytes": 1024}),
     ],
-    ids=["bf16", "bursts, previous", "tensor parallel", "two instances"],
+    ids=["bf16, feedback", "bursts, previous", "tensor parallel", "two instances"],
 )
 def test_killed_again_and_again(base, tmp_path, ranks, settings, seed):
     moments = ["at_any_moment"] * 5 + ["while_saving"] * 3 + ["after_the_rename"] * 2

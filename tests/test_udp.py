@@ -10,6 +10,7 @@ from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.errors import UsageError
+from megatron_lossy.transport.udp import carrier
 from megatron_lossy.transport.udp.carrier import UdpTransport
 from megatron_lossy.virtual import VirtualCluster
 from tests import contract
@@ -182,6 +183,28 @@ def test_within_a_node_nothing_crosses_as_a_datagram():
     lost = np.array(run_ranks(lost_of_each_source, 4, config))
     near = np.kron(np.eye(2), np.ones((2, 2))).astype(bool)
     assert (lost[near] == 0).all() and lost[~near].sum() > 0
+
+
+def by_way_of_page_locked_memory(rank, chosen):
+    carrier._staged = lambda buffer: True
+    return real_runs(rank, chosen)
+
+
+def test_by_way_of_a_copy_as_from_a_device_it_is_the_same():
+    """The way of tensors on a device, but for the device."""
+    chosen = [
+        (f"{dtype} {overlap}", {"dtype": dtype, **OVERLAPS[overlap]}, UDP)
+        for dtype, overlap in (("fp32", "none"), ("bf16", "both"))
+    ]
+    for mine, theirs in zip(
+        run_ranks(by_way_of_page_locked_memory, 3, chosen), run_ranks(real_runs, 3, chosen), strict=True
+    ):
+        for key, *_ in chosen:
+            for step, expected in zip(mine[key], theirs[key], strict=True):
+                assert step[:2] == expected[:2]
+                for found, right in zip(step[2:], expected[2:], strict=True):
+                    for place in right:
+                        np.testing.assert_array_equal(found[place], right[place], f"{key} {place}")
 
 
 def test_virtual_workers_have_no_network():

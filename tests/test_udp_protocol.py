@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_lossy.transport.udp import packet
 from megatron_lossy.transport.udp.completion import Source
 from megatron_lossy.transport.udp.engine import SECOND, Channel, load
-from megatron_lossy.transport.udp.packet import ALIVE, DATA, END, PROBE, READY, REPORT, encode
+from megatron_lossy.transport.udp.packet import ALIVE, DATA, END, NACK, PARITY, PROBE, READY, REPORT, encode
 from megatron_lossy.transport.udp.rate import Rate
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
 
@@ -65,14 +65,14 @@ def test_what_the_numpy_codec_writes_is_read_by_the_engine(size, version, kind, 
     datagram = encode(kind, bytes(size), version=version, **fields)
     verdict = node.handle(SECOND, 1, datagram)
     index, phase, bucket = fields["index"], fields["phase"], fields["bucket"]
-    well_formed = version == 1 and DATA <= kind <= PROBE and fields["tag"] < 8 and not fields["attempt"]
+    well_formed = version == 1 and DATA <= kind <= NACK and fields["tag"] < 8 and not fields["attempt"]
     if not well_formed:
         assert verdict == "malformed"
     elif fields["channel"] != CHANNEL or fields["source"] != 1:
         assert verdict == "foreign"
     else:
         fits = fields["number"] < 2**20
-        if kind in (DATA, END, READY):
+        if kind in (DATA, END, READY, PARITY, NACK):
             fits &= phase < 2 and bucket < (2, 1)[phase] if phase < 2 else False
             if fits:
                 shard, unit = BUCKETS[("grad", "param")[phase]][bucket]
@@ -81,6 +81,8 @@ def test_what_the_numpy_codec_writes_is_read_by_the_engine(size, version, kind, 
                     DATA: index < units and size == min(unit, shard - index * unit),
                     END: index == units and size == 0,
                     READY: index <= 1 and size == 0,
+                    PARITY: False,  # of buckets with reports
+                    NACK: False,
                 }[kind]
         else:
             fits &= not (phase or bucket or fields["step"])
@@ -199,7 +201,7 @@ def test_another_key_opens_nothing():
 # ---- Completion ----
 
 
-def follow(node, step, deadline, events, now):
+def follow(node, step, deadline, events, now, must=None):
     """Drive the engine and the model with the same events; they agree after each. Returns the time after them."""
     model = Source(3, MS, deadline or None)  # in nanoseconds, which are exact
     exchange = None
@@ -211,8 +213,9 @@ def follow(node, step, deadline, events, now):
             exchange = node.post(now, "grad", step, 0, deadline=deadline)
             model.post(now)
         elif event == "end":
-            node.handle(now, 1, encode(END, source=1, channel=CHANNEL, index=3, step=step))
-            model.end(now)
+            payload = b"" if must is None else packet.end(must)
+            node.handle(now, 1, encode(END, payload, source=1, channel=CHANNEL, index=3, step=step))
+            model.end(now, must or ())
         elif event in TIMES:
             now += TIMES[event]
             node.timers(now)
@@ -246,11 +249,12 @@ def test_completion_is_the_models_in_every_order(deadline):
 @given(
     events=st.lists(st.sampled_from([0, 1, 2, 2, "end", "post", "post", *TIMES]), max_size=20),
     deadline=st.sampled_from([0, 2 * MS]),
+    must=st.none() | st.sets(st.integers(0, 2)).map(sorted),
 )
-@settings(max_examples=60, deadline=None)
-def test_completion_is_the_models_in_long_orders(events, deadline):
-    node = Node(0, 2, {"grad": [(3 * UNIT, UNIT)]}, reorder=MS)
-    follow(node, 1, deadline, events, SECOND)
+@settings(max_examples=150, deadline=None)
+def test_completion_is_the_models_in_long_orders(events, deadline, must):
+    node = Node(0, 2, {"grad": [(3 * UNIT, UNIT)]}, reorder=MS, reported=() if must is None else ("grad",))
+    follow(node, 1, deadline, events, SECOND, must)
     node.close()
 
 

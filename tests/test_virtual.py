@@ -1,5 +1,7 @@
 """The virtual cluster against real gloo ranks, and the memory its replicas take."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -48,6 +50,21 @@ def cases(folder, size):
         "no loss": LossyConfig(),
         "gradients only": LossyConfig(p_grad=0.4),
         "parameters only": LossyConfig(p_param=0.4, **UNITS["packet"]),
+        "feedback": LossyConfig(**lossy, **UNITS["packet"], grad_recovery="error-feedback"),
+        "feedback in units of buckets": LossyConfig(
+            **lossy, **UNITS["bucket"], grad_recovery="error-feedback", grad_priority="none"
+        ),
+        "quantile": LossyConfig(
+            **lossy,
+            **UNITS["packet"],
+            grad_recovery="error-feedback",
+            grad_priority="element-quantile",
+            grad_priority_scope="destination",
+            grad_priority_fraction=0.2,
+        ),
+        "zeros with a bound": LossyConfig(
+            **lossy, **UNITS["packet"], grad_recovery="zero", grad_priority="packet-mean", grad_residual_bound=0.35
+        ),
     }
     for name, config in channels.items():
         yield name, {}, config
@@ -66,6 +83,11 @@ def cases(folder, size):
         yield name, model, both
         if "per_token_loss" not in model:
             yield f"{name}, previous", model, LossyConfig(**lossy, grad_recovery="previous")
+        yield (
+            f"{name}, feedback",
+            model,
+            dataclasses.replace(both, grad_recovery="error-feedback", grad_priority="packet-mean"),
+        )
 
 
 def real_runs(rank, chosen):

@@ -42,6 +42,7 @@ class TinyGPT:
 
     tensor: int = 1
     pipeline: int = 1
+    sequence_parallel: bool = False
     virtual: int | None = None  # model chunks per pipeline rank; needs layers = pipeline x virtual x n
     context: int = 1  # as ranks with data of their own: attention over several of them needs Transformer Engine
     expert: int = 1
@@ -280,6 +281,7 @@ def _transformer_config(config: TinyGPT) -> TransformerConfig:
         tensor_model_parallel_size=config.tensor,
         pipeline_model_parallel_size=config.pipeline,
         virtual_pipeline_model_parallel_size=config.virtual,
+        sequence_parallel=config.sequence_parallel,
         expert_model_parallel_size=config.expert,
         num_moe_experts=config.experts,
         add_bias_linear=config.experts is None,  # in place, on a view that autograd protects, with biases

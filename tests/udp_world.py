@@ -61,6 +61,7 @@ class Node:
     peer_timeout: int = 30 * SECOND
     delay_based: bool = False
     key: bytes = bytes(16)
+    reported: tuple[str, ...] = ()
     exchanges: dict[tuple[str, int, int], Exchange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,6 +84,8 @@ class Node:
         for phase, number in packet.PHASES.items():
             for bucket, (shard, unit) in enumerate(self.buckets.get(phase, ())):
                 self.lib.ml_bucket(self.channel, number, bucket, shard, unit)
+                if phase in self.reported:
+                    assert not self.lib.ml_reported(self.channel, number, bucket)
         for peer in range(self.size):
             if peer != self.rank:
                 where = address(peer)
@@ -122,14 +125,24 @@ class Node:
         self.look(now)
         return exchange
 
-    def send(self, phase: str, step: int, bucket: int, data: np.ndarray) -> ctypes.c_void_p:
-        """``data``: uint8[size, shard], which must stay alive."""
+    def send(
+        self, phase: str, step: int, bucket: int, data: np.ndarray, must: np.ndarray | None = None, code=(1, 0)
+    ) -> ctypes.c_void_p:
+        """``data``: uint8[size, shard], which must stay alive; ``must`` bool[size, units]."""
         pointers = [None if r == self.rank else data[r].ctypes.data for r in range(self.size)]
         handle = ctypes.c_void_p()
         sources = (ctypes.c_void_p * self.size)(*pointers)
-        result = self.lib.ml_send(self.channel, packet.PHASES[phase], step, bucket, sources, ctypes.byref(handle))
+        must = None if must is None else np.ascontiguousarray(must, np.bool_)
+        result = self.lib.ml_send(
+            self.channel, packet.PHASES[phase], step, bucket, sources, None if must is None else must.ctypes.data, *code,
+            ctypes.byref(handle),
+        )  # fmt: skip
         assert result == 0, result
         return handle
+
+    def reports(self, handle: ctypes.c_void_p, phase: str, bucket: int) -> np.ndarray | None:
+        lost = np.empty((self.size, self.units(phase, bucket)), np.bool_)
+        return None if self.lib.ml_reports(handle, lost.ctypes.data) else lost
 
     def handle(self, now: int, source: int, datagram: bytes) -> str:
         verdict = VERDICTS[self.lib.ml_handle(self.engine, address(source), datagram, len(datagram), now)]

@@ -13,12 +13,18 @@ import threading
 
 import numpy as np
 
-from ..config import PHASES
+from ..config import BOUNDARY_PHASES, PHASES
 from ..exchange import KINDS, Exchange
 from .philox import philox4x64
 
 #: Destination used in place of a rank when all receivers of a source share their draws.
 EVERY_DESTINATION = 2**32 - 1
+
+#: In the place of a purpose of losses.
+_OTHER = 2**63
+
+# Later ones are appended, so that the numbers of the others stay.
+_PHASES = PHASES + BOUNDARY_PHASES
 
 #: Numbers in a block of the generator.
 PER_BLOCK = 16
@@ -49,7 +55,7 @@ def _philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.rand
 def _exchange_word(exchange: Exchange) -> int:
     stream = exchange.stream.drawn
     return (
-        PHASES.index(exchange.phase) << 56
+        _PHASES.index(exchange.phase) << 56
         | KINDS.index(stream.kind) << 48
         | stream.expert_rank << 32
         | stream.stage << 16
@@ -133,3 +139,11 @@ class Uniforms:
         key = (self._key[0], self._key[1] + 1)
         counter = (unit * 2**8, self._step, int(self._links[link]), self._exchange)
         return int(_philox(key, counter).random_raw()) >> 32
+
+
+def generator(seed: int, exchange: Exchange, source: int, number: int) -> np.random.Generator:
+    """Random numbers that are no losses: a function of the arguments alone. ``number``: of what they are for, below 2^32."""
+    word = _exchange_word(exchange)
+    return np.random.Generator(
+        np.random.Philox(key=[seed, _OTHER], counter=[0, exchange.step, source << 32 | number, word])
+    )

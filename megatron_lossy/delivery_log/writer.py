@@ -174,7 +174,7 @@ class DeliveryLog(Observer):
     def _entry(self, delivery: Delivery) -> _Entry:
         exchange, arrived = delivery.exchange, delivery.arrived
         sources, receivers = np.array(delivery.sources), np.array(delivery.receivers)
-        crosses = receivers[:, None] != sources
+        crosses = delivery.crossing
         if exchange.phase == "grad" and self._config.lossy_self:
             crosses = np.ones_like(crosses)
         links = np.nonzero(crosses)

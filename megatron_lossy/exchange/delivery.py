@@ -35,6 +35,11 @@ class Delivery:
     sent: np.ndarray | None = None
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @property
+    def crossing(self) -> np.ndarray:
+        """bool[R, S]: the links between two ranks, so not that of a rank to itself."""
+        return np.array(self.receivers)[:, None] != np.array(self.sources)
+
     def incoming(self, units: BucketUnits) -> np.ndarray:
         """bool[S, count]: what of the bucket that is cut into ``units`` arrived at the one receiver, by source."""
         assert len(self.arrived) == 1

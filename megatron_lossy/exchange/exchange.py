@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-KINDS = ("dense", "expert", "embedding")
+KINDS = ("dense", "expert", "embedding", "boundary")
 _NAME = re.compile(r"([a-z]+)-e(\d+)-s(\d+)-c(\d+)(?:-t(\d+))?")
 
 
@@ -16,6 +16,9 @@ class Stream:
     Losses that are drawn are the same for all ranks of tensor parallelism, and for all copies of a tied embedding: theirs
     is ``Stream("embedding")``, without a stage. A network loses something else for each of them: there ``tensor`` is the
     tensor-parallel rank, and a tied embedding has its stage.
+
+    Of a boundary between pipeline stages, ``stage`` and ``chunk`` are those of the later stage, in both directions, and
+    ``expert_rank`` is the data-parallel rank.
     """
 
     kind: str = "dense"
@@ -51,7 +54,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange: the phase (``grad`` or ``param``), the stream, and the step it is keyed by."""
+    """One exchange: the phase, the stream, and the step it is keyed by.
+
+    Phases are ``grad`` and ``param``; at boundaries between pipeline stages ``act`` and ``act-grad``.
+    """
 
     phase: str
     stream: Stream

@@ -8,8 +8,11 @@ import torch
 
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
+from ..flags import as_text
+from ..pipeline import elements_of
 from ..registry import GRAD_RECOVERIES
-from .versions import dense_buffers
+from ..transport import check_owners
+from .versions import dense_buffers, pipeline_groups
 
 _LAYER_WISE = "layer-wise optimizers gather differently; choose adam or sgd"
 
@@ -39,6 +42,17 @@ def check_loss_per_token(settings: Any, config: LossyConfig) -> None:
         )
 
 
+def check_reports(settings: Any, config: LossyConfig) -> None:
+    """Raise :class:`UsageError` where Megatron changes gradients that may have to be sent again. ``settings``: of Megatron."""
+    feeds_back = config.at_sender and config.transport == "udp"
+    if feeds_back and getattr(settings, "calculate_per_token_loss", False):
+        raise refuse(
+            "--grad-recovery",
+            f"{config.grad_recovery} with --transport udp",
+            "is told late what was lost, when --calculate-per-token-loss has scaled it; omit that flag",
+        )
+
+
 def check_torch(config: LossyConfig) -> None:
     """Raise :class:`UsageError` if this torch fails in a coalescing context without a collective of its own."""
     oldest = (2, 8)
@@ -49,9 +63,54 @@ def check_torch(config: LossyConfig) -> None:
         )
 
 
+def check_boundaries(settings: Any, config: LossyConfig) -> None:
+    """Raise :class:`UsageError` where stage boundaries cannot lose what ``config`` says. ``settings``: of Megatron or ours."""
+    if not config.loses_at_boundaries:
+        return
+    stages, layers = (getattr(settings, name, None) for name in ("pipeline_model_parallel_size", "num_layers"))
+    virtual = config.virtual_boundaries
+    if virtual is None:
+        if stages == 1:
+            flag, rate = ("--p-act", config.p_act) if config.p_act else ("--p-act-grad", config.p_act_grad)
+            raise refuse(
+                flag, rate, "nothing is sent with one pipeline stage; needs more of them, or --virtual-boundaries"
+            )
+    else:
+        text = as_text(virtual)
+        if stages is not None and stages > 1:
+            raise refuse("--virtual-boundaries", text, f"needs one pipeline stage, not {stages}")
+        if layers == 1:
+            raise refuse("--virtual-boundaries", text, "a model of 1 layer has no boundary between layers")
+        if layers is not None and max(virtual) >= layers:
+            raise refuse("--virtual-boundaries", text, f"must be layers from 1 to {layers - 1} of the {layers}")
+        if getattr(settings, "recompute_granularity", None) == "full":
+            raise refuse(
+                "--recompute-granularity", "full", "--virtual-boundaries would lose other packets in the recomputation"
+            )
+    if getattr(settings, "use_ring_exchange_p2p", False):
+        raise refuse("--use-ring-exchange-p2p", "on", "nothing can be lost at stage boundaries with it; turn it off")
+    if getattr(settings, "mtp_standalone", False):
+        raise UsageError("multi-token prediction on a stage of its own: cannot go with --p-act and --p-act-grad")
+
+
+def check_communicator(communicator: Any) -> None:
+    """Raise :class:`UsageError` for messages between the stages of several modules. ``communicator``: ``None`` for the usual."""
+    if communicator is not None and type(communicator).__name__.startswith("MultiModule"):
+        raise UsageError(
+            f"{type(communicator).__name__}: cannot go with --p-act and --p-act-grad, which know one pipeline"
+        )
+
+
 def check_ddp(ddp: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` if loss in the exchanges of this model chunk cannot be right."""
     check_torch(config)
+    check_boundaries(ddp.config, config)
+    if config.loses_at_boundaries:
+        elements_of(config.act_packet_bytes, ddp.config.pipeline_dtype or ddp.config.params_dtype)
+        if pipeline_groups() > 1:
+            raise UsageError(
+                "pipelines of encoder and decoder with their own sizes: cannot go with --p-act and --p-act-grad"
+            )
     settings = ddp.ddp_config
     if not settings.use_distributed_optimizer:
         raise UsageError("--use-distributed-optimizer is off: loss needs Megatron's distributed optimizer")
@@ -65,6 +124,7 @@ def check_ddp(ddp: Any, config: LossyConfig) -> None:
             "--reuse-grad-buf-for-mxfp8-param-ag: stale parameters would live in the gradient buffer; turn it off"
         )
     check_loss_per_token(ddp.config, config)
+    check_reports(ddp.config, config)
     if _full_iteration_graph(ddp.config):
         raise UsageError("--cuda-graph-scope full_iteration: a captured graph repeats one draw for ever; turn it off")
     quantized = any(buffer.param_dtype == torch.uint8 for buffer in dense_buffers(ddp) + ddp.expert_parallel_buffers)
@@ -78,6 +138,8 @@ def check_arguments(args: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` for Megatron-LM arguments that cannot go with loss, before anything starts."""
     if config.lossless:
         return
+    check_owners(config)
+    check_boundaries(args, config)
     if _layer_wise(args):
         raise refuse("--optimizer", args.optimizer, _LAYER_WISE)
     if not getattr(args, "use_distributed_optimizer", False):
@@ -98,6 +160,7 @@ def check_arguments(args: Any, config: LossyConfig) -> None:
         if getattr(args, name, False):
             raise UsageError(f"--{name.replace('_', '-')}: cannot go with loss ({why}); turn it off")
     check_loss_per_token(args, config)
+    check_reports(args, config)
     if _full_iteration_graph(args):
         raise UsageError("--cuda-graph-scope full_iteration: a captured graph repeats one draw for ever; turn it off")
     if config.untouched("param"):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..ledger import Patch, Takes
-from . import seam
+from . import boundaries, seam
 from .runtime import Lossy
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
@@ -40,6 +40,7 @@ def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, *
 def patches(run: Lossy) -> list[Patch]:
     """Every patch that a lossy run needs in megatron-core."""
     return [
+        *([] if run.boundaries is None else boundaries.patches(run.boundaries)),
         Patch(
             target=f"{_BUFFER}:dist_reduce_scatter_func",
             around=partial(seam.reduce_scatter, run),

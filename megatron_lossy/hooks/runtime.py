@@ -18,13 +18,22 @@ from ..ledger import Ledger
 from ..recovery import rows_for
 from ..run import Run
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
+from .boundaries import Boundaries
 from .buckets import apart, bucket_sizes, buckets_by_stream, replicated_units
 from .checks import check_ddp
-from .complete import check_exchanged, check_registered, warn_of_lossless
+from .complete import check_exchanged, check_registered, warn_of_lossless, warn_of_reliable_boundaries
 from .main_weights import MainWeights
 from .sampling import RankSampler
 from .seam import Slot, attach, slot_of
-from .versions import innermost, model_chunk, number_model_chunk, parallel_sizes, pipeline_stage, tensor_group
+from .versions import (
+    data_parallel_rank,
+    innermost,
+    model_chunk,
+    number_model_chunk,
+    parallel_sizes,
+    pipeline_stage,
+    tensor_group,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,6 +59,8 @@ class Lossy(Run):
         self._told_all_reduce = False
         self._adding: dict[LossyGroup, tuple[torch.Tensor, Any]] = {}  # sums that are under way
         self._checked = False  # that all that is updated is exchanged
+        #: With ``--p-act`` or ``--p-act-grad``.
+        self.boundaries = Boundaries(self, self._on_one_node) if config.loses_at_boundaries else None
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
 
     def uninstall(self) -> None:
@@ -68,11 +79,18 @@ class Lossy(Run):
         if self.config.lossy_links == "inter-node" and self._nodes is None:
             # Over all ranks, so before anything that only some of them have.
             self._nodes = find_nodes(None, self.config.ranks_per_node)
+            if self.boundaries is not None:
+                warn_of_reliable_boundaries(self._nodes)
         number_model_chunk(ddp, len(self._chunks))
         self._chunks[ddp] = [
             self._add_group(buckets, full, stream, pipeline_stage(ddp))
             for stream, full, buckets in buckets_by_stream(ddp)
         ]
+        if self.boundaries is not None and self.config.virtual_boundaries is not None:
+            self.boundaries.attach(ddp, functools.partial(data_parallel_rank, ddp))
+
+    def _on_one_node(self, peer: int) -> bool:
+        return self._nodes is not None and self._nodes[dist.get_rank()] == self._nodes[peer]
 
     def _add_group(
         self, buckets: Sequence[tuple[Any, Any]], full: dist.ProcessGroup, stream: Stream, stage: int

@@ -123,6 +123,68 @@ def innermost(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def data_parallel_rank(module: Any) -> int:
+    """The data-parallel (times context-parallel) rank of a model chunk."""
+    return full_group(module, expert=False).rank()
+
+
+def sequence_parallel_rank(module: Any) -> int:
+    """The tensor-parallel rank if ranks have parts of the sequence of their own, else 0."""
+    group = tensor_group(expert=False) if module.config.sequence_parallel else None
+    return 0 if group is None else group.rank()
+
+
+def decoder_layers(module: torch.nn.Module) -> Any:
+    """The transformer layers of a model chunk, in order, with their ``layer_number`` in the whole model from 1 on.
+
+    Raises :class:`UsageError` for a model that keeps them elsewhere.
+    """
+    inner = innermost(module)
+    for name in ("decoder", "encoder"):
+        layers = getattr(getattr(inner, name, None), "layers", None)
+        if layers is not None:
+            return layers
+    raise refuse("--p-act", type(inner).__name__, "has no decoder with layers, whose number the losses depend on")
+
+
+def pipeline_groups() -> int:
+    """Pipelines that this rank is in. Before 0.13 there are several if encoder and decoder have their own parallelism."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return 1
+    groups = parallel_state.get_pipeline_model_parallel_group()
+    return len(groups) if isinstance(groups, list) else 1
+
+
+def pipeline_ranks() -> list[int]:
+    """The global ranks of this rank's pipeline; none where Megatron was not told globally."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return []
+    return torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+
+
+def schedule_table(chunks: Any, micro_batches: int, stages: int) -> list[tuple[int, int]]:
+    """(micro-batch, model chunk) of each forward pass of a rank of the interleaved schedule, in order."""
+    from megatron.core.pipeline_parallel import schedules
+
+    group = chunks[0].config.microbatch_group_size_per_vp_stage or stages
+    table = getattr(schedules, "get_schedule_table", _schedule_table)
+    return table(micro_batches, len(chunks), group)
+
+
+def _schedule_table(micro_batches: int, chunks: int, group: int) -> list[tuple[int, int]]:
+    """What HabanaAI's 0.11 makes inside of its schedule: ``group`` micro-batches go through all chunks, then the next."""
+    return [
+        (number, chunk)
+        for first in range(0, micro_batches, group)
+        for chunk in range(chunks)
+        for number in range(first, min(first + group, micro_batches))
+    ]
+
+
 def parallel_sizes() -> dict[str, int]:
     """The size of every kind of model parallelism, by the flag that sets it; none where Megatron was not told globally."""
     from megatron.core import parallel_state

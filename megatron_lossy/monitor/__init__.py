@@ -1,7 +1,19 @@
 """Monitors. They measure what is lost, how old stale weights are, and how far replicas are apart."""
 
+from .boundaries import BoundaryMonitor
 from .drift import Drift
 from .exchanges import ExchangeMonitor
 from .observer import Observer, Replicas, load_states, metrics_of, states_of
+from .priority import PriorityMonitor
 
-__all__ = ["Drift", "ExchangeMonitor", "Observer", "Replicas", "load_states", "metrics_of", "states_of"]
+__all__ = [
+    "BoundaryMonitor",
+    "Drift",
+    "ExchangeMonitor",
+    "Observer",
+    "PriorityMonitor",
+    "Replicas",
+    "load_states",
+    "metrics_of",
+    "states_of",
+]

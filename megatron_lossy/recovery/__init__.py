@@ -2,6 +2,7 @@
 
 from .base import GradRecovery, Reduction, Rule
 from .compensated import Compensated
+from .priority import Priority, Protection
 from .rows import IndexedRows, MaskedRows, rows_for, unit_views
 from .stale import Stale
 
@@ -10,6 +11,8 @@ __all__ = [
     "GradRecovery",
     "IndexedRows",
     "MaskedRows",
+    "Priority",
+    "Protection",
     "Reduction",
     "Rule",
     "Stale",

@@ -10,7 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..exchange import BucketUnits, Delivery, Lost
+import numpy as np
+
+from ..exchange import BucketUnits, Delivery, Exchange, Lost
+from .priority import Priority
 from .rows import Rows, rows_for
 
 if TYPE_CHECKING:
@@ -26,9 +29,9 @@ class Reduction:
     ``averaged``: the collective divides the sum by N (``ReduceOp.AVG``). ``loss_scale``: what the gradients are
     multiplied with (a number or a scalar tensor), or ``None``; with one, the step may be rejected. ``following()``:
     the delivery of the next exchange, or ``None`` if that has none (a trace ends); it is there for rules with
-    :attr:`Rule.foresight`, if it is known which step is next. Of parameters, ``sent`` [shard]: what this rank sends, for
-    a rule to change and restore, ``step``: the update, and ``lead``: c and r of the lead it is sent with
-    (``--param-send compensated``).
+    :attr:`Rule.foresight`, if it is known which step is next. Of gradients, ``exchange`` is theirs. Of parameters, ``sent``
+    [shard]: what this rank sends, for a rule to change and restore, ``step``: the update, and ``lead``: c and r of the
+    lead it is sent with (``--param-send compensated``).
     """
 
     averaged: bool = False
@@ -37,6 +40,7 @@ class Reduction:
     sent: torch.Tensor | None = None
     step: int | None = None
     lead: tuple[float, float] = (0.0, 0.0)
+    exchange: Exchange | None = None
 
 
 class Rule(ABC):
@@ -92,18 +96,77 @@ class GradRecovery(Rule):
 
     #: Whether the owner removes what is missing; set by whoever knows the transport.
     from_pieces = False
+    #: Which units are delivered all the same; set by whoever knows the flags.
+    priority: Priority | None = None
+    #: Where a sender chooses: of the latest exchange what was lost for good, or, where only the network knows what
+    #: will be, bool[N, count] what must arrive.
+    final: Lost | None = None
+    must: np.ndarray | None = None
+    #: Of which nobody has said what arrived: step, payload, loss scale.
+    _sent: tuple[int, torch.Tensor, Any] | None = None
+
+    def __init__(self, units: BucketUnits, rank: int) -> None:
+        super().__init__(units, rank)
+        #: Steps that are over, and of which nobody has said yet what arrived.
+        self.late: list[int] = []
+
+    @property
+    def at_sender(self) -> bool:
+        """Whether senders remove what is missing even where owners get pieces: only they know their priorities."""
+        return self.priority is not None
+
+    def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> Any:
+        self.correct(buffer, reduction)
+        if delivery is None:
+            assert self.priority is not None and reduction.exchange is not None
+            self.must = self.priority.choose(buffer, reduction.exchange)
+            self._sent = (reduction.exchange.step, buffer, reduction.loss_scale)
+            return None
+        lost = self.missing(delivery)
+        if self.priority is not None:
+            self.final = lost = self.priority.spare(buffer, lost, delivery.exchange)
+        return self.remove(buffer, lost, delivery, reduction)
+
+    def sent_in(self, step: int) -> bool:
+        """Whether nobody has said yet what arrived of what was sent in ``step``."""
+        return self._sent is not None and self._sent[0] == step
+
+    def reported(self, step: int, lost: np.ndarray | None) -> None:
+        """``lost`` bool[N, count] of what was sent in ``step`` did not arrive; ``None``: that is still to be said."""
+        assert self.priority is not None
+        if self.sent_in(step):
+            self._sent = None
+            if lost is None:
+                self.late.append(step)
+            else:
+                self.final = Lost(lost)
+                self.priority.tell(self.final)
+        elif lost is not None:
+            self.late.remove(step)
+
+    def correct(self, buffer: torch.Tensor, reduction: Reduction) -> None:
+        """Change ``buffer`` before anything is known of its losses."""
+
+    def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, reduction: Reduction) -> Any:
+        """Take what is ``lost`` out of ``buffer``. The result is given to :meth:`after`."""
+        self.rows(buffer).zero_(buffer, self.units, lost)
 
     def missing(self, delivery: Delivery) -> Lost:
         """What is missing in the buffer that :meth:`before` is given."""
         return delivery.lost_here(self.units) if self.from_pieces else delivery.lost_there(self.units)
 
-    def combine(self, pieces: torch.Tensor, output: torch.Tensor, delivery: Delivery, reduction: Reduction) -> None:
+    def combine(
+        self, pieces: torch.Tensor, output: torch.Tensor, delivery: Delivery, kept: Any, reduction: Reduction
+    ) -> None:
         """Put the recovered sum of ``pieces`` [N * shard], of all sources, into ``output`` [shard]; or their mean.
 
         What is missing in ``pieces`` may have any value. They are added in the order of the sources, in float32 at
-        least, and rounded once.
+        least, and rounded once. ``kept``: what :meth:`before` returned at the sender, where it removes what is missing.
         """
-        kept = self.before(pieces, delivery, reduction)
+        if self.from_pieces and not self.at_sender:
+            kept = self.before(pieces, delivery, reduction)
+        elif self.from_pieces:
+            self.rows(pieces).zero_(pieces, self.units, delivery.lost_here(self.units))
         output.copy_(ordered_sum(pieces.view(len(delivery.sources), -1), reduction.averaged))
         self.after(output, delivery, kept, reduction)
 
@@ -115,10 +178,6 @@ class GradRecovery(Rule):
     def kept_share(cls, lost: float) -> float:
         """Elements that the rule keeps between steps, per element of the gradients, if a step loses ``lost`` of them."""
         return 0.0
-
-    def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> Any:
-        assert delivery is not None
-        self.rows(buffer).zero_(buffer, self.units, self.missing(delivery))
 
 
 def ordered_sum(pieces: torch.Tensor, averaged: bool = False) -> torch.Tensor:

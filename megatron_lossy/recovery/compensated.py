@@ -49,27 +49,31 @@ class Compensated(Stale):
         self._updated = True
 
     def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> Any:
+        import torch
+
         kept = super().before(buffer, delivery, reduction)
         if reduction.sent is None:  # nothing is sent: what is stale is put aside
             return kept, None, None
         assert reduction.step is not None
-        sent = reduction.sent
-        if self._lead_of(reduction.step, sent, reduction) is None:
+        sent, weights = reduction.sent, self._own(reduction.sent)
+        lead = self._lead_of(reduction.step, weights, reduction)
+        if lead is None:
             return kept, None, None
         free = self._before if not self._updated else None
         own = sent.clone() if free is None or free.dtype != sent.dtype else free.copy_(sent)
-        self.put_lead(reduction.step, sent, reduction)
+        torch.add(weights, lead, out=sent)
         return kept, sent, own
 
     def put_lead(self, step: int, sent: torch.Tensor, reduction: Reduction) -> None:
         """Add the lead of ``step`` to ``sent`` [shard], the owner's weights; again, if it is sent again."""
         import torch
 
-        lead = self._lead_of(step, sent, reduction)
+        weights = self._own(sent)
+        lead = self._lead_of(step, weights, reduction)
         if lead is not None:
-            torch.add(self._own(sent), lead, out=sent)
+            torch.add(weights, lead, out=sent)
 
-    def _lead_of(self, step: int, sent: torch.Tensor, reduction: Reduction) -> torch.Tensor | None:
+    def _lead_of(self, step: int, weights: torch.Tensor, reduction: Reduction) -> torch.Tensor | None:
         if step != self._step:
             self._step = step
             c, r = reduction.lead
@@ -77,7 +81,7 @@ class Compensated(Stale):
                 self._leads = False
             else:
                 assert self._before is not None
-                difference = self._before.sub_(self._own(sent)).mul_(-c)
+                difference = self._before.sub_(weights).mul_(-c)
                 if self._leads and r:
                     assert self._lead is not None
                     difference.add_(self._lead, alpha=r)

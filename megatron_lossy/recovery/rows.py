@@ -37,6 +37,11 @@ def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Ten
     ]
 
 
+def times(saved: Saved, factor: Any) -> Saved:
+    """What ``take`` returned, in float32, its values multiplied by ``factor``, a number or a scalar tensor."""
+    return [tuple(part.float() * factor if part.is_floating_point() else part for part in parts) for parts in saved]
+
+
 def _float32(factors: np.ndarray, device: torch.device) -> torch.Tensor:
     return copies.to_device(factors.astype(np.float32), device)[None, :, None]
 
@@ -90,6 +95,18 @@ class IndexedRows:
             elif values:
                 view.index_put_(values[:-1], values[-1])
 
+    @classmethod
+    def add_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
+        """Add to the units that are ``lost`` what :meth:`take` returned for them; the sum is rounded once."""
+        for (view, numbers), values in zip(unit_views(buffer, units), saved, strict=True):
+            copies.used_here(values)
+            if units.count == 1:
+                for shard, value in zip(lost.places(numbers)[0], values, strict=True):
+                    view[shard].copy_(view[shard] + value)
+            elif values:
+                index = values[:-1]
+                view.index_put_(index, (view[index] + values[-1]).to(view.dtype))
+
     @staticmethod
     def scale_(shard: torch.Tensor, units: BucketUnits, factors: np.ndarray) -> None:
         """Multiply each unit of one shard, in place, by its float64 factor; factors of 1 change nothing.
@@ -135,6 +152,14 @@ class MaskedRows:
             copies.used_here((value,))
             for old, new, mask in zip(value, view, cls._mask(lost, numbers, buffer.device), strict=True):
                 new.copy_(old.where(mask, new))
+
+    @classmethod
+    def add_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
+        """See :meth:`IndexedRows.add_`."""
+        for (view, numbers), (value,) in zip(unit_views(buffer, units), saved, strict=True):
+            copies.used_here((value,))
+            for old, new, mask in zip(value, view, cls._mask(lost, numbers, buffer.device), strict=True):
+                new.copy_((new + old).to(new.dtype).where(mask, new))
 
     @staticmethod
     def scale_(shard: torch.Tensor, units: BucketUnits, factors: np.ndarray) -> None:

@@ -68,7 +68,8 @@ class Run:
     @property
     def lossless(self) -> bool:
         """True for a run that lost nothing: the baseline."""
-        return self.condition == ("0 %", "0 %")
+        boundaries = any(self.config.get(name) for name in ("p_act", "p_act_grad"))
+        return self.condition == ("0 %", "0 %") and not boundaries
 
     @property
     def diverged(self) -> bool:

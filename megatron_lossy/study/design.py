@@ -36,7 +36,7 @@ from ..errors import UsageError, refuse
 from ..report.scalars import AXES, check_names, needs_drift
 from ..shipped import find_config
 from ..train.arguments import configurations, make_parser, read_arguments, read_yaml, setting_arguments
-from ..transport import check_channels, check_ranks
+from ..transport import check_channels, check_owners, check_ranks
 from .cells import Cell, make_cell
 
 # What the study sets itself, what would end a run early, or would be one folder for all cells.
@@ -131,6 +131,8 @@ class Design:
                     raise refuse("metrics:", repr(name), "is recorded with drift-interval only, which is 0")
                 check_channels(loss, train.data_parallel_size(self.processes), train.train_iters)
                 check_ranks(loss, train.data_parallel_size(self.processes))
+                if not train.virtual_workers:
+                    check_owners(loss)
         except UsageError as error:
             raise UsageError(f"{self.title}, {where}: {error}") from None
         trials = []

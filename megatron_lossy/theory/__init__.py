@@ -17,7 +17,16 @@ from .drift import (
     settling_steps,
 )
 from .lag import Lag, Lead, lead, mean_lag, stability_limit
-from .recovery import Weights, no_survivor, previous_long_run, previous_staleness, survivors, weights
+from .recovery import (
+    Weights,
+    error_feedback_residual,
+    error_feedback_variance,
+    no_survivor,
+    previous_long_run,
+    previous_staleness,
+    survivors,
+    weights,
+)
 
 __all__ = [
     "UNCORRELATED",
@@ -35,6 +44,8 @@ __all__ = [
     "drift_over_pairs",
     "drift_paper",
     "drift_to_owner",
+    "error_feedback_residual",
+    "error_feedback_variance",
     "lead",
     "mean_lag",
     "no_survivor",

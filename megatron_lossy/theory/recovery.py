@@ -166,6 +166,23 @@ def previous_long_run(p: ArrayLike, rho: Sequence[float] = (1.0,)) -> np.ndarray
     return (1 + p) / (1 - p) + 2 * ((1 - p[..., None] ** lags) * np.asarray(rho, np.float64)[1:]).sum(axis=-1)
 
 
+def error_feedback_variance(p: ArrayLike) -> np.ndarray:
+    """``error-feedback``: variance of what one sender's constant gradient contributes in a step, over its square.
+
+    With probability 1 - p its payload arrives, 1 + A gradients after A losses in a row: E = 1 and
+    E w^2 = (1-p) E (1+A)^2 = (1+p)/(1-p). With N senders, the owner's always there, the mean has (N-1)/N^2 of
+    2p/(1-p). Gradients independent over time add no more than without loss: each is applied once.
+    """
+    p = rate_array(p)
+    return 2 * p / (1 - p)
+
+
+def error_feedback_residual(p: ArrayLike) -> np.ndarray:
+    """``error-feedback``: mean of what a sender keeps for one destination, over its constant gradient: p/(1-p)."""
+    p = rate_array(p)
+    return p / (1 - p)
+
+
 def _pair_share(count: np.ndarray, total: int) -> np.ndarray:
     """Probability that two given senders of ``total`` are both among ``count`` survivors."""
     return count * (count - 1) / max(total * (total - 1), 1)

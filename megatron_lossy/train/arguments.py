@@ -111,7 +111,9 @@ def _one_setting(key: str, flag: str, switch: bool, value: Any) -> list[str]:
     if value is None:
         return []
     if switch != isinstance(value, bool):
-        raise UsageError(f"{key} {value}: must be {'true or false' if switch else 'a value, not a switch'}")
+        raise UsageError(
+            f"{key} {value}: must be {'true or false' if switch else 'a value, not a switch (quote on and off)'}"
+        )
     if switch:
         return [flag if value else _off(flag)]
     if isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):

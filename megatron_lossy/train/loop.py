@@ -22,9 +22,9 @@ from ..config import LossyConfig
 from ..data import build_tokenizer, epochs
 from ..delivery_log.writer import claim_delivery_log
 from ..flags import identity
-from ..hooks.checks import check_loss_per_token
+from ..hooks.checks import check_boundaries, check_loss_per_token
 from ..run import Run
-from ..transport import check_channels, check_ranks
+from ..transport import check_channels, check_owners, check_ranks
 from ..virtual import VirtualCluster
 from . import parallel
 from .checkpoint import Checkpoints
@@ -61,8 +61,11 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_channels(lossy_config, config.data_parallel_size(ranks), config.train_iters)
     check_ranks(lossy_config, config.data_parallel_size(ranks))
     check_loss_per_token(config, lossy_config)
+    check_boundaries(config, lossy_config)
     if config.virtual_workers:
         VirtualCluster.check(lossy_config, config.virtual_workers)
+    else:
+        check_owners(lossy_config)
     transformer_impl(config)
     if config.wandb_project:
         check_wandb(config.wandb_project)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -60,7 +62,11 @@ class Workers:
     def evaluate_owner(self, batches: list[RankBatches], samples: int) -> list[torch.Tensor]:
         """As :meth:`run` without gradients, with the weights that are in the model: the owners'."""
         number = samples // (self._config.micro_batch_size * self._size)
-        return [total for own in batches for total in self._run(own, number, forward_only=True)]
+        sums = []
+        for rank, own in enumerate(batches):
+            with contextlib.nullcontext() if self._cluster is None else self._cluster.data_of(rank):
+                sums += self._run(own, number, forward_only=True)
+        return sums
 
     def _run(self, batches: RankBatches, number: int, forward_only: bool) -> list[torch.Tensor]:
         sums = get_forward_backward_func()(

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from ..exchange import BucketUnits, Delivery, Exchange, Stream
@@ -114,6 +115,19 @@ class Transport(ABC):
 
     def restore(self, delivery: Delivery) -> None:
         """``delivery`` was made before the checkpoint was saved that is loaded now. Made again, it must be the same."""
+
+    def recovered(self, exchange: Exchange, units: BucketUnits, lost: np.ndarray) -> None:
+        """Of the bucket cut into ``units``, which this rank is about to send, ``lost`` bool[N, count] will be lost for good."""
+
+    def require(self, exchange: Exchange, bucket: int, must: np.ndarray) -> None:
+        """Of ``bucket``, which this rank is about to send, ``must`` bool[N, count] has to arrive. Of observed deliveries."""
+
+    def reports(self, exchange: Exchange, bucket: int, seconds: float) -> np.ndarray | None:
+        """bool[N, count]: what of this rank's ``bucket`` did not arrive at others; ``None``: not all of them have said so.
+
+        Waits as long. Of observed deliveries; every exchange that :meth:`require` was called for must be asked for.
+        """
+        return None
 
     def foresee(self, exchange: Exchange) -> Delivery | None:
         """The delivery of ``exchange``, if it is known whether or not the exchange was made.

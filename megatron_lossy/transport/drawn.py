@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..exchange import BucketUnits, Exchange, Stream, units_of
+from ..exchange import BucketUnits, Delivery, Exchange, Stream, units_of
 from .base import Collective, Transfer, Transport
 from .network import Network
 
@@ -42,8 +42,13 @@ class Drawn(Transport):
         collective: Collective,
         sent: torch.Tensor | None = None,
     ) -> Transfer:
+        deliver = self._delivering(exchange)
+        return Transfer(collective(), deliver)
+
+    def _delivering(self, exchange: Exchange) -> Callable[[], Delivery | None]:
+        """What returns the delivery of ``exchange`` when it is over."""
         delivery = self.foresee(exchange)
-        return Transfer(collective(), lambda: delivery)
+        return lambda: delivery
 
     def lag(self, exchange: Exchange) -> tuple[float, float] | None:
         network, me = self.networks[exchange.phase], self.members[self.rank]

@@ -6,7 +6,9 @@ virtual cluster and :mod:`megatron_lossy.transport.ops` all go through it.
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,19 +18,24 @@ import torch
 import torch.distributed as dist
 
 from .. import theory
+from ..channel.draws import generator
 from ..config import PHASES, LossyConfig
 from ..errors import UsageError
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut, units_of
-from ..recovery import Compensated, Reduction, Rule, Stale
+from ..recovery import Compensated, Priority, Protection, Reduction, Rule, Stale
+from ..recovery.priority import Told
 from ..registry import GRAD_RECOVERIES
 from .base import Collective, Transfer, Transport
 from .collective import CollectiveTransport
 from .counted import Counted
 from .drawn import Latest, Networks, check_links
-from .network import Network, check_ranks, find_nodes
+from .network import Network, check_owners, check_ranks, find_nodes
 from .pieces import Pieces
 
 logger = logging.getLogger(__name__)
+
+#: Seconds that the end of a step waits for others to say what arrived there; later they delay what is sent again.
+_PATIENCE = 1.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,32 @@ def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str,
     return result
 
 
+def protection_of(config: LossyConfig) -> Protection:
+    """What the flags say about priorities."""
+
+    def draw(exchange: Exchange, source: int, number: int) -> np.ndarray:
+        return generator(config.loss_seed, exchange, source, number).random(config.grad_priority_sample)
+
+    return Protection(
+        config.grad_priority,
+        config.grad_priority_fraction,
+        config.grad_priority_scope,
+        config.grad_priority_sample,
+        config.grad_residual_bound,
+        config.lossy_self,
+        draw,
+    )
+
+
+@functools.cache
+def _warn_of_no_priority(config: LossyConfig) -> None:
+    logger.warning(
+        "--grad-priority none with %s: large gradients that are lost come back at full size in a later step, which may have "
+        "been clipped less; consider packet-mean (docs/smart.md)",
+        config.grad_recovery,
+    )
+
+
 class LossyGroup:
     """The exchanges of a list of buckets, in canonical order, over one group, as one of its ranks makes them.
 
@@ -65,13 +98,20 @@ class LossyGroup:
             "grad": GRAD_RECOVERIES.load(config.grad_recovery),
             "param": sends[config.param_send],
         }
+        if config.at_sender and config.grad_priority == "none":
+            _warn_of_no_priority(config)
         self._given_lead = config.lead
         self.rules: dict[str, list[Any]] = {
             phase: [kind(units, self.rank) for units in transport.cut[phase]] for phase, kind in kinds.items()
         }
+        protection = protection_of(config) if config.at_sender else None
         for rule in self.rules["grad"]:
-            rule.from_pieces = transport.in_pieces
+            if protection is not None:
+                rule.priority = Priority(protection, rule.units, self.rank)
+            # A sender that chooses removes what is lost itself, where it is known beforehand.
+            rule.from_pieces = transport.in_pieces and (transport.observed or not rule.at_sender)
         self._made_last = Latest()
+        self._told: list[Told] = []
         #: Whether parameters are sent with a lead.
         self.compensates = config.param_send == "compensated" and not self.lossless("param")
         counts = self.compensates and config.lead is None
@@ -119,10 +159,13 @@ class LossyGroup:
 
         ``group``: their torch process group.
         """
+        check_owners(config)
         parts = cut_buckets(config, buckets)
         check_links(networks, stream, parts, len(members), steps)
         if config.transport == "pieces":
-            return cls(config, Pieces(networks, stream, members, rank, parts, group=group))
+            pieces = Pieces(networks, stream, members, rank, parts, group=group)
+            pieces.draws_sent = config.at_sender
+            return cls(config, pieces)
         if config.transport == "udp":
             from .udp.process import open_transport  # which starts a thread
 
@@ -183,8 +226,9 @@ class LossyGroup:
         self, exchange: Exchange, averaged: bool, loss_scale: torch.Tensor | float | None, following: int | None
     ) -> Reduction:
         if following is None or self.transport.observed:
-            return Reduction(averaged, loss_scale)
-        return Reduction(averaged, loss_scale, lambda: self._foresee_grads(replace(exchange, step=following)))
+            return Reduction(averaged, loss_scale, exchange=exchange)
+        foresee = functools.partial(self._foresee_grads, replace(exchange, step=following))
+        return Reduction(averaged, loss_scale, foresee, exchange=exchange)
 
     def all_gather(
         self, bucket: int, buffer: torch.Tensor, sent: torch.Tensor, step: int, collective: Collective
@@ -229,10 +273,19 @@ class LossyGroup:
         if self.lossless(exchange.phase):
             return Transfer(collective(), lambda: None)
         self._note_made(exchange, bucket)
-        combines, kept = self.transport.in_pieces and exchange.phase == "grad", None
-        if not combines:
+        grads, kept = exchange.phase == "grad", None
+        combines = self.transport.in_pieces and grads
+        chooses = grads and rule.at_sender
+        if chooses:
+            self._ask_for_late_reports(bucket)
+        if not combines or chooses:
+            unknown = self.transport.observed if chooses else self.transport.in_pieces
             with torch.no_grad():
-                kept = rule.before(buffer, None if self.transport.in_pieces else self._foresee(exchange), reduction)
+                kept = rule.before(buffer, None if unknown else self._foresee(exchange), reduction)
+        if chooses and self.transport.observed:
+            self.transport.require(exchange, bucket, rule.must)
+        elif chooses:
+            self.transport.recovered(exchange, rule.units, rule.final.mask)
         transfer = self.transport.begin(exchange, bucket, buffer, collective, reduction.sent)
         pieces = transfer.pieces
 
@@ -241,7 +294,7 @@ class LossyGroup:
             if exchange.phase == "param" and self.counted is not None:
                 self.counted.count(bucket, rule.units, delivery)
             if combines:
-                rule.combine(pieces, output, delivery, reduction)
+                rule.combine(pieces, output, delivery, kept, reduction)
             else:
                 rule.after(output, delivery, kept, reduction)
 
@@ -313,6 +366,10 @@ class LossyGroup:
         self._made_last.put(exchange, delivery)
         self.transport.restore(delivery)
 
+    def told(self) -> list[Told]:
+        """What became of what this rank sent in the latest step that is over, bucket by bucket."""
+        return self._told
+
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def prepare(self, step: int, following: int | None = None) -> None:
@@ -323,8 +380,18 @@ class LossyGroup:
         if following is not None and (steps is None or following < steps) and self.rules["grad"][0].foresight:
             self.transport.prepare(Exchange("grad", self.stream, following))
 
+    def _ask_for_late_reports(self, bucket: int, seconds: float = 0.0) -> None:
+        rule = self.rules["grad"][bucket]
+        for step in list(rule.late):
+            rule.reported(step, self.transport.reports(Exchange("grad", self.stream, step), bucket, seconds))
+
     def finish_step(self, step: int, successful: bool) -> None:
         """Tell the recovery rules whether the optimizer used the gradients of ``step``."""
+        for bucket, rule in enumerate(self.rules["grad"]):
+            if rule.at_sender and rule.sent_in(step):
+                exchange = Exchange("grad", self.stream, step)
+                rule.reported(step, self.transport.reports(exchange, bucket, _PATIENCE))
+        self._told = [rule.priority.take_told() for rule in self.rules["grad"] if rule.priority is not None]
         for rules in self.rules.values():
             for rule in rules:
                 rule.finish_step(step, successful)
@@ -339,6 +406,8 @@ class LossyGroup:
 
     def state_dict(self) -> dict[str, list[Any]]:
         """The states of the rules, by phase, and what was counted."""
+        for bucket in range(len(self.rules["grad"])):
+            self._ask_for_late_reports(bucket, math.inf)
         counted = {} if self.counted is None else {"counted": [self.counted.state_dict()]}
         return {phase: [rule.state_dict() for rule in rules] for phase, rules in self.rules.items()} | counted
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from ..exchange import BucketUnits, Delivery, Exchange, Stream
 from .drawn import Drawn, Latest, Networks, draw
@@ -17,6 +20,21 @@ class Memory:
         self.members = range(size)
         self.cut = cut
         self._latest = Latest()
+        self._final = Latest()
+
+    def recovered(self, exchange: Exchange, source: int, units: BucketUnits, lost: np.ndarray) -> None:
+        """What of the units that ``source`` sends is lost for good."""
+        final = self._final.get(exchange)
+        if final is None:
+            known = self.foresee(exchange)
+            final = replace(known, arrived=known.arrived.copy())
+            self._final.put(exchange, final)
+        final.arrived[:, source, units.numbers] = ~lost
+
+    def final(self, exchange: Exchange) -> Delivery:
+        """The delivery at all workers, after what senders had delivered all the same."""
+        final = self._final.get(exchange)
+        return self.foresee(exchange) if final is None else final
 
     def foresee(self, exchange: Exchange) -> Delivery:
         """The delivery at all workers."""
@@ -40,8 +58,17 @@ class WorkerTransport(Drawn):
         super().__init__(memory.networks, memory.stream, memory.members, rank, memory.cut)
         self._memory = memory
 
+    def _delivering(self, exchange: Exchange) -> Callable[[], Delivery]:
+        # What senders have delivered all the same is known when all have begun.
+        return lambda: self._of(self._memory.final(exchange))
+
+    def recovered(self, exchange: Exchange, units: BucketUnits, lost: np.ndarray) -> None:
+        self._memory.recovered(exchange, self.rank, units, lost)
+
     def foresee(self, exchange: Exchange) -> Delivery:
-        everyone = self._memory.foresee(exchange)
+        return self._of(self._memory.foresee(exchange))
+
+    def _of(self, everyone: Delivery) -> Delivery:
         mine = slice(self.rank, self.rank + 1)
         arrived, sent = everyone.arrived[mine], everyone.arrived[:, self.rank]
-        return Delivery(exchange, everyone.sources, everyone.receivers[mine], arrived, everyone.cut, sent)
+        return Delivery(everyone.exchange, everyone.sources, everyone.receivers[mine], arrived, everyone.cut, sent)

@@ -40,6 +40,16 @@ def check_ranks(config: LossyConfig, size: int) -> None:
         )
 
 
+def check_owners(config: LossyConfig) -> None:
+    """Raise :class:`UsageError` for a rule whose owners would have to know the priorities of all senders."""
+    if config.grad_priority != "none" and config.grad_recovery.startswith("renormalize"):
+        raise refuse(
+            "--grad-priority",
+            f"{config.grad_priority} with --grad-recovery {config.grad_recovery}",
+            "needs virtual workers: an owner would have to be told what each sender chose; use error-feedback or zero",
+        )
+
+
 def check_channels(config: LossyConfig, size: int, steps: int | None) -> None:
     """Raise :class:`UsageError` if the files of ``config`` do not fit ``size`` ranks or ``steps`` iterations."""
     for phase in PHASES:

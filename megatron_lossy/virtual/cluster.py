@@ -18,8 +18,10 @@ import torch
 
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
+from ..hooks import boundaries
+from ..hooks.boundaries import Boundaries
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
-from ..hooks.checks import check_loss_per_token
+from ..hooks.checks import check_boundaries, check_loss_per_token
 from ..hooks.versions import optimizers
 from ..ledger import Ledger, Patch
 from ..run import Run
@@ -51,12 +53,22 @@ class VirtualCluster(Run):
         self.workers = workers
         self._streams: list[StreamBuckets] = []
         self._worker: int | None = None
+        self._rank = 0  # whose data are computed with
+        self._boundaries = Boundaries(self) if config.loses_at_boundaries else None
+        self._ledger = Ledger("virtual boundaries")
+        if self._boundaries is not None:
+            self._ledger.install(boundaries.patches(self._boundaries))
         self._tokens: torch.Tensor | None = None
         self._peak = 1.0
 
     @staticmethod
     def check(config: LossyConfig, workers: int) -> None:
         """Raise :class:`UsageError` for loss flags that mean nothing with so many virtual workers."""
+        if config.loses_at_boundaries and config.virtual_boundaries is None:
+            rate = config.p_act or config.p_act_grad
+            raise refuse(
+                "--p-act" if config.p_act else "--p-act-grad", rate, "needs --virtual-boundaries in one process"
+            )
         if config.transport == "udp":
             raise refuse("--transport", "udp", "needs real ranks: virtual workers exchange in memory; choose pieces")
         if config.lossy_links == "inter-node" and not config.ranks_per_node:
@@ -77,6 +89,7 @@ class VirtualCluster(Run):
         finish the gradients of a rank.
         """
         check_loss_per_token(ddp.config, self.config)
+        check_boundaries(ddp.config, self.config)
         ddp.ddp_config.overlap_grad_reduce = False  # it has cut the buckets; nothing is sent
         ddp.config.no_sync_func = None
         ddp.config.finalize_model_grads_func = self._collect
@@ -84,6 +97,8 @@ class VirtualCluster(Run):
         for name, _, pairs in buckets_by_stream(ddp):
             stream = StreamBuckets(self.config, pairs, name, self.workers, self.steps, self._optimizers)
             self._streams.append(stream)
+        if self._boundaries is not None:
+            self._boundaries.attach(ddp, lambda: self._rank)
 
     @contextlib.contextmanager
     def _norm_by_shards(self) -> Iterator[None]:
@@ -117,9 +132,19 @@ class VirtualCluster(Run):
                 self._note_peak()
             self._worker = worker
             try:
-                yield
+                with self.data_of(worker):
+                    yield
             finally:
                 self._worker = None
+
+    @contextlib.contextmanager
+    def data_of(self, worker: int) -> Iterator[None]:
+        """Within this context what is computed is that of ``worker``, with whatever weights."""
+        before, self._rank = self._rank, worker
+        try:
+            yield
+        finally:
+            self._rank = before
 
     def _collect(self, model: Any, num_tokens: torch.Tensor | None = None, **_: Any) -> None:
         """In the place of Megatron's ``finalize_model_grads``, at the end of a worker's last backward pass."""
@@ -156,6 +181,10 @@ class VirtualCluster(Run):
                     stream.count(self.iteration)
         self.finish_iteration(successful)
         return result
+
+    def uninstall(self) -> None:
+        super().uninstall()
+        self._ledger.uninstall()
 
     # --- what every run answers ------------------------------------------------------------------------------------
 

@@ -13,6 +13,10 @@
  * So each side of each wait repeats what the other may have lost, at intervals that double up to a second: a process
  * that is stopped finds a short queue when it goes on. Lost DATA is not repeated.
  *
+ * In a bucket with reports senders name units that must arrive, in END: a receiver that lacks one puts it together from
+ * PARITY, or asks for it by NACK until it is there or the deadline has passed. With READY 1 it says which units it did
+ * not get. END and that READY come in as many parts as they need.
+ *
  * All state belongs to the holder of `lock`, which is the thread but for short calls. Only `over` and `unsent` of an
  * exchange and `failed` of a channel are also read under `told`, on which callers wait.
  */
@@ -61,10 +65,11 @@ typedef int64_t ns;
 #define SECOND ((ns)1000000000)
 #define NEVER INT64_MAX
 
-enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE };
+enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK };
 enum { VERSION = 1, HEADER = 28, TAG = 16, REPORT_BYTES = 32, PHASES = 2 };
 enum { LARGEST = 65507, SEGMENTS = 64, BATCH_BYTES = 65000, RECEIVE = 32, RECEIVE_BYTES = 65536 };
 enum { AHEAD = 8, CONTROLS = 8192, FORCED = 4, REPEATS = 12, REPLIES = 64 /* in a millisecond, to a rank */ };
+enum { REPORTS = 4, RESENDS = 1024, AGAIN = 2 /* the tag of what is sent again */ };
 enum { SILENT = 1, REFUSED, LEFT }; /* why a channel failed */
 #define JUMP ((uint64_t)1 << 20)    /* numbers that a flow cannot skip: no window is so large */
 #define SLOWEST SECOND              /* between repetitions of one control datagram */
@@ -287,7 +292,7 @@ static int cipher_open(void *cipher, const uint8_t *header, const uint8_t *text,
     X(segmented) X(gathered)
 #define MEMBER_COUNTERS(X) \
     X(sent) X(received) X(units) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) \
-    X(repeated) X(by_deadline) X(ends) X(readies) X(forced)
+    X(repeated) X(by_deadline) X(ends) X(readies) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
 
 #define FIELD(name) uint64_t name;
 #define NAME(name) #name ","
@@ -328,6 +333,9 @@ struct dest {
     uint64_t eager; /* bytes sent without READY */
     uint8_t wanted, ready, sent, done;
     ns end_at, end_wait;
+    /* Of a bucket with reports: units that must arrive, and their bytes; what did not, a bit each, in parts. */
+    uint32_t *must, musts, code, parities, parity, parts_heard;
+    uint8_t *copies, *lost, *heard;
 };
 
 struct early {
@@ -338,11 +346,17 @@ struct early {
 
 struct source {
     uint8_t *to, *row; /* row: of `arrived`, or our own before the exchange is posted */
-    struct early *early;
+    struct early *early, *parity;
     uint32_t got;
     uint8_t expected, over, ended, own_row;
     ns ended_at, ready_at, ready_wait;
+    uint32_t *must, musts, code, parts_told; /* what END says */
+    uint8_t *told;
+    ns nack_at, nack_wait;
 };
+
+/* What a source lost in a step, a bit for each unit: it may ask again. */
+struct report { uint32_t step; uint8_t known, *lost; };
 
 struct bucket {
     uint64_t shard;
@@ -352,6 +366,7 @@ struct bucket {
     uint32_t posted, sent; /* the last steps */
     uint8_t any_posted, any_sent;
     struct exchange *live;
+    struct report *reports; /* [size][REPORTS], of a bucket with reports */
 };
 
 struct exchange {
@@ -370,6 +385,8 @@ struct exchange {
     struct dest *dests;
 };
 
+struct resend { struct dest *dest; uint32_t position; };
+
 struct member {
     struct flow *flow;
     struct member *next; /* of the flow */
@@ -381,6 +398,8 @@ struct member {
     uint8_t probed, confirmed, gone;
     uint32_t replies;
     ns probe_at, probe_until, replies_at;
+    struct resend *resend; /* a ring of RESENDS */
+    uint32_t resend_first, resend_last;
     struct member_counters count;
 };
 
@@ -444,6 +463,53 @@ static uint32_t unit_bytes(const struct bucket *b, uint32_t unit)
     uint64_t rest = b->shard - (uint64_t)unit * b->unit;
     return rest < b->unit ? (uint32_t)rest : b->unit;
 }
+
+/* ---- Units that must arrive, and reports. The code is that of coding/xor.py. ---- */
+
+static uint32_t parts_of(uint32_t count, uint32_t room) { return count ? (count + room - 1) / room : 1; }
+static uint32_t list_room(const struct engine *e) { return e->set.packet / 4 - 2; }
+static uint32_t bits_room(const struct engine *e) { return e->set.packet * 8; }
+static uint32_t bits_bytes(const struct engine *e, const struct bucket *b, uint32_t part)
+{
+    uint32_t rest = b->units - part * bits_room(e), bits = rest < bits_room(e) ? rest : bits_room(e);
+    return (bits + 7) / 8;
+}
+static void end_said(struct engine *e, struct member *m, const struct dest *d);
+
+/* `code`: block << 16 | parities of a block. */
+static uint32_t last_parities(uint32_t count, uint32_t code)
+{
+    uint32_t block = code >> 16, rest = count % block, parities = ((code & 0xffff) * rest + block - 1) / block;
+    return parities ? parities : 1;
+}
+static uint32_t parities_of(uint32_t count, uint32_t code)
+{
+    if (!(code & 0xffff) || !count)
+        return 0;
+    uint32_t block = code >> 16;
+    return count / block * (code & 0xffff) + (count % block ? last_parities(count, code) : 0);
+}
+/* Of parity `index`: its first packet, the distance to the next one, and the end of its block. */
+static void group_of(uint32_t index, uint32_t count, uint32_t code, uint32_t *first, uint32_t *step, uint32_t *end)
+{
+    uint32_t block = code >> 16, parities = code & 0xffff, number = index / parities;
+    if (number >= count / block) {
+        number = count / block;
+        *step = last_parities(count, code);
+        *end = count;
+    } else {
+        *step = parities;
+        *end = (number + 1) * block;
+    }
+    *first = number * block + (index - number * parities);
+}
+
+static struct report *report_of(const struct bucket *b, uint32_t rank, uint32_t step)
+{
+    struct report *r = &b->reports[rank * REPORTS + step % REPORTS];
+    return r->known && r->step == step ? r : NULL;
+}
+
 static ns round_trip(const struct flow *f) { return f->rate.known ? f->rate.rtt_min : 10 * MS; }
 static ns reorder_window(const struct engine *e, const struct flow *f)
 {
@@ -540,24 +606,54 @@ static struct exchange *exchange_new(struct channel *c, int phase, uint32_t step
     return x;
 }
 
-static void source_forget(struct source *s)
+static void chunks_free(struct early **list)
 {
-    while (s->early) {
-        struct early *chunk = s->early;
-        s->early = chunk->next;
+    while (*list) {
+        struct early *chunk = *list;
+        *list = chunk->next;
         free(chunk);
     }
+}
+
+static void source_forget(struct source *s)
+{
+    chunks_free(&s->early);
+    chunks_free(&s->parity);
+    free(s->must);
+    free(s->told);
+    s->must = NULL;
+    s->told = NULL;
     if (s->own_row)
         free(s->row);
     s->row = NULL;
     s->own_row = 0;
 }
 
+/* Nothing of it is sent again. */
+static void dest_forget(struct dest *d)
+{
+    struct member *m = &d->x->channel->members[d->rank];
+    uint32_t kept = m->resend_first;
+    for (uint32_t k = m->resend_first; k != m->resend_last; k++)
+        if (m->resend[k % RESENDS].dest != d)
+            m->resend[kept++ % RESENDS] = m->resend[k % RESENDS];
+    m->resend_last = kept;
+    free(d->must);
+    free(d->copies);
+    d->must = NULL;
+    d->copies = NULL;
+    d->musts = d->parities = 0;
+}
+
 static void exchange_free(struct exchange *x)
 {
     struct engine *e = x->channel->engine;
-    for (uint32_t i = 0; i < x->channel->size; i++)
+    for (uint32_t i = 0; i < x->channel->size; i++) {
         source_forget(&x->sources[i]);
+        dest_forget(&x->dests[i]);
+        free(x->dests[i].lost);
+        free(x->dests[i].heard);
+    }
     struct exchange **link = &x->bucket->live;
     while (*link != x)
         link = &(*link)->same;
@@ -626,6 +722,31 @@ static void exchange_over(struct exchange *x, ns now)
     pthread_mutex_unlock(&e->tell);
 }
 
+/* What source `i` lost can be asked for when the exchange is gone. */
+static void report_lost(struct exchange *x, uint32_t i)
+{
+    const struct bucket *b = x->bucket;
+    if (!b->reports)
+        return;
+    struct report *r = &b->reports[i * REPORTS + x->step % REPORTS];
+    r->step = x->step;
+    r->known = 1;
+    memset(r->lost, 0, (b->units + 7) / 8);
+    for (uint32_t unit = 0; unit < b->units; unit++)
+        r->lost[unit / 8] |= (uint8_t)(!x->sources[i].row[unit] << unit % 8);
+}
+
+/* READY 1: all of its parts, or that nothing is known. */
+static void done_said(struct member *m, int phase, uint32_t step, uint32_t bucket)
+{
+    struct engine *e = m->channel->engine;
+    const struct bucket *b = &m->channel->bucket[phase][bucket];
+    struct exchange x = {.step = step, .number = (uint16_t)bucket, .phase = (uint8_t)phase};
+    uint32_t parts = b->reports && report_of(b, m->rank, step) ? parts_of(b->units, bits_room(e)) : 1;
+    for (uint32_t part = 0; part < parts; part++)
+        control(e, m, READY, &x, 1 + part);
+}
+
 static void source_over(struct exchange *x, uint32_t i, ns now)
 {
     struct source *s = &x->sources[i];
@@ -634,7 +755,9 @@ static void source_over(struct exchange *x, uint32_t i, ns now)
     s->ready_at = NEVER;
     m->count.units += x->bucket->units;
     m->count.lost += x->bucket->units - s->got;
-    control(x->channel->engine, m, READY, x, 1);
+    chunks_free(&s->parity);
+    report_lost(x, i);
+    done_said(m, x->phase, x->step, x->number);
     if (--x->open == 0)
         exchange_over(x, now);
 }
@@ -657,6 +780,8 @@ static void channel_fail(struct channel *c, uint32_t culprit, int reason)
     for (uint32_t i = 0; i < c->size; i++)
         for (int phase = 0; phase < PHASES; phase++)
             c->members[i].queue[phase] = c->members[i].last[phase] = NULL; /* nothing is read or written any more */
+    for (uint32_t i = 0; i < c->size; i++)
+        c->members[i].resend_first = c->members[i].resend_last;
     pthread_mutex_lock(&e->tell);
     c->culprit = (int)culprit;
     c->failed = reason;
@@ -727,8 +852,47 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
     return 0;
 }
 
+/* What each destination must get, and a copy of it: sources may change when all has been sent once. */
+struct musts { uint32_t count, *list; uint8_t *copies; };
+
+static void musts_free(struct musts *musts, uint32_t size)
+{
+    for (uint32_t i = 0; musts && i < size; i++) {
+        free(musts[i].list);
+        free(musts[i].copies);
+    }
+    free(musts);
+}
+
+static struct musts *musts_new(const struct channel *c, const struct bucket *b, const uint8_t *const *from, const uint8_t *must)
+{
+    struct musts *result = calloc(c->size, sizeof *result);
+    for (uint32_t i = 0; result && i < c->size; i++) {
+        const uint8_t *row = must + (uint64_t)i * b->units;
+        uint32_t count = 0;
+        for (uint32_t unit = 0; from[i] && unit < b->units; unit++)
+            count += row[unit] != 0;
+        if (!count)
+            continue;
+        result[i].list = malloc(count * sizeof *result[i].list);
+        result[i].copies = calloc(count, b->unit);
+        if (!result[i].list || !result[i].copies) {
+            musts_free(result, c->size);
+            return NULL;
+        }
+        for (uint32_t unit = 0; unit < b->units; unit++) {
+            if (!row[unit])
+                continue;
+            memcpy(result[i].copies + (uint64_t)result[i].count * b->unit, from[i] + (uint64_t)unit * b->unit,
+                   unit_bytes(b, unit));
+            result[i].list[result[i].count++] = unit;
+        }
+    }
+    return result;
+}
+
 static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t bucket, const uint8_t *const *from,
-                       struct exchange **handle)
+                       struct musts *musts, uint32_t code, struct exchange **handle)
 {
     struct bucket *b = &c->bucket[phase][bucket];
     if (c->failed)
@@ -752,6 +916,15 @@ static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t buc
             continue;
         d->from = from[i];
         d->wanted = 1;
+        if (musts) {
+            d->must = musts[i].list;
+            d->copies = musts[i].copies;
+            d->musts = musts[i].count;
+            musts[i].list = NULL;
+            musts[i].copies = NULL;
+            d->code = code;
+            d->parities = parities_of(d->musts, code);
+        }
         x->unsent++;
         x->unacknowledged++;
         c->unacknowledged++;
@@ -811,6 +984,7 @@ static void dest_done(struct dest *d, ns now)
         return;
     dest_ready(d);
     d->done = 1;
+    dest_forget(d);
     if (!d->wanted)
         return;
     if (!d->sent)
@@ -844,14 +1018,13 @@ enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DR
 
 static void say_done(struct member *m, int phase, uint32_t step, uint32_t bucket, ns now)
 {
-    struct exchange x = {.step = step, .number = (uint16_t)bucket, .phase = (uint8_t)phase};
     if (now >= m->replies_at) {
         m->replies_at = now + MS;
         m->replies = 0;
     }
     if (m->replies++ >= REPLIES)
         return;
-    control(m->channel->engine, m, READY, &x, 1);
+    done_said(m, phase, step, bucket);
 }
 
 static int early_keep(struct exchange *x, struct member *m, uint32_t unit, const uint8_t *bytes, uint32_t size)
@@ -915,6 +1088,8 @@ static int take_data(struct channel *c, struct member *m, int phase, uint32_t st
         if (!s->ended) {
             s->ready_wait = ready_base(m->flow);
             s->ready_at = now + s->ready_wait;
+        } else if (s->musts) {
+            exchange_due(x, now); /* it may have been the last that must arrive */
         }
         if (s->got == x->bucket->units)
             source_over(x, m->rank, now);
@@ -933,7 +1108,53 @@ static int take_data(struct channel *c, struct member *m, int phase, uint32_t st
     return verdict;
 }
 
-static int take_end(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, ns now)
+/* A part of the list of what must arrive; 1: that was the last one. */
+static int end_part(struct exchange *x, struct source *s, uint32_t part, const uint8_t *p, uint32_t size)
+{
+    struct engine *e = x->channel->engine;
+    const struct bucket *b = x->bucket;
+    if (size < 8)
+        return -1;
+    uint32_t count = get32(p), code = get32(p + 4), room = list_room(e), parts = parts_of(count, room);
+    uint32_t here = part < parts ? (count - part * room < room ? count - part * room : room) : 0;
+    if (count > b->units || part >= parts || size != 8 + 4 * here || ((code & 0xffff) && (code >> 16) < (code & 0xffff))
+        || (s->told && (s->musts != count || s->code != code)))
+        return -1;
+    if (!s->told) {
+        size_t charge = parts + (size_t)count * 4;
+        if (!early_room(x->channel, charge))
+            return 0;
+        s->told = calloc(1, parts);
+        s->must = malloc((size_t)count * 4 + 1);
+        if (!s->told || !s->must) {
+            free(s->told);
+            free(s->must);
+            s->told = NULL;
+            s->must = NULL;
+            return 0;
+        }
+        early_charge(x, charge);
+        s->musts = count;
+        s->code = code;
+        s->parts_told = 0;
+    }
+    if (!s->told[part]) {
+        for (uint32_t k = 0; k < here; k++)
+            s->must[part * room + k] = get32(p + 8 + 4 * k);
+        s->told[part] = 1;
+        s->parts_told++;
+    }
+    if (s->parts_told < parts)
+        return 0;
+    for (uint32_t k = 0; k < count; k++)
+        if (s->must[k] >= b->units || (k && s->must[k] <= s->must[k - 1]))
+            count = 0; /* no list of ours */
+    s->musts = count;
+    return 1;
+}
+
+static int take_end(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, uint32_t part,
+                    const uint8_t *payload, uint32_t size, ns now)
 {
     struct exchange *x = find(c, phase, step, bucket);
     m->count.ends++;
@@ -952,16 +1173,47 @@ static int take_end(struct channel *c, struct member *m, int phase, uint32_t ste
     }
     if (s->ended)
         return DUPLICATE;
+    if (x->bucket->reports) {
+        int result = end_part(x, s, part, payload, size);
+        if (result < 0) {
+            m->count.malformed++;
+            return MALFORMED;
+        }
+        if (!result)
+            return TAKEN;
+    }
     s->ended = 1;
     s->ended_at = now;
     s->ready_at = NEVER;
+    s->nack_at = 0;
+    s->nack_wait = greatest(3 * round_trip(m->flow) / 2, 5 * MS);
     if (x->posted)
         exchange_due(x, now + reorder_window(c->engine, m->flow));
     return TAKEN;
 }
 
+/* A part of what did not arrive; 1: that was the last one. */
+static int reported(struct dest *d, uint32_t part, const uint8_t *payload, uint32_t size)
+{
+    struct engine *e = d->x->channel->engine;
+    const struct bucket *b = d->x->bucket;
+    uint32_t parts = parts_of(b->units, bits_room(e));
+    if (!d->lost && (!(d->lost = malloc((b->units + 7) / 8)) || !(d->heard = calloc(1, parts)))) {
+        free(d->lost);
+        d->lost = NULL;
+        return 1; /* as if nothing had arrived */
+    }
+    if (!d->heard[part]) {
+        memcpy(d->lost + (uint64_t)part * e->set.packet, payload, size);
+        d->heard[part] = 1;
+        d->parts_heard++;
+    }
+    return d->parts_heard == parts;
+}
+
 /* `done`: it wants no more of this exchange; else it has posted it, and has not seen our END. */
-static int take_ready(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, int done, ns now)
+static int take_ready(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, uint32_t done,
+                      const uint8_t *payload, uint32_t size, ns now)
 {
     struct exchange *x = find(c, phase, step, bucket);
     m->count.readies++;
@@ -973,13 +1225,101 @@ static int take_ready(struct channel *c, struct member *m, int phase, uint32_t s
     }
     struct dest *d = &x->dests[m->rank];
     if (done) {
-        dest_done(d, now);
+        if (!d->wanted || d->done || !size || reported(d, done - 1, payload, size))
+            dest_done(d, now);
         return TAKEN;
     }
     dest_ready(d);
     if (d->sent && !d->done)
-        control(c->engine, m, END, x, x->bucket->units);
+        end_said(c->engine, m, d);
     return TAKEN;
+}
+
+/* It lacks units that must arrive. */
+static int take_nack(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, uint32_t count,
+                     const uint8_t *payload)
+{
+    struct exchange *x = find(c, phase, step, bucket);
+    if (!x || !x->dests[m->rank].wanted || x->dests[m->rank].done || !m->resend)
+        return LATE;
+    struct dest *d = &x->dests[m->rank];
+    m->count.nacks++;
+    for (uint32_t k = 0; k < count; k++) {
+        uint32_t unit = get32(payload + 4 * k), low = 0, high = d->musts;
+        while (low < high) {
+            uint32_t middle = (low + high) / 2;
+            if (d->must[middle] < unit)
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        if (low < d->musts && d->must[low] == unit && m->resend_last - m->resend_first < RESENDS)
+            m->resend[m->resend_last++ % RESENDS] = (struct resend){d, low};
+    }
+    c->engine->blocked_until = 0;
+    return TAKEN;
+}
+
+static int take_parity(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, uint32_t index,
+                       const uint8_t *bytes, uint32_t size)
+{
+    struct exchange *x = find(c, phase, step, bucket);
+    if (!x) {
+        if (!may_come(c, phase, &c->bucket[phase][bucket], step, 1))
+            return LATE;
+        if (!(x = exchange_new(c, phase, step, bucket, 1)))
+            return EARLY_DROPPED;
+    }
+    struct source *s = &x->sources[m->rank];
+    if (s->over || (x->posted && !s->expected))
+        return LATE;
+    for (const struct early *chunk = s->parity; chunk; chunk = chunk->next)
+        if (chunk->unit == index)
+            return DUPLICATE;
+    struct early *chunk = early_room(c, sizeof *chunk + size) ? malloc(sizeof *chunk + size) : NULL;
+    if (!chunk)
+        return EARLY_DROPPED;
+    early_charge(x, sizeof *chunk + size);
+    chunk->unit = index;
+    chunk->size = size;
+    memcpy(chunk->bytes, bytes, size);
+    chunk->next = s->parity;
+    s->parity = chunk;
+    return TAKEN;
+}
+
+/* Put together what one parity of its group makes up for; how many units that must arrive are missing still. */
+static uint32_t repair(struct exchange *x, uint32_t i)
+{
+    struct source *s = &x->sources[i];
+    const struct bucket *b = x->bucket;
+    struct member *m = &x->channel->members[i];
+    for (struct early *chunk = s->parity; chunk; chunk = chunk->next) {
+        if (chunk->unit >= parities_of(s->musts, s->code) || !chunk->size) /* no size: it has been used */
+            continue;
+        uint32_t first, step, end, missing = 0, place = 0;
+        group_of(chunk->unit, s->musts, s->code, &first, &step, &end);
+        for (uint32_t k = first; k < end; k += step)
+            if (!s->row[s->must[k]]) {
+                missing++;
+                place = k;
+            }
+        if (missing != 1)
+            continue;
+        for (uint32_t k = first; k < end; k += step) {
+            const uint8_t *bytes = s->to + (uint64_t)s->must[k] * b->unit;
+            uint32_t size = k == place ? 0 : unit_bytes(b, s->must[k]);
+            for (uint32_t n = 0; n < size; n++)
+                chunk->bytes[n] ^= bytes[n];
+        }
+        unit_arrived(x, i, s->must[place], chunk->bytes, unit_bytes(b, s->must[place]));
+        chunk->size = 0;
+        m->count.repaired++;
+    }
+    uint32_t missing = 0;
+    for (uint32_t k = 0; k < s->musts; k++)
+        missing += !s->row[s->must[k]];
+    return missing;
 }
 
 static int take_report(struct engine *e, struct flow *f, const uint8_t *p, ns now)
@@ -1043,7 +1383,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     uint32_t tag = tag_bytes(e);
     e->count.datagrams_received++;
     e->count.bytes_received += n;
-    if (n < HEADER + tag || n > LARGEST || p[0] >> 4 != VERSION || (p[0] & 15) < DATA || (p[0] & 15) > PROBE
+    if (n < HEADER + tag || n > LARGEST || p[0] >> 4 != VERSION || (p[0] & 15) < DATA || (p[0] & 15) > NACK
         || p[1] & 0xf8 || p[23]) {
         e->count.malformed++;
         return MALFORMED;
@@ -1062,14 +1402,20 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     }
     struct member *m = &c->members[source];
     struct flow *f = m->flow;
-    int keyed = type <= READY; /* it names an exchange */
+    int keyed = type <= READY || type >= PARITY; /* it names an exchange */
     int fits = keyed ? phase < PHASES && bucket < c->buckets[phase] : !phase && !bucket && !step;
     if (fits) {
         const struct bucket *b = keyed ? &c->bucket[phase][bucket] : NULL;
         switch (type) {
         case DATA: fits = index < b->units && size == unit_bytes(b, index); break;
-        case END: fits = index == b->units && !size; break;
-        case READY: fits = index <= 1 && !size; break;
+        case END: fits = b->reports ? index >= b->units && size >= 8 && size <= e->set.packet : index == b->units && !size; break;
+        case READY:
+            fits = index <= 1 && !size;
+            if (b->reports && index && index <= parts_of(b->units, bits_room(e)))
+                fits |= size == bits_bytes(e, b, index - 1);
+            break;
+        case PARITY: fits = b->reports && index < b->units && size == b->unit; break;
+        case NACK: fits = b->reports && index && index <= list_room(e) && size == 4 * index; break;
         case REPORT: fits = !index && size == REPORT_BYTES; break;
         case ALIVE: fits = index <= 1 && !size; break;
         default: fits = index <= 2 && size <= e->set.packet;
@@ -1103,12 +1449,16 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             return LATE;
         f->control_top = number + 1;
     }
-    if (type == DATA || type == END || type == PROBE)
+    if (type == DATA || type == END || type == PROBE || type == PARITY)
         report_later(e, f, now);
     switch (type) {
     case DATA: verdict = take_data(c, m, phase, step, bucket, index, payload, size, p[1] & 7, now); break;
-    case END: verdict = take_end(c, m, phase, step, bucket, now); break;
-    case READY: verdict = take_ready(c, m, phase, step, bucket, (int)index, now); break;
+    case END:
+        verdict = take_end(c, m, phase, step, bucket, index - c->bucket[phase][bucket].units, payload, size, now);
+        break;
+    case READY: verdict = take_ready(c, m, phase, step, bucket, index, payload, size, now); break;
+    case PARITY: verdict = take_parity(c, m, phase, step, bucket, index, payload, size); break;
+    case NACK: verdict = take_nack(c, m, phase, step, bucket, index, payload); break;
     case REPORT:
         if ((verdict = take_report(e, f, payload, now)) == MALFORMED)
             m->count.malformed++;
@@ -1176,9 +1526,38 @@ static void address(struct output *o, const struct flow *f, uint32_t bytes, uint
     o->segment = segment;
 }
 
+static uint32_t end_payload(const struct engine *e, const struct dest *d, uint32_t part, uint8_t *p)
+{
+    uint32_t room = list_room(e), from = part * room, left = from < d->musts ? d->musts - from : 0;
+    uint32_t here = left < room ? left : room;
+    put32(p, d->musts);
+    put32(p + 4, d->code);
+    for (uint32_t k = 0; k < here; k++)
+        put32(p + 8 + 4 * k, d->must[from + k]);
+    return 8 + 4 * here;
+}
+
+static void end_said(struct engine *e, struct member *m, const struct dest *d)
+{
+    uint32_t parts = d->x->bucket->reports ? parts_of(d->musts, list_room(e)) : 1;
+    for (uint32_t part = 0; part < parts; part++)
+        control(e, m, END, d->x, d->x->bucket->units + part);
+}
+
+static uint32_t nack_payload(const struct exchange *x, uint32_t rank, uint8_t *p)
+{
+    const struct source *s = &x->sources[rank];
+    uint32_t count = 0;
+    for (uint32_t k = 0; k < s->musts && count < list_room(x->channel->engine); k++)
+        if (!s->row[s->must[k]])
+            put32(p + 4 * count++, s->must[k]);
+    return count;
+}
+
 static int produce_control(struct engine *e, ns now, uint8_t *out, struct output *o)
 {
     static uint8_t zeros[LARGEST];
+    uint8_t *list = e->scratch;
     while (e->control_first != e->control_last) {
         const struct control *k = &e->controls[e->control_first++ % CONTROLS];
         struct channel *c = k->channel;
@@ -1191,6 +1570,35 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
             continue;
         if (k->type == PROBE)
             size = c->probe_bytes;
+        if (k->type == END && c->bucket[k->phase][k->bucket].reports) {
+            const struct exchange *x = find(c, k->phase, k->step, k->bucket);
+            if (!x)
+                continue;
+            payload = list;
+            size = end_payload(e, &x->dests[k->rank], k->index - x->bucket->units, list);
+        }
+        if (k->type == READY && k->index && c->bucket[k->phase][k->bucket].reports) {
+            const struct bucket *b = &c->bucket[k->phase][k->bucket];
+            const struct report *r = report_of(b, k->rank, k->step);
+            if (r) {
+                payload = r->lost + (uint64_t)(k->index - 1) * e->set.packet;
+                size = bits_bytes(e, b, k->index - 1);
+            } else if (k->index > 1) {
+                continue;
+            }
+        }
+        if (k->type == NACK) {
+            const struct exchange *x = find(c, k->phase, k->step, k->bucket);
+            uint32_t count = x && !x->sources[k->rank].over ? nack_payload(x, k->rank, list) : 0;
+            if (!count)
+                continue;
+            payload = list;
+            size = 4 * count;
+            m->count.asked += count;
+            uint32_t bytes = build(e, m, NACK, 0, k->phase, k->step, k->bucket, count, payload, size, out, now);
+            address(o, f, bytes, bytes);
+            return 1;
+        }
         if (k->type == REPORT) {
             put64(report, f->received);
             put64(report + 8, f->bytes);
@@ -1236,12 +1644,71 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
 static int may_begin(const struct member *m, const struct dest *d)
 {
     const struct bucket *b = d->x->bucket;
+    if (d->position == b->entries) /* parities are left */
+        return 1;
     return d->ready || m->eager + unit_bytes(b, b->order ? b->order[d->position] : d->position) <= m->eager_limit;
+}
+
+/* How many datagrams of a bucket's length go out together. */
+static uint32_t batch_most(const struct flow *f, uint32_t datagram, uint32_t room)
+{
+    uint32_t most = BATCH_BYTES / datagram;
+    double in_one_ms = f->rate.rate / 1000.0 / datagram;
+    most = most > SEGMENTS ? SEGMENTS : most;
+    most = in_one_ms < most ? (uint32_t)in_one_ms : most;
+    most = most > room ? room : most;
+    return most ? most : 1;
+}
+
+static void spend(struct engine *e, struct flow *f, uint32_t bytes, uint32_t n, ns now)
+{
+    double wire = bytes + (double)n * e->wire_overhead;
+    f->free_at = greatest(f->free_at, now - 2 * MS) + (ns)(wire * 1e9 / f->rate.rate);
+    e->free_at = greatest(e->free_at, now - 2 * MS) + (ns)(wire * 1e9 / e->set.rate);
+}
+
+static int produce_again(struct engine *e, struct member *m, ns now, uint8_t *out, struct output *o)
+{
+    struct flow *f = m->flow;
+    if (now < f->free_at) {
+        e->blocked_until = least(e->blocked_until, f->free_at);
+        return 0;
+    }
+    uint32_t room = window_room(e, m, now);
+    if (!room)
+        return 0;
+    const struct dest *d = m->resend[m->resend_first % RESENDS].dest;
+    const struct bucket *b = d->x->bucket;
+    uint32_t datagram = HEADER + b->unit + tag_bytes(e), most = batch_most(f, datagram, room), n = 0, bytes = 0;
+    while (n < most && m->resend_first != m->resend_last && m->resend[m->resend_first % RESENDS].dest == d) {
+        uint32_t position = m->resend[m->resend_first++ % RESENDS].position, unit = d->must[position], size = unit_bytes(b, unit);
+        bytes += build(e, m, DATA, AGAIN, d->x->phase, d->x->step, d->x->number, unit, d->copies + (uint64_t)position * b->unit,
+                       size, out + bytes, now);
+        m->count.resent++;
+        n++;
+        if (size < b->unit)
+            break;
+    }
+    address(o, f, bytes, n > 1 ? datagram : bytes);
+    spend(e, f, bytes, n, now);
+    return 1;
+}
+
+static void parity_bytes(const struct dest *d, uint32_t index, uint8_t *out)
+{
+    uint32_t first, step, end, unit = d->x->bucket->unit;
+    group_of(index, d->musts, d->code, &first, &step, &end);
+    memset(out, 0, unit);
+    for (uint32_t k = first; k < end; k += step)
+        for (uint32_t n = 0; n < unit; n++)
+            out[n] ^= d->copies[(uint64_t)k * unit + n];
 }
 
 static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out, struct output *o)
 {
     struct flow *f = m->flow;
+    if (m->resend_first != m->resend_last)
+        return produce_again(e, m, now, out, o);
     struct dest *d = m->queue[0], *other = m->queue[1];
     if (!d || (other && other->x->order < d->x->order)) {
         d = other;
@@ -1260,13 +1727,7 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
     if (!room)
         return 0;
     const struct bucket *b = d->x->bucket;
-    uint32_t datagram = HEADER + b->unit + tag_bytes(e), most = BATCH_BYTES / datagram;
-    double in_one_ms = f->rate.rate / 1000.0 / datagram;
-    most = most > SEGMENTS ? SEGMENTS : most;
-    most = in_one_ms < most ? (uint32_t)in_one_ms : most;
-    most = most > room ? room : most;
-    most = most ? most : 1;
-    uint32_t n = 0, bytes = 0;
+    uint32_t datagram = HEADER + b->unit + tag_bytes(e), most = batch_most(f, datagram, room), n = 0, bytes = 0;
     while (n < most && d->position < b->entries && may_begin(m, d)) {
         uint32_t unit = b->order ? b->order[d->position] : d->position, size = unit_bytes(b, unit);
         bytes += build(e, m, DATA, b->tags ? b->tags[unit] : 0, d->x->phase, d->x->step, d->x->number, unit,
@@ -1280,12 +1741,19 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
         if (size < b->unit)
             break; /* only the last segment may be shorter */
     }
+    while (!n || (n < most && bytes == n * datagram)) {
+        if (d->position < b->entries || d->parity == d->parities)
+            break;
+        parity_bytes(d, d->parity, e->scratch);
+        bytes += build(e, m, PARITY, 0, d->x->phase, d->x->step, d->x->number, d->parity, e->scratch, b->unit, out + bytes, now);
+        m->count.parities++;
+        d->parity++;
+        n++;
+    }
     address(o, f, bytes, n > 1 ? datagram : bytes);
-    double wire = bytes + (double)n * e->wire_overhead;
-    f->free_at = greatest(f->free_at, now - 2 * MS) + (ns)(wire * 1e9 / f->rate.rate);
-    e->free_at = greatest(e->free_at, now - 2 * MS) + (ns)(wire * 1e9 / e->set.rate);
-    if (d->position == b->entries) {
-        control(e, m, END, d->x, b->units);
+    spend(e, f, bytes, n, now);
+    if (d->position == b->entries && d->parity == d->parities) {
+        end_said(e, m, d);
         dest_sent(d, now);
     }
     return 1;
@@ -1308,7 +1776,7 @@ static int produce(struct engine *e, ns now, uint8_t *out, struct output *o)
         for (uint32_t k = 0; k < c->size && !c->failed; k++) {
             uint32_t i = (c->cursor + k) % c->size;
             struct member *m = &c->members[i];
-            if ((m->queue[0] || m->queue[1]) && produce_data(e, m, now, out, o)) {
+            if ((m->queue[0] || m->queue[1] || m->resend_first != m->resend_last) && produce_data(e, m, now, out, o)) {
                 c->cursor = (i + 1) % c->size;
                 e->cursor = c->next;
                 e->blocked_until = 0; /* others may have something */
@@ -1335,6 +1803,15 @@ static void exchange_timers(struct exchange *x, ns now)
         if (!s->expected || s->over)
             continue;
         ns ends = s->ended ? s->ended_at + reorder_window(e, m->flow) : NEVER;
+        if (now >= ends && now < x->deadline && s->musts && repair(x, i)) {
+            if (now >= s->nack_at) {
+                control(e, m, NACK, x, 0);
+                s->nack_at = now + s->nack_wait;
+                s->nack_wait = least(2 * s->nack_wait, SLOWEST);
+            }
+            at = least(at, least(s->nack_at, x->deadline));
+            continue;
+        }
         if (now >= ends || now >= x->deadline) {
             if (now < ends)
                 m->count.by_deadline += x->bucket->units - s->got;
@@ -1353,7 +1830,7 @@ static void exchange_timers(struct exchange *x, ns now)
         if (!d->wanted || !d->sent || d->done)
             continue;
         if (now >= d->end_at) {
-            control(e, &c->members[i], END, x, x->bucket->units);
+            end_said(e, &c->members[i], d);
             d->end_wait = least(2 * d->end_wait, SLOWEST);
             d->end_at = now + d->end_wait;
         }
@@ -1506,6 +1983,21 @@ API void ml_bucket(struct channel *c, int phase, uint32_t bucket, uint64_t shard
     b->units = b->entries = (uint32_t)((shard + unit - 1) / unit);
 }
 
+/* Senders of this bucket are told what did not arrive, and may name units that must. Before ml_open. */
+API int ml_reported(struct channel *c, int phase, uint32_t bucket)
+{
+    struct bucket *b = &c->bucket[phase][bucket];
+    if (!(b->reports = calloc((size_t)c->size * REPORTS, sizeof *b->reports)))
+        return -3;
+    for (uint32_t k = 0; k < c->size * REPORTS; k++)
+        if (!(b->reports[k].lost = malloc((b->units + 7) / 8)))
+            return -3;
+    for (uint32_t i = 0; i < c->size; i++)
+        if (!c->members[i].resend && !(c->members[i].resend = malloc(RESENDS * sizeof *c->members[i].resend)))
+            return -3;
+    return 0;
+}
+
 static struct flow *flow_find(struct engine *e, const struct sockaddr *to, socklen_t to_size, uint64_t instance)
 {
     for (struct flow *f = e->flows; f; f = f->next)
@@ -1631,9 +2123,14 @@ static void channel_free(struct channel *c)
         for (uint32_t b = 0; b < c->buckets[phase]; b++) {
             free(c->bucket[phase][b].order);
             free(c->bucket[phase][b].tags);
+            for (uint32_t k = 0; c->bucket[phase][b].reports && k < c->size * REPORTS; k++)
+                free(c->bucket[phase][b].reports[k].lost);
+            free(c->bucket[phase][b].reports);
         }
         free(c->bucket[phase]);
     }
+    for (uint32_t i = 0; i < c->size; i++)
+        free(c->members[i].resend);
     free(c->members);
     free(c);
 }
@@ -1724,11 +2221,36 @@ API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
     return result;
 }
 
-API int ml_send(struct channel *c, int phase, uint32_t step, uint32_t bucket, const uint8_t *const *from,
-                struct exchange **handle)
+/* `must` [size][units], or NULL: units that must arrive, of a bucket with reports; in blocks of `block` of them go
+ * `parity` packets of parity. */
+API int ml_send(struct channel *c, int phase, uint32_t step, uint32_t bucket, const uint8_t *const *from, const uint8_t *must,
+                uint32_t block, uint32_t parity, struct exchange **handle)
 {
+    struct musts *musts = NULL;
+    if (must && !(musts = musts_new(c, &c->bucket[phase][bucket], from, must)))
+        return -3;
     acquire(c->engine);
-    int result = send_pieces(c, phase, step, bucket, from, handle);
+    int result = send_pieces(c, phase, step, bucket, from, musts, block << 16 | parity, handle);
+    release(c->engine);
+    musts_free(musts, c->size);
+    return result;
+}
+
+/* `lost` [size][units]: 1 for what did not arrive at those that were sent to. 0 all have said, 1 not yet, -1 failed. */
+API int ml_reports(struct exchange *x, uint8_t *lost)
+{
+    struct channel *c = x->channel;
+    const struct bucket *b = x->bucket;
+    acquire(c->engine);
+    int result = c->failed ? -1 : !x->sending;
+    for (uint32_t i = 0; !result && i < c->size; i++)
+        result = x->dests[i].wanted && !x->dests[i].done;
+    for (uint32_t i = 0; !result && i < c->size; i++) {
+        const struct dest *d = &x->dests[i];
+        int known = d->lost && d->parts_heard == parts_of(b->units, bits_room(c->engine));
+        for (uint32_t unit = 0; unit < b->units; unit++)
+            lost[(uint64_t)i * b->units + unit] = known ? d->lost[unit / 8] >> unit % 8 & 1 : 1;
+    }
     release(c->engine);
     return result;
 }

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from ...coding.adaptive import AdaptiveCode
 from ...device import current_device
 from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ...recovery.rows import IndexedRows, Saved
@@ -34,7 +35,8 @@ class UdpTransport(PieceTransport):
     """One rank's exchanges with the other ranks of ``group``, over a channel of ``engine``.
 
     ``networks``: what is drawn to be lost beside what is lost; with nodes, those of a node exchange over ``group``.
-    ``open_channel(buckets, peers=ranks)``: opens the channel, a collective call.
+    ``open_channel(buckets, peers=ranks, reported=phases)``: opens the channel, a collective call. ``code``: how what must
+    arrive is protected, where senders choose; ``None`` where they do not.
     """
 
     observed = True
@@ -49,6 +51,7 @@ class UdpTransport(PieceTransport):
         dtypes: Dtypes,
         group: dist.ProcessGroup | None,
         open_channel: Callable[..., Channel],
+        code: Code | None = None,
     ) -> None:
         super().__init__(stream, members, rank, cut)
         self.networks = networks
@@ -68,7 +71,11 @@ class UdpTransport(PieceTransport):
             ]
             for phase in cut
         }
-        self._channel = None if self._alone else open_channel(sizes, peers=self.far)
+        self._code = code
+        reported = () if code is None else ("grad",)
+        self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=reported)
+        self._must: dict[tuple[Exchange, int], np.ndarray] = {}
+        self._unreported: dict[tuple[Exchange, int], tuple[Datagrams, np.ndarray]] = {}
         self._deliveries = Latest()  # with the buckets that were begun
         self._draws = Latest()
         self._numbers: dict[tuple[str, int], int] = {}
@@ -101,9 +108,12 @@ class UdpTransport(PieceTransport):
         rows, own = pieces.chunk(self.size), buffer.chunk(self.size)
         rows[self.rank].copy_(own[self.rank])
         near = self._exchange_near([own[other] for other in self.near], [rows[other] for other in self.near])
-        stage = _Stage(buffer, pieces) if buffer.device.type != "cpu" else None
+        stage = _Stage(buffer, pieces) if _staged(buffer) else None
         here, there = (buffer, pieces) if stage is None else (stage.out, stage.back)
-        udp = self._over_udp(delivery, bucket, there, here.chunk(self.size), stage)
+        must = self._must.pop((delivery.exchange, bucket), None)
+        udp = self._over_udp(delivery, bucket, there, here.chunk(self.size), stage, must)
+        if must is not None:
+            self._unreported[delivery.exchange, bucket] = udp.transfer, must
 
         def arrived() -> Delivery:
             self._record(delivery, bucket, udp)
@@ -116,10 +126,10 @@ class UdpTransport(PieceTransport):
     def _begin_params(self, delivery: Delivery, bucket: int, buffer: torch.Tensor, sent: torch.Tensor) -> Transfer:
         rows, units = buffer.chunk(self.size), self.cut["param"][bucket]
         # On a CPU what arrives is written into the replica at once; nobody reads it before the exchange is over.
-        withdrawn = self._may_be_withdrawn(delivery.exchange, bucket) if buffer.device.type == "cpu" else None
+        withdrawn = self._may_be_withdrawn(delivery.exchange, bucket) if not _staged(buffer) else None
         old = IndexedRows.take(buffer, units, withdrawn) if withdrawn is not None else None
         near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
-        stage = _Stage(sent, buffer) if buffer.device.type != "cpu" else None
+        stage = _Stage(sent, buffer) if _staged(buffer) else None
         here, there = (sent, buffer) if stage is None else (stage.out, stage.back)
         udp = self._over_udp(delivery, bucket, there, [here] * self.size, stage)
 
@@ -153,7 +163,13 @@ class UdpTransport(PieceTransport):
         return [group._end_coalescing(device)] if coalesced else works
 
     def _over_udp(
-        self, delivery: Delivery, bucket: int, there: torch.Tensor, out: Sequence[torch.Tensor], stage: _Stage | None
+        self,
+        delivery: Delivery,
+        bucket: int,
+        there: torch.Tensor,
+        out: Sequence[torch.Tensor],
+        stage: _Stage | None,
+        must: np.ndarray | None = None,
     ) -> _Exchange:
         phase = delivery.exchange.phase
         number = self._numbers[phase, bucket] = self._numbers.get((phase, bucket), -1) + 1
@@ -161,8 +177,12 @@ class UdpTransport(PieceTransport):
         transfer = self._channel.post(phase, number, bucket, self._only_far(places))
         transfer.keep = there, out
 
+        code = (1, 0) if must is None or self._code is None else self._code.of(must[self.far])
+        transfer.expects_reports(must is not None)
+
         def send() -> None:
-            self._channel.send(phase, number, bucket, self._only_far([part.data_ptr() for part in out]))
+            sources = self._only_far([part.data_ptr() for part in out])
+            self._channel.send(phase, number, bucket, sources, must, code)
 
         if stage is None:
             send()
@@ -233,11 +253,37 @@ class UdpTransport(PieceTransport):
 
     def _agreed(self, phase: str, bucket: int, arrived: np.ndarray) -> np.ndarray:
         mask, group = self._agreements[phase, bucket]
-        device = "cpu" if dist.get_backend(group) == "gloo" else current_device()
-        common = torch.from_numpy(arrived[mask].astype(np.uint8)).to(device)
+        common = torch.from_numpy(arrived[mask].astype(np.uint8)).to(_device_of(group))
         dist.all_reduce(common, dist.ReduceOp.MIN, group=group)
         arrived[mask] = common.cpu().numpy().astype(bool)
         return arrived
+
+    # --- what must arrive ----------------------------------------------------------------------------------------
+
+    def require(self, exchange: Exchange, bucket: int, must: np.ndarray) -> None:
+        _, made = self._delivery(exchange)
+        if bucket in made:  # made again: it crosses reliably, and what did not arrive is known
+            return
+        if ("grad", bucket) in self._agreements:  # copies of a parameter must lose the same: nothing
+            must = must | self._agreements["grad", bucket][0]
+        self._must[exchange, bucket] = must
+
+    def reports(self, exchange: Exchange, bucket: int, seconds: float) -> np.ndarray | None:
+        known = self._unreported.get((exchange, bucket))
+        if known is None:
+            raise ValueError(f"{exchange}, bucket {bucket}: nothing is left to be reported")
+        transfer, must = known
+        until, wait = time.monotonic() + min(seconds, self._patience), 1e-4
+        while (lost := transfer.reports()) is None and time.monotonic() < until:
+            time.sleep(wait)
+            wait = min(2 * wait, 0.01)
+        if lost is None:
+            return None
+        del self._unreported[exchange, bucket]
+        lost[[*self.near, self.rank]] = False
+        assert self._code is not None
+        self._code.report(lost[self.far], must[self.far])
+        return lost
 
     # --- what the user sees --------------------------------------------------------------------------------------
 
@@ -257,6 +303,31 @@ class UdpTransport(PieceTransport):
             self._channel.close()
 
 
+class Code:
+    """The parity of units that must arrive: ``fixed`` (B, C), or as much as the loss asks for.
+
+    ``budget``: at most this share of a message.
+    """
+
+    def __init__(self, fixed: tuple[int, int] | None, budget: float) -> None:
+        self._fixed = fixed
+        self._budget = budget
+        self._adaptive = AdaptiveCode(budget=1.0)
+
+    def of(self, must: np.ndarray) -> tuple[int, int]:
+        """(B, C) for messages with ``must`` bool[D, count]."""
+        high = int(must.sum(axis=1).max(initial=0))
+        if self._fixed is not None or not high:
+            return self._fixed or (1, 0)
+        block = self._adaptive.block
+        most = int(self._budget * must.shape[1] / high * block)
+        return block, min(self._adaptive.parity(high), most, block)
+
+    def report(self, lost: np.ndarray, must: np.ndarray) -> None:
+        """``lost`` bool[D, count] did not arrive: of what need not, as often as the network loses something."""
+        self._adaptive.report(int((lost & ~must).sum()), int((~must).sum()))
+
+
 def _restore(buffer: torch.Tensor, units: BucketUnits, withdrawn: Lost, old: Saved, delivery: Delivery) -> None:
     """Put back what was written into ``buffer`` and counts as lost. ``old``: all that may be ``withdrawn``."""
     fresh = Lost(withdrawn.mask & delivery.incoming(units))
@@ -265,11 +336,15 @@ def _restore(buffer: torch.Tensor, units: BucketUnits, withdrawn: Lost, old: Sav
     IndexedRows.put_(buffer, units, fresh, new)
 
 
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors must be that collectives of ``group`` take."""
+    return torch.device("cpu") if dist.get_backend(group) == "gloo" else current_device()
+
+
 def _timeout_of(group: dist.ProcessGroup | None) -> float:
     """Seconds that a collective of ``group`` would wait for a rank."""
     group = group or dist.group.WORLD
-    device = "cpu" if dist.get_backend(group) == "gloo" else current_device()
-    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    options = getattr(group._get_backend(_device_of(group)), "options", None)
     return getattr(options, "_timeout", default_pg_timeout).total_seconds()
 
 
@@ -304,6 +379,11 @@ class _Waits:
             handle.wait()
 
 
+def _staged(buffer: torch.Tensor) -> bool:
+    """Whether the engine, which is on the CPU, cannot read and write ``buffer`` where it is."""
+    return buffer.device.type != "cpu"
+
+
 class _Stage:
     """Page-locked memory between a device and the network: a copy of what is sent, and room for what arrives."""
 
@@ -312,6 +392,7 @@ class _Stage:
         self.out = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=cuda)
         self.back = torch.empty(received.shape, dtype=received.dtype, pin_memory=cuda)
         self._copied: torch.cuda.Event | None = None
+        self._device = sent.device
         if not cuda:
             self.out.copy_(sent)
             return
@@ -326,6 +407,8 @@ class _Stage:
     def ready(self) -> None:
         """Wait, on any thread, until what is sent is there."""
         if self._copied is not None:
+            # Else a thread's first call makes a context on device 0, whatever the process uses.
+            torch.cuda.set_device(self._device)
             self._copied.synchronize()
 
     @staticmethod

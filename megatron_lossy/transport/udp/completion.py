@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -9,8 +10,9 @@ from dataclasses import dataclass, field
 class Source:
     """The units of one source, from before the exchange is posted to its end.
 
-    It is over when all units have arrived; or its END has, and the reorder window has passed since; or the deadline
-    has, which counts from the posting. A unit that comes later is late, and is not applied.
+    It is over when all units have arrived; or its END has, the reorder window has passed since, and all units are there
+    that END says must be; or the deadline has, which counts from the posting. A unit that comes later is late, and is not
+    applied.
     """
 
     units: int
@@ -18,6 +20,7 @@ class Source:
     deadline: float | None = None  # after the posting
     posted_at: float | None = None
     ended_at: float | None = None
+    must: frozenset[int] = frozenset()
     over: bool = False
     arrived: set[int] = field(default_factory=set)
 
@@ -35,15 +38,16 @@ class Source:
         self._look()
         return "taken" if self.posted_at is not None else "early"
 
-    def end(self, now: float) -> None:
+    def end(self, now: float, must: Iterable[int] = ()) -> None:
         if self.ended_at is None and not self.over:
             self.ended_at = now
+            self.must = frozenset(must)
 
     def passes(self, now: float) -> None:
         """It is ``now``, and all that came before has been said."""
         if self.posted_at is None:
             return
-        if self.ended_at is not None and now >= self.ended_at + self.reorder:
+        if self.ended_at is not None and now >= self.ended_at + self.reorder and self.must <= self.arrived:
             self.over = True
         if self.deadline is not None and now >= self.posted_at + self.deadline:
             self.over = True

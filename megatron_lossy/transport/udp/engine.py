@@ -16,6 +16,7 @@ from functools import cache
 
 import numpy as np
 
+from ...config import UDP_REPORT_BYTES, check_code
 from ...errors import UsageError, refuse
 from . import build, session
 from .address import resolve, speed_of
@@ -75,7 +76,9 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("close", None, pointer, i64),
         ("copies", i, pointer, i, u32, pointer, u32, pointer),
         ("post", i, pointer, i, u32, u32, pointer, pointer, i64, i64, ctypes.POINTER(pointer)),
-        ("send", i, pointer, i, u32, u32, pointer, ctypes.POINTER(pointer)),
+        ("reported", i, pointer, i, u32),
+        ("send", i, pointer, i, u32, u32, pointer, pointer, u32, u32, ctypes.POINTER(pointer)),
+        ("reports", i, pointer, pointer),
         ("wait", i, pointer, i, i64),
         ("took", i64, pointer),
         ("missing", i, pointer),
@@ -214,6 +217,7 @@ class Engine:
         *,
         peers: Collection[int] | None = None,
         alike: str = "",
+        reported: Collection[str] = (),
     ) -> Channel:
         """A channel of ``size`` ranks; all of them must call this.
 
@@ -225,8 +229,9 @@ class Engine:
             buckets: for ``"grad"`` and ``"param"``, of each bucket: bytes of a shard, and of a unit.
             peers: the ranks that are reached over UDP, all if ``None``. If i names j, j must name i.
             alike: what else must be the same on all ranks.
+            reported: phases whose senders are told what did not arrive, and may name units that must.
         """
-        channel = Channel(self, name, rank, size, store, prefix, buckets, peers, alike)
+        channel = Channel(self, name, rank, size, store, prefix, buckets, peers, alike, reported)
         self._channels.append(channel)
         return channel
 
@@ -274,6 +279,7 @@ class Channel:
         buckets: session.Buckets,
         peers: Collection[int] | None,
         alike: str,
+        reported: Collection[str],
     ) -> None:
         self.name = name
         self.rank = rank
@@ -292,7 +298,11 @@ class Channel:
             for number, (shard, unit) in enumerate(buckets.get(phase, ())):
                 if not (shard > 0 and 0 < unit <= settings.packet_bytes):
                     raise ValueError(f"bucket {number} of {phase}: {unit} of {shard} bytes in a datagram")
+        self._reported = frozenset(reported)
+        if reported and settings.packet_bytes < UDP_REPORT_BYTES:
+            raise ValueError(f"reports need packets of {UDP_REPORT_BYTES} bytes at least, not {settings.packet_bytes}")
         drawn = _first_draws(store, f"{prefix}/random", rank)
+        alike += repr(sorted(reported))
         self._hellos = self._meet(store, prefix, session.digest_buckets(buckets, alike))
         self._channel = self._create(session.channel_id(drawn, name), buckets)
         self._lib.ml_open(self._channel)
@@ -344,6 +354,9 @@ class Channel:
         for phase, index in PHASES.items():
             for bucket, (shard, unit) in enumerate(buckets.get(phase, ())):
                 self._lib.ml_bucket(channel, index, bucket, shard, unit)
+                if phase in self._reported and self._lib.ml_reported(channel, index, bucket):
+                    self._lib.ml_close(channel, -1)
+                    raise MemoryError(f"reports of channel {self.name}")
         ours, _ = windows(engine.granted, engine.datagram, len(self.peers))
         for peer in self.peers:
             hello = hellos[peer]
@@ -422,12 +435,32 @@ class Channel:
             transfer.arrived = arrived
             return transfer
 
-    def send(self, phase: str, step: int, bucket: int, sources: Pointers) -> Transfer:
-        """Say what each destination gets: addresses, ``None`` for this rank and for who gets nothing."""
+    def send(
+        self,
+        phase: str,
+        step: int,
+        bucket: int,
+        sources: Pointers,
+        must: np.ndarray | None = None,
+        code: tuple[int, int] = (1, 0),
+    ) -> Transfer:
+        """Say what each destination gets: addresses, ``None`` for this rank and for who gets nothing.
+
+        ``must`` bool[N, units], of a reported phase: what must arrive at each. Of every ``code[0]`` such units go
+        ``code[1]`` packets of parity.
+        """
         key, pointers = self._key(phase, step, bucket), self._pointers(sources)
+        if must is not None:
+            must = np.ascontiguousarray(must, np.bool_)
+            if phase not in self._reported or must.shape != (self.size, self._units[phase][bucket]):
+                raise ValueError(f"must {must.shape} for {phase}, bucket {bucket} of {self.name}")
+        check_code("code", *code, least=0)
         handle = ctypes.c_void_p()
         with self._using(), self._lock:
-            result = self._lib.ml_send(self._channel, key[0], key[2], bucket, pointers, ctypes.byref(handle))
+            result = self._lib.ml_send(
+                self._channel, key[0], key[2], bucket, pointers,
+                None if must is None else must.ctypes.data, *code, ctypes.byref(handle),
+            )  # fmt: skip
             transfer = self._half(key, result, handle)
             transfer._sending = True
             return transfer
@@ -550,6 +583,7 @@ class Transfer:
         self._lib = channel._lib
         self._handle: ctypes.c_void_p | None = None
         self._sending = self._all_sent = False
+        self._reports = False  # are still wanted
 
     def __str__(self) -> str:
         phase, bucket, step = self.key
@@ -566,7 +600,8 @@ class Transfer:
         """A later step has begun. Called with the channel's lock."""
         if self._sending and not self._all_sent:
             self._all_sent = self._lib.ml_wait(self._handle, 1, 0) == 0
-        if (self.arrived is None or self.took is not None) and (not self._sending or self._all_sent):
+        over = self.arrived is None or self.took is not None
+        if over and (not self._sending or self._all_sent) and not self._reports:
             self._drop()
 
     def done(self) -> bool:
@@ -587,6 +622,31 @@ class Transfer:
         """Wait until nothing is read from the sources any more; also until ``send`` is called."""
         if not self._wait(1, timeout):
             raise TimeoutError(f"{self}: not all sent after {timeout:g} s")
+
+    def expects_reports(self, wanted: bool = True) -> None:
+        """Somebody will ask for :meth:`reports`; said before it is sent."""
+        self._reports = wanted
+
+    def reports(self) -> np.ndarray | None:
+        """bool[N, units]: what did not arrive of what was sent, of a reported phase; ``None``: not all have said.
+
+        Raises :class:`PeerLost`. It must be asked for until it is there, once :meth:`expects_reports` was said.
+        """
+        channel = self._channel
+        phase, bucket, _ = self.key
+        lost = np.empty((channel.size, channel._units[list(PHASES)[phase]][bucket]), np.bool_)
+        with channel._using():
+            if not self._reports:
+                raise ValueError(f"{self}: no reports are left")
+            result = self._lib.ml_reports(self._handle, lost.ctypes.data)
+        if result < 0:
+            raise channel.lost()
+        if result:
+            return None
+        with channel._lock:
+            self._reports = False
+            self._forget()
+        return lost
 
     def _missing(self) -> str:
         with self._channel._using():
@@ -618,7 +678,7 @@ class Transfer:
             elif self.took is None:
                 self.took = self._lib.ml_took(self._handle) / SECOND
                 channel._took.setdefault(self.key[:2], deque(maxlen=_HISTORY)).append(self.took)
-            if self.took is not None and self._all_sent:
+            if self.took is not None and self._all_sent and not self._reports:
                 self._drop()
 
 

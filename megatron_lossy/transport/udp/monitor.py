@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch.distributed as dist
 
 from ...monitor.observer import Look, Observer
@@ -26,6 +25,8 @@ _COLUMNS = {
     "early_dropped": "early_dropped",
     "refused": "refused",
     "overflow": "socket_overflow",
+    "sent_again": "resent",
+    "put_together": "repaired",
 }
 _EVERY = 10  # iterations between looks at the counters
 _PERSISTS = 100  # iterations of much loss that are worth a line
@@ -79,14 +80,13 @@ class DatagramMonitor(Observer):
         self._said: set[str] = set()
         self._units: Counter[str] = Counter()  # of this iteration
         self._much = 0
-        self._closed = False
 
     def _now(self) -> Counter[str]:
         peers = [peer for one in self._transports() for peer in one.counters().values()]
         return totals(peers, engine_counters())
 
     def observe(self, delivery) -> None:
-        arrived = delivery.arrived[np.array(delivery.receivers)[:, None] != np.array(delivery.sources)]
+        arrived = delivery.arrived[delivery.crossing]
         self._units["all"] += arrived.size
         self._units["arrived"] += int(arrived.sum())
 
@@ -108,10 +108,8 @@ class DatagramMonitor(Observer):
         return {f"udp {column.replace('_', ' ')}": value for column, value in self._window.close().items()}
 
     def close(self) -> None:
-        if not self._closed:
-            for line in summary(self._transports(), _rank()):
-                print(line, flush=True)
-        self._closed = True
+        for line in summary(self._transports(), _rank()):
+            print(line, flush=True)
 
 
 def _rank() -> int:

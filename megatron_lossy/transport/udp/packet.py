@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 VERSION = 1
-DATA, END, READY, REPORT, ALIVE, PROBE = range(1, 7)
+DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK = range(1, 9)
 PHASES = {"grad": 0, "param": 1}
 TAG_BYTES = 16
 
 HEADER = np.dtype(
     [
         ("kind", "u1"),  # version in the high four bits, type in the low ones
-        ("tag", "u1"),  # bits 0 to 2: 1 for a unit that is sent several times; the others are 0
+        ("tag", "u1"),  # bits 0 to 2: 1 for a unit that is sent several times, 2 if it is sent again; the others are 0
         ("source", "<u2"),  # rank in the channel
         ("channel", "<u4"),
         ("number", "<u8"),  # counts the datagrams from one process to another; the nonce
@@ -20,10 +22,9 @@ HEADER = np.dtype(
         ("bucket", "<u2"),
         ("phase", "u1"),
         ("attempt", "u1"),  # 0
-        (
-            "index",
-            "<u4",
-        ),  # DATA: unit. END: units of the message. READY: 1 if the receiver is done. ALIVE: 1 for the last
+        # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 1 for the
+        # last. PARITY: which. NACK: how many units it names.
+        ("index", "<u4"),
     ]
 )
 assert HEADER.itemsize == 28
@@ -31,6 +32,16 @@ assert HEADER.itemsize == 28
 #: Payload of a REPORT: what has come from its addressee, the highest number + 1, how many µs ago that came, and the
 #: clock of the reporter (µs) then.
 REPORT_PAYLOAD = np.dtype([("datagrams", "<u8"), ("bytes", "<u8"), ("top", "<u8"), ("since", "<u4"), ("clock", "<u4")])
+
+
+#: In front of the units that must arrive, u4 each, in the payload of an END of a bucket with reports: how many in all
+#: parts, and block << 16 | parities of a block.
+END_PAYLOAD = np.dtype([("count", "<u4"), ("code", "<u4")])
+
+
+def end(units: Sequence[int], block: int = 0, parity: int = 0) -> bytes:
+    """The payload of an END in one part."""
+    return np.array((len(units), block << 16 | parity), END_PAYLOAD).tobytes() + np.array(units, "<u4").tobytes()
 
 
 def overhead(cipher: str) -> int:

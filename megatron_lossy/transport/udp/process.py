@@ -17,7 +17,7 @@ from ...errors import cannot
 from ...exchange import BucketUnits, Stream
 from ..drawn import Networks
 from .address import find_address
-from .carrier import Dtypes, UdpTransport
+from .carrier import Code, Dtypes, UdpTransport
 from .engine import Engine
 from .settings import UdpSettings
 
@@ -105,4 +105,5 @@ def open_transport(
     engine = engine_for(config)
     alike = repr((dtypes, dist.get_process_group_ranks(group)))
     open_channel = partial(engine.open, name, rank, len(members), store, prefix, alike=alike)
-    return UdpTransport(networks, stream, members, rank, cut, dtypes, group, open_channel)
+    code = Code(config.udp_fec_code, config.udp_fec_budget / 100) if config.at_sender else None
+    return UdpTransport(networks, stream, members, rank, cut, dtypes, group, open_channel, code)

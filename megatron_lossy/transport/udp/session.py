@@ -13,7 +13,7 @@ from ...errors import UsageError
 from .packet import PHASES
 
 #: Of the datagrams and of what stands in the store.
-PROTOCOL = 1
+PROTOCOL = 2
 #: For each phase, of each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
 

@@ -1,0 +1,132 @@
+"""``error-feedback``: what is lost is kept by its sender and sent again with the next gradient (SMART, equations 3 to 5).
+
+The owner adds up what arrives and divides by N. A sender's gradients all count in the end, so that the mean over time is
+the plain mean, whatever the gradients: over T steps what was applied is the sum of the gradients minus what is still
+kept. It goes with the weight 1/N only: among survivors alone, what is sent again would count twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ..exchange import BucketUnits, Delivery, Lost
+from .base import GradRecovery, Reduction
+from .priority import Priority, Protection
+from .rows import Saved, times
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+class ErrorFeedback(GradRecovery):
+    """Adds what was lost to what is sent next.
+
+    A residual has the dtype of the gradients, in which it was sent; float32 with a loss scale, by which it is divided.
+    It counts from the next step on, if the optimizer used this one; else the one before stays.
+    """
+
+    name = "error-feedback"
+    priority: Priority
+    _warned: ClassVar[bool] = False
+
+    def __init__(self, units: BucketUnits, rank: int) -> None:
+        super().__init__(units, rank)
+        self.priority = Priority(Protection(), units, rank)
+        self._residuals: list[tuple[Lost, Saved]] = []
+        self._added: list[tuple[Lost, Saved]] = []  # of those, to the payload of the latest exchange
+        self._pending: tuple[int, Lost, Saved] | None = None  # of a step that may not count
+        self._payloads: dict[int, tuple[torch.Tensor, bool]] = {}  # of late steps: what was sent, and whether it counts
+        self._ages: np.ndarray | None = None  # steps that a unit has been in the residual
+
+    @classmethod
+    def kept_share(cls, lost: float) -> float:
+        return 2 * lost
+
+    def correct(self, buffer: torch.Tensor, reduction: Reduction) -> None:
+        scale = reduction.loss_scale
+        self._added = list(self._residuals)
+        for lost, saved in self._added:
+            self.rows(buffer).add_(buffer, self.units, lost, saved if scale is None else times(saved, scale))
+
+    def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, reduction: Reduction) -> None:
+        self._keep(delivery.exchange.step, buffer, lost, reduction.loss_scale)
+        super().remove(buffer, lost, delivery, reduction)
+
+    def _keep(self, step: int, payload: torch.Tensor, lost: Lost, scale: Any) -> None:
+        kept = self.rows(payload).take(payload, self.units, lost)
+        self._pending = (step, lost, kept if scale is None else times(kept, 1 / scale))
+        self._tell(lost)
+
+    def reported(self, step: int, lost: np.ndarray | None) -> None:
+        """See :meth:`GradRecovery.reported`. A report that is late delays what it says is lost, and drops none of it."""
+        sent = self._sent if self.sent_in(step) else None
+        super().reported(step, lost)
+        if sent is not None:
+            _, payload, scale = sent
+            if lost is not None:
+                self._keep(step, payload, Lost(lost), scale)
+            else:
+                self._payloads[step] = (payload.clone() if scale is None else payload.float() / scale, False)
+        elif lost is not None and step in self._payloads:
+            payload, counts = self._payloads.pop(step)
+            if counts:
+                self._residuals.append((Lost(lost), self.rows(payload).take(payload, self.units, Lost(lost))))
+
+    def _tell(self, lost: Lost) -> None:
+        told = self.priority.told
+        told.oldest = int(self._aged(lost).max(initial=0))
+        if told.residual > told.payload - told.residual and not ErrorFeedback._warned:
+            ErrorFeedback._warned = True
+            logger.warning(
+                "--grad-recovery %s: more of the gradients is lost and kept than arrives (sums of absolute values: %.3g kept, "
+                "%.3g sent); consider --grad-priority packet-mean or a larger --grad-priority-fraction (said once)",
+                self.name,
+                told.residual,
+                told.payload,
+            )
+
+    def _aged(self, lost: Lost) -> np.ndarray:
+        before = 0 if self._ages is None else self._ages
+        return np.where(lost.mask, before + 1, 0).astype(np.int32)
+
+    def finish_step(self, step: int, successful: bool) -> None:
+        if successful:
+            counted = self._pending is not None and self._pending[0] == step
+            if counted or step in self._payloads:  # what was added has been sent
+                self._residuals = [one for one in self._residuals if not any(one is added for added in self._added)]
+            if counted:
+                assert self._pending is not None
+                _, lost, kept = self._pending
+                self._ages = self._aged(lost)
+                self._residuals.append((lost, kept))
+            if step in self._payloads:
+                self._payloads[step] = (self._payloads[step][0], True)
+        else:
+            self._payloads.pop(step, None)
+        self._pending, self._added = None, []
+
+    def state_dict(self) -> dict[str, Any]:
+        import torch
+
+        if not self._residuals:
+            return {}
+        ages = None if self._ages is None else torch.from_numpy(self._ages)
+        return {
+            "residuals": [(torch.from_numpy(lost.mask), saved) for lost, saved in self._residuals],
+            "ages": ages,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self._residuals, self._added, self._payloads, self.late = [], [], {}, []
+        self._pending = self._ages = None
+        if state:
+            self._residuals = [
+                (Lost(lost.cpu().numpy()), [tuple(part.to(device) for part in parts) for parts in saved])
+                for lost, saved in state["residuals"]
+            ]
+            self._ages = None if state["ages"] is None else state["ages"].cpu().numpy()

@@ -1,0 +1,173 @@
+"""``--grad-priority``: units of large gradients are delivered whatever the network does (SMART, section 3.1).
+
+A network that recovers what is lost of a few datagrams, by parity or by sending them again, can do so for those that
+matter most. Which these are the sender decides, from what it sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..exchange import BucketUnits, Exchange, Lost
+from .rows import unit_views
+
+if TYPE_CHECKING:
+    import torch
+
+#: Numbers in [0, 1), as many as asked for, that depend on an exchange, a bucket and a sender alone.
+Draw = Callable[[Exchange, int, int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Which units count as high priority, and when those that do not are delivered all the same.
+
+    ``kind``: ``packet-mean``, ``element-quantile``, or ``none``, where only units with a value that is not finite are.
+    ``fraction``: K, in [0, 1]. ``scope``: what the K are of, ``bucket`` or ``destination``. ``sample``: values that the
+    quantile is taken from. ``bound``: if more than this share of the low-priority units of a message are lost, all
+    of them are delivered. ``own``: whether a rank's units for itself can be lost too. ``draw``: for the sample.
+    """
+
+    kind: str = "none"
+    fraction: float = 0.0
+    scope: str = "bucket"
+    sample: int = 1000
+    bound: float = 1.0
+    own: bool = False
+    draw: Draw | None = None
+
+
+@dataclass
+class Told:
+    """What became of the units of one bucket that a rank sent in a step.
+
+    ``lost`` of them, ``recovered`` of those, ``left``: lost for good. ``residual`` of ``payload``: sums of |values|.
+    """
+
+    units: int = 0
+    high: int = 0
+    lost: int = 0
+    recovered: int = 0
+    left: int = 0
+    residual: float = 0.0
+    payload: float = 0.0
+    oldest: int = 0
+
+
+class Priority:
+    """Chooses the units of one bucket that its sender wants delivered.
+
+    ``units``: how the bucket is cut. ``rank``: the sender's index among the destinations.
+    """
+
+    def __init__(self, protection: Protection, units: BucketUnits, rank: int) -> None:
+        self.protection = protection
+        self.units = units
+        self.rank = rank
+        #: Of the latest exchange.
+        self.told = Told()
+        self._sums = np.zeros((0, units.count))
+
+    def choose(self, buffer: torch.Tensor, exchange: Exchange) -> np.ndarray:
+        """bool[N, count]: what of ``buffer`` [N * shard] is of high priority."""
+        sizes = importance(buffer, self.units)
+        crossing = self._crossing(len(sizes))
+        high = self._high(buffer, sizes, crossing, exchange)
+        self._sums = np.where(np.isfinite(sizes), sizes, 0.0) * lengths(self.units)
+        self.told = Told(
+            units=int(crossing.sum()) * self.units.count,
+            high=int(high.sum()),
+            payload=float(self._sums[crossing].sum()),
+        )
+        return high
+
+    def _crossing(self, size: int) -> np.ndarray:
+        crossing = np.ones(size, dtype=bool)
+        if not self.protection.own:
+            crossing[self.rank] = False
+        return crossing
+
+    def spare(self, buffer: torch.Tensor, lost: Lost, exchange: Exchange) -> Lost:
+        """What is lost for good of ``buffer`` [N * shard], of which the network loses ``lost``."""
+        high = self.choose(buffer, exchange)
+        final = lost.mask & ~high
+        low = ~high & self._crossing(len(high))[:, None]
+        # A message is what goes to one destination.
+        beyond = final.sum(axis=1) > self.protection.bound * low.sum(axis=1)
+        final[beyond] = False
+        self.told.lost = int(lost.mask.sum())
+        self.told.recovered = self.told.lost - int(final.sum())
+        self.tell(Lost(final))
+        return Lost(final)
+
+    def take_told(self) -> Told:
+        """What became of the latest exchange, once; nothing if there was none since."""
+        told, self.told = self.told, Told()
+        return told
+
+    def tell(self, final: Lost) -> None:
+        """Of what was chosen from last, ``final`` is lost for good."""
+        self.told.left = int(final.mask.sum())
+        self.told.residual = float(self._sums[final.mask].sum())
+
+    def _high(self, buffer: torch.Tensor, sizes: np.ndarray, crossing: np.ndarray, exchange: Exchange) -> np.ndarray:
+        # A lost infinity in a residual would be added again, and the step rejected, for ever.
+        high = ~np.isfinite(sizes) & crossing[:, None]
+        whole = self.protection.scope == "bucket"
+        scopes = [np.flatnonzero(crossing)] if whole else [np.array([one]) for one in np.flatnonzero(crossing)]
+        for rows in scopes if self.protection.kind != "none" else ():
+            if not len(rows):
+                continue
+            if self.protection.kind == "packet-mean":
+                high[rows] |= top(sizes[rows], self.protection.fraction)
+            else:
+                high[rows] |= sizes[rows] >= self._quantile(buffer, rows, exchange)
+        return high
+
+    def _quantile(self, buffer: torch.Tensor, rows: np.ndarray, exchange: Exchange) -> float:
+        """The (1 - K) quantile of |values|, over a sample of those for the destinations ``rows``."""
+        import torch
+
+        assert self.protection.draw is not None
+        first = self.units.first * len(buffer) + int(rows[0])
+        drawn = self.protection.draw(exchange, self.rank, first)
+        places = (drawn * (len(rows) * self.units.shard)).astype(np.int64)
+        places = rows[places // self.units.shard] * self.units.shard + places % self.units.shard
+        values = buffer[torch.from_numpy(places).to(buffer.device)].abs().float().cpu().numpy()
+        values = values[np.isfinite(values)]
+        return float(np.quantile(values, 1 - self.protection.fraction)) if len(values) else np.inf
+
+
+def lengths(units: BucketUnits) -> np.ndarray:
+    """int64[count]: elements of each unit."""
+    return np.concatenate([np.full(numbers.stop - numbers.start, elements) for numbers, elements in units.parts])
+
+
+def importance(buffer: torch.Tensor, units: BucketUnits) -> np.ndarray:
+    """float32[N, count]: the mean of |values| of each unit of ``buffer`` [N * shard] (SMART, equation 1).
+
+    Added up in float32; not finite where a value is not.
+    """
+    import torch
+
+    means = [
+        torch.linalg.vector_norm(view, ord=1, dim=-1, dtype=torch.float32).div_(elements)
+        for view, (_, elements) in zip((view for view, _ in unit_views(buffer, units)), units.parts, strict=True)
+    ]
+    return torch.cat(means, dim=1).cpu().numpy()
+
+
+def top(sizes: np.ndarray, fraction: float) -> np.ndarray:
+    """bool, of the shape of ``sizes``: the largest share ``fraction`` of the finite ones, the first where they are equal."""
+    flat = np.where(np.isfinite(sizes), sizes, -1.0).ravel()
+    count = int(fraction * flat.size + 0.5)
+    chosen = np.zeros(flat.size, dtype=bool)
+    if count:
+        least = np.partition(flat, flat.size - count)[flat.size - count]
+        chosen = flat > least
+        chosen[np.flatnonzero(flat == least)[: count - int(chosen.sum())]] = True
+    return chosen.reshape(sizes.shape)

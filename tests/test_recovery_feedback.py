@@ -1,0 +1,383 @@
+"""Priorities and error feedback: what is chosen, what is kept, and what comes of it in the end (docs/smart.md)."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy import theory
+from megatron_lossy.channel.draws import generator
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.exchange import Delivery, Exchange, Lost, Stream, cut
+from megatron_lossy.recovery import IndexedRows, MaskedRows, Priority, Protection, Reduction
+from megatron_lossy.recovery.feedback import ErrorFeedback
+from megatron_lossy.recovery.priority import importance, top
+from megatron_lossy.registry import GRAD_RECOVERIES
+from megatron_lossy.transport import Network, check_owners
+from megatron_lossy.transport.collective import CollectiveTransport
+from tests.reference import ReferenceReduce, pieces
+
+STEP = Exchange("grad", Stream(), 0)
+PLAIN = Reduction()
+
+
+def units_of(shard, elements):
+    [units], _ = cut([shard], [4], "packet", 4 * elements)
+    return units
+
+
+def everything(size, units):
+    return Lost(np.ones((size, units.count), dtype=bool))
+
+
+# --- priority ------------------------------------------------------------------------------------------------------
+
+
+def test_importance_is_the_mean_of_what_is_there():
+    """The short last unit by its own length."""
+    buffer = torch.tensor([1.0, -3, 5, 0, 0, 0.5, 2, -2, 9, 1])
+    np.testing.assert_array_equal(importance(buffer, units_of(5, 2)), [[2, 2.5, 0], [1.25, 5.5, 1]])
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 9), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_importance_against_numpy(size, shard, elements, dtype):
+    values = torch.from_numpy(np.random.default_rng(shard).standard_normal(3 + size * shard)).to(dtype)
+    buffer = values[3:]
+    rows = buffer.float().numpy().reshape(size, shard)
+    expected = [[np.abs(row[piece]).mean() for piece in pieces(shard, elements)] for row in rows]
+    np.testing.assert_allclose(importance(buffer, units_of(shard, elements)), expected, rtol=1e-5)
+
+
+def test_the_largest_and_of_equal_ones_the_first():
+    sizes = np.array([[3.0, 1, 2], [2, 2, 0]])
+    assert top(sizes, 0.0).sum() == 0 and top(sizes, 1.0).all()
+    np.testing.assert_array_equal(np.argwhere(top(sizes, 0.5)), [[0, 0], [0, 2], [1, 0]])
+    np.testing.assert_array_equal(np.argwhere(top(np.zeros((2, 3)), 0.34)), [[0, 0], [0, 1]])
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.5, np.inf, np.nan]), min_size=1, max_size=30), st.floats(0, 1))
+def test_top_against_a_stable_sort(values, fraction):
+    values = np.array(values)
+    finite = np.where(np.isfinite(values), values, -1.0)
+    expected = np.zeros(len(values), dtype=bool)
+    expected[np.argsort(-finite, kind="stable")[: int(fraction * len(values) + 0.5)]] = True
+    np.testing.assert_array_equal(top(values[None], fraction)[0], expected)
+
+
+def test_what_is_spared():
+    """Rank 1 of 3: its own units never cross. A value that is not finite is always spared, on top of the share."""
+    units = units_of(4, 2)
+    buffer = torch.tensor([1.0, 1, 9, 9, 50, 50, 50, 50, 2, 2, float("nan"), 0])
+    lost = Lost(np.array([[True, True], [False, False], [True, True]]))
+    for kind, scope, share, expected in [
+        ("packet-mean", "bucket", 0.25, [[1, 0], [0, 0], [1, 0]]),
+        ("packet-mean", "destination", 0.5, [[1, 0], [0, 0], [0, 0]]),
+        ("packet-mean", "bucket", 0.0, [[1, 1], [0, 0], [1, 0]]),
+        ("none", "bucket", 0.5, [[1, 1], [0, 0], [1, 0]]),
+    ]:
+        priority = Priority(Protection(kind, share, scope), units, 1)
+        final = priority.spare(buffer, lost, STEP)
+        np.testing.assert_array_equal(final.mask, np.array(expected, dtype=bool), f"{kind} {scope} {share}")
+        told = priority.told
+        assert (told.units, told.lost, told.recovered) == (4, 4, 4 - final.mask.sum())
+
+
+def test_own_units_count_where_they_can_be_lost():
+    units = units_of(2, 1)
+    buffer = torch.tensor([1.0, 2, 8, 4])
+    final = Priority(Protection("packet-mean", 0.25, own=True), units, 1).spare(buffer, everything(2, units), STEP)
+    np.testing.assert_array_equal(final.mask, [[True, True], [False, True]])
+
+
+def test_beyond_the_bound_a_message_is_delivered():
+    units = units_of(8, 2)
+    lost = np.zeros((3, 4), dtype=bool)
+    lost[0, :2] = lost[2, :3] = True  # two and three of four, to two destinations
+    for bound, expected in ((1.0, [2, 0, 3]), (0.5, [2, 0, 0]), (0.49, [0, 0, 0]), (0.0, [0, 0, 0])):
+        final = Priority(Protection(bound=bound), units, 1).spare(torch.ones(24), Lost(lost), STEP)
+        assert final.mask.sum(axis=1).tolist() == expected
+    # One of high priority that is lost does not count: two of three that are not.
+    buffer = torch.ones(24)
+    buffer[16:18] = 5.0
+    final = Priority(Protection("packet-mean", 1 / 8, bound=0.67), units, 1).spare(buffer, Lost(lost), STEP)
+    assert final.mask.sum(axis=1).tolist() == [2, 0, 2]
+
+
+def test_the_literal_rule():
+    """A packet counts if the mean of its values is above a quantile of single values."""
+    units = units_of(1000, 10)
+    buffer = torch.full((2000,), 0.01)
+    buffer[1000:1010] = 1.0  # one unit of a hundred to destination 1, which holds 1 % of the values
+    buffer[1050:1055] = 1.0  # half a unit
+    drawn = generator(1, STEP, 0, 0).random(1000)
+    protection = Protection("element-quantile", 0.01, "destination", 1000, draw=lambda *key: drawn)
+    high = ~Priority(protection, units, 0).spare(buffer, everything(2, units), STEP).mask
+    assert np.flatnonzero(high[1]).tolist() == [0]
+    all_equal = Priority(protection, units, 0).spare(torch.ones(2000), everything(2, units), STEP)
+    assert not all_equal.mask[1].any()
+
+
+def test_the_sample_depends_on_the_exchange_alone():
+    one, other = (generator(1, dataclasses.replace(STEP, step=step), 2, 3).random(5) for step in (0, 1))
+    np.testing.assert_array_equal(one, generator(1, STEP, 2, 3).random(5))
+    assert not np.array_equal(one, other)
+    assert not np.array_equal(one, generator(1, STEP, 3, 3).random(5))
+    assert not np.array_equal(one, generator(2, STEP, 2, 3).random(5))
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 4), st.integers(1, 30), st.integers(1, 12), st.sampled_from([IndexedRows, MaskedRows]),
+    st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.integers(0, 99),
+)  # fmt: skip
+def test_adding_rows(size, shard, elements, rows, dtype, wide, seed):
+    """What is added may be wider than the buffer; the sum is rounded once."""
+    random, units = np.random.default_rng(seed), units_of(shard, elements)
+    lost = random.random((size, units.count)) < 0.5
+    values = torch.from_numpy(random.standard_normal((2, size * shard))).to(dtype)
+    added = torch.from_numpy(random.standard_normal(size * shard)).to(torch.float32 if wide else dtype)
+    mask = torch.from_numpy(np.repeat(lost, elements, axis=1)[:, :shard].ravel().copy()) if elements <= shard else None
+    if mask is None:
+        mask = torch.from_numpy(np.repeat(lost, shard, axis=1).ravel().copy())
+    buffer = values[0].clone()
+    rows.add_(buffer, units, Lost(lost), rows.take(added, units, Lost(lost)))
+    expected = torch.where(mask, (values[0].float() + added.float()).to(dtype), values[0])
+    assert torch.equal(buffer, expected)
+
+
+# --- error feedback ------------------------------------------------------------------------------------------------
+
+
+def delivery_of(step, size, rank, units, sent):
+    arrived = np.ones((1, size, units.count), dtype=bool)
+    return Delivery(Exchange("grad", Stream(), step), range(size), [rank], arrived, [units], sent)
+
+
+def exchange(rule, grads, step, sent, reduction=PLAIN):
+    """What of ``grads`` [N, shard] is put on the wire."""
+    buffer = grads.clone().view(-1)
+    rule.before(buffer, delivery_of(step, len(grads), rule.rank, rule.units, sent), reduction)
+    return buffer.view(grads.shape)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 20), st.integers(1, 6), st.integers(0, 99))
+def test_all_that_was_sent_is_applied_but_for_the_residual(size, shard, elements, seed):
+    """To the last bit, over integers; steps that do not count change nothing."""
+    random, units = np.random.default_rng(seed), units_of(shard, elements)
+    rule = ErrorFeedback(units, 0)
+    given_, applied = torch.zeros(size, shard), torch.zeros(size, shard)
+    for step in range(12):
+        grads = torch.from_numpy(random.integers(-1000, 1000, (size, shard)).astype(np.float32))
+        sent = random.random((size, units.count)) > 0.6
+        sent[0] = True
+        arrived = exchange(rule, grads, step, sent)
+        successful = random.random() > 0.3
+        if random.random() > 0.7:  # Megatron's rerun machine makes a step again
+            assert torch.equal(arrived, exchange(rule, grads, step, sent))
+        rule.finish_step(step, successful)
+        if successful:
+            given_ += grads
+            applied += arrived
+    residual = exchange(rule, torch.zeros(size, shard), 99, np.ones((size, units.count), dtype=bool))
+    assert torch.equal(applied + residual, given_)
+
+
+@pytest.mark.parametrize(("priority", "dtype"), [(0.0, torch.float32), (0.1, torch.float32), (0.0, torch.bfloat16)])
+def test_against_the_reference(priority, dtype):
+    size, shard, elements = 3, 100, 7
+    random, units = np.random.default_rng(0), units_of(shard, elements)
+    reference = ReferenceReduce("error-feedback", size, shard, elements, priority)
+    rules = [ErrorFeedback(units, rank) for rank in range(size)]
+    for rule in rules:
+        rule.priority = Priority(Protection("packet-mean", priority), units, rule.rank)
+    for step in range(8):
+        grads = torch.from_numpy(random.standard_normal((size, size, shard))).to(dtype)
+        arrived = random.random((size, size, units.count)) > 0.5
+        arrived[range(size), range(size)] = True
+        total = sum(exchange(rule, grads[rule.rank], step, arrived[rule.rank]).float() for rule in rules)
+        counted = step != 4
+        expected = reference(grads.float().numpy(), arrived, counted)
+        for rule in rules:
+            rule.finish_step(step, counted)
+        if dtype == torch.bfloat16:  # the reference does not round what is sent
+            np.testing.assert_allclose(total.numpy() / size, expected, atol=0.02)
+        else:
+            np.testing.assert_array_equal(total.numpy() / np.float32(size), expected)
+
+
+def test_with_a_loss_scale_the_residual_has_none():
+    units = units_of(4, 2)
+    lost, everyone = np.array([[True, True], [False, True]]), np.ones((2, 2), dtype=bool)
+    rule = ErrorFeedback(units, 0)
+    grads = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]])
+    exchange(rule, 8 * grads, 0, lost, Reduction(loss_scale=torch.tensor(8.0)))
+    rule.finish_step(0, True)
+    arrived = exchange(rule, 2 * grads, 1, everyone, Reduction(loss_scale=torch.tensor(2.0)))
+    assert torch.equal(arrived, 2 * torch.tensor([[1.0, 2, 3, 4], [10, 12, 7, 8]]))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_value_that_is_not_finite_stops_one_step_only(bad):
+    """It is delivered, so that the step is rejected, and is not kept."""
+    units = units_of(2, 1)
+    lost = np.array([[True, True], [False, False]])
+    rule = ErrorFeedback(units, 0)
+    arrived = exchange(rule, torch.tensor([[1.0, 1], [bad, 2]]), 0, lost)
+    assert not torch.isfinite(arrived).all() and arrived[1, 1] == 0
+    rule.finish_step(0, False)
+    for step in (1, 2):
+        assert torch.isfinite(exchange(rule, torch.ones(2, 2), step, lost)).all()
+        rule.finish_step(step, True)
+
+
+def test_its_state_is_all_that_there_is():
+    units, random = units_of(10, 3), np.random.default_rng(1)
+    one, other = ErrorFeedback(units, 0), ErrorFeedback(units, 0)
+    assert other.state_dict() == {}
+    sent = random.random((4, 2, units.count)) > 0.5
+    sent[:, 0] = True
+    for step in range(3):
+        exchange(one, torch.from_numpy(random.standard_normal((2, 10)).astype(np.float32)), step, sent[step])
+        one.finish_step(step, True)
+    other.load_state_dict(one.state_dict(), torch.device("cpu"))
+    grads = torch.ones(2, 10)
+    assert torch.equal(exchange(one, grads, 3, sent[3]), exchange(other, grads, 3, sent[3]))
+    assert one.priority.told == other.priority.told and one.priority.told.oldest > 0
+    other.load_state_dict({}, torch.device("cpu"))
+    there = torch.from_numpy(np.repeat(sent[3], 3, axis=1)[:, :10])
+    assert torch.equal(exchange(other, grads, 3, sent[3]), torch.where(there, grads, 0.0))
+
+
+def sends_unseen(rule, grads, step):
+    """What of ``grads`` [N, shard] is sent where only the network knows what will arrive."""
+    buffer = grads.clone().view(-1)
+    rule.before(buffer, None, Reduction(exchange=Exchange("grad", Stream(), step)))
+    return buffer.view(grads.shape)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 99))
+def test_a_late_report_delays_and_drops_nothing(seed):
+    """Over integers, to the last bit, though reports come at once, later or after steps that do not count."""
+    size, shard, elements = 3, 12, 5
+    random, units = np.random.default_rng(seed), units_of(shard, elements)
+    rule = ErrorFeedback(units, 0)
+    given_, applied = torch.zeros(size, shard), torch.zeros(size, shard)
+    unsaid = {}
+    for step in range(12):
+        for late in [late for late in unsaid if random.random() > 0.5]:
+            rule.reported(late, unsaid.pop(late))
+        assert rule.late == list(unsaid)
+        grads = torch.from_numpy(random.integers(-1000, 1000, (size, shard)).astype(np.float32))
+        payload = sends_unseen(rule, grads, step)
+        lost = random.random((size, units.count)) > 0.6
+        lost[0] = False
+        assert rule.sent_in(step)
+        on_time, successful = random.random() > 0.5, random.random() > 0.3
+        rule.reported(step, lost if on_time else None)
+        if not on_time:
+            unsaid[step] = lost
+        rule.finish_step(step, successful)
+        if successful:
+            given_ += grads
+            there = torch.from_numpy(~np.repeat(lost, elements, axis=1)[:, :shard])
+            applied += torch.where(there, payload, 0.0)
+    for late in list(unsaid):
+        rule.reported(late, unsaid.pop(late))
+    assert rule.late == []
+    assert torch.equal(applied + sends_unseen(rule, torch.zeros(size, shard), 99), given_)
+
+
+def test_a_rule_without_a_residual_asks_for_late_reports_too():
+    """Until somebody says what arrived, the network keeps what was sent."""
+    rule = GRAD_RECOVERIES.load("zero")(units_of(4, 2), 0)
+    rule.priority = Priority(Protection("packet-mean", 0.5), rule.units, 0)
+    sends_unseen(rule, torch.ones(2, 4), 0)
+    rule.reported(0, None)
+    assert rule.late == [0]
+    rule.finish_step(0, True)
+    rule.reported(0, None)
+    assert rule.late == [0]
+    rule.reported(0, np.zeros((2, 2), dtype=bool))
+    assert rule.late == []
+
+
+# --- in the long run -----------------------------------------------------------------------------------------------
+
+UNITS = 20_000
+
+
+@pytest.mark.parametrize(("size", "p"), [(2, 0.2), (4, 0.05), (4, 0.4)])
+def test_means_and_variance_are_those_of_the_theory(size, p):
+    """Constant gradients, draws of the real channel, 60 steps; six standard errors over 20,000 units (false alarm 2e-9).
+
+    Each rank's gradient is another one, of which all count alike: the mean is the plain mean of any gradients.
+    """
+    config = LossyConfig(
+        p_grad=p, loss_unit="packet", packet_bytes=4, grad_recovery="error-feedback", grad_priority="none"
+    )
+    network, units = Network(config, "grad", size), units_of(UNITS, 1)
+    ends = [
+        CollectiveTransport({"grad": network}, Stream(), range(size), rank, {"grad": [units]}) for rank in range(size)
+    ]
+    rules = [ErrorFeedback(units, rank) for rank in range(size)]
+    gradients = torch.arange(1.0, size + 1)
+    for step in range(60):
+        total = torch.zeros(UNITS)
+        for rule, end in zip(rules, ends, strict=True):
+            buffer = torch.full((size * UNITS,), float(gradients[rule.rank]))
+            rule.before(buffer, end.foresee(Exchange("grad", Stream(), step)), Reduction())
+            rule.finish_step(step, True)
+            total += buffer[:UNITS]  # what owner 0 gets
+    applied = (total / size).double().numpy()
+    spread = applied.std() / np.sqrt(UNITS)
+    assert abs(applied.mean() - float(gradients.mean())) < 6 * spread
+    others = gradients[1:].double().numpy()
+    variance = theory.error_feedback_variance(p) * (others**2).sum() / size**2
+    squares = (applied - applied.mean()) ** 2
+    assert abs(squares.mean() - variance) < 6 * squares.std() / np.sqrt(UNITS)
+    # What is kept of one link, of gradient 1 to owner 0 from rank 1.
+    kept = exchange(rules[1], torch.zeros(size, UNITS), 99, np.ones((size, UNITS), dtype=bool))[0].double().numpy() / 2
+    assert abs(kept.mean() - theory.error_feedback_residual(p)) < 6 * kept.std() / np.sqrt(UNITS)
+
+
+# --- flags ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"grad_priority_fraction": 1.1}, "--grad-priority-fraction 1.1: must be in"),
+        ({"grad_priority_fraction": -0.1}, "--grad-priority-fraction -0.1: must be in"),
+        ({"grad_priority_fraction": float("nan")}, "--grad-priority-fraction nan: must be in"),
+        ({"grad_residual_bound": 1.5}, "--grad-residual-bound 1.5: must be in"),
+        ({"grad_priority_sample": 99}, "--grad-priority-sample 99: must be at least 100"),
+        ({"loss_unit": "shard"}, "--grad-priority packet-mean: needs --loss-unit packet, or --grad-priority none"),
+        ({"grad_recovery": "previous", "grad_priority": "packet-mean"}, "with --grad-recovery previous: cannot be"),
+        ({"grad_recovery": "zero", "grad_priority_scope": "destination"}, "--grad-priority-scope destination: needs"),
+        ({"grad_recovery": "renormalize", "grad_residual_bound": 0.1}, "--grad-residual-bound 0.1: needs"),
+        ({"grad_priority": "none", "grad_priority_fraction": 0.2}, "--grad-priority-fraction 0.2: needs"),
+        ({"grad_priority": "most"}, "--grad-priority most: must be one of none, packet-mean, element-quantile"),
+    ],
+)
+def test_bad_flags(flags, error):
+    with pytest.raises(UsageError, match=error):
+        LossyConfig(**{"p_grad": 0.1, "loss_unit": "packet", "grad_recovery": "error-feedback"} | flags)
+
+
+def test_owners_that_must_know_priorities_need_virtual_workers():
+    config = LossyConfig(p_grad=0.1, loss_unit="packet", grad_priority="packet-mean")
+    with pytest.raises(UsageError, match="--grad-priority packet-mean with --grad-recovery renormalize: needs virtual"):
+        check_owners(config)
+    check_owners(dataclasses.replace(config, grad_recovery="zero"))
+    check_owners(dataclasses.replace(config, grad_recovery="error-feedback"))

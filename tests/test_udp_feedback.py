@@ -1,0 +1,155 @@
+"""Error feedback and priorities over UDP: senders are told what was lost, and what matters arrives."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.transport.udp.carrier import Code
+from tests import contract
+from tests.ranks import run_ranks
+from tests.test_hooks import OVERLAPS
+from tests.test_lab import needs_lab
+from tests.tiny_gpt import TinyGPT
+from tests.udp_feedback_ranks import telescopes
+
+ROOT = Path(__file__).parents[1]
+FEEDBACK = LossyConfig(
+    transport="udp", packet_bytes=256, grad_recovery="error-feedback", grad_priority_fraction=0.1, udp_cipher="none"
+)
+#: Exchanges end before all has arrived, whatever the network does.
+HURRIED = dataclasses.replace(FEEDBACK, udp_deadline="0.05")
+
+
+def skips_some(step):
+    return step % 4 != 2
+
+
+@pytest.mark.parametrize("priority", ["packet-mean", "none"])
+def test_all_that_was_sent_is_applied_but_for_what_is_kept(priority):
+    """To the last bit, over integers; some steps do not count."""
+    config = dataclasses.replace(
+        HURRIED, grad_priority=priority, **({"grad_priority_fraction": 0.01} if priority == "none" else {})
+    )
+    for told in run_ranks(telescopes, 3, config, 12, skips_some):
+        assert told["difference"] == 0 and told["lost"] > 0, told
+
+
+@needs_lab
+@pytest.mark.parametrize("fec", [("auto",), ("10", "0"), ("10", "5")])
+def test_over_a_link_that_loses_a_tenth_what_matters_arrives(fec):
+    flags = {
+        "transport": "udp", "grad_recovery": "error-feedback", "grad_priority_fraction": 0.1, "packet_bytes": 256,
+        "udp_interface": "lab0", "udp_fec": fec, "udp_fec_budget": 20.0 if fec == ("auto",) else 1.0,
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "benchmarks.lab", "--rtt", "4", "--loss", "0.1", "--",
+        "env", "GLOO_SOCKET_IFNAME=lab0", "RANK={node}", "WORLD_SIZE={nodes}", "LOCAL_RANK=0", "MASTER_ADDR={first}",
+        "MASTER_PORT=29500", "OMP_NUM_THREADS=1", sys.executable, "-m", "tests.udp_feedback_ranks", json.dumps(flags), "25",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    told = [json.loads(found) for found in re.findall(r"\{\"rank\".*?\}", done.stdout)]
+    assert len(told) == 2, done.stdout
+    for one in told:
+        assert one["difference"] == 0 and one["must"] == 0 and one["lost"] > 0 and one["high"] > 0, one
+        if fec == ("10", "0"):
+            assert one["resent"] > 0 and one["repaired"] == 0, one
+        else:  # it may be that parity mends everything
+            assert one["repaired"] > 0, one
+
+
+@pytest.mark.parametrize("recovery", ["error-feedback", "zero"])
+def test_without_loss_it_is_megatron(recovery):
+    tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
+    config = dataclasses.replace(FEEDBACK, grad_recovery=recovery, grad_priority="packet-mean")
+    mine, theirs = run_ranks(contract.plain, 2, tiny, config, 4), run_ranks(contract.plain, 2, tiny, None, 4)
+    for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
+        assert reports == expected_reports
+        for name, value in expected.items():
+            np.testing.assert_array_equal(weights[name], value, err_msg=name)
+
+
+def losses(rank, tiny, config, steps):
+    """Loss of every step, and metrics, of a training that loses what comes too late."""
+    from megatron_lossy import hooks
+    from tests.tiny_gpt import build
+
+    lossy = hooks.install(config)
+    run = build(tiny)
+    history = [
+        run.step(step, overflow_on=0 if step == 3 and tiny.loss_scale else None)["loss"] for step in range(steps)
+    ]
+    metrics = lossy.metrics()
+    lossy.uninstall()
+    return history, metrics
+
+
+@pytest.mark.parametrize(
+    "tiny",
+    [
+        TinyGPT(**OVERLAPS["none"]),
+        TinyGPT(loss_scale=8.0, **OVERLAPS["both"]),
+        TinyGPT(dtype="bf16", **OVERLAPS["both"]),
+    ],
+    ids=["fp32", "loss scale, an overflow, overlap", "bf16, overlap"],
+)
+def test_a_model_is_trained_with_what_is_fed_back(tiny):
+    for history, metrics in run_ranks(losses, 2, tiny, HURRIED, 8):
+        assert np.isfinite(history).all()
+        if tiny.loss_scale is None:  # else a rank has infinities, which all matter
+            assert metrics["priority share"] == pytest.approx(0.1, abs=0.02)
+        assert 0 < metrics["residual share"] <= 1 and metrics["oldest residual"] >= 1
+        assert "recovered share" not in metrics  # nobody knows
+
+
+def test_tensor_parallel_copies_of_a_parameter_arrive():
+    """So that they need not agree on what they lose."""
+    for history, _ in run_ranks(losses, 4, TinyGPT(tensor=2, **OVERLAPS["both"]), FEEDBACK, 4):
+        assert np.isfinite(history).all()
+
+
+def test_the_code_follows_the_loss_within_the_budget():
+    must = np.zeros((3, 1000), dtype=bool)
+    must[:, :10] = True
+    code = Code(None, 0.01)
+    assert code.of(must) == (100, 0)
+    for _ in range(32):
+        code.report(np.random.default_rng(0).random(must.shape) < 0.05, must)
+    block, parity = code.of(must)
+    assert block == 100 and 20 < parity <= 100
+    assert Code(None, 0.0).of(must) == (100, 0)
+    tight = Code(None, 0.001)
+    tight.report(np.ones_like(must), must)
+    assert tight.of(must) == (100, 10)  # one packet of parity for ten that matter, of a thousand
+    assert Code((7, 3), 0.0).of(must) == (7, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"udp_fec": ("10",)}, "--udp-fec 10: must be auto, or B C"),
+        ({"udp_fec": ("10", "11")}, "--udp-fec 10 11: needs 0 <= C <= B"),
+        ({"udp_fec": ("0", "0")}, "--udp-fec 0 0: needs"),
+        ({"udp_fec": ("a", "b")}, "--udp-fec a b: must be auto"),
+        ({"udp_fec_budget": -1.0}, "--udp-fec-budget -1.0: must be percent"),
+        ({"p_grad": 0.1}, "cannot be: what a channel draws beside the network"),
+        ({"grad_residual_bound": 0.5}, "--grad-residual-bound 0.5: cannot be with --transport udp"),
+        ({"packet_bytes": 12}, "--packet-bytes 12: must be at least 16"),
+    ],
+)
+def test_bad_flags(flags, error):
+    with pytest.raises(UsageError, match=re.escape(error)):
+        dataclasses.replace(FEEDBACK, **flags)
+
+
+def test_flags_of_the_code_need_udp():
+    with pytest.raises(UsageError, match="--udp-fec .*: needs --transport udp"):
+        LossyConfig(udp_fec=("10", "2"))

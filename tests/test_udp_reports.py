@@ -1,0 +1,315 @@
+"""Units that must arrive, and reports of those that did not: without sockets and without a clock."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy.coding.xor import Layout
+from megatron_lossy.coding.xor import encode as encode_parity
+from megatron_lossy.transport.udp import packet
+from megatron_lossy.transport.udp.engine import SECOND
+from megatron_lossy.transport.udp.packet import DATA, END, NACK, PARITY, READY, encode
+from tests.udp_world import CHANNEL, MS, Node, World, fields_of
+
+UNIT = 64
+UNITS = 40
+SHARD = UNITS * UNIT - 7
+REPORTED = {"reported": ("grad",)}
+
+
+def some(size, units, share, seed):
+    """bool[size, units]."""
+    return np.random.default_rng(seed).random((size, units)) < share
+
+
+def bytes_of(rank, size, shard):
+    return np.random.default_rng([rank, 1]).integers(0, 256, (size, shard), np.uint8)
+
+
+def exchange(world, must, code=(1, 0), step=0, shard=SHARD, deadline=0):
+    """Every node sends to every other one; returns handles, and what each sent."""
+    sent = [bytes_of(node.rank, node.size, shard) for node in world.nodes]
+    for node in world.nodes:
+        node.post(world.now, "grad", step, 0, deadline=deadline)
+    handles = [
+        node.send("grad", step, 0, sent[node.rank], None if must is None else must[node.rank], code)
+        for node in world.nodes
+    ]
+    return handles, sent
+
+
+def run(world, handles, step=0):
+    """Until everybody knows everything."""
+
+    def over():
+        reports = [node.reports(handle, "grad", 0) for node, handle in zip(world.nodes, handles, strict=True)]
+        return all(node.exchanges["grad", step, 0].over_at for node in world.nodes) and all(
+            report is not None for report in reports
+        )
+
+    world.run(over)
+
+
+def losing(p, seed, kinds=range(9)):
+    """A link of 5 ms that loses a share of the datagrams of these kinds."""
+    generator = random.Random(seed)
+
+    def link(source, destination, datagram, now):
+        lost = fields_of(datagram)[0] in kinds and generator.random() < p
+        return [] if lost else [now + 5 * MS]
+
+    return link
+
+
+def check(world, handles, sent, must, step=0):
+    """What arrived is right, all that must is there, and reports say what did not."""
+    for receiver in world.nodes:
+        got = receiver.exchanges["grad", step, 0]
+        for sender in world.nodes:
+            if sender is receiver:
+                continue
+            arrived = got.arrived[sender.rank]
+            if must is not None:
+                assert arrived[must[sender.rank][receiver.rank]].all()
+            lost = sender.reports(handles[sender.rank], "grad", 0)[receiver.rank]
+            np.testing.assert_array_equal(lost, ~arrived)
+            whole = np.repeat(arrived, UNIT)[: sent[sender.rank].shape[1]]
+            piece = got.pieces[sender.rank, : len(whole)]
+            np.testing.assert_array_equal(piece[whole], sent[sender.rank][receiver.rank][whole])
+            assert (piece[~whole] == 0xEE).all()
+
+
+@pytest.mark.parametrize("cipher", [False, True])
+@pytest.mark.parametrize(("p", "code"), [(0.0, (1, 0)), (0.3, (1, 0)), (0.3, (10, 5)), (0.6, (10, 2))])
+def test_what_must_arrive_does_and_the_rest_is_reported(p, code, cipher):
+    must = [some(3, UNITS, 0.3, rank) for rank in range(3)]
+    with World(3, {"grad": [(SHARD, UNIT)]}, losing(p, 1), cipher=cipher, **REPORTED) as world:
+        for step in range(4):
+            handles, sent = exchange(world, must, code, step)
+            run(world, handles, step)
+            check(world, handles, sent, must, step)
+        counters = world.nodes[0].counters(1)
+        assert (counters["resent"] > 0) == (p > 0)
+        assert (counters["parities"] > 0) == (code[1] > 0)
+        assert (counters["repaired"] > 0) == (p > 0 and code[1] > 0)
+        assert (counters["lost"] > 0) == (p > 0)
+
+
+def test_nothing_need_arrive():
+    with World(2, {"grad": [(SHARD, UNIT)]}, losing(0.4, 2), **REPORTED) as world:
+        handles, sent = exchange(world, None)
+        run(world, handles)
+        check(world, handles, sent, None)
+        assert world.nodes[0].counters(1)["resent"] == 0
+
+
+@pytest.mark.parametrize("kinds", [(READY,), (END,), (NACK,), (READY, END, NACK, PARITY)])
+def test_lost_words_are_said_again(kinds):
+    """Seven of ten of them are lost; of a message whose reports and lists come in several parts."""
+    units = 3 * 8 * UNIT - 5  # bits of three packets
+    shard = units * UNIT - 1
+    must = [some(2, units, 0.2, rank) for rank in range(2)]
+    generator = random.Random(3)
+
+    def link(source, destination, datagram, now):
+        kind = fields_of(datagram)[0]
+        lost = generator.random() < (0.7 if kind in kinds else 0.1 if kind == DATA else 0.0)
+        return [] if lost else [now + 5 * MS]
+
+    with World(2, {"grad": [(shard, UNIT)]}, link, window=4000, eager=1 << 24, **REPORTED) as world:
+        handles, sent = exchange(world, must, (8, 1), shard=shard)
+        run(world, handles)
+        check(world, handles, sent, must)
+
+
+def test_reports_come_although_the_exchange_is_gone():
+    """The receiver has released it, and answers what is asked again."""
+    silenced = {"on": True}
+
+    def link(source, destination, datagram, now):
+        return [] if silenced["on"] and fields_of(datagram)[0] == READY and source == 1 else [now + 5 * MS]
+
+    with World(2, {"grad": [(SHARD, UNIT)]}, link, **REPORTED) as world:
+        handles, _ = exchange(world, None)
+        world.run(lambda: world.nodes[1].exchanges["grad", 0, 0].over_at)
+        arrived = world.nodes[1].exchanges["grad", 0, 0].arrived[0].copy()
+        world.nodes[1].released(("grad", 0, 0))
+        world.run_for(200 * MS)
+        assert world.nodes[0].reports(handles[0], "grad", 0) is None
+        silenced["on"] = False
+        world.run(lambda: world.nodes[0].reports(handles[0], "grad", 0) is not None)
+        np.testing.assert_array_equal(world.nodes[0].reports(handles[0], "grad", 0)[1], ~arrived)
+
+
+def test_sources_may_change_when_all_was_sent():
+    """What is sent again, and parity, come from a copy."""
+    must = [np.ones((2, UNITS), dtype=bool) for _ in range(2)]
+    with World(2, {"grad": [(SHARD, UNIT)]}, losing(0.5, 5), **REPORTED) as world:
+        handles, sent = exchange(world, must, (10, 3))
+        kept = [one.copy() for one in sent]
+        nodes = world.nodes
+        world.run(lambda: all(node.lib.ml_wait(handle, 1, 0) == 0 for node, handle in zip(nodes, handles, strict=True)))
+        for one in sent:
+            one[:] = 0
+        run(world, handles)
+        check(world, handles, kept, must)
+
+
+def test_a_deadline_ends_the_wait():
+    must = [np.ones((2, UNITS), dtype=bool) for _ in range(2)]
+    with World(2, {"grad": [(SHARD, UNIT)]}, losing(1.0, 1, (DATA,)), **REPORTED) as world:
+        handles, _ = exchange(world, must, deadline=50 * MS)
+        run(world, handles)
+        for node, handle in zip(world.nodes, handles, strict=True):
+            got = node.exchanges["grad", 0, 0]
+            assert not got.arrived[1 - node.rank].any() and 50 * MS <= got.over_at - got.posted_at < 60 * MS
+            assert node.reports(handle, "grad", 0)[1 - node.rank].all()
+
+
+def test_a_lost_unit_that_must_arrive_takes_a_round_trip_and_with_parity_none():
+    """10 ms of round trip, and a reorder window of 1 ms."""
+    must = [np.zeros((2, UNITS), dtype=bool) for _ in range(2)]
+    must[0][1, [3, 4]] = must[1][0, [3, 4]] = True
+    took = {}
+    for code in ((1, 0), (2, 1)):
+
+        def link(source, destination, datagram, now):
+            kind, fields = fields_of(datagram)
+            return [] if kind == DATA and fields["index"] == 3 and not fields["tag"] else [now + 5 * MS]
+
+        with World(2, {"grad": [(SHARD, UNIT)]}, link, **REPORTED) as world:
+            handles, sent = exchange(world, must, code)
+            run(world, handles)
+            check(world, handles, sent, must)
+            got = world.nodes[0].exchanges["grad", 0, 0]
+            took[code] = (got.over_at - got.posted_at) / MS
+    assert 5 < took[2, 1] < 8 and 15 < took[1, 0] < 19
+
+
+# ---- The datagrams ----
+
+
+def fed(must=(), **how):
+    """A node that has posted, and what it was told of source 1."""
+    node = Node(0, 2, {"grad": [(4 * UNIT, UNIT)]}, reorder=MS, **REPORTED, **how)
+    node.post(SECOND, "grad", 0, 0)
+    node.produce_all(SECOND)
+    return node
+
+
+def said(kind, payload=b"", **fields):
+    return encode(kind, payload, source=1, channel=CHANNEL, **fields)
+
+
+def test_what_end_and_nack_and_ready_say_byte_by_byte():
+    node = fed()
+    node.handle(SECOND, 1, said(DATA, bytes(UNIT), index=1))
+    assert node.handle(SECOND, 1, said(END, packet.end([0, 1, 3], 3, 1), index=4)) == "taken"
+    node.timers(SECOND + MS)
+    said_now = [packet.decode(datagram) for _, datagram in node.produce_all(SECOND + MS)]
+    [(fields, payload)] = [(fields, payload) for _, kind, fields, payload in said_now if kind == NACK]
+    assert fields["index"] == 2 and np.frombuffer(payload, "<u4").tolist() == [0, 3]
+    for unit in (0, 3):
+        assert node.handle(SECOND + MS, 1, said(DATA, bytes(UNIT), index=unit, tag=2)) == "taken"
+    node.timers(SECOND + MS)
+    readies = [packet.decode(datagram) for _, datagram in node.produce_all(SECOND + MS)]
+    [(fields, payload)] = [(fields, payload) for _, kind, fields, payload in readies if kind == READY]
+    assert fields["index"] == 1 and payload == bytes([0b0100])
+    node.close()
+    sender = Node(0, 2, {"grad": [(4 * UNIT, UNIT)]}, **REPORTED)
+    data = bytes_of(0, 2, 4 * UNIT)
+    must = np.array([[0, 0, 0, 0], [1, 1, 0, 1]], dtype=bool)
+    handle = sender.send("grad", 0, 0, data, must, (3, 2))
+    parities = encode_parity(data[1].reshape(4, UNIT)[[0, 1, 3]], Layout(3, 3, 2))
+    wire = [packet.decode(datagram)[1:] for _, datagram in sender.produce_all(SECOND)]
+    assert [kind for kind, *_ in wire] == [DATA] * 4 + [PARITY] * 2 + [END]
+    for number, (_, fields, payload) in enumerate(wire[4:6]):
+        assert fields["index"] == number and payload == parities[number].tobytes()
+    assert wire[6][1]["index"] == 4 and wire[6][2] == packet.end([0, 1, 3], 3, 2)
+    assert sender.handle(SECOND, 1, said(NACK, np.array([3, 2, 0], "<u4").tobytes(), index=3)) == "taken"
+    again = [packet.decode(datagram)[1:] for _, datagram in sender.produce_all(SECOND + MS)]
+    assert [(kind, fields["index"], fields["tag"]) for kind, fields, _ in again] == [(DATA, 3, 2), (DATA, 0, 2)]
+    assert again[0][2] == data[1][3 * UNIT :].tobytes()
+    assert sender.reports(handle, "grad", 0) is None
+    sender.handle(SECOND, 1, said(READY, bytes([0b0110]), index=1))
+    np.testing.assert_array_equal(sender.reports(handle, "grad", 0)[1], [False, True, True, False])
+    sender.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "payload"),
+    [
+        (END, 4, b""),
+        (END, 4, packet.end([0, 1]) + b"\0"),
+        (END, 5, packet.end([0, 1])),
+        (END, 3, packet.end([0, 1])),
+        (END, 4, packet.end(range(5))),
+        (END, 4, packet.end([0, 1], 1, 2)),
+        (NACK, 0, b""),
+        (NACK, 2, np.array([1], "<u4").tobytes()),
+        (NACK, 20, np.zeros(20, "<u4").tobytes()),
+        (PARITY, 4, bytes(UNIT)),
+        (PARITY, 0, bytes(UNIT - 1)),
+        (READY, 1, bytes(2)),
+        (READY, 2, bytes(1)),
+        (READY, 0, bytes(1)),
+    ],
+)
+def test_what_does_not_fit_is_malformed(kind, index, payload):
+    node = fed()
+    assert node.handle(SECOND, 1, said(kind, payload, index=index)) == "malformed"
+    assert node.counters(1)["malformed"] == 1
+    node.close()
+
+
+@pytest.mark.parametrize("units", [[1, 0], [0, 0], [0, 7]])
+def test_a_list_that_is_none_asks_for_nothing(units):
+    """Without a cipher anybody can write one."""
+    node = fed()
+    node.handle(SECOND, 1, said(END, packet.end(units), index=4))
+    node.timers(SECOND + 2 * MS)
+    assert node.exchanges["grad", 0, 0].over_at
+    node.close()
+
+
+def test_buckets_without_reports_know_none_of_it():
+    node = Node(0, 2, {"grad": [(4 * UNIT, UNIT)]})
+    node.post(SECOND, "grad", 0, 0)
+    for kind, index, payload in ((NACK, 1, bytes(4)), (PARITY, 0, bytes(UNIT)), (END, 4, packet.end([]))):
+        assert node.handle(SECOND, 1, said(kind, payload, index=index)) == "malformed"
+    node.close()
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=6), st.sets(st.integers(0, 3), max_size=4).map(sorted), st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_parity_in_any_order(arriving, must, block, order):
+    """Whatever arrives in which order: what is put together is what was sent, as the code says."""
+    parity = max(1, block // 2)
+    layout = Layout(len(must), block, parity)
+    units = bytes_of(1, 1, 4 * UNIT).reshape(4, UNIT)
+    parities = encode_parity(units[must], layout) if must else np.zeros((0, UNIT), np.uint8)
+    sent = [said(DATA, units[unit].tobytes(), index=unit) for unit in set(arriving)]
+    there = [number for number in range(layout.parities) if order.random() < 0.6]
+    sent += [said(PARITY, parities[number].tobytes(), index=number) for number in there]
+    sent.append(said(END, packet.end(must, block, parity), index=4))
+    order.shuffle(sent)
+    node = fed()
+    for datagram in sent:
+        node.handle(SECOND, 1, datagram)
+    node.timers(SECOND + 2 * MS)
+    lost = np.array([unit not in arriving for unit in must], dtype=bool)
+    lost_parity = np.array([number not in there for number in range(layout.parities)], dtype=bool)
+    residual = layout.residual(lost, lost_parity) if must else lost
+    got = node.exchanges["grad", 0, 0]
+    expected = set(arriving) | {unit for unit, left in zip(must, residual, strict=True) if not left}
+    assert set(np.flatnonzero(got.arrived[1])) == expected
+    for unit in expected:
+        assert (got.pieces[1, unit * UNIT : (unit + 1) * UNIT] == units[unit]).all()
+    assert bool(got.over_at) == (not residual.any())
+    node.close()
