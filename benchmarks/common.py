@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shlex
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lossy import device
-from megatron_lossy.device.environment import hardware, versions
+from megatron_lossy.device.environment import hardware, processor, versions
 from megatron_lossy.files import write_text
 
 RESULTS = "benchmarks/results"
@@ -34,6 +35,17 @@ def machine() -> str:
     """What a rank of a benchmark computes on, for a sentence."""
     threads = f", {torch.get_num_threads()} thread(s) per rank" if device.device_type() == "cpu" else ""
     return hardware() + threads
+
+
+def made_with(program: str, argv: Sequence[str]) -> list[str]:
+    """Lines about a run of ``program``, a module, on this machine: date, command, hardware, versions."""
+    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
+    return [
+        f"Date: {today()}",
+        f"Command: `{shlex.join(['python', '-m', program, *argv])}`",
+        f"Hardware: {processor()}, Linux {os.uname().release}; load average at the end {load}",
+        f"Versions: {version_list()}",
+    ]
 
 
 def write_results(folder: str | Path, name: str, **contents: str) -> None:

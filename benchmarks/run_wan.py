@@ -15,7 +15,6 @@ import csv
 import io
 import itertools
 import json
-import os
 import shlex
 import shutil
 import socket
@@ -29,9 +28,9 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.common import today, version_list
+from benchmarks.common import made_with
 from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
-from megatron_lossy.device.environment import processor, without_ranks
+from megatron_lossy.device.environment import without_ranks
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file, write_text
 
@@ -232,15 +231,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         if lab.dropped():
             notes.append(f"this machine dropped {lab.dropped()} packets itself")
     target = max((min(one.valid.values()) for one in runs if one.valid), default=None)
-    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
-    header = [
-        f"Date: {today()}",
-        f"Command: `{shlex.join(['python', '-m', 'benchmarks.run_wan', *argv])}`",
-        f"Link: {100 * args.loss:g} % of packets lost, {args.rtt:g} ms round trip, no limit of rate; 2 ranks",
-        f"Hardware: {processor()}, Linux {os.uname().release}; load average at the end {load}",
-        f"Versions: {version_list()}",
-        *notes,
-    ]
+    date, command, *machine = made_with("benchmarks.run_wan", argv)
+    link = f"Link: {100 * args.loss:g} % of packets lost, {args.rtt:g} ms round trip, no limit of rate; 2 ranks"
+    header = [date, command, link, *machine, *notes]
     rows, text = table(runs, target, header)
     print("\n" + text)
     out = Path(args.out)

@@ -32,9 +32,10 @@ VARIANTS: dict[str, dict | None] = {
     "bucket": {"loss_unit": "bucket"},
     "packet 4 KiB": {"loss_unit": "packet", "packet_bytes": 4096},
     "packet 4 KiB, compensated": {"loss_unit": "packet", "packet_bytes": 4096, "param_send": "compensated"},
+    "packet 4 KiB, error feedback": {"loss_unit": "packet", "packet_bytes": 4096, "grad_recovery": "error-feedback"},
 }
 #: Variants that are also compared with another one than the first.
-AGAINST = {"packet 4 KiB, compensated": "packet 4 KiB"}
+AGAINST = {"packet 4 KiB, compensated": "packet 4 KiB", "packet 4 KiB, error feedback": "packet 4 KiB"}
 
 
 @dataclass(frozen=True)

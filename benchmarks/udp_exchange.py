@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import itertools
 import os
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -22,12 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, today, version_list
+from benchmarks.common import RESULTS, made_with, today
 from benchmarks.exchange.contestants import NAMES, PHASES, Done, Team, TooSlow, our_config
 from benchmarks.exchange.results import Cell, Share, markdown, picture, table_of
 from benchmarks.exchange.rows import PARTS, Row, choose
 from benchmarks.lab import Counters, Lab, Link, Missing, end_in_order
-from megatron_lossy.device.environment import processor
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file, write_text
 
@@ -210,17 +208,6 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def header(argv: Sequence[str]) -> list[str]:
-    """What the results were made with."""
-    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
-    return [
-        f"Date: {today()}",
-        f"Command: `{shlex.join(['python', '-m', 'benchmarks.udp_exchange', *argv])}`",
-        f"Hardware: {processor()}, Linux {os.uname().release}; load average at the end {load}",
-        f"Versions: {version_list()}",
-    ]
-
-
 def main(argv: list[str] | None = None) -> int:
     """The program."""
     argv = sys.argv[1:] if argv is None else argv
@@ -236,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
         except Missing as missing:
             print(f"skipped: {missing}")
             return 0
-        text = markdown(cells, shares, notes, header(argv))
+        text = markdown(cells, shares, notes, made_with("benchmarks.udp_exchange", argv))
         print("\n" + text)
         stem.parent.mkdir(parents=True, exist_ok=True)
         write_text(f"{stem}.md", text)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 import threading
 import time
@@ -23,11 +22,10 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from benchmarks.common import RESULTS, today, version_list
-from benchmarks.exchange.contestants import PHASES, Team, our_config
+from benchmarks.common import RESULTS, made_with, today
+from benchmarks.exchange.contestants import PHASES, Team, our_config, span
 from benchmarks.exchange.rows import Row
 from benchmarks.lab import Lab, Missing, end_in_order
-from megatron_lossy.device.environment import processor
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import write_text
 
@@ -113,7 +111,7 @@ def soak(args: argparse.Namespace) -> tuple[dict[str, Times], list[float], list[
                 ranks = team.exchange(phase, row.shard, _LIMIT)
                 done += 1
                 if done > 2 * WARM_UP:
-                    started, ended = max(one.started for one in ranks), max(one.ended for one in ranks)
+                    started, ended = span(ranks)
                     times[phase].took.append(1000 * (ended - started))
                     times[phase].disturbed.append(sleeper.overslept(started, ended))
                     lost.append(float(np.mean([one.lost for one in ranks])))
@@ -204,14 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         except Missing as missing:
             print(f"skipped: {missing}")
             return 0
-    header = [
-        f"Date: {today()}",
-        f"Command: `{shlex.join(['python', '-m', 'benchmarks.udp_soak', *argv])}`",
-        f"Hardware: {processor()}, Linux {os.uname().release}",
-        f"Versions: {version_list()}",
-        *machine,
-    ]
-    text = markdown(times, lost, samples, header)
+    text = markdown(times, lost, samples, [*made_with("benchmarks.udp_soak", argv), *machine])
     print("\n" + text)
     result.parent.mkdir(parents=True, exist_ok=True)
     write_text(result, text)

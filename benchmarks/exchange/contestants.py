@@ -57,6 +57,17 @@ class Exchanger(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What a rank of ours has sent: ``datagrams``, of these ``again`` and ``parities``; packets that must arrive, and did not."""
+
+    datagrams: int = 0
+    again: int = 0
+    parities: int = 0
+    must: int = 0
+    must_lost: int = 0
+
+
 def _join_world(rank: int, addresses: Sequence[str], port: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     where = f"tcp://{addresses[0]}:{port}"
@@ -149,6 +160,7 @@ class Ours:
         self._groups = {shard: LossyGroup.create(config, [BucketSpec(shard)]) for shard in shards}
         self._rank = rank
         self._step = dict.fromkeys(shards, 0)
+        self._must = self._must_lost = 0
 
     def reduce_scatter(self, shard: torch.Tensor, buffer: torch.Tensor) -> None:
         self._last = (self._groups[len(shard)], "grad", self._step[len(shard)])
@@ -161,9 +173,21 @@ class Ours:
 
     def lost(self) -> float:
         group, phase, step = self._last
+        if phase == "grad":  # beside the time: others say what did not arrive there
+            must = group.rules["grad"][0].must
+            group.finish_step(step, True)
+            if must is not None:
+                self._must += int(must.sum())
+                self._must_lost += int((must & group.rules["grad"][0].final.mask).sum())
         delivery = group.delivery(phase, step)
         arrived = delivery.arrived[0][[source for source in delivery.sources if source != self._rank]]
         return 1 - float(arrived.mean())
+
+    def sent(self) -> Sent:
+        """Since the beginning, to all ranks."""
+        counters = [peer for group in self._groups.values() for peer in group.transport.counters().values()]
+        datagrams, again, parities = (sum(one[name] for one in counters) for name in ("sent", "resent", "parities"))
+        return Sent(datagrams, again, parities, self._must, self._must_lost)
 
 
 @dataclass(frozen=True)
@@ -174,6 +198,11 @@ class Done:
     ended: float
     cpu: float
     lost: float
+
+
+def span(ranks: Sequence[Done]) -> tuple[float, float]:
+    """When an exchange begins and ends: with the last rank's start, and the last rank's end."""
+    return max(one.started for one in ranks), max(one.ended for one in ranks)
 
 
 class TooSlow(RuntimeError):
@@ -189,13 +218,16 @@ def _work(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": Plain, "ours": Ours}
-    exchanger: Exchanger = kinds[name.split()[0]](rank, addresses, port, shards, config)
+    exchanger: Any = kinds[name.split()[0]](rank, addresses, port, shards, config)
     ranks = len(addresses)
     tensors = {shard: (torch.ones(shard), torch.ones(ranks * shard)) for shard in shards}
     orders.send(None)
     with contextlib.suppress(EOFError):
         while True:
             phase, size, start = orders.recv()
+            if phase == "sent":
+                orders.send(exchanger.sent())
+                continue
             shard, buffer = tensors[size]
             shard.fill_(1.0)
             buffer.fill_(1.0)
@@ -251,6 +283,12 @@ class Team:
         for orders in self._orders:
             orders.send(order)
         return self._gather(limit)
+
+    def sent(self) -> list[Sent]:
+        """What each rank of ours has sent."""
+        for orders in self._orders:
+            orders.send(("sent", 0, 0.0))
+        return self._gather(_CONNECT_SECONDS)
 
     def _gather(self, limit: float) -> list[Any]:
         until = time.monotonic() + limit

@@ -13,7 +13,7 @@ from matplotlib import ticker
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.exchange.contestants import PHASES, Done
+from benchmarks.exchange.contestants import PHASES, Done, span
 from benchmarks.exchange.rows import Row
 from benchmarks.lab import Counters
 
@@ -49,7 +49,8 @@ class Cell:
 
     def add(self, done: Sequence[Done], links: Sequence[Counters]) -> None:
         """One exchange: what its ranks and, meanwhile, the links did."""
-        self.times.append(1000 * (max(one.ended for one in done) - max(one.started for one in done)))
+        started, ended = span(done)
+        self.times.append(1000 * (ended - started))
         self.cpu += sum(one.cpu for one in done)
         self.seen.append(float(np.mean([one.lost for one in done])))
         for link in links:
