@@ -500,6 +500,7 @@ def test_cells_run_once_and_survive_an_interruption(tmp_path):
         assert (broken / "out" / name).stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_a_killed_cell_goes_on_if_it_got_further(tmp_path):
     file = _study_file(tmp_path, settings={**TINY, "train-iters": 200, "save-interval": 20})
     # The second trainer must not get to a checkpoint before it is killed: its imports give us the time.

@@ -43,7 +43,9 @@ def test_all_that_was_sent_is_applied_but_for_what_is_kept(priority):
 
 
 @needs_lab
-@pytest.mark.parametrize("fec", [("auto",), ("10", "0"), ("10", "5")])
+@pytest.mark.parametrize(
+    "fec", [("auto",), *(pytest.param(code, marks=pytest.mark.slow) for code in (("10", "0"), ("10", "5")))]
+)
 def test_over_a_link_that_loses_a_tenth_what_matters_arrives(fec):
     flags = {
         "transport": "udp", "grad_recovery": "error-feedback", "grad_priority_fraction": 0.1, "packet_bytes": 256,

@@ -86,7 +86,7 @@ def test_two_workers_train_as_two_ranks_bit_for_bit(data, tmp_path):
     assert replica != owner
 
 
-@pytest.mark.parametrize(("workers", "batch"), [(3, 6), (4, 8)])
+@pytest.mark.parametrize(("workers", "batch"), [(3, 6), pytest.param(4, 8, marks=pytest.mark.slow)])
 def test_more_workers_train_as_ranks_within_rounding(data, tmp_path, workers, batch):
     """Losses and gradient norms, over 8 iterations of learning rate 0.01, within a few units of float32's last place.
 
@@ -224,6 +224,7 @@ def test_a_diverging_run_stops_and_leaves_the_process_usable(data, tmp_path):
     assert fine["finished"] and fine["lm loss"] < 5.6
 
 
+@pytest.mark.slow
 def test_one_worker_and_sixty_four(data, tmp_path):
     """Without loss N workers are plain accumulation; with it they train, at any N."""
     settings = TINY | data | {"global_batch_size": 64, "micro_batch_size": 1, "train_iters": 3, "hidden_dropout": 0.0}
