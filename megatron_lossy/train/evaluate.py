@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,20 +16,30 @@ from .workers import Workers
 
 
 def mean_loss(config: TrainConfig, sums: list[torch.Tensor]) -> float:
-    """Loss per token over all ranks, on every rank.
+    """Loss per token over all ranks, on every rank; see :func:`begin_mean_loss`."""
+    return begin_mean_loss(config, sums)()
+
+
+def begin_mean_loss(config: TrainConfig, sums: list[torch.Tensor]) -> Callable[[], float]:
+    """Begin to add up losses; what it returns waits for the loss per token over all ranks. A collective call, both times.
 
     ``sums``: on ranks of the last pipeline stage, (sum of losses, tokens) of each rank of this process.
     """
-    if parallel_state.is_pipeline_last_stage():
-        total = torch.stack(sums).sum(0)
-        torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    last_stage = parallel_state.is_pipeline_last_stage()
+    total = torch.stack(sums).sum(0) if last_stage else torch.zeros(2, device=torch.cuda.current_device())
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    work = torch.distributed.all_reduce(total, group=group, async_op=True) if last_stage else None
+
+    def finish() -> float:
+        if work is not None:
+            work.wait()
         loss = total[:1] / total[1:]
-    else:
-        loss = torch.zeros(1, device=torch.cuda.current_device())
-    if config.pipeline_model_parallel_size > 1:
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        torch.distributed.broadcast(loss, last, group=parallel_state.get_pipeline_model_parallel_group())
-    return loss.item()
+        if config.pipeline_model_parallel_size > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            torch.distributed.broadcast(loss, last, group=parallel_state.get_pipeline_model_parallel_group())
+        return loss.item()
+
+    return finish
 
 
 def evaluate(

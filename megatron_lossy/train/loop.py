@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from . import parallel
 from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .data import RankBatches, build_datasets
-from .evaluate import evaluate, mean_loss
+from .evaluate import begin_mean_loss, evaluate
 from .log import Console, Silent
 from .metrics import check_wandb, perplexity
 from .model import build_model, transformer_impl
@@ -147,8 +148,7 @@ class _Run:
         config, progress = self.config, self.progress
         while progress.iteration < config.train_iters:
             started = time.perf_counter()
-            loss, grad_norm, updated = self._step(batches)
-            stop = self._anyone_stopped()
+            loss, grad_norm, updated, stop = self._step(batches)
             if not self.hooked:
                 self._gather_in_forward(True)
             progress.add(loss, updated, config.global_batch_size, time.perf_counter() - started)
@@ -169,23 +169,33 @@ class _Run:
                 return False
         return True
 
-    def _step(self, batches: list[RankBatches]) -> tuple[float, float, bool]:
-        """One iteration; returns the loss per token, the gradient norm and whether the weights were updated."""
+    def _step(self, batches: list[RankBatches]) -> tuple[float, float, bool, int]:
+        """One iteration; returns the loss per token, the gradient norm, whether the weights were updated, and a signal.
+
+        The loss and the signal travel while the gradients are reduced and their norm is added up: over a long
+        link one round trip after another would take longer than the update.
+        """
         config = self.config
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         sums = self.workers.run(batches, config.global_batch_size, forward_only=False)
+        loss, anyone_stopped = begin_mean_loss(config, sums), self._begin_stopping()
         successful, grad_norm, _ = self.workers.step(self.optimizer)
         if successful:
             self.scheduler.step(increment=config.global_batch_size)
-        return mean_loss(config, sums), grad_norm or 0.0, successful
+        return loss(), grad_norm or 0.0, successful, anyone_stopped()
 
-    def _anyone_stopped(self) -> int:
-        """The signal that told any rank to stop, or 0: all must leave after the same iteration."""
+    def _begin_stopping(self) -> Callable[[], int]:
+        """What it returns waits for the signal that told any rank to stop, or 0: all leave after the same iteration."""
         stop = torch.tensor([self.stop], dtype=torch.int32, device=device.current_device())
-        torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX)
-        return int(stop.item())
+        work = torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX, async_op=True)
+
+        def finish() -> int:
+            work.wait()
+            return int(stop.item())
+
+        return finish
 
     def _on_signal(self, number: int, _: Any) -> None:
         self.stop = number
