@@ -16,11 +16,11 @@ def flag(default: Any, help: str, *, incidental: bool = False, **argparse_option
     """A dataclass field that is also a command-line flag ``--name-with-dashes``.
 
     ``argparse_options`` go to ``ArgumentParser.add_argument``; ``flag="--x"`` overrides the name. A
-    default of ``False`` makes a switch. ``incidental``: it changes no weight and no loss of a run, only what is
+    default of ``False`` or ``True`` makes a switch. ``incidental``: it changes no weight and no loss of a run, only what is
     written where and when.
     """
     options = dict(argparse_options, help=help)
-    if default is False:
+    if isinstance(default, bool):
         options["action"] = "store_true"
     elif "type" not in options and default is not None:
         options["type"] = type(default)
@@ -92,7 +92,9 @@ def flag_table(cls: type) -> str:
         elif options.get("action") != "store_true":
             metavar = options.get("metavar") or f.name.upper()
             value = " " + (metavar if isinstance(metavar, str) else " ".join(metavar))
-        default = "off" if f.default is False else "" if f.default is None else as_text(f.default)
+        default = "" if f.default is None else as_text(f.default)
+        if isinstance(f.default, bool):
+            default = "on" if f.default else "off"
         text = options["help"].replace("%%", "%").replace("|", "\\|")
         rows.append(f"| `{flag_name(cls, f.name)}{value}` | {default} | {text} |")
     return "\n".join(rows)

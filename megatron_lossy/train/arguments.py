@@ -26,7 +26,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog=prog,
         description=description,
-        epilog="A switch that the YAML file sets is unset by --no-NAME, for example --no-bf16.",
+        epilog="A switch that is on, or that the YAML file sets, is unset by --no-NAME, for example --no-bf16.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE.yaml", help="defaults of all flags below; the command line wins")
@@ -34,7 +34,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     add_flags(parser, LossyConfig, "lossy exchange")
     for cls in (TrainConfig, LossyConfig):
         for switch in dataclasses.fields(cls):
-            if switch.default is False:
+            if isinstance(switch.default, bool):
                 parser.add_argument(
                     _off(flag_name(cls, switch.name)),
                     dest=switch.name,
@@ -92,7 +92,7 @@ def setting_arguments(settings: Mapping[str, Any]) -> list[str]:
     Raises :class:`UsageError`.
     """
     flags = {
-        field.name: (flag_name(cls, field.name), field.default is False)
+        field.name: (flag_name(cls, field.name), isinstance(field.default, bool))
         for cls in (TrainConfig, LossyConfig)
         for field in dataclasses.fields(cls)
     }

@@ -104,6 +104,11 @@ class TrainConfig:
 
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer", metavar="N")
     pipeline_model_parallel_size: int = flag(1, "stages of layers, each on its own ranks", metavar="N")
+    use_distributed_optimizer: bool = flag(
+        True,
+        "shard the optimizer over the data-parallel ranks; without (--no-use-distributed-optimizer) every rank has all "
+        "of it and updates all weights, with all-reduced gradients",
+    )
     overlap_grad_reduce: bool = flag(False, "reduce-scatter gradients during the backward pass")
     overlap_param_gather: bool = flag(False, "all-gather parameters during the next forward pass")
     ddp_bucket_size: int | None = flag(
@@ -214,6 +219,14 @@ class TrainConfig:
         )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise refuse("--overlap-param-gather", "on", "needs --overlap-grad-reduce")
+        if not self.use_distributed_optimizer:
+            if self.overlap_param_gather:
+                raise refuse("--overlap-param-gather", "on", "nothing is gathered without --use-distributed-optimizer")
+            self._check(
+                "num_distributed_optimizer_instances",
+                self.num_distributed_optimizer_instances == 1,
+                "must be 1 without --use-distributed-optimizer",
+            )
         if self.ddp_average_in_collective and self.calculate_per_token_loss:
             raise refuse("--ddp-average-in-collective", "on", "cannot be combined with --calculate-per-token-loss")
         if self.data and (self.data_path or self.valid_data_path):

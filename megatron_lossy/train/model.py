@@ -114,7 +114,7 @@ def _ddp_config(config: TrainConfig) -> DistributedDataParallelConfig:
         bucket_size = config.ddp_bucket_size or max(_BUCKET_PARAMETERS, _BUCKET_PARAMETERS_PER_RANK * data_parallel)
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.bf16,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=config.use_distributed_optimizer,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.gathers_in_forward,
         bucket_size=bucket_size,

@@ -1,4 +1,4 @@
-"""Megatron's distributed optimizer and its schedule of learning rates."""
+"""Megatron's optimizer, sharded or whole, and its schedule of learning rates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lr_scale(config: TrainConfig) -> float:
 
 
 def build_optimizer(config: TrainConfig, model_chunks: list) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """The optimizer of ``model_chunks``, each rank with its shard of the state, and its scheduler.
+    """The optimizer of ``model_chunks``, each rank with its shard of the state or all of it, and its scheduler.
 
     The scheduler counts samples, as Megatron-LM's does. Norms and biases are not decayed.
     """
@@ -41,7 +41,7 @@ def build_optimizer(config: TrainConfig, model_chunks: list) -> tuple[MegatronOp
             clip_grad=config.clip_grad,
             bf16=config.bf16,
             params_dtype=torch.bfloat16 if config.bf16 else torch.float32,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=config.use_distributed_optimizer,
             overlap_param_gather=config.gathers_in_forward,
         ),
         model_chunks,

@@ -11,22 +11,15 @@ import contextlib
 import os
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..config import LossyConfig
-from ..errors import UsageError, refuse
-from ..hooks import boundaries
-from ..hooks.boundaries import Boundaries
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
-from ..hooks.checks import check_boundaries, check_loss_per_token
-from ..hooks.versions import optimizers
 from ..ledger import Ledger, Patch
-from ..run import Run
 from ..transport import LossyGroup
-from ..transport.network import consecutive_nodes
+from .base import VirtualRun
 from .grad_norm import get_grad_norm_fp32
 from .layout import buffers_for
 from .leads import Leads
@@ -34,12 +27,8 @@ from .sampling import VirtualSampler
 from .stream import StreamBuckets
 
 
-class VirtualCluster(Run):
-    """``workers`` data-parallel workers in this process; takes the place of installed hooks in a training program.
-
-    Build the model within :meth:`building`, then call :meth:`attach`. Raises :class:`UsageError` where the loss flags
-    do not fit.
-    """
+class VirtualCluster(VirtualRun):
+    """Workers whose replicas are the owners' weights but for what is stale: one optimizer, and old versions of shards."""
 
     def __init__(
         self,
@@ -48,57 +37,19 @@ class VirtualCluster(Run):
         steps: int | None = None,
         gapless: bool = False,
     ) -> None:
-        self.check(config, workers)
-        super().__init__(config, steps, gapless)
-        self.workers = workers
+        super().__init__(config, workers, steps, gapless)
         self._streams: list[StreamBuckets] = []
-        self._worker: int | None = None
-        self._rank = 0  # whose data are computed with
-        self._boundaries = Boundaries(self) if config.loses_at_boundaries else None
-        self._ledger = Ledger("virtual boundaries")
-        if self._boundaries is not None:
-            self._ledger.install(boundaries.patches(self._boundaries))
-        self._tokens: torch.Tensor | None = None
         self._peak = 1.0
-
-    @staticmethod
-    def check(config: LossyConfig, workers: int) -> None:
-        """Raise :class:`UsageError` for loss flags that mean nothing with so many virtual workers."""
-        if config.loses_at_boundaries and config.virtual_boundaries is None:
-            rate = config.p_act or config.p_act_grad
-            raise refuse(
-                "--p-act" if config.p_act else "--p-act-grad", rate, "needs --virtual-boundaries in one process"
-            )
-        if config.transport == "udp":
-            raise refuse("--transport", "udp", "needs real ranks: virtual workers exchange in memory; choose pieces")
-        if config.lossy_links == "inter-node" and not config.ranks_per_node:
-            raise refuse("--lossy-links", "inter-node", "needs --ranks-per-node with --virtual-workers")
-        if config.lossy_links == "inter-node":
-            consecutive_nodes(range(workers), config.ranks_per_node)
 
     # --- building ------------------------------------------------------------------------------------------------
 
     def building(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context DistributedDataParallel lays its buffers out as N ranks would."""
         return buffers_for(self.workers)
 
-    def attach(self, ddp: Any) -> None:
-        """Take over the gradients of ``ddp``, one model chunk of a world of one rank, built in :meth:`building`.
-
-        From here on Megatron neither reduces gradients nor gathers parameters: it calls this cluster where it would
-        finish the gradients of a rank.
-        """
-        check_loss_per_token(ddp.config, self.config)
-        check_boundaries(ddp.config, self.config)
-        ddp.ddp_config.overlap_grad_reduce = False  # it has cut the buckets; nothing is sent
-        ddp.config.no_sync_func = None
-        ddp.config.finalize_model_grads_func = self._collect
-        self._transformer = ddp.config
+    def _add(self, ddp: Any) -> None:
         for name, _, pairs in buckets_by_stream(ddp):
             stream = StreamBuckets(self.config, pairs, name, self.workers, self.steps, self._optimizers)
             self._streams.append(stream)
-        if self._boundaries is not None:
-            self._boundaries.attach(ddp, lambda: self._rank)
 
     @contextlib.contextmanager
     def _norm_by_shards(self) -> Iterator[None]:
@@ -123,44 +74,22 @@ class VirtualCluster(Run):
     # --- an iteration --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def worker(self, worker: int) -> Iterator[None]:
-        """Within this context the model has the replica of ``worker``, and gradients are its own."""
+    def _replica(self, worker: int) -> Iterator[None]:
         with contextlib.ExitStack() as turns:
             with torch.no_grad():
                 for stream in self._streams:
                     turns.enter_context(stream.turn(worker))
                 self._note_peak()
-            self._worker = worker
-            try:
-                with self.data_of(worker):
-                    yield
-            finally:
-                self._worker = None
-
-    @contextlib.contextmanager
-    def data_of(self, worker: int) -> Iterator[None]:
-        """Within this context what is computed is that of ``worker``, with whatever weights."""
-        before, self._rank = self._rank, worker
-        try:
             yield
-        finally:
-            self._rank = before
 
-    def _collect(self, model: Any, num_tokens: torch.Tensor | None = None, **_: Any) -> None:
-        """In the place of Megatron's ``finalize_model_grads``, at the end of a worker's last backward pass."""
-        assert self._worker is not None, "gradients were computed outside a worker's turn"
-        with torch.no_grad():
-            for stream in self._streams:
-                stream.collect(self._worker, self.iteration, self.loss_scale(), self.following)
-        if num_tokens is not None:
-            self._tokens = num_tokens.clone() if self._tokens is None else self._tokens + num_tokens
+    def _collect_of(self, worker: int) -> None:
+        for stream in self._streams:
+            stream.collect(worker, self.iteration, self.loss_scale(), self.following)
 
     def step(self, optimizer: Any) -> Any:
-        """Reduce the gradients of all workers and make the update; returns what ``optimizer.step()`` does."""
-        scale = 1.0 / self.workers
-        if self._tokens is not None:
-            tokens, self._tokens = self._tokens.item(), None
-            scale = 1.0 / tokens if tokens else 1.0
+        scale = self._per_token()
+        if scale is None:
+            scale = 1.0 / self.workers
         with torch.no_grad():
             for stream in self._streams:
                 stream.reduce(scale)
@@ -182,19 +111,7 @@ class VirtualCluster(Run):
         self.finish_iteration(successful)
         return result
 
-    def uninstall(self) -> None:
-        super().uninstall()
-        self._ledger.uninstall()
-
     # --- what every run answers ------------------------------------------------------------------------------------
-
-    def loss_scale(self) -> torch.Tensor | None:
-        scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers()]
-        return next((scaler.scale for scaler in scalers if scaler is not None), None)
-
-    def _optimizers(self) -> list[Any]:
-        # Megatron sets the scale_loss of its optimizer.
-        return optimizers(getattr(self._transformer.grad_scale_func, "__self__", None))
 
     def begin_update(self) -> None:
         super().begin_update()
@@ -231,9 +148,6 @@ class VirtualCluster(Run):
     def replicas(self) -> list[VirtualSampler]:
         return [VirtualSampler(stream.stream, stream.pairs, stream.versions, stream.leads) for stream in self._streams]
 
-    def settle(self) -> None:
-        """Nothing is under way between iterations."""
-
     @contextlib.contextmanager
     def owner_weights(self, model_chunks: Any) -> Iterator[None]:
         """Within this context the model has the owners' weights: always, outside of a worker's turn, without leads."""
@@ -260,13 +174,6 @@ class VirtualCluster(Run):
 
     def identity(self) -> dict[str, Any]:
         return {"workers": self.workers, **bucket_sizes([(stream.stream, stream.pairs) for stream in self._streams])}
-
-    def replica_file(self) -> str:
-        return "virtual.pt"
-
-    def error_of_missing(self, folder: str | os.PathLike, path: Path) -> UsageError:
-        why = "that checkpoint has no replicas of virtual workers; omit the flag"
-        return refuse("--save-replicas", f"with {folder}", why)
 
     def replica_state(self) -> list[dict[str, Any]]:
         return [stream.versions.state_dict() for stream in self._streams]
