@@ -24,9 +24,12 @@ _ATTRIBUTE = "_megatron_lossy_slot"
 
 
 class _Open(threading.local):
-    """What completes the exchanges begun in the coalescing context that is open on this thread; ``None`` without one."""
+    """What completes the exchanges of this thread."""
 
+    #: Of those begun in the coalescing context that is open; ``None`` without one.
     ends: list[Callable[[], Any]] | None = None
+    #: Of the all-reduce that the next coalescing context makes: what comes before, and what completes it.
+    around: tuple[Callable[[], Any], Callable[[], Any]] | None = None
 
 
 _open = _Open()  # autograd launches collectives on a thread of its own
@@ -51,10 +54,25 @@ def slot_of(buffer: torch.Tensor) -> Slot | None:
 
 
 @contextlib.contextmanager
+def all_reduce(before: Callable[[], Any], after: Callable[[], Any]) -> Iterator[None]:
+    """Within this context the next coalescing context, if there is one, makes an all-reduce."""
+    _open.around = (before, after)
+    try:
+        yield
+    finally:
+        _open.around = None
+
+
+@contextlib.contextmanager
 def coalescing_manager(original: Callable, *args: Any, **kwargs: Any) -> Iterator[Any]:
     """Around ``_coalescing_manager``: the lossy exchanges begun in it are complete when it is, or its handle."""
     asynchronous = kwargs.get("async_ops", args[2] if len(args) > 2 else False)
+    around, _open.around = _open.around, None
     ends: list[Callable[[], Any]] = []
+    if around is not None:
+        before, after = around
+        before()
+        ends.append(after)
     outer, _open.ends = _open.ends, ends
     try:
         with original(*args, **kwargs) as manager:

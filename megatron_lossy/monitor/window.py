@@ -34,7 +34,7 @@ class Window:
 
         A collective call.
         """
-        rows = _of_all_ranks(self._values)
+        rows = of_all_ranks(self._values)
         values = np.concatenate([rows[:, : self._sums].sum(axis=0), rows[:, self._sums :].max(axis=0)])
         self.clear()
         return dict(zip(self._names, values.tolist(), strict=True))
@@ -53,7 +53,7 @@ class Window:
         self._values = state.cpu().numpy().copy()
 
 
-def _of_all_ranks(values: np.ndarray) -> np.ndarray:
+def of_all_ranks(values: np.ndarray) -> np.ndarray:
     """float64[world size, columns] of float64[columns]. Gathered as bytes: not every device knows float64."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:

@@ -1,0 +1,91 @@
+"""Complete training states, weights and optimizer state, of which one is in the model at a time: by pointer.
+
+Nothing is copied when the state in the model changes. Gradients are not part of a state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..hooks.versions import optimizers
+
+
+@dataclass
+class _State:
+    """Of one worker: the data of all weights, the state of each main weight, the ``step`` of each group that has one."""
+
+    weights: list[torch.Tensor]
+    moments: list[dict[str, Any]]
+    steps: list[Any]
+
+
+class TrainingStates:
+    """``count`` states of the model with ``parameters`` and Megatron's ``optimizer``, all as it has them now.
+
+    The first is in the model until :meth:`turn`, and in between.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: Any, count: int) -> None:
+        self._inner = [one.optimizer for one in optimizers(optimizer) if one.optimizer is not None]
+        self._mains = [
+            (inner, main) for inner in self._inner for group in inner.param_groups for main in group["params"]
+        ]
+        known = {id(main) for _, main in self._mains}
+        copies = [one for one in parameters if one.requires_grad and id(one) not in known]
+        self._tensors = [*(main for _, main in self._mains), *copies]
+        self._states = [self._here()]
+        self._states += [copy.deepcopy(self._states[0]) for _ in range(1, count)]
+
+    def _here(self) -> _State:
+        return _State(
+            [tensor.data for tensor in self._tensors], [inner.state[main] for inner, main in self._mains], self._steps()
+        )
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return (group for inner in self._inner for group in inner.param_groups if "step" in group)
+
+    def _steps(self) -> list[Any]:
+        return [copy.copy(group["step"]) for group in self._groups()]
+
+    @contextlib.contextmanager
+    def turn(self, worker: int) -> Iterator[None]:
+        """Within this context the model and its optimizer have the state of ``worker``."""
+        self._put(worker)
+        try:
+            yield
+        finally:
+            self._states[worker].steps = self._steps()
+            self._put(0)
+
+    def _put(self, worker: int) -> None:
+        state = self._states[worker]
+        for tensor, data in zip(self._tensors, state.weights, strict=True):
+            tensor.data = data
+        for (inner, main), moments in zip(self._mains, state.moments, strict=True):
+            inner.state[main] = moments
+        for group, step in zip(self._groups(), state.steps):
+            group["step"] = copy.copy(step)
+
+    def spread(self) -> None:
+        """Every worker gets a copy of what the model has: a checkpoint was loaded, which may have replaced its tensors."""
+        self._states = [self._here(), *([None] * (len(self._states) - 1))]
+        self._states[1:] = [copy.deepcopy(self._states[0]) for _ in self._states[1:]]
+
+    def weights(self, worker: int) -> list[torch.Tensor]:
+        """The data of the main weights of ``worker``, in the order of :attr:`mains`."""
+        return self._states[worker].weights[: len(self._mains)]
+
+    def moments(self, worker: int) -> list[dict[str, Any]]:
+        """The optimizer's state of each main weight of ``worker``; empty before its first step."""
+        return self._states[worker].moments
+
+    @property
+    def mains(self) -> list[torch.Tensor]:
+        """The weights that the optimizer updates, as objects: those of the model where it has them in float32."""
+        return [main for _, main in self._mains]
