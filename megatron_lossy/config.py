@@ -10,13 +10,14 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .config_errors import ErrorFlags
+from .config_sync import SyncFlags
 from .errors import UsageError, refuse
-from .flags import as_text, flag, flag_name
+from .flags import as_text, check_choice, flag, flag_name
 from .registry import CHANNELS, GRAD_RECOVERIES
 
 PHASES = ("grad", "param")
@@ -107,7 +108,7 @@ class PhaseLoss:
 
 
 @dataclass(frozen=True)
-class LossyConfig:
+class LossyConfig(ErrorFlags, SyncFlags):
     """Every loss flag. Raises :class:`UsageError` where a value is not allowed."""
 
     p_grad: float = flag(0.0, "mean loss rate of the gradient reduce-scatter, in [0, 1)", metavar="P")
@@ -404,7 +405,7 @@ class LossyConfig:
             "loss_correlation", "lossy_links", "grad_recovery", "grad_priority_scope", "param_send", "transport", "eval_weights",
             "act_zero_fill_gradient", "act_retransmit",
         ):  # fmt: skip
-            _one_of(self, name, getattr(self, name))
+            check_choice(self, name)
         for name in ("loss_model", "ge_mean_burst", "loss_schedule"):
             values = getattr(self, name)
             if values is not None and not 1 <= len(values) <= 2:
@@ -413,8 +414,7 @@ class LossyConfig:
                     " ".join(map(str, values)),
                     "takes one value for both phases, or two: gradients, parameters",
                 )
-        for model in self.loss_model:
-            _one_of(self, "loss_model", model)
+        check_choice(self, "loss_model")
         for burst in self.ge_mean_burst:
             if not (math.isfinite(burst) and burst >= 1):
                 raise refuse("--ge-mean-burst", burst, "must be a finite number of units of at least 1")
@@ -436,9 +436,12 @@ class LossyConfig:
         self._check_priority()
         self._check_boundaries()
         self._check_udp()
+        self.check_errors()
+        self.check_sync()
         GRAD_RECOVERIES.load(self.grad_recovery).check(self)
         for phase in PHASES:
             self.phase(phase)
+        self._check_replicas()
 
     def _resolve(self) -> None:
         """Give the unit of loss its default, which depends on the transport."""
@@ -447,11 +450,11 @@ class LossyConfig:
             object.__setattr__(self, "loss_unit", "packet" if udp else "shard")
         if self.packet_bytes is None:
             object.__setattr__(self, "packet_bytes", UDP_PACKET_BYTES if udp else 4096)
-        _one_of(self, "loss_unit", self.loss_unit)
+        check_choice(self, "loss_unit")
         if self.grad_priority is None:
             feeds_back = self.grad_recovery == "error-feedback"
             object.__setattr__(self, "grad_priority", "packet-mean" if feeds_back else "none")
-        _one_of(self, "grad_priority", self.grad_priority)
+        check_choice(self, "grad_priority")
         if udp and self.loss_unit != "packet":
             raise refuse("--loss-unit", self.loss_unit, "must be packet with --transport udp, which loses datagrams")
         if udp and self.lossy_self:
@@ -522,9 +525,23 @@ class LossyConfig:
             if value != LossyConfig.__dataclass_fields__[name].default:
                 raise refuse(flag_name(LossyConfig, name), as_text(value), "does nothing with --act-retransmit off")
 
+    def _check_replicas(self) -> None:
+        """Parameters can be lost only where they are gathered, and replicas differ only where they are not."""
+        if self.phase("param").lossless:
+            return
+        needs = (
+            "needs replicas that each update everything; parameters that are lost belong to the distributed optimizer"
+        )
+        if self.synchronises:
+            raise refuse("--param-sync-interval", self.param_sync_interval, needs)
+        if self.replica_check != "none":
+            raise refuse("--replica-check", self.replica_check, needs)
+        if self.errs and self.grad_error != "trace" and self.grad_error_at == "broadcast":
+            raise refuse("--grad-error-at", "broadcast", needs)
+
     def _check_udp(self) -> None:
         for name in ("udp_rate_control", "udp_cipher"):
-            _one_of(self, name, getattr(self, name))
+            check_choice(self, name)
         if self.transport != "udp":
             for field_ in dataclasses.fields(self):
                 if field_.name.startswith("udp_") and getattr(self, field_.name) != field_.default:
@@ -618,6 +635,11 @@ class LossyConfig:
         return all(self.untouched(phase) for phase in PHASES) and not self.loses_at_boundaries
 
     @property
+    def inert(self) -> bool:
+        """True if nothing at all is done: no loss, no error, no check and no averaging."""
+        return self.lossless and not self.errs and not self.synchronises and self.replica_check == "none"
+
+    @property
     def loses_at_boundaries(self) -> bool:
         """Whether messages between pipeline stages can lose anything."""
         return any(map(self.boundary_rate, BOUNDARY_PHASES))
@@ -638,6 +660,7 @@ class LossyConfig:
         """What is lost, and what is done about it."""
         idle = self.param_send != "plain" and self.transport != "udp" and self.phase("param").lossless
         unused = [f"--param-send {self.param_send} does nothing, since no parameter is lost"] if idle else []
+        unused = [*filter(None, (self.describe_errors(), self.describe_sync())), *unused]
         if self.lossless:
             return "; ".join(["none, the exchanges are Megatron's own", *unused])
         if all(self.untouched(phase) for phase in PHASES):
@@ -691,9 +714,3 @@ def check_code(flag: str, block: int, parity: int, least: int = 1) -> None:
 def _in_unit_interval(flag: str, value: float) -> None:
     if not 0 <= value < 1:  # NaN fails too
         raise refuse(flag, value, "must be in [0, 1)")
-
-
-def _one_of(config: LossyConfig, name: str, value: str) -> None:
-    choices: Iterable[str] = LossyConfig.__dataclass_fields__[name].metadata["flag"]["choices"]
-    if value not in choices:
-        raise refuse(flag_name(LossyConfig, name), value, "must be one of " + ", ".join(choices))

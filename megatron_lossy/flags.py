@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Any, TypeVar
 
+from .errors import refuse
+
 Config = TypeVar("Config")
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
@@ -46,8 +48,20 @@ def flag_name(cls: Any, name: str) -> str:
     return options.get("flag", "--" + name.replace("_", "-"))
 
 
+def check_choice(config: Any, name: str) -> None:
+    """Raise :class:`UsageError` unless the value of ``name``, or each of several, is among the choices of its flag."""
+    choices = config.__dataclass_fields__[name].metadata["flag"]["choices"]
+    values = getattr(config, name)
+    for value in values if isinstance(values, tuple) else (values,):
+        if value not in choices:
+            raise refuse(flag_name(config, name), value, "must be one of " + ", ".join(choices))
+
+
 def _flag_fields(cls: Any) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(cls) if "flag" in f.metadata]
+    """Those of ``cls`` itself, then those that it inherits."""
+    fields = [f for f in dataclasses.fields(cls) if "flag" in f.metadata]
+    inherited = {name for base in cls.__bases__ for name in getattr(base, "__dataclass_fields__", ())}
+    return sorted(fields, key=lambda f: f.name in inherited)
 
 
 def add_flags(

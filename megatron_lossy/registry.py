@@ -1,4 +1,4 @@
-"""The channels and rules by the values of their flags. Each has one line here, and its name in its own class.
+"""The channels, errors and rules by the values of their flags. Each has one line here, and its name in its own class.
 
 A name stands for ``module:Class``, imported when it is first asked for: the flags are known where torch is not
 installed, and ``config`` depends on no implementation. Packages of others add names by entry points, for example
@@ -77,5 +77,15 @@ GRAD_RECOVERIES = Registry(
         "previous": "megatron_lossy.recovery.previous:Previous",
         "zero": "megatron_lossy.recovery.zero:Zero",
         "error-feedback": "megatron_lossy.recovery.feedback:ErrorFeedback",
+    },
+)
+
+GRAD_ERRORS = Registry(
+    "megatron_lossy.corruption",
+    {
+        "none": "megatron_lossy.channel.corruption.base:Nothing",
+        "gaussian": "megatron_lossy.channel.corruption.gaussian:Gaussian",
+        "bit-flip": "megatron_lossy.channel.corruption.bit_flip:BitFlip",
+        "trace": "megatron_lossy.channel.corruption.recorded:Recorded",
     },
 )

@@ -11,14 +11,16 @@ PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 #: Rooms from the bottom up. Each may import what is in lines before its own, and nothing of its own line.
 ORDER = """
 errors
-files flags registry ledger moved
+files registry ledger moved
+flags
+config_errors config_sync
 config shipped
 device exchange theory data
 channel coding recovery
 fct pipeline
 monitor
 delivery_log
-transport
+sync transport
 run
 hooks
 virtual

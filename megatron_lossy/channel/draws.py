@@ -10,6 +10,7 @@ phase | kind | expert rank | pipeline stage | model chunk).
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 
@@ -139,6 +140,13 @@ class Uniforms:
         key = (self._key[0], self._key[1] + 1)
         counter = (unit * 2**8, self._step, int(self._links[link]), self._exchange)
         return int(_philox(key, counter).random_raw()) >> 32
+
+
+def words(seed: int, purpose: int, exchange: Exchange, rank: int) -> Callable[[int], np.ndarray]:
+    """64-bit words that belong to one rank, all independent: a function that gives the next ``count``, uint64[count]."""
+    link = rank << 32 | rank
+    state = np.random.Philox(key=[seed, 2 * purpose], counter=[0, exchange.step, link, _exchange_word(exchange)])
+    return state.random_raw
 
 
 def generator(seed: int, exchange: Exchange, source: int, number: int) -> np.random.Generator:

@@ -1,0 +1,11 @@
+"""What happens to gradients after their reduction: which errors, and where. Pure: no process group, no megatron.
+
+After *Identifying and Mitigating Errors in Gradient Aggregation of Distributed Data Parallel Training* (PAFT),
+Definition 2.1 and section 5; flipped bits and recorded errors are ours (docs/corruption.md).
+"""
+
+from .base import Corruption, Event, make_corruption
+from .bit_flip import check_bits
+from .change import apply, digest
+
+__all__ = ["Corruption", "Event", "apply", "check_bits", "digest", "make_corruption"]

@@ -1,0 +1,89 @@
+"""What an error does to a buffer. Torch is imported in the functions, so that flags can be checked without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .base import Event
+
+if TYPE_CHECKING:
+    import torch
+
+#: Elements whose noise is drawn at once: what it costs in memory.
+PIECE = 2**22
+
+
+def apply(
+    buffer: torch.Tensor, event: Event, unit: float = 1.0, ranges: Sequence[tuple[int, int]] | None = None
+) -> Event | None:
+    """Do to ``buffer`` [n] what ``event`` says, in place. Returns the event as it happened, or ``None`` if nothing did.
+
+    ``unit``: what the gradients in the buffer are multiplied with, compared with those that the optimizer sees (loss
+    scale, number of tokens, …). ``ranges``: first and last + 1 of each run of elements that are no padding; default all.
+
+    Noise is drawn on the buffer's device, in float32, and added before one rounding to the buffer's dtype. Applied
+    again, the event that is returned does the same, whatever the gradient. Relative noise needs a finite gradient:
+    nothing is added to another.
+    """
+    runs = [buffer[first:last] for first, last in (ranges if ranges is not None else [(0, len(buffer))])]
+    if event.kind == "bit-flip":
+        _flip(buffer, event, [len(run) for run in runs], [first for first, _ in ranges or [(0, 0)]])
+        return event
+    assert event.kind == "gaussian"
+    if event.relative:
+        rms = _root_mean_square(runs)
+        if not 0 < rms < math.inf:
+            return None
+        event = dataclasses.replace(event, std=event.std * rms / unit, relative=False)
+    _add_noise(runs, event.seed, event.std * unit)
+    return event
+
+
+def digest(buffer: torch.Tensor) -> bytes:
+    """8 bytes that tell ``buffer`` from another (BLAKE2b)."""
+    import torch
+
+    data = buffer.detach().contiguous().view(torch.uint8).cpu().numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=8).digest()
+
+
+def _root_mean_square(runs: Sequence[torch.Tensor]) -> float:
+    import torch
+
+    norms = [torch.linalg.vector_norm(run, dtype=torch.float32) for run in runs if len(run)]
+    if not norms:
+        return 0.0
+    return float(np.sqrt((torch.stack(norms).cpu().double().numpy() ** 2).sum() / sum(map(len, runs))))
+
+
+def _add_noise(runs: Sequence[torch.Tensor], seed: int, std: float) -> None:
+    import torch
+
+    generator = torch.Generator(runs[0].device)
+    generator.manual_seed(seed - 2**64 if seed >= 2**63 else seed)
+    for run in runs:
+        for start in range(0, len(run), PIECE):
+            piece = run[start : start + PIECE]
+            noise = torch.randn(len(piece), generator=generator, device=run.device, dtype=torch.float32)
+            piece.add_(noise, alpha=std)
+
+
+def _flip(buffer: torch.Tensor, event: Event, lengths: Sequence[int], firsts: Sequence[int]) -> None:
+    import torch
+
+    ends = np.cumsum(lengths)
+    elements = np.array(event.elements, dtype=np.int64)
+    run = np.searchsorted(ends, elements, side="right")
+    places = elements - (ends[run] - np.array(lengths)[run]) + np.array(firsts)[run]
+    width = 8 * buffer.element_size()
+    # As signed numbers: the highest bit alone is the least of them.
+    masks = [(1 << bit) - (1 << width if bit == width - 1 else 0) for bit in event.bits]
+    whole = buffer.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[width])
+    where = torch.from_numpy(places).to(buffer.device)
+    whole[where] = whole[where] ^ torch.tensor(masks, dtype=whole.dtype, device=buffer.device)

@@ -1,0 +1,48 @@
+"""Errors of another run, again: flips by their place, noise by its seed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from ...config import LossyConfig
+from ...config_errors import ErrorFlags
+from ...errors import refuse
+from ...exchange import Exchange, Stream
+from .base import Corruption, Event
+
+
+class Recorded(Corruption):
+    """Replays events. Iterations without any have no errors."""
+
+    name = "trace"
+    flags = ("grad_error_trace",)
+
+    def __init__(self, config: LossyConfig, recorded: Iterable[Event] = ()) -> None:
+        super().__init__(config)
+        self._events: dict[tuple[int, Stream, int], list[Event]] = defaultdict(list)
+        for event in recorded:
+            self._events[event.iteration, event.stream, event.rank].append(event)
+        for events in self._events.values():
+            events.sort(key=lambda event: event.bucket)
+
+    @classmethod
+    def check(cls, config: ErrorFlags) -> None:
+        if config.grad_error_trace is None:
+            raise refuse("--grad-error", "trace", "needs --grad-error-trace FOLDER")
+
+    @classmethod
+    def describe(cls, config: ErrorFlags) -> str:
+        return f"those recorded in {config.grad_error_trace}"
+
+    def events(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
+        return self.draw(exchange, rank, sizes, width)
+
+    def draw(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
+        found = self._events.get((exchange.step, exchange.stream, rank), [])
+        for event in found:
+            largest = max(event.elements, default=0)
+            if event.bucket >= len(sizes) or largest >= sizes[event.bucket] or max(event.bits, default=0) >= width:
+                where = f"iteration {event.iteration} hit element {largest} of bucket {event.bucket}"
+                raise refuse("--grad-error-trace", self.config.grad_error_trace, f"is of another model: {where}")
+        return found

@@ -1,0 +1,105 @@
+"""Flags of errors in reduced gradients (docs/corruption.md). :class:`.config.LossyConfig` inherits them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import refuse
+from .flags import as_text, check_choice, flag, flag_name
+from .registry import GRAD_ERRORS
+
+
+@dataclass(frozen=True)
+class ErrorFlags:
+    """What happens to a gradient after its reduction. Raises :class:`UsageError` where a value is not allowed."""
+
+    grad_error: str = flag(
+        "none",
+        "what happens to a reduced gradient: nothing; Gaussian noise; flipped bits; or the recorded errors of another run "
+        "(docs/corruption.md)",
+        choices=GRAD_ERRORS,
+    )
+    grad_error_std: float | None = flag(
+        None,
+        "gaussian: standard deviation of the noise of each element, in units of the gradient that the optimizer sees",
+        type=float,
+        metavar="STD",
+    )
+    grad_error_relative: float | None = flag(
+        None,
+        "gaussian: instead, the standard deviation in units of the root mean square of the bucket's gradient; with 1 the "
+        "error is as long as the gradient",
+        type=float,
+        metavar="R",
+    )
+    grad_error_rate: float = flag(
+        1.0, "probability that the error happens, per iteration, rank and stream; in [0, 1]", metavar="P"
+    )
+    grad_error_burst_interval: int = flag(
+        0, "gaussian: every N-th iteration --grad-error-burst-std replaces the standard deviation; 0 never", metavar="N"
+    )
+    grad_error_burst_std: float = flag(
+        0.0,
+        "gaussian: what replaces it, in the same unit as --grad-error-std or --grad-error-relative, which may be 0 then",
+        metavar="STD",
+    )
+    grad_error_flips: int = flag(1, "bit-flip: elements of a stream hit by an error, one bit in each", metavar="K")
+    grad_error_bits: tuple[int, ...] | None = flag(
+        None,
+        "bit-flip: bits to choose from, from LOW to HIGH, counted from 0, the lowest of the mantissa; default all bits of the "
+        "gradient's dtype",
+        type=int,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+    )
+    grad_error_at: str = flag(
+        "broadcast",
+        "broadcast: each rank has errors of its own, which needs full replicas; reduce: the reduction itself is wrong, with "
+        "the distributed optimizer at each owner's shard, otherwise in the same way at all ranks",
+        choices=("broadcast", "reduce"),
+    )
+    grad_error_ranks: tuple[int, ...] | None = flag(
+        None,
+        "ranks of the data-parallel group that errors can hit; default all",
+        type=int,
+        nargs="+",
+        metavar="RANK",
+    )
+    grad_error_trace: str | None = flag(
+        None, "trace: folder with the recorded errors to replay, which --delivery-log wrote", metavar="FOLDER"
+    )
+
+    @property
+    def errs(self) -> bool:
+        """Whether anything can happen to a reduced gradient."""
+        return self.grad_error != "none" and self.grad_error_rate > 0
+
+    def check_errors(self) -> None:
+        """Raise :class:`UsageError` for flags of errors that are not allowed, or that do nothing."""
+        check_choice(self, "grad_error")
+        check_choice(self, "grad_error_at")
+        if not 0 <= self.grad_error_rate <= 1:  # NaN fails too
+            raise refuse("--grad-error-rate", self.grad_error_rate, "must be in [0, 1]")
+        ranks = self.grad_error_ranks
+        if ranks is not None and (not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks)):
+            raise refuse("--grad-error-ranks", as_text(ranks), "must be different ranks, from 0 on")
+        self._refuse_errors_of_others()
+        GRAD_ERRORS.load(self.grad_error).check(self)
+
+    def _refuse_errors_of_others(self) -> None:
+        takes = {name: GRAD_ERRORS.load(name).flags for name in GRAD_ERRORS.built_in}  # no other can have flags
+        own = takes.get(self.grad_error, ())
+        for name in dict.fromkeys(name for names in takes.values() for name in names):
+            value = getattr(self, name)
+            if name not in own and value != ErrorFlags.__dataclass_fields__[name].default:
+                needed = [other for other, names in takes.items() if name in names]
+                why = f"needs --grad-error {' or '.join(needed)}, not {self.grad_error}"
+                raise refuse(flag_name(ErrorFlags, name), as_text(value), why)
+
+    def describe_errors(self) -> str:
+        """What happens to gradients, in words; empty if nothing does."""
+        if not self.errs:
+            return ""
+        rate = "" if self.grad_error_rate == 1 else f" in {100 * self.grad_error_rate:g} % of the iterations"
+        where = {"broadcast": "of each rank", "reduce": "of the reduction"}[self.grad_error_at]
+        return f"errors {where}: {GRAD_ERRORS.load(self.grad_error).describe(self)}{rate}"

@@ -1,0 +1,22 @@
+"""What replicas exchange beside gradients: fingerprints, repairs, averages of parameters. No megatron.
+
+Everything works over :class:`Peers`, and so alike for one replica in each process and for all of them in one.
+"""
+
+from .peers import Handle, LocalPeers, Peers, RankPeers
+from .repair import Compared, compare, repair
+from .synchroniser import Copies, Replica, Synced, Synchroniser
+
+__all__ = [
+    "Compared",
+    "Copies",
+    "Handle",
+    "LocalPeers",
+    "Peers",
+    "RankPeers",
+    "Replica",
+    "Synced",
+    "Synchroniser",
+    "compare",
+    "repair",
+]

@@ -1,0 +1,87 @@
+"""64 bits that tell a buffer from another, at the cost of reading it twice.
+
+A plain sum of words is not enough: two buffers that have the same bit flipped at different places have equal sums. So the
+words form a matrix [R, 4096], and the sums of its rows and columns are mixed with where they are: a word that moves
+changes a row or a column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+#: Words in a row.
+COLUMNS = 4096
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def fingerprint(buffers: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
+    """int64, without dimensions, on the device of ``buffers``: equal if all bits of all of them are.
+
+    Any dtypes and lengths; contiguous. Different contents have the same fingerprint with a probability of about 2^-64.
+    ``device``: where to put the fingerprint of nothing.
+    """
+    if not buffers:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return _mixed(torch.stack([_of_one(buffer) for buffer in buffers]), 0).sum()
+
+
+def _of_one(buffer: torch.Tensor) -> torch.Tensor:
+    words = _words(buffer.detach().view(-1))
+    rows = len(words) // COLUMNS
+    matrix, rest = words[: rows * COLUMNS].view(rows, COLUMNS), words[rows * COLUMNS :]
+    # Rows, columns and single words count on, so that none of them is mixed alike.
+    result = _mixed(rest, COLUMNS).sum() + buffer.numel()
+    if rows:
+        result = result + _mixed(matrix.sum(0), 0).sum() + _mixed(matrix.sum(1), 2 * COLUMNS).sum()
+    return result
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """int64: the bits of ``flat``, zeros after its end."""
+    if flat.dtype == torch.bool or flat.is_complex():
+        flat = flat.view(torch.uint8)
+    size = flat.element_size()
+    whole = flat.numel() * size // 8 * 8
+    if flat.storage_offset() * size % 8:  # no view as longer words; seldom, since allocations are aligned
+        flat = flat.clone()
+    words = flat[: whole // size].view(torch.int64)
+    if whole == flat.numel() * size:
+        return words
+    end = torch.zeros(8, dtype=torch.uint8, device=flat.device)
+    rest = flat[whole // size :].view(torch.uint8)
+    end[: len(rest)] = rest
+    return torch.cat([words, end.view(torch.int64)])
+
+
+def _mixed(words: torch.Tensor, first: int) -> torch.Tensor:
+    """splitmix64 of each of ``words`` xor its number, from ``first`` on, times the golden ratio. Wraps around."""
+    numbers = torch.arange(first, first + len(words), dtype=torch.int64, device=words.device)
+    x = words ^ (numbers * _signed(_GOLDEN))
+    x = x + _signed(_GOLDEN)
+    x = (x ^ _shifted(x, 30)) * _signed(_MIX[0])
+    x = (x ^ _shifted(x, 27)) * _signed(_MIX[1])
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """``x`` >> ``bits`` of unsigned words."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def finite(buffers: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
+    """bool, without dimensions: whether every value of ``buffers`` is finite. Integers are."""
+    largest = [
+        torch.linalg.vector_norm(buffer.detach(), ord=torch.inf)
+        for buffer in buffers
+        if buffer.is_floating_point() and buffer.numel()
+    ]
+    if not largest:
+        return torch.ones((), dtype=torch.bool, device=device)
+    return torch.isfinite(torch.stack([one.float() for one in largest])).all()

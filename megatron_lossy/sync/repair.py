@@ -1,0 +1,84 @@
+"""Before an update: do the reduced gradients of all replicas agree, and if not, make them.
+
+Where errors are rare, the majority has the right value, and the run is the one without the error, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .classes import largest_class
+from .fingerprint import fingerprint, finite
+from .peers import Peers
+
+
+@dataclass(frozen=True)
+class Compared:
+    """``fingerprints``: int64[N, B], of the B buckets of each replica."""
+
+    fingerprints: np.ndarray
+
+    @property
+    def equal(self) -> bool:
+        """Whether all replicas have the same gradients."""
+        return not len(self.differing)
+
+    @property
+    def differing(self) -> np.ndarray:
+        """The numbers of the buckets in which replicas differ."""
+        return np.flatnonzero((self.fingerprints != self.fingerprints[0]).any(axis=0))
+
+    def outside(self, bucket: int) -> list[int]:
+        """The replicas that are not of the largest class in ``bucket``; all, if no class is the largest."""
+        column = self.fingerprints[:, bucket]
+        right = largest_class(column)
+        return list(range(len(column))) if right is None else np.flatnonzero(column != column[right]).tolist()
+
+
+def compare(peers: Peers, buffers: Sequence[Sequence[torch.Tensor]]) -> Compared:
+    """Compare the gradients of all replicas. ``buffers``: of each local replica those of its buckets."""
+    rows = torch.stack([torch.stack([fingerprint([buffer]) for buffer in bucket]) for bucket in buffers])
+    return Compared(peers.gather(rows.cpu().numpy()))
+
+
+def repair(peers: Peers, buffers: Sequence[Sequence[torch.Tensor]], compared: Compared) -> dict[int, str]:
+    """Make the gradients of all replicas equal, in place. Returns what was done, by the number of the bucket.
+
+    ``majority``: the lowest of the largest class sent its own; ``mean``: no class was the largest, and each has the mean of
+    those that are finite. Without any that is finite, all have that of replica 0, so that all reject the step.
+    """
+    done = {}
+    alone = []
+    for bucket in compared.differing.tolist():
+        tensors = [replica[bucket] for replica in buffers]
+        right = largest_class(compared.fingerprints[:, bucket])
+        if right is None:
+            alone.append(bucket)
+            continue
+        peers.broadcast_(tensors, right).wait()
+        done[bucket] = "majority"
+    if alone:
+        rows = [torch.stack([finite([replica[bucket]]) for bucket in alone]) for replica in buffers]
+        whole = peers.gather(torch.stack(rows).cpu().numpy().astype(np.int64)).astype(bool)
+        for number, bucket in enumerate(alone):
+            tensors = [replica[bucket] for replica in buffers]
+            mean_(peers, tensors, whole[:, number])
+            done[bucket] = "mean"
+    return done
+
+
+def mean_(peers: Peers, tensors: Sequence[torch.Tensor], chosen: np.ndarray) -> None:
+    """Set ``tensors``, one per local replica, to the mean of the ``chosen`` bool[N] replicas, or to the first of none."""
+    if not chosen.any():
+        peers.broadcast_(tensors, 0).wait()
+        return
+    for number, tensor in zip(peers.local, tensors, strict=True):
+        if not chosen[number]:
+            tensor.zero_()  # not multiplied: 0 x inf
+    peers.sum_(tensors).wait()
+    for tensor in tensors:
+        tensor.div_(int(chosen.sum()))
