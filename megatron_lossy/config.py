@@ -640,6 +640,12 @@ class LossyConfig(ErrorFlags, SyncFlags):
         return self.lossless and not self.errs and not self.synchronises and self.replica_check == "none"
 
     @property
+    def replicates(self) -> bool:
+        """True if something is asked for that needs full replicas: each rank with all of the optimizer."""
+        apart = self.errs and self.grad_error != "trace" and self.grad_error_at == "broadcast"
+        return apart or self.synchronises or self.replica_check != "none" or self.allow_divergence
+
+    @property
     def loses_at_boundaries(self) -> bool:
         """Whether messages between pipeline stages can lose anything."""
         return any(map(self.boundary_rate, BOUNDARY_PHASES))

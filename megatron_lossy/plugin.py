@@ -90,7 +90,7 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
     device.prepare(megatron_training=True)
     lossy = hooks.install(config, steps)
     _install_once("flags", megatron_training.flag_patches)
-    if not config.lossless:
+    if not config.inert:
         _install_once("megatron.training", lambda: megatron_training.patches(lossy))
     _lossy = lossy
     atexit.register(_close)  # of programs with a training loop of their own, around which nothing is running()

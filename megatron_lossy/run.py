@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from .config import PHASES, LossyConfig
+from .delivery_log.errors import ErrorLog
 from .delivery_log.writer import DeliveryLog
 from .errors import UsageError, refuse
 from .exchange import Delivery
@@ -33,6 +34,8 @@ from .monitor import (
     metrics_of,
     states_of,
 )
+from .sync import FullReplicas
+from .sync.monitor import ReplicaMonitor
 from .transport import LossyGroup
 
 #: The folder of saved replicas in a checkpoint.
@@ -44,11 +47,15 @@ _OF_NO_MATTER = ("eval_weights", "save_replicas")
 _FILES = ("link_rates_grad", "link_rates_param", "trace")
 
 
-def make_observers(config: LossyConfig, groups: Callable[[], Sequence[LossyGroup]] = list) -> list[Observer]:
-    """The observers that the flags ask for; none where nothing can be lost. ``groups``: those of the run."""
-    if config.lossless:
+def make_observers(
+    config: LossyConfig,
+    groups: Callable[[], Sequence[LossyGroup]] = list,
+    full_replicas: Callable[[], FullReplicas | None] = lambda: None,
+) -> list[Observer]:
+    """The observers that the flags ask for; none where nothing can happen. ``groups``, ``full_replicas``: those of the run."""
+    if config.inert:
         return []
-    observers: list[Observer] = [ExchangeMonitor()]
+    observers: list[Observer] = [] if config.lossless else [ExchangeMonitor()]
     if config.at_sender and not config.untouched("grad"):
         observers.append(PriorityMonitor(lambda: [told for group in groups() for told in group.told()]))
     if config.loses_at_boundaries:
@@ -57,10 +64,14 @@ def make_observers(config: LossyConfig, groups: Callable[[], Sequence[LossyGroup
         from .transport.udp.monitor import DatagramMonitor
 
         observers.append(DatagramMonitor(lambda: [group.transport for group in groups()]))
-    if config.drift_interval:
+    if config.drift_interval and not config.lossless:
         observers.append(Drift(config))
-    if config.delivery_log is not None:
+    if config.delivery_log is not None and not config.lossless:
         observers.append(DeliveryLog(config))
+    if config.errs or config.replicates:
+        observers.append(ReplicaMonitor(full_replicas, config.drift_interval))
+        if config.delivery_log is not None:
+            observers.append(ErrorLog(config))
     return observers
 
 
@@ -89,9 +100,9 @@ class Run(ABC):
         self.gapless = gapless
         self.iteration = 0
         self.update: int | None = None
-        self.observers = make_observers(config, lambda: self.groups)
+        self.observers = make_observers(config, lambda: self.groups, lambda: self.full_replicas)
         # At once, since files may be large, and be gone when something is saved.
-        self._flags = _identity_of(config) if config.save_replicas and not config.lossless else {}
+        self._flags = _identity_of(config) if config.save_replicas and not config.inert else {}
         self.after_update: list[Callable[[Run], None]] = []
         #: What is over, but of which the observers have not been told: its last exchanges may still be under way.
         self._untold: tuple[int, bool, bool] | None = None
@@ -153,6 +164,15 @@ class Run(ABC):
         """What the loss is multiplied with, or ``None`` without a gradient scaler."""
         return None
 
+    @property
+    def full_replicas(self) -> FullReplicas | None:
+        """What replicas that each have all of the optimizer do together; ``None`` with the distributed optimizer."""
+        return None
+
+    def happened(self) -> list[Any]:
+        """What happened in this iteration beside its exchanges; see :meth:`Observer.happened`."""
+        return [hit for group in self.groups if group.errors is not None for hit in group.errors.take(self.iteration)]
+
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
@@ -169,6 +189,9 @@ class Run(ABC):
             for act in self.after_update:
                 act(self)
         self.tell_observers()
+        happened = self.happened()
+        for observer in self.observers if happened else ():
+            observer.happened(self.iteration, happened)
         self._untold = (self.iteration, successful, all_reduced)
         if not any(group.transport.observed for group in self.groups):
             self.tell_observers(self._settled_replicas)
@@ -246,7 +269,7 @@ class Run(ABC):
             self.tell_observers()
         for observer in self.observers:
             observer.save()
-        if not self.config.save_replicas or self.config.lossless:
+        if not self.config.save_replicas or self.config.inert:
             return
         state = {
             "format": FORMAT,
@@ -266,7 +289,7 @@ class Run(ABC):
 
         Raises :class:`UsageError` if it was written by another number of workers or with other loss flags.
         """
-        if not self.config.save_replicas or self.config.lossless:
+        if not self.config.save_replicas or self.config.inert:
             return
         path = Path(folder, REPLICAS, self.replica_file())
         if not path.is_file():

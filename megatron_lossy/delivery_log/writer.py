@@ -43,7 +43,7 @@ def claim_delivery_log(config: LossyConfig, ranks: int, resumes: bool, run: dict
     context parallel). ``resumes``: whether the run continues from a checkpoint. ``run``: what else makes the run
     what it is, for JSON. Raises :class:`UsageError` if the folder holds another run, or this one and it starts anew.
     """
-    if config.delivery_log is None or config.lossless:
+    if config.delivery_log is None or config.inert:
         return
     schema.check_pyarrow(_FLAG, config.delivery_log)
     folder = Path(config.delivery_log)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from ..exchange import BucketUnits, Stream
 from .versions import dense_buffers, expert_rank, full_group, model_chunk, pipeline_stage
@@ -37,11 +38,17 @@ def bucket_sizes(streams: Sequence[tuple[Stream, Sequence[tuple[Any, Any]]]]) ->
     """Size and dtypes of every bucket, in words, by words for which one it is. ``streams``: with their pairs."""
     return {
         f"bucket {number} of {stream.name}": (
-            f"{bucket.grad_data.numel()} elements ({bucket.grad_data.dtype}, {bucket.param_data.dtype})"
+            f"{bucket.grad_data.numel()} elements ({bucket.grad_data.dtype}, {_param_dtype(bucket)})"
         )
         for stream, pairs in streams
         for number, (_, bucket) in enumerate(pairs)
     }
+
+
+def _param_dtype(bucket: Any) -> torch.dtype:
+    # Without the distributed optimizer parameters are in no buffer.
+    data = bucket.param_data
+    return (bucket.params_list[0] if data is None else data).dtype
 
 
 def apart(stream: Stream, stage: int, tensor: ProcessGroup | None) -> Stream:
@@ -65,6 +72,12 @@ def replicated_units(buffer: Any, bucket: Any, units: BucketUnits, shards: int) 
 
 def _is_shared_embedding(bucket: Any) -> bool:
     return any(getattr(param, "shared_embedding", False) for param in bucket.params_list)
+
+
+def owned_ranges(ranges: np.ndarray, shard: int, owner: int) -> np.ndarray:
+    """int64[k, 2]: what of ``ranges``, places in a bucket, is in the shard of ``owner``, as places in the shard."""
+    inside = np.clip(ranges - owner * shard, 0, shard)
+    return inside[inside[:, 0] < inside[:, 1]]
 
 
 def used_ranges(buffer: Any, bucket: Any) -> np.ndarray:

@@ -42,6 +42,62 @@ def check_loss_per_token(settings: Any, config: LossyConfig) -> None:
         )
 
 
+def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> None:
+    """Raise :class:`UsageError` if Megatron's optimizer, ``distributed`` or not, cannot go with ``config``."""
+    if not distributed and not config.lossless and not config.replicates:
+        raise UsageError("--use-distributed-optimizer is off: loss needs Megatron's distributed optimizer")
+    _check_replicas(settings, config, distributed)
+
+
+_FULL = "needs replicas that each have all of the optimizer; with the distributed optimizer "
+
+
+def _check_replicas(settings: Any, config: LossyConfig, distributed: bool) -> None:
+    """Raise :class:`UsageError` for what needs full replicas, or cannot go with them. ``settings``: of Megatron or ours.
+
+    ``distributed``: whether the optimizer is sharded.
+    """
+    if distributed:
+        _refuse_with_shards(config)
+        return
+    off = "needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"
+    if not config.untouched("param"):
+        raise refuse("--p-param", as_text(config.p_param), off)
+    if not config.untouched("grad"):
+        raise refuse("--p-grad", as_text(config.p_grad), off)
+    if config.loses_at_boundaries:
+        raise refuse("--p-act", f"{config.p_act:g} and --p-act-grad {config.p_act_grad:g}", off)
+    if getattr(settings, "calculate_per_token_loss", False):
+        why = "gradients are sums over tokens where errors hit them, with --calculate-per-token-loss; "
+        if config.grad_error_std:
+            raise refuse("--grad-error-std", config.grad_error_std, why + "choose --grad-error-relative")
+        if config.param_sync_rule == "snr":
+            raise refuse("--param-sync-rule", "snr", why + "choose divergence")
+    if getattr(settings, "fp16", False) and getattr(settings, "loss_scale", 1.0) is None:
+        raise UsageError(
+            "--fp16 without --loss-scale and the distributed optimizer: replicas would skip different updates; choose --bf16"
+        )
+    if getattr(settings, "optimizer_cpu_offload", False):
+        raise UsageError("--optimizer-cpu-offload: replicas are averaged where they are; turn it off")
+    hashes = getattr(settings, "check_weight_hash_across_dp_replicas_interval", None)
+    if hashes and config.errs and config.replica_check != "repair":
+        raise refuse(
+            "--check-weight-hash-across-dp-replicas-interval", hashes, "ends runs whose replicas differ; turn it off"
+        )
+
+
+def _refuse_with_shards(config: LossyConfig) -> None:
+    gathers = _FULL + "the all-gather already synchronises parameters"
+    if config.synchronises:
+        raise refuse("--param-sync-interval", config.param_sync_interval, gathers)
+    if config.replica_check != "none":
+        raise refuse("--replica-check", config.replica_check, _FULL + "each gradient is at one rank")
+    if config.allow_divergence:
+        raise refuse("--allow-divergence", "on", gathers)
+    if config.replicates:
+        raise refuse("--grad-error-at", config.grad_error_at, _FULL + "choose reduce: an error of an owner's shard")
+
+
 def check_reports(settings: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` where Megatron changes gradients that may have to be sent again. ``settings``: of Megatron."""
     feeds_back = config.at_sender and config.transport == "udp"
@@ -112,8 +168,7 @@ def check_ddp(ddp: Any, config: LossyConfig) -> None:
                 "pipelines of encoder and decoder with their own sizes: cannot go with --p-act and --p-act-grad"
             )
     settings = ddp.ddp_config
-    if not settings.use_distributed_optimizer:
-        raise UsageError("--use-distributed-optimizer is off: loss needs Megatron's distributed optimizer")
+    check_optimizer(ddp.config, config, settings.use_distributed_optimizer)
     # Megatron marks the parameters before DDP lays them out, from 0.18 on.
     if any(getattr(parameter, "is_managed_by_layer_wise_optimizer", False) for parameter in ddp.module.parameters()):
         raise UsageError(f"LayerWiseDistributedOptimizer: {_LAYER_WISE}")
@@ -136,14 +191,13 @@ def check_ddp(ddp: Any, config: LossyConfig) -> None:
 
 def check_arguments(args: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` for Megatron-LM arguments that cannot go with loss, before anything starts."""
-    if config.lossless:
+    if config.inert:
         return
     check_owners(config)
     check_boundaries(args, config)
     if _layer_wise(args):
         raise refuse("--optimizer", args.optimizer, _LAYER_WISE)
-    if not getattr(args, "use_distributed_optimizer", False):
-        raise UsageError("--use-distributed-optimizer is off: loss needs Megatron's distributed optimizer")
+    check_optimizer(args, config, getattr(args, "use_distributed_optimizer", False))
     if config.save_replicas and getattr(args, "non_persistent_ckpt_type", None):
         raise refuse(
             "--non-persistent-ckpt-type",

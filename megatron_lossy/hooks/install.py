@@ -20,7 +20,7 @@ def install(config: LossyConfig, steps: int | None = None, gapless: bool = False
 
     ``steps``: the length of the run, if known, so that a trace that is too short is refused at once. ``gapless``:
     promises that every iteration exchanges gradients (:class:`megatron_lossy.run.Run`), so that ``--grad-recovery
-    previous`` needs less memory. With a lossless configuration nothing is patched at all. Raises :class:`UsageError` for
+    previous`` needs less memory. With a configuration that does nothing, nothing is patched at all. Raises :class:`UsageError` for
     a megatron-core that is not supported or not as expected, ``RuntimeError`` if hooks are already installed.
     """
     global _current
@@ -33,7 +33,7 @@ def install(config: LossyConfig, steps: int | None = None, gapless: bool = False
         raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
     check_version(megatron.core.__version__)
     lossy = Lossy(config, steps, gapless)
-    lossy.ledger.install([] if config.lossless else megatron_core.patches(lossy))
+    lossy.ledger.install([] if config.inert else megatron_core.patches(lossy))
     lossy.installed = True
     _current = weakref.ref(lossy)
     return lossy

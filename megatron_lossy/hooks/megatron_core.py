@@ -28,7 +28,8 @@ def start_grad_sync(run: Lossy, original: Callable, self: Any, *args: Any, **kwa
     """Around the start of a gradient exchange, which may be an all-reduce."""
     if any(args) or any(kwargs.values()):
         run.note_all_reduce(self)
-    return original(self, *args, **kwargs)
+    with run.reducing(self):
+        return original(self, *args, **kwargs)
 
 
 def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,18 +86,22 @@ def patches(run: Lossy) -> list[Patch]:
         Patch(
             target=f"{_BUFFER}:_ParamAndGradBucketGroup.start_grad_sync",
             around=partial(start_grad_sync, run),
-            why="says once that steps with force_all_reduce carry no loss",
-            versions="all, of use from 0.16 on",
-            until="force_all_reduce is gone",
+            why="knows which buckets are all-reduced: with force_all_reduce they lose nothing; without the distributed optimizer "
+            "errors follow",
+            versions="all",
+            until=_UNTIL,
             takes=Takes(("self",), others=("force_all_reduce",)),
         ),
-        Patch(
-            target=f"{_OPTIMIZER}:MixedPrecisionOptimizer.__init__",
-            around=partial(after_init, run.add_optimizer),
-            why="learns the loss scale, without which rules keep gradients",
-            versions="all",
-            until="the loss scale can be read from DDP",
-            takes=Takes(("self", "optimizer", "config", "grad_scaler")),
+        *(
+            Patch(
+                target=f"{_OPTIMIZER}:{class_name}.__init__",
+                around=partial(after_init, run.add_optimizer),
+                why="learns the loss scale, without which rules keep gradients, and where the weights are that are updated",
+                versions="all",
+                until="the optimizer can be found from DDP",
+                takes=Takes(("self", "optimizer", "config", argument)),
+            )
+            for class_name, argument in (("MixedPrecisionOptimizer", "grad_scaler"), ("FP32Optimizer", "init_state_fn"))
         ),
         *(
             Patch(
@@ -107,7 +112,7 @@ def patches(run: Lossy) -> list[Patch]:
                 until="Megatron counts steps in its core",
                 takes=Takes(("self",), others=()),
             )
-            for class_name in ("MixedPrecisionOptimizer", "ChainedOptimizer")
+            for class_name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
             for method, applies, why in (
                 ("step", False, "an iteration ends with the outermost one"),
                 ("step_with_ready_grads", True, "an update begins on entry to the outermost one"),

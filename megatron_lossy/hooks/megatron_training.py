@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
 from ..delivery_log.writer import claim_delivery_log
 from ..errors import usage_errors
@@ -131,6 +132,7 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
     result = original(args, *rest, **kwargs)
     with usage_errors():
         check_arguments(args, lossy.config)
+        check_error_ranks(lossy.config, _data_parallel_ranks(args))
         check_ranks(lossy.config, max(_data_parallel_ranks(args), _expert_data_parallel_ranks(args)))
         check_channels(lossy.config, _data_parallel_ranks(args), args.train_iters)
         _claim_delivery_log(args, lossy.config)

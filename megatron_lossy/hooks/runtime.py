@@ -7,24 +7,29 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from ..channel.corruption import make_corruption
 from ..config import PHASES, LossyConfig
+from ..delivery_log.errors import recorded_events
 from ..exchange import Lost, Stream
 from ..ledger import Ledger
 from ..recovery import rows_for
 from ..run import Run
+from ..sync import FullReplicas
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
 from .boundaries import Boundaries
 from .buckets import apart, bucket_sizes, buckets_by_stream, replicated_units
 from .checks import check_ddp
 from .complete import check_exchanged, check_registered, warn_of_lossless, warn_of_reliable_boundaries
 from .main_weights import MainWeights
+from .replicated import RankReplica, errors_of_owner
 from .sampling import RankSampler
-from .seam import Slot, attach, slot_of
+from .seam import Slot, all_reduce, attach, slot_of
 from .versions import (
     data_parallel_rank,
     innermost,
@@ -62,6 +67,9 @@ class Lossy(Run):
         #: With ``--p-act`` or ``--p-act-grad``.
         self.boundaries = Boundaries(self, self._on_one_node) if config.loses_at_boundaries else None
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
+        self._corruption = make_corruption(config, recorded_events(config))
+        #: Without the distributed optimizer, from the first model chunk on.
+        self.replica: RankReplica | None = None
 
     def uninstall(self) -> None:
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
@@ -73,7 +81,7 @@ class Lossy(Run):
 
     def add_model_chunk(self, ddp: DistributedDataParallel) -> None:
         """Make the exchanges of a model chunk lossy. A collective call: all ranks wrap their chunks alike."""
-        if self.config.lossless:
+        if self.config.inert:
             return
         check_ddp(ddp, self.config)
         if self.config.lossy_links == "inter-node" and self._nodes is None:
@@ -82,12 +90,22 @@ class Lossy(Run):
             if self.boundaries is not None:
                 warn_of_reliable_boundaries(self._nodes)
         number_model_chunk(ddp, len(self._chunks))
+        if not ddp.ddp_config.use_distributed_optimizer:
+            self._chunks[ddp] = []
+            self._add_replica(ddp)
+            return
         self._chunks[ddp] = [
             self._add_group(buckets, full, stream, pipeline_stage(ddp))
             for stream, full, buckets in buckets_by_stream(ddp)
         ]
         if self.boundaries is not None and self.config.virtual_boundaries is not None:
             self.boundaries.attach(ddp, functools.partial(data_parallel_rank, ddp))
+
+    def _add_replica(self, ddp: DistributedDataParallel) -> None:
+        if self.replica is None:
+            self.replica = RankReplica(self.config, self._corruption, self._living_optimizers, self.loss_scale)
+            self.after_update.append(lambda _: self.replica.finished())
+        self.replica.add(ddp)
 
     def _on_one_node(self, peer: int) -> bool:
         return self._nodes is not None and self._nodes[dist.get_rank()] == self._nodes[peer]
@@ -118,6 +136,9 @@ class Lossy(Run):
             attach(bucket.param_data, Slot(group, number))
             if group.compensates:
                 group.rules["param"][number].weights = self._main_weights(bucket, own_shard(group, bucket))
+        if self.config.errs and len(full_ranks) > 1:
+            owner = members[group.rank]
+            group.errors = errors_of_owner(self.config, self._corruption, buckets, len(members), group.rank, owner)
         return group
 
     def _main_weights(self, bucket: Any, own: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -152,6 +173,8 @@ class Lossy(Run):
         """
         if not self._depth:
             self._check_exchanges(optimizer)
+            if self.replica is not None:
+                self.replica.together.check()
         self._depth += 1
         if applies:
             if not self._successful:
@@ -187,6 +210,8 @@ class Lossy(Run):
 
     def begin_update(self) -> None:
         super().begin_update()
+        if self.replica is not None:
+            self.replica.arrive()
         self._finish_adding()
         for ddp in self.chunks if self.config.param_send == "compensated" else ():
             for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
@@ -213,6 +238,15 @@ class Lossy(Run):
         scaler = getattr(optimizer, "grad_scaler", None)
         return scaler.scale if scaler is not None else None
 
+    def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
+        """Around the start of the reduction of ``bucket_group``, which is an all-reduce without the distributed optimizer."""
+        if self.replica is None:
+            return contextlib.nullcontext()
+        return all_reduce(
+            partial(self.replica.before_reduction, bucket_group),
+            lambda: self.replica.after_reduction(bucket_group, self.iteration),
+        )
+
     def note_all_reduce(self, bucket_group: Any) -> None:
         """The gradients of ``bucket_group`` are about to be all-reduced, without loss. Say so once."""
         self._all_reduced = True
@@ -236,7 +270,7 @@ class Lossy(Run):
 
     @property
     def device(self) -> torch.device:
-        return next((bucket.param_data.device for bucket in self._buckets()), torch.device("cpu"))
+        return next((bucket.grad_data.device for bucket in self._buckets()), torch.device("cpu"))
 
     @property
     def streams(self) -> list[LossyGroup]:
@@ -259,6 +293,10 @@ class Lossy(Run):
     @contextlib.contextmanager
     def owner_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
         """See :meth:`Run.owner_weights`. ``model_chunks``: what Megatron calls ``model``, wrapped in DDP or not."""
+        if self.replica is not None:
+            with self.replica.together.averaged():
+                yield
+            return
         restore = []
         with torch.no_grad():
             for bucket_group in self._lossy_bucket_groups(model_chunks):
@@ -294,6 +332,14 @@ class Lossy(Run):
 
     # --- saved replicas --------------------------------------------------------------------------------------------
 
+    @property
+    def full_replicas(self) -> FullReplicas | None:
+        return None if self.replica is None else self.replica.together
+
+    def happened(self) -> list[Any]:
+        replica = [] if self.replica is None else self.replica.take(self.iteration)
+        return [*super().happened(), *replica]
+
     def identity(self) -> dict[str, Any]:
         streams = [found for ddp in self.chunks for found in buckets_by_stream(ddp)]
         instances = {
@@ -310,8 +356,15 @@ class Lossy(Run):
     def _buckets(self) -> list[Any]:
         return [bucket for ddp in self.chunks for group in _bucket_groups(ddp) for bucket in group.buckets]
 
-    def replica_state(self) -> list[Any]:
-        """For each bucket: which units are stale, bool[N, count], and their values; or ``None``."""
+    def set_iteration(self, iteration: int) -> None:
+        super().set_iteration(iteration)
+        if self.replica is not None:
+            self.replica.together.restart()
+
+    def replica_state(self) -> Any:
+        """For each bucket: which units are stale, bool[N, count], and their values; or ``None``. Of a full replica all."""
+        if self.replica is not None:
+            return self.replica.together.state_dict()
         self._finish_adding()
         stale = []
         for bucket in self._buckets():
@@ -326,7 +379,10 @@ class Lossy(Run):
                 stale.append((torch.from_numpy(lost.mask), values))
         return stale
 
-    def load_replica_state(self, state: list[Any]) -> None:
+    def load_replica_state(self, state: Any) -> None:
+        if self.replica is not None:
+            self.replica.together.load_state_dict(state)
+            return
         self._restored = self.update
         buckets = self._buckets()
         lost: dict[LossyGroup, dict[int, np.ndarray]] = {group: {} for group in self.groups}

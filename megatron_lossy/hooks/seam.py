@@ -94,7 +94,7 @@ def reduce_scatter(
 ) -> Any:
     """Around a reduce-scatter (``output, input, op=, group=, async_op=``): it loses what its slot says."""
     slot = slot_of(input)
-    if slot is None or slot.group.lossless("grad"):
+    if slot is None or (slot.group.lossless("grad") and slot.group.errors is None):
         return original(output, input, *args, **kwargs)
     averaged = kwargs.get("op", args[0] if args else None) == torch.distributed.ReduceOp.AVG
     return _begun(

@@ -54,6 +54,10 @@ class Observer:
         ``successful``: it updated the weights. ``look`` finds nothing while no update was made.
         """
 
+    def happened(self, iteration: int, what: Sequence[Any]) -> None:
+        """What else happened in the iteration that just ended: errors of :mod:`megatron_lossy.channel.corruption`, and what
+        :mod:`megatron_lossy.sync` did about replicas that differ. Before :meth:`finish_iteration`."""
+
     def restart(self, iteration: int) -> None:
         """A checkpoint of ``iteration`` attempted iterations was loaded: the next one is ``iteration``."""
 

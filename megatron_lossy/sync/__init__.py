@@ -5,13 +5,17 @@ Everything works over :class:`Peers`, and so alike for one replica in each proce
 
 from .peers import Handle, LocalPeers, Peers, RankPeers
 from .repair import Compared, compare, repair
+from .replicas import FullReplicas, Gradients, Mismatch
 from .synchroniser import Copies, Replica, Synced, Synchroniser
 
 __all__ = [
     "Compared",
     "Copies",
+    "FullReplicas",
+    "Gradients",
     "Handle",
     "LocalPeers",
+    "Mismatch",
     "Peers",
     "RankPeers",
     "Replica",

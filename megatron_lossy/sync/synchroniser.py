@@ -80,6 +80,11 @@ class Synced:
     divergence: float
     not_finite: int
 
+    def rows(self) -> list[dict[str, Any]]:
+        """For the log of errors: one for each stream."""
+        row = {"kind": "sync", "interval": self.interval, "divergence": self.divergence}
+        return [{**row, "stream": stream, "repaired": kind} for stream, kind in self.kinds.items()]
+
 
 @dataclass
 class _Part:

@@ -19,14 +19,15 @@ import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from .. import device, hooks
+from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
 from ..data import build_tokenizer, epochs
 from ..delivery_log.writer import claim_delivery_log
 from ..flags import identity
-from ..hooks.checks import check_boundaries, check_loss_per_token
+from ..hooks.checks import check_boundaries, check_loss_per_token, check_optimizer
 from ..run import Run
 from ..transport import check_channels, check_owners, check_ranks
-from ..virtual import VirtualCluster
+from ..virtual import VirtualCluster, VirtualReplicas, VirtualRun
 from . import parallel
 from .checkpoint import Checkpoints
 from .config import TrainConfig
@@ -63,8 +64,10 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_ranks(lossy_config, config.data_parallel_size(ranks))
     check_loss_per_token(config, lossy_config)
     check_boundaries(config, lossy_config)
+    check_optimizer(config, lossy_config, config.use_distributed_optimizer)
+    check_error_ranks(lossy_config, config.data_parallel_size(ranks))
     if config.virtual_workers:
-        VirtualCluster.check(lossy_config, config.virtual_workers)
+        VirtualRun.check(lossy_config, config.virtual_workers)
     else:
         check_owners(lossy_config)
     transformer_impl(config)
@@ -81,7 +84,8 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
         data = same_everywhere(fingerprint(paths))
         check_folders(config, lossy_config, data)
         if config.virtual_workers:
-            lossy = VirtualCluster(lossy_config, config.virtual_workers, config.train_iters, gapless=True)
+            kind = VirtualCluster if config.use_distributed_optimizer else VirtualReplicas
+            lossy = kind(lossy_config, config.virtual_workers, config.train_iters, gapless=True)
         else:
             lossy = hooks.install(lossy_config, config.train_iters, gapless=True)
         try:
@@ -108,7 +112,7 @@ class _Run:
         tokenizer = build_tokenizer(config.tokenizer)
         self.train_data, self.valid_data = build_datasets(paths, tokenizer)
         self.data_path = paths.data_path
-        cluster = lossy if isinstance(lossy, VirtualCluster) else None
+        cluster = lossy if isinstance(lossy, VirtualRun) else None
         with cluster.building() if cluster else contextlib.nullcontext():
             self.model = build_model(config, tokenizer.vocab_size)
         if cluster:

@@ -11,7 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ..hooks.rng import rng_state, set_rng_state
-from ..virtual import VirtualCluster
+from ..virtual import VirtualRun
 from .config import TrainConfig
 from .data import RankBatches
 from .model import forward_step
@@ -20,7 +20,7 @@ from .model import forward_step
 class Workers:
     """Runs micro-batches of every rank of this process, each with the rank's own replica, data and random state."""
 
-    def __init__(self, config: TrainConfig, model_chunks: list, cluster: VirtualCluster | None) -> None:
+    def __init__(self, config: TrainConfig, model_chunks: list, cluster: VirtualRun | None) -> None:
         self._config = config
         self._chunks = model_chunks
         self._cluster = cluster

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import theory
+from ..channel.corruption import Errors
 from ..channel.draws import generator
 from ..config import PHASES, LossyConfig
 from ..errors import UsageError
@@ -100,6 +101,10 @@ class LossyGroup:
         }
         if config.at_sender and config.grad_priority == "none":
             _warn_of_no_priority(config)
+        #: What hits the gradients that this rank owns after their reduction, and what these are multiplied with beside the
+        #: loss scale, compared with those that the optimizer sees.
+        self.errors: Errors | None = None
+        self.gradient_unit = 1.0
         self._given_lead = config.lead
         self.rules: dict[str, list[Any]] = {
             phase: [kind(units, self.rank) for units in transport.cut[phase]] for phase, kind in kinds.items()
@@ -271,7 +276,7 @@ class LossyGroup:
         reduction: Reduction,
     ) -> Transfer:
         if self.lossless(exchange.phase):
-            return Transfer(collective(), lambda: None)
+            return Transfer(collective(), lambda: self._hit(exchange, bucket, output, reduction))
         self._note_made(exchange, bucket)
         grads, kept = exchange.phase == "grad", None
         combines = self.transport.in_pieces and grads
@@ -297,8 +302,15 @@ class LossyGroup:
                 rule.combine(pieces, output, delivery, kept, reduction)
             else:
                 rule.after(output, delivery, kept, reduction)
+            self._hit(exchange, bucket, output, reduction)
 
         return transfer.then(after)
+
+    def _hit(self, exchange: Exchange, bucket: int, output: torch.Tensor, reduction: Reduction) -> None:
+        if self.errors is not None and exchange.phase == "grad":
+            scale = 1.0 if reduction.loss_scale is None else float(reduction.loss_scale)
+            with torch.no_grad():
+                self.errors.hit(exchange, bucket, output, self.gradient_unit * scale)
 
     def keep_sent(self, bucket: int, sent: torch.Tensor) -> None:
         """The exchange of ``sent`` is over, and it will be updated: what :meth:`before_update` says, for one bucket."""

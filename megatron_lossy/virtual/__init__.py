@@ -6,6 +6,8 @@ optimizer and one set of fresh weights; what a replica has stale is kept as old 
 the model.
 """
 
+from .base import VirtualRun
 from .cluster import VirtualCluster
+from .replicas import VirtualReplicas
 
-__all__ = ["VirtualCluster"]
+__all__ = ["VirtualCluster", "VirtualReplicas", "VirtualRun"]

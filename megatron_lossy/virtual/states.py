@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..hooks.versions import optimizers
+from ..hooks.replicated import moments_of
+from ..sync import Replica
 
 
 @dataclass
@@ -26,13 +27,13 @@ class _State:
 
 
 class TrainingStates:
-    """``count`` states of the model with ``parameters`` and Megatron's ``optimizer``, all as it has them now.
+    """``count`` states of the model with ``parameters`` and Megatron's ``optimizers``, all as these have them now.
 
     The first is in the model until :meth:`turn`, and in between.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: Any, count: int) -> None:
-        self._inner = [one.optimizer for one in optimizers(optimizer) if one.optimizer is not None]
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizers: Sequence[Any], count: int) -> None:
+        self._inner = [one.optimizer for one in optimizers if one.optimizer is not None]
         self._mains = [
             (inner, main) for inner in self._inner for group in inner.param_groups for main in group["params"]
         ]
@@ -77,13 +78,23 @@ class TrainingStates:
         self._states = [self._here(), *([None] * (len(self._states) - 1))]
         self._states[1:] = [copy.deepcopy(self._states[0]) for _ in self._states[1:]]
 
-    def weights(self, worker: int) -> list[torch.Tensor]:
-        """The data of the main weights of ``worker``, in the order of :attr:`mains`."""
-        return self._states[worker].weights[: len(self._mains)]
+    def replica(self, worker: int, own: Sequence[int], aside: bool) -> Replica:
+        """The state of ``worker`` in the main weights ``own``, numbers in :attr:`mains`. ``aside``: see :class:`Replica`."""
 
-    def moments(self, worker: int) -> list[dict[str, Any]]:
-        """The optimizer's state of each main weight of ``worker``; empty before its first step."""
-        return self._states[worker].moments
+        def state(which: int) -> list[torch.Tensor]:
+            held = self._states[worker]
+            return moments_of([held.weights[k] for k in own], [held.moments[k] for k in own])[which]
+
+        return Replica(
+            parameters=lambda: [self._states[worker].weights[k] for k in own],
+            moments=lambda: state(0),
+            others=lambda: state(1),
+            aside=aside,
+        )
+
+    def copies(self, worker: int) -> list[torch.Tensor]:
+        """The weights of the model of ``worker`` that are copies of main weights."""
+        return self._states[worker].weights[len(self._mains) :]
 
     @property
     def mains(self) -> list[torch.Tensor]:

@@ -4,8 +4,19 @@ After *Identifying and Mitigating Errors in Gradient Aggregation of Distributed 
 Definition 2.1 and section 5; flipped bits and recorded errors are ours (docs/corruption.md).
 """
 
-from .base import Corruption, Event, make_corruption
+from .base import Corruption, Event, check_error_ranks, make_corruption
 from .bit_flip import check_bits
 from .change import apply, digest
+from .errors import Errors, Hit
 
-__all__ = ["Corruption", "Event", "apply", "check_bits", "digest", "make_corruption"]
+__all__ = [
+    "Corruption",
+    "Errors",
+    "Event",
+    "Hit",
+    "apply",
+    "check_bits",
+    "check_error_ranks",
+    "digest",
+    "make_corruption",
+]

@@ -5,6 +5,7 @@ Definition 2.1 of PAFT: rank m receives g + e_m in place of the reduced gradient
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,12 @@ import numpy as np
 
 from ...config import LossyConfig
 from ...config_errors import ErrorFlags
+from ...errors import refuse
 from ...exchange import Exchange, Stream
 from ...registry import GRAD_ERRORS
 from ..draws import Uniforms
+
+logger = logging.getLogger(__name__)
 
 #: Purposes of draws: whether an error happens, its noise, the elements and the bits that it hits.
 HAPPENS, NOISE, ELEMENTS, BITS = 16, 17, 18, 19
@@ -95,6 +99,15 @@ class Nothing(Corruption):
 
     def draw(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
         return []
+
+
+def check_error_ranks(config: ErrorFlags, ranks: int) -> None:
+    """Raise :class:`UsageError` unless the ranks that errors can hit are among ``ranks``. Say if they can hit nothing."""
+    beyond = [rank for rank in config.grad_error_ranks or () if rank >= ranks]
+    if beyond:
+        raise refuse("--grad-error-ranks", beyond[0], f"must be below the {ranks} data-parallel ranks")
+    if config.errs and ranks == 1:
+        logger.warning("--grad-error with one data-parallel rank: nothing is reduced, so that no error happens")
 
 
 def make_corruption(config: LossyConfig, recorded: Iterable[Event] = ()) -> Corruption:

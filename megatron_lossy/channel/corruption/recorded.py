@@ -16,7 +16,7 @@ class Recorded(Corruption):
     """Replays events. Iterations without any have no errors."""
 
     name = "trace"
-    flags = ("grad_error_trace",)
+    flags = ("grad_error_trace", "grad_error_at")
 
     def __init__(self, config: LossyConfig, recorded: Iterable[Event] = ()) -> None:
         super().__init__(config)

@@ -1,0 +1,170 @@
+"""The log of errors in reduced gradients and of what was done about replicas that differ (docs/corruption.md).
+
+Beside the delivery log, in files of their own: ``errors_RANK_FIRST_LAST.parquet``. ``--grad-error trace`` replays them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from ..channel.corruption import Event, Hit
+from ..config import LossyConfig
+from ..errors import refuse
+from ..exchange import Stream
+from ..files import replace_file
+from ..monitor.observer import Look, Observer
+from . import schema
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_NAME = re.compile(r"errors_(\d+)_(\d+)_(\d+)\.parquet")
+_FLAG = "--grad-error-trace"
+#: Kinds of rows that are errors; the others say what was done about replicas that differ.
+ERRORS = ("gaussian", "bit-flip")
+
+
+def errors_schema() -> pyarrow.Schema:
+    """The columns, in order."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            pa.field("iteration", pa.int64(), nullable=False),
+            pa.field("stream", pa.string(), nullable=False),
+            pa.field("bucket", pa.int32()),
+            pa.field("rank", pa.int32()),
+            pa.field("kind", pa.string(), nullable=False),
+            pa.field("std", pa.float64()),
+            pa.field("seed", pa.uint64()),
+            pa.field("elements", pa.list_(pa.int64())),
+            pa.field("bits", pa.list_(pa.int8())),
+            pa.field("digest", pa.binary()),
+            pa.field("repaired", pa.string()),
+            pa.field("interval", pa.int32()),
+            pa.field("divergence", pa.float64()),
+        ]
+    )
+
+
+def error_files(folder: Path) -> list[tuple[Path, int, int, int]]:
+    """The files of ``folder`` with their rank, first and last iteration, inclusive."""
+    found = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())] if folder.is_dir() else []
+    return [(path, int(name[1]), int(name[2]), int(name[3])) for path, name in found if name]
+
+
+def recorded_events(config: LossyConfig) -> Iterable[Event]:
+    """The errors that ``--grad-error-trace`` names; none without it. Raises :class:`UsageError`."""
+    if config.grad_error != "trace":
+        return []
+    assert config.grad_error_trace is not None
+    folder = Path(config.grad_error_trace)
+    schema.check_pyarrow(_FLAG, folder)
+    files = error_files(folder)
+    if not files:
+        raise refuse(_FLAG, folder, "holds no errors that --delivery-log recorded")
+    return [event for path, *_ in files for event, _ in read_events(path)]
+
+
+def read_events(path: Path) -> list[tuple[Event, bytes]]:
+    """The errors in the file at ``path``, with the digests of what they left. Raises :class:`UsageError`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_table(path, schema=errors_schema()).to_pylist()
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise refuse(_FLAG, path, f"cannot be read: {' '.join(str(error).split())}") from None
+    return [
+        (
+            Event(
+                row["iteration"],
+                Stream.parse(row["stream"]),
+                row["bucket"],
+                row["rank"],
+                row["kind"],
+                std=row["std"],
+                seed=row["seed"],
+                elements=tuple(row["elements"]),
+                bits=tuple(row["bits"]),
+            ),
+            row["digest"],
+        )
+        for row in rows
+        if row["kind"] in ERRORS
+    ]
+
+
+class ErrorLog(Observer):
+    """Writes the errors of this process, and what it did, into the folder of ``--delivery-log``."""
+
+    def __init__(self, config: LossyConfig) -> None:
+        schema.check_pyarrow("--delivery-log", config.delivery_log)
+        self._chunk = config.delivery_log_chunk
+        self._folder = Path(config.delivery_log or "")
+        self._rows: list[dict[str, Any]] = []
+        self._first = self._end = 0
+
+    @property
+    def _rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    def happened(self, iteration: int, what: Sequence[Any]) -> None:
+        for one in what:
+            rows = [_row_of_hit(one)] if isinstance(one, Hit) else one.rows()
+            self._rows += [{"iteration": iteration, **row} for row in rows]
+
+    def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
+        self._end = iteration + 1
+        if self._end - self._first >= self._chunk:
+            self.save()
+
+    def restart(self, iteration: int) -> None:
+        import pyarrow.compute as pc
+        import pyarrow.parquet as pq
+
+        self._rows, self._first, self._end = [], iteration, iteration
+        for path, rank, first, last in error_files(self._folder):
+            if rank == self._rank and last >= iteration:
+                if first < iteration:
+                    kept = pq.read_table(path).filter(pc.field("iteration") < iteration)
+                    self._write(first, iteration - 1, kept)
+                path.unlink()
+
+    def save(self) -> None:
+        if self._end == self._first:
+            return
+        import pyarrow as pa
+
+        self._write(self._first, self._end - 1, pa.Table.from_pylist(self._rows, schema=errors_schema()))
+        self._rows, self._first = [], self._end
+
+    def close(self) -> None:
+        self.save()
+
+    def _write(self, first: int, last: int, table: pyarrow.Table) -> None:
+        import pyarrow.parquet as pq
+
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"errors_{self._rank:05d}_{first:09d}_{last:09d}.parquet"
+        replace_file(path, lambda aside: pq.write_table(table.cast(errors_schema()), aside, compression="zstd"))
+
+
+def _row_of_hit(hit: Hit) -> dict[str, Any]:
+    event = hit.event
+    return {
+        "stream": event.stream.name,
+        "bucket": event.bucket,
+        "rank": event.rank,
+        "kind": event.kind,
+        "std": event.std,
+        "seed": event.seed,
+        "elements": list(event.elements),
+        "bits": list(event.bits),
+        "digest": hit.digest,
+    }

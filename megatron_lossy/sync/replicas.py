@@ -1,0 +1,222 @@
+"""Full replicas between their gradients and their next update: check, repair and synchronisation, in that order.
+
+The order of an iteration (docs/corruption.md): gradients are reduced, and errors hit them; on entry to the optimizer's step they
+are compared, and repaired; what was averaged meanwhile arrives; the update; a synchronisation that is due begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import LossyConfig
+from ..config_sync import SyncFlags
+from ..exchange import Stream
+from .peers import Peers
+from .repair import compare, repair
+from .synchroniser import Copies, Synced, Synchroniser
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The reduced gradients of one stream. ``buffers()``: of each local replica those of its buckets."""
+
+    stream: Stream
+    peers: Peers
+    buffers: Callable[[], Sequence[Sequence[torch.Tensor]]]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Replicas had different gradients in ``bucket`` of ``stream``.
+
+    ``outside``: replicas that are not of the largest class; all where there is none. ``repaired``: "majority", "mean" or, if
+    nothing was done, "".
+    """
+
+    stream: Stream
+    bucket: int
+    outside: tuple[int, ...]
+    repaired: str
+
+    def rows(self) -> list[dict[str, Any]]:
+        """For the log of errors: one for each replica that differed."""
+        row = {"stream": self.stream.name, "bucket": self.bucket, "kind": "mismatch", "repaired": self.repaired}
+        return [{**row, "rank": rank} for rank in self.outside]
+
+
+class FullReplicas:
+    """The replicas of this process, of N that all update everything. All verbs are collective calls of the whole world.
+
+    ``gradients``, ``copies``: of each stream. ``total``: adds up float64[k] over all processes of the world. ``renew``: makes the
+    model's weights those of the main parameters. ``models``: of each local replica, weights that are copies of main parameters.
+    """
+
+    def __init__(
+        self,
+        config: LossyConfig,
+        gradients: Sequence[Gradients],
+        copies: Sequence[Copies],
+        total: Callable[[np.ndarray], np.ndarray],
+        renew: Callable[[], None],
+        models: Sequence[Callable[[], Sequence[torch.Tensor]]],
+    ) -> None:
+        self._config = config
+        self._gradients = [one for one in gradients if one.peers.size > 1]
+        self._copies = [one for one in copies if one.peers.size > 1]
+        self._total = total
+        self._renew = renew
+        self._models = models
+        self._synchroniser = Synchroniser(config, copies, total)
+        self._mismatches: list[Mismatch] = []
+
+    # --- an iteration ----------------------------------------------------------------------------------------------
+
+    @property
+    def wants_gradient(self) -> bool:
+        """See :attr:`Synchroniser.wants_gradient`."""
+        return self._synchroniser.wants_gradient
+
+    def check(self) -> None:
+        """Compare the gradients, and do what ``--replica-check`` says where they differ."""
+        mode = self._config.replica_check
+        if mode == "none":
+            return
+        for one in self._gradients:
+            buffers = one.buffers()
+            compared = compare(one.peers, buffers)
+            if compared.equal:
+                continue
+            outside = {bucket: tuple(compared.outside(bucket)) for bucket in compared.differing.tolist()}
+            if mode == "abort":
+                raise SystemExit(_what_differs(one.stream, outside))
+            done = repair(one.peers, buffers, compared) if mode == "repair" else {}
+            self._mismatches += [
+                Mismatch(one.stream, bucket, ranks, done.get(bucket, "")) for bucket, ranks in outside.items()
+            ]
+
+    def arrive(self, gradient: Sequence[Sequence[float]] | None) -> None:
+        """The update is about to be made. ``gradient``: if it is wanted, of each stream and local replica |g|^2."""
+        self._synchroniser.arrive(gradient)  # the update itself renews what are copies
+
+    def finished(self, gradient: Sequence[Sequence[float]] | None) -> None:
+        """The update has been made."""
+        if self._synchroniser.finished(gradient):
+            self._renew()
+
+    def take(self) -> list[Mismatch | Synced]:
+        """What has happened since the last call. Mismatches are told by the process that has the first replica."""
+        first = {one.stream for one in self._gradients if 0 in one.peers.local}
+        mismatches = [one for one in self._mismatches if one.stream in first]
+        self._mismatches = []
+        return [*mismatches, *self._synchroniser.take()]
+
+    @property
+    def checks(self) -> bool:
+        """Whether gradients are compared."""
+        return self._config.replica_check != "none"
+
+    @property
+    def interval(self) -> int:
+        """Updates between synchronisations, at present; 0 without any."""
+        return self._synchroniser.interval.current if self._config.synchronises else 0
+
+    # --- the mean of all replicas ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within this context all replicas are the mean of those that are finite, moments as well; then themselves again.
+
+        If all are equal nothing is touched.
+        """
+        with torch.no_grad():
+            self._synchroniser.state_dict()  # ends what is in flight
+            equal = [compare(one.peers, _whole(one)).equal for one in self._copies]
+            differ = self._total(np.array([float(not all(equal))]))[0] > 0
+            kept = self._keep() if differ else []
+            if differ:
+                Synchroniser(_ONCE, self._copies, self._total).finished()
+                self._renew()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in kept:
+                    tensor.copy_(value)
+
+    def _keep(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        held = [tensor for one in self._copies for replica in _everything(one) for tensor in replica]
+        held += [tensor for model in self._models for tensor in model()]
+        return [(tensor, tensor.clone()) for tensor in held]
+
+    def divergence(self, sample: int) -> float:
+        """r: the distance of replicas from their mean, in units of the length of the mean, over a sample of the coordinates."""
+        apart = mean = 0.0
+        for one in self._copies:
+            rows = np.stack([_sampled(parameters, sample) for parameters in one.parameters()])
+            values = one.peers.gather(rows)
+            center = values.mean(axis=0)
+            local = len(one.replicas) / one.peers.size
+            population = sum(tensor.numel() for tensor in one.parameters()[0])
+            scale = local * population / max(1, values.shape[1])
+            apart += scale * float(((values - center) ** 2).sum(axis=1).mean())
+            mean += scale * float((center**2).sum())
+        apart, mean = self._total(np.array([apart, mean])).tolist()
+        return float(np.sqrt(apart / mean)) if mean else 0.0
+
+    # --- saved state -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the replicas of this process are, and what is under way."""
+        synchroniser = self._synchroniser.state_dict()
+        replicas = [[[tensor.clone() for tensor in replica] for replica in _everything(one)] for one in self._copies]
+        models = [[tensor.clone() for tensor in model()] for model in self._models]
+        return {"synchroniser": synchroniser, "replicas": replicas, "models": models}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        with torch.no_grad():
+            for one, replicas in zip(self._copies, state["replicas"], strict=True):
+                for tensors, values in zip(_everything(one), replicas, strict=True):
+                    _copy(tensors, values)
+            for model, values in zip(self._models, state["models"], strict=True):
+                _copy(model(), values)
+        self._synchroniser.load_state_dict(state["synchroniser"])
+
+    def restart(self) -> None:
+        """All replicas are equal."""
+        self._synchroniser.restart()
+        self._mismatches.clear()
+
+
+_ONCE = SyncFlags(param_sync_interval=1, param_sync_state="all")
+
+
+def _everything(one: Copies) -> list[list[torch.Tensor]]:
+    return [[*parameters, *state] for parameters, state in zip(one.parameters(), one.state(), strict=True)]
+
+
+def _whole(one: Copies) -> list[list[torch.Tensor]]:
+    return [[tensor.detach().view(-1) for tensor in replica] for replica in _everything(one)]
+
+
+def _copy(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+def _sampled(parameters: Sequence[torch.Tensor], count: int) -> np.ndarray:
+    """float64[at most count + number of tensors]: coordinates spread evenly over ``parameters``."""
+    stride = max(1, sum(tensor.numel() for tensor in parameters) // count)
+    parts = [tensor.detach().view(-1)[stride // 2 :: stride] for tensor in parameters]
+    return torch.cat(parts).cpu().double().numpy()
+
+
+def _what_differs(stream: Stream, outside: dict[int, tuple[int, ...]]) -> str:
+    parts = [f"bucket {bucket} (ranks {' '.join(map(str, ranks))})" for bucket, ranks in outside.items()]
+    return f"--replica-check abort: replicas have different gradients of {stream.name} in {', '.join(parts)}"
