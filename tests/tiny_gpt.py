@@ -1,4 +1,4 @@
-"""A GPT of a few thousand parameters under Megatron's own DDP, distributed optimizer and schedules.
+"""A GPT of a few thousand parameters under Megatron's own DDP, optimizers and schedules.
 
 Tests build it inside :func:`tests.ranks.run_ranks`: ``run = build(TinyGPT(pipeline=2)); run.step(0)``. All data are a
 function of (iteration, data-parallel rank, micro-batch), so that runs which should agree can be compared bit for bit.
@@ -31,7 +31,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_lossy import device
 from megatron_lossy.hooks.versions import dense_buffers
-from megatron_lossy.virtual import VirtualCluster
+from megatron_lossy.virtual import VirtualRun
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -56,6 +56,8 @@ class TinyGPT:
     sequence: int = 16
     tied: bool = True
     dropout: float = 0.0
+
+    distributed_optimizer: bool = True  # without, every rank has all of the optimizer
 
     dtype: str = "fp32"
     grads_in_fp32: bool = True
@@ -197,7 +199,7 @@ class TinyRun:
 class VirtualTinyRun(TinyRun):
     """The same with the workers of a virtual cluster taking turns."""
 
-    def __init__(self, config: TinyGPT, cluster: VirtualCluster) -> None:
+    def __init__(self, config: TinyGPT, cluster: VirtualRun) -> None:
         self.cluster = cluster
         self._worker = 0
         with cluster.building():
@@ -228,7 +230,7 @@ class VirtualTinyRun(TinyRun):
         return result
 
 
-def build(config: TinyGPT, cluster: VirtualCluster | None = None) -> TinyRun:
+def build(config: TinyGPT, cluster: VirtualRun | None = None) -> TinyRun:
     """Build on this rank, inside a world already initialised; the first call of a process sets the parallel groups.
 
     With a virtual ``cluster`` the world has one rank, and the run is a :class:`VirtualTinyRun`.
@@ -306,7 +308,7 @@ def _transformer_config(config: TinyGPT) -> TransformerConfig:
 def _model(config: TinyGPT, transformer: TransformerConfig) -> list[DistributedDataParallel]:
     ddp_config = DistributedDataParallelConfig(
         **{
-            "use_distributed_optimizer": True,
+            "use_distributed_optimizer": config.distributed_optimizer,
             "grad_reduce_in_fp32": config.grads_in_fp32,
             "overlap_grad_reduce": config.overlap_grad_reduce,
             "overlap_param_gather": config.overlap_param_gather,
@@ -363,7 +365,7 @@ def _optimizer(config: TinyGPT, model: list[DistributedDataParallel]) -> Any:
             fp16=config.dtype == "fp16",
             loss_scale=config.loss_scale,
             initial_loss_scale=config.initial_loss_scale,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=config.distributed_optimizer,
             **_known(OptimizerConfig, overlap_param_gather=config.overlap_param_gather),
         ),
         model,

@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..channel.corruption import make_corruption
 from ..config import PHASES, LossyConfig
+from ..delivery_log.errors import recorded_events
 from ..exchange import Delivery, Exchange, Stream, units_of
 from ..hooks.main_weights import MainWeights
+from ..hooks.replicated import errors_of_owner
 from ..transport import BucketSpec, LossyGroup, Network, Transfer, cut_buckets
 from ..transport.drawn import check_links
 from ..transport.memory import Memory
@@ -55,6 +58,11 @@ class StreamBuckets:
         check_links(networks, stream, self.cut, workers, steps)
         self._memory = Memory(networks, stream, workers, self.cut)
         self.groups = [LossyGroup(config, self._memory.worker(rank)) for rank in range(workers)]
+        if config.errs and workers > 1:
+            corruption = make_corruption(config, recorded_events(config))
+            for rank, group in enumerate(self.groups):
+                group.errors = errors_of_owner(config, corruption, pairs, workers, rank, rank)
+                group.gradient_unit = float(workers)  # nothing is divided before the sum
         self.sums = [torch.empty_like(bucket.grad_data) for bucket in buckets]
         # Where owners add up pieces they do so in float32, and round once.
         wide = config.transport == "pieces"

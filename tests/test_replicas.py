@@ -1,0 +1,352 @@
+"""Full replicas: errors in their gradients, check, repair and synchronisation, in Megatron (docs/corruption.md)."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lossy.config import LossyConfig
+from tests.ranks import RankFailed, run_ranks
+from tests.tiny_gpt import TinyGPT
+
+STEPS = 6
+TRAINED = ("loss", "norm", "weights")
+NOISE = LossyConfig(grad_error="gaussian", grad_error_relative=1.0)
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4000}
+
+
+def full(**settings):
+    return TinyGPT(distributed_optimizer=False, **settings)
+
+
+def changed(**flags):
+    return dataclasses.replace(NOISE, **flags)
+
+
+def same(mine, theirs):
+    """Weights, losses and norms to the last bit; those of one run or of some in a list."""
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if isinstance(value, dict):
+            same(mine[name], value)
+        elif isinstance(value, list):
+            assert len(mine[name]) == len(value)
+            for one, other in zip(mine[name], value, strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=name)
+        else:
+            np.testing.assert_array_equal(mine[name], value, err_msg=name)
+
+
+def train(lossy, run, steps):
+    """What can be told of a run on a rank: losses, norms, what happened, and weights, replica and mean."""
+    told = [run.step(step) for step in range(steps)]
+    metrics = lossy.metrics() if lossy is not None else {}
+    result = {
+        "loss": [one["loss"] for one in told],
+        "norm": [one["grad_norm"] for one in told],
+        "metrics": metrics,
+    }
+    if lossy is not None:
+        with lossy.owner_weights(run.model):
+            result["mean"] = run.weights()
+    return result | {"weights": run.weights()}
+
+
+def on_ranks(rank, cases, steps=STEPS):
+    """By the name of the case: what :func:`train` tells. ``cases``: name, model, flags; without flags without hooks."""
+    from megatron_lossy import hooks
+    from tests.tiny_gpt import build
+
+    results = {}
+    for name, tiny, config in cases:
+        lossy = None if config is None else hooks.install(config)
+        results[name] = train(lossy, build(tiny), steps)
+        if lossy is not None:
+            lossy.uninstall()
+    return results
+
+
+def virtually(rank, size, cases, steps=STEPS):
+    """The same by virtual workers; losses and replicas are lists of the workers' own."""
+    from megatron_lossy.virtual import VirtualReplicas
+    from tests.tiny_gpt import build
+
+    results = {}
+    for name, tiny, config in cases:
+        workers = VirtualReplicas(config, size)
+        run = build(tiny, workers)
+        told = train(workers, run, steps)
+        told["weights"] = []
+        for worker in range(size):
+            with workers.worker(worker):
+                told["weights"].append(run.weights())
+        results[name] = told
+        workers.uninstall()
+    return results
+
+
+# --- nothing happens -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_without_errors_it_is_megatron(size):
+    watched = LossyConfig(param_sync_interval=2, replica_check="repair", param_sync_state="all")
+    models = {
+        "fp32": full(),
+        "bf16": full(dtype="bf16"),
+        "overlap": full(**BUCKETS),
+        "accumulated": full(dtype="bf16", accumulation=2, tied=False, **BUCKETS),
+        "per token": full(per_token_loss=True),
+    }
+    overlapped = dataclasses.replace(watched, param_sync_overlap=True, param_sync_rule="divergence")
+    cases = [
+        (f"{name} {kind}", tiny, config)
+        for name, tiny in models.items()
+        for kind, config in (("plain", None), ("watched", watched), ("overlapped", overlapped))
+    ]
+    for told in run_ranks(on_ranks, size, cases, 4):
+        for name in models:
+            for kind in ("watched", "overlapped"):
+                mine, theirs = told[f"{name} {kind}"], told[f"{name} plain"]
+                assert mine["metrics"]["param syncs"] == 0 and mine["metrics"]["gradient errors"] == 0
+                same(
+                    {k: mine[k] for k in ("loss", "norm", "weights")},
+                    {k: theirs[k] for k in ("loss", "norm", "weights")},
+                )
+
+
+def test_a_mean_of_equal_replicas_is_none_from_three_on():
+    """Why nothing is averaged where replicas are equal."""
+    always = LossyConfig(param_sync_interval=1, param_sync_always=True)
+    tiny = full(optimizer="sgd", lr=0.1)
+    cases = [("plain", tiny, None), ("always", tiny, always)]
+    for size, equal in ((2, True), (3, False)):
+        told = run_ranks(on_ranks, size, cases, 3)[0]
+        mine, theirs = told["always"]["weights"], told["plain"]["weights"]
+        assert all((mine[name] == value).all() for name, value in theirs.items()) == equal
+        assert all(np.allclose(mine[name], value, rtol=1e-4, atol=1e-5) for name, value in theirs.items())
+
+
+# --- virtual workers are ranks -------------------------------------------------------------------------------------
+
+CASES = {
+    "noise": (full(), NOISE),
+    "noise, bf16, buckets": (full(dtype="bf16", **BUCKETS), changed(grad_error_std=1e-3, grad_error_relative=None)),
+    "of the reduction": (full(), changed(grad_error_at="reduce")),
+    "now and then": (full(accumulation=2), changed(grad_error_rate=0.5, grad_error_ranks=(1,))),
+    "bursts": (full(), changed(grad_error_burst_interval=3, grad_error_burst_std=9.0)),
+    "flips": (full(dtype="bf16"), LossyConfig(grad_error="bit-flip", grad_error_flips=3, grad_error_bits=(0, 29))),
+    "mean": (full(), changed(param_sync_interval=2)),
+    "mean, bf16, of all": (full(dtype="bf16"), changed(param_sync_interval=2, param_sync_state="all")),
+    "first": (full(), changed(param_sync_interval=3, param_sync_source="first", param_sync_state="all")),
+    "overlapped": (full(), changed(param_sync_interval=2, param_sync_overlap=True)),
+    "overlapped, bf16": (
+        full(dtype="bf16", **BUCKETS),
+        changed(param_sync_interval=2, param_sync_overlap=True, param_sync_state="all"),
+    ),
+    "snr": (full(), changed(param_sync_interval=2, param_sync_rule="snr")),
+    "snr, overlapped, bf16": (
+        full(dtype="bf16", **BUCKETS),
+        changed(param_sync_interval=1, param_sync_rule="snr", param_sync_overlap=True, param_sync_max_interval=3),
+    ),
+    "divergence": (full(), changed(param_sync_interval=1, param_sync_rule="divergence", param_sync_tolerance=0.02)),
+    "repaired by mean": (full(), changed(replica_check="repair")),
+    "only said": (full(), changed(replica_check="log")),
+    "per token": (full(per_token_loss=True), NOISE),
+    "drift": (full(), changed(drift_interval=1, param_sync_interval=4)),
+}
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_two_virtual_workers_are_two_ranks_bit_for_bit(part):
+    cases = [(name, *case) for name, case in list(CASES.items())[part::2]]
+    ranks = run_ranks(on_ranks, 2, cases)
+    [virtual] = run_ranks(virtually, 1, 2, cases)
+    for name, _, config in cases:
+        real, mine = [told[name] for told in ranks], virtual[name]
+        same(mine["mean"], real[0]["mean"])
+        same(real[1]["mean"], real[0]["mean"])
+        for worker, told in enumerate(real):
+            same(mine["weights"][worker], told["weights"])
+            assert [losses[worker] for losses in mine["loss"]] == told["loss"], name
+        assert mine["norm"] == real[0]["norm"]
+        assert mine["metrics"] == pytest.approx(real[0]["metrics"], rel=1e-6), name
+        apart = any((real[0]["weights"][k] != value).any() for k, value in real[1]["weights"].items())
+        repaired = config.replica_check == "repair" or config.grad_error_at == "reduce"
+        assert apart != repaired or config.param_sync_interval, name
+
+
+def test_three_virtual_workers_follow_ranks_within_rounding():
+    cases = [(name, *CASES[name]) for name in ("noise", "mean, bf16, of all", "repaired by mean")]
+    ranks = run_ranks(on_ranks, 3, cases, 4)
+    [virtual] = run_ranks(virtually, 1, 3, cases, 4)
+    for name, _, _ in cases:
+        for worker, told in enumerate(ranks):
+            for parameter, value in told[name]["weights"].items():
+                np.testing.assert_allclose(virtual[name]["weights"][worker][parameter], value, rtol=2e-3, atol=1e-4)
+
+
+# --- what repair guarantees ----------------------------------------------------------------------------------------
+
+
+def hit_once(rank, size, tiny, hits, mode, steps):
+    """A run in which buckets of some ranks are changed after their reduction. ``hits``: (step, rank, bucket, how)."""
+    from megatron_lossy import hooks
+    from megatron_lossy.hooks import replicated
+    from tests.tiny_gpt import build
+
+    lossy = hooks.install(LossyConfig(replica_check=mode))
+    run = build(tiny)
+    before = replicated.RankReplica.after_reduction
+
+    def after_reduction(self, bucket_group, step):
+        before(self, bucket_group, step)
+        for bucket in bucket_group.buckets:
+            number = self._places[id(bucket)][1]
+            for when, who, which, how in hits:
+                if (when, who, which) == (step, rank, number):
+                    flat = bucket.grad_data
+                    if isinstance(how, int):
+                        flat[7:8].view(torch.int32).bitwise_xor_(1 << how if how < 31 else -(2**31))
+                    else:
+                        flat[5] = how
+
+    replicated.RankReplica.after_reduction = after_reduction
+    return train(lossy, run, steps)
+
+
+HITS = [
+    *([(1, 1, 0, bit)] for bit in (0, 22, 30, 31)),
+    [(2, 0, 1, float("inf"))],
+    [(0, 2, 0, float("nan")), (2, 1, 1, 12)],
+]
+
+
+@pytest.mark.parametrize("hits", HITS)
+def test_a_rare_error_leaves_the_clean_run_bit_for_bit(hits):
+    tiny = full(**BUCKETS)
+    clean = run_ranks(on_ranks, 3, [("plain", tiny, None)], 4)
+    for told, expected in zip(run_ranks(hit_once, 3, 3, tiny, hits, "repair", 4), clean, strict=True):
+        same({k: told[k] for k in TRAINED}, {k: expected["plain"][k] for k in TRAINED})
+        assert told["metrics"]["gradient repairs by majority"] == len(hits)
+        assert told["metrics"]["gradient mismatches"] == len(hits)
+
+
+def test_two_of_four_that_are_hit_alike_elsewhere_are_no_majority():
+    hits = [(1, 0, 0, 13), (1, 3, 0, 13)]
+    told = run_ranks(hit_once, 4, 4, full(), hits, "repair", 3)
+    assert told[0]["metrics"]["gradient mismatches"] == 1
+    for one in told[1:]:
+        same(one["weights"], told[0]["weights"])
+
+
+def test_abort_names_ranks_and_buckets():
+    with pytest.raises(
+        RankFailed, match=r"--replica-check abort: replicas have different gradients of dense.* bucket 0 \(ranks 1\)"
+    ):
+        run_ranks(hit_once, 3, 3, full(), [(1, 1, 0, 3)], "abort", 3)
+
+
+# --- every setting of Megatron -------------------------------------------------------------------------------------
+
+PARALLEL = {
+    "pipeline, tied": (2, 4, {"pipeline": 2, "accumulation": 2}),
+    "interleaved": (2, 4, {"pipeline": 2, "virtual": 2, "layers": 4, "accumulation": 2, "tied": False}),
+    "tensor": (2, 4, {"tensor": 2}),
+    "tensor, sequence, bf16": (2, 4, {"tensor": 2, "sequence_parallel": True, "dtype": "bf16"}),
+    "experts": (2, 4, {"experts": 4, "expert": 2}),
+    "loss scale": (3, 3, {"loss_scale": 64.0}),
+}
+
+
+def overflows(rank, tiny, config, steps):
+    from megatron_lossy import hooks
+    from tests.tiny_gpt import build
+
+    lossy = hooks.install(config)
+    run = build(tiny)
+    told = [run.step(step, overflow_on=0 if step == 1 else None) for step in range(steps)]
+    with lossy.owner_weights(run.model):
+        mean = run.weights()
+    return {"weights": run.weights(), "mean": mean, "success": [one["success"] for one in told]}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_replicas_are_equal_after_a_synchronisation(name):
+    """And apart before it; copies of tied and replicated parameters stay copies."""
+    replicas, ranks, settings = PARALLEL[name]
+    tiny = full(**settings)
+    states = {
+        steps: run_ranks(overflows, ranks, tiny, changed(param_sync_interval=3, param_sync_state="all"), steps)
+        for steps in (3, 4)
+    }
+    scaled = tiny.loss_scale is not None
+    together, apart = (states[4], states[3]) if scaled else (states[3], states[4])
+    groups = _replicas_of(name, replicas, ranks)
+    for group in groups:
+        for rank in group[1:]:
+            same(together[rank]["weights"], together[group[0]]["weights"])
+            mine, theirs = apart[rank]["weights"], apart[group[0]]["weights"]
+            assert any((mine[k] != theirs[k]).any() for k in theirs)
+            same(apart[rank]["mean"], apart[group[0]]["mean"])
+    if scaled:
+        assert states[4][0]["success"] == [True, False, True, True]  # the skipped one does not count
+    if name == "pipeline, tied":
+        for first, last in ((0, 2), (1, 3)):
+            tied = states[4][first]["weights"]["embedding.word_embeddings.weight"]
+            np.testing.assert_array_equal(tied, states[4][last]["weights"]["output_layer.weight"])
+    if name.startswith("tensor"):
+        for first, second in ((0, 1), (2, 3)):
+            for parameter, value in states[4][first]["weights"].items():
+                if "layernorm" in parameter:
+                    np.testing.assert_array_equal(value, states[4][second]["weights"][parameter])
+
+
+def _replicas_of(name, replicas, ranks):
+    """Lists of global ranks that have the same parameters."""
+    if name.startswith("tensor"):
+        return [range(first, ranks, replicas) for first in range(ranks // replicas)]
+    if name == "experts":  # of which each expert-parallel rank has others
+        return []
+    apart = ranks // replicas
+    return [range(first * replicas, (first + 1) * replicas) for first in range(apart)]
+
+
+@pytest.mark.parametrize("lossy", [{}, {"p_grad": 0.3, "p_param": 0.3}], ids=["no loss", "loss"])
+def test_errors_of_owners_with_the_distributed_optimizer(lossy):
+    """A noisy step, but no divergence; virtual workers do the same."""
+    tiny = TinyGPT(**BUCKETS, overlap_param_gather=True)
+    config = changed(grad_error_at="reduce", **lossy)
+    ranks = run_ranks(owned, 2, tiny, config, 4)
+    [virtual] = run_ranks(owned_virtually, 1, 2, tiny, config, 4)
+    for worker, told in enumerate(ranks):
+        same(virtual[worker], told)
+    if not lossy:
+        same(ranks[0], ranks[1])
+    plain = run_ranks(owned, 2, tiny, LossyConfig(**lossy), 4)
+    assert any((plain[0][name] != value).any() for name, value in ranks[0].items())
+
+
+def owned(rank, tiny, config, steps):
+    from megatron_lossy import hooks
+    from tests.tiny_gpt import build
+
+    lossy = hooks.install(config)
+    run = build(tiny)
+    for step in range(steps):
+        run.step(step)
+        run.gather()
+    assert config.inert or config.lossless or lossy.metrics()["loss rate grad"] > 0
+    return run.replica_buffers()
+
+
+def owned_virtually(rank, size, tiny, config, steps):
+    from megatron_lossy.virtual import VirtualCluster
+    from tests.tiny_gpt import build
+
+    cluster = VirtualCluster(config, size)
+    run = build(tiny, cluster)
+    for step in range(steps):
+        run.step(step)
+    return run.all_replica_buffers()
