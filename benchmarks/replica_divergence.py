@@ -98,11 +98,11 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     values = torch.randn(10**6, generator=torch.Generator().manual_seed(0))
     table = [
-        "| errors of standard deviation σ, learning rate η | simulated | closed form | ratio | as the paper prints it |",
+        "| errors of standard deviation sigma, learning rate eta | simulated | closed form | ratio | as the paper prints it |",
         "| --- | --- | --- | --- | --- |",
         *divergences(),
         "",
-        "Mean of |mean - replica|² per parameter, in units of σ²η² (SGD) or η² (Adam).",
+        "Mean of |mean - replica|² per parameter, in units of (sigma eta)² (SGD) or eta² (Adam).",
         "",
         "| equal replicas | share of float32 numbers that their mean changes |",
         "| --- | --- |",
