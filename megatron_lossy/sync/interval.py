@@ -74,4 +74,4 @@ def snr(gradient: float, divergence: float) -> float:
 def proportional(updates: int, r: float, tolerance: float) -> float:
     """The interval after which r would be ``tolerance`` if it grew in proportion, at most :data:`STEP` times another."""
     wanted = STEP * updates if r == 0 else updates * tolerance / r
-    return min(max(wanted, updates / STEP), STEP * updates)
+    return min(max(wanted, math.ceil(updates / STEP)), STEP * updates)

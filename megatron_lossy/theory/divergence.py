@@ -1,0 +1,152 @@
+"""Divergence of full replicas whose reduced gradients are hit by errors, and what averaging them costs. NumPy only.
+
+After *Identifying and Mitigating Errors in Gradient Aggregation of Distributed Data Parallel Training* (PAFT). Each of N
+replicas gets g + e_m; errors are independent over replicas, steps and the d elements, with variance sigma^2. Divergence
+is E|mean - theta_m|^2, in squared units of the weights. Rates eta are the learning rates of the steps, one after another.
+
+All linear rules share a factor: with x_m independent and of variance v, Var(mean x - x_m) = v (1 - 1/N), since x_m is
+itself in the mean, with 1/N of its weight.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+def share(replicas: int) -> float:
+    """1 - 1/N, the factor of everything here. Raises ``ValueError`` below one replica."""
+    if replicas < 1:
+        raise ValueError(f"replicas = {replicas}: must be at least 1")
+    return 1 - 1 / replicas
+
+
+def divergence_paper(replicas: int, sigma: float, rates: ArrayLike) -> float:
+    """Lemma 3.1 as printed: (N+1)/N sigma^2 sum eta^2. It lacks d, and adds variances of terms that are correlated.
+
+    Var(mean e - e_m) = 1/N + 1 - 2/N in units of sigma^2, not 1/N + 1: at N = 2 it is three times too large.
+    """
+    return (replicas + 1) / replicas * sigma**2 * float((np.asarray(rates, np.float64) ** 2).sum())
+
+
+def divergence(replicas: int, sigma: float, rates: ArrayLike, dimension: int = 1, momentum: float = 0.0) -> float:
+    """After steps with ``rates``: d (1 - 1/N) sigma^2 sum eta^2 for SGD.
+
+    With heavy-ball momentum b, v <- b v + g, theta <- theta - eta v: the error of step s has been added to the weight with
+    R = sum over t >= s of eta(t) b^(t-s), and errors are independent, so that sum R^2 takes the place of sum eta^2. With a
+    constant rate R = eta (1 - b^(j+1))/(1 - b), j steps later: in the long run 1/(1-b)^2 times SGD. A decaying mean of
+    gradients, v <- b v + (1-b) g, is that with eta (1-b): in the long run as SGD.
+    """
+    return dimension * share(replicas) * sigma**2 * float((_responses(rates, momentum) ** 2).sum())
+
+
+def divergence_of_pairs(
+    replicas: int, sigma: float, rates: ArrayLike, dimension: int = 1, momentum: float = 0.0
+) -> float:
+    """E|theta_m - theta_n|^2 of two replicas: 2 d sigma^2 sum R^2, whatever N is, as of any two independent errors."""
+    return 2 * divergence(replicas, sigma, rates, dimension, momentum) / share(replicas)
+
+
+def _responses(rates: ArrayLike, momentum: float) -> np.ndarray:
+    """float64[steps]: how much the last weight depends on the gradient of each step, without its sign."""
+    eta = np.asarray(rates, dtype=np.float64)
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum = {momentum}: must be in [0, 1)")
+    result = np.zeros(len(eta))
+    later = 0.0
+    for step in reversed(range(len(eta))):
+        later = eta[step] + momentum * later
+        result[step] = later
+    return result
+
+
+def after_synchronisation(
+    replicas: int,
+    sigma: float,
+    rate: float,
+    updates: int,
+    dimension: int = 1,
+    momentum: float = 0.0,
+    whole: bool = False,
+) -> float:
+    """Divergence ``updates`` = k after one of many synchronisations, of parameters or of the ``whole`` state.
+
+    Of the whole: replicas are equal, and it grows as from the start, sum over i <= k of ((1-b^i)/(1-b))^2 eta^2. Of parameters
+    only, momenta still differ, by their stationary variance s^2 = sigma^2/(1-b^2), and go on as an AR(1) process; the
+    weight adds up k of its values, with Var = s^2 (k + 2 sum over 0 < j < k of (k-j) b^j).
+    """
+    b = momentum
+    if whole:
+        return divergence(replicas, sigma, np.full(updates, rate), dimension, b)
+    j = np.arange(1, updates)
+    variance = (updates + 2 * float(((updates - j) * b**j).sum())) / (1 - b**2)
+    return dimension * share(replicas) * sigma**2 * rate**2 * variance
+
+
+def over_interval(
+    replicas: int,
+    sigma: float,
+    rate: float,
+    interval: int,
+    dimension: int = 1,
+    momentum: float = 0.0,
+    whole: bool = False,
+) -> float:
+    """Mean of :func:`after_synchronisation` over the updates 1 to H of an interval: what replicas compute gradients with."""
+    steps = (
+        after_synchronisation(replicas, sigma, rate, k, dimension, momentum, whole) for k in range(1, interval + 1)
+    )
+    return sum(steps) / interval
+
+
+def divergence_bound_paper(replicas: int, sigma: float, rate: float, interval: int, dimension: int = 1) -> float:
+    """Lemma 4.1, 4 H (N+1)/N sigma^2 eta(t)^2, with what it lacks and has wrong: 4 H (N-1)/N d sigma^2 eta(t)^2.
+
+    For SGD with learning rates that fall by at most a half in H updates: each of H terms of Lemma 3.1 is at most
+    (2 eta(t))^2.
+    """
+    return 4 * interval * share(replicas) * dimension * sigma**2 * rate**2
+
+
+def adam(replicas: int, rho: float, rates: ArrayLike, dimension: int = 1) -> float:
+    """Divergence of Adam: d (1 - 1/N) rho sum eta^2; rho = sigma^2 / E g_m^2, the share of errors in a gradient's square.
+
+    A step is eta m / sqrt(v) with v about E g_m^2, so that errors move a weight by eta rho^(1/2) a step in random walk
+    (the decaying mean m passes what is constant, as in :func:`divergence`). Since rho <= 1, larger errors do not drive
+    replicas further apart. It holds where gradients are mostly noise and beta2 is near 1.
+    """
+    if not 0 <= rho <= 1:
+        raise ValueError(f"rho = {rho}: must be in [0, 1]")
+    return divergence(replicas, rho**0.5, rates, dimension)
+
+
+def noise_of_mean(replicas: int, sigma: float, common: bool = False) -> float:
+    """Variance per element and step of the error of the mean replica: sigma^2/N, of N independent errors.
+
+    sigma^2 if they are ``common`` to all: errors of the reduction, the distributed optimizer, or copies of one replica.
+    """
+    return sigma**2 if common else sigma**2 / replicas
+
+
+def snr_fixed_point(gradient: float, rate: float, replicas: int, sigma: float, dimension: int = 1) -> float:
+    """The interval at which the rule ``snr`` stays, for SGD: H = G / sqrt(E) with E = d (1-1/N) sigma^2 eta^2 H.
+
+    So H^(3/2) = G / (eta sigma sqrt(d (1-1/N))), ``gradient`` = G: it depends on the learning rate, and not only on
+    signal and noise.
+    """
+    return float((gradient / (rate * sigma * np.sqrt(dimension * share(replicas)))) ** (2 / 3))
+
+
+def divergence_fixed_point(
+    tolerance: float, mean: float, rate: float, replicas: int, sigma: float, dimension: int = 1
+) -> float:
+    """The interval at which the rule ``divergence`` stays, for SGD: r = sqrt(E)/|mean| = tau with E as above.
+
+    So H = (tau |mean|)^2 / (d (1-1/N) sigma^2 eta^2), at least 1.
+    """
+    return max(1.0, (tolerance * mean) ** 2 / (dimension * share(replicas) * sigma**2 * rate**2))
+
+
+def overhead(interval: float, parameter_bytes: float, gradient_bytes: float, moments: int = 0) -> float:
+    """Traffic of synchronisation in units of that of gradients, for an element: (1 + moments) main/grad bytes / H."""
+    return (1 + moments) * parameter_bytes / gradient_bytes / interval

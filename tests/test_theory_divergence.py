@@ -1,0 +1,146 @@
+"""Divergence of replicas: closed forms against simulation with the real errors, optimizers and synchroniser.
+
+Statistical tests use fixed seeds and five standard errors: of E|mean - theta_m|^2 over d coordinates of N replicas, the
+relative one is sqrt(2 / ((N-1) d)).
+"""
+
+import numpy as np
+import pytest
+
+from megatron_lossy.sync import LocalPeers
+from megatron_lossy.theory import divergence as theory
+from tests.full_replicas import FullReplicas
+
+N, D, SIGMA, ETA = 4, 20_000, 0.01, 0.1
+ERROR = 5 * np.sqrt(2 / ((N - 1) * D))
+
+
+def toy(replicas=N, **options):
+    return FullReplicas(
+        LocalPeers(replicas),
+        sizes=(D,),
+        lr=ETA,
+        scale=0.0,
+        **(dict(grad_error="gaussian", grad_error_std=SIGMA) | options),
+    )
+
+
+def of_intervals(interval, state, momentum, times):
+    """The mean divergence within intervals, when the start is forgotten; measured before each next update."""
+    run = toy(momentum=momentum, param_sync_interval=interval, param_sync_state=state, param_sync_always=True)
+    finished, seen = run.synchroniser.finished, []
+    run.synchroniser.finished = lambda squares: (seen.append(run.apart()), finished(squares))
+    skipped = -(-60 // interval) * interval
+    for _ in range(skipped + times * interval):
+        run.step()
+    return float(np.mean(seen[skipped:]))
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_lemma_3_1(replicas, momentum):
+    """Ours holds, and the paper's does not, by far more than the standard error."""
+    run = toy(replicas, momentum=momentum)
+    for _ in range(30):
+        run.step()
+    rates = np.full(30, ETA)
+    ours = theory.divergence(replicas, SIGMA, rates, D, momentum)
+    error = 5 * np.sqrt(2 / ((replicas - 1) * D))
+    assert run.apart() == pytest.approx(ours, rel=error)
+    weights = run.weights().astype(np.float64)
+    pair = theory.divergence_of_pairs(replicas, SIGMA, rates, D, momentum)
+    assert ((weights[0] - weights[1]) ** 2).sum() == pytest.approx(pair, rel=5 * np.sqrt(2 / D))
+    if not momentum:
+        paper = theory.divergence_paper(replicas, SIGMA, rates)
+        assert abs(run.apart() - D * paper) > 3 * error * run.apart()  # even with the dimension that it lacks
+        assert D * paper / ours == pytest.approx((replicas + 1) / (replicas - 1))
+        assert theory.divergence_paper(replicas, SIGMA, rates) < run.apart() / 1000
+
+
+def test_momentum_multiplies_by_a_hundred():
+    ratio = [theory.divergence(N, 1, np.ones(t), momentum=0.9) / t / theory.share(N) for t in (1, 400, 10**5)]
+    assert ratio[0] == 1 and ratio[1] == pytest.approx(96.566, abs=1e-3) and ratio[2] == pytest.approx(100, rel=1e-3)
+    decaying = theory.divergence(N, 1, np.full(10**5, 0.1), momentum=0.9) / theory.divergence(N, 1, np.ones(10**5))
+    assert decaying == pytest.approx(1, rel=1e-3)
+
+
+@pytest.mark.parametrize("state", ["params", "all"])
+@pytest.mark.parametrize(("interval", "times"), [(1, 30), (10, 8), (100, 1)])
+def test_after_a_synchronisation(state, interval, times):
+    """Heavy ball: momenta that were not averaged keep replicas apart."""
+    expected = theory.over_interval(N, SIGMA, ETA, interval, D, 0.9, state == "all")
+    assert of_intervals(interval, state, 0.9, times) == pytest.approx(expected, rel=ERROR)
+
+
+def test_what_averaging_moments_gains():
+    ratios = {
+        h: theory.over_interval(N, 1, 1, h, 1, 0.9) / theory.over_interval(N, 1, 1, h, 1, 0.9, True)
+        for h in (1, 10, 100)
+    }
+    assert ratios == pytest.approx({1: 5.263, 10: 2.200, 100: 1.096}, abs=1e-3)
+    assert theory.over_interval(N, 1, 1, 7) == theory.over_interval(N, 1, 1, 7, whole=True)  # without momentum: nothing
+
+
+def test_lemma_4_1_is_a_bound():
+    rates = 0.1 / (1 + np.arange(50) / 50)  # falls by half
+    for t in (10, 50):
+        exact = theory.divergence(N, SIGMA, rates[t - 10 : t], D)
+        assert exact <= theory.divergence_bound_paper(N, SIGMA, rates[t - 1], 10, D) < 6 * exact
+
+
+@pytest.mark.parametrize("std", [1.0, 100.0])
+def test_adam_does_not_drift_further_with_larger_errors(std):
+    """Nothing but errors, rho = 1: the same for any size of them, within a tenth.
+
+    Over a hundred steps after the moments are warm: those of a decaying mean, which in the long run is 1 a step.
+    """
+    run = toy(optimizer="adam", grad_error_std=std)
+    seen = []
+    for step in range(300):
+        run.step()
+        if step in (199, 299):
+            seen.append(run.weights().astype(np.float64))
+    moved = seen[1] - seen[0]
+    apart = ((moved - moved.mean(axis=0)) ** 2).sum() / N
+    window = theory.after_synchronisation(N, 1 - 0.9, ETA, 100, D, 0.9)
+    assert apart == pytest.approx(window, rel=0.05)
+    long = theory.after_synchronisation(N, 1 - 0.9, ETA, 5000, D, 0.9)
+    assert long == pytest.approx(theory.adam(N, 1.0, np.full(5000, ETA), D), rel=0.01)
+
+
+def test_the_noise_of_the_mean():
+    run = toy()
+    before = run.weights()[0].astype(np.float64)
+    run.step()
+    moved = run.weights().astype(np.float64).mean(axis=0) - before
+    own = run.weights()[0].astype(np.float64) - before
+    assert (moved / ETA).var() == pytest.approx(theory.noise_of_mean(N, SIGMA), rel=5 * np.sqrt(2 / D))
+    assert (own / ETA).var() == pytest.approx(theory.noise_of_mean(N, SIGMA, common=True), rel=5 * np.sqrt(2 / D))
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(0.1, 5), (0.01, 24), (0.001, 110)])
+def test_the_paper_s_rule_depends_on_the_learning_rate(rate, expected):
+    """An error as long as the gradient: the paper says that its rule finds their ratio, 1."""
+    gradient = 1e-2 * np.sqrt(D)
+    assert round(theory.snr_fixed_point(gradient, rate, N, 1e-2, D)) == expected
+
+
+def test_our_rule_stays_at_the_tolerance():
+    interval = theory.divergence_fixed_point(0.1, 50.0, ETA, N, SIGMA, D)
+    apart = theory.divergence(N, SIGMA, np.full(round(interval), ETA), D)
+    assert np.sqrt(apart) / 50.0 == pytest.approx(0.1, rel=0.01) and interval > 100
+    assert theory.divergence_fixed_point(1e-9, 50.0, ETA, N, SIGMA, D) == 1
+
+
+def test_traffic():
+    assert theory.overhead(20, 4, 4) == 0.05 and theory.overhead(10, 4, 2, moments=2) == pytest.approx(0.6)
+
+
+def test_what_is_no_argument():
+    for call in (
+        lambda: theory.share(0),
+        lambda: theory.adam(N, 1.5, [1.0]),
+        lambda: theory.divergence(N, 1.0, [1.0], momentum=1.0),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            call()
