@@ -20,6 +20,7 @@ from ..exchange import Exchange, Stream
 from ..monitor.window import of_all_ranks
 from ..sync import Copies, FullReplicas, Gradients, RankPeers, Replica
 from .buckets import buckets_by_stream, owned_ranges, used_ranges
+from .versions import tensor_group
 
 
 @dataclass
@@ -48,7 +49,7 @@ class ReplicaStream:
 
     def errors(self, corruption: Corruption, rank: int, records: bool) -> Errors:
         """What hits the gradients of ``rank``."""
-        return Errors(corruption, rank, self.ranges, self.width, records)
+        return Errors(corruption, rank, self.ranges, self.width, records, add_up_of(self.stream, self.buckets[0]))
 
 
 def streams_of(ddp: Any) -> list[ReplicaStream]:
@@ -64,7 +65,13 @@ def streams_of(ddp: Any) -> list[ReplicaStream]:
 
 
 def errors_of_owner(
-    config: LossyConfig, corruption: Corruption, pairs: Sequence[tuple[Any, Any]], shards: int, shard: int, owner: int
+    config: LossyConfig,
+    corruption: Corruption,
+    stream: Stream,
+    pairs: Sequence[tuple[Any, Any]],
+    shards: int,
+    shard: int,
+    owner: int,
 ) -> Errors:
     """What hits the gradients that a rank owns with the distributed optimizer: shard ``shard`` of ``shards`` of each bucket.
 
@@ -74,7 +81,17 @@ def errors_of_owner(
         owned_ranges(used_ranges(buffer, bucket), bucket.grad_data.numel() // shards, shard) for buffer, bucket in pairs
     ]
     width = min(8 * bucket.grad_data.element_size() for _, bucket in pairs)
-    return Errors(corruption, owner, ranges, width, config.delivery_log is not None)
+    add_up = add_up_of(stream, pairs[0][1])
+    return Errors(corruption, owner, ranges, width, config.delivery_log is not None, add_up)
+
+
+def add_up_of(stream: Stream, bucket: Any) -> Callable[[np.ndarray], np.ndarray] | None:
+    """What adds up over the tensor-parallel ranks of ``stream``; ``None`` where there is but one."""
+    group = tensor_group(stream.kind == "expert")
+    if group is None:
+        return None
+    peers = RankPeers(group, bucket.grad_data.device)
+    return lambda sums: peers.gather(sums[None]).sum(axis=0)
 
 
 def main_parameters(optimizers: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, dict[str, Any]]]:

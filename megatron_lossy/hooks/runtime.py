@@ -138,7 +138,9 @@ class Lossy(Run):
                 group.rules["param"][number].weights = self._main_weights(bucket, own_shard(group, bucket))
         if self.config.errs and len(full_ranks) > 1:
             owner = members[group.rank]
-            group.errors = errors_of_owner(self.config, self._corruption, buckets, len(members), group.rank, owner)
+            group.errors = errors_of_owner(
+                self.config, self._corruption, stream, buckets, len(members), group.rank, owner
+            )
         return group
 
     def _main_weights(self, bucket: Any, own: torch.Tensor) -> Callable[[], torch.Tensor]:

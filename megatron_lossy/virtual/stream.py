@@ -61,7 +61,7 @@ class StreamBuckets:
         if config.errs and workers > 1:
             corruption = make_corruption(config, recorded_events(config))
             for rank, group in enumerate(self.groups):
-                group.errors = errors_of_owner(config, corruption, pairs, workers, rank, rank)
+                group.errors = errors_of_owner(config, corruption, stream, pairs, workers, rank, rank)
                 group.gradient_unit = float(workers)  # nothing is divided before the sum
         self.sums = [torch.empty_like(bucket.grad_data) for bucket in buckets]
         # Where owners add up pieces they do so in float32, and round once.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,17 +15,23 @@ from .base import Event
 if TYPE_CHECKING:
     import torch
 
+AddUp = Callable[[np.ndarray], np.ndarray]
 #: Elements whose noise is drawn at once: what it costs in memory.
 PIECE = 2**22
 
 
 def apply(
-    buffer: torch.Tensor, event: Event, unit: float = 1.0, ranges: Sequence[tuple[int, int]] | None = None
+    buffer: torch.Tensor,
+    event: Event,
+    unit: float = 1.0,
+    ranges: Sequence[tuple[int, int]] | None = None,
+    add_up: AddUp | None = None,
 ) -> Event | None:
     """Do to ``buffer`` [n] what ``event`` says, in place. Returns the event as it happened, or ``None`` if nothing did.
 
     ``unit``: what the gradients in the buffer are multiplied with, compared with those that the optimizer sees (loss
     scale, number of tokens, …). ``ranges``: first and last + 1 of each run of elements that are no padding; default all.
+    ``add_up``: adds up float64[2] over ranks that have parts of one gradient, and copies of some of it, which must stay copies.
 
     Noise is drawn on the buffer's device, in float32, and added before one rounding to the buffer's dtype. Applied
     again, the event that is returned does the same, whatever the gradient. Relative noise needs a finite gradient:
@@ -37,10 +43,12 @@ def apply(
         return event
     assert event.kind == "gaussian"
     if event.relative:
-        rms = _root_mean_square(runs)
+        rms = _root_mean_square(runs, add_up)
         if not 0 < rms < math.inf:
             return None
         event = dataclasses.replace(event, std=event.std * rms / unit, relative=False)
+    if not runs:
+        return None
     _add_noise(runs, event.seed, event.std * unit)
     return event
 
@@ -53,13 +61,14 @@ def digest(buffer: torch.Tensor) -> bytes:
     return hashlib.blake2b(data.tobytes(), digest_size=8).digest()
 
 
-def _root_mean_square(runs: Sequence[torch.Tensor]) -> float:
+def _root_mean_square(runs: Sequence[torch.Tensor], add_up: AddUp | None) -> float:
     import torch
 
     norms = [torch.linalg.vector_norm(run, dtype=torch.float32) for run in runs if len(run)]
-    if not norms:
-        return 0.0
-    return float(np.sqrt((torch.stack(norms).cpu().double().numpy() ** 2).sum() / sum(map(len, runs))))
+    squares = (torch.stack(norms).cpu().double().numpy() ** 2).sum() if norms else 0.0
+    sums = np.array([squares, sum(map(len, runs))], dtype=np.float64)
+    squares, count = sums if add_up is None else add_up(sums)
+    return float(np.sqrt(squares / count)) if count else 0.0
 
 
 def _add_noise(runs: Sequence[torch.Tensor], seed: int, std: float) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...exchange import Exchange
 from .base import Corruption, Event
-from .change import apply, digest
+from .change import AddUp, apply, digest
 
 if TYPE_CHECKING:
     import torch
@@ -28,11 +28,17 @@ class Errors:
     """What hits the gradients of ``rank`` in one stream.
 
     ``ranges``: of each bucket int64[k, 2], the first and last + 1 of each run of elements that are no padding. ``width``: bits
-    of an element. ``records``: whether digests are wanted.
+    of an element. ``records``: whether digests are wanted. ``add_up``: see :func:`apply`.
     """
 
     def __init__(
-        self, corruption: Corruption, rank: int, ranges: Sequence[np.ndarray], width: int, records: bool = False
+        self,
+        corruption: Corruption,
+        rank: int,
+        ranges: Sequence[np.ndarray],
+        width: int,
+        records: bool = False,
+        add_up: AddUp | None = None,
     ) -> None:
         self._corruption = corruption
         self._rank = rank
@@ -40,6 +46,7 @@ class Errors:
         self._sizes = [sum(last - first for first, last in runs) for runs in self._ranges]
         self._width = width
         self._records = records
+        self._add_up = add_up
         self._step: int | None = None
         self._events: dict[int, Event] = {}
         self._hits: dict[int, Hit] = {}
@@ -52,7 +59,7 @@ class Errors:
             self._events = {event.bucket: event for event in drawn}
             self._hits = {}
         event = self._events.get(bucket)
-        happened = None if event is None else apply(buffer, event, unit, self._ranges[bucket])
+        happened = None if event is None else apply(buffer, event, unit, self._ranges[bucket], self._add_up)
         if happened is not None:
             self._hits[bucket] = Hit(happened, digest(buffer) if self._records else b"")
 
