@@ -6,7 +6,7 @@ Beside the delivery log, in files of their own: ``errors_RANK_FIRST_LAST.parquet
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,17 +58,22 @@ def error_files(folder: Path) -> list[tuple[Path, int, int, int]]:
     return [(path, int(name[1]), int(name[2]), int(name[3])) for path, name in found if name]
 
 
-def recorded_events(config: LossyConfig) -> Iterable[Event]:
-    """The errors that ``--grad-error-trace`` names; none without it. Raises :class:`UsageError`."""
+def check_recorded_errors(config: LossyConfig) -> list[Path]:
+    """The files that ``--grad-error-trace`` names; none without it. Raises :class:`UsageError`."""
     if config.grad_error != "trace":
         return []
     assert config.grad_error_trace is not None
     folder = Path(config.grad_error_trace)
     schema.check_pyarrow(_FLAG, folder)
-    files = error_files(folder)
+    files = [path for path, *_ in error_files(folder)]
     if not files:
         raise refuse(_FLAG, folder, "holds no errors that --delivery-log recorded")
-    return [event for path, *_ in files for event, _ in read_events(path)]
+    return files
+
+
+def recorded_events(config: LossyConfig) -> list[Event]:
+    """The errors that ``--grad-error-trace`` names; none without it. Raises :class:`UsageError`."""
+    return [event for path in check_recorded_errors(config) for event, _ in read_events(path)]
 
 
 def read_events(path: Path) -> list[tuple[Event, bytes]]:

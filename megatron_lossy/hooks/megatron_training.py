@@ -17,6 +17,7 @@ import torch
 
 from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
+from ..delivery_log.errors import check_recorded_errors
 from ..delivery_log.writer import claim_delivery_log
 from ..errors import usage_errors
 from ..flags import add_flags
@@ -133,6 +134,7 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
     with usage_errors():
         check_arguments(args, lossy.config)
         check_error_ranks(lossy.config, _data_parallel_ranks(args))
+        check_recorded_errors(lossy.config)
         check_ranks(lossy.config, max(_data_parallel_ranks(args), _expert_data_parallel_ranks(args)))
         check_channels(lossy.config, _data_parallel_ranks(args), args.train_iters)
         _claim_delivery_log(args, lossy.config)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..channel.corruption import Corruption, Errors, Hit
+from ..channel.corruption import Corruption, Errors, Hit, check_bits
 from ..config import LossyConfig
 from ..exchange import Exchange, Stream
 from ..monitor.window import of_all_ranks
@@ -48,7 +48,8 @@ class ReplicaStream:
         return min(8 * bucket.grad_data.element_size() for bucket in self.buckets)
 
     def errors(self, corruption: Corruption, rank: int, records: bool) -> Errors:
-        """What hits the gradients of ``rank``."""
+        """What hits the gradients of ``rank``. Raises :class:`UsageError` for bits that they do not have."""
+        check_bits(corruption.config, self.width)
         return Errors(corruption, rank, self.ranges, self.width, records, add_up_of(self.stream, self.buckets[0]))
 
 

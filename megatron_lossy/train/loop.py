@@ -22,6 +22,7 @@ from .. import device, hooks
 from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
 from ..data import build_tokenizer, epochs
+from ..delivery_log.errors import check_recorded_errors
 from ..delivery_log.writer import claim_delivery_log
 from ..flags import identity
 from ..hooks.checks import check_boundaries, check_loss_per_token, check_optimizer
@@ -66,6 +67,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_boundaries(config, lossy_config)
     check_optimizer(config, lossy_config, config.use_distributed_optimizer)
     check_error_ranks(lossy_config, config.data_parallel_size(ranks))
+    check_recorded_errors(lossy_config)
     if config.virtual_workers:
         VirtualRun.check(lossy_config, config.virtual_workers)
     else:

@@ -1,0 +1,147 @@
+"""Full replicas in the training program: checkpoints, continuation, the log of errors and its replay, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lossy.delivery_log.errors import error_files, read_events
+from megatron_lossy.errors import UsageError
+from tests.ranks import run_ranks
+from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
+
+NOISE = {"grad_error": "gaussian", "grad_error_relative": 1.0}
+FULL = {"use_distributed_optimizer": False, "log_interval": 1, "hidden_dropout": 0.0}
+OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 9000}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
+
+
+CASES = {
+    "fp32, overlapped": (OVERLAP, {**NOISE, "param_sync_interval": 3, "param_sync_overlap": True}),
+    "bf16, overlapped, of all": (
+        {"bf16": True},
+        {**NOISE, "param_sync_interval": 3, "param_sync_overlap": True, "param_sync_state": "all"},
+    ),
+    "snr": ({}, {**NOISE, "param_sync_interval": 2, "param_sync_rule": "snr"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stopped_runs_continue_bit_for_bit(data, tmp_path, name):
+    """With a synchronisation under way in the save; on ranks and in one process, which do the same."""
+    settings, loss = CASES[name]
+    base = TINY | data | FULL | settings
+    loss = loss | {"save_replicas": True, "eval_weights": "both", "drift_interval": 1}
+    curves = {}
+    for kind, ranks, workers in (("real", 2, None), ("virtual", 1, 2)):
+        once, twice = tmp_path / f"{kind} once", tmp_path / f"{kind} twice"
+        run = base | {"virtual_workers": workers}
+        again = run | {"save": str(twice), "load": str(twice)}
+        parts = run_ranks(
+            train_runs, ranks, (again | {"exit_interval": 3}, loss), (again, loss), (run | {"save": str(once)}, loss)
+        )
+        [[stopped, resumed, whole], _] = parts[0]
+        assert stopped["iteration"] == 3 and resumed["finished"]
+        assert resumed["valid"] == whole["valid"] and whole["valid"]["replica"] != whole["valid"]["owner"]
+        assert recorded_losses(once) == recorded_losses(twice)
+        assert checkpoint_bytes(once, 8) == checkpoint_bytes(twice, 8)
+        curves[kind] = [[(r["lm loss"], r.get("grad norm"), r.get("replica divergence")) for r in read_records(once, k)]
+                        for k in ("train", "valid")]  # fmt: skip
+        curves[kind].append(checkpoint_bytes(once, 8) | {"rng_state": b""})
+    assert curves["real"][:2] == curves["virtual"][:2]
+    weights = [{k: v for k, v in curves[kind][2].items() if "rng" not in k} for kind in curves]
+    assert weights[0] == weights[1]
+
+
+def test_a_checkpoint_holds_the_mean_and_fits_other_numbers_of_ranks(data, tmp_path):
+    base = TINY | data | FULL | {"save": str(tmp_path / "run"), "train_iters": 4}
+    loss = {**NOISE, "eval_weights": "both"}
+    run_ranks(train_runs, 1, (base | {"virtual_workers": 3, "global_batch_size": 6}, loss))
+    last = read_records(tmp_path / "run", "valid")
+    saved = {record["weights"]: record["lm loss"] for record in last[-2:]}
+    # Without training, and with another number of workers, all have the saved weights.
+    resumed = base | {
+        "load": str(tmp_path / "run"),
+        "save": str(tmp_path / "again"),
+        "train_iters": 5,
+        "lr_decay_iters": 5,
+    }
+    for ranks, workers in ((1, 3), (2, None)):
+        folder = tmp_path / f"again {ranks}"
+        settings = resumed | {
+            "save": str(folder),
+            "virtual_workers": workers,
+            "lr": 1e-30,
+            "min_lr": 0.0,
+            "global_batch_size": 12,
+        }
+        run_ranks(train_runs, ranks, (settings | {"eval_iters": 1}, loss))
+        after = {record["weights"]: record["lm loss"] for record in read_records(folder, "valid")[-2:]}
+        assert after["replica"] == pytest.approx(after["owner"], rel=1e-6)
+    assert saved["replica"] != saved["owner"]
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "bit-flip"])
+def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
+    errors = (
+        NOISE if kind == "gaussian" else {"grad_error": "bit-flip", "grad_error_rate": 0.5, "grad_error_bits": (0, 25)}
+    )
+    base = TINY | data | FULL
+    logs = {name: tmp_path / f"log {name}" for name in ("real", "virtual", "replay")}
+    curves = {}
+    for name, ranks, workers in (("real", 2, None), ("virtual", 1, 2)):
+        run = base | {"virtual_workers": workers, "save": str(tmp_path / name)}
+        loss = {**errors, "param_sync_interval": 3, "replica_check": "log", "delivery_log": str(logs[name])}
+        run_ranks(train_runs, ranks, (run, loss))
+        curves[name] = [r["lm loss"] for r in read_records(tmp_path / name, "train")]
+    loss = {
+        "grad_error": "trace",
+        "grad_error_trace": str(logs["real"]),
+        "param_sync_interval": 3,
+        "delivery_log": str(logs["replay"]),
+    }
+    run_ranks(train_runs, 1, (base | {"virtual_workers": 2, "save": str(tmp_path / "replay")}, loss))
+    curves["replay"] = [r["lm loss"] for r in read_records(tmp_path / "replay", "train")]
+    assert curves["real"] == curves["virtual"] == curves["replay"]
+    recorded = {
+        name: sorted(((repr(event), digest) for path, *_ in error_files(folder) for event, digest in read_events(path)))
+        for name, folder in logs.items()
+    }
+    assert recorded["real"] and recorded["real"] == recorded["virtual"] == recorded["replay"]
+
+
+SHARDED = {"use_distributed_optimizer": True}
+REFUSED = [
+    (SHARDED, NOISE, "--grad-error-at broadcast: needs replicas"),
+    (SHARDED, {"param_sync_interval": 2}, "--param-sync-interval 2: needs replicas"),
+    (SHARDED, {"replica_check": "log"}, "--replica-check log: needs replicas"),
+    (SHARDED, {"allow_divergence": True}, "--allow-divergence on: needs replicas"),
+    ({}, {"p_param": 0.1}, "--use-distributed-optimizer is off"),
+    ({}, {"p_param": 0.1, "param_sync_interval": 2}, "--param-sync-interval 2: needs"),
+    ({**OVERLAP, "overlap_param_gather": True}, {}, "--overlap-param-gather on: nothing is gathered"),
+    ({"num_distributed_optimizer_instances": 2}, {}, "--num-distributed-optimizer-instances 2: must be 1"),
+    ({"calculate_per_token_loss": True}, {"grad_error": "gaussian", "grad_error_std": 1.0}, "--grad-error-std 1.0: gradients are sums"),
+    ({}, {**NOISE, "grad_error_ranks": (4,)}, "--grad-error-ranks 4: must be below the 2 data-parallel ranks"),
+    ({}, {"grad_error": "trace", "grad_error_trace": "/nowhere"}, "--grad-error-trace /nowhere: holds no errors"),
+    ({}, {"grad_error": "bit-flip", "grad_error_bits": (0, 32)}, "--grad-error-bits 0 32: needs 0 <= LOW <= HIGH <= 31"),
+]  # fmt: skip
+
+
+def refusals(rank, base):
+    texts = []
+    for settings, flags, _ in REFUSED:
+        with pytest.raises(UsageError) as caught:
+            train_runs(rank, (base | settings, flags))
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_refusals(data):
+    [texts] = run_ranks(refusals, 1, TINY | data | FULL | {"virtual_workers": 2, "eval_iters": 0})
+    for text, (*_, expected) in zip(texts, REFUSED, strict=True):
+        assert text.startswith(expected), text
