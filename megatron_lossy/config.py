@@ -639,6 +639,19 @@ class LossyConfig(ErrorFlags, SyncFlags):
         """True if nothing at all is done: no loss, no error, no check and no averaging."""
         return self.lossless and not self.errs and not self.synchronises and self.replica_check == "none"
 
+    def all_reduced(self) -> LossyConfig:
+        """The flags of both halves of an all-reduce, which loses ``--p-grad`` twice, without those of replicas."""
+        reset = {f.name: f.default for cls in (ErrorFlags, SyncFlags) for f in dataclasses.fields(cls)}
+        grad = {
+            "p_param": self.p_grad,
+            "ge_param": self.ge_grad,
+            "link_rates_param": self.link_rates_grad,
+            "loss_model": self.loss_model[:1],
+            "ge_mean_burst": self.ge_mean_burst[:1],
+            "loss_schedule": None if self.loss_schedule is None else self.loss_schedule[:1],
+        }
+        return dataclasses.replace(self, **reset, **grad)
+
     @property
     def replicates(self) -> bool:
         """True if something is asked for that needs full replicas: each rank with all of the optimizer."""

@@ -64,7 +64,7 @@ def make_observers(
         from .transport.udp.monitor import DatagramMonitor
 
         observers.append(DatagramMonitor(lambda: [group.transport for group in groups()]))
-    if config.drift_interval and not config.lossless:
+    if config.drift_interval and not (config.lossless or config.replicates):
         observers.append(Drift(config))
     if config.delivery_log is not None and not config.lossless:
         observers.append(DeliveryLog(config))

@@ -72,9 +72,11 @@ ASYNCHRONOUS = ["--async-save", "--use-persistent-ckpt-worker"]
 LOSS = ["--p-grad", "0.3", "--p-param", "0.3", "--loss-unit", "packet", "--packet-bytes", "512"]
 
 
-def pretrain(megatron_lm, *arguments, plugin=True, ranks=2):
-    """The columns of the log that do not depend on time, and the process."""
+def pretrain(megatron_lm, *arguments, plugin=True, ranks=2, distributed=True):
+    """The columns of the log that do not depend on time, and the process. ``distributed``: with sharded optimizers."""
     model = list(MODEL)
+    if not distributed:
+        model.remove("--use-distributed-optimizer")
     if "--train-samples" in arguments:  # Megatron wants one of them
         del model[(at := model.index("--train-iters")) : at + 2]
     script = os.path.join(megatron_lm, "pretrain_gpt.py")
@@ -105,6 +107,33 @@ def test_without_loss_every_digit_is_megatrons(megatron_lm):
     assert len(bare) == 24
     assert pretrain(megatron_lm)[0] == bare
     assert pretrain(megatron_lm, "--p-grad", 0, "--p-param", 0)[0] == bare
+
+
+def test_full_replicas(megatron_lm, tmp_path):
+    """Without errors every digit is Megatron's; with errors replicas are averaged, and a run that stopped goes on."""
+    watched = ["--param-sync-interval", 3, "--replica-check", "repair"]
+    bare, _ = pretrain(megatron_lm, plugin=False, distributed=False)
+    lines, done = pretrain(megatron_lm, *watched, distributed=False)
+    assert len(bare) == 24 and lines == bare
+    assert re.search(r"param syncs: 0 \| param sync interval: 3", done.stdout)
+    errors = [
+        "--grad-error",
+        "gaussian",
+        "--grad-error-relative",
+        1,
+        "--eval-weights",
+        "both",
+        "--save-replicas",
+        *watched[:2],
+    ]
+    whole, done = pretrain(megatron_lm, *errors, "--overlap-grad-reduce", distributed=False)
+    assert "param syncs: 1 |" in done.stdout and "(owner weights)" in done.stdout and whole[:-4] != bare[:-4]
+    folder = ["--save", tmp_path, "--load", tmp_path, "--save-interval", 8, "--ckpt-format", "torch_dist"]
+    first, _ = pretrain(megatron_lm, *errors, "--overlap-grad-reduce", *folder, "--exit-interval", 8, distributed=False)
+    second, done = pretrain(megatron_lm, *errors, "--overlap-grad-reduce", *folder, distributed=False)
+    assert [*first[:8], *second] == whole, done.stderr[-2000:]
+    _, done = pretrain(megatron_lm, *watched)
+    assert done.returncode != 0 and "--param-sync-interval 3: needs replicas" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.tiny_gpt import TinyGPT
 STEPS = 6
 TRAINED = ("loss", "norm", "weights")
 NOISE = LossyConfig(grad_error="gaussian", grad_error_relative=1.0)
+LOST = LossyConfig(p_grad=0.3, allow_divergence=True)
 BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4000}
 
 
@@ -154,6 +155,19 @@ CASES = {
     "repaired by mean": (full(), changed(replica_check="repair")),
     "only said": (full(), changed(replica_check="log")),
     "per token": (full(per_token_loss=True), NOISE),
+    "lost": (full(), LOST),
+    "lost packets, buckets, bf16": (
+        full(dtype="bf16", **BUCKETS),
+        dataclasses.replace(LOST, loss_unit="packet", packet_bytes=256, param_sync_interval=2, param_sync_overlap=True),
+    ),
+    "lost in pieces, errors as well": (
+        full(accumulation=2),
+        changed(p_grad=0.3, transport="pieces", loss_unit="bucket", grad_recovery="zero", param_sync_interval=3),
+    ),
+    "lost, previous, compared": (
+        full(per_token_loss=False),
+        dataclasses.replace(LOST, grad_recovery="previous", replica_check="log", loss_model=("gilbert-elliott",)),
+    ),
     "drift": (full(), changed(drift_interval=1, param_sync_interval=4)),
 }
 

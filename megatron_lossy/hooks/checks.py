@@ -42,17 +42,10 @@ def check_loss_per_token(settings: Any, config: LossyConfig) -> None:
         )
 
 
-def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> None:
-    """Raise :class:`UsageError` if Megatron's optimizer, ``distributed`` or not, cannot go with ``config``."""
-    if not distributed and not config.lossless and not config.replicates:
-        raise UsageError("--use-distributed-optimizer is off: loss needs Megatron's distributed optimizer")
-    _check_replicas(settings, config, distributed)
-
-
 _FULL = "needs replicas that each have all of the optimizer; with the distributed optimizer "
 
 
-def _check_replicas(settings: Any, config: LossyConfig, distributed: bool) -> None:
+def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> None:
     """Raise :class:`UsageError` for what needs full replicas, or cannot go with them. ``settings``: of Megatron or ours.
 
     ``distributed``: whether the optimizer is sharded.
@@ -61,10 +54,14 @@ def _check_replicas(settings: Any, config: LossyConfig, distributed: bool) -> No
         _refuse_with_shards(config)
         return
     off = "needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"
-    if not config.untouched("param"):
+    if not config.phase("param").lossless:
         raise refuse("--p-param", as_text(config.p_param), off)
     if not config.untouched("grad"):
-        raise refuse("--p-grad", as_text(config.p_grad), off)
+        if not (config.synchronises or config.allow_divergence):
+            why = "drives replicas apart without the distributed optimizer; needs --param-sync-interval or --allow-divergence"
+            raise refuse("--p-grad", as_text(config.p_grad), why)
+        if config.transport == "udp":
+            raise refuse("--transport", "udp", "carries no all-reduce; " + off + "; choose pieces or torch")
     if config.loses_at_boundaries:
         raise refuse("--p-act", f"{config.p_act:g} and --p-act-grad {config.p_act_grad:g}", off)
     if getattr(settings, "calculate_per_token_loss", False):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..ledger import Patch, Takes
-from . import boundaries, seam
+from . import boundaries, lossy_all_reduce, seam
 from .runtime import Lossy
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
@@ -42,6 +42,7 @@ def patches(run: Lossy) -> list[Patch]:
     """Every patch that a lossy run needs in megatron-core."""
     return [
         *([] if run.boundaries is None else boundaries.patches(run.boundaries)),
+        *([lossy_all_reduce.patch(run)] if run.config.replicates and not run.config.untouched("grad") else []),
         Patch(
             target=f"{_BUFFER}:dist_reduce_scatter_func",
             around=partial(seam.reduce_scatter, run),

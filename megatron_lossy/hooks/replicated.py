@@ -95,9 +95,9 @@ def add_up_of(stream: Stream, bucket: Any) -> Callable[[np.ndarray], np.ndarray]
     return lambda sums: peers.gather(sums[None]).sum(axis=0)
 
 
-def main_parameters(optimizers: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, dict[str, Any]]]:
-    """By the model's parameter: what the optimizer updates, in float32, and the optimizer's state of it by its key."""
-    result: dict[torch.nn.Parameter, tuple[torch.Tensor, Any]] = {}
+def main_parameters(optimizers: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, torch.optim.Optimizer]]:
+    """By the model's parameter: what is updated, in float32, and torch's optimizer that does it."""
+    result: dict[torch.nn.Parameter, tuple[torch.Tensor, torch.optim.Optimizer]] = {}
     for one in optimizers:
         if one.optimizer is None:  # a stage without parameters of a kind
             continue
@@ -108,7 +108,7 @@ def main_parameters(optimizers: Iterable[Any]) -> dict[torch.nn.Parameter, tuple
         for group in one.optimizer.param_groups:
             pairs += [(parameter, parameter) for parameter in group["params"] if id(parameter) not in mains]
         for model, main in pairs:
-            result[model] = (main, one.optimizer.state)
+            result[model] = (main, one.optimizer)
     return result
 
 
@@ -250,7 +250,7 @@ def _replica(one: ReplicaStream, mains: dict[torch.nn.Parameter, tuple[torch.Ten
     tensors = [main for main, _ in own]
 
     def states() -> Iterator[dict[str, Any]]:
-        return (state.get(main, {}) for main, state in own)
+        return (inner.state.get(main, {}) for main, inner in own)  # loading replaces them
 
     return Replica(
         parameters=lambda: [main.data for main in tensors],

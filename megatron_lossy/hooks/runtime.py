@@ -26,8 +26,9 @@ from .boundaries import Boundaries
 from .buckets import apart, bucket_sizes, buckets_by_stream, replicated_units
 from .checks import check_ddp
 from .complete import check_exchanged, check_registered, warn_of_lossless, warn_of_reliable_boundaries
+from .lossy_all_reduce import shard_size
 from .main_weights import MainWeights
-from .replicated import RankReplica, errors_of_owner
+from .replicated import RankReplica, ReplicaStream, errors_of_owner
 from .sampling import RankSampler
 from .seam import Slot, all_reduce, attach, slot_of
 from .versions import (
@@ -91,7 +92,6 @@ class Lossy(Run):
                 warn_of_reliable_boundaries(self._nodes)
         number_model_chunk(ddp, len(self._chunks))
         if not ddp.ddp_config.use_distributed_optimizer:
-            self._chunks[ddp] = []
             self._add_replica(ddp)
             return
         self._chunks[ddp] = [
@@ -105,7 +105,22 @@ class Lossy(Run):
         if self.replica is None:
             self.replica = RankReplica(self.config, self._corruption, self._living_optimizers, self.loss_scale)
             self.after_update.append(lambda _: self.replica.finished())
+        known = len(self.replica.streams)
         self.replica.add(ddp)
+        lossy = [] if self.config.untouched("grad") else self.replica.streams[known:]
+        self._chunks[ddp] = [self._add_all_reduces(one) for one in lossy]
+
+    def _add_all_reduces(self, one: ReplicaStream) -> LossyGroup:
+        config, size, rank = self.config.all_reduced(), one.group.size(), one.group.rank()
+        ranks = dist.get_process_group_ranks(one.group)
+        nodes = None if self._nodes is None else [self._nodes[rank] for rank in ranks]
+        networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
+        gradients = [bucket.grad_data for bucket in one.buckets]
+        specs = [BucketSpec(shard_size(len(flat), size), flat.dtype, flat.dtype) for flat in gradients]
+        group = LossyGroup.among(config, specs, networks, range(size), rank, one.stream, self.steps, one.group)
+        for number, flat in enumerate(gradients):
+            attach(flat, Slot(group, number))
+        return group
 
     def _on_one_node(self, peer: int) -> bool:
         return self._nodes is not None and self._nodes[dist.get_rank()] == self._nodes[peer]
@@ -200,7 +215,7 @@ class Lossy(Run):
             self._checked = True
         if not self._all_reduced:
             check_exchanged(self.groups, "grad", self.iteration)
-        if self.update is not None and self.update != self._restored:
+        if self.replica is None and self.update is not None and self.update != self._restored:
             check_exchanged(self.groups, "param", self.update)
 
     def add_optimizer(self, optimizer: Any) -> None:

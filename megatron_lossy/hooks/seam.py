@@ -72,11 +72,12 @@ def coalescing_manager(original: Callable, *args: Any, **kwargs: Any) -> Iterato
     if around is not None:
         before, after = around
         before()
-        ends.append(after)
     outer, _open.ends = _open.ends, ends
     try:
         with original(*args, **kwargs) as manager:
             yield Transfer(manager, lambda: _complete_all(ends))
+            if around is not None:
+                ends.append(after)
     finally:
         _open.ends = outer
     if not asynchronous:
@@ -97,7 +98,7 @@ def reduce_scatter(
     if slot is None or (slot.group.lossless("grad") and slot.group.errors is None):
         return original(output, input, *args, **kwargs)
     averaged = kwargs.get("op", args[0] if args else None) == torch.distributed.ReduceOp.AVG
-    return _begun(
+    return begun(
         slot.group,
         slot.group.reduce_scatter(
             slot.bucket,
@@ -119,13 +120,13 @@ def all_gather(
     slot, update = slot_of(output), run.update
     if slot is None or update is None or slot.group.lossless("param"):
         return original(output, input, *args, **kwargs)
-    return _begun(
+    return begun(
         slot.group,
         slot.group.all_gather(slot.bucket, output, input, update, lambda: original(output, input, *args, **kwargs)),
     )
 
 
-def _begun(group: LossyGroup, transfer: Transfer) -> Any:
+def begun(group: LossyGroup, transfer: Transfer) -> Any:
     """Complete ``transfer`` when the open coalescing context ends or its handle is waited for.
 
     The context waits for collectives, and for nothing that crosses in another way. Without a context a collective

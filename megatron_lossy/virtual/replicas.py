@@ -25,6 +25,7 @@ from ..hooks.replicated import ReplicaStream, main_parameters, renew, streams_of
 from ..sync import Copies, FullReplicas, Gradients, LocalPeers
 from ..transport import LossyGroup
 from .base import VirtualRun
+from .reduction import LossyReduction
 from .states import TrainingStates
 
 # Weights and two moments in float32, and a copy of the weights in the model's precision or of the gradients.
@@ -46,8 +47,11 @@ class VirtualReplicas(VirtualRun):
         self._collected = 0
         self._states: TrainingStates | None = None
         self._together: FullReplicas | None = None
+        self._lossy: list[LossyReduction] = []  # by stream, where gradients are lost
         #: Whether workers can ever differ.
-        self.differ = config.errs and workers > 1 and config.grad_error_at == "broadcast"
+        self.differ = workers > 1 and (
+            (config.grad_error_at == "broadcast" and config.errs) or not config.untouched("grad")
+        )
         self.after_update.append(lambda _: self._finished())
 
     # --- building ------------------------------------------------------------------------------------------------
@@ -65,6 +69,8 @@ class VirtualReplicas(VirtualRun):
             self._errors.append([one.errors(self._corruption, rank, records) for rank in ranks])
             self._sums.append([torch.empty_like(bucket.grad_data) for bucket in one.buckets])
             self._squares.append([0.0] * self.workers)
+            if not self.config.untouched("grad"):
+                self._lossy.append(LossyReduction(self.config, one, self.workers, self.steps))
 
     def _check_memory(self) -> None:
         elements = sum(parameter.numel() for parameter in self._parameters)
@@ -92,10 +98,16 @@ class VirtualReplicas(VirtualRun):
             if self.full_replicas is not None and self.full_replicas.wants_gradient:
                 norms = [torch.linalg.vector_norm(bucket.grad_data, dtype=torch.float32) for bucket in buckets]
                 self._squares[stream][worker] = sum(float(norm) ** 2 for norm in norms) / self._unit() ** 2
-            for bucket, into in zip(buckets, sums, strict=True):
-                if not self._transformer.calculate_per_token_loss:
+            if not self._transformer.calculate_per_token_loss:
+                for bucket in buckets:
                     bucket.grad_data *= 1.0 / self.workers  # as each rank does
-                if self._collected:
+            if self._lossy:
+                gradients = [bucket.grad_data for bucket in buckets]
+                self._lossy[stream].collect(worker, gradients, self.iteration, self.loss_scale(), self.following)
+            for bucket, into in zip(buckets, sums, strict=True):
+                if self._lossy:
+                    pass
+                elif self._collected:
                     into += bucket.grad_data
                 else:
                     into.copy_(bucket.grad_data)
@@ -112,6 +124,8 @@ class VirtualReplicas(VirtualRun):
         self._make_states()
         together = self.full_replicas
         with torch.no_grad():
+            for one in self._lossy:
+                one.reduce()
             if together is not None and together.checks:
                 if not self._own:
                     self._own = [
@@ -138,8 +152,10 @@ class VirtualReplicas(VirtualRun):
         """Let ``into`` have the reduced gradients as ``worker`` gets them."""
         for stream, (one, sums) in enumerate(zip(self._replica_streams, self._sums, strict=True)):
             exchange = Exchange("grad", one.stream, self.iteration)
+            if self._lossy:
+                sums = self._lossy[stream].gather(worker, self.iteration)
             for bucket, (buffer, reduced) in enumerate(zip(into[stream], sums, strict=True)):
-                buffer.copy_(reduced)
+                buffer.copy_(reduced[: len(buffer)])
                 self._errors[stream][worker].hit(exchange, bucket, buffer, self._unit())
                 if scale is not None:
                     buffer *= scale
@@ -210,11 +226,11 @@ class VirtualReplicas(VirtualRun):
 
     @property
     def groups(self) -> list[LossyGroup]:
-        return []
+        return [group for one in self._lossy for group in one.groups]
 
     @property
-    def streams(self) -> list[Any]:
-        return []
+    def streams(self) -> list[LossyReduction]:
+        return self._lossy
 
     def replicas(self) -> list[Any]:
         return []

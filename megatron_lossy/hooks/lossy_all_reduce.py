@@ -1,0 +1,98 @@
+"""An all-reduce of gradients that loses data: what full replicas have in the place of a reduce-scatter and a gather.
+
+It is made of both. In the reduce-scatter owners recover what is lost as always. Of the reduced gradient, which is then sent
+to all, a rank keeps its own gradient where a unit does not arrive: so replicas drift apart (docs/corruption.md).
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..ledger import Patch
+from ..run import Run
+from ..transport import Transfer
+from .seam import Slot, begun, slot_of
+
+
+def shard_size(elements: int, ranks: int) -> int:
+    """Elements of a shard of a bucket that is not padded."""
+    return -(-elements // ranks)
+
+
+def begin(
+    run: Run, slot: Slot, gradient: torch.Tensor, averaged: bool, scatter: Callable, gather: Callable
+) -> Transfer:
+    """Begin to all-reduce ``gradient`` [n], scaled as Megatron scales it, in place. It ends when the result is waited for.
+
+    ``scatter(output, input)``, ``gather(output, input)``: run the collectives. ``averaged``: they give a mean.
+    """
+    group, number = slot.group, slot.bucket
+    padded = gradient.new_zeros(group.size * shard_size(len(gradient), group.size))
+    padded[: len(gradient)] = gradient
+    result = padded.clone() if averaged else padded * group.size  # what a rank thinks of the sum by itself
+    own = torch.empty_like(result[: len(result) // group.size])
+    transfer = group.reduce_scatter(
+        number, padded, own, run.iteration, lambda: scatter(own, padded), averaged, run.loss_scale(), run.following
+    )
+
+    def finish(_: Any) -> None:
+        group.all_gather(number, result, own, run.iteration, lambda: gather(result, own)).wait()
+        gradient.copy_(result[: len(gradient)])
+
+    return transfer.then(finish)
+
+
+def all_reduce(
+    run: Run,
+    original: Callable,
+    tensor: torch.Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """In the place of ``torch.distributed.all_reduce``: gradients of full replicas lose what their slot says."""
+    slot = slot_of(tensor)
+    if slot is None or slot.group.lossless("grad"):
+        return original(tensor, op=op, group=group, async_op=async_op)
+
+    def scatter(output: torch.Tensor, input: torch.Tensor) -> Any:
+        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
+
+    def gather(output: torch.Tensor, input: torch.Tensor) -> Any:
+        return dist.all_gather_into_tensor(output, input, group=group, async_op=True)
+
+    return begun(slot.group, begin(run, slot, tensor, op == dist.ReduceOp.AVG, scatter, gather))
+
+
+class _Changed(types.ModuleType):
+    """A module with some attributes of its own, and all others of ``original``."""
+
+    def __init__(self, original: types.ModuleType, **own: Any) -> None:
+        super().__init__(original.__name__)
+        self.__dict__.update(own, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+
+def patch(run: Run) -> Patch:
+    """What ``--p-grad`` needs in megatron-core without the distributed optimizer."""
+
+    def changed(original: Any) -> Any:
+        def lossy(*args: Any, **kwargs: Any) -> Any:
+            return all_reduce(run, original.distributed.all_reduce, *args, **kwargs)
+
+        return _Changed(original, distributed=_Changed(original.distributed, all_reduce=lossy))
+
+    return Patch(
+        target="megatron.core.distributed.param_and_grad_buffer:torch",
+        make=changed,
+        why="this module's all-reduce of gradients, and no other, becomes one that loses data",
+        versions="all",
+        until="Megatron calls its all-reduce by a name of its own",
+    )
