@@ -44,8 +44,10 @@ _OF_NO_MATTER = ("eval_weights", "save_replicas")
 _FILES = ("link_rates_grad", "link_rates_param", "trace")
 
 
-def make_observers(config: LossyConfig, groups: Callable[[], Sequence[LossyGroup]] = list) -> list[Observer]:
-    """The observers that the flags ask for; none where nothing can be lost. ``groups``: those of the run."""
+def make_observers(
+    config: LossyConfig, groups: Callable[[], Sequence[LossyGroup]] = list, carriers: Callable[[], Sequence[Any]] = list
+) -> list[Observer]:
+    """The observers that the flags ask for; none where nothing can be lost. ``groups``, ``carriers``: those of the run."""
     if config.lossless:
         return []
     observers: list[Observer] = [ExchangeMonitor()]
@@ -56,7 +58,7 @@ def make_observers(config: LossyConfig, groups: Callable[[], Sequence[LossyGroup
     if config.transport == "udp":
         from .transport.udp.monitor import DatagramMonitor
 
-        observers.append(DatagramMonitor(lambda: [group.transport for group in groups()]))
+        observers.append(DatagramMonitor(carriers))
     if config.drift_interval:
         observers.append(Drift(config))
     if config.delivery_log is not None:
@@ -89,7 +91,7 @@ class Run(ABC):
         self.gapless = gapless
         self.iteration = 0
         self.update: int | None = None
-        self.observers = make_observers(config, lambda: self.groups)
+        self.observers = make_observers(config, lambda: self.groups, lambda: self.carriers)
         # At once, since files may be large, and be gone when something is saved.
         self._flags = _identity_of(config) if config.save_replicas and not config.lossless else {}
         self.after_update: list[Callable[[Run], None]] = []
@@ -102,6 +104,11 @@ class Run(ABC):
     @abstractmethod
     def groups(self) -> list[LossyGroup]:
         """The lossy groups of every worker of this process."""
+
+    @property
+    def carriers(self) -> list[Any]:
+        """What sends datagrams, where something does: the transports of the groups, and more."""
+        return [group.transport for group in self.groups]
 
     @property
     @abstractmethod

@@ -73,7 +73,7 @@ static void post_all(struct channel *c, uint32_t step, struct half halves[PHASES
             memset(h->guarded, 0xEE, sizeof h->guarded);
             for (uint32_t i = 1; i < RANKS; i++)
                 to[i] = h->guarded[i] + GUARD;
-            if (ml_post(c, phase, step, b, to, h->arrived, 0, now, &h->handle) || send_all(c, phase, step, b, from, &h->sending)) {
+            if (ml_post(c, phase, step, b, to, h->arrived, 0, 0, NULL, 0, now, &h->handle) || send_all(c, phase, step, b, from, &h->sending)) {
                 if (!c->failed) /* a forged last word came before */
                     fail(__LINE__);
                 return;
