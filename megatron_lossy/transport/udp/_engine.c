@@ -404,6 +404,8 @@ struct member {
     void *seal, *open;
     struct dest *queue[PHASES], *last[PHASES];
     uint64_t eager, eager_limit; /* bytes sent without READY */
+    uint32_t posted[PHASES];     /* the latest step that it is known to have posted, or the first that it was sent */
+    uint8_t any_posted[PHASES];
     uint8_t probed, confirmed, gone;
     uint32_t replies;
     ns probe_at, probe_until, replies_at;
@@ -1015,10 +1017,19 @@ static void dest_sent(struct dest *d, ns now)
     pthread_mutex_unlock(&e->tell);
 }
 
+static void has_posted(struct member *m, const struct exchange *x)
+{
+    if (!m->any_posted[x->phase] || (int32_t)(x->step - m->posted[x->phase]) > 0)
+        m->posted[x->phase] = x->step;
+    m->any_posted[x->phase] = 1;
+}
+
 static void dest_ready(struct dest *d)
 {
+    struct member *m = &d->x->channel->members[d->rank];
     if (!d->ready)
-        d->x->channel->members[d->rank].eager -= d->eager;
+        m->eager -= d->eager;
+    has_posted(m, d->x);
     d->ready = 1;
     d->x->channel->engine->blocked_until = 0;
 }
@@ -1752,9 +1763,11 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
 static int may_begin(const struct member *m, const struct dest *d)
 {
     const struct bucket *b = d->x->bucket;
-    if (d->position == b->entries) /* parities are left */
+    if (d->ready || d->position == b->entries) /* parities are left */
         return 1;
-    return d->ready || m->eager + unit_bytes(b, b->order ? b->order[d->position] : d->position) <= m->eager_limit;
+    if (m->any_posted[d->x->phase] && (int32_t)(d->x->step - m->posted[d->x->phase]) > AHEAD)
+        return 0; /* it would not be kept */
+    return m->eager + unit_bytes(b, b->order ? b->order[d->position] : d->position) <= m->eager_limit;
 }
 
 /* How many datagrams of a bucket's length go out together. */
@@ -1840,6 +1853,8 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
         uint32_t unit = b->order ? b->order[d->position] : d->position, size = unit_bytes(b, unit);
         bytes += build(e, m, DATA, b->tags ? b->tags[unit] : 0, d->x->phase, d->x->step, d->x->number, unit,
                        d->from + (uint64_t)unit * b->unit, size, out + bytes, now);
+        if (!m->any_posted[d->x->phase])
+            has_posted(m, d->x);
         if (!d->ready) {
             m->eager += size;
             d->eager += size;

@@ -39,7 +39,9 @@ class Link:
 
     def __init__(self, ranks: tuple[int, int], rank: int, channel: Channel) -> None:
         self.name = f"stages on ranks {ranks[0]} and {ranks[1]}"
-        self.rank = ranks.index(rank)
+        self.rank = rank
+        self._place = ranks.index(rank)
+        self._peer = ranks[1 - self._place]
         self._channel = channel
         self._begun = dict.fromkeys(BOUNDARY_PHASES, 0)
 
@@ -51,7 +53,7 @@ class Link:
     def send(self, phase: str, number: int, memory: torch.Tensor, packets: int, code: tuple[int, int]) -> Datagrams:
         """``memory`` may change when this returns."""
         must = np.zeros((2, packets), dtype=bool)
-        must[1 - self.rank] = True
+        must[1 - self._place] = True
         return self._channel.send(phase, number, 0, self._only_other(memory), must, code)
 
     def post(
@@ -62,21 +64,21 @@ class Link:
         posted.keep = memory
 
         def wait(seconds: float) -> Received:
-            arrived = posted.wait(seconds)[1 - self.rank]
-            return Received(arrived, posted.outcome(1 - self.rank))
+            arrived = posted.wait(seconds)[1 - self._place]
+            return Received(arrived, posted.outcome(1 - self._place))
 
         return wait
 
     def _only_other(self, memory: torch.Tensor) -> list[int | None]:
-        return [None if rank == self.rank else memory.data_ptr() for rank in range(2)]
+        return [None if rank == self._place else memory.data_ptr() for rank in range(2)]
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Of the other rank, by its place in the link."""
-        return self._channel.counters()
+        """Of the other rank, by its number in the world."""
+        return {self._peer: self._channel.counters()[1 - self._place]}
 
     def rates(self) -> dict[int, dict[str, float]]:
         """Towards the other rank."""
-        return self._channel.rates()
+        return {self._peer: self._channel.rates()[1 - self._place]}
 
     def close(self) -> None:
         self._channel.close()
