@@ -543,7 +543,9 @@ def test_units_that_are_copied_come_three_times_with_their_tag(pair):
     chosen = np.zeros(10, bool)
     chosen[[0, 4]] = True
     channel = Channel.__new__(Channel)
-    channel.__dict__.update(_units={"grad": [10, 3]}, _lib=pair.lib, _channel=pair.channel, _users=0, name="x")
+    channel.__dict__.update(
+        phases=("grad", "param"), _units={"grad": [10, 3]}, _lib=pair.lib, _channel=pair.channel, _users=0, name="x"
+    )
     channel._lock = threading.Condition()
     channel.copies("grad", 0, chosen)
     pair.send("grad", 0, 0, pieces(0, 2, BUCKETS["grad"][0][0]))

@@ -30,6 +30,7 @@ from tests.ranks import RankFailed, run_ranks
 from tests.test_lab import needs_lab
 from tests.test_pipeline_boundaries import BOTH, DEEP, PLAIN, WAYS, by_replica, check, place_of, record, same
 from tests.tiny_gpt import TinyGPT, build
+from tests.trainer import TINY, read_records, train_runs, write_data
 
 ROOT = Path(__file__).parents[1]
 UDP = {"transport": "udp", "act_transport": "udp", "udp_cipher": "none", "loss_unit": "packet", "packet_bytes": 1408}
@@ -319,6 +320,30 @@ def ended(rank):
 def test_a_run_ends_in_order():
     for seconds, lost in run_ranks(ended, 2):
         assert seconds < 4 and lost == 0
+
+
+def test_the_trainer_sends_messages_over_udp(tmp_path):
+    """Two stages of one replica, with evaluation and checkpoints: without loss everything recorded is as over torch."""
+    run_ranks(write_data, 1, str(tmp_path))
+    settings = TINY | {
+        "data_path": (str(tmp_path / "train"),),
+        "valid_data_path": (str(tmp_path / "valid"),),
+        "pipeline_model_parallel_size": 2,
+        "hidden_dropout": 0.0,
+        "save_interval": 4,
+    }
+    for name, loss in (("torch", {}), ("udp", {"transport": "udp", "act_transport": "udp"})):
+        [(_, output), _] = run_ranks(train_runs, 2, (settings | {"save": str(tmp_path / name)}, loss))
+        assert (re.search(r"udp, stages on ranks 0 and 1, ranks 0 and 1: sent \d+", output) is not None) == (
+            name == "udp"
+        )
+    for kind in ("train", "valid"):
+        mine, theirs = (read_records(tmp_path / name, kind) for name in ("udp", "torch"))
+        assert len(mine) == len(theirs) > 0
+        for record_, expected in zip(mine, theirs, strict=True):
+            assert record_ | expected | {"seconds": 0} == record_ | {"seconds": 0}
+            if kind == "train":
+                assert record_["loss rate act"] == record_["loss rate act-grad"] == 0 < record_["udp sent"]
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------

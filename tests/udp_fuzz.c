@@ -151,6 +151,7 @@ int main(int count_of_arguments, char **arguments)
             struct exchange *handle;
             struct output o;
             to[0] = pieces[i];
+            memset(channels[i]->members[0].any_posted, 0, PHASES); /* what the first says does not come here */
             for (int phase = 0; phase < PHASES; phase++)
                 for (uint32_t b = 0; b < BUCKETS; b++) {
                     if (send_all(channels[i], phase, step, b, to, &handle))

@@ -24,8 +24,6 @@ from .engine import Transfer as Datagrams
 from .process import engine_for
 from .staging import Stage, device_of, patience_of, staged
 
-NOTHING = Outcome(0, 0, False)
-
 
 class Received(NamedTuple):
     """What came of a message: ``arrived`` bool[packets], and what it took."""
@@ -85,15 +83,12 @@ class Link:
 
 
 class StageLinks:
-    """The links of this process. A collective call of all ranks of the world; links open with their first message.
+    """The links of this process. A collective call of all ranks of the world; links open with their first message."""
 
-    ``group``: of the pipeline, or ``None`` for all ranks; how long it waits is how long a message is waited for.
-    """
-
-    def __init__(self, config: LossyConfig, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, config: LossyConfig) -> None:
         self._config = config
         self._rank = dist.get_rank()
-        self._patience = patience_of(group)
+        self._patience = patience_of(None)
         # Not what ranks that are gone have left in the store: torchrun may use one store for all its attempts.
         drawn = [os.urandom(8).hex()]
         dist.broadcast_object_list(drawn, 0)
