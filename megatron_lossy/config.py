@@ -242,7 +242,18 @@ class LossyConfig(ErrorFlags, SyncFlags):
     p_act_grad: float = flag(
         0.0, "mean loss rate of gradients of activations between pipeline stages, in [0, 1)", metavar="P"
     )
-    act_packet_bytes: int = flag(4096, "payload bytes of a packet between pipeline stages", metavar="BYTES")
+    act_transport: str = flag(
+        "torch",
+        "how messages between pipeline stages cross: as Megatron sends them, minus what --p-act draws; or udp, as datagrams "
+        "that may really be lost, with --transport udp (docs/boundaries.md)",
+        choices=("torch", "udp"),
+    )
+    act_packet_bytes: int = flag(
+        None,
+        "payload bytes of a packet between pipeline stages; default 4096, with --act-transport udp that of --packet-bytes",
+        type=int,
+        metavar="BYTES",
+    )
     act_high_depth: float = flag(
         0.5,
         "boundaries after at most this share of the layers count as high, the others as low; in [0, 1]",
@@ -403,7 +414,7 @@ class LossyConfig(ErrorFlags, SyncFlags):
             _in_unit_interval(flag_name(LossyConfig, name), getattr(self, name))
         for name in (
             "loss_correlation", "lossy_links", "grad_recovery", "grad_priority_scope", "param_send", "transport", "eval_weights",
-            "act_zero_fill_gradient", "act_retransmit",
+            "act_zero_fill_gradient", "act_retransmit", "act_transport",
         ):  # fmt: skip
             check_choice(self, name)
         for name in ("loss_model", "ge_mean_burst", "loss_schedule"):
@@ -444,12 +455,14 @@ class LossyConfig(ErrorFlags, SyncFlags):
         self._check_replicas()
 
     def _resolve(self) -> None:
-        """Give the unit of loss its default, which depends on the transport."""
+        """Give the units of loss their defaults, which depend on the transport."""
         udp = self.transport == "udp"
         if self.loss_unit is None:
             object.__setattr__(self, "loss_unit", "packet" if udp else "shard")
         if self.packet_bytes is None:
             object.__setattr__(self, "packet_bytes", UDP_PACKET_BYTES if udp else 4096)
+        if self.act_packet_bytes is None:
+            object.__setattr__(self, "act_packet_bytes", self.packet_bytes if self.act_transport == "udp" else 4096)
         check_choice(self, "loss_unit")
         if self.grad_priority is None:
             feeds_back = self.grad_recovery == "error-feedback"
@@ -520,6 +533,8 @@ class LossyConfig(ErrorFlags, SyncFlags):
             raise refuse(
                 "--virtual-boundaries", " ".join(map(str, layers)), "cannot be on a node: --lossy-links inter-node"
             )
+        if self.act_transport == "udp":
+            self._check_act_transport()
         for name in _OF_RECOVERY if self.act_retransmit == "off" else ():
             value = getattr(self, name)
             if value != LossyConfig.__dataclass_fields__[name].default:
@@ -538,6 +553,21 @@ class LossyConfig(ErrorFlags, SyncFlags):
             raise refuse("--replica-check", self.replica_check, needs)
         if self.errs and self.grad_error != "trace" and self.grad_error_at == "broadcast":
             raise refuse("--grad-error-at", "broadcast", needs)
+
+    def _check_act_transport(self) -> None:
+        if self.transport != "udp":
+            raise refuse("--act-transport", "udp", "needs --transport udp")
+        if self.virtual_boundaries is not None:
+            raise refuse("--act-transport", "udp", "needs real stages: --virtual-boundaries are in one process")
+        if self.packet_bytes < UDP_REPORT_BYTES:
+            raise refuse(
+                "--packet-bytes", self.packet_bytes, f"must be at least {UDP_REPORT_BYTES} with --act-transport udp"
+            )
+        if self.act_packet_bytes > self.packet_bytes:
+            why = (
+                f"must be at most --packet-bytes ({self.packet_bytes}) with --act-transport udp, where it is a datagram"
+            )
+            raise refuse("--act-packet-bytes", self.act_packet_bytes, why)
 
     def _check_udp(self) -> None:
         for name in ("udp_rate_control", "udp_cipher"):
@@ -641,8 +671,8 @@ class LossyConfig(ErrorFlags, SyncFlags):
 
     def all_reduced(self) -> LossyConfig:
         """The flags of both halves of an all-reduce, which loses ``--p-grad`` twice, without those of replicas."""
-        reset = {f.name: f.default for cls in (ErrorFlags, SyncFlags) for f in dataclasses.fields(cls)}
-        grad = {
+        reset: dict[str, Any] = {f.name: f.default for cls in (ErrorFlags, SyncFlags) for f in dataclasses.fields(cls)}
+        grad: dict[str, Any] = {
             "p_param": self.p_grad,
             "ge_param": self.ge_grad,
             "link_rates_param": self.link_rates_grad,
@@ -661,7 +691,7 @@ class LossyConfig(ErrorFlags, SyncFlags):
     @property
     def loses_at_boundaries(self) -> bool:
         """Whether messages between pipeline stages can lose anything."""
-        return any(map(self.boundary_rate, BOUNDARY_PHASES))
+        return self.act_transport == "udp" or any(map(self.boundary_rate, BOUNDARY_PHASES))
 
     def boundary_rate(self, phase: str) -> float:
         """The loss rate of ``phase`` ("act" or "act-grad")."""
@@ -716,6 +746,9 @@ class LossyConfig(ErrorFlags, SyncFlags):
 
     def _describe_boundaries(self) -> str:
         rates = f"activations {100 * self.p_act:g} %, their gradients {100 * self.p_act_grad:g} %"
+        if self.act_transport == "udp":
+            drawn = any(map(self.boundary_rate, BOUNDARY_PHASES))
+            rates = "activations and their gradients over UDP" + (f" and, drawn, {rates}" if drawn else "")
         recovery = "without parity"
         if self.act_retransmit == "on":
             kinds = ((self.act_fec_high, self.act_residual_high), (self.act_fec_low, self.act_residual_low))

@@ -50,9 +50,10 @@ _FILES = ("link_rates_grad", "link_rates_param", "trace")
 def make_observers(
     config: LossyConfig,
     groups: Callable[[], Sequence[LossyGroup]] = list,
+    carriers: Callable[[], Sequence[Any]] = list,
     full_replicas: Callable[[], FullReplicas | None] = lambda: None,
 ) -> list[Observer]:
-    """The observers that the flags ask for; none where nothing can happen. ``groups``, ``full_replicas``: those of the run."""
+    """The observers that the flags ask for; none where nothing can happen. The others: those of the run."""
     if config.inert:
         return []
     observers: list[Observer] = [] if config.lossless else [ExchangeMonitor()]
@@ -63,7 +64,7 @@ def make_observers(
     if config.transport == "udp":
         from .transport.udp.monitor import DatagramMonitor
 
-        observers.append(DatagramMonitor(lambda: [group.transport for group in groups()]))
+        observers.append(DatagramMonitor(carriers))
     if config.drift_interval and not (config.lossless or config.replicates):
         observers.append(Drift(config))
     if config.delivery_log is not None and not config.lossless:
@@ -100,7 +101,7 @@ class Run(ABC):
         self.gapless = gapless
         self.iteration = 0
         self.update: int | None = None
-        self.observers = make_observers(config, lambda: self.groups, lambda: self.full_replicas)
+        self.observers = make_observers(config, lambda: self.groups, lambda: self.carriers, lambda: self.full_replicas)
         # At once, since files may be large, and be gone when something is saved.
         self._flags = _identity_of(config) if config.save_replicas and not config.inert else {}
         self.after_update: list[Callable[[Run], None]] = []
@@ -113,6 +114,11 @@ class Run(ABC):
     @abstractmethod
     def groups(self) -> list[LossyGroup]:
         """The lossy groups of every worker of this process."""
+
+    @property
+    def carriers(self) -> list[Any]:
+        """What sends datagrams, where something does: the transports of the groups, and more."""
+        return [group.transport for group in self.groups]
 
     @property
     @abstractmethod

@@ -201,16 +201,16 @@ def test_another_key_opens_nothing():
 # ---- Completion ----
 
 
-def follow(node, step, deadline, events, now, must=None):
+def follow(node, step, deadline, events, now, must=None, tolerance=0):
     """Drive the engine and the model with the same events; they agree after each. Returns the time after them."""
-    model = Source(3, MS, deadline or None)  # in nanoseconds, which are exact
+    model = Source(3, MS, deadline or None, tolerance=tolerance)  # in nanoseconds, which are exact
     exchange = None
     for event in events:
         if isinstance(event, int):
             expected = model.data(event)
             assert node.handle(now, 1, data(event, step=step)) == expected, events
         elif event == "post" and exchange is None:
-            exchange = node.post(now, "grad", step, 0, deadline=deadline)
+            exchange = node.post(now, "grad", step, 0, deadline=deadline, tolerance=tolerance)
             model.post(now)
         elif event == "end":
             payload = b"" if must is None else packet.end(must)
@@ -250,11 +250,12 @@ def test_completion_is_the_models_in_every_order(deadline):
     events=st.lists(st.sampled_from([0, 1, 2, 2, "end", "post", "post", *TIMES]), max_size=20),
     deadline=st.sampled_from([0, 2 * MS]),
     must=st.none() | st.sets(st.integers(0, 2)).map(sorted),
+    tolerance=st.integers(0, 3),
 )
 @settings(max_examples=150, deadline=None)
-def test_completion_is_the_models_in_long_orders(events, deadline, must):
+def test_completion_is_the_models_in_long_orders(events, deadline, must, tolerance):
     node = Node(0, 2, {"grad": [(3 * UNIT, UNIT)]}, reorder=MS, reported=() if must is None else ("grad",))
-    follow(node, 1, deadline, events, SECOND, must)
+    follow(node, 1, deadline, events, SECOND, must, tolerance)
     node.close()
 
 
@@ -542,7 +543,9 @@ def test_units_that_are_copied_come_three_times_with_their_tag(pair):
     chosen = np.zeros(10, bool)
     chosen[[0, 4]] = True
     channel = Channel.__new__(Channel)
-    channel.__dict__.update(_units={"grad": [10, 3]}, _lib=pair.lib, _channel=pair.channel, _users=0, name="x")
+    channel.__dict__.update(
+        phases=("grad", "param"), _units={"grad": [10, 3]}, _lib=pair.lib, _channel=pair.channel, _users=0, name="x"
+    )
     channel._lock = threading.Condition()
     channel.copies("grad", 0, chosen)
     pair.send("grad", 0, 0, pieces(0, 2, BUCKETS["grad"][0][0]))

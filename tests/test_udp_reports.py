@@ -313,3 +313,94 @@ def test_parity_in_any_order(arriving, must, block, order):
         assert (got.pieces[1, unit * UNIT : (unit + 1) * UNIT] == units[unit]).all()
     assert bool(got.over_at) == (not residual.any())
     node.close()
+
+
+# ---- A receiver that may do without some ----
+
+
+def message(world, code, step=0, tolerance=0, dropped=None):
+    """Node 0 sends node 1 a message that must arrive whole."""
+    sent = bytes_of(0, 2, SHARD)
+    got = world.nodes[1].post(world.now, "grad", step, 0, [0], tolerance=tolerance, dropped=dropped)
+    world.nodes[0].send("grad", step, 0, sent, ALL_OF_IT, code)
+    return got, sent[1]
+
+
+ALL_OF_IT = np.array([[False] * UNITS, [True] * UNITS])
+
+
+@given(
+    st.integers(0, 12), st.sampled_from([(1, 0), (10, 3), (7, 7), (40, 1)]), st.floats(0, 0.4), st.integers(0, 2**32 - 1)
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_what_parity_does_not_bring_back_is_lost_up_to_the_tolerance(tolerance, code, p, seed):
+    """Of what is dropped when it comes; beyond the tolerance all of it is asked for, and comes."""
+    layout = Layout(UNITS, *code) if code[1] else None
+    dropped = np.random.default_rng(seed).random(UNITS + (layout.parities if layout else 0)) < p
+    raw = dropped[:UNITS]
+    residual = layout.residual(raw, dropped[UNITS:]) if layout else raw
+    again = int(residual.sum()) > tolerance
+    with World(2, {"grad": [(SHARD, UNIT)]}, losing(0, 0), **REPORTED) as world:
+        got, sent = message(world, code, tolerance=tolerance, dropped=dropped)
+        world.run(lambda: got.over_at)
+        np.testing.assert_array_equal(got.arrived[0], True if again else ~residual)
+        outcome = (int(raw.sum()), int(residual.sum()), again) if raw.any() else (0, 0, False)
+        assert world.nodes[1].outcome(got, 0) == outcome
+        whole = np.repeat(got.arrived[0], UNIT)[:SHARD]
+        np.testing.assert_array_equal(got.pieces[0, :SHARD][whole], sent[whole])
+        assert (got.pieces[0, :SHARD][~whole] == 0xEE).all()
+
+
+@pytest.mark.parametrize("tolerance", [0, 3, UNITS])
+def test_over_a_lossy_link_no_more_is_missing_than_may(tolerance):
+    """Whatever kind of datagram is lost, and the sender may change what it has sent at once."""
+    lost = asked = 0
+    with World(2, {"grad": [(SHARD, UNIT)]}, losing(0.15, 3), **REPORTED) as world:
+        for step in range(30):
+            sent = bytes_of(0, 2, SHARD)
+            kept = sent.copy()
+            got = world.nodes[1].post(world.now, "grad", step, 0, [0], tolerance=tolerance)
+            world.nodes[0].send("grad", step, 0, sent, ALL_OF_IT, (10, 3))
+            sent[:] = 0xDD
+            world.run(lambda got=got: got.over_at)
+            missing = int((~got.arrived[0]).sum())
+            _, residual, again = world.nodes[1].outcome(got, 0)
+            assert missing <= tolerance and missing == (0 if again else residual)
+            lost, asked = lost + missing, asked + again
+            whole = np.repeat(got.arrived[0], UNIT)[:SHARD]
+            np.testing.assert_array_equal(got.pieces[0, :SHARD][whole], kept[1][whole])
+    assert bool(lost) == (tolerance > 0) and bool(asked) == (tolerance < UNITS)
+
+
+def test_a_message_that_must_arrive_whole_has_a_short_end_and_all_is_asked_for_at_once():
+    """Of 40 units, of which 14 fit a datagram; a round trip for all of them."""
+    said = []
+
+    def link(source, destination, datagram, now):
+        kind, fields = fields_of(datagram)
+        said.append((now, kind, fields["index"], datagram))
+        return [now + 5 * MS]
+
+    with World(2, {"grad": [(SHARD, UNIT)]}, link, **REPORTED) as world:
+        got, _ = message(world, (1, 0), dropped=np.ones(UNITS, np.bool_))
+        begun = world.now
+        world.run(lambda: got.over_at)
+        assert got.arrived.all() and got.over_at - begun < 17 * MS
+    ends = {(index, packet.decode(datagram)[3]) for _, kind, index, datagram in said if kind == END}
+    assert ends == {(UNITS, packet.end(None, 1, 0))}
+    asked = [(now, index) for now, kind, index, _ in said if kind == NACK]
+    assert [index for _, index in asked] == [14, 14, 12] and len({now for now, _ in asked}) == 1
+
+
+def test_a_sender_far_ahead_loses_nothing():
+    """It sends thirty messages before the first is asked for, and none is kept that is too far ahead."""
+    with World(2, {"grad": [(SHARD, UNIT)]}, losing(0, 0), **REPORTED) as world:
+        sent = bytes_of(0, 2, SHARD)
+        for step in range(30):
+            world.nodes[0].send("grad", step, 0, sent, ALL_OF_IT)
+        world.run_for(SECOND)
+        assert world.nodes[1].counters(0)["early"] == 9 * UNITS
+        for step in range(30):
+            got = world.nodes[1].post(world.now, "grad", step, 0, [0], tolerance=UNITS)
+            world.run(lambda got=got: got.over_at)
+            assert got.arrived.all()

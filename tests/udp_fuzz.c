@@ -45,11 +45,13 @@ static struct channel *open_channel(struct engine *e, uint32_t rank)
 
 struct half { uint8_t guarded[RANKS][GUARD + SHARD + GUARD], arrived[RANKS * UNITS]; struct exchange *handle, *sending; };
 
-/* In half of the buckets with reports some units must arrive, in blocks of two with a parity. */
+/* In one of the two buckets with reports some units must arrive, in the other one all; in blocks of two with a parity. */
 static int send_all(struct channel *c, int phase, uint32_t step, uint32_t b, const uint8_t *const *from, struct exchange **handle)
 {
     static const uint8_t must[RANKS * UNITS] = {0, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0, 1, 1, 0, 0, 0, 1, 0, 0, 1};
-    return ml_send(c, phase, step, b, from, phase == 0 && b == 1 ? must : NULL, 2, 1, handle);
+    static uint8_t all[RANKS * UNITS];
+    memset(all, 1, sizeof all);
+    return ml_send(c, phase, step, b, from, phase == 0 && b == 1 ? must : phase == 0 && b == 3 ? all : NULL, 2, 1, handle);
 }
 
 static uint8_t right(uint32_t source, uint32_t offset) { return (uint8_t)(source * 31 + offset * 7 + 1); }
@@ -65,6 +67,7 @@ static void close_all(struct engine *engines[RANKS], struct channel *channels[RA
 static void post_all(struct channel *c, uint32_t step, struct half halves[PHASES][BUCKETS], const uint8_t *source, ns now)
 {
     const uint8_t *from[RANKS] = {NULL, source, source};
+    static const uint8_t dropped[UNITS + 4] = {0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, 0};
     for (int phase = 0; phase < PHASES; phase++)
         for (uint32_t b = 0; b < BUCKETS; b++) {
             struct half *h = &halves[phase][b];
@@ -73,7 +76,8 @@ static void post_all(struct channel *c, uint32_t step, struct half halves[PHASES
             memset(h->guarded, 0xEE, sizeof h->guarded);
             for (uint32_t i = 1; i < RANKS; i++)
                 to[i] = h->guarded[i] + GUARD;
-            if (ml_post(c, phase, step, b, to, h->arrived, 0, now, &h->handle) || send_all(c, phase, step, b, from, &h->sending)) {
+            if (ml_post(c, phase, step, b, to, h->arrived, 0, step % 3, dropped, b == 3 ? sizeof dropped : 0, now, &h->handle)
+                || send_all(c, phase, step, b, from, &h->sending)) {
                 if (!c->failed) /* a forged last word came before */
                     fail(__LINE__);
                 return;
@@ -147,6 +151,7 @@ int main(int count_of_arguments, char **arguments)
             struct exchange *handle;
             struct output o;
             to[0] = pieces[i];
+            memset(channels[i]->members[0].any_posted, 0, PHASES); /* what the first says does not come here */
             for (int phase = 0; phase < PHASES; phase++)
                 for (uint32_t b = 0; b < BUCKETS; b++) {
                     if (send_all(channels[i], phase, step, b, to, &handle))

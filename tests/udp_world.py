@@ -107,7 +107,18 @@ class Node:
         shard, unit = self.buckets[phase][bucket]
         return -(-shard // unit)
 
-    def post(self, now: int, phase: str, step: int, bucket: int, sources=None, deadline: int = 0) -> Exchange:
+    def post(
+        self,
+        now: int,
+        phase: str,
+        step: int,
+        bucket: int,
+        sources=None,
+        deadline: int = 0,
+        tolerance: int = 0,
+        dropped=None,
+    ) -> Exchange:
+        """``tolerance`` of what must arrive may be missing; ``dropped`` uint8[units + parities] counts as lost."""
         sources = [r for r in range(self.size) if r != self.rank] if sources is None else sources
         shard, _ = self.buckets[phase][bucket]
         guard = 64
@@ -117,7 +128,8 @@ class Node:
         handle = ctypes.c_void_p()
         result = self.lib.ml_post(
             self.channel, packet.PHASES[phase], step, bucket, (ctypes.c_void_p * self.size)(*pointers),
-            arrived.ctypes.data, deadline, now, ctypes.byref(handle),
+            arrived.ctypes.data, deadline, tolerance, None if dropped is None else dropped.ctypes.data,
+            0 if dropped is None else len(dropped), now, ctypes.byref(handle),
         )  # fmt: skip
         assert result == 0, result
         exchange = Exchange(arrived, pieces, handle, now)
@@ -143,6 +155,12 @@ class Node:
     def reports(self, handle: ctypes.c_void_p, phase: str, bucket: int) -> np.ndarray | None:
         lost = np.empty((self.size, self.units(phase, bucket)), np.bool_)
         return None if self.lib.ml_reports(handle, lost.ctypes.data) else lost
+
+    def outcome(self, exchange: Exchange, source: int) -> tuple[int, int, bool]:
+        """Units missing when the end was known, those after repair, and whether they were asked for."""
+        out = (ctypes.c_uint32 * 3)()
+        self.lib.ml_outcome(exchange.handle, source, out)
+        return out[0], out[1], bool(out[2])
 
     def handle(self, now: int, source: int, datagram: bytes) -> str:
         verdict = VERDICTS[self.lib.ml_handle(self.engine, address(source), datagram, len(datagram), now)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,11 +19,14 @@ from ..config import LossyConfig
 from ..errors import UsageError
 from ..ledger import Patch, Takes
 from ..monitor import BoundaryMonitor
-from ..pipeline import Boundary, Fate, Messages, elements_of, lossy, mask_of, received, zero_fill_
+from ..pipeline import Boundary, Fate, Messages, elements_of, lossy, mask_of, received, sent, zero_fill_
 from ..run import Run
 from ..transport import Transfer
 from .checks import check_communicator
 from .versions import data_parallel_rank, decoder_layers, innermost, schedule_table, sequence_parallel_rank
+
+if TYPE_CHECKING:
+    from ..transport.udp.stages import StageLinks
 
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -51,19 +54,17 @@ class _Schedule:
         self.chunks = chunks
         self.micro_batches = micro_batches
         self.forward_only = forward_only
-        self._count: dict[str, int] = {}
-        self._order: dict[str, list[tuple[int, int]]] = {}
+        self._order: dict[tuple[str, bool], Iterator[tuple[int, int]]] = {}
 
-    def next(self, phase: str, stage: int, stages: int) -> int:
-        """The model chunk whose message arrives next at pipeline rank ``stage`` of ``stages``."""
+    def next(self, phase: str, stage: int, stages: int, sends: bool = False) -> int:
+        """The model chunk whose message arrives next at pipeline rank ``stage`` of ``stages``, or leaves it next."""
         if len(self.chunks) == 1:
             return 0
-        if phase not in self._order:
+        if (phase, sends) not in self._order:
             table = schedule_table(self.chunks, self.micro_batches, stages)
-            self._order[phase] = received(phase, table, stage == 0, stage == stages - 1)
-        number = self._count.get(phase, 0)
-        self._count[phase] = number + 1
-        return self._order[phase][number][1]
+            order = (sent if sends else received)(phase, table, stage == 0, stage == stages - 1)
+            self._order[phase, sends] = iter(order)
+        return next(self._order[phase, sends])[1]
 
 
 class Boundaries:
@@ -78,6 +79,8 @@ class Boundaries:
         self.on_one_node = on_one_node
         self.config: LossyConfig = run.config
         self.messages = Messages(run.config)
+        #: What carries messages that leave the node, with ``--act-transport udp``; from the first model chunk on.
+        self.links: StageLinks | None = None
         self._monitors = [one for one in run.observers if isinstance(one, BoundaryMonitor)]
         self._schedule: _Schedule | None = None
 
@@ -92,7 +95,7 @@ class Boundaries:
         finally:
             self._schedule = outer
 
-    def _loses(self) -> bool:
+    def loses(self) -> bool:
         """Whether what crosses now can lose anything: in evaluation nothing does, unless it shall."""
         return self.config.act_loss_in_eval or self._trains()
 
@@ -101,48 +104,55 @@ class Boundaries:
 
     def _next(self, phase: str, boundary: Boundary, rank: int, tensor: int, packets: int) -> Fate:
         fate = self.messages.next(phase, boundary, rank, tensor, self.run.iteration, packets)
-        for monitor in self._monitors:
-            monitor.count(phase, fate)
+        self.count(phase, fate)
         return fate
 
+    def count(self, phase: str, fate: Fate) -> None:
+        """Let the monitors count a message."""
+        for monitor in self._monitors:
+            monitor.count(phase, fate)
+
     # --- several stages ----------------------------------------------------------------------------------------------
+
+    def chunk(self, phase: str, group: Any, sends: bool = False) -> int | None:
+        """The number of the model chunk whose message crosses next; ``None`` outside of a schedule, where nothing is lost.
+
+        ``group``: of the pipeline. Raises :class:`UsageError` where something should be lost.
+        """
+        if self._schedule is not None:
+            return self._schedule.next(phase, group.rank(), group.size(), sends)
+        if torch.is_grad_enabled() and not self.messages.loss[phase].lossless:
+            raise UsageError(
+                "--p-act and --p-act-grad: a message between stages was received outside of Megatron's schedules, "
+                "and nobody knows which one it is; use megatron.core.pipeline_parallel.schedules"
+            )
+        return None
+
+    def module(self, chunk: int) -> Any:
+        """The model chunk of that number, of the schedule that runs."""
+        assert self._schedule is not None
+        return self._schedule.chunks[chunk]
 
     def receive(self, phase: str, tensor: torch.Tensor, group: Any, reliable: bool) -> Callable[[], None] | None:
         """``tensor`` is about to be received in ``phase``; returns what to do once it is there, if anything.
 
         ``group``: of the pipeline. ``reliable``: nothing is lost between these two ranks.
         """
-        now = self._schedule
-        if now is None:
-            if torch.is_grad_enabled() and not self.messages.loss[phase].lossless:
-                raise UsageError(
-                    "--p-act and --p-act-grad: a message between stages was received outside of Megatron's schedules, "
-                    "and nobody knows which one it is; use megatron.core.pipeline_parallel.schedules"
-                )
+        chunk = self.chunk(phase, group)
+        if chunk is None or reliable or self.messages.loss[phase].lossless or not self.loses():
             return None
-        stage, stages = group.rank(), group.size()
-        chunk = now.next(phase, stage, stages)
-        if reliable or self.messages.loss[phase].lossless or not self._loses():
-            return None
-        module = now.chunks[chunk]
+        module = self.module(chunk)
         elements = elements_of(self.config.act_packet_bytes, tensor.dtype)
         fate = self._next(
             phase,
-            boundary_of(phase, module, chunk, stage, stages),
+            boundary_of(phase, module, chunk, group.rank(), group.size()),
             data_parallel_rank(module),
             sequence_parallel_rank(module),
             -(-tensor.numel() // elements),
         )
         if not fate.lost.any():
             return None
-        masked = phase == "act" and self.config.act_zero_fill_gradient == "masked"
-
-        def fill() -> None:
-            zero_fill_(tensor, fate.lost, elements)
-            if masked:
-                tensor.register_hook(mask_of(fate.lost, elements))
-
-        return fill
+        return partial(fill, tensor, phase, fate.lost, elements, self.config)
 
     # --- one stage ---------------------------------------------------------------------------------------------------
 
@@ -159,7 +169,7 @@ class Boundaries:
             layers[layer - 1].register_forward_hook(partial(self._cross, boundary, rank))
 
     def _cross(self, boundary: Boundary, rank: Callable[[], int], layer: Any, inputs: Any, output: Any) -> Any:
-        if not self._loses():
+        if not self.loses():
             return None
         hidden, *rest = output if isinstance(output, tuple) else (output,)
         elements = elements_of(self.config.act_packet_bytes, hidden.dtype)
@@ -173,6 +183,13 @@ class Boundaries:
         ]
         hidden = lossy(hidden, *lost, elements, masked=self.config.act_zero_fill_gradient == "masked")
         return (hidden, *rest) if isinstance(output, tuple) else hidden
+
+
+def fill(tensor: torch.Tensor, phase: str, lost: np.ndarray, elements: int, config: LossyConfig) -> None:
+    """Zeros in the place of what is ``lost`` bool[packets] of a received ``tensor``, and of what is sent back for it."""
+    zero_fill_(tensor, lost, elements)
+    if phase == "act" and config.act_zero_fill_gradient == "masked":
+        tensor.register_hook(mask_of(lost, elements))
 
 
 def boundary_of(phase: str, module: torch.nn.Module, chunk: int, stage: int, stages: int) -> Boundary:
@@ -209,15 +226,15 @@ def p2p_ops(boundaries: Boundaries, original: Callable, **kwargs: Any) -> Any:
     ):
         tensor = kwargs[f"tensor_{name}"]
         if tensor is not None:
-            fill = boundaries.receive(phase, tensor, kwargs["group"], boundaries.on_one_node(kwargs[peer]))
-            if fill is not None:
-                fills[name] = fill
+            zeros = boundaries.receive(phase, tensor, kwargs["group"], boundaries.on_one_node(kwargs[peer]))
+            if zeros is not None:
+                fills[name] = zeros
     requests = original(**kwargs)
     if isinstance(requests, dict):
         return {name: Transfer(one, fills[name]) if name in fills else one for name, one in requests.items()}
     if fills:
         # They are waited for in order, and some backends return one for all.
-        return [*requests[:-1], Transfer(requests[-1], lambda: [fill() for fill in fills.values()])]
+        return [*requests[:-1], Transfer(requests[-1], lambda: [zeros() for zeros in fills.values()])]
     return requests
 
 
@@ -228,8 +245,8 @@ def schedule(boundaries: Boundaries, original: Callable, *args: Any, **kwargs: A
         return original(*args, **kwargs)
 
 
-def patches(boundaries: Boundaries) -> list[Patch]:
-    """What ``--p-act`` and ``--p-act-grad`` need in megatron-core."""
+def patches(boundaries: Boundaries, ops: Callable = p2p_ops) -> list[Patch]:
+    """What lossy boundaries need in megatron-core. ``ops``: around the functions that begin messages."""
     virtual = boundaries.config.virtual_boundaries is not None
     kinds = (
         ["forward_backward_no_pipelining"]
@@ -251,7 +268,7 @@ def patches(boundaries: Boundaries) -> list[Patch]:
         *(
             Patch(
                 target=f"{_P2P}:{name}",
-                around=partial(p2p_ops, boundaries),
+                around=partial(ops, boundaries),
                 why="zero-fills what is lost of a message between stages",
                 versions="all",
                 until=_UNTIL,

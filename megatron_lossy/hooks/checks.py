@@ -124,9 +124,14 @@ def check_boundaries(settings: Any, config: LossyConfig) -> None:
     virtual = config.virtual_boundaries
     if virtual is None:
         if stages == 1:
+            why = "nothing is sent with one pipeline stage; needs more of them"
+            if config.act_transport == "udp":
+                raise refuse("--act-transport", "udp", why)
             flag, rate = ("--p-act", config.p_act) if config.p_act else ("--p-act-grad", config.p_act_grad)
+            raise refuse(flag, rate, f"{why}, or --virtual-boundaries")
+        if config.act_transport == "udp" and getattr(settings, "variable_seq_lengths", False):
             raise refuse(
-                flag, rate, "nothing is sent with one pipeline stage; needs more of them, or --virtual-boundaries"
+                "--variable-seq-lengths", "on", "cannot be with --act-transport udp, which has a link for each length"
             )
     else:
         text = as_text(virtual)

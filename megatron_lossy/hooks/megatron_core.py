@@ -38,10 +38,20 @@ def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, *
         return original(self, *args, **kwargs)
 
 
+def _boundary_patches(run: Lossy) -> list[Patch]:
+    if run.boundaries is None:
+        return []
+    if run.config.act_transport == "torch":
+        return boundaries.patches(run.boundaries)
+    from . import datagrams
+
+    return boundaries.patches(run.boundaries, datagrams.p2p_ops)
+
+
 def patches(run: Lossy) -> list[Patch]:
     """Every patch that a lossy run needs in megatron-core."""
     return [
-        *([] if run.boundaries is None else boundaries.patches(run.boundaries)),
+        *_boundary_patches(run),
         *([lossy_all_reduce.patch(run)] if run.config.replicates and not run.config.untouched("grad") else []),
         Patch(
             target=f"{_BUFFER}:dist_reduce_scatter_func",

@@ -76,6 +76,8 @@ class Lossy(Run):
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
         self.ledger.uninstall()
         super().uninstall()
+        if self.boundaries is not None and self.boundaries.links is not None:
+            self.boundaries.links.close()
         self.installed = False
 
     # --- what is lossy -------------------------------------------------------------------------------------------
@@ -90,6 +92,10 @@ class Lossy(Run):
             self._nodes = find_nodes(None, self.config.ranks_per_node)
             if self.boundaries is not None:
                 warn_of_reliable_boundaries(self._nodes)
+        if self.config.act_transport == "udp" and self.boundaries.links is None:
+            from ..transport.udp.stages import StageLinks
+
+            self.boundaries.links = StageLinks(self.config)
         number_model_chunk(ddp, len(self._chunks))
         if not ddp.ddp_config.use_distributed_optimizer:
             self._add_replica(ddp)
@@ -292,6 +298,11 @@ class Lossy(Run):
     @property
     def streams(self) -> list[LossyGroup]:
         return self.groups
+
+    @property
+    def carriers(self) -> list[Any]:
+        links = None if self.boundaries is None else self.boundaries.links
+        return [*super().carriers, *([] if links is None else links.all)]
 
     def replicas(self) -> list[RankSampler]:
         result = []

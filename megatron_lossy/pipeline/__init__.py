@@ -5,7 +5,7 @@ becomes zeros at its receiver. Knows neither process groups nor Megatron.
 """
 
 from .loss import Boundary, BoundaryLoss, Fate
-from .messages import Messages, received
+from .messages import Messages, received, sent
 from .zero_fill import elements_of, lossy, mask_of, zero_fill_, zero_filled
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "lossy",
     "mask_of",
     "received",
+    "sent",
     "zero_fill_",
     "zero_filled",
 ]

@@ -68,12 +68,17 @@ class BoundaryLoss:
         """Whether messages have the code and the bound of high importance (equation 2)."""
         return boundary.layer / boundary.layers <= self._config.act_high_depth
 
-    def layout(self, boundary: Boundary, packets: int) -> Layout | None:
-        """The parity of a message of ``packets``; ``None`` if it has none."""
+    def code(self, boundary: Boundary) -> tuple[int, int] | None:
+        """B and C: of every B packets of a message go C of parity; ``None`` if there is no parity."""
         if self._config.act_retransmit == "off":
             return None
-        code = self._config.act_fec_high if self.high(boundary) else self._config.act_fec_low
-        return _layout(packets, *code)
+        block, parity = self._config.act_fec_high if self.high(boundary) else self._config.act_fec_low
+        return block, parity
+
+    def layout(self, boundary: Boundary, packets: int) -> Layout | None:
+        """The parity of a message of ``packets``; ``None`` if it has none."""
+        code = self.code(boundary)
+        return None if code is None else _layout(packets, *code)
 
     def units(self, boundary: Boundary, packets: int) -> int:
         """Units that a message of ``packets`` is drawn with: its own, then those of its parity."""

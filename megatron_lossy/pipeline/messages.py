@@ -19,11 +19,26 @@ def received(phase: str, table: Sequence[tuple[int, int]], first: bool, last: bo
     from the last on. ``first``, ``last``: whether it is that pipeline rank, which makes the input of its first chunk, or
     the gradient of its last one, itself.
     """
-    chunks = 1 + max((chunk for _, chunk in table), default=0)
+    passes, ends = _passes(phase, table)
+    return [
+        (number, chunk) for number, chunk in passes if not ((first if phase == "act" else last) and chunk == ends[0])
+    ]
+
+
+def sent(phase: str, table: Sequence[tuple[int, int]], first: bool, last: bool) -> list[tuple[int, int]]:
+    """As :func:`received`, of each message that a rank sends: the chunk whose output or input gradient it is."""
+    passes, ends = _passes(phase, table)
+    return [
+        (number, chunk) for number, chunk in passes if not ((last if phase == "act" else first) and chunk == ends[1])
+    ]
+
+
+def _passes(phase: str, table: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """(micro-batch, model chunk) of each pass in the direction of ``phase``; the chunks where it begins and ends."""
+    last = max((chunk for _, chunk in table), default=0)
     if phase == "act":
-        return [(number, chunk) for number, chunk in table if not (first and chunk == 0)]
-    backward = [(number, chunks - 1 - chunk) for number, chunk in table]
-    return [(number, chunk) for number, chunk in backward if not (last and chunk == chunks - 1)]
+        return list(table), (0, last)
+    return [(number, last - chunk) for number, chunk in table], (last, 0)
 
 
 @dataclass
@@ -56,6 +71,10 @@ class Messages:
 
     def next(self, phase: str, boundary: Boundary, rank: int, tensor: int, step: int, packets: int) -> Fate:
         """What becomes of the next message of ``packets`` at ``boundary``; see :meth:`BoundaryLoss.draw`."""
+        return self.loss[phase].fate(boundary, packets, self.lost(phase, boundary, rank, tensor, step, packets))
+
+    def lost(self, phase: str, boundary: Boundary, rank: int, tensor: int, step: int, packets: int) -> np.ndarray:
+        """bool[units]: what is drawn to be lost of the next message, its packets and then its parity."""
         if step != self._step:
             self.begin(step)
         loss = self.loss[phase]
@@ -67,4 +86,4 @@ class Messages:
             # What was drawn already comes out alike.
             wanted = max(drawn.used, self._expected * units, 2 * len(drawn.lost))
             drawn.lost = loss.draw(boundary, rank, tensor, step, wanted)
-        return loss.fate(boundary, packets, drawn.lost[first : drawn.used])
+        return drawn.lost[first : drawn.used]

@@ -32,7 +32,8 @@ def channel_of(config: LossyConfig, phase: str) -> Channel:
 
 def check_ranks(config: LossyConfig, size: int) -> None:
     """Raise :class:`UsageError` if a data-parallel size of ``size`` can lose nothing, though ``config`` wants loss."""
-    wanted = config.transport == "udp" or any(not config.phase(phase).lossless for phase in PHASES)
+    over_udp = config.transport == "udp" and config.act_transport != "udp"
+    wanted = over_udp or any(not config.phase(phase).lossless for phase in PHASES)
     if size == 1 and wanted and not (config.lossy_self and not config.phase("grad").lossless):
         raise UsageError(
             "data-parallel size 1: one rank exchanges nothing, so that nothing can be lost; start at least two "

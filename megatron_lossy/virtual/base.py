@@ -44,13 +44,13 @@ class VirtualRun(Run):
     @staticmethod
     def check(config: LossyConfig, workers: int) -> None:
         """Raise :class:`UsageError` for loss flags that mean nothing with so many virtual workers."""
+        if config.transport == "udp":
+            raise refuse("--transport", "udp", "needs real ranks: virtual workers exchange in memory; choose pieces")
         if config.loses_at_boundaries and config.virtual_boundaries is None:
             rate = config.p_act or config.p_act_grad
             raise refuse(
                 "--p-act" if config.p_act else "--p-act-grad", rate, "needs --virtual-boundaries in one process"
             )
-        if config.transport == "udp":
-            raise refuse("--transport", "udp", "needs real ranks: virtual workers exchange in memory; choose pieces")
         if config.lossy_links == "inter-node" and not config.ranks_per_node:
             raise refuse("--lossy-links", "inter-node", "needs --ranks-per-node with --virtual-workers")
         if config.lossy_links == "inter-node":

@@ -15,7 +15,8 @@
  *
  * In a bucket with reports senders name units that must arrive, in END: a receiver that lacks one puts it together from
  * PARITY, or asks for it by NACK until it is there or the deadline has passed. With READY 1 it says which units it did
- * not get. END and that READY come in as many parts as they need.
+ * not get. END and that READY come in as many parts as they need. A receiver may do without some of what must arrive: if
+ * parity leaves no more missing than it tolerates, that is lost; else it asks for all of it.
  *
  * All state belongs to the holder of `lock`, which is the thread but for short calls. Only `over` and `unsent` of an
  * exchange and `failed` of a channel are also read under `told`, on which callers wait.
@@ -69,8 +70,9 @@ enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK };
 enum { VERSION = 1, HEADER = 28, TAG = 16, REPORT_BYTES = 32, PHASES = 2 };
 enum { LARGEST = 65507, SEGMENTS = 64, BATCH_BYTES = 65000, RECEIVE = 32, RECEIVE_BYTES = 65536 };
 enum { AHEAD = 8, CONTROLS = 8192, FORCED = 4, REPEATS = 12, REPLIES = 64 /* in a millisecond, to a rank */ };
-enum { REPORTS = 4, RESENDS = 1024, AGAIN = 2 /* the tag of what is sent again */ };
+enum { REPORTS = 4, RESENDS = 4096, AGAIN = 2 /* the tag of what is sent again */ };
 enum { SILENT = 1, REFUSED, LEFT }; /* why a channel failed */
+#define ALL UINT32_MAX /* in END, in the place of a list: every unit must arrive */
 #define JUMP ((uint64_t)1 << 20)    /* numbers that a flow cannot skip: no window is so large */
 #define SLOWEST SECOND              /* between repetitions of one control datagram */
 
@@ -353,6 +355,13 @@ struct source {
     uint32_t *must, musts, code, parts_told; /* what END says */
     uint8_t *told;
     ns nack_at, nack_wait;
+    uint8_t *parities; /* which have come */
+    /* What must arrive: so many may be missing for good, unless they are asked for; what was missing before and after
+     * repair; what was when it was last asked for. */
+    uint32_t tolerance, raw, residual, asked;
+    uint8_t judged, again;
+    uint8_t *dropped; /* that it shall lose: units, then parities */
+    uint32_t drops;
 };
 
 /* What a source lost in a step, a bit for each unit: it may ask again. */
@@ -395,6 +404,8 @@ struct member {
     void *seal, *open;
     struct dest *queue[PHASES], *last[PHASES];
     uint64_t eager, eager_limit; /* bytes sent without READY */
+    uint32_t posted[PHASES];     /* the latest step that it is known to have posted, or the first that it was sent */
+    uint8_t any_posted[PHASES];
     uint8_t probed, confirmed, gone;
     uint32_t replies;
     ns probe_at, probe_until, replies_at;
@@ -615,14 +626,23 @@ static void chunks_free(struct early **list)
     }
 }
 
-static void source_forget(struct source *s)
+/* Of what must arrive. */
+static void musts_forget(struct source *s)
 {
-    chunks_free(&s->early);
     chunks_free(&s->parity);
     free(s->must);
     free(s->told);
+    free(s->parities);
+    free(s->dropped);
     s->must = NULL;
-    s->told = NULL;
+    s->told = s->parities = s->dropped = NULL;
+    s->musts = s->drops = 0;
+}
+
+static void source_forget(struct source *s)
+{
+    chunks_free(&s->early);
+    musts_forget(s);
     if (s->own_row)
         free(s->row);
     s->row = NULL;
@@ -715,6 +735,7 @@ static int may_come(const struct channel *c, int phase, const struct bucket *b, 
 static void exchange_over(struct exchange *x, ns now)
 {
     struct engine *e = x->channel->engine;
+    early_release(x);
     pthread_mutex_lock(&e->tell);
     x->over = 1;
     x->over_at = now;
@@ -755,14 +776,18 @@ static void source_over(struct exchange *x, uint32_t i, ns now)
     s->ready_at = NEVER;
     m->count.units += x->bucket->units;
     m->count.lost += x->bucket->units - s->got;
-    chunks_free(&s->parity);
+    musts_forget(s);
     report_lost(x, i);
     done_said(m, x->phase, x->step, x->number);
     if (--x->open == 0)
         exchange_over(x, now);
 }
 
+static ns nack_base(const struct flow *f) { return greatest(3 * round_trip(f) / 2, 5 * MS); }
 static ns ready_base(const struct flow *f) { return greatest(round_trip(f) / 2, 5 * MS); }
+
+/* `place`: a unit, or the units of a message and a parity. */
+static int shall_lose(const struct source *s, uint32_t place) { return place < s->drops && s->dropped[place]; }
 
 static void unit_arrived(struct exchange *x, uint32_t i, uint32_t unit, const uint8_t *bytes, uint32_t size)
 {
@@ -789,8 +814,24 @@ static void channel_fail(struct channel *c, uint32_t culprit, int reason)
     pthread_mutex_unlock(&e->tell);
 }
 
+/* What a receiver tolerates of each source, and what it shall lose of what comes. */
+struct terms { uint32_t tolerance, drops; const uint8_t *dropped; };
+
+static void parities_drop(struct source *s, uint32_t units)
+{
+    for (struct early **link = &s->parity; *link;) {
+        struct early *chunk = *link;
+        if (shall_lose(s, units + chunk->unit)) {
+            *link = chunk->next;
+            free(chunk);
+        } else {
+            link = &chunk->next;
+        }
+    }
+}
+
 static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint8_t *const *to, uint8_t *arrived,
-                ns deadline, ns now, struct exchange **handle)
+                ns deadline, const struct terms *terms, ns now, struct exchange **handle)
 {
     struct bucket *b = &c->bucket[phase][bucket];
     if (c->failed)
@@ -823,9 +864,15 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
         s->expected = i != c->rank && to[i] && c->members[i].flow;
         s->to = to[i];
         x->open += s->expected;
+        s->tolerance = terms->tolerance;
+        if (s->expected && terms->drops && (s->dropped = malloc(terms->drops))) {
+            memcpy(s->dropped, terms->dropped, terms->drops);
+            s->drops = terms->drops;
+            parities_drop(s, b->units);
+        }
         while (chunk) {
             struct early *next = chunk->next;
-            if (s->expected)
+            if (s->expected && !shall_lose(s, chunk->unit))
                 unit_arrived(x, i, chunk->unit, chunk->bytes, chunk->size);
             free(chunk);
             chunk = next;
@@ -924,6 +971,8 @@ static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t buc
             musts[i].copies = NULL;
             d->code = code;
             d->parities = parities_of(d->musts, code);
+            if (d->musts == b->units)
+                d->from = d->copies; /* so that the caller's memory is not needed any more */
         }
         x->unsent++;
         x->unacknowledged++;
@@ -968,10 +1017,19 @@ static void dest_sent(struct dest *d, ns now)
     pthread_mutex_unlock(&e->tell);
 }
 
+static void has_posted(struct member *m, const struct exchange *x)
+{
+    if (!m->any_posted[x->phase] || (int32_t)(x->step - m->posted[x->phase]) > 0)
+        m->posted[x->phase] = x->step;
+    m->any_posted[x->phase] = 1;
+}
+
 static void dest_ready(struct dest *d)
 {
+    struct member *m = &d->x->channel->members[d->rank];
     if (!d->ready)
-        d->x->channel->members[d->rank].eager -= d->eager;
+        m->eager -= d->eager;
+    has_posted(m, d->x);
     d->ready = 1;
     d->x->channel->engine->blocked_until = 0;
 }
@@ -1083,13 +1141,18 @@ static int take_data(struct channel *c, struct member *m, int phase, uint32_t st
         verdict = DUPLICATE;
     } else if (s->over) {
         verdict = LATE;
+    } else if (copied != AGAIN && shall_lose(s, unit)) {
+        verdict = TAKEN;
     } else {
         unit_arrived(x, m->rank, unit, bytes, size);
         if (!s->ended) {
             s->ready_wait = ready_base(m->flow);
             s->ready_at = now + s->ready_wait;
         } else if (s->musts) {
-            exchange_due(x, now); /* it may have been the last that must arrive */
+            /* It may have been the last that must arrive, or make parity useful. While more comes nothing is asked for. */
+            exchange_due(x, s->musts < x->bucket->units ? now : now + MS);
+            if (copied == AGAIN)
+                s->nack_at = greatest(s->nack_at, now + greatest(round_trip(m->flow) / 4, 5 * MS));
         }
         if (s->got == x->bucket->units)
             source_over(x, m->rank, now);
@@ -1115,8 +1178,11 @@ static int end_part(struct exchange *x, struct source *s, uint32_t part, const u
     const struct bucket *b = x->bucket;
     if (size < 8)
         return -1;
-    uint32_t count = get32(p), code = get32(p + 4), room = list_room(e), parts = parts_of(count, room);
-    uint32_t here = part < parts ? (count - part * room < room ? count - part * room : room) : 0;
+    uint32_t count = get32(p), code = get32(p + 4), room = list_room(e), all = count == ALL;
+    uint32_t listed = all ? 0 : count, parts = parts_of(listed, room);
+    uint32_t here = part < parts ? (listed - part * room < room ? listed - part * room : room) : 0;
+    if (all)
+        count = b->units;
     if (count > b->units || part >= parts || size != 8 + 4 * here || ((code & 0xffff) && (code >> 16) < (code & 0xffff))
         || (s->told && (s->musts != count || s->code != code)))
         return -1;
@@ -1137,6 +1203,8 @@ static int end_part(struct exchange *x, struct source *s, uint32_t part, const u
         s->musts = count;
         s->code = code;
         s->parts_told = 0;
+        for (uint32_t k = 0; all && k < count; k++)
+            s->must[k] = k;
     }
     if (!s->told[part]) {
         for (uint32_t k = 0; k < here; k++)
@@ -1186,7 +1254,7 @@ static int take_end(struct channel *c, struct member *m, int phase, uint32_t ste
     s->ended_at = now;
     s->ready_at = NEVER;
     s->nack_at = 0;
-    s->nack_wait = greatest(3 * round_trip(m->flow) / 2, 5 * MS);
+    s->nack_wait = nack_base(m->flow);
     if (x->posted)
         exchange_due(x, now + reorder_window(c->engine, m->flow));
     return TAKEN;
@@ -1273,13 +1341,19 @@ static int take_parity(struct channel *c, struct member *m, int phase, uint32_t 
     struct source *s = &x->sources[m->rank];
     if (s->over || (x->posted && !s->expected))
         return LATE;
-    for (const struct early *chunk = s->parity; chunk; chunk = chunk->next)
-        if (chunk->unit == index)
-            return DUPLICATE;
-    struct early *chunk = early_room(c, sizeof *chunk + size) ? malloc(sizeof *chunk + size) : NULL;
-    if (!chunk)
+    if (s->parities && s->parities[index / 8] >> index % 8 & 1)
+        return DUPLICATE;
+    if (shall_lose(s, x->bucket->units + index))
+        return TAKEN;
+    /* Of what was asked for there are no more than it has units. */
+    size_t charge = x->posted ? 0 : sizeof(struct early) + size + (s->parities ? 0 : (x->bucket->units + 7) / 8);
+    struct early *chunk = early_room(c, charge) ? malloc(sizeof *chunk + size) : NULL;
+    if (!chunk || (!s->parities && !(s->parities = calloc(1, (x->bucket->units + 7) / 8)))) {
+        free(chunk);
         return EARLY_DROPPED;
-    early_charge(x, sizeof *chunk + size);
+    }
+    early_charge(x, charge);
+    s->parities[index / 8] |= (uint8_t)(1 << index % 8);
     chunk->unit = index;
     chunk->size = size;
     memcpy(chunk->bytes, bytes, size);
@@ -1288,8 +1362,16 @@ static int take_parity(struct channel *c, struct member *m, int phase, uint32_t 
     return TAKEN;
 }
 
-/* Put together what one parity of its group makes up for; how many units that must arrive are missing still. */
-static uint32_t repair(struct exchange *x, uint32_t i)
+static uint32_t musts_missing(const struct source *s)
+{
+    uint32_t missing = 0;
+    for (uint32_t k = 0; k < s->musts; k++)
+        missing += !s->row[s->must[k]];
+    return missing;
+}
+
+/* Put together what one parity of its group makes up for. */
+static void repair(struct exchange *x, uint32_t i)
 {
     struct source *s = &x->sources[i];
     const struct bucket *b = x->bucket;
@@ -1316,10 +1398,38 @@ static uint32_t repair(struct exchange *x, uint32_t i)
         chunk->size = 0;
         m->count.repaired++;
     }
-    uint32_t missing = 0;
-    for (uint32_t k = 0; k < s->musts; k++)
-        missing += !s->row[s->must[k]];
-    return missing;
+}
+
+/* How many units that must arrive are missing, if more are than may. The first look decides, when all has come that will. */
+static uint32_t lacks(struct exchange *x, uint32_t i)
+{
+    struct source *s = &x->sources[i];
+    uint32_t raw = s->judged ? s->raw : musts_missing(s);
+    repair(x, i);
+    uint32_t missing = musts_missing(s);
+    if (!s->judged) {
+        s->judged = 1;
+        s->raw = raw;
+        s->residual = s->asked = missing;
+        s->again = missing > s->tolerance;
+    }
+    return s->again ? missing : 0;
+}
+
+/* Ask for it: at once for all of it, as far as the sender keeps track of so much. */
+static void ask(struct exchange *x, uint32_t i, uint32_t missing, ns now)
+{
+    struct engine *e = x->channel->engine;
+    struct source *s = &x->sources[i];
+    struct member *m = &x->channel->members[i];
+    uint32_t parts = parts_of(missing, list_room(e)), most = RESENDS / list_room(e) ? RESENDS / list_room(e) : 1;
+    for (uint32_t part = 0; part < parts && part < most; part++)
+        control(e, m, NACK, x, part);
+    if (missing < s->asked)
+        s->nack_wait = nack_base(m->flow);
+    s->asked = missing;
+    s->nack_at = now + s->nack_wait;
+    s->nack_wait = least(2 * s->nack_wait, SLOWEST);
 }
 
 static int take_report(struct engine *e, struct flow *f, const uint8_t *p, ns now)
@@ -1526,11 +1636,14 @@ static void address(struct output *o, const struct flow *f, uint32_t bytes, uint
     o->segment = segment;
 }
 
+/* How many units END lists: none where all must arrive. */
+static uint32_t must_list(const struct dest *d) { return d->musts < d->x->bucket->units ? d->musts : 0; }
+
 static uint32_t end_payload(const struct engine *e, const struct dest *d, uint32_t part, uint8_t *p)
 {
-    uint32_t room = list_room(e), from = part * room, left = from < d->musts ? d->musts - from : 0;
+    uint32_t room = list_room(e), listed = must_list(d), from = part * room, left = from < listed ? listed - from : 0;
     uint32_t here = left < room ? left : room;
-    put32(p, d->musts);
+    put32(p, d->musts && !listed ? ALL : d->musts);
     put32(p + 4, d->code);
     for (uint32_t k = 0; k < here; k++)
         put32(p + 8 + 4 * k, d->must[from + k]);
@@ -1539,18 +1652,24 @@ static uint32_t end_payload(const struct engine *e, const struct dest *d, uint32
 
 static void end_said(struct engine *e, struct member *m, const struct dest *d)
 {
-    uint32_t parts = d->x->bucket->reports ? parts_of(d->musts, list_room(e)) : 1;
+    uint32_t parts = d->x->bucket->reports ? parts_of(must_list(d), list_room(e)) : 1;
     for (uint32_t part = 0; part < parts; part++)
         control(e, m, END, d->x, d->x->bucket->units + part);
 }
 
-static uint32_t nack_payload(const struct exchange *x, uint32_t rank, uint8_t *p)
+/* The `part`-th of what is missing. */
+static uint32_t nack_payload(const struct exchange *x, uint32_t rank, uint32_t part, uint8_t *p)
 {
     const struct source *s = &x->sources[rank];
-    uint32_t count = 0;
-    for (uint32_t k = 0; k < s->musts && count < list_room(x->channel->engine); k++)
-        if (!s->row[s->must[k]])
+    uint32_t room = list_room(x->channel->engine), skip = part * room, count = 0;
+    for (uint32_t k = 0; k < s->musts && count < room; k++) {
+        if (s->row[s->must[k]])
+            continue;
+        if (skip)
+            skip--;
+        else
             put32(p + 4 * count++, s->must[k]);
+    }
     return count;
 }
 
@@ -1589,7 +1708,7 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
         }
         if (k->type == NACK) {
             const struct exchange *x = find(c, k->phase, k->step, k->bucket);
-            uint32_t count = x && !x->sources[k->rank].over ? nack_payload(x, k->rank, list) : 0;
+            uint32_t count = x && !x->sources[k->rank].over ? nack_payload(x, k->rank, k->index, list) : 0;
             if (!count)
                 continue;
             payload = list;
@@ -1644,9 +1763,11 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
 static int may_begin(const struct member *m, const struct dest *d)
 {
     const struct bucket *b = d->x->bucket;
-    if (d->position == b->entries) /* parities are left */
+    if (d->ready || d->position == b->entries) /* parities are left */
         return 1;
-    return d->ready || m->eager + unit_bytes(b, b->order ? b->order[d->position] : d->position) <= m->eager_limit;
+    if (m->any_posted[d->x->phase] && (int32_t)(d->x->step - m->posted[d->x->phase]) > AHEAD)
+        return 0; /* it would not be kept */
+    return m->eager + unit_bytes(b, b->order ? b->order[d->position] : d->position) <= m->eager_limit;
 }
 
 /* How many datagrams of a bucket's length go out together. */
@@ -1732,6 +1853,8 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
         uint32_t unit = b->order ? b->order[d->position] : d->position, size = unit_bytes(b, unit);
         bytes += build(e, m, DATA, b->tags ? b->tags[unit] : 0, d->x->phase, d->x->step, d->x->number, unit,
                        d->from + (uint64_t)unit * b->unit, size, out + bytes, now);
+        if (!m->any_posted[d->x->phase])
+            has_posted(m, d->x);
         if (!d->ready) {
             m->eager += size;
             d->eager += size;
@@ -1803,12 +1926,10 @@ static void exchange_timers(struct exchange *x, ns now)
         if (!s->expected || s->over)
             continue;
         ns ends = s->ended ? s->ended_at + reorder_window(e, m->flow) : NEVER;
-        if (now >= ends && now < x->deadline && s->musts && repair(x, i)) {
-            if (now >= s->nack_at) {
-                control(e, m, NACK, x, 0);
-                s->nack_at = now + s->nack_wait;
-                s->nack_wait = least(2 * s->nack_wait, SLOWEST);
-            }
+        uint32_t missing = now >= ends && now < x->deadline && s->musts ? lacks(x, i) : 0;
+        if (missing) {
+            if (now >= s->nack_at)
+                ask(x, i, missing, now);
             at = least(at, least(s->nack_at, x->deadline));
             continue;
         }
@@ -2211,12 +2332,14 @@ API int ml_copies(struct channel *c, int phase, uint32_t bucket, const uint32_t 
     return busy ? -2 : 0;
 }
 
-/* 0 and a handle; -1 failed, -2 not a later step, -3 no memory. */
+/* 0 and a handle; -1 failed, -2 not a later step, -3 no memory. Of what must arrive of a source `tolerance` units may be
+ * missing for good. `dropped` [drops]: units, and after all of them parities, that count as lost when they come. */
 API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint8_t *const *to, uint8_t *arrived,
-                ns deadline, ns now, struct exchange **handle)
+                ns deadline, uint32_t tolerance, const uint8_t *dropped, uint32_t drops, ns now, struct exchange **handle)
 {
+    struct terms terms = {tolerance, drops, dropped};
     acquire(c->engine);
-    int result = post(c, phase, step, bucket, to, arrived, deadline, at(now), handle);
+    int result = post(c, phase, step, bucket, to, arrived, deadline, &terms, at(now), handle);
     release(c->engine);
     return result;
 }
@@ -2253,6 +2376,17 @@ API int ml_reports(struct exchange *x, uint8_t *lost)
     }
     release(c->engine);
     return result;
+}
+
+/* Of what had to arrive of a source: units missing when its end was known, after repair, and whether they were asked for. */
+API void ml_outcome(struct exchange *x, uint32_t rank, uint32_t *out)
+{
+    acquire(x->channel->engine);
+    const struct source *s = &x->sources[rank];
+    out[0] = s->raw;
+    out[1] = s->residual;
+    out[2] = s->again;
+    release(x->channel->engine);
 }
 
 /* What: 0 everything arrived that will; 1 nothing is read from the sources any more. 0 yes, 1 not yet, -1 failed. */

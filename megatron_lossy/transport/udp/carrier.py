@@ -15,17 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from ...coding.adaptive import AdaptiveCode
-from ...device import current_device
 from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ...recovery.rows import IndexedRows, Saved
 from ..base import Collective, Transfer
 from ..drawn import Latest, Networks, draw
-from ..pieces import PieceTransport, stale_kept
+from ..pieces import PieceTransport
 from .engine import Channel, PeerLost
 from .engine import Transfer as Datagrams
+from .staging import Stage, device_of, patience_of, staged
 
 #: By phase, for each bucket: the dtype that crosses.
 Dtypes = dict[str, Sequence[torch.dtype]]
@@ -54,6 +53,7 @@ class UdpTransport(PieceTransport):
         code: Code | None = None,
     ) -> None:
         super().__init__(stream, members, rank, cut)
+        self.name = stream.name
         self.networks = networks
         self.group = group
         nodes = networks["grad"].nodes
@@ -81,7 +81,7 @@ class UdpTransport(PieceTransport):
         self._numbers: dict[tuple[str, int], int] = {}
         self._agreements: dict[tuple[str, int], tuple[np.ndarray, dist.ProcessGroup]] = {}
         self._sender: ThreadPoolExecutor | None = None
-        self._patience = _timeout_of(group)
+        self._patience = patience_of(group)
 
     def lossless(self, phase: str) -> bool:
         return self._alone
@@ -108,7 +108,7 @@ class UdpTransport(PieceTransport):
         rows, own = pieces.chunk(self.size), buffer.chunk(self.size)
         rows[self.rank].copy_(own[self.rank])
         near = self._exchange_near([own[other] for other in self.near], [rows[other] for other in self.near])
-        stage = _Stage(buffer, pieces) if _staged(buffer) else None
+        stage = Stage(buffer, pieces) if staged(buffer) else None
         here, there = (buffer, pieces) if stage is None else (stage.out, stage.back)
         must = self._must.pop((delivery.exchange, bucket), None)
         udp = self._over_udp(delivery, bucket, there, here.chunk(self.size), stage, must)
@@ -126,10 +126,10 @@ class UdpTransport(PieceTransport):
     def _begin_params(self, delivery: Delivery, bucket: int, buffer: torch.Tensor, sent: torch.Tensor) -> Transfer:
         rows, units = buffer.chunk(self.size), self.cut["param"][bucket]
         # On a CPU what arrives is written into the replica at once; nobody reads it before the exchange is over.
-        withdrawn = self._may_be_withdrawn(delivery.exchange, bucket) if not _staged(buffer) else None
+        withdrawn = self._may_be_withdrawn(delivery.exchange, bucket) if not staged(buffer) else None
         old = IndexedRows.take(buffer, units, withdrawn) if withdrawn is not None else None
         near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
-        stage = _Stage(sent, buffer) if _staged(buffer) else None
+        stage = Stage(sent, buffer) if staged(buffer) else None
         here, there = (sent, buffer) if stage is None else (stage.out, stage.back)
         udp = self._over_udp(delivery, bucket, there, [here] * self.size, stage)
 
@@ -168,7 +168,7 @@ class UdpTransport(PieceTransport):
         bucket: int,
         there: torch.Tensor,
         out: Sequence[torch.Tensor],
-        stage: _Stage | None,
+        stage: Stage | None,
         must: np.ndarray | None = None,
     ) -> _Exchange:
         phase = delivery.exchange.phase
@@ -253,7 +253,7 @@ class UdpTransport(PieceTransport):
 
     def _agreed(self, phase: str, bucket: int, arrived: np.ndarray) -> np.ndarray:
         mask, group = self._agreements[phase, bucket]
-        common = torch.from_numpy(arrived[mask].astype(np.uint8)).to(_device_of(group))
+        common = torch.from_numpy(arrived[mask].astype(np.uint8)).to(device_of(group))
         dist.all_reduce(common, dist.ReduceOp.MIN, group=group)
         arrived[mask] = common.cpu().numpy().astype(bool)
         return arrived
@@ -336,18 +336,6 @@ def _restore(buffer: torch.Tensor, units: BucketUnits, withdrawn: Lost, old: Sav
     IndexedRows.put_(buffer, units, fresh, new)
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors must be that collectives of ``group`` take."""
-    return torch.device("cpu") if dist.get_backend(group) == "gloo" else current_device()
-
-
-def _timeout_of(group: dist.ProcessGroup | None) -> float:
-    """Seconds that a collective of ``group`` would wait for a rank."""
-    group = group or dist.group.WORLD
-    options = getattr(group._get_backend(_device_of(group)), "options", None)
-    return getattr(options, "_timeout", default_pg_timeout).total_seconds()
-
-
 class _Exchange:
     """What crosses as datagrams: a handle that is waited for until all has arrived that will, and all was sent."""
 
@@ -377,48 +365,3 @@ class _Waits:
     def wait(self) -> None:
         for handle in self._handles:
             handle.wait()
-
-
-def _staged(buffer: torch.Tensor) -> bool:
-    """Whether the engine, which is on the CPU, cannot read and write ``buffer`` where it is."""
-    return buffer.device.type != "cpu"
-
-
-class _Stage:
-    """Page-locked memory between a device and the network: a copy of what is sent, and room for what arrives."""
-
-    def __init__(self, sent: torch.Tensor, received: torch.Tensor) -> None:
-        cuda = sent.device.type == "cuda"
-        self.out = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=cuda)
-        self.back = torch.empty(received.shape, dtype=received.dtype, pin_memory=cuda)
-        self._copied: torch.cuda.Event | None = None
-        self._device = sent.device
-        if not cuda:
-            self.out.copy_(sent)
-            return
-        side = torch.cuda.Stream(sent.device)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self.out.copy_(sent, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(side)
-        sent.record_stream(side)
-
-    def ready(self) -> None:
-        """Wait, on any thread, until what is sent is there."""
-        if self._copied is not None:
-            # Else a thread's first call makes a context on device 0, whatever the process uses.
-            torch.cuda.set_device(self._device)
-            self._copied.synchronize()
-
-    @staticmethod
-    def bring(rows: Sequence[torch.Tensor], staged: Sequence[torch.Tensor]) -> None:
-        """Copy whole pieces to the device."""
-        for row, values in zip(rows, staged, strict=True):
-            row.copy_(values, non_blocking=True)
-
-    def write(self, buffer: torch.Tensor, units: BucketUnits, delivery: Delivery, sources: Sequence[int]) -> None:
-        """Copy what arrived from ``sources`` into the replica on the device, and nothing else."""
-        rows, staged = (whole.chunk(len(delivery.sources)) for whole in (buffer, self.back))
-        with stale_kept(buffer, units, delivery):
-            self.bring([rows[source] for source in sources], [staged[source] for source in sources])

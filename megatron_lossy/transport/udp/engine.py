@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -75,7 +76,8 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("linger", i, pointer, i64),
         ("close", None, pointer, i64),
         ("copies", i, pointer, i, u32, pointer, u32, pointer),
-        ("post", i, pointer, i, u32, u32, pointer, pointer, i64, i64, ctypes.POINTER(pointer)),
+        ("post", i, pointer, i, u32, u32, pointer, pointer, i64, u32, pointer, u32, i64, ctypes.POINTER(pointer)),
+        ("outcome", None, pointer, u32, ctypes.POINTER(u32)),
         ("reported", i, pointer, i, u32),
         ("send", i, pointer, i, u32, u32, pointer, pointer, u32, u32, ctypes.POINTER(pointer)),
         ("reports", i, pointer, pointer),
@@ -218,6 +220,8 @@ class Engine:
         peers: Collection[int] | None = None,
         alike: str = "",
         reported: Collection[str] = (),
+        phases: Sequence[str] = tuple(PHASES),
+        called: Sequence[int] | None = None,
     ) -> Channel:
         """A channel of ``size`` ranks; all of them must call this.
 
@@ -226,12 +230,15 @@ class Engine:
             rank: this one's.
             store: what all ranks read and write; ``get`` waits for a key.
             prefix: of the keys; no other channel has it, nor had it in this store.
-            buckets: for ``"grad"`` and ``"param"``, of each bucket: bytes of a shard, and of a unit.
+            buckets: for each of ``phases``, of each bucket: bytes of a shard, and of a unit.
             peers: the ranks that are reached over UDP, all if ``None``. If i names j, j must name i.
             alike: what else must be the same on all ranks.
             reported: phases whose senders are told what did not arrive, and may name units that must.
+            phases: the two kinds of exchanges.
+            called: what the ranks are called in messages, by their number.
         """
-        channel = Channel(self, name, rank, size, store, prefix, buckets, peers, alike, reported)
+        names = range(size) if called is None else called
+        channel = Channel(self, name, rank, size, store, prefix, buckets, peers, alike, reported, phases, names)
         self._channels.append(channel)
         return channel
 
@@ -280,8 +287,13 @@ class Channel:
         peers: Collection[int] | None,
         alike: str,
         reported: Collection[str],
+        phases: Sequence[str],
+        called: Sequence[int],
     ) -> None:
+        assert len(phases) == len(PHASES)
         self.name = name
+        self.phases = tuple(phases)
+        self.called = list(called)
         self.rank = rank
         self.size = size
         self.peers = sorted(set(range(size) if peers is None else peers) - {rank})
@@ -292,9 +304,9 @@ class Channel:
         self._final: tuple[dict[int, dict[str, int]], dict[int, dict[str, float]]] | None = None  # counters, rates
         self._transfers: dict[tuple[int, int, int], Transfer] = {}
         self._took: dict[tuple[int, int], deque[float]] = {}
-        self._units = {phase: [-(-shard // unit) for shard, unit in buckets.get(phase, ())] for phase in PHASES}
+        self._units = {phase: [-(-shard // unit) for shard, unit in buckets.get(phase, ())] for phase in phases}
         settings = engine.settings
-        for phase in PHASES:
+        for phase in phases:
             for number, (shard, unit) in enumerate(buckets.get(phase, ())):
                 if not (shard > 0 and 0 < unit <= settings.packet_bytes):
                     raise ValueError(f"bucket {number} of {phase}: {unit} of {shard} bytes in a datagram")
@@ -303,7 +315,7 @@ class Channel:
             raise ValueError(f"reports need packets of {UDP_REPORT_BYTES} bytes at least, not {settings.packet_bytes}")
         drawn = _first_draws(store, f"{prefix}/random", rank)
         alike += repr(sorted(reported))
-        self._hellos = self._meet(store, prefix, session.digest_buckets(buckets, alike))
+        self._hellos = self._meet(store, prefix, session.digest_buckets(buckets, alike, self.phases))
         self._channel = self._create(session.channel_id(drawn, name), buckets)
         self._lib.ml_open(self._channel)
         try:
@@ -345,13 +357,13 @@ class Channel:
 
     def _create(self, number: int, buckets: session.Buckets) -> int:
         engine, hellos, key = self._engine, self._hellos, self._engine.settings.key
-        counts = [len(buckets.get(phase, ())) for phase in PHASES]
+        counts = [len(buckets.get(phase, ())) for phase in self.phases]
         channel = self._lib.ml_channel(
             engine._engine, number, self.rank, self.size, *counts, engine.settings.packet_bytes
         )
         if not channel:
             raise MemoryError(f"channel {self.name}")
-        for phase, index in PHASES.items():
+        for index, phase in enumerate(self.phases):
             for bucket, (shard, unit) in enumerate(buckets.get(phase, ())):
                 self._lib.ml_bucket(channel, index, bucket, shard, unit)
                 if phase in self._reported and self._lib.ml_reported(channel, index, bucket):
@@ -402,14 +414,14 @@ class Channel:
     def _key(self, phase: str, step: int, bucket: int) -> tuple[int, int, int]:
         if not 0 <= bucket < len(self._units[phase]):
             raise ValueError(f"{phase} has {len(self._units[phase])} buckets, not a bucket {bucket}")
-        return PHASES[phase], bucket, step % 2**32
+        return self.phases.index(phase), bucket, step % 2**32
 
     def _half(self, key: tuple[int, int, int], result: int, handle: ctypes.c_void_p) -> Transfer:
         """The transfer of ``key``, of which a half has begun. Called with the lock."""
         if result:
             if result == -1:
                 raise self.lost()
-            where = f"{list(PHASES)[key[0]]} {key[2]}, bucket {key[1]} of {self.name}"
+            where = f"{self.phases[key[0]]} {key[2]}, bucket {key[1]} of {self.name}"
             raise ValueError(f"{where}: not later than its last step") if result == -2 else MemoryError(where)
         # Of a channel that only sends, or of which nobody asks what was sent, halves would stay for ever.
         for old in [old for old in self._transfers if old[:2] == key[:2] and 0 < (key[2] - old[2]) % 2**32 < 2**31]:
@@ -421,16 +433,32 @@ class Channel:
             self._lib.ml_release(handle)
         return transfer
 
-    def post(self, phase: str, step: int, bucket: int, destinations: Pointers) -> Transfer:
-        """Say where the piece of each source goes: addresses, ``None`` for this rank and for who sends nothing."""
+    def post(
+        self,
+        phase: str,
+        step: int,
+        bucket: int,
+        destinations: Pointers,
+        tolerance: int = 0,
+        dropped: np.ndarray | None = None,
+        hurries: bool = True,
+    ) -> Transfer:
+        """Say where the piece of each source goes: addresses, ``None`` for this rank and for who sends nothing.
+
+        So many of the units of a source that must arrive may be missing for good; if more are, after repair, all of them
+        are sent again. ``dropped`` bool[units + parities]: what counts as lost when it comes for the first time.
+        ``hurries``: whether ``--udp-deadline`` holds.
+        """
         key, pointers = self._key(phase, step, bucket), self._pointers(destinations)
         arrived = np.zeros((self.size, self._units[phase][bucket]), np.bool_)
-        deadline = int(self._deadline(key[:2]) * SECOND)
+        deadline = int(self._deadline(key[:2]) * SECOND) if hurries else 0
+        drops = np.empty(0, np.bool_) if dropped is None else np.ascontiguousarray(dropped, np.bool_)
         handle = ctypes.c_void_p()
         with self._using(), self._lock:
             result = self._lib.ml_post(
-                self._channel, key[0], key[2], bucket, pointers, arrived.ctypes.data, deadline, -1, ctypes.byref(handle)
-            )
+                self._channel, key[0], key[2], bucket, pointers, arrived.ctypes.data, deadline, tolerance, drops.ctypes.data,
+                len(drops), -1, ctypes.byref(handle),
+            )  # fmt: skip
             transfer = self._half(key, result, handle)
             transfer.arrived = arrived
             return transfer
@@ -468,7 +496,7 @@ class Channel:
     def transfer(self, phase: str, step: int, bucket: int) -> Transfer:
         """The exchange that was posted or sent, while a half of it is outstanding."""
         with self._lock:
-            found = self._transfers.get((PHASES[phase], bucket, step % 2**32))
+            found = self._transfers.get((self.phases.index(phase), bucket, step % 2**32))
         if found is None:
             raise ValueError(f"{phase} {step}, bucket {bucket} of {self.name}: neither posted nor sent")
         return found
@@ -487,7 +515,7 @@ class Channel:
         tags = np.ascontiguousarray(mask, np.uint8)
         with self._using():
             result = self._lib.ml_copies(
-                self._channel, PHASES[phase], bucket, order.ctypes.data, len(order), tags.ctypes.data
+                self._channel, self.phases.index(phase), bucket, order.ctypes.data, len(order), tags.ctypes.data
             )
         if result:
             raise RuntimeError(
@@ -511,7 +539,7 @@ class Channel:
             3: "it has closed the channel",
         }
         rank = culprit.value
-        return PeerLost(f"rank {rank} of {self.name} ({self._hellos[rank].where}): {why[reason]}")
+        return PeerLost(f"rank {self.called[rank]} of {self.name} ({self._hellos[rank].where}): {why[reason]}")
 
     def where(self, rank: int) -> str:
         """Address and port of ``rank``."""
@@ -569,6 +597,14 @@ class Channel:
             self._engine._channels.remove(self)
 
 
+class Outcome(NamedTuple):
+    """Units that were missing at the end of a message, those that parity did not bring back, and whether it came again."""
+
+    raw: int
+    residual: int
+    again: bool
+
+
 class Transfer:
     """One exchange, from its first half on."""
 
@@ -587,7 +623,7 @@ class Transfer:
 
     def __str__(self) -> str:
         phase, bucket, step = self.key
-        return f"{list(PHASES)[phase]} {step}, bucket {bucket} of {self._channel.name}"
+        return f"{self._channel.phases[phase]} {step}, bucket {bucket} of {self._channel.name}"
 
     def _drop(self) -> None:
         self._channel._transfers.pop(self.key, None)
@@ -618,6 +654,17 @@ class Transfer:
             raise TimeoutError(f"{self}: {self._missing()} after {timeout:g} s")
         return self.arrived
 
+    def outcome(self, source: int) -> Outcome:
+        """What became of what had to arrive from ``source``; as long as the exchange is not forgotten."""
+        values = (ctypes.c_uint32 * 3)()
+        with self._channel._using():
+            self._lib.ml_outcome(self._handle, source, values)
+        return Outcome(values[0], values[1], bool(values[2]))
+
+    def all_sent(self) -> bool:
+        """Whether nothing is read from the sources any more. Raises :class:`PeerLost`."""
+        return self._wait(1, 0.0)
+
     def sent(self, timeout: float | None = None) -> None:
         """Wait until nothing is read from the sources any more; also until ``send`` is called."""
         if not self._wait(1, timeout):
@@ -634,7 +681,7 @@ class Transfer:
         """
         channel = self._channel
         phase, bucket, _ = self.key
-        lost = np.empty((channel.size, channel._units[list(PHASES)[phase]][bucket]), np.bool_)
+        lost = np.empty((channel.size, channel._units[channel.phases[phase]][bucket]), np.bool_)
         with channel._using():
             if not self._reports:
                 raise ValueError(f"{self}: no reports are left")
@@ -651,7 +698,9 @@ class Transfer:
     def _missing(self) -> str:
         with self._channel._using():
             rank = self._lib.ml_missing(self._handle)
-        return "not posted" if rank < 0 else f"waits for rank {rank} ({self._channel.where(rank)})"
+        return (
+            "not posted" if rank < 0 else f"waits for rank {self._channel.called[rank]} ({self._channel.where(rank)})"
+        )
 
     def _wait(self, what: int, timeout: float | None) -> bool:
         until = None if timeout is None else time.monotonic() + timeout

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch.distributed as dist
 
 from ...monitor.observer import Look, Observer
 from ...monitor.window import Window
-from .carrier import UdpTransport
 from .process import engine_counters
 
 logger = logging.getLogger(__name__)
@@ -70,10 +70,21 @@ def advice(now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
     return result
 
 
+class Carrier(Protocol):
+    """One end of what sends datagrams: its name, and its rank in that."""
+
+    name: str
+    rank: int
+
+    def counters(self) -> dict[int, dict[str, int]]: ...
+
+    def rates(self) -> dict[int, dict[str, float]]: ...
+
+
 class DatagramMonitor(Observer):
     """Counts over all ranks. ``transports``: those of this process, once there are any."""
 
-    def __init__(self, transports: Callable[[], Sequence[UdpTransport]]) -> None:
+    def __init__(self, transports: Callable[[], Sequence[Carrier]]) -> None:
         self._transports = transports
         self._window = Window(list(_COLUMNS))
         self._counted: Counter[str] = Counter()
@@ -116,7 +127,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def summary(transports: Sequence[UdpTransport], rank: int) -> list[str]:
+def summary(transports: Sequence[Carrier], rank: int) -> list[str]:
     """What this rank sent and got, in a line; from the first rank also of each peer of each stream."""
     lines, total = [], Counter()
     for transport in transports:
@@ -124,9 +135,7 @@ def summary(transports: Sequence[UdpTransport], rank: int) -> list[str]:
         for peer, counts in transport.counters().items():
             total.update(counts)
             network = f"{rates[peer]['rate'] / 1e6:.1f} MB/s, round trip {1e3 * rates[peer]['rtt_min']:.1f} ms"
-            lines.append(
-                f"udp, {transport.stream.name}, ranks {transport.rank} and {peer}: {_words(counts)}; {network}"
-            )
+            lines.append(f"udp, {transport.name}, ranks {transport.rank} and {peer}: {_words(counts)}; {network}")
     if not total:
         return []
     return [*(lines if rank == 0 else []), f"udp, rank {rank}, all: {_words(total)}"]

@@ -35,12 +35,15 @@ REPORT_PAYLOAD = np.dtype([("datagrams", "<u8"), ("bytes", "<u8"), ("top", "<u8"
 
 
 #: In front of the units that must arrive, u4 each, in the payload of an END of a bucket with reports: how many in all
-#: parts, and block << 16 | parities of a block.
+#: parts, and block << 16 | parities of a block. None are listed where all of the message must: then the count is ``ALL``.
+ALL = 2**32 - 1
 END_PAYLOAD = np.dtype([("count", "<u4"), ("code", "<u4")])
 
 
-def end(units: Sequence[int], block: int = 0, parity: int = 0) -> bytes:
-    """The payload of an END in one part."""
+def end(units: Sequence[int] | None, block: int = 0, parity: int = 0) -> bytes:
+    """The payload of an END in one part; ``None``: all units must arrive."""
+    if units is None:
+        return np.array((ALL, block << 16 | parity), END_PAYLOAD).tobytes()
     return np.array((len(units), block << 16 | parity), END_PAYLOAD).tobytes() + np.array(units, "<u4").tobytes()
 
 

@@ -13,7 +13,7 @@ from ...errors import UsageError
 from .packet import PHASES
 
 #: Of the datagrams and of what stands in the store.
-PROTOCOL = 2
+PROTOCOL = 3
 #: For each phase, of each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
 
@@ -60,9 +60,9 @@ class Hello:
             raise UsageError(f"--transport udp: rank {rank} of {name} runs another version of megatron-lossy") from None
 
 
-def digest_buckets(buckets: Buckets, alike: str) -> str:
+def digest_buckets(buckets: Buckets, alike: str, phases: Sequence[str] = tuple(PHASES)) -> str:
     """Of all that the ranks of a channel must cut alike, and of what else must be ``alike``."""
-    cut = [[[int(shard), int(unit)] for shard, unit in buckets.get(phase, ())] for phase in PHASES]
+    cut = [[[int(shard), int(unit)] for shard, unit in buckets.get(phase, ())] for phase in phases]
     text = json.dumps([cut, alike])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -1,0 +1,393 @@
+"""Messages between stages as datagrams, on the real megatron-core: without loss, with drawn losses, and over a link."""
+
+import dataclasses
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron_lossy import hooks
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.hooks import datagrams
+from megatron_lossy.pipeline import received, sent
+from megatron_lossy.pipeline.loss import BoundaryLoss
+from megatron_lossy.transport.udp import stages
+from megatron_lossy.virtual import VirtualCluster
+from tests import contract
+from tests.ranks import RankFailed, run_ranks
+from tests.test_lab import needs_lab
+from tests.test_pipeline_boundaries import BOTH, DEEP, PLAIN, WAYS, by_replica, check, place_of, record, same
+from tests.tiny_gpt import TinyGPT, build
+from tests.trainer import TINY, read_records, train_runs, write_data
+
+ROOT = Path(__file__).parents[1]
+UDP = {"transport": "udp", "act_transport": "udp", "udp_cipher": "none", "loss_unit": "packet", "packet_bytes": 1408}
+#: The losses of the drawn world: datagrams are dropped when they come.
+DRAWN = LossyConfig(**vars(BOTH) | UDP)
+LOSSLESS = LossyConfig(**UDP, act_packet_bytes=200)
+
+
+# --- by value ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_message_loses_what_is_drawn_for_it(name):
+    """As over torch, though what is lost comes as a datagram, and is put together or sent again over the network."""
+    world, tiny, model = WAYS[name]
+    ranks = run_ranks(record, world, tiny, DRAWN, 2, model)
+    zeros = check(ranks, tiny, DRAWN, itemsize=2 if "bf16" in name else 4)
+    assert zeros["act"] and zeros["act-grad"]
+    metrics = ranks[0]["metrics"]
+    assert metrics["udp sent again"] > 0 and metrics["udp put together"] > 0
+
+
+@pytest.mark.parametrize("flags", [{"act_retransmit": "off"}, {"act_zero_fill_gradient": "straight-through"}])
+def test_without_recovery_and_straight_through(flags):
+    settings = {"p_act": 0.3, "p_act_grad": 0.2, "act_packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
+    config = LossyConfig(**settings | flags | UDP)
+    zeros = check(run_ranks(record, 2, PLAIN, config), PLAIN, config)
+    assert zeros["act"] and zeros["act-grad"]
+
+
+def test_metrics_are_those_of_what_is_drawn():
+    """They count what came, and in the drawn world what was drawn."""
+    over_torch, over_udp = (run_ranks(record, 2, PLAIN, config, 8)[0]["metrics"] for config in (BOTH, DRAWN))
+    names = [
+        f"{what} {phase}"
+        for what in ("loss rate", "zero share", "retransmitted share")
+        for phase in ("act", "act-grad")
+    ]
+    assert all(over_torch[name] > 0 for name in names)
+    assert [over_udp[name] for name in names] == [over_torch[name] for name in names]
+
+
+def by_way_of_page_locked_memory(rank, *args):
+    stages.staged = lambda tensor: True
+    return record(rank, *args)
+
+
+def test_by_way_of_a_copy_as_from_a_device_it_is_the_same():
+    """The way of tensors on a device, but for the device."""
+    for tiny in (PLAIN, DEEP):
+        assert check(run_ranks(by_way_of_page_locked_memory, 2, tiny, DRAWN), tiny, DRAWN)["act"]
+
+
+@pytest.mark.parametrize("in_eval", [False, True])
+def test_evaluation_is_reliable_unless_asked_otherwise(in_eval):
+    """Then all of a message must arrive, whatever is lost at first."""
+    config = dataclasses.replace(DRAWN, act_loss_in_eval=in_eval)
+    ranks = run_ranks(record, 2, PLAIN, config, 2, None, "no_grad")
+    check(ranks, PLAIN, config)
+    [recorded] = by_replica(ranks).values()
+    same_all = [
+        np.array_equal(recorded[step, "evaluation"]["out"][0, number], recorded[step, "evaluation"]["in"][1, number])
+        for step in range(2)
+        for number in range(PLAIN.accumulation)
+    ]
+    assert all(same_all) == (not in_eval)
+
+
+# --- without loss --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "tiny"),
+    [
+        (2, PLAIN),
+        (2, DEEP),
+        (4, TinyGPT(pipeline=2, accumulation=2, dtype="bf16", overlap_grad_reduce=True, overlap_param_gather=True)),
+    ],
+    ids=["plain", "interleaved", "two replicas, bf16, tied"],
+)
+def test_without_loss_it_is_megatron(world, tiny):
+    same(run_ranks(contract.plain, world, tiny, LOSSLESS, 3), run_ranks(contract.plain, world, tiny, None, 3))
+
+
+def with_a_late_stage(rank, tiny, config, late):
+    """Losses of an evaluation and of a training; the stage of rank ``late`` comes to each a second after the others."""
+    hooks.install(config)
+    run = build(tiny)
+    losses = []
+    for does in (lambda: run.evaluate(0), lambda: run.step(0)["loss"]):
+        time.sleep(rank == late)
+        with torch.no_grad() if not losses else torch.enable_grad():
+            losses.append(does())
+    return losses, run.weights()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_stage_loses_nothing(late):
+    """Nor is anything kept beyond what may wait: messages are larger than that, and many."""
+    tiny = TinyGPT(pipeline=2, hidden=128, sequence=64, micro_batch=4, accumulation=16, tied=False)
+    config = LossyConfig(**UDP, act_retransmit="off", udp_eager_bytes=100_000, udp_memory=2**20)
+    mine = run_ranks(with_a_late_stage, 2, tiny, config, late)
+    theirs = run_ranks(with_a_late_stage, 2, tiny, LossyConfig(), None)
+    for (losses, weights), (expected, right) in zip(mine, theirs, strict=True):
+        assert losses == expected
+        for name, value in right.items():
+            np.testing.assert_array_equal(weights[name], value, err_msg=name)
+
+
+# --- between which ranks -------------------------------------------------------------------------------------------
+
+
+def links_of(rank, tiny, config):
+    lossy = hooks.install(config)
+    run = build(tiny)
+    run.step(0)
+    names = [link.name for link in lossy.boundaries.links.all]
+    counts = [link.counters() for link in lossy.boundaries.links.all]
+    lossy.uninstall()
+    return names, counts
+
+
+def test_within_a_node_nothing_crosses_as_a_datagram():
+    """Of four stages on two nodes the second boundary alone leaves a node."""
+    tiny = TinyGPT(pipeline=4, layers=4, accumulation=2, tied=False)
+    config = dataclasses.replace(LOSSLESS, lossy_links="inter-node", ranks_per_node=2)
+    told = run_ranks(links_of, 4, tiny, config)
+    name = "stages on ranks 1 and 2"
+    assert [names for names, _ in told] == [[], [name], [name], []]
+    packets = 2 * -(-16 * 2 * 32 * 4 // 200)
+    for (_, [counts]), peer in ((told[1], 2), (told[2], 1)):
+        assert counts[peer]["units"] == packets and counts[peer]["lost"] == 0
+
+
+def test_two_interleaved_stages_have_two_links():
+    """One from the first stage on, and one from the last stage to the first."""
+    names = ["stages on ranks 0 and 1", "stages on ranks 1 and 0"]
+    assert [sorted(found) for found, _ in run_ranks(links_of, 2, DEEP, LOSSLESS)] == [names, names]
+
+
+def copies_lose_apart(rank, tiny, config):
+    """As ``record``, where tensor-parallel ranks lose different packets of the same message."""
+    datagrams.sequence_parallel_rank = lambda module: parallel_state.get_tensor_model_parallel_rank()
+    return record(rank, tiny, config)
+
+
+def test_tensor_parallel_peers_lose_what_one_of_them_lost():
+    tiny = TinyGPT(tensor=2, pipeline=2, accumulation=2, tied=False)
+    config = dataclasses.replace(DRAWN, act_residual_high=0.3, act_residual_low=0.3)
+    ranks = run_ranks(copies_lose_apart, 4, tiny, config)
+    assert_peers_equal(ranks, ((0, 1), (2, 3)))
+    assert sum(observed([ranks[0], ranks[2]], tiny, config, 2).values()) > 0
+
+
+def assert_peers_equal(ranks, pairs):
+    for one, other in pairs:
+        for step in ranks[one]["recorded"]:
+            for name in ("in", "grad_in"):
+                for place, value in ranks[one]["recorded"][step][name].items():
+                    if value is not None:
+                        np.testing.assert_array_equal(value, ranks[other]["recorded"][step][name][place])
+
+
+def test_with_sequence_parallelism_each_peer_has_losses_of_its_own():
+    tiny = TinyGPT(tensor=2, pipeline=2, accumulation=2, tied=False, sequence_parallel=True)
+    zeros = check(run_ranks(record, 4, tiny, DRAWN), tiny, DRAWN)
+    assert zeros["act"] and zeros["act-grad"]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_what_one_stage_sends_the_next_one_receives(group):
+    """In the same order, of each link of a ring of three with two chunks; pure."""
+    table = [
+        (number, chunk)
+        for first in range(0, 7, group)
+        for chunk in range(2)
+        for number in range(first, min(first + group, 7))
+    ]
+    for stage in range(3):
+        ends, next_ends = (stage == 0, stage == 2), (stage == 2, stage == 1)
+        leaving = [(number, chunk + (stage == 2)) for number, chunk in sent("act", table, *ends)]
+        assert leaving == received("act", table, *next_ends)
+        back = [(number, chunk - (stage == 2)) for number, chunk in sent("act-grad", table, *next_ends)]
+        assert back == received("act-grad", table, *ends)
+
+
+# --- over a link that loses ----------------------------------------------------------------------------------------
+
+
+def observed(ranks, tiny, config, steps, itemsize=4):
+    """What a network lost: packets of zeros, no more than the bound of each message, and of the gradient sent back."""
+    elements = config.act_packet_bytes // itemsize
+    zeros = {"act": 0, "act-grad": 0}
+    [recorded] = by_replica(ranks).values()
+    for step in range(steps):
+        notes = recorded[step]
+        for stage in range(1, tiny.pipeline * (tiny.virtual or 1)):
+            for number in range(tiny.accumulation):
+                here, before = (stage, number), (stage - 1, number)
+                for phase, left, came in (
+                    ("act", notes["out"][before], notes["in"][here]),
+                    ("act-grad", notes["grad_out"][here], notes["grad_in"][before]),
+                ):
+                    assert np.isfinite(came).all()
+                    differs = (left != came).reshape(-1)
+                    lost = np.add.reduceat(differs, np.arange(0, len(differs), elements)) > 0
+                    mask = np.repeat(lost, elements)[: len(differs)].reshape(left.shape)
+                    np.testing.assert_array_equal(came, np.where(mask, 0, left))
+                    assert lost.sum() <= BoundaryLoss(config, phase).bound(place_of(stage, tiny), len(lost))
+                    zeros[phase] += int(lost.sum())
+                    if phase == "act":
+                        assert not notes["grad_out"][here][mask].any()
+    return zeros
+
+
+#: Sites, the model, and the bound: one packet of 21, or one for each of two tensor-parallel ranks.
+IN_THE_LAB = {
+    "plain": ([1, 1], {"pipeline": 2, "accumulation": 3, "tied": False}, 0.05),
+    "interleaved": ([1, 1], {"pipeline": 2, "virtual": 2, "layers": 4, "accumulation": 4, "tied": False}, 0.05),
+    "tensor parallel": ([2, 2], {"tensor": 2, "pipeline": 2, "accumulation": 3, "tied": False}, 0.1),
+}
+
+
+@needs_lab
+@pytest.mark.parametrize("name", ["plain", "interleaved", pytest.param("tensor parallel", marks=pytest.mark.slow)])
+def test_over_a_link_that_loses_a_seventh(name, tmp_path):
+    """About a third of the messages lose a packet for good, and a fifth is sent again in part."""
+    (sites, model, bound), steps = IN_THE_LAB[name], 8
+    flags = {
+        **UDP, "act_packet_bytes": 200, "act_fec_high": (4, 2), "act_fec_low": (4, 1), "act_residual_high": bound,
+        "act_residual_low": bound, "udp_interface": "lab0",
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "benchmarks.lab", "--rtt", "4", "--loss", "0.15", "--sites", *map(str, sites), "--",
+        "env", "GLOO_SOCKET_IFNAME=lab0", "RANK={node}", "WORLD_SIZE={nodes}", "LOCAL_RANK=0", "MASTER_ADDR={first}",
+        "MASTER_PORT=29500", "OMP_NUM_THREADS=1", sys.executable, "-m", "tests.udp_stage_ranks", json.dumps(flags),
+        json.dumps(model), str(steps), str(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    ranks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(sum(sites))]
+    tiny, config = TinyGPT(**model), LossyConfig(**flags | {"udp_interface": None})
+    if name == "tensor parallel":
+        assert_peers_equal(ranks, ((0, 1), (2, 3)))
+        ranks = [ranks[0], ranks[2]]
+    zeros = observed(ranks, tiny, config, steps)
+    metrics = ranks[0]["metrics"]
+    for phase, count in zeros.items():
+        assert count > 0 and abs(metrics[f"loss rate {phase}"] - 0.15) < 0.08, metrics
+    assert metrics["retransmitted share act"] + metrics["retransmitted share act-grad"] > 0, metrics
+    assert metrics["udp put together"] > 0 and metrics["udp sent again"] > 0
+
+
+# --- an end --------------------------------------------------------------------------------------------------------
+
+
+def with_a_killed_stage(rank, tiny, config, killed):
+    hooks.install(config)
+    run = build(tiny)
+    for step in range(100):
+        if rank == killed and step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.step(step)
+
+
+def test_a_killed_stage_ends_all_others():
+    """At once: its neighbour is told by its host, and those beyond by the neighbour's."""
+    tiny = TinyGPT(pipeline=3, layers=3, accumulation=4, tied=False)
+    began = time.monotonic()
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(with_a_killed_stage, 3, tiny, LOSSLESS, 2)
+    assert time.monotonic() - began < 40
+    text = str(failure.value)
+    assert re.search(r"PeerLost: rank 2 of stages on ranks 1 and 2 \(127.0.0.1:\d+\): its host refuses datagrams", text)
+    assert re.search(r"PeerLost: rank 1 of stages on ranks 0 and 1 \(127.0.0.1:\d+\): ", text)
+
+
+def ended(rank):
+    lossy = hooks.install(LOSSLESS)
+    run = build(PLAIN)
+    run.step(0)
+    began = time.monotonic()
+    lossy.uninstall()
+    return time.monotonic() - began, lossy.boundaries.links.all[0].counters()[1 - rank]["lost"]
+
+
+def test_a_run_ends_in_order():
+    for seconds, lost in run_ranks(ended, 2):
+        assert seconds < 4 and lost == 0
+
+
+def test_the_trainer_sends_messages_over_udp(tmp_path):
+    """Two stages of one replica, with evaluation and checkpoints: without loss everything recorded is as over torch."""
+    run_ranks(write_data, 1, str(tmp_path))
+    settings = TINY | {
+        "data_path": (str(tmp_path / "train"),),
+        "valid_data_path": (str(tmp_path / "valid"),),
+        "pipeline_model_parallel_size": 2,
+        "hidden_dropout": 0.0,
+        "save_interval": 4,
+    }
+    for name, loss in (("torch", {}), ("udp", {"transport": "udp", "act_transport": "udp"})):
+        [(_, output), _] = run_ranks(train_runs, 2, (settings | {"save": str(tmp_path / name)}, loss))
+        assert (re.search(r"udp, stages on ranks 0 and 1, ranks 0 and 1: sent \d+", output) is not None) == (
+            name == "udp"
+        )
+    for kind in ("train", "valid"):
+        mine, theirs = (read_records(tmp_path / name, kind) for name in ("udp", "torch"))
+        assert len(mine) == len(theirs) > 0
+        for record_, expected in zip(mine, theirs, strict=True):
+            assert record_ | expected | {"seconds": 0} == record_ | {"seconds": 0}
+            if kind == "train":
+                assert record_["loss rate act"] == record_["loss rate act-grad"] == 0 < record_["udp sent"]
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"transport": "torch", "udp_cipher": "aes-128-gcm"}, "--act-transport udp: needs --transport udp"),
+        ({"transport": "pieces", "udp_cipher": "aes-128-gcm"}, "--act-transport udp: needs --transport udp"),
+        ({"virtual_boundaries": (1,)}, "--act-transport udp: needs real stages"),
+        ({"act_packet_bytes": 1409}, "--act-packet-bytes 1409: must be at most --packet-bytes (1408) with --act-trans"),
+        ({"packet_bytes": 12}, "--packet-bytes 12: must be at least 16 with --act-transport udp"),
+        ({"act_transport": "tcp"}, "--act-transport tcp: must be one of torch, udp"),
+    ],
+)
+def test_bad_flags(flags, error):
+    with pytest.raises(UsageError, match=f"^{re.escape(error)}") as found:
+        LossyConfig(**UDP | flags)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pipeline_model_parallel_size": 1}, "--act-transport udp: nothing is sent with one pipeline stage"),
+        (
+            {"pipeline_model_parallel_size": 2, "variable_seq_lengths": True},
+            "--variable-seq-lengths on: cannot be with --act-transport udp",
+        ),
+        ({"pipeline_model_parallel_size": 2, "use_ring_exchange_p2p": True}, "--use-ring-exchange-p2p on: nothing"),
+    ],
+)
+def test_arguments_of_megatron_lm_are_refused_before_anything_starts(settings, message):
+    arguments = SimpleNamespace(use_distributed_optimizer=True, optimizer="adam", **settings)
+    with pytest.raises(UsageError, match=f"^{message}"):
+        hooks.checks.check_arguments(arguments, LOSSLESS)
+
+
+def test_virtual_workers_have_no_network():
+    with pytest.raises(UsageError, match="--transport udp: needs real ranks"):
+        VirtualCluster(LOSSLESS, 2)
+
+
+def test_a_packet_is_a_datagram():
+    assert LossyConfig(**UDP).act_packet_bytes == 1408 and LossyConfig().act_packet_bytes == 4096
+    assert "activations and their gradients over UDP, parity" in LOSSLESS.describe()
