@@ -55,7 +55,6 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], list, Seq
             for number in range(args.exchanges + _WARM_UP):
                 for name in NAMES if number % 2 else NAMES[::-1]:
                     started, ended = span(teams[name].exchange("reduce-scatter", row.shard, _LIMIT))
-                    teams[name].exchange("all-gather", row.shard, _LIMIT)
                     if number >= _WARM_UP:
                         times[name].append(1000 * (ended - started))
                 if sys.stdout.isatty() and number % 10 == 0:
@@ -101,7 +100,8 @@ def main(argv: list[str] | None = None) -> int:
     """The program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
-    result = Path(args.out) / f"udp_priority_{100 * args.loss:g}_percent_{today()}.md"
+    share = "" if args.fraction == 0.01 else f"_top_{100 * args.fraction:g}"
+    result = Path(args.out) / f"udp_priority_{100 * args.loss:g}_percent{share}_{today()}.md"
     with usage_errors("benchmarks.udp_priority"):
         if args.exchanges < 2:
             raise refuse("--exchanges", args.exchanges, "must be at least 2")

@@ -213,6 +213,43 @@ def test_what_is_asked_for_comes_twice():
     assert all(later - sooner >= MS for sooner, later in again.values())
 
 
+def waits(code, exchanges, units=60, must=29, p=0.05):
+    """Milliseconds that both sides of each exchange take over 10 ms one way, and datagrams sent again."""
+    generator, drawn, took = random.Random(4), np.random.default_rng(4), []
+
+    def link(source, destination, datagram, now):
+        return [] if generator.random() < p else [now + 10 * MS]
+
+    with World(2, {"grad": [(units * UNIT, UNIT)]}, link, reorder=-1, **REPORTED) as world:
+        for step in range(exchanges):
+            chosen = [np.zeros((2, units), dtype=bool) for _ in range(2)]
+            for rank in range(2):
+                chosen[rank][1 - rank, drawn.permutation(units)[:must]] = True
+            started = world.now
+            handles, _ = exchange(world, chosen if must else None, code, step, units * UNIT)
+            run(world, handles, step)
+            took.append((max(node.exchanges["grad", step, 0].over_at for node in world.nodes) - started) / MS)
+            for node, handle in zip(world.nodes, handles, strict=True):
+                node.released(("grad", step, 0))
+                node.lib.ml_release(handle)
+            world.run_for(30 * MS)
+        again = sum(node.counters(1 - node.rank)["resent"] for node in world.nodes)
+    return np.array(took[20:]), again  # the first ones do not know the round trip
+
+
+def test_packets_of_high_priority_cost_no_round_trip_in_99_of_100_exchanges():
+    """29 of them, as the top 1 % of 4 MB; 5 % lost, 20 ms; 400 exchanges. With copies P99 is that of exchanges without."""
+    plain, _ = waits((1, 0), 400, must=0)
+    copied, again = waits((100, 250), 400)
+    assert np.percentile(copied, 99) <= np.percentile(plain, 99) + 5
+    assert np.median(copied) <= np.median(plain) + 1 and again < 20
+    # With one parity each, one of eight exchanges has to ask: a round trip, and hardly ever a second one.
+    once, _ = waits((100, 100), 400)
+    asked = once > np.percentile(plain, 99) + 10
+    assert 0.06 < asked.mean() < 0.2
+    assert (once[asked] > np.percentile(plain, 99) + 30).mean() < 0.1
+
+
 # ---- The datagrams ----
 
 
