@@ -7,18 +7,18 @@ data, and how many packets of high priority did not arrive.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common import RESULTS, made_with, today
+from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import Team, our_config, span
 from benchmarks.exchange.rows import Row
 from benchmarks.lab import Lab, Missing, end_in_order
 from megatron_lossy.errors import refuse, usage_errors
-from megatron_lossy.files import write_text
 
 NAMES = ("none", "protected")
 _WARM_UP = 20
@@ -55,7 +55,6 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], list, Seq
             for number in range(args.exchanges + _WARM_UP):
                 for name in NAMES if number % 2 else NAMES[::-1]:
                     started, ended = span(teams[name].exchange("reduce-scatter", row.shard, _LIMIT))
-                    teams[name].exchange("all-gather", row.shard, _LIMIT)
                     if number >= _WARM_UP:
                         times[name].append(1000 * (ended - started))
                 if sys.stdout.isatty() and number % 10 == 0:
@@ -101,9 +100,9 @@ def main(argv: list[str] | None = None) -> int:
     """The program."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
-    result = Path(args.out) / f"udp_priority_{100 * args.loss:g}_percent_{today()}.md"
-    end_in_order()
-    with usage_errors():
+    share = "" if args.fraction == 0.01 else f"_top_{100 * args.fraction:g}"
+    result = Path(args.out) / f"udp_priority_{100 * args.loss:g}_percent{share}_{today()}.md"
+    with usage_errors("benchmarks.udp_priority"):
         if args.exchanges < 2:
             raise refuse("--exchanges", args.exchanges, "must be at least 2")
         if result.exists() and not args.replace:
@@ -116,11 +115,11 @@ def main(argv: list[str] | None = None) -> int:
             return 0
     text = markdown(args, times, sent, [*made_with("benchmarks.udp_priority", argv), *notes])
     print("\n" + text)
-    result.parent.mkdir(parents=True, exist_ok=True)
-    write_text(result, text)
-    print(f"wrote {result}")
+    write_results(result.parent, result.stem, md=text)
     return 0
 
 
 if __name__ == "__main__":
+    end_in_order()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())

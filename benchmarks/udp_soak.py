@@ -22,12 +22,11 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from benchmarks.common import RESULTS, made_with, today
+from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import PHASES, Team, our_config, span
 from benchmarks.exchange.rows import Row
 from benchmarks.lab import Lab, Missing, end_in_order
 from megatron_lossy.errors import refuse, usage_errors
-from megatron_lossy.files import write_text
 
 #: An exchange that takes so many times the median is one that stalls.
 STALL = 5.0
@@ -204,9 +203,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
     text = markdown(times, lost, samples, [*made_with("benchmarks.udp_soak", argv), *machine])
     print("\n" + text)
-    result.parent.mkdir(parents=True, exist_ok=True)
-    write_text(result, text)
-    print(f"wrote {result}")
+    write_results(result.parent, result.stem, md=text)
     return 0
 
 

@@ -232,6 +232,15 @@ class LossyConfig(ErrorFlags, SyncFlags):
         "from what receivers count where these are not known",
         metavar="{auto,C0,C0,R}",
     )
+    param_priority: str = flag(
+        "none",
+        "packets of parameters that are delivered whatever is lost: those that have changed most since they were last "
+        "delivered so, by the mean of absolute values; over UDP and with virtual workers (docs/smart.md)",
+        choices=("none", "change"),
+    )
+    param_priority_fraction: float = flag(
+        0.01, "--param-priority: share of the packets that an owner sends of a bucket, in [0, 1]", metavar="K"
+    )
     lossy_self: bool = flag(False, "a worker's own gradient shard can be lost too (the paper's literal formula)")
     p_act: float = flag(
         0.0,
@@ -393,14 +402,15 @@ class LossyConfig(ErrorFlags, SyncFlags):
     )
     udp_fec: tuple[str, ...] = flag(
         ("auto",),
-        "udp: parity for packets of high priority: C packets for every B of them; or auto, as much as the loss asks for",
+        "udp: parity for packets of high priority: C packets for every B of them, which are copies if C is larger; or auto, as "
+        "much as the loss asks for",
         type=str,
         nargs="+",
         metavar="auto | B C",
         incidental=True,
     )
     udp_fec_budget: float = flag(
-        1.0,
+        2.5,
         "udp: most parity that --udp-fec auto adds, in percent of the bytes of a message",
         metavar="PERCENT",
         incidental=True,
@@ -413,8 +423,8 @@ class LossyConfig(ErrorFlags, SyncFlags):
         for name in ("p_grad", "p_param", "p_act", "p_act_grad"):
             _in_unit_interval(flag_name(LossyConfig, name), getattr(self, name))
         for name in (
-            "loss_correlation", "lossy_links", "grad_recovery", "grad_priority_scope", "param_send", "transport", "eval_weights",
-            "act_zero_fill_gradient", "act_retransmit", "act_transport",
+            "loss_correlation", "lossy_links", "grad_recovery", "grad_priority_scope", "param_send", "param_priority", "transport",
+            "eval_weights", "act_zero_fill_gradient", "act_retransmit", "act_transport",
         ):  # fmt: skip
             check_choice(self, name)
         for name in ("loss_model", "ge_mean_burst", "loss_schedule"):
@@ -445,6 +455,7 @@ class LossyConfig(ErrorFlags, SyncFlags):
         if self.lead is not None and self.param_send == "plain":
             raise refuse("--param-lag", self.param_lag, "needs --param-send compensated")
         self._check_priority()
+        self._check_param_priority()
         self._check_boundaries()
         self._check_udp()
         self.check_errors()
@@ -513,9 +524,31 @@ class LossyConfig(ErrorFlags, SyncFlags):
             )
         if self.grad_residual_bound != 1:
             raise refuse("--grad-residual-bound", self.grad_residual_bound, "cannot be with --transport udp")
+        self._check_report_bytes("--grad-priority")
+
+    def _check_report_bytes(self, flag: str) -> None:
         if self.packet_bytes < UDP_REPORT_BYTES:
-            why = f"must be at least {UDP_REPORT_BYTES} with --grad-priority over UDP"
+            why = f"must be at least {UDP_REPORT_BYTES} with {flag} over UDP"
             raise refuse("--packet-bytes", self.packet_bytes, why)
+
+    def _check_param_priority(self) -> None:
+        name, fraction = "--param-priority", self.param_priority_fraction
+        if not 0 <= fraction <= 1:
+            raise refuse(f"{name}-fraction", fraction, "must be in [0, 1]")
+        if self.param_priority == "none":
+            if fraction != LossyConfig.__dataclass_fields__["param_priority_fraction"].default:
+                raise refuse(f"{name}-fraction", fraction, f"needs {name} change")
+            return
+        if self.loss_unit != "packet":
+            raise refuse(name, self.param_priority, "needs --loss-unit packet")
+        if self.param_send != "plain":
+            why = "cannot be: a packet that always arrives is not late, and a lead would put it ahead"
+            raise refuse(name, f"{self.param_priority} with --param-send {self.param_send}", why)
+        if self.transport == "udp":
+            if not self.phase("param").lossless:
+                why = "cannot be: what a channel draws beside the network nobody sends again; omit the loss rate"
+                raise refuse(name, f"{self.param_priority} over UDP with parameters lost by drawing", why)
+            self._check_report_bytes(name)
 
     def _check_boundaries(self) -> None:
         if not 0 <= self.act_high_depth <= 1:
@@ -607,7 +640,7 @@ class LossyConfig(ErrorFlags, SyncFlags):
             block, parity = (int(number) for number in self.udp_fec)
         except ValueError:
             raise refuse("--udp-fec", text, "must be auto, or B C") from None
-        check_code("--udp-fec", block, parity, least=0)
+        check_code("--udp-fec", block, parity, least=0, copies=True)
         return block, parity
 
     @property
@@ -731,6 +764,8 @@ class LossyConfig(ErrorFlags, SyncFlags):
             parts.append(
                 f"priority {self.grad_priority} {self.grad_priority_fraction:g} of a {self.grad_priority_scope}"
             )
+        if self.param_priority != "none":
+            parts.append(f"priority of parameters by {self.param_priority} {self.param_priority_fraction:g}")
         if self.param_send != "plain" and not idle:
             parts.append(f"parameters sent {self.param_send}, lag {self.param_lag}")
         if self.loss_correlation != "independent":
@@ -757,10 +792,14 @@ class LossyConfig(ErrorFlags, SyncFlags):
         return f"{rates}{where}, {recovery}"
 
 
-def check_code(flag: str, block: int, parity: int, least: int = 1) -> None:
-    """Raise :class:`UsageError` for blocks of ``block`` packets with ``parity`` of parity that no code has."""
-    if not (least <= parity <= min(block, 255) and 1 <= block < 2**16):
-        raise refuse(flag, f"{block} {parity}", f"needs {least} <= C <= B, C at most 255 and B in [1, 65535]")
+def check_code(flag: str, block: int, parity: int, least: int = 1, copies: bool = False) -> None:
+    """Raise :class:`UsageError` for blocks of ``block`` packets with ``parity`` of parity that no code has.
+
+    ``copies``: there may be more parity than packets.
+    """
+    if not (least <= parity <= (255 if copies else min(block, 255)) and 1 <= block < 2**16):
+        most = "" if copies else " <= B"
+        raise refuse(flag, f"{block} {parity}", f"needs {least} <= C{most}, C at most 255 and B in [1, 65535]")
 
 
 def _in_unit_interval(flag: str, value: float) -> None:

@@ -49,6 +49,12 @@ TRAIN = [
     Case("--p-act 0.1", "--p-act 0.1: nothing is sent with one pipeline stage; needs more of them, or --virtual-boun"),
     Case("--p-act 0.1 --virtual-boundaries 2", "--virtual-boundaries 2: must be layers from 1 to 1 of the 2"),
     Case("--p-act 0.1 --act-fec-low 10 11", "--act-fec-low 10 11: needs 1 <= C <= B"),
+    Case(
+        "--p-param 0.1 --loss-unit packet --param-priority change",
+        "--param-priority change with --transport torch: needs virtual workers or --transport udp",
+        ranks=2,
+    ),
+    Case("--param-priority-fraction 0.1", "--param-priority-fraction 0.1: needs --param-priority change"),
     Case("--pgrad 0.1", "unrecognized arguments: --pgrad 0.1"),
     Case("--config none.yaml", "--config none.yaml: cannot be read: No such file or directory"),
     Case("--config data", "--config data: cannot be read: Is a directory"),

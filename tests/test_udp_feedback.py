@@ -127,6 +127,10 @@ def test_the_code_follows_the_loss_within_the_budget():
         code.report(np.random.default_rng(0).random(must.shape) < 0.05, must)
     block, parity = code.of(must)
     assert block == 100 and 20 < parity <= 100
+    generous = Code(None, 0.025)
+    for _ in range(32):
+        generous.report(np.random.default_rng(0).random(must.shape) < 0.05, must)
+    assert 100 < generous.of(must)[1] <= 250  # some are sent three times
     assert Code(None, 0.0).of(must) == (100, 0)
     tight = Code(None, 0.001)
     tight.report(np.ones_like(must), must)
@@ -138,7 +142,7 @@ def test_the_code_follows_the_loss_within_the_budget():
     ("flags", "error"),
     [
         ({"udp_fec": ("10",)}, "--udp-fec 10: must be auto, or B C"),
-        ({"udp_fec": ("10", "11")}, "--udp-fec 10 11: needs 0 <= C <= B"),
+        ({"udp_fec": ("10", "256")}, "--udp-fec 10 256: needs 0 <= C, C at most 255"),
         ({"udp_fec": ("0", "0")}, "--udp-fec 0 0: needs"),
         ({"udp_fec": ("a", "b")}, "--udp-fec a b: must be auto"),
         ({"udp_fec_budget": -1.0}, "--udp-fec-budget -1.0: must be percent"),

@@ -83,7 +83,7 @@ def check(world, handles, sent, must, step=0):
 
 
 @pytest.mark.parametrize("cipher", [False, True])
-@pytest.mark.parametrize(("p", "code"), [(0.0, (1, 0)), (0.3, (1, 0)), (0.3, (10, 5)), (0.6, (10, 2))])
+@pytest.mark.parametrize(("p", "code"), [(0.0, (1, 0)), (0.3, (1, 0)), (0.3, (10, 5)), (0.6, (10, 2)), (0.6, (5, 14))])
 def test_what_must_arrive_does_and_the_rest_is_reported(p, code, cipher):
     must = [some(3, UNITS, 0.3, rank) for rank in range(3)]
     with World(3, {"grad": [(SHARD, UNIT)]}, losing(p, 1), cipher=cipher, **REPORTED) as world:
@@ -189,6 +189,68 @@ def test_a_lost_unit_that_must_arrive_takes_a_round_trip_and_with_parity_none():
     assert 5 < took[2, 1] < 8 and 15 < took[1, 0] < 19
 
 
+def test_what_is_asked_for_comes_twice():
+    """So that a unit of which one more is lost takes no second round trip; the two are apart, as losses come in bursts."""
+    must = [np.zeros((2, UNITS), dtype=bool) for _ in range(2)]
+    must[0][1, 3] = must[1][0, 3] = True
+    again: dict[tuple[int, int], list[int]] = {}
+
+    def link(source, destination, datagram, now):
+        kind, fields = fields_of(datagram)
+        if kind != DATA or fields["index"] != 3:
+            return [now + 5 * MS]
+        if fields["tag"]:
+            again.setdefault((source, destination), []).append(now)
+        return [now + 5 * MS] if len(again.get((source, destination), [])) > 1 else []
+
+    with World(2, {"grad": [(SHARD, UNIT)]}, link, **REPORTED) as world:
+        handles, sent = exchange(world, must)
+        run(world, handles)
+        check(world, handles, sent, must)
+        got = world.nodes[0].exchanges["grad", 0, 0]
+        assert 15 * MS < got.over_at - got.posted_at < 20 * MS
+    assert [len(times) for times in again.values()] == [2, 2]
+    assert all(later - sooner >= MS for sooner, later in again.values())
+
+
+def waits(code, exchanges, units=60, must=29, p=0.05):
+    """Milliseconds that both sides of each exchange take over 10 ms one way, and datagrams sent again."""
+    generator, drawn, took = random.Random(4), np.random.default_rng(4), []
+
+    def link(source, destination, datagram, now):
+        return [] if generator.random() < p else [now + 10 * MS]
+
+    with World(2, {"grad": [(units * UNIT, UNIT)]}, link, reorder=-1, **REPORTED) as world:
+        for step in range(exchanges):
+            chosen = [np.zeros((2, units), dtype=bool) for _ in range(2)]
+            for rank in range(2):
+                chosen[rank][1 - rank, drawn.permutation(units)[:must]] = True
+            started = world.now
+            handles, _ = exchange(world, chosen if must else None, code, step, units * UNIT)
+            run(world, handles, step)
+            took.append((max(node.exchanges["grad", step, 0].over_at for node in world.nodes) - started) / MS)
+            for node, handle in zip(world.nodes, handles, strict=True):
+                node.released(("grad", step, 0))
+                node.lib.ml_release(handle)
+            world.run_for(30 * MS)
+        again = sum(node.counters(1 - node.rank)["resent"] for node in world.nodes)
+    return np.array(took[20:]), again  # the first ones do not know the round trip
+
+
+def test_packets_of_high_priority_cost_no_round_trip_in_99_of_100_exchanges():
+    """29 of them, as the top 1 % of 4 MB; 5 % lost, 20 ms; 400 exchanges. With copies P99 is that of exchanges without."""
+    plain, _ = waits((1, 0), 400, must=0)
+    copied, again = waits((100, 250), 400)
+    assert np.percentile(copied, 99) <= np.percentile(plain, 99) + 5
+    assert np.median(copied) <= np.median(plain) + 1 and again < 20
+    assert (copied > np.percentile(plain, 99) + 10).mean() < 0.01
+    # With one parity each, one of eight exchanges has to ask: a round trip, and hardly ever a second one.
+    once, _ = waits((100, 100), 400)
+    asked = once > np.percentile(plain, 99) + 10
+    assert 0.06 < asked.mean() < 0.2
+    assert (once[asked] > np.percentile(plain, 99) + 30).mean() < 0.1
+
+
 # ---- The datagrams ----
 
 
@@ -247,11 +309,12 @@ def test_what_end_and_nack_and_ready_say_byte_by_byte():
         (END, 5, packet.end([0, 1])),
         (END, 3, packet.end([0, 1])),
         (END, 4, packet.end(range(5))),
-        (END, 4, packet.end([0, 1], 1, 2)),
+        (END, 4, packet.end([0, 1], 1, 256)),
+        (END, 4, packet.end([0, 1], 0, 2)),
         (NACK, 0, b""),
         (NACK, 2, np.array([1], "<u4").tobytes()),
         (NACK, 20, np.zeros(20, "<u4").tobytes()),
-        (PARITY, 4, bytes(UNIT)),
+        (PARITY, 4 * 255, bytes(UNIT)),
         (PARITY, 0, bytes(UNIT - 1)),
         (READY, 1, bytes(2)),
         (READY, 2, bytes(1)),
@@ -285,12 +348,11 @@ def test_buckets_without_reports_know_none_of_it():
 
 @given(
     st.lists(st.integers(0, 3), max_size=6), st.sets(st.integers(0, 3), max_size=4).map(sorted), st.integers(1, 4),
-    st.randoms(use_true_random=False),
+    st.integers(1, 9), st.randoms(use_true_random=False),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
-def test_parity_in_any_order(arriving, must, block, order):
+@settings(max_examples=200, deadline=None)
+def test_parity_in_any_order(arriving, must, block, parity, order):
     """Whatever arrives in which order: what is put together is what was sent, as the code says."""
-    parity = max(1, block // 2)
     layout = Layout(len(must), block, parity)
     units = bytes_of(1, 1, 4 * UNIT).reshape(4, UNIT)
     parities = encode_parity(units[must], layout) if must else np.zeros((0, UNIT), np.uint8)

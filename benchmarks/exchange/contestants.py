@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from benchmarks.exchange.timeouts import Timeouts
 from benchmarks.lab import INTERFACE, Lab
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.flags import add_flags, from_namespace
@@ -159,26 +160,27 @@ class Ours:
         _join_world(rank, addresses, port)
         self._groups = {shard: LossyGroup.create(config, [BucketSpec(shard)]) for shard in shards}
         self._rank = rank
-        self._step = dict.fromkeys(shards, 0)
+        self._step = {(phase, shard): 0 for phase in ("grad", "param") for shard in shards}
         self._must = self._must_lost = 0
 
     def reduce_scatter(self, shard: torch.Tensor, buffer: torch.Tensor) -> None:
-        self._last = (self._groups[len(shard)], "grad", self._step[len(shard)])
+        self._last = (self._groups[len(shard)], "grad", self._step["grad", len(shard)])
         lossy_reduce_scatter(self._last[0], 0, shard, buffer, self._last[2])
+        self._step["grad", len(shard)] += 1
 
     def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor) -> None:
-        self._last = (self._groups[len(shard)], "param", self._step[len(shard)])
+        self._last = (self._groups[len(shard)], "param", self._step["param", len(shard)])
         lossy_all_gather(self._last[0], 0, buffer, shard, self._last[2])
-        self._step[len(shard)] += 1  # a step is a reduce-scatter and then an all-gather
+        self._step["param", len(shard)] += 1
 
     def lost(self) -> float:
         group, phase, step = self._last
         if phase == "grad":  # beside the time: others say what did not arrive there
-            must = group.rules["grad"][0].must
+            rule = group.rules["grad"][0]
             group.finish_step(step, True)
-            if must is not None:
-                self._must += int(must.sum())
-                self._must_lost += int((must & group.rules["grad"][0].final.mask).sum())
+            if rule.must is not None and step not in rule.late:  # on a busy machine they may not have said so yet
+                self._must += int(rule.must.sum())
+                self._must_lost += int((rule.must & rule.final.mask).sum())
         delivery = group.delivery(phase, step)
         arrived = delivery.arrived[0][[source for source in delivery.sources if source != self._rank]]
         return 1 - float(arrived.mean())
@@ -217,7 +219,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": Plain, "ours": Ours}
+    kinds: dict[str, type[Any]] = {"gloo": Gloo, "tcp": Plain, "ours": Ours, "timeouts": Timeouts}
     exchanger: Any = kinds[name.split()[0]](rank, addresses, port, shards, config)
     ranks = len(addresses)
     tensors = {shard: (torch.ones(shard), torch.ones(ranks * shard)) for shard in shards}
@@ -245,7 +247,7 @@ def _work(
 
 
 class Team:
-    """The ranks of one contestant, connected. ``config``: of ours."""
+    """The ranks of one contestant, connected. ``config``: of ours, or the pace of :class:`Timeouts`."""
 
     _port = 20_000
 

@@ -18,7 +18,7 @@ class AdaptiveCode:
     Args:
         block: B, packets of data in a block.
         bound: share of a message's packets that may stay lost; 0: none.
-        budget: parities are at most this share of a block.
+        budget: parities are at most this share of a block, and at most 255; above 1 some are copies.
         failures: share of messages of which more may stay lost.
         messages: how many of the latest ones count.
     """
@@ -30,8 +30,8 @@ class AdaptiveCode:
             raise refuse("block", block, "must be in [1, 65535]")
         if not 0 <= bound < 1:
             raise refuse("bound", bound, "must be in [0, 1)")
-        if not 0 <= budget <= 1:
-            raise refuse("budget", budget, "must be in [0, 1]")
+        if not 0 <= budget < math.inf:
+            raise refuse("budget", budget, "must be at least 0")
         self.block = block
         self.bound = bound
         self.most = min(int(budget * block), 255)
@@ -72,14 +72,20 @@ def failure(p: float, packets: int, block: int, parity: int, bound: float) -> fl
 
     Of a group of g packets and its parity X of the packets are lost; R = X stay so, but none if X = 1 and the parity
     is there. E R = g p (1 - q^g), E R^2 = g p q + (g p)^2 - g p q^g, P(R > 0) = 1 - q^g - g p q^g. The sum over
-    groups is taken for normal; with ``bound`` 0 the probability is exact, but for groups of unequal size.
+    groups is taken for normal; with ``bound`` 0 the probability is exact, but for groups of unequal size. With more
+    parities than packets each packet stays lost if all its copies are.
     """
     if not p or not packets:
         return 0.0
     q, allowed = 1 - p, math.floor(bound * packets)
-    g = block / parity if parity else packets
+    g = max(block / parity, 1.0) if parity else packets
     groups = packets / g
-    if parity:
+    if parity > block:
+        copies, rest = divmod(parity, block)
+        once, again = p ** (1 + copies), p ** (2 + copies)
+        nothing = (1 - once) ** (1 - rest / block) * (1 - again) ** (rest / block)
+        mean = square = once + (again - once) * rest / block
+    elif parity:
         nothing = q**g * (1 + g * p)
         mean = g * p * (1 - q**g)
         square = g * p * q + (g * p) ** 2 - g * p * q**g

@@ -4,6 +4,8 @@ A block is B packets in the order of the message, with c parities. Packet i of a
 parity is the XOR of its bytes. So a group is whole again if no more than one of its packets, parity included, is lost;
 and c packets of data in a row are, wherever they begin within a block, as long as no parity is lost with them. A short
 last block of b packets has max(1, ceil(c b / B)) parities.
+
+Where a block has more parities than packets, these are copies of its packets, in their order again and again.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _REPAIR = struct.Struct("<IHBB")
 class Layout:
     """How the packets of a message are protected.
 
-    ``packets``: of data in the message. ``block``: B, at most 65,535. ``parity``: c, in [1, min(B, 255)].
+    ``packets``: of data in the message. ``block``: B, at most 65,535. ``parity``: c, in [1, 255].
     """
 
     packets: int
@@ -32,14 +34,26 @@ class Layout:
     parity: int
 
     def __post_init__(self) -> None:
-        check_code("block and parity", self.block, self.parity)
+        check_code("block and parity", self.block, self.parity, copies=True)
 
     @cached_property
     def group(self) -> np.ndarray:
-        """int[packets]: the parity that each packet takes part in, numbered over the message."""
-        number = np.arange(self.packets)
-        block, place = np.divmod(number, self.block)
-        return block * self.parity + place % np.where(block < self.packets // self.block, self.parity, self._last)
+        """int[packets]: the first parity that each packet takes part in, numbered over the message."""
+        block, place = np.divmod(np.arange(self.packets), self.block)
+        return block * self.parity + place % self._groups[block]
+
+    @cached_property
+    def first(self) -> np.ndarray:
+        """int[parities]: the parity that each one repeats; itself, if it is none's copy."""
+        number = np.arange(self.parities)
+        block = np.minimum(number // self.parity, max(len(self._groups) - 1, 0))
+        return block * self.parity + (number - block * self.parity) % self._groups[block]
+
+    @property
+    def _groups(self) -> np.ndarray:
+        """int[blocks]: how many different parities each has."""
+        whole, rest = divmod(self.packets, self.block)
+        return np.array([min(self.parity, self.block)] * whole + [min(self._last, rest)] * bool(rest), dtype=np.int64)
 
     @property
     def _last(self) -> int:
@@ -61,16 +75,26 @@ class Layout:
     def members(self, parity: int) -> np.ndarray:
         """int[g]: the packets of one group."""
         order, starts = self._by_group
-        end = starts[parity + 1] if parity + 1 < len(starts) else len(order)
-        return order[starts[parity] : end]
+        first = self.first[parity]
+        return order[starts[first] : np.searchsorted(self.group[order], first, side="right")]
 
     def residual(self, lost: np.ndarray, lost_parity: np.ndarray) -> np.ndarray:
         """bool[..., packets]: what stays lost if ``lost`` bool[..., packets] and ``lost_parity`` bool[..., parities] are."""
         if not self.packets:
             return lost.copy()
         order, starts = self._by_group
-        count = np.add.reduceat(lost[..., order], starts, axis=-1, dtype=np.int64) + lost_parity
-        return lost & (count > 1)[..., self.group]
+        firsts = np.flatnonzero(self.first == np.arange(self.parities))
+        count = np.add.reduceat(lost[..., order], starts[firsts], axis=-1, dtype=np.int64)
+        copies = np.argsort(self.first, kind="stable")
+        where = np.searchsorted(self.first[copies], firsts)
+        gone = np.logical_and.reduceat(lost_parity[..., copies], where, axis=-1)
+        return lost & (count + gone > 1)[..., np.searchsorted(firsts, self.group)]
+
+    def used(self, packets: np.ndarray, lost_parity: np.ndarray) -> np.ndarray:
+        """int[k]: the first parity that makes up for each of ``packets`` int[k], given what is lost bool[parities]."""
+        return np.array(
+            [np.flatnonzero((self.first == group) & ~lost_parity)[0] for group in self.group[packets]], dtype=np.int64
+        )
 
 
 def encode(message: np.ndarray, layout: Layout) -> np.ndarray:
@@ -81,11 +105,13 @@ def encode(message: np.ndarray, layout: Layout) -> np.ndarray:
         block = wide[first : first + layout.block]
         number = first // layout.block * layout.parity
         into = result[number : number + layout.parity]
-        groups = len(into)
+        groups = min(len(into), len(block))
         whole = len(block) // groups * groups
         # Groups are interleaved: rows of ``groups`` packets are added up.
-        np.bitwise_xor.reduce(block[:whole].reshape(-1, groups, wide.shape[1]), axis=0, out=into)
+        np.bitwise_xor.reduce(block[:whole].reshape(-1, groups, wide.shape[1]), axis=0, out=into[:groups])
         into[: len(block) - whole] ^= block[whole:]
+        for copy in range(groups, len(into)):
+            into[copy] = block[copy % groups]
     return result.view(np.uint8)
 
 
@@ -98,11 +124,11 @@ def decode(
     """
     residual = layout.residual(lost, lost_parity)
     wide, known = _words(message), _words(parities)
-    for packet in np.flatnonzero(lost & ~residual):
-        group = layout.group[packet]
-        others = layout.members(group)
+    replaced = np.flatnonzero(lost & ~residual)
+    for packet, there in zip(replaced, layout.used(replaced, lost_parity), strict=True):
+        others = layout.members(there)
         others = others[others != packet]
-        np.bitwise_xor(np.bitwise_xor.reduce(wide[others], axis=0), known[group], out=wide[packet])
+        np.bitwise_xor(np.bitwise_xor.reduce(wide[others], axis=0), known[there], out=wide[packet])
     return residual
 
 

@@ -24,7 +24,8 @@ class Delivery:
     rank's own shard. ``cut`` says for every bucket how its units are numbered and how many elements each has; with
     ``--loss-unit shard`` all buckets share unit 0. ``sent`` bool[S, units] says for one receiver what of its own data
     arrived at each of the others, where that is known: gradients only. In phase ``param`` what did not arrive is
-    stale from now on.
+    stale from now on. ``final`` bool[R, S, units]: what arrived after all of what was drawn, where that is more: parameters
+    that their owners had delivered all the same.
     """
 
     exchange: Exchange
@@ -33,6 +34,7 @@ class Delivery:
     arrived: np.ndarray
     cut: Sequence[BucketUnits]
     sent: np.ndarray | None = None
+    final: np.ndarray | None = None
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

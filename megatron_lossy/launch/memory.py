@@ -182,6 +182,8 @@ def _loss(lossy: LossyConfig, weights: int, compute: int, shards: int, device: D
         components["last gradients"] = kept * weights * _GRADIENT
     if param and lossy.param_send == "compensated":  # in float32 the lead and the weights before; a short own shard
         components["lead"] = weights / shards * (2 * 4 + (compute if compute < 4 else 0))
+    if shards > 1 and lossy.param_priority != "none":
+        components["parameters delivered for certain"] = weights / shards * compute
     if masked and (grad or param):  # of one shard at a time
         components["selection"] = weights / shards * (_GRADIENT if grad else compute)
     return components

@@ -25,7 +25,8 @@ class ExchangeMonitor(Observer):
                 "reduced",  # units that owners reduced
                 "survivors",
                 "without_survivor",
-                "ages",  # of stale units
+                "stale",  # units of replicas, after an update
+                "ages",  # of these
             ],
             largest=["fewest_survivors_negated", "oldest"],
         )
@@ -53,9 +54,13 @@ class ExchangeMonitor(Observer):
             ages = self._ages.get(delivery.exchange.stream)
             if ages is None:
                 ages = self._ages[delivery.exchange.stream] = np.zeros(arrived.shape, dtype=np.int32)
+            final = arrived if delivery.final is None else delivery.final
             ages += 1
-            np.multiply(ages, ~arrived, out=ages)
-            self._window.add(param_lost=lost, param_sent=sent, ages=int(ages.sum()), oldest=int(ages.max()))
+            np.multiply(ages, ~final, out=ages)
+            stale = final.size - np.count_nonzero(final)
+            self._window.add(
+                stale=stale, param_lost=lost, param_sent=sent, ages=int(ages.sum()), oldest=int(ages.max())
+            )
 
     def restart(self, iteration: int) -> None:
         self._ages.clear()
@@ -72,7 +77,7 @@ class ExchangeMonitor(Observer):
             result["survivors min"] = -total["fewest_survivors_negated"]
             result["share without survivor"] = total["without_survivor"] / total["reduced"]
         if total["param_sent"]:
-            result["stale age mean"] = total["ages"] / max(total["param_lost"], 1)
+            result["stale age mean"] = total["ages"] / max(total["stale"], 1)
             result["stale age max"] = total["oldest"]
         return result
 

@@ -2,7 +2,7 @@
 
 from .base import GradRecovery, Reduction, Rule
 from .compensated import Compensated
-from .priority import Priority, Protection
+from .priority import ParamPriority, Priority, Protection
 from .rows import IndexedRows, MaskedRows, rows_for, unit_views
 from .stale import Stale
 
@@ -11,6 +11,7 @@ __all__ = [
     "GradRecovery",
     "IndexedRows",
     "MaskedRows",
+    "ParamPriority",
     "Priority",
     "Protection",
     "Reduction",

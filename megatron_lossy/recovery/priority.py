@@ -1,4 +1,5 @@
 """``--grad-priority``: units of large gradients are delivered whatever the network does (SMART, section 3.1).
+``--param-priority``: so are units of parameters that have changed most.
 
 A network that recovers what is lost of a few datagrams, by parity or by sending them again, can do so for those that
 matter most. Which these are the sender decides, from what it sends.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -140,6 +141,63 @@ class Priority:
         values = buffer[torch.from_numpy(places).to(buffer.device)].abs().float().cpu().numpy()
         values = values[np.isfinite(values)]
         return float(np.quantile(values, 1 - self.protection.fraction)) if len(values) else np.inf
+
+
+class ParamPriority:
+    """Chooses the units of one bucket that an owner wants delivered to all ranks.
+
+    What a replica lacks of a unit is at most what has changed since the unit was last delivered for certain, whatever was
+    lost meanwhile; the mean of its absolute values is the unit's importance, so that none waits for ever. The mean of
+    absolute values of the unit itself would choose the same ones in every step. ``units``: how the bucket is cut.
+    ``fraction``: K, in [0, 1]. Keeps a copy of the owner's shard.
+    """
+
+    def __init__(self, fraction: float, units: BucketUnits) -> None:
+        self.fraction = fraction
+        self.units = units
+        self.restart()
+
+    def restart(self) -> None:
+        """All replicas are equal."""
+        self._certain: torch.Tensor | None = None  # what each replica has at least
+        self._step: int | None = None
+        self._chosen = np.zeros(self.units.count, dtype=bool)
+
+    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray:
+        """bool[count]: what of ``sent`` [shard], the parameters of ``step``, has to arrive; the same if it is sent again.
+
+        Nothing in the first step after replicas were equal: nothing is known of what has changed.
+        """
+        import torch
+
+        if step == self._step:
+            return self._chosen
+        self._step = step
+        if self._certain is None:
+            self._certain = sent.detach().clone()
+            self._chosen = np.zeros(self.units.count, dtype=bool)
+            return self._chosen
+        with torch.no_grad():
+            sizes = importance(sent.float() - self._certain.float(), self.units)[0]
+            self._chosen = ~np.isfinite(sizes) | top(sizes, self.fraction)
+            parts = zip(unit_views(sent, self.units), unit_views(self._certain, self.units), strict=True)
+            for (now, numbers), (certain, _) in parts:
+                mask = torch.from_numpy(self._chosen[None, numbers, None]).to(sent.device)
+                certain.copy_(now.where(mask, certain))
+        return self._chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be saved for a run to continue bit for bit."""
+        import torch
+
+        certain = None if self._certain is None else self._certain.clone()
+        return {"certain": certain, "step": self._step, "chosen": torch.from_numpy(self._chosen.copy())}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Restore :meth:`state_dict`."""
+        certain = state["certain"]
+        self._certain = None if certain is None else certain.to(device, copy=True)
+        self._step, self._chosen = state["step"], state["chosen"].cpu().numpy()
 
 
 def lengths(units: BucketUnits) -> np.ndarray:

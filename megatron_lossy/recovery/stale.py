@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..exchange import Delivery, Lost
 from .base import Reduction, Rule
+from .priority import ParamPriority
 from .rows import Saved
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ class Stale(Rule):
     """Puts the units aside that the gather would overwrite, and puts them back. ``buffer``, ``output``: the replica."""
 
     name = "stale"
+    #: Which units are delivered all the same; set by whoever knows the flags.
+    priority: ParamPriority | None = None
 
     def before(
         self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction
@@ -39,3 +42,10 @@ class Stale(Rule):
     def lost(self, delivery: Delivery) -> Lost:
         """Units of the bucket that are stale after ``delivery``."""
         return delivery.lost_here(self.units)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.priority is None else self.priority.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        if self.priority is not None:
+            self.priority.load_state_dict(state, device)

@@ -23,7 +23,7 @@ from ..channel.draws import generator
 from ..config import PHASES, LossyConfig
 from ..errors import UsageError
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut, units_of
-from ..recovery import Compensated, Priority, Protection, Reduction, Rule, Stale
+from ..recovery import Compensated, ParamPriority, Priority, Protection, Reduction, Rule, Stale
 from ..recovery.priority import Told
 from ..registry import GRAD_RECOVERIES
 from .base import Collective, Transfer, Transport
@@ -115,6 +115,8 @@ class LossyGroup:
                 rule.priority = Priority(protection, rule.units, self.rank)
             # A sender that chooses removes what is lost itself, where it is known beforehand.
             rule.from_pieces = transport.in_pieces and (transport.observed or not rule.at_sender)
+        for rule in self.rules["param"] if config.param_priority != "none" else ():
+            rule.priority = ParamPriority(config.param_priority_fraction, rule.units)
         self._made_last = Latest()
         self._told: list[Told] = []
         #: Whether parameters are sent with a lead.
@@ -289,6 +291,10 @@ class LossyGroup:
                 kept = rule.before(buffer, None if unknown else self._foresee(exchange), reduction)
         if chooses and self.transport.observed:
             self.transport.require(exchange, bucket, rule.must)
+        elif not grads and rule.priority is not None:
+            assert reduction.sent is not None
+            chosen = rule.priority.choose(reduction.sent, exchange.step)
+            self.transport.require(exchange, bucket, np.repeat(chosen[None], self.size, axis=0))
         elif chooses:
             self.transport.recovered(exchange, rule.units, rule.final.mask)
         transfer = self.transport.begin(exchange, bucket, buffer, collective, reduction.sent)
@@ -415,6 +421,9 @@ class LossyGroup:
     def restart(self) -> None:
         """All replicas are equal."""
         self._made_last = Latest()
+        for rule in self.rules["param"]:
+            if rule.priority is not None:
+                rule.priority.restart()
 
     def state_dict(self) -> dict[str, list[Any]]:
         """The states of the rules, by phase, and what was counted."""

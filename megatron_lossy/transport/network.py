@@ -42,7 +42,13 @@ def check_ranks(config: LossyConfig, size: int) -> None:
 
 
 def check_owners(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` for a rule whose owners would have to know the priorities of all senders."""
+    """Raise :class:`UsageError` for rules whose receivers would have to know the priorities of all senders."""
+    if config.param_priority != "none" and config.transport != "udp":
+        raise refuse(
+            "--param-priority",
+            f"{config.param_priority} with --transport {config.transport}",
+            "needs virtual workers or --transport udp: receivers would have to be told what each owner chose",
+        )
     if config.grad_priority != "none" and config.grad_recovery.startswith("renormalize"):
         raise refuse(
             "--grad-priority",

@@ -101,7 +101,9 @@ class VirtualCluster(VirtualRun):
                 result = optimizer.step()
             successful = bool(result[0])
             for stream in self._streams:
-                stream.versions.after_update(successful)
+                if successful:
+                    stream.choose(self.iteration)
+                stream.versions.after_update(successful, stream.lost(self.iteration))
             if successful:
                 self.update = self.iteration
             self._send()

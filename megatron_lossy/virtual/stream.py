@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,15 +141,33 @@ class StreamBuckets:
             torch.mul(total, scale, out=bucket.grad_data)
 
     def lost(self, step: int) -> np.ndarray:
-        """bool[N receivers, N sources, units]: what the update of ``step`` does not bring."""
+        """bool[N receivers, N sources, units]: what the update of ``step`` does not bring, as far as is known."""
         delivery = self.delivery("param", step)
-        return ~delivery.arrived if delivery is not None else np.zeros_like(self.versions.held, dtype=bool)
+        if delivery is None:
+            return np.zeros_like(self.versions.held, dtype=bool)
+        return ~(delivery.arrived if delivery.final is None else delivery.final)
+
+    def choose(self, step: int) -> None:
+        """Let every owner choose what of ``step``, whose update is done, is delivered whatever is lost."""
+        if self.groups[0].lossless("param"):
+            return
+        exchange = Exchange("param", self.stream, step)
+        drawn = self._memory.foresee(exchange).arrived
+        for number, (bucket, units) in enumerate(zip(self.buckets, self.cut["param"], strict=True)):
+            shards = bucket.param_data.chunk(len(self.groups))
+            for worker, (group, shard) in enumerate(zip(self.groups, shards, strict=True)):
+                priority = group.rules["param"][number].priority
+                if priority is not None:
+                    lost = ~drawn[:, worker, units.numbers] & ~priority.choose(shard, step)
+                    group.transport.recovered(exchange, units, lost)
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
         """What arrives at all workers in ``step``; ``None`` in a phase without loss."""
         if self.groups[0].lossless(phase):
             return None
-        return self._memory.foresee(Exchange(phase, self.stream, step))
+        exchange = Exchange(phase, self.stream, step)
+        drawn, final = self._memory.foresee(exchange), self._memory.final(exchange)
+        return drawn if phase == "grad" or final is drawn else replace(drawn, final=final.arrived)
 
 
 def _move(source: torch.Tensor, target: torch.Tensor, add: bool) -> None:

@@ -14,9 +14,10 @@
  * that is stopped finds a short queue when it goes on. Lost DATA is not repeated.
  *
  * In a bucket with reports senders name units that must arrive, in END: a receiver that lacks one puts it together from
- * PARITY, or asks for it by NACK until it is there or the deadline has passed. With READY 1 it says which units it did
- * not get. END and that READY come in as many parts as they need. A receiver may do without some of what must arrive: if
- * parity leaves no more missing than it tolerates, that is lost; else it asks for all of it.
+ * PARITY, or asks for it by NACK until it is there or the deadline has passed: for little of it twice in a row, so that
+ * what is sent again is sent twice, and seldom lost for another round trip. With READY 1 it says which units it did not get.
+ * END and that READY come in as many parts as they need. A receiver may do without some of what must arrive: if parity
+ * leaves no more missing than it tolerates, that is lost; else it asks for all of it.
  *
  * All state belongs to the holder of `lock`, which is the thread but for short calls. Only `over` and `unsent` of an
  * exchange and `failed` of a channel are also read under `told`, on which callers wait.
@@ -350,7 +351,7 @@ struct source {
     uint8_t *to, *row; /* row: of `arrived`, or our own before the exchange is posted */
     struct early *early, *parity;
     uint32_t got;
-    uint8_t expected, over, ended, own_row;
+    uint8_t expected, over, ended, own_row, twice; /* twice: asked once, of two times in a row */
     ns ended_at, ready_at, ready_wait;
     uint32_t *must, musts, code, parts_told; /* what END says */
     uint8_t *told;
@@ -500,19 +501,19 @@ static uint32_t parities_of(uint32_t count, uint32_t code)
     uint32_t block = code >> 16;
     return count / block * (code & 0xffff) + (count % block ? last_parities(count, code) : 0);
 }
-/* Of parity `index`: its first packet, the distance to the next one, and the end of its block. */
+/* Of parity `index`: its first packet, the distance to the next one, and the end of its block. More parities than packets
+ * repeat those before them. */
 static void group_of(uint32_t index, uint32_t count, uint32_t code, uint32_t *first, uint32_t *step, uint32_t *end)
 {
-    uint32_t block = code >> 16, parities = code & 0xffff, number = index / parities;
-    if (number >= count / block) {
-        number = count / block;
+    uint32_t block = code >> 16, parities = code & 0xffff, number = least(index / parities, count / block), size = block;
+    *step = parities;
+    if (number == count / block) {
         *step = last_parities(count, code);
-        *end = count;
-    } else {
-        *step = parities;
-        *end = (number + 1) * block;
+        size = count % block;
     }
-    *first = number * block + (index - number * parities);
+    *step = least(*step, size);
+    *first = number * block + (index - number * parities) % *step;
+    *end = number * block + size;
 }
 
 static struct report *report_of(const struct bucket *b, uint32_t rank, uint32_t step)
@@ -1183,7 +1184,7 @@ static int end_part(struct exchange *x, struct source *s, uint32_t part, const u
     uint32_t here = part < parts ? (listed - part * room < room ? listed - part * room : room) : 0;
     if (all)
         count = b->units;
-    if (count > b->units || part >= parts || size != 8 + 4 * here || ((code & 0xffff) && (code >> 16) < (code & 0xffff))
+    if (count > b->units || part >= parts || size != 8 + 4 * here || (code & 0xffff) > 255 || ((code & 0xffff) && !(code >> 16))
         || (s->told && (s->musts != count || s->code != code)))
         return -1;
     if (!s->told) {
@@ -1254,6 +1255,7 @@ static int take_end(struct channel *c, struct member *m, int phase, uint32_t ste
     s->ended_at = now;
     s->ready_at = NEVER;
     s->nack_at = 0;
+    s->twice = 0;
     s->nack_wait = nack_base(m->flow);
     if (x->posted)
         exchange_due(x, now + reorder_window(c->engine, m->flow));
@@ -1428,8 +1430,10 @@ static void ask(struct exchange *x, uint32_t i, uint32_t missing, ns now)
     if (missing < s->asked)
         s->nack_wait = nack_base(m->flow);
     s->asked = missing;
-    s->nack_at = now + s->nack_wait;
-    s->nack_wait = least(2 * s->nack_wait, SLOWEST);
+    s->twice = parts == 1 && !s->twice;
+    s->nack_at = now + (s->twice ? reorder_window(e, m->flow) : s->nack_wait);
+    if (!s->twice)
+        s->nack_wait = least(2 * s->nack_wait, SLOWEST);
 }
 
 static int take_report(struct engine *e, struct flow *f, const uint8_t *p, ns now)
@@ -1524,7 +1528,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             if (b->reports && index && index <= parts_of(b->units, bits_room(e)))
                 fits |= size == bits_bytes(e, b, index - 1);
             break;
-        case PARITY: fits = b->reports && index < b->units && size == b->unit; break;
+        case PARITY: fits = b->reports && index / 255 < b->units && size == b->unit; break;
         case NACK: fits = b->reports && index && index <= list_room(e) && size == 4 * index; break;
         case REPORT: fits = !index && size == REPORT_BYTES; break;
         case ALIVE: fits = index <= 1 && !size; break;

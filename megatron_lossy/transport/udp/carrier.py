@@ -7,7 +7,7 @@ is made again (evaluation, a save, a rerun) crosses torch's process group, with 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
@@ -34,8 +34,8 @@ class UdpTransport(PieceTransport):
     """One rank's exchanges with the other ranks of ``group``, over a channel of ``engine``.
 
     ``networks``: what is drawn to be lost beside what is lost; with nodes, those of a node exchange over ``group``.
-    ``open_channel(buckets, peers=ranks, reported=phases)``: opens the channel, a collective call. ``code``: how what must
-    arrive is protected, where senders choose; ``None`` where they do not.
+    ``open_channel(buckets, peers=ranks, reported=phases)``: opens the channel, a collective call. ``codes``: by phase in
+    which senders choose, how what must arrive is protected.
     """
 
     observed = True
@@ -50,7 +50,7 @@ class UdpTransport(PieceTransport):
         dtypes: Dtypes,
         group: dist.ProcessGroup | None,
         open_channel: Callable[..., Channel],
-        code: Code | None = None,
+        codes: Mapping[str, Code] | None = None,
     ) -> None:
         super().__init__(stream, members, rank, cut)
         self.name = stream.name
@@ -71,9 +71,8 @@ class UdpTransport(PieceTransport):
             ]
             for phase in cut
         }
-        self._code = code
-        reported = () if code is None else ("grad",)
-        self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=reported)
+        self._codes = dict(codes or {})
+        self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(self._codes))
         self._must: dict[tuple[Exchange, int], np.ndarray] = {}
         self._unreported: dict[tuple[Exchange, int], tuple[Datagrams, np.ndarray]] = {}
         self._deliveries = Latest()  # with the buckets that were begun
@@ -110,10 +109,7 @@ class UdpTransport(PieceTransport):
         near = self._exchange_near([own[other] for other in self.near], [rows[other] for other in self.near])
         stage = Stage(buffer, pieces) if staged(buffer) else None
         here, there = (buffer, pieces) if stage is None else (stage.out, stage.back)
-        must = self._must.pop((delivery.exchange, bucket), None)
-        udp = self._over_udp(delivery, bucket, there, here.chunk(self.size), stage, must)
-        if must is not None:
-            self._unreported[delivery.exchange, bucket] = udp.transfer, must
+        udp = self._over_udp(delivery, bucket, there, here.chunk(self.size), stage)
 
         def arrived() -> Delivery:
             self._record(delivery, bucket, udp)
@@ -131,6 +127,9 @@ class UdpTransport(PieceTransport):
         near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
         stage = Stage(sent, buffer) if staged(buffer) else None
         here, there = (sent, buffer) if stage is None else (stage.out, stage.back)
+        for exchange, other in list(self._unreported):  # the code wants to know; nobody else asks
+            if exchange.phase == "param" and other == bucket:
+                self.reports(exchange, bucket, 0.0)
         udp = self._over_udp(delivery, bucket, there, [here] * self.size, stage)
 
         def arrived() -> Delivery:
@@ -169,7 +168,6 @@ class UdpTransport(PieceTransport):
         there: torch.Tensor,
         out: Sequence[torch.Tensor],
         stage: Stage | None,
-        must: np.ndarray | None = None,
     ) -> _Exchange:
         phase = delivery.exchange.phase
         number = self._numbers[phase, bucket] = self._numbers.get((phase, bucket), -1) + 1
@@ -177,8 +175,11 @@ class UdpTransport(PieceTransport):
         transfer = self._channel.post(phase, number, bucket, self._only_far(places))
         transfer.keep = there, out
 
-        code = (1, 0) if must is None or self._code is None else self._code.of(must[self.far])
+        must = self._must.pop((delivery.exchange, bucket), None)
+        code = (1, 0) if must is None else self._codes[phase].of(must[self.far])
         transfer.expects_reports(must is not None)
+        if must is not None:
+            self._unreported[delivery.exchange, bucket] = transfer, must
 
         def send() -> None:
             sources = self._only_far([part.data_ptr() for part in out])
@@ -264,8 +265,9 @@ class UdpTransport(PieceTransport):
         _, made = self._delivery(exchange)
         if bucket in made:  # made again: it crosses reliably, and what did not arrive is known
             return
-        if ("grad", bucket) in self._agreements:  # copies of a parameter must lose the same: nothing
-            must = must | self._agreements["grad", bucket][0]
+        if (exchange.phase, bucket) in self._agreements:  # copies of a parameter must lose the same: nothing
+            copies, _ = self._agreements[exchange.phase, bucket]
+            must = must | (copies if exchange.phase == "grad" else copies[self.rank])
         self._must[exchange, bucket] = must
 
     def reports(self, exchange: Exchange, bucket: int, seconds: float) -> np.ndarray | None:
@@ -281,8 +283,7 @@ class UdpTransport(PieceTransport):
             return None
         del self._unreported[exchange, bucket]
         lost[[*self.near, self.rank]] = False
-        assert self._code is not None
-        self._code.report(lost[self.far], must[self.far])
+        self._codes[exchange.phase].report(lost[self.far], must[self.far])
         return lost
 
     # --- what the user sees --------------------------------------------------------------------------------------
@@ -312,7 +313,7 @@ class Code:
     def __init__(self, fixed: tuple[int, int] | None, budget: float) -> None:
         self._fixed = fixed
         self._budget = budget
-        self._adaptive = AdaptiveCode(budget=1.0)
+        self._adaptive = AdaptiveCode(budget=2.55)
 
     def of(self, must: np.ndarray) -> tuple[int, int]:
         """(B, C) for messages with ``must`` bool[D, count]."""
@@ -321,7 +322,7 @@ class Code:
             return self._fixed or (1, 0)
         block = self._adaptive.block
         most = int(self._budget * must.shape[1] / high * block)
-        return block, min(self._adaptive.parity(high), most, block)
+        return block, min(self._adaptive.parity(high), most)
 
     def report(self, lost: np.ndarray, must: np.ndarray) -> None:
         """``lost`` bool[D, count] did not arrive: of what need not, as often as the network loses something."""

@@ -482,7 +482,7 @@ class Channel:
             must = np.ascontiguousarray(must, np.bool_)
             if phase not in self._reported or must.shape != (self.size, self._units[phase][bucket]):
                 raise ValueError(f"must {must.shape} for {phase}, bucket {bucket} of {self.name}")
-        check_code("code", *code, least=0)
+        check_code("code", *code, least=0, copies=True)
         handle = ctypes.c_void_p()
         with self._using(), self._lock:
             result = self._lib.ml_send(

@@ -1,0 +1,142 @@
+"""Completion times over the emulated link beside the model's: its schemes, tables, and a small run."""
+
+import csv
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import fct_lab, udp_priority, udp_soak
+from benchmarks.exchange.timeouts import Timeouts
+from benchmarks.fct_lab import OnTimeout, contestants
+from megatron_lossy.fct.losses import Losses
+from megatron_lossy.fct.path import Path as Way
+from megatron_lossy.fct.schemes import SelectiveRepeat, Smart, Uniform
+from tests.programs import run_program
+from tests.test_lab import needs_lab
+
+WAY = Way(1e9, 0.1, 10_000, 0.0, 1408, 72)
+
+
+def test_the_model_of_the_link():
+    """100 Mbit/s and 10 ms one way: a packet of 1,480 bytes takes 118.4 µs, and as long again to be there as a whole."""
+    assert WAY.slot == pytest.approx(118.4)
+    assert WAY.latency == pytest.approx(10_000 + 118.4)
+    assert WAY.rtt == pytest.approx(20_000 + 118.4 + 72 * 0.08)
+
+
+def test_timeouts_one_by_one():
+    """The last of the packets that is lost k times comes k timeouts late; without loss nothing is."""
+    scheme = OnTimeout(2.0)
+    assert scheme.flow(WAY, 100, Losses(0.0, 1, 0)).time == pytest.approx(100 * WAY.slot + WAY.latency)
+    for flow in range(20):
+        losses = Losses(0.2, 3, flow)
+        lost, _ = losses.first(50, np.zeros(0, dtype=np.int64))
+        times = [
+            (place + 1) * WAY.slot + (tries * (2 * WAY.rtt + WAY.slot) if gone else 0.0) + WAY.latency
+            for place, (gone, tries) in enumerate(zip(lost, losses.again(50), strict=True))
+        ]
+        done = scheme.flow(WAY, 50, losses)
+        assert done.time == pytest.approx(max(times))
+        assert done.again == sum(int(tries) for gone, tries in zip(lost, losses.again(50), strict=True) if gone)
+
+
+def test_every_contestant_has_its_model():
+    kinds = [type(one.scheme(0.05, 745)) for one in contestants()]
+    assert kinds == [OnTimeout, SelectiveRepeat, Uniform, Smart]
+    ours = contestants()[-1]
+    # Of seven packets each is sent twice or three times at 5 %, and nothing beside the data where nothing is lost.
+    assert 100 < ours.scheme(0.05, 745).parity <= 250 and ours.scheme(0.0, 745).parity == 1
+
+
+class Gate:
+    """A socket whose datagrams are lost by turns."""
+
+    def __init__(self, inner: socket.socket, every: int) -> None:
+        self._inner, self._every, self._count = inner, every, 0
+
+    def sendto(self, packet: bytes, where: tuple) -> None:
+        self._count += 1
+        if self._count % self._every:
+            self._inner.sendto(packet, where)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("every", [10**9, 7])
+def test_a_sender_on_timeout(every, monkeypatch):
+    """Both ways at once, three times: every byte is there; a timeout late if a packet was lost, acknowledgements included."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = min(probe.getsockname()[1], 65534)
+    monkeypatch.setattr(socket, "socket", lambda *how, real=socket.socket: Gate(real(*how), every))
+    ranks = [Timeouts(rank, ["127.0.0.1"] * 2, port, [5000], (50e6, 0.05)) for rank in range(2)]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        buffers = [torch.randn(10_000, generator=generator) for _ in range(2)]
+        outputs = [torch.empty(5000) for _ in range(2)]
+        started = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda rank: ranks[rank].reduce_scatter(outputs[rank], buffers[rank]), range(2)))  # noqa: B023
+        took = time.monotonic() - started
+        for rank in range(2):
+            torch.testing.assert_close(outputs[rank], sum(buffer.chunk(2)[rank] for buffer in buffers))
+        assert took >= 0.05 if every == 7 else took < 20
+    for rank in ranks:
+        rank.close()
+
+
+def made(args):
+    """Times of every kind: 1 to 100 ms, in the model 2 to 200."""
+    keys = [(one.name, loss, size) for one in reversed(contestants()) for loss in args.loss for size in args.mebibytes]
+    measured = {key: [float(number) for number in range(1, 101)] for key in keys}
+    return measured, {key: [2 * time for time in times] for key, times in measured.items()}
+
+
+def test_tables_and_picture(tmp_path):
+    args = fct_lab.parser().parse_args(["--mebibytes", "1", "4", "--loss", "0", "0.05"])
+    measured, model = made(args)
+    lines = fct_lab.table(args, measured, model).splitlines()
+    rows = [line for line in lines if "MiB" in line]
+    assert len(rows) == 16 and rows[0] == "| 1 MiB | 0 % | on timeout | 50.5 | 50.5 | 99.0 | 101.0 | 101.0 | 198.0 |"
+    assert [row.split("|")[3].strip() for row in rows[:4]] == [one.name for one in contestants()]
+    found = list(csv.DictReader(fct_lab.values(measured, model).splitlines()))
+    assert len(found) == 16 and {row["P99 ms"] for row in found} == {"99.010"}
+    fct_lab.picture(args, measured, model, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("program", [fct_lab.main, udp_priority.main, udp_soak.main])
+def test_without_root_one_line(program, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert program(["--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "skipped: a lab needs root, for network namespaces\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--messages", "1"], "--messages 1: must be at least 2"),
+        (["--loss", "1.5"], "loss 1.5: must be in [0, 1)"),
+    ],
+)
+def test_bad_flags(flags, error, tmp_path):
+    done = run_program("benchmarks.fct_lab", "--out", str(tmp_path), *flags)
+    assert done.returncode == 2 and error in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@needs_lab
+def test_a_small_run(tmp_path, capsys):
+    flags = ["--messages", "4", "--mebibytes", "0.25", "--loss", "0.02", "--out", str(tmp_path)]
+    assert fct_lab.main(flags) == 0
+    [folder] = tmp_path.glob("fct_lab_*")
+    table = folder / "fct_lab.csv"
+    rows = list(csv.DictReader(table.open()))
+    assert [row["scheme"] for row in rows] == [one.name for one in contestants()]
+    # No message is there before its bytes can be: 10 ms, and 0.25 MiB at 100 Mbit/s.
+    assert all(float(row["P50 ms"]) > 30 and int(row["messages"]) == 4 for row in rows)
+    assert (folder / "fct_lab.png").stat().st_size > 10_000 and (folder / "table.md").exists()
+    assert (folder / "fct_lab.md").read_text().endswith((folder / "table.md").read_text())
