@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .config_islands import SYNC_PHASES, IslandFlags
 from .errors import UsageError, refuse
 from .flags import as_text, flag, flag_name
 from .registry import CHANNELS, GRAD_RECOVERIES
@@ -107,7 +108,7 @@ class PhaseLoss:
 
 
 @dataclass(frozen=True)
-class LossyConfig:
+class LossyConfig(IslandFlags):
     """Every loss flag. Raises :class:`UsageError` where a value is not allowed."""
 
     p_grad: float = flag(0.0, "mean loss rate of the gradient reduce-scatter, in [0, 1)", metavar="P")
@@ -288,9 +289,10 @@ class LossyConfig:
     )
     loss_seed: int = flag(1234, "seed of all loss draws, 0 to 2^64 - 1", metavar="SEED")
     eval_weights: str = flag(
-        "replica",
-        "evaluate each worker's own, possibly stale, replica; the owners' weights; or both on the same batches",
-        choices=("replica", "owner", "both"),
+        None,
+        "evaluate each worker's own, possibly stale, replica; the owners' weights; their mean over islands (consensus); or "
+        "replicas and one of these on the same batches (both); default replica, with islands consensus",
+        choices=("replica", "owner", "consensus", "both"),
     )
     save_replicas: bool = flag(
         False,
@@ -398,7 +400,10 @@ class LossyConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("p_grad", "p_param", "p_act", "p_act_grad"):
+        self._check_islands()
+        if self.eval_weights is None:
+            object.__setattr__(self, "eval_weights", "consensus" if self.averages else "replica")
+        for name in ("p_grad", "p_param", "p_act", "p_act_grad", "p_sync"):
             _in_unit_interval(flag_name(LossyConfig, name), getattr(self, name))
         for name in (
             "loss_correlation", "lossy_links", "grad_recovery", "grad_priority_scope", "param_send", "transport", "eval_weights",
@@ -407,11 +412,12 @@ class LossyConfig:
             _one_of(self, name, getattr(self, name))
         for name in ("loss_model", "ge_mean_burst", "loss_schedule"):
             values = getattr(self, name)
-            if values is not None and not 1 <= len(values) <= 2:
+            if values is not None and len(values) not in ((1, 2, 4) if self.averages else (1, 2)):
+                more = ", or four: these, and the two exchanges between islands" if self.averages else ""
                 raise refuse(
                     flag_name(LossyConfig, name),
                     " ".join(map(str, values)),
-                    "takes one value for both phases, or two: gradients, parameters",
+                    f"takes one value for both phases, or two: gradients, parameters{more}",
                 )
         for model in self.loss_model:
             _one_of(self, "loss_model", model)
@@ -437,8 +443,9 @@ class LossyConfig:
         self._check_boundaries()
         self._check_udp()
         GRAD_RECOVERIES.load(self.grad_recovery).check(self)
-        for phase in PHASES:
+        for phase in PHASES + SYNC_PHASES:
             self.phase(phase)
+        self._check_with_islands()
 
     def _resolve(self) -> None:
         """Give the unit of loss its default, which depends on the transport."""
@@ -589,14 +596,53 @@ class LossyConfig:
         except ValueError:
             raise refuse("--udp-deadline", self.udp_deadline, "must be off, auto or milliseconds above 0") from None
 
+    def _check_with_islands(self) -> None:
+        """Raise :class:`UsageError` for what is not built for islands, or would mean something else there."""
+        if not self.averages:
+            return
+        refused = {
+            "transport": "torch",
+            "param_send": "plain",
+            "drift_interval": 0,
+            "p_act": 0.0,
+            "p_act_grad": 0.0,
+            "lossy_links": "all",
+        }
+        for name, only in refused.items():
+            if getattr(self, name) != only:
+                raise refuse(flag_name(LossyConfig, name), getattr(self, name), "cannot be combined with --islands")
+        if self.eval_weights == "owner":
+            raise refuse(
+                "--eval-weights", "owner", "every island has owners; with --islands choose consensus or replica"
+            )
+        if self.island_speeds is not None:
+            for name in ("delivery_log", "trace"):
+                if getattr(self, name) is not None:
+                    why = "cannot be combined with --island-speeds: islands would be in different iterations"
+                    raise refuse(flag_name(LossyConfig, name), getattr(self, name), why)
+
+    def rate(self, phase: str) -> float:
+        """The mean loss rate that the flags give to ``phase``, unless something replaces it."""
+        return {"grad": self.p_grad, "param": self.p_param}.get(phase, self.p_sync)
+
+    @staticmethod
+    def rate_flag(phase: str) -> str:
+        """The flag of :meth:`rate`."""
+        return f"--p-{phase}" if phase in PHASES else "--p-sync"
+
     def phase(self, phase: str) -> PhaseLoss:
-        """How ``phase`` ("grad" or "param") loses data. Raises :class:`UsageError`."""
+        """How ``phase`` loses data: "grad", "param", or one of those between islands. Raises :class:`UsageError`."""
+        if phase in SYNC_PHASES and not self.averages:
+            return PhaseLoss("bernoulli", Schedule((0,), (0.0,)), lossless=True)
         return CHANNELS.load(self.of_phase("loss_model", phase)).plan(self, phase)
 
     def of_phase(self, name: str, phase: str) -> Any:
-        """The value for ``phase`` of a flag that takes one for both phases, or two; ``None`` if it is not set."""
+        """The value for ``phase`` of a flag that takes one for all phases, or two, or four; ``None`` if it is not set.
+
+        Of two, the first is also that of what islands send to owners, the second of what these send back.
+        """
         values = getattr(self, name)
-        return values and values[PHASES.index(phase) if len(values) == 2 else 0]
+        return values and values[(PHASES + SYNC_PHASES).index(phase) % len(values)]
 
     @property
     def lead(self) -> tuple[float, float] | None:
@@ -615,7 +661,8 @@ class LossyConfig:
     @property
     def lossless(self) -> bool:
         """True if no flag can change any exchange, so that training must be exactly Megatron's."""
-        return all(self.untouched(phase) for phase in PHASES) and not self.loses_at_boundaries
+        untouched = all(self.untouched(phase) for phase in PHASES)
+        return untouched and not self.loses_at_boundaries and not self.averages
 
     @property
     def loses_at_boundaries(self) -> bool:
@@ -641,7 +688,9 @@ class LossyConfig:
         if self.lossless:
             return "; ".join(["none, the exchanges are Megatron's own", *unused])
         if all(self.untouched(phase) for phase in PHASES):
-            return "; ".join([self._describe_boundaries(), f"seed {self.loss_seed}", "simulated", *unused])
+            boundaries = [self._describe_boundaries()] if self.loses_at_boundaries else []
+            parts = [*boundaries, *self._describe_islands(), f"seed {self.loss_seed}", "simulated", *unused]
+            return "; ".join(parts)
         models = dict.fromkeys(self.of_phase("loss_model", phase) for phase in PHASES)
         drawn = [
             f"gradients {self.label('grad')}, parameters {self.label('param')}",
@@ -667,10 +716,20 @@ class LossyConfig:
             parts.append(f"{self.lossy_links} links only")
         if self.loses_at_boundaries:
             parts.append(self._describe_boundaries())
+        parts += self._describe_islands()
         crossing = {"torch": "simulated", "pieces": "simulated, in pieces", "udp": f"over UDP, {self.udp_cipher}"}[
             self.transport
         ]
         return "; ".join([*parts, crossing, *unused])
+
+    def _describe_islands(self) -> list[str]:
+        if not self.averages:
+            return []
+        if self.sync_method == "none":
+            return [f"{self.islands} islands that exchange nothing"]
+        what = f"{self.islands} islands, {self.sync_method}, {100 * self.sync_fraction:g} % of them"
+        when = f"every {self.sync_interval} iterations, used after {self.sync_delay}"
+        return [f"{what} {when}, lost {self.label(SYNC_PHASES[0])}"]
 
     def _describe_boundaries(self) -> str:
         rates = f"activations {100 * self.p_act:g} %, their gradients {100 * self.p_act_grad:g} %"

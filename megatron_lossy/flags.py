@@ -47,7 +47,9 @@ def flag_name(cls: Any, name: str) -> str:
 
 
 def _flag_fields(cls: Any) -> list[dataclasses.Field[Any]]:
-    return [f for f in dataclasses.fields(cls) if "flag" in f.metadata]
+    """The flags of ``cls``: its own first, then those of the classes that it is made of."""
+    found = [f for f in dataclasses.fields(cls) if "flag" in f.metadata]
+    return sorted(found, key=lambda f: f.name not in cls.__annotations__)
 
 
 def add_flags(

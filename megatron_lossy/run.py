@@ -44,8 +44,13 @@ _OF_NO_MATTER = ("eval_weights", "save_replicas")
 _FILES = ("link_rates_grad", "link_rates_param", "trace")
 
 
-def make_observers(config: LossyConfig, groups: Callable[[], Sequence[LossyGroup]] = list) -> list[Observer]:
-    """The observers that the flags ask for; none where nothing can be lost. ``groups``: those of the run."""
+def make_observers(
+    config: LossyConfig, groups: Callable[[], Sequence[LossyGroup]] = list, writer: int | None = None
+) -> list[Observer]:
+    """The observers that the flags ask for; none where nothing can be lost.
+
+    ``groups``: those of the run. ``writer``: who writes the delivery log; default this process's rank.
+    """
     if config.lossless:
         return []
     observers: list[Observer] = [ExchangeMonitor()]
@@ -60,7 +65,7 @@ def make_observers(config: LossyConfig, groups: Callable[[], Sequence[LossyGroup
     if config.drift_interval:
         observers.append(Drift(config))
     if config.delivery_log is not None:
-        observers.append(DeliveryLog(config))
+        observers.append(DeliveryLog(config, writer))
     return observers
 
 
@@ -83,13 +88,15 @@ class Run(ABC):
     optimizer reject one (and no ``grad_norm_skip_threshold`` of Megatron's optimizer). Without the promise ``--grad-recovery previous`` keeps all gradients, twice.
     """
 
-    def __init__(self, config: LossyConfig, steps: int | None = None, gapless: bool = False) -> None:
+    def __init__(
+        self, config: LossyConfig, steps: int | None = None, gapless: bool = False, writer: int | None = None
+    ) -> None:
         self.config = config
         self.steps = steps
         self.gapless = gapless
         self.iteration = 0
         self.update: int | None = None
-        self.observers = make_observers(config, lambda: self.groups)
+        self.observers = make_observers(config, lambda: self.groups, writer)
         # At once, since files may be large, and be gone when something is saved.
         self._flags = _identity_of(config) if config.save_replicas and not config.lossless else {}
         self.after_update: list[Callable[[Run], None]] = []
@@ -121,6 +128,12 @@ class Run(ABC):
         self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module
     ) -> contextlib.AbstractContextManager[None]:
         """Within this context the model holds the owners' weights; afterwards its replica again. A collective call."""
+
+    def consensus_weights(
+        self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module
+    ) -> contextlib.AbstractContextManager[None]:
+        """As :meth:`owner_weights`, with the mean over islands; there is but one."""
+        return self.owner_weights(model_chunks)
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:

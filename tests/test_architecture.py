@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 ORDER = """
 errors
 files flags registry ledger moved
+config_islands
 config shipped
 device exchange theory data
 channel coding recovery
@@ -19,6 +20,7 @@ fct pipeline
 monitor
 delivery_log
 transport
+sync
 run
 hooks
 virtual

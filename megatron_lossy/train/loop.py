@@ -25,21 +25,29 @@ from ..flags import identity
 from ..hooks.checks import check_boundaries, check_loss_per_token
 from ..run import Run
 from ..transport import check_channels, check_owners, check_ranks
-from ..virtual import VirtualCluster
+from ..virtual import VirtualCluster, VirtualIslands
 from . import parallel
 from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .data import RankBatches, build_datasets
 from .evaluate import evaluate, mean_loss
+from .islands import IslandWorkers, check_islands
 from .log import Console, Silent
 from .metrics import check_wandb, perplexity
 from .model import build_model, transformer_impl
-from .optimizer import build_optimizer, lr_scale
+from .optimizer import lr_scale
 from .process import launched_ranks
 from .records import Progress, open_writers
 from .saved import check_folders, latest_iteration, same_folder, write_settings
 from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
 from .workers import Workers
+
+
+def _most_iterations(config: TrainConfig, lossy_config: LossyConfig) -> int:
+    """Iterations of whoever makes most of them."""
+    iterations = lossy_config.iterations(config.train_iters)
+    islands = range(lossy_config.islands if lossy_config.averages else 1)
+    return max(lossy_config.local_iterations(island, iterations) for island in islands)
 
 
 class Diverged(RuntimeError):
@@ -62,6 +70,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_ranks(lossy_config, config.data_parallel_size(ranks))
     check_loss_per_token(config, lossy_config)
     check_boundaries(config, lossy_config)
+    check_islands(config, lossy_config)
     if config.virtual_workers:
         VirtualCluster.check(lossy_config, config.virtual_workers)
     else:
@@ -79,7 +88,10 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
         paths = with_data_paths(config)
         data = same_everywhere(fingerprint(paths))
         check_folders(config, lossy_config, data)
-        if config.virtual_workers:
+        if lossy_config.averages:
+            steps = lossy_config.iterations(config.train_iters)
+            lossy: Run = VirtualIslands(lossy_config, config.virtual_workers, steps, config.seed, gapless=True)
+        elif config.virtual_workers:
             lossy = VirtualCluster(lossy_config, config.virtual_workers, config.train_iters, gapless=True)
         else:
             lossy = hooks.install(lossy_config, config.train_iters, gapless=True)
@@ -105,16 +117,20 @@ class _Run:
         self.lossy = lossy
         self.console = console
         tokenizer = build_tokenizer(config.tokenizer)
-        self.train_data, self.valid_data = build_datasets(paths, tokenizer)
+        self.train_data, self.valid_data = build_datasets(paths, tokenizer, _most_iterations(config, lossy_config))
         self.data_path = paths.data_path
-        cluster = lossy if isinstance(lossy, VirtualCluster) else None
-        with cluster.building() if cluster else contextlib.nullcontext():
+        virtual = lossy if isinstance(lossy, VirtualCluster | VirtualIslands) else None
+        with virtual.building() if virtual else contextlib.nullcontext():
             self.model = build_model(config, tokenizer.vocab_size)
-        if cluster:
-            cluster.attach(self.model[0])
-        self.workers = Workers(config, self.model, cluster)
-        self.optimizer, self.scheduler = build_optimizer(config, self.model)
-        self.checkpoints = Checkpoints(self.model, self.optimizer, self.scheduler, lossy)
+        if virtual:
+            virtual.attach(self.model[0])
+        if isinstance(lossy, VirtualIslands):
+            self.workers: Workers = IslandWorkers(config, self.model, lossy)
+        else:
+            self.workers = Workers(config, self.model, lossy if isinstance(lossy, VirtualCluster) else None)
+        self.optimizer = self.workers.optimizer
+        self.checkpoints = Checkpoints(self.model, self.optimizer, self.workers.scheduler, lossy)
+        self.iterations = lossy_config.iterations(config.train_iters)
         self.progress = Progress()
         self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
         self.stop = 0
@@ -126,7 +142,8 @@ class _Run:
         self.writers = open_writers(self.config, self.lossy_config, self.progress.iteration if resumed else None)
         # The first forward pass has nothing to gather, and must not gather before the first update.
         self._gather_in_forward(False, sync=False)
-        batches = self.workers.batches(self.train_data, self.progress.consumed_samples)
+        progress = self.progress
+        batches = self.workers.training_batches(self.train_data, progress.iteration, progress.consumed_samples)
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         finished, diverged = False, None
         try:
@@ -145,14 +162,15 @@ class _Run:
     def _train(self, batches: list[RankBatches]) -> bool:
         """Iterate to the end (true), or until somebody stops the run (false). Raises :class:`Diverged`."""
         config, progress = self.config, self.progress
-        while progress.iteration < config.train_iters:
+        while progress.iteration < self.iterations:
             started = time.perf_counter()
             loss, grad_norm, updated = self._step(batches)
             stop = self._anyone_stopped()
             if not self.hooked:
                 self._gather_in_forward(True)
-            progress.add(loss, updated, config.global_batch_size, time.perf_counter() - started)
-            last = progress.iteration == config.train_iters
+            samples = self.workers.samples(progress.iteration)
+            progress.add(loss, updated, samples, time.perf_counter() - started)
+            last = progress.iteration == self.iterations
             if progress.iteration % config.log_interval == 0 or last or not math.isfinite(loss):
                 self._log(grad_norm)
             if not math.isfinite(loss):
@@ -171,15 +189,8 @@ class _Run:
 
     def _step(self, batches: list[RankBatches]) -> tuple[float, float, bool]:
         """One iteration; returns the loss per token, the gradient norm and whether the weights were updated."""
-        config = self.config
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        sums = self.workers.run(batches, config.global_batch_size, forward_only=False)
-        successful, grad_norm, _ = self.workers.step(self.optimizer)
-        if successful:
-            self.scheduler.step(increment=config.global_batch_size)
-        return mean_loss(config, sums), grad_norm or 0.0, successful
+        sums, successful, grad_norm = self.workers.iterate(batches)
+        return mean_loss(self.config, sums), grad_norm, successful
 
     def _anyone_stopped(self) -> int:
         """The signal that told any rank to stop, or 0: all must leave after the same iteration."""
@@ -224,7 +235,7 @@ class _Run:
             **self.lossy.metrics(),
         }
         self.summary["lm loss"] = loss
-        self.console.train(record, self.config.train_iters, self.config.global_batch_size)
+        self.console.train(record, self.iterations, self.config.global_batch_size)
         self.writers.write(record)
 
     def _evaluate(self) -> None:
@@ -261,6 +272,8 @@ class _Run:
         tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         if config.virtual_workers:
             who = f"virtual workers {config.virtual_workers}, in memory"
+            if self.lossy_config.averages:
+                who += f", on {self.lossy_config.islands} islands"
         else:
             who = f"data-parallel ranks {config.data_parallel_size(ranks)}, over {torch.distributed.get_backend()}"
             if tensor * pipeline > 1:

@@ -15,12 +15,17 @@ from ..virtual import VirtualCluster
 from .config import TrainConfig
 from .data import RankBatches
 from .model import forward_step
+from .optimizer import build_optimizer
 
 
 class Workers:
-    """Runs micro-batches of every rank of this process, each with the rank's own replica, data and random state."""
+    """Runs micro-batches of every rank of this process, each with the rank's own replica, data and random state.
+
+    ``optimizer``, ``scheduler``: Megatron's, of :meth:`iterate`.
+    """
 
     def __init__(self, config: TrainConfig, model_chunks: list, cluster: VirtualCluster | None) -> None:
+        self.optimizer, self.scheduler = build_optimizer(config, model_chunks)
         self._config = config
         self._chunks = model_chunks
         self._cluster = cluster
@@ -30,6 +35,14 @@ class Workers:
         else:
             self._ranks = list(range(cluster.workers))
             self._size = cluster.workers
+
+    def training_batches(self, dataset: GPTDataset, iteration: int, consumed: int) -> list[RankBatches]:
+        """What :meth:`iterate` takes, after ``iteration`` iterations with ``consumed`` samples."""
+        return self.batches(dataset, consumed)
+
+    def samples(self, iteration: int) -> int:
+        """Samples of iteration number ``iteration`` (from 0)."""
+        return self._config.global_batch_size
 
     def batches(self, dataset: GPTDataset, consumed: int) -> list[RankBatches]:
         """The micro-batches of each rank from global sample ``consumed`` on."""
@@ -54,6 +67,17 @@ class Workers:
             with self._cluster.worker(worker):
                 sums += self._run(own, number, forward_only)
         return sums
+
+    def iterate(self, batches: list[RankBatches]) -> tuple[list[torch.Tensor], bool, float]:
+        """One iteration with ``batches``: the sums of :meth:`run`, whether weights were updated, the gradient norm."""
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = self.run(batches, self._config.global_batch_size, forward_only=False)
+        successful, grad_norm, _ = self.step(self.optimizer)
+        if successful:
+            self.scheduler.step(increment=self._config.global_batch_size)
+        return sums, successful, grad_norm or 0.0
 
     def step(self, optimizer: MegatronOptimizer) -> tuple[bool, float | None, int | None]:
         """The update; returns what ``optimizer.step()`` does: success, gradient norm, number of zeros."""

@@ -7,5 +7,6 @@ the model.
 """
 
 from .cluster import VirtualCluster
+from .islands import VirtualIslands
 
-__all__ = ["VirtualCluster"]
+__all__ = ["VirtualCluster", "VirtualIslands"]

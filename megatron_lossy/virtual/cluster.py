@@ -37,8 +37,9 @@ from .stream import StreamBuckets
 class VirtualCluster(Run):
     """``workers`` data-parallel workers in this process; takes the place of installed hooks in a training program.
 
-    Build the model within :meth:`building`, then call :meth:`attach`. Raises :class:`UsageError` where the loss flags
-    do not fit.
+    Build the model within :meth:`building`, then call :meth:`attach`. ``members``: the workers' ranks among ``ranks``, of
+    which others are elsewhere. ``writer``: the rank that the delivery log has as its writer; default this process's.
+    Raises :class:`UsageError` where the loss flags do not fit.
     """
 
     def __init__(
@@ -47,10 +48,14 @@ class VirtualCluster(Run):
         workers: int,
         steps: int | None = None,
         gapless: bool = False,
+        members: range | None = None,
+        ranks: int | None = None,
+        writer: int | None = None,
     ) -> None:
         self.check(config, workers)
-        super().__init__(config, steps, gapless)
+        super().__init__(config, steps, gapless, writer)
         self.workers = workers
+        self._members, self._ranks = members, ranks
         self._streams: list[StreamBuckets] = []
         self._worker: int | None = None
         self._rank = 0  # whose data are computed with
@@ -92,13 +97,19 @@ class VirtualCluster(Run):
         check_boundaries(ddp.config, self.config)
         ddp.ddp_config.overlap_grad_reduce = False  # it has cut the buckets; nothing is sent
         ddp.config.no_sync_func = None
-        ddp.config.finalize_model_grads_func = self._collect
         self._transformer = ddp.config
+        self.take_gradients()
         for name, _, pairs in buckets_by_stream(ddp):
-            stream = StreamBuckets(self.config, pairs, name, self.workers, self.steps, self._optimizers)
+            stream = StreamBuckets(
+                self.config, pairs, name, self.workers, self.steps, self._optimizers, self._members, self._ranks
+            )
             self._streams.append(stream)
         if self._boundaries is not None:
             self._boundaries.attach(ddp, lambda: self._rank)
+
+    def take_gradients(self) -> None:
+        """Be the one whom Megatron calls when the gradients of a rank are complete."""
+        self._transformer.finalize_model_grads_func = self._collect
 
     @contextlib.contextmanager
     def _norm_by_shards(self) -> Iterator[None]:
@@ -157,6 +168,12 @@ class VirtualCluster(Run):
 
     def step(self, optimizer: Any) -> Any:
         """Reduce the gradients of all workers and make the update; returns what ``optimizer.step()`` does."""
+        result = self.make_update(optimizer)
+        self.finish_iteration(bool(result[0]))
+        return result
+
+    def make_update(self, optimizer: Any) -> Any:
+        """As :meth:`step`, but the iteration is not over."""
         scale = 1.0 / self.workers
         if self._tokens is not None:
             tokens, self._tokens = self._tokens.item(), None
@@ -179,7 +196,6 @@ class VirtualCluster(Run):
             if successful:
                 for stream in self._streams:
                     stream.count(self.iteration)
-        self.finish_iteration(successful)
         return result
 
     def uninstall(self) -> None:
