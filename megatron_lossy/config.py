@@ -665,6 +665,12 @@ class LossyConfig(IslandFlags):
         return untouched and not self.loses_at_boundaries and not self.averages
 
     @property
+    def draws(self) -> bool:
+        """Whether losses are drawn, or a network has its own: whether ``loss_seed`` can matter, or a repetition."""
+        drawn = any(not self.phase(phase).lossless for phase in PHASES + SYNC_PHASES)
+        return drawn or self.loses_at_boundaries or self.transport != "torch"
+
+    @property
     def loses_at_boundaries(self) -> bool:
         """Whether messages between pipeline stages can lose anything."""
         return any(map(self.boundary_rate, BOUNDARY_PHASES))

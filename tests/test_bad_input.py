@@ -49,6 +49,13 @@ TRAIN = [
     Case("--p-act 0.1", "--p-act 0.1: nothing is sent with one pipeline stage; needs more of them, or --virtual-boun"),
     Case("--p-act 0.1 --virtual-boundaries 2", "--virtual-boundaries 2: must be layers from 1 to 1 of the 2"),
     Case("--p-act 0.1 --act-fec-low 10 11", "--act-fec-low 10 11: needs 1 <= C <= B"),
+    Case("--islands 2 --virtual-workers 3", "--islands 2: must divide the 3 virtual workers"),
+    Case("--islands 2 --sync-method parameters", "--islands 2: needs --virtual-workers: islands of real ranks are not"),
+    Case("--sync-method parameters", "--sync-method parameters: needs --islands of at least 2"),
+    Case(
+        "--virtual-workers 2 --islands 2 --sync-method parameters --sync-fraction 0.05 --sync-delay 50 --mixing-gain 0.7",
+        "--mixing-gain 0.7: diverges: must be below 0.618 with 2 later exchanges of an element under way",
+    ),
     Case("--pgrad 0.1", "unrecognized arguments: --pgrad 0.1"),
     Case("--config none.yaml", "--config none.yaml: cannot be read: No such file or directory"),
     Case("--config data", "--config data: cannot be read: Is a directory"),

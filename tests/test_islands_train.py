@@ -10,6 +10,7 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
+from megatron_lossy.sync import check_islands
 from megatron_lossy.train.config import TrainConfig
 from megatron_lossy.train.saved import latest_iteration
 from tests.ranks import run_ranks
@@ -113,11 +114,22 @@ def same_data(rank: int, *runs):
 def test_identical_islands_with_the_same_data_are_one(data, tmp_path):
     one = {"virtual_workers": 1, "global_batch_size": 4, "eval_iters": 0}
     two = {"virtual_workers": 2, "global_batch_size": 8, "eval_iters": 0}
-    late = {"sync_fraction": 0.25, "sync_delay": 2, "islands": 2, "sync_method": "parameters"}
-    cases = {"one": (one, {}), "two": (two, late), "ema": (two, {**late, "delay_correction": "ema"})}
+    two_of_them = {"sync_fraction": 0.25, "islands": 2, "sync_method": "parameters"}
+    late = {**two_of_them, "sync_delay": 2}
+    cases = {
+        "one": (one, {}),
+        "two": (two, two_of_them),
+        "late": (two, late),
+        "ema": (two, {**late, "delay_correction": "ema"}),
+    }
     folders = train_all(data, tmp_path, cases, same_data)
-    for name in ("two", "ema"):
-        assert weights_of(folders[name]) == weights_of(folders["one"])
+    assert weights_of(folders["two"]) == weights_of(folders["one"])
+    alone = [loss for _, loss in losses_of(folders["one"])]
+    late_losses = [loss for _, loss in losses_of(folders["late"])]
+    assert late_losses == pytest.approx(alone, rel=1e-5)  # the progress added to the mean rounds
+    # A moving average is not the progress, so that even one island would go another way.
+    assert [loss for _, loss in losses_of(folders["ema"])] != pytest.approx(alone, rel=1e-3)
+    for name in ("two", "late", "ema"):
         first, second = islands_of(folders[name])["islands"]
         assert flat(first) == flat(second)
     assert len({loss for _, loss in losses_of(folders["one"])}) > 3
@@ -190,7 +202,8 @@ def test_losses_between_islands_are_recorded_and_replayed(data, tmp_path):
             data, tmp_path, {f"first {unit}": ({}, {**loss, "delivery_log": log}), f"again {unit}": ({}, again)}
         )
         first, replayed = folders[f"first {unit}"], folders[f"again {unit}"]
-        assert recorded_losses(first) == recorded_losses(replayed), unit
+        assert losses_of(first) == losses_of(replayed), unit
+        assert weights_of(first) == weights_of(replayed), unit
         assert any(record["loss rate sync-reduce"] for record in read_records(first, "train"))
         folder = DeliveryLogFolder(Path(log))
         verdict = verify(folder)
@@ -240,25 +253,25 @@ def look_at_losses(rank: int, config: dict, loss: dict) -> None:
     ],
 )
 def test_flags_that_do_not_fit(settings, loss, line):
-    from megatron_lossy.train.islands import check_islands
-
     with pytest.raises(UsageError) as error:
-        check_islands(TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0} | settings), LossyConfig(**loss))
+        config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0} | settings)
+        check_islands(LossyConfig(**loss), config.virtual_workers, config.train_iters)
     assert str(error.value).startswith(line)
 
 
 def test_checkpoints_of_others_are_refused(data, tmp_path):
-    base = SMALL | data
-    run_ranks(train_runs, 1, (base | {"save": str(tmp_path / "plain")}, {}))
-    run_ranks(refuse_to_load, 1, base, str(tmp_path / "plain"), str(tmp_path / "four"))
-
-
-def refuse_to_load(rank: int, base: dict, plain: str, four: str) -> None:
+    base, plain, four = SMALL | data, str(tmp_path / "plain"), str(tmp_path / "four")
+    run_ranks(train_runs, 1, (base | {"save": plain}, {}), (base | {"save": four}, ISLANDS))
     more = {"train_iters": 12}
-    with pytest.raises(UsageError, match=r"^--islands 4: the checkpoint .* is of no islands$"):
-        train_runs(rank, (base | more | {"load": plain}, ISLANDS))
-    train_runs(rank, (base | {"save": four}, ISLANDS))
-    with pytest.raises(UsageError, match=r"^--islands with .*: islands was 4 there and is 2 here$"):
-        train_runs(rank, (base | more | {"load": four}, {**ISLANDS, "islands": 2}))
-    with pytest.raises(UsageError, match=r"^--sync-fraction 1e-05: of \d+ elements"):
-        train_runs(rank, (base | more, {**ISLANDS, "sync_fraction": 1e-5}))
+    for settings, loss, line in (
+        ({"load": plain, **more}, ISLANDS, "--islands 4: the checkpoint .* is of no islands"),
+        ({"load": four, **more}, {**ISLANDS, "islands": 2}, "--islands with .*: islands was 4 there and is 2 here"),
+        ({"load": four, **more}, {**ISLANDS, "sync_method": "none"}, "--sync-method none: exchanges were others in .*"),
+        (more, {**ISLANDS, "sync_fraction": 1e-5}, r"--sync-fraction 1e-05: of \d+ elements is less than one .*"),
+    ):
+        run_ranks(refused, 1, (base | settings, loss), line)
+
+
+def refused(rank: int, run: tuple[dict, dict], line: str) -> None:
+    with pytest.raises(UsageError, match=f"^{line}$"):
+        train_runs(rank, run)

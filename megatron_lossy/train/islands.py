@@ -8,34 +8,12 @@ from typing import Any
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
-from ..config import LossyConfig
-from ..errors import refuse
 from ..hooks.rng import rng_state, set_rng_state
-from ..sync.methods import check_averaging
-from ..transport import check_ranks
 from ..virtual import VirtualIslands
 from .config import TrainConfig
 from .data import RankBatches
 from .optimizer import build_optimizer
 from .workers import Workers
-
-
-def check_islands(config: TrainConfig, lossy_config: LossyConfig) -> None:
-    """Raise :class:`UsageError` for islands that cannot be made of the workers, or do not fit other flags."""
-    islands, workers = lossy_config.islands, config.virtual_workers
-    if islands == 1:
-        return
-    if workers is None:
-        raise refuse("--islands", islands, "needs --virtual-workers: islands of real ranks are not built yet")
-    if workers % islands:
-        raise refuse("--islands", islands, f"must divide the {workers} virtual workers")
-    if not lossy_config.averages:
-        return
-    check_ranks(lossy_config, workers // islands)
-    steps = lossy_config.iterations(config.train_iters)
-    if not steps:
-        raise refuse("--train-iters", config.train_iters, "leaves the slowest island without an iteration")
-    check_averaging(lossy_config, steps)
 
 
 class IslandWorkers(Workers):

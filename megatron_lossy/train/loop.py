@@ -24,6 +24,7 @@ from ..delivery_log.writer import claim_delivery_log
 from ..flags import identity
 from ..hooks.checks import check_boundaries, check_loss_per_token
 from ..run import Run
+from ..sync import check_islands, notes_on_averaging
 from ..transport import check_channels, check_owners, check_ranks
 from ..virtual import VirtualCluster, VirtualIslands
 from . import parallel
@@ -31,7 +32,7 @@ from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .data import RankBatches, build_datasets
 from .evaluate import evaluate, mean_loss
-from .islands import IslandWorkers, check_islands
+from .islands import IslandWorkers
 from .log import Console, Silent
 from .metrics import check_wandb, perplexity
 from .model import build_model, transformer_impl
@@ -70,7 +71,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_ranks(lossy_config, config.data_parallel_size(ranks))
     check_loss_per_token(config, lossy_config)
     check_boundaries(config, lossy_config)
-    check_islands(config, lossy_config)
+    check_islands(lossy_config, config.virtual_workers, config.train_iters)
     if config.virtual_workers:
         VirtualCluster.check(lossy_config, config.virtual_workers)
     else:
@@ -138,6 +139,8 @@ class _Run:
 
     def run(self) -> dict[str, Any]:
         self.console.header(self._header())
+        for note in notes_on_averaging(self.lossy_config, self.iterations):
+            self.console.note(note)
         resumed = self._load()
         self.writers = open_writers(self.config, self.lossy_config, self.progress.iteration if resumed else None)
         # The first forward pass has nothing to gather, and must not gather before the first update.

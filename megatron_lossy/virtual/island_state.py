@@ -40,6 +40,7 @@ def load_island_state(
             weights.copy_(saved)
     for one, saved in zip(optimizers, state["optimizers"], strict=True):
         one.optimizer.load_state_dict(saved)
+    scheduler.num_steps = 0  # to which Megatron adds what it loads
     scheduler.load_state_dict(state["scheduler"])
 
 
