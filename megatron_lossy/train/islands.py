@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from ..hooks.rng import rng_state, set_rng_state
 from ..virtual import VirtualIslands
@@ -17,15 +19,19 @@ from .workers import Workers
 
 
 class IslandWorkers(Workers):
-    """All workers of all islands. ``optimizer`` and ``scheduler``: those of the first island, which a checkpoint has."""
+    """All workers of all islands.
+
+    ``optimizer`` and ``scheduler``: those of the first island, which a checkpoint has. :meth:`iterate` uses them and the
+    others', whatever it is given.
+    """
 
     def __init__(self, config: TrainConfig, model_chunks: list, islands: VirtualIslands) -> None:
+        super().__init__(config, model_chunks, None)
         self._islands = islands
         flags, steps = islands.config, islands.config.iterations(config.train_iters)
         local = [flags.local_iterations(island, steps) for island in range(flags.islands)]
         built = [build_optimizer(_with_clock(config, own), model_chunks) for own in local]
         islands.start([optimizer for optimizer, _ in built], [scheduler for _, scheduler in built])
-        self._config, self._chunks, self._cluster = config, model_chunks, None
         self.optimizer, self.scheduler = built[0]
         self._optimizers, self._schedulers = zip(*built, strict=True)
         self._ranks = list(range(islands.workers))
@@ -51,9 +57,11 @@ class IslandWorkers(Workers):
         flags = self._islands.config
         return flags.local_iterations(island, iteration + 1) - flags.local_iterations(island, iteration)
 
-    def iterate(self, batches: list[RankBatches]) -> tuple[list[torch.Tensor], bool, float]:
-        islands, sums = self._islands, []
-        successful, norms = [], []
+    def iterate(
+        self, batches: list[RankBatches], optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+    ) -> tuple[list[torch.Tensor], bool, float]:
+        islands = self._islands
+        sums, successful, norms = [], [], []
         for island in range(islands.config.islands):
             due = self._due(island, islands.iteration)
             for number in range(due):

@@ -36,7 +36,7 @@ from .islands import IslandWorkers
 from .log import Console, Silent
 from .metrics import check_wandb, perplexity
 from .model import build_model, transformer_impl
-from .optimizer import lr_scale
+from .optimizer import build_optimizer, lr_scale
 from .process import launched_ranks
 from .records import Progress, open_writers
 from .saved import check_folders, latest_iteration, same_folder, write_settings
@@ -125,12 +125,14 @@ class _Run:
             self.model = build_model(config, tokenizer.vocab_size)
         if virtual:
             virtual.attach(self.model[0])
+        self.workers: Workers
         if isinstance(lossy, VirtualIslands):
-            self.workers: Workers = IslandWorkers(config, self.model, lossy)
+            self.workers = islands = IslandWorkers(config, self.model, lossy)
+            self.optimizer, self.scheduler = islands.optimizer, islands.scheduler
         else:
             self.workers = Workers(config, self.model, lossy if isinstance(lossy, VirtualCluster) else None)
-        self.optimizer = self.workers.optimizer
-        self.checkpoints = Checkpoints(self.model, self.optimizer, self.workers.scheduler, lossy)
+            self.optimizer, self.scheduler = build_optimizer(config, self.model)
+        self.checkpoints = Checkpoints(self.model, self.optimizer, self.scheduler, lossy)
         self.iterations = lossy_config.iterations(config.train_iters)
         self.progress = Progress()
         self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
@@ -192,7 +194,7 @@ class _Run:
 
     def _step(self, batches: list[RankBatches]) -> tuple[float, float, bool]:
         """One iteration; returns the loss per token, the gradient norm and whether the weights were updated."""
-        sums, successful, grad_norm = self.workers.iterate(batches)
+        sums, successful, grad_norm = self.workers.iterate(batches, self.optimizer, self.scheduler)
         return mean_loss(self.config, sums), grad_norm, successful
 
     def _anyone_stopped(self) -> int:

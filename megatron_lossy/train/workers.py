@@ -8,6 +8,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ..hooks.rng import rng_state, set_rng_state
@@ -15,17 +16,12 @@ from ..virtual import VirtualCluster
 from .config import TrainConfig
 from .data import RankBatches
 from .model import forward_step
-from .optimizer import build_optimizer
 
 
 class Workers:
-    """Runs micro-batches of every rank of this process, each with the rank's own replica, data and random state.
-
-    ``optimizer``, ``scheduler``: Megatron's, of :meth:`iterate`.
-    """
+    """Runs micro-batches of every rank of this process, each with the rank's own replica, data and random state."""
 
     def __init__(self, config: TrainConfig, model_chunks: list, cluster: VirtualCluster | None) -> None:
-        self.optimizer, self.scheduler = build_optimizer(config, model_chunks)
         self._config = config
         self._chunks = model_chunks
         self._cluster = cluster
@@ -68,15 +64,17 @@ class Workers:
                 sums += self._run(own, number, forward_only)
         return sums
 
-    def iterate(self, batches: list[RankBatches]) -> tuple[list[torch.Tensor], bool, float]:
+    def iterate(
+        self, batches: list[RankBatches], optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+    ) -> tuple[list[torch.Tensor], bool, float]:
         """One iteration with ``batches``: the sums of :meth:`run`, whether weights were updated, the gradient norm."""
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        optimizer.zero_grad()
         sums = self.run(batches, self._config.global_batch_size, forward_only=False)
-        successful, grad_norm, _ = self.step(self.optimizer)
+        successful, grad_norm, _ = self.step(optimizer)
         if successful:
-            self.scheduler.step(increment=self._config.global_batch_size)
+            scheduler.step(increment=self._config.global_batch_size)
         return sums, successful, grad_norm or 0.0
 
     def step(self, optimizer: MegatronOptimizer) -> tuple[bool, float | None, int | None]:
