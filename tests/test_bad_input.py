@@ -49,7 +49,7 @@ TRAIN = [
     Case("--p-act 0.1", "--p-act 0.1: nothing is sent with one pipeline stage; needs more of them, or --virtual-boun"),
     Case("--p-act 0.1 --virtual-boundaries 2", "--virtual-boundaries 2: must be layers from 1 to 1 of the 2"),
     Case("--p-act 0.1 --act-fec-low 10 11", "--act-fec-low 10 11: needs 1 <= C <= B"),
-    Case("--islands 2 --virtual-workers 3", "--islands 2: must divide the 3 virtual workers"),
+    Case("--islands 3 --virtual-workers 4", "--islands 3: must divide the 4 virtual workers"),
     Case("--islands 2 --sync-method parameters", "--islands 2: needs --virtual-workers: islands of real ranks are not"),
     Case("--sync-method parameters", "--sync-method parameters: needs --islands of at least 2"),
     Case(

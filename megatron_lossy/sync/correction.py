@@ -15,14 +15,14 @@ import torch
 
 from .. import theory
 from ..config import LossyConfig
-from .rule import Rule, where
+from .rule import Back, Rule
 
 
 class NoCorrection(Rule):
     """The weights become the mean."""
 
-    def apply(self, island, now, sent, mean, arrived, places, step):
-        return where(arrived, mean, now)
+    def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
+        return back.where_arrived(back.mean, now)
 
 
 class Mixing(Rule):
@@ -31,10 +31,13 @@ class Mixing(Rule):
     def __init__(self, gain: float) -> None:
         self.gain = gain
 
-    def apply(self, island, now, sent, mean, arrived, places, step):
+    def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
         # So that without delay, and with a coefficient of 1, ema comes to the same bits.
-        mixed = mean + (now - sent) if self.gain == 1 else torch.add(now, mean - sent, alpha=self.gain)
-        return where(arrived, mixed, now)
+        if self.gain == 1:
+            mixed = back.mean + (now - back.sent)
+        else:
+            mixed = torch.add(now, back.mean - back.sent, alpha=self.gain)
+        return back.where_arrived(mixed, now)
 
 
 class MovingAverage(Rule):
@@ -56,15 +59,15 @@ class MovingAverage(Rule):
         share = min(1.0, (step - self._hold) / max(1, self._steps - self._hold))
         return self._last + (self._first - self._last) * (1 + math.cos(math.pi * share)) / 2
 
-    def apply(self, island, now, sent, mean, arrived, places, step):
-        progress, c = self.progress[island], self.coefficient(step)
-        before = progress if places is None else progress[places]
-        after = where(arrived, (1 - c) * before + c * (now - sent), before)
-        if places is None:
+    def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
+        progress, c = self.progress[island], self.coefficient(back.step)
+        before = progress if back.places is None else progress[back.places]
+        after = back.where_arrived((1 - c) * before + c * (now - back.sent), before)
+        if back.places is None:
             progress.copy_(after)
         else:
-            progress[places] = after
-        return where(arrived, mean + after, now)
+            progress[back.places] = after
+        return back.where_arrived(back.mean + after, now)
 
     def state_dict(self) -> dict[str, Any]:
         return {"progress": self.progress}

@@ -15,12 +15,13 @@ it is printed there could not be compared. What *AsyncMesh* calls its special ca
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from ..config import LossyConfig
-from .rule import Rule, where
+from .rule import Back, Rule
 
 
 class DiLoCo(Rule):
@@ -34,17 +35,17 @@ class DiLoCo(Rule):
         self.outer = start.clone()
         self.buffer = torch.zeros_like(start)
 
-    def apply(self, island, now, sent, mean, arrived, places, step):
-        return where(arrived, self._step(island, mean, arrived), now)
+    def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
+        return back.where_arrived(self._step(island, back), now)
 
-    def _step(self, island: int, mean: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
+    def _step(self, island: int, back: Back) -> torch.Tensor:
         outer, buffer = self.outer[island], self.buffer[island]
-        distance = outer - mean
+        distance = outer - back.mean
         moved = self._momentum * buffer + distance
         # v - lr (D + mu b), in terms of the mean: with lr = 1 and mu = 0 it is the mean, to the bit.
-        step = mean + (1 - self._lr) * distance - self._lr * self._momentum * moved
-        buffer.copy_(where(arrived, moved, buffer))
-        outer.copy_(where(arrived, step, outer))
+        step = back.mean + (1 - self._lr) * distance - self._lr * self._momentum * moved
+        buffer.copy_(back.where_arrived(moved, buffer))
+        outer.copy_(back.where_arrived(step, outer))
         return outer.clone()
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,10 +68,10 @@ class EagerDiLoCo(DiLoCo):
     def payload(self, island: int, now: torch.Tensor) -> torch.Tensor:
         return self.outer[island] - now
 
-    def apply(self, island, now, sent, mean, arrived, places, step):
+    def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
         own = self.payload(island, now)
-        distance = where(arrived, mean + (own - sent) / self._islands, own)
-        return self._step(island, self.outer[island] - distance, None)
+        distance = back.where_arrived(back.mean + (own - back.sent) / self._islands, own)
+        return self._step(island, replace(back, mean=self.outer[island] - distance, arrived=None))
 
 
 def make_outer(config: LossyConfig, start: torch.Tensor) -> Rule:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from .mean import Crossing, Done, Mean, Pending
-from .rule import Rule
+from .rule import Back, Rule
 from .subset import Subset
 
 
@@ -82,8 +82,8 @@ class Rounds:
         places = flight.places
         for island, one in enumerate(weights):
             arrived = None if mean.arrived is None else mean.arrived[island]
-            new = self.rule.apply(island, one.read(places), flight.sent[island], mean.values, arrived, places, step)
-            one.write(places, new)
+            back = Back(flight.sent[island], mean.values, arrived, places, step)
+            one.write(places, self.rule.apply(island, one.read(places), back))
 
     def _places(self, number: int) -> torch.Tensor | None:
         elements = self._subset.elements(number)

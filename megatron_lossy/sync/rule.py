@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+
+
+@dataclass(frozen=True)
+class Back:
+    """What came back to an island of one exchange.
+
+    ``sent``, ``mean`` float32[k]: what it sent, and the mean of all. ``arrived`` bool[k]: where the mean is here; ``None``:
+    everywhere. ``places`` int64[k]: which elements these are; ``None``: all. ``step``: the iteration that has just been made.
+    """
+
+    sent: torch.Tensor
+    mean: torch.Tensor
+    arrived: torch.Tensor | None
+    places: torch.Tensor | None
+    step: int
+
+    def where_arrived(self, there: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+        """``there`` where the mean arrived, and ``otherwise`` elsewhere."""
+        return there if self.arrived is None else torch.where(self.arrived, there, otherwise)
 
 
 class Rule(ABC):
@@ -19,22 +39,8 @@ class Rule(ABC):
         return now
 
     @abstractmethod
-    def apply(
-        self,
-        island: int,
-        now: torch.Tensor,
-        sent: torch.Tensor,
-        mean: torch.Tensor,
-        arrived: torch.Tensor | None,
-        places: torch.Tensor | None,
-        step: int,
-    ) -> torch.Tensor:
-        """The new weights [k] of ``island``, all float32.
-
-        ``now`` [k]: its weights. ``sent``, ``mean`` [k]: what it sent in the exchange, and the mean of all. ``arrived``
-        bool[k]: where the mean is here; ``None``: everywhere. ``places`` int64[k]: which elements; ``None``: all. ``step``:
-        the iteration that has just been made.
-        """
+    def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
+        """The new weights float32[k] of ``island``, whose weights are ``now`` float32[k]."""
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved for a run to continue bit for bit."""
@@ -42,8 +48,3 @@ class Rule(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
-
-
-def where(arrived: torch.Tensor | None, there: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
-    """``there`` where ``arrived``, and ``otherwise`` elsewhere."""
-    return there if arrived is None else torch.where(arrived, there, otherwise)
