@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .config_errors import ErrorFlags
+from .config_islands import SYNC_PHASES, IslandFlags
 from .config_sync import SyncFlags
 from .errors import UsageError, refuse
 from .flags import as_text, check_choice, flag, flag_name
@@ -108,7 +109,7 @@ class PhaseLoss:
 
 
 @dataclass(frozen=True)
-class LossyConfig(ErrorFlags, SyncFlags):
+class LossyConfig(ErrorFlags, SyncFlags, IslandFlags):
     """Every loss flag. Raises :class:`UsageError` where a value is not allowed."""
 
     p_grad: float = flag(0.0, "mean loss rate of the gradient reduce-scatter, in [0, 1)", metavar="P")
@@ -309,9 +310,10 @@ class LossyConfig(ErrorFlags, SyncFlags):
     )
     loss_seed: int = flag(1234, "seed of all loss draws, 0 to 2^64 - 1", metavar="SEED")
     eval_weights: str = flag(
-        "replica",
-        "evaluate each worker's own, possibly stale, replica; the owners' weights; or both on the same batches",
-        choices=("replica", "owner", "both"),
+        None,
+        "evaluate each worker's own, possibly stale, replica; the owners' weights; their mean over islands (consensus); or "
+        "replicas and one of these on the same batches (both); default replica, with islands consensus",
+        choices=("replica", "owner", "consensus", "both"),
     )
     save_replicas: bool = flag(
         False,
@@ -420,7 +422,10 @@ class LossyConfig(ErrorFlags, SyncFlags):
     )
 
     def __post_init__(self) -> None:
-        for name in ("p_grad", "p_param", "p_act", "p_act_grad"):
+        self._check_islands()
+        if self.eval_weights is None:
+            object.__setattr__(self, "eval_weights", "consensus" if self.averages else "replica")
+        for name in ("p_grad", "p_param", "p_act", "p_act_grad", "p_sync"):
             _in_unit_interval(flag_name(LossyConfig, name), getattr(self, name))
         for name in (
             "loss_correlation", "lossy_links", "grad_recovery", "grad_priority_scope", "param_send", "param_priority", "transport",
@@ -429,11 +434,12 @@ class LossyConfig(ErrorFlags, SyncFlags):
             check_choice(self, name)
         for name in ("loss_model", "ge_mean_burst", "loss_schedule"):
             values = getattr(self, name)
-            if values is not None and not 1 <= len(values) <= 2:
+            if values is not None and len(values) not in ((1, 2, 4) if self.averages else (1, 2)):
+                more = ", or four: these, and the two exchanges between islands" if self.averages else ""
                 raise refuse(
                     flag_name(LossyConfig, name),
                     " ".join(map(str, values)),
-                    "takes one value for both phases, or two: gradients, parameters",
+                    f"takes one value for both phases, or two: gradients, parameters{more}",
                 )
         check_choice(self, "loss_model")
         for burst in self.ge_mean_burst:
@@ -461,8 +467,9 @@ class LossyConfig(ErrorFlags, SyncFlags):
         self.check_errors()
         self.check_sync()
         GRAD_RECOVERIES.load(self.grad_recovery).check(self)
-        for phase in PHASES:
+        for phase in PHASES + SYNC_PHASES:
             self.phase(phase)
+        self._check_with_islands()
         self._check_replicas()
 
     def _resolve(self) -> None:
@@ -669,14 +676,57 @@ class LossyConfig(ErrorFlags, SyncFlags):
         except ValueError:
             raise refuse("--udp-deadline", self.udp_deadline, "must be off, auto or milliseconds above 0") from None
 
+    def _check_with_islands(self) -> None:
+        """Raise :class:`UsageError` for what is not built for islands, or would mean something else there."""
+        if not self.averages:
+            return
+        refused = {
+            "transport": "torch",
+            "param_send": "plain",
+            "drift_interval": 0,
+            "p_act": 0.0,
+            "p_act_grad": 0.0,
+            "lossy_links": "all",
+            "grad_error": "none",
+            "param_sync_interval": 0,
+            "replica_check": "none",
+            "allow_divergence": False,
+        }
+        for name, only in refused.items():
+            if getattr(self, name) != only:
+                raise refuse(flag_name(LossyConfig, name), getattr(self, name), "cannot be combined with --islands")
+        if self.eval_weights == "owner":
+            raise refuse(
+                "--eval-weights", "owner", "every island has owners; with --islands choose consensus or replica"
+            )
+        if self.island_speeds is not None:
+            for name in ("delivery_log", "trace"):
+                if getattr(self, name) is not None:
+                    why = "cannot be combined with --island-speeds: islands would be in different iterations"
+                    raise refuse(flag_name(LossyConfig, name), getattr(self, name), why)
+
+    def rate(self, phase: str) -> float:
+        """The mean loss rate that the flags give to ``phase``, unless something replaces it."""
+        return {"grad": self.p_grad, "param": self.p_param}.get(phase, self.p_sync)
+
+    @staticmethod
+    def rate_flag(phase: str) -> str:
+        """The flag of :meth:`rate`."""
+        return f"--p-{phase}" if phase in PHASES else "--p-sync"
+
     def phase(self, phase: str) -> PhaseLoss:
-        """How ``phase`` ("grad" or "param") loses data. Raises :class:`UsageError`."""
+        """How ``phase`` loses data: "grad", "param", or one of those between islands. Raises :class:`UsageError`."""
+        if phase in SYNC_PHASES and not self.averages:
+            return PhaseLoss("bernoulli", Schedule((0,), (0.0,)), lossless=True)
         return CHANNELS.load(self.of_phase("loss_model", phase)).plan(self, phase)
 
     def of_phase(self, name: str, phase: str) -> Any:
-        """The value for ``phase`` of a flag that takes one for both phases, or two; ``None`` if it is not set."""
+        """The value for ``phase`` of a flag that takes one for all phases, or two, or four; ``None`` if it is not set.
+
+        Of two, the first is also that of what islands send to owners, the second of what these send back.
+        """
         values = getattr(self, name)
-        return values and values[PHASES.index(phase) if len(values) == 2 else 0]
+        return values and values[(PHASES + SYNC_PHASES).index(phase) % len(values)]
 
     @property
     def lead(self) -> tuple[float, float] | None:
@@ -695,7 +745,14 @@ class LossyConfig(ErrorFlags, SyncFlags):
     @property
     def lossless(self) -> bool:
         """True if no flag can change any exchange, so that training must be exactly Megatron's."""
-        return all(self.untouched(phase) for phase in PHASES) and not self.loses_at_boundaries
+        untouched = all(self.untouched(phase) for phase in PHASES)
+        return untouched and not self.loses_at_boundaries and not self.averages
+
+    @property
+    def draws(self) -> bool:
+        """Whether losses are drawn, or a network has its own: whether ``loss_seed`` can matter, or a repetition."""
+        drawn = any(not self.phase(phase).lossless for phase in PHASES + SYNC_PHASES)
+        return drawn or self.loses_at_boundaries or self.transport != "torch"
 
     @property
     def inert(self) -> bool:
@@ -746,7 +803,9 @@ class LossyConfig(ErrorFlags, SyncFlags):
         if self.lossless:
             return "; ".join(["none, the exchanges are Megatron's own", *unused])
         if all(self.untouched(phase) for phase in PHASES):
-            return "; ".join([self._describe_boundaries(), f"seed {self.loss_seed}", "simulated", *unused])
+            boundaries = [self._describe_boundaries()] if self.loses_at_boundaries else []
+            parts = [*boundaries, *self._describe_islands(), f"seed {self.loss_seed}", "simulated", *unused]
+            return "; ".join(parts)
         models = dict.fromkeys(self.of_phase("loss_model", phase) for phase in PHASES)
         drawn = [
             f"gradients {self.label('grad')}, parameters {self.label('param')}",
@@ -774,10 +833,20 @@ class LossyConfig(ErrorFlags, SyncFlags):
             parts.append(f"{self.lossy_links} links only")
         if self.loses_at_boundaries:
             parts.append(self._describe_boundaries())
+        parts += self._describe_islands()
         crossing = {"torch": "simulated", "pieces": "simulated, in pieces", "udp": f"over UDP, {self.udp_cipher}"}[
             self.transport
         ]
         return "; ".join([*parts, crossing, *unused])
+
+    def _describe_islands(self) -> list[str]:
+        if not self.averages:
+            return []
+        if self.sync_method == "none":
+            return [f"{self.islands} islands that exchange nothing"]
+        what = f"{self.islands} islands, {self.sync_method}, {100 * self.sync_fraction:g} % of them"
+        when = f"every {self.sync_interval} iterations, used after {self.sync_delay}"
+        return [f"{what} {when}, lost {self.label(SYNC_PHASES[0])}"]
 
     def _describe_boundaries(self) -> str:
         rates = f"activations {100 * self.p_act:g} %, their gradients {100 * self.p_act_grad:g} %"

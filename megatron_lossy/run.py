@@ -52,8 +52,13 @@ def make_observers(
     groups: Callable[[], Sequence[LossyGroup]] = list,
     carriers: Callable[[], Sequence[Any]] = list,
     full_replicas: Callable[[], FullReplicas | None] = lambda: None,
+    writer: int | None = None,
 ) -> list[Observer]:
-    """The observers that the flags ask for; none where nothing can happen. The others: those of the run."""
+    """The observers that the flags ask for; none where nothing can happen.
+
+    ``groups``, ``carriers``, ``full_replicas``: those of the run. ``writer``: who writes the delivery log; default this
+    process's rank.
+    """
     if config.inert:
         return []
     observers: list[Observer] = [] if config.lossless else [ExchangeMonitor()]
@@ -68,7 +73,7 @@ def make_observers(
     if config.drift_interval and not (config.lossless or config.replicates):
         observers.append(Drift(config))
     if config.delivery_log is not None and not config.lossless:
-        observers.append(DeliveryLog(config))
+        observers.append(DeliveryLog(config, writer))
     if config.errs or config.replicates:
         observers.append(ReplicaMonitor(full_replicas, config.drift_interval))
         if config.delivery_log is not None:
@@ -95,13 +100,17 @@ class Run(ABC):
     optimizer reject one (and no ``grad_norm_skip_threshold`` of Megatron's optimizer). Without the promise ``--grad-recovery previous`` keeps all gradients, twice.
     """
 
-    def __init__(self, config: LossyConfig, steps: int | None = None, gapless: bool = False) -> None:
+    def __init__(
+        self, config: LossyConfig, steps: int | None = None, gapless: bool = False, writer: int | None = None
+    ) -> None:
         self.config = config
         self.steps = steps
         self.gapless = gapless
         self.iteration = 0
         self.update: int | None = None
-        self.observers = make_observers(config, lambda: self.groups, lambda: self.carriers, lambda: self.full_replicas)
+        self.observers = make_observers(
+            config, lambda: self.groups, lambda: self.carriers, lambda: self.full_replicas, writer
+        )
         # At once, since files may be large, and be gone when something is saved.
         self._flags = _identity_of(config) if config.save_replicas and not config.inert else {}
         self.after_update: list[Callable[[Run], None]] = []
@@ -138,6 +147,12 @@ class Run(ABC):
         self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module
     ) -> contextlib.AbstractContextManager[None]:
         """Within this context the model holds the owners' weights; afterwards its replica again. A collective call."""
+
+    def consensus_weights(
+        self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module
+    ) -> contextlib.AbstractContextManager[None]:
+        """As :meth:`owner_weights`, with the mean over islands; there is but one."""
+        return self.owner_weights(model_chunks)
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 Between ``<!-- flags: loss -->`` and ``<!-- end -->``: the loss flags, from megatron_lossy/config.py; between
 ``<!-- flags: training -->`` and ``<!-- end -->``: those of our own trainer, from megatron_lossy/train/config.py; between
+``<!-- flags: islands -->`` and ``<!-- end -->``: those of islands among the loss flags; between
 ``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results; between ``<!-- list: studies -->``
 and ``<!-- end -->``: the questions of configs/studies.
 """
@@ -15,13 +16,14 @@ from pathlib import Path
 import yaml
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.config_islands import IslandFlags
 from megatron_lossy.files import write_text
 from megatron_lossy.flags import flag_table
 from megatron_lossy.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_FLAGS = {"loss": LossyConfig, "training": TrainConfig}
+_FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags}
 _MARKS = re.compile(r"(<!-- (flags|table|list): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

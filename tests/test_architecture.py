@@ -13,14 +13,15 @@ ORDER = """
 errors
 files registry ledger moved
 flags
-config_errors config_sync
+config_errors config_islands config_sync
 config shipped
 device exchange theory data
 channel coding recovery
 fct pipeline
 monitor
 delivery_log
-sync transport
+transport
+sync
 run
 hooks
 virtual

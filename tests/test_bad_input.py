@@ -55,6 +55,13 @@ TRAIN = [
         ranks=2,
     ),
     Case("--param-priority-fraction 0.1", "--param-priority-fraction 0.1: needs --param-priority change"),
+    Case("--islands 3 --virtual-workers 4", "--islands 3: must divide the 4 virtual workers"),
+    Case("--islands 2 --sync-method parameters", "--islands 2: needs --virtual-workers: islands of real ranks are not"),
+    Case("--sync-method parameters", "--sync-method parameters: needs --islands of at least 2"),
+    Case(
+        "--virtual-workers 2 --islands 2 --sync-method parameters --sync-fraction 0.05 --sync-delay 50 --mixing-gain 0.7",
+        "--mixing-gain 0.7: diverges: must be below 0.618 with 2 later exchanges of an element under way",
+    ),
     Case("--pgrad 0.1", "unrecognized arguments: --pgrad 0.1"),
     Case("--config none.yaml", "--config none.yaml: cannot be read: No such file or directory"),
     Case("--config data", "--config data: cannot be read: Is a directory"),

@@ -91,6 +91,37 @@ def test_trials_are_paired_over_seeds():
     assert len({trial.cell.loss.loss_seed for trial in study.trials if trial.level}) == 4
 
 
+def test_a_baseline_is_what_changes_refer_to():
+    averaged = {"islands": 2, "sync-method": "parameters"}
+    study = _design(
+        levels={"all": averaged, "half": {**averaged, "sync-fraction": 0.5}, "lost": {**averaged, "p-sync": 0.1}},
+        variants={"slow": {}, "fast": {"lr": 0.1}},
+        baseline={"name": "gradients", "sync-method": "gradients", "islands": 1, "lr": 0.01},
+        seeds=[1, 2],
+    ).study()
+    assert study.baseline == "gradients"
+    reference = {(trial.variant, trial.seed): trial.cell for trial in study.trials if trial.level is None}
+    assert all(cell.train.lr == 0.01 and cell.loss.lossless for cell in reference.values())
+    assert reference["slow", 1] == reference["fast", 1] != reference["slow", 2]
+    seeds = {
+        trial.level: trial.cell.loss.loss_seed for trial in study.trials if trial.seed == 2 and trial.loss_seed == 2
+    }
+    # Where nothing is drawn a seed of the losses would only make the same run twice.
+    assert seeds == {"all": 1234, "half": 1234, "lost": 2002}
+    without = _design(levels={"10 %": {"p-sync": 0.1}}, settings=TINY | averaged, seeds=[1]).study()
+    [lossless] = {trial.cell for trial in without.trials if trial.level is None}
+    assert lossless.loss.averages and not lossless.loss.draws
+    for wrong in ({"lr": 1.0}, {"name": "10 %"}):
+        with pytest.raises(UsageError, match="^baseline: must be a mapping with a name, which no level has"):
+            _read_changed(baseline=wrong)
+
+
+def _read_changed(**content):
+    from megatron_lossy.study.design import _design as read
+
+    read({"title": "T", "levels": {"10 %": {"p": 0.1}}, **content}, Path())
+
+
 def test_variants_win_over_levels_and_share_lossless_cells():
     variants = {"both": {}, "gradients": {"p-param": 0}, "packets": {"loss-unit": "packet"}, "fast": {"lr": 0.1}}
     study = _design(variants=variants, seeds=[1], loss_seeds=[1]).study(["--weight-decay", "0.5"])

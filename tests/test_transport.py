@@ -198,7 +198,7 @@ def test_both_ends_agree(units):
 def test_one_draw_in_memory_is_what_every_rank_draws():
     networks = {phase: Network(LossyConfig(p_grad=0.4, p_param=0.4), phase, 4) for phase in ("grad", "param")}
     cut = {phase: [BucketUnits(0, 7, 7, 1)] for phase in networks}
-    memory = Memory(networks, Stream(), 4, cut)
+    memory = Memory(networks, Stream(), range(4), cut)
     for rank, phase, step in itertools.product(range(4), networks, (0, 1, 0, 5)):
         exchange = Exchange(phase, Stream(), step)
         mine = CollectiveTransport(networks, Stream(), range(4), rank, cut).foresee(exchange)
@@ -218,7 +218,7 @@ def test_a_group_of_one_has_no_loss_but_its_own():
 
 def group_in_memory(config, rank, size=3, shard=8):
     networks = {phase: Network(config, phase, size) for phase in ("grad", "param")}
-    memory = Memory(networks, Stream(), size, cut_buckets(config, [BucketSpec(shard)]))
+    memory = Memory(networks, Stream(), range(size), cut_buckets(config, [BucketSpec(shard)]))
     return LossyGroup(config, memory.worker(rank))
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..config import PHASES, LossyConfig, PhaseLoss, Schedule
+from ..config_islands import SYNC_PHASES
 from ..errors import refuse
 from ..exchange import Exchange, Stream
 from ..flags import as_text
@@ -47,14 +48,14 @@ class Channel(ABC):
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
         """How ``phase`` loses data with this channel. Raises :class:`UsageError` for flags that do not fit."""
         cls._refuse_flags_of_others(config, phase)
-        rate, schedule = getattr(config, f"p_{phase}"), config.of_phase("loss_schedule", phase)
+        rate, schedule = config.rate(phase), config.of_phase("loss_schedule", phase)
         instead = cls.sets_rate(config, phase)
         if schedule is not None:
             if instead:
                 raise refuse("--loss-schedule", schedule, f"cannot be combined with {instead}")
             instead = "--loss-schedule"
         if rate and instead:
-            raise refuse(f"--p-{phase}", rate, f"cannot be combined with {instead}, which sets the rate")
+            raise refuse(config.rate_flag(phase), rate, f"cannot be combined with {instead}, which sets the rate")
         plan = Schedule.parse(schedule) if schedule is not None else Schedule((0,), (rate,))
         return PhaseLoss(cls.name, plan, lossless=not any(plan.rates))
 
@@ -67,7 +68,7 @@ class Channel(ABC):
     def _refuse_flags_of_others(cls, config: LossyConfig, phase: str) -> None:
         for name in CHANNELS.built_in:  # no other can have flags
             for pattern in CHANNELS.load(name).flags:
-                value = getattr(config, pattern.format(phase=phase))
+                value = getattr(config, pattern.format(phase=phase), None)  # not every phase has them
                 # A flag without a phase needs its channel in one of them.
                 models = {cls.name} if "{phase}" in pattern else {cls.name, *config.loss_model}
                 if value is not None and name not in models:
@@ -79,8 +80,10 @@ class Channel(ABC):
         """What the losses of ``phase`` are called in a table; ``flags``: those of the run, by their field names."""
         schedule = flags.get("loss_schedule")
         if schedule:
-            return schedule if isinstance(schedule, str) else schedule[0 if phase == PHASES[0] else -1]
-        return f"{100 * flags.get(f'p_{phase}', 0.0):g} %"
+            places = (*PHASES, *SYNC_PHASES)
+            return schedule if isinstance(schedule, str) else schedule[places.index(phase) % len(schedule)]
+        name = f"p_{phase}" if phase in PHASES else "p_sync"
+        return f"{100 * flags.get(name, 0.0):g} %"
 
     @classmethod
     def highest_rate(cls, loss: PhaseLoss) -> float | None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..config import BOUNDARY_PHASES, PHASES
+from ..config_islands import SYNC_PHASES
 from ..exchange import KINDS, Exchange
 from .philox import philox4x64
 
@@ -25,7 +26,7 @@ EVERY_DESTINATION = 2**32 - 1
 _OTHER = 2**63
 
 # Later ones are appended, so that the numbers of the others stay.
-_PHASES = PHASES + BOUNDARY_PHASES
+_PHASES = PHASES + BOUNDARY_PHASES + SYNC_PHASES
 
 #: Numbers in a block of the generator.
 PER_BLOCK = 16
@@ -155,3 +156,9 @@ def generator(seed: int, exchange: Exchange, source: int, number: int) -> np.ran
     return np.random.Generator(
         np.random.Philox(key=[seed, _OTHER], counter=[0, exchange.step, source << 32 | number, word])
     )
+
+
+def subset_numbers(seed: int, exchange: Exchange, count: int) -> np.ndarray:
+    """uint64[count]: what chooses the elements of an exchange between islands; no other draw shares them."""
+    counter = [0, exchange.step, 0, _exchange_word(exchange)]
+    return np.random.Philox(key=[seed, _OTHER + 1], counter=counter).random_raw(count)

@@ -38,13 +38,13 @@ class GilbertElliott(DrawnChannel):
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
         loss = super().plan(config, phase)
-        transitions = getattr(config, f"ge_{phase}")
+        transitions = getattr(config, f"ge_{phase}", None)
         if transitions is not None:
             return dataclasses.replace(loss, transitions=transitions, lossless=False)
         burst, worst = config.of_phase("ge_mean_burst", phase), max(loss.schedule.rates)
         if worst / (1 - worst) > burst:
             raise refuse(
-                f"--p-{phase}" if config.loss_schedule is None else "--loss-schedule",
+                config.rate_flag(phase) if config.loss_schedule is None else "--loss-schedule",
                 worst,
                 f"must be at most B/(1+B) = {burst / (1 + burst):.4g} with --ge-mean-burst B = {burst:g}",
             )
@@ -52,7 +52,7 @@ class GilbertElliott(DrawnChannel):
 
     @classmethod
     def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
-        transitions = getattr(config, f"ge_{phase}")
+        transitions = getattr(config, f"ge_{phase}", None)
         if transitions is None:
             return None
         _check_transitions(f"--ge-{phase}", transitions)

@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import theory
 from ..config import LossyConfig, PhaseLoss
+from ..config_islands import SYNC_PHASES
 from ..errors import refuse
 from ..exchange import Exchange, Stream
 from .base import DrawnChannel
@@ -53,14 +54,18 @@ class PerLink(DrawnChannel):
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
         loss = super().plan(config, phase)
-        matrix = getattr(config, f"link_rates_{phase}")
+        matrix = getattr(config, f"link_rates_{phase}", None)
         return loss if matrix is None else replace(loss, matrix=Path(matrix), lossless=False)
 
     @classmethod
     def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
-        if getattr(config, f"link_rates_{phase}") is not None:
+        if getattr(config, f"link_rates_{phase}", None) is not None:
             return f"--link-rates-{phase}"
-        if getattr(config, f"p_{phase}") or config.link_rates_grad is config.link_rates_param is None:
+        if phase in SYNC_PHASES and config.p_sync:
+            raise refuse(
+                "--p-sync", config.p_sync, f"has no rates per link; give --loss-model four values, not {cls.name}"
+            )
+        if config.rate(phase) or config.link_rates_grad is config.link_rates_param is None:
             raise refuse("--loss-model", cls.name, f"needs --link-rates-{phase} FILE")
         return None  # the matrix is for the other phase, and this one loses nothing
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..config import PHASES, LossyConfig, PhaseLoss
+from ..config_islands import SYNC_PHASES
 from ..errors import refuse
 from ..exchange import Exchange, Stream
 from .base import Channel
@@ -41,8 +42,9 @@ class Trace(Channel):
                 "--trace", self.path, f"must be a folder that --delivery-log wrote, or a readable .npz file ({error})"
             ) from None
         for name, array in self.arrays.items():
-            if name.partition(".")[0] not in PHASES:
-                raise refuse("--trace", self.path, f"holds an array {name!r}; names must begin with grad or param")
+            if name.partition(".")[0] not in PHASES + SYNC_PHASES:
+                phases = ", ".join(PHASES + SYNC_PHASES)
+                raise refuse("--trace", self.path, f"holds an array {name!r}; names must begin with one of {phases}")
             if array.dtype != bool or array.ndim != 4 or array.shape[1] != array.shape[2]:
                 raise refuse(
                     "--trace",

@@ -21,7 +21,7 @@ def link_rates(folder: DeliveryLogFolder, stream: str) -> dict[str, Rates]:
     """Units sent and lost on every link of ``stream``, by phase."""
     rates = {phase: Rates(folder.size(stream)) for phase in PHASES}
     for _, rows in scan(folder):
-        if rows.stream[0] == stream:
+        if rows.stream[0] == stream and rows.phase[0] in rates:
             rates[rows.phase[0]].add(rows)
     return rates
 

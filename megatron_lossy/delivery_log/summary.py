@@ -7,6 +7,7 @@ from collections import defaultdict
 import numpy as np
 
 from ..config import PHASES, LossyConfig
+from ..config_islands import SYNC_PHASES
 from ..flags import flag_name
 from .reader import DeliveryLogFolder, Links
 from .scan import Rates, percent, scan
@@ -121,8 +122,8 @@ def summary_text(folder: DeliveryLogFolder) -> str:
         f"flags: {_flags(folder)}",
     ]
     parts = summarize(folder)
-    for phase in PHASES:
-        if not parts.get(phase):
+    for phase in PHASES + SYNC_PHASES:
+        if not parts.get(phase) and phase in PHASES:
             lines += ["", f"{phase}: nothing recorded, nothing lost"]
         for stream, part in sorted(parts.get(phase, {}).items()):
             lines += ["", f"{phase}, {stream}, {len(part.rates.sent)} ranks", *_part_lines(phase, part)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..config import PHASES
+from ..config_islands import SYNC_PHASES
 from ..exchange import Exchange, Stream
 from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows
 from .replay import Redrawn
@@ -82,7 +83,7 @@ def _check_exchange(
 
     if not file.first <= iteration <= file.last:
         raise BadLog(file.path, file.first, f"has records of iteration {iteration}", rows.first)
-    if phase not in PHASES or stream not in file.meta.streams:
+    if phase not in PHASES + SYNC_PHASES or stream not in file.meta.streams:
         raise bad(f"phase {phase!r}, stream {stream!r} are not those of the file")
     links = file.links(rows)
     try:

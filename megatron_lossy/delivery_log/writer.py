@@ -105,9 +105,13 @@ class _Entry:
 
 
 class DeliveryLog(Observer):
-    """Writes the log of this process's rank; of all receivers in a virtual cluster."""
+    """Writes the log of this process's rank; of all receivers in a virtual cluster.
 
-    def __init__(self, config: LossyConfig) -> None:
+    ``writer``: the rank in the names of files, where several in a process write; default that of the process.
+    """
+
+    def __init__(self, config: LossyConfig, writer: int | None = None) -> None:
+        self._writer = writer
         schema.check_pyarrow(_FLAG, config.delivery_log)
         self._config = config
         self._folder = Path(config.delivery_log)
@@ -120,6 +124,8 @@ class DeliveryLog(Observer):
 
     @property
     def _rank(self) -> int:
+        if self._writer is not None:
+            return self._writer
         return dist.get_rank() if dist.is_initialized() else 0
 
     # --- what a run tells -------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-KINDS = ("dense", "expert", "embedding", "boundary")
+KINDS = ("dense", "expert", "embedding", "boundary", "islands")
 _NAME = re.compile(r"([a-z]+)-e(\d+)-s(\d+)-c(\d+)(?:-t(\d+))?")
 
 
@@ -16,6 +16,8 @@ class Stream:
     Losses that are drawn are the same for all ranks of tensor parallelism, and for all copies of a tied embedding: theirs
     is ``Stream("embedding")``, without a stage. A network loses something else for each of them: there ``tensor`` is the
     tensor-parallel rank, and a tied embedding has its stage.
+
+    Between islands, ``expert_rank`` is the data-parallel rank within its island: it exchanges its own shard.
 
     Of a boundary between pipeline stages, ``stage`` and ``chunk`` are those of the later stage, in both directions, and
     ``expert_rank`` is the data-parallel rank.
@@ -56,7 +58,8 @@ class Stream:
 class Exchange:
     """One exchange: the phase, the stream, and the step it is keyed by.
 
-    Phases are ``grad`` and ``param``; at boundaries between pipeline stages ``act`` and ``act-grad``.
+    Phases are ``grad`` and ``param``; at boundaries between pipeline stages ``act`` and ``act-grad``; between islands
+    ``sync-reduce`` and ``sync-gather``, whose ranks are the islands.
     """
 
     phase: str

@@ -53,6 +53,8 @@ def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> No
     if distributed:
         _refuse_with_shards(config)
         return
+    if config.averages:
+        raise refuse("--islands", config.islands, "each shards its optimizer; needs --use-distributed-optimizer")
     off = "needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"
     if not config.phase("param").lossless:
         raise refuse("--p-param", as_text(config.p_param), off)

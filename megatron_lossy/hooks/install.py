@@ -6,7 +6,7 @@ import contextlib
 import weakref
 
 from ..config import LossyConfig
-from ..errors import UsageError
+from ..errors import UsageError, refuse
 from ..ledger import Check, check
 from . import megatron_core
 from .runtime import Lossy
@@ -27,6 +27,8 @@ def install(config: LossyConfig, steps: int | None = None, gapless: bool = False
     before = _current() if _current is not None else None
     if before is not None and before.installed:
         raise RuntimeError("the hooks are already installed; call uninstall() on what install() returned first")
+    if config.averages:
+        raise refuse("--islands", config.islands, "needs --virtual-workers: islands of real ranks are not built yet")
     try:
         import megatron.core
     except ImportError as error:

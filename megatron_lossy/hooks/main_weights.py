@@ -18,7 +18,7 @@ class MainWeights:
 
     def __init__(self, optimizers: Iterable[Any], bucket: Any, own: torch.Tensor) -> None:
         self._own = own.detach()
-        self._pieces = [] if own.dtype == torch.float32 else _pieces(optimizers, bucket, own)
+        self._pieces = [] if own.dtype == torch.float32 else main_pieces(optimizers, bucket, own)
 
     def __call__(self) -> torch.Tensor:
         result = self._own.float()
@@ -27,7 +27,11 @@ class MainWeights:
         return result
 
 
-def _pieces(optimizers: Iterable[Any], bucket: Any, own: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+def main_pieces(optimizers: Iterable[Any], bucket: Any, own: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Where in ``own`` the weights of ``optimizers`` begin that it is a copy of, and these; float32, without padding.
+
+    Raises :class:`UsageError` where an optimizer keeps such weights to itself.
+    """
     first = (own.data_ptr() - bucket.param_data.data_ptr()) // own.element_size()
     pieces = []
     for optimizer in optimizers:

@@ -273,7 +273,7 @@ def evaluate(
     lossy: Lossy, original: Callable, forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Around ``evaluate(forward_step_func, data_iterator, model, …)``: with owners' weights, or twice with both."""
-    if lossy.config.eval_weights == "owner":
+    if lossy.config.eval_weights in ("owner", "consensus"):  # of one island
         with lossy.owner_weights(model):
             return original(forward_step_func, data_iterator, model, *args, **kwargs)
     from megatron.training import get_args

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..config import PHASES
 from ..exchange import Delivery, Stream
 from .observer import Observer
 from .window import Window
@@ -34,6 +35,8 @@ class ExchangeMonitor(Observer):
         self._ages: dict[Stream, np.ndarray] = {}
 
     def observe(self, delivery: Delivery) -> None:
+        if delivery.exchange.phase not in PHASES:
+            return
         arrived = delivery.arrived
         sources = list(delivery.sources)
         own = arrived[range(len(arrived)), [sources.index(rank) for rank in delivery.receivers]]

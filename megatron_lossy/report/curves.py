@@ -21,6 +21,7 @@ from .scalars import PREDICTED, axis_of
 _MARKERS = {
     "replica": {"marker": "o", "markersize": 10, "linestyle": ""},
     "owner": {"marker": "D", "markersize": 6, "linestyle": ""},
+    "consensus": {"marker": "s", "markersize": 7, "linestyle": ""},
 }
 
 

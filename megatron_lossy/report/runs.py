@@ -22,7 +22,7 @@ from ..config import LossyConfig
 from ..errors import refuse
 from ..registry import CHANNELS
 
-WEIGHTS = ("replica", "owner")
+WEIGHTS = ("replica", "owner", "consensus")
 LOSS = "lm loss"
 # What is no scalar of a "train" record.
 _NO_SCALARS = {"kind", "iteration", LOSS}
@@ -36,7 +36,7 @@ class Run:
 
     ``train`` maps an iteration to the training loss recorded there, the mean since the record before (NaN where it
     was not finite; left out where the optimizer skipped every iteration of it). ``valid`` maps weights
-    (``replica``, ``owner``) to iterations to validation losses.
+    (``replica``, ``owner``, ``consensus`` of islands) to iterations to validation losses.
     """
 
     name: str
@@ -69,7 +69,8 @@ class Run:
     def lossless(self) -> bool:
         """True for a run that lost nothing: the baseline."""
         boundaries = any(self.config.get(name) for name in ("p_act", "p_act_grad"))
-        return self.condition == ("0 %", "0 %") and not boundaries
+        islands = self.config.get("islands", 1) > 1 and self.config.get("sync_method") != "gradients"
+        return self.condition == ("0 %", "0 %") and not boundaries and not islands
 
     @property
     def diverged(self) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..train.log import WHOSE
 from ..train.metrics import perplexity
 from .columns import Column, baseline, columns, other_differences
 from .runs import WEIGHTS, Run
@@ -170,8 +171,8 @@ def _entries(
 
 def _notes(groups: Sequence[Column], runs: Sequence[Run], weights: Sequence[str]) -> list[str]:
     notes = [DEFINITIONS]
-    if weights == ["owner"]:
-        notes.append("validation with the owners' weights")
+    if weights in (["owner"], ["consensus"]):
+        notes.append(f"validation {WHOSE[weights[0]].strip()}")
     lossy = [group for group in groups if not group.lossless]
     if not lossy:
         notes.append("no run with loss")

@@ -46,6 +46,11 @@ class Cell:
     processes: int = 1
 
     @property
+    def iterations(self) -> int:
+        """Iterations that the trainer counts when the run is complete."""
+        return self.loss.iterations(self.train.train_iters)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What makes the run what it is, where it differs from the defaults; keys are flag names without dashes."""
         # Checkpoints of a study always hold the replicas. A run that measured no drift cannot stand for one that did.
@@ -72,6 +77,8 @@ def make_cell(train: TrainConfig, loss: LossyConfig, processes: int = 1) -> Cell
     """The cell of these configurations. Without loss the loss flags say nothing, but whose weights are evaluated."""
     if loss.lossless:
         loss = LossyConfig(eval_weights=loss.eval_weights)
+    elif not loss.draws:
+        loss = dataclasses.replace(loss, loss_seed=LossyConfig.loss_seed, save_replicas=True)
     else:
         loss = dataclasses.replace(loss, save_replicas=True)
     train = dataclasses.replace(train, save_interval=train.save_interval or -(-train.train_iters // 4))

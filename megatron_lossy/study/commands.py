@@ -18,7 +18,7 @@ from ..report import LossTable
 from ..report.scalars import file_name, with_predictions
 from ..train.arguments import make_parser
 from .cells import CellFolder
-from .design import NO_LOSS, Design, Study, check_metrics, check_seeds, read_design
+from .design import Design, Study, check_metrics, check_seeds, read_design
 from .runner import Tally, run_cells
 from .scalars import scalar_tables
 from .summary import (
@@ -222,7 +222,7 @@ def _list(study: Study, root: str) -> None:
         states[cell] = state["status"] if state else f"running on {running}" if running else "to do"
     for trial in study.trials:
         seeds = f"seed {trial.seed}" + (f", loss seed {trial.loss_seed}" if trial.loss_seed is not None else "")
-        where = ", ".join(filter(None, (trial.variant, trial.level or NO_LOSS)))
+        where = ", ".join(filter(None, (trial.variant, trial.level or study.baseline)))
         print(f"{trial.cell.name}  {where}, {seeds}: {states[trial.cell]}")
 
 

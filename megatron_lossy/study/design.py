@@ -18,9 +18,11 @@ A study file is YAML::
       gradients only: {p-param: 0}
     against: {gradients only: both}    # what a variant is compared with; the first one if it is not here
     metrics: [grad norm]               # recorded scalars to report beside the losses (docs/monitors.md)
+    baseline: {name: FullSync, islands: 1}  # settings over all others, of what changes refer to in place of no loss
 
 Keys of ``settings``, levels and variants are flags of ``python -m megatron_lossy.train``; ``p`` stands for
-``p-grad`` and ``p-param``. Every variant is also trained without loss, which is what its changes refer to.
+``p-grad`` and ``p-param``. Every variant is also trained without loss, or with the settings of the baseline: that is what
+its changes refer to.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..report.scalars import AXES, check_names, needs_drift
 from ..shipped import find_config
+from ..sync import check_islands
 from ..train.arguments import configurations, make_parser, read_arguments, read_yaml, setting_arguments
 from ..transport import check_channels, check_owners, check_ranks
 from .cells import Cell, make_cell
@@ -46,7 +49,7 @@ NO_LOSS = "0 %"
 
 @dataclass(frozen=True)
 class Trial:
-    """A cell in its place in the study. ``level`` is None without loss; so is ``loss_seed``."""
+    """A cell in its place in the study. ``level`` is None without loss, or of the baseline; so is ``loss_seed``."""
 
     variant: str
     level: str | None
@@ -67,6 +70,8 @@ class Study:
     trials: tuple[Trial, ...]
     metrics: tuple[str, ...] = ()
     against: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    baseline: str = NO_LOSS
+    """What the level None is called."""
 
     @property
     def cells(self) -> list[Cell]:
@@ -90,15 +95,18 @@ class Design:
     variants: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=lambda: {"": {}})
     against: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metrics: Sequence[str] = ()
+    baseline: Mapping[str, Any] | None = None
 
     def study(self, arguments: Sequence[str] = ()) -> Study:
         """All cells, with ``arguments`` of the command line over ``settings``. Raises :class:`UsageError`."""
         config = ["--config", self.config] if self.config else []
         base = [*_arguments("settings", self.settings), *arguments]
+        reference = _arguments("baseline", {k: v for k, v in (self.baseline or {}).items() if k != "name"})
         trials = []
         for variant, variant_settings in self.variants.items():
             own = _arguments(f"variant {variant}", variant_settings)
-            for level, level_settings in {NO_LOSS: {}, **self.levels}.items():
+            trials += self._trials(variant, None, [*config, *base, *own, *reference])
+            for level, level_settings in self.levels.items():
                 theirs = _arguments(f"level {level}", level_settings)
                 trials += self._trials(variant, level, [*config, *base, *theirs, *own])
         # Seed by seed, so that an unfinished study already compares something.
@@ -112,11 +120,16 @@ class Design:
             tuple(trials),
             tuple(self.metrics),
             self.against,
+            self._baseline,
         )
 
-    def _trials(self, variant: str, level: str, arguments: list[str]) -> list[Trial]:
+    @property
+    def _baseline(self) -> str:
+        return str(self.baseline["name"]) if self.baseline else NO_LOSS
+
+    def _trials(self, variant: str, level: str | None, arguments: list[str]) -> list[Trial]:
         parser = make_parser("study", "")
-        where = ", ".join(filter(None, (variant, level)))
+        where = ", ".join(filter(None, (variant, level or self._baseline)))
         try:
             train, loss = configurations(read_arguments(parser, arguments))
             for config in (train, loss):
@@ -124,7 +137,8 @@ class Design:
                     if getattr(config, name, None):
                         raise refuse(f"--{name.replace('_', '-')}", getattr(config, name), "cannot be given to a study")
             train.check_world(self.processes)
-            if level != NO_LOSS:
+            check_islands(loss, train.virtual_workers, train.train_iters)
+            if level is not None:
                 if loss.lossless:
                     raise UsageError("loses nothing: a level needs a loss rate")
                 if not loss.drift_interval and (name := next(filter(needs_drift, self.metrics), None)):
@@ -138,8 +152,8 @@ class Design:
         trials = []
         for seed in self.seeds:
             seeded = dataclasses.replace(train, seed=seed)
-            if level == NO_LOSS:
-                lossless = LossyConfig(eval_weights=loss.eval_weights)
+            if level is None:
+                lossless = self._reference(loss)
                 trials.append(Trial(variant, None, seed, None, make_cell(seeded, lossless, self.processes)))
                 continue
             for loss_seed in self.loss_seeds:
@@ -147,6 +161,14 @@ class Design:
                 cell = make_cell(seeded, lossy, self.processes)
                 trials.append(Trial(variant, level, seed, loss_seed, cell))
         return trials
+
+    def _reference(self, loss: LossyConfig) -> LossyConfig:
+        """What changes refer to, in the place of ``loss``."""
+        if self.baseline:
+            return loss
+        if loss.averages:  # what is exchanged is no loss
+            return dataclasses.replace(loss, p_grad=0.0, p_param=0.0, p_sync=0.0)
+        return LossyConfig(eval_weights=loss.eval_weights)
 
 
 def loss_seed_of(seed: int, loss_seed: int) -> int:
@@ -188,6 +210,14 @@ def _design(content: Mapping[Any, Any], folder: Path) -> Design:
     for key in ("seeds", "loss_seeds"):
         if key in content:
             content[key] = check_seeds(f"{key.replace('_', '-')}:", content[key])
+    if "baseline" in content:
+        baseline = content["baseline"]
+        if (
+            not isinstance(baseline, dict)
+            or not baseline.get("name")
+            or str(baseline["name"]) in content.get("levels", {})
+        ):
+            raise UsageError("baseline: must be a mapping with a name, which no level has, and settings")
     for pair in content.get("against", {}).items():
         for name in pair:
             if name not in content.get("variants", {}):

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from ..files import replace_file
 from ..report import Run
 from ..report.curves import log_axis, running_mean
+from ..report.runs import WEIGHTS
 from ..report.scalars import axis_of
 from .design import NO_LOSS, Study
 from .scalars import levels_with
@@ -146,7 +147,7 @@ def _lines(
 def _places(study: Study, levels: Sequence[str | None]) -> tuple[Figure, Axes]:
     """A figure whose horizontal axis has the places of :func:`_lines`."""
     several = len(study.levels) > 1
-    places = [level or NO_LOSS for level in levels] if several else study.variants
+    places = [level or study.baseline for level in levels] if several else study.variants
     figure = _figure(min(max(8, 1.5 * len(places) + 4), 22), 6.5)
     axes = figure.add_subplot()
     axes.set_xticks(np.arange(len(places)), [place.replace(", ", "\n") for place in places])
@@ -166,7 +167,7 @@ def _quantities(levels: Sequence[str]) -> bool:
 
 
 def _only_level(study: Study) -> str:
-    return f"{study.level_name} {study.levels[0] if study.levels else NO_LOSS}"
+    return f"{study.level_name} {study.levels[0] if study.levels else study.baseline}"
 
 
 def _points(
@@ -205,7 +206,7 @@ def _levels(results: Results) -> list[tuple[str, list[Run]]]:
     variant = results.study.variants[0]
     levels: list[str | None] = [None, *results.study.levels]
     return [
-        (level or NO_LOSS, [results.runs[trial.cell.name] for trial in results.trials(variant, level)])
+        (level or results.study.baseline, [results.runs[trial.cell.name] for trial in results.trials(variant, level)])
         for level in levels
     ]
 
@@ -227,7 +228,7 @@ def _draw(axes, runs: Sequence[Run], colour, label: str | None, valid: bool) -> 
         axes.fill_between(iterations, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.18, linewidth=0)
     shown = list(mean)
     if valid:
-        kind = next((kind for kind in ("replica", "owner") if all(kind in run.valid for run in runs)), None)
+        kind = next((kind for kind in WEIGHTS if all(kind in run.valid for run in runs)), None)
         if kind:
             points = sorted(set.intersection(*(set(run.valid[kind]) for run in runs)))
             means = [float(np.mean([run.valid[kind][i] for run in runs])) for i in points]

@@ -170,7 +170,7 @@ class _Runner:
         seconds = time.monotonic() - job.started
         self._trained += max(0, folder.iterations - job.first)
         try:
-            if status == 0 and folder.iterations >= folder.cell.train.train_iters:
+            if status == 0 and folder.iterations >= folder.cell.iterations:
                 folder.finish(COMPLETE, seconds)
             elif status == 1 and (folder.path / METRICS_FILE).is_file() and folder.result().diverged:
                 folder.finish(DIVERGED, seconds)
@@ -196,9 +196,9 @@ class _Runner:
         if now - self._printed < _SECONDS_BETWEEN_LINES:
             return
         self._printed = now
-        running = [(job.folder.iterations, job.first, job.folder.cell.train.train_iters) for job in self._jobs]
+        running = [(job.folder.iterations, job.first, job.folder.cell.iterations) for job in self._jobs]
         trained = self._trained + sum(iteration - first for iteration, first, _ in running)
-        left = sum(folder.cell.train.train_iters - folder.iterations for folder in waiting)
+        left = sum(folder.cell.iterations - folder.iterations for folder in waiting)
         left += sum(total - iteration for iteration, _, total in running)
         done = sum(folder.state is not None for folder in self._folders)
         elapsed = now - self._started

@@ -161,7 +161,7 @@ def comparison(results: Results, metric_name: str) -> LossTable:
         (variant or metric_name, tuple(results.entry(variant, level, metric) for level in levels))
         for variant in results.study.variants
     )
-    return LossTable((NO_LOSS, *results.study.levels), rows, (f"values: {metric_name}", *notes(results)))
+    return LossTable((results.study.baseline, *results.study.levels), rows, (f"values: {metric_name}", *notes(results)))
 
 
 def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
@@ -225,16 +225,17 @@ def against_best(results: Results, metric_name: str) -> LossTable | None:
         for variant in study.variants
     )
     note = f"{metric_name} over that of {best!r} without loss, the lowest mean of this table, in percent, seed by seed"
-    return LossTable((NO_LOSS, *study.levels), rows, (f"{note}; {INTERVAL}",))
+    return LossTable((study.baseline, *study.levels), rows, (f"{note}; {INTERVAL}",))
 
 
 def replica_against_owner(results: Results) -> LossTable | None:
     """By how many percent the replicas' validation loss is above the owners', at the last evaluation of both."""
-    if results.weights != list(WEIGHTS) or not results.study.levels:
+    kinds = ["replica", "owner"]
+    if results.weights != kinds or not results.study.levels:
         return None
 
     def excess(run: Run) -> float | None:
-        replica, owner = (run.valid_loss(kind) for kind in WEIGHTS)
+        replica, owner = (run.valid_loss(kind) for kind in kinds)
         return None if replica is None or owner is None else 100 * (replica / owner - 1)
 
     study = results.study
@@ -260,7 +261,7 @@ def run_table(results: Results) -> str:
         if run := results.runs.get(trial.cell.name):
             seeds = [trial.seed, trial.cell.loss.loss_seed if trial.level else ""]
             losses = [metric(run) for metric in metrics.values()]
-            writer.writerow([trial.cell.name, trial.variant, trial.level or NO_LOSS, *seeds, *losses])
+            writer.writerow([trial.cell.name, trial.variant, trial.level or results.study.baseline, *seeds, *losses])
     return stream.getvalue()
 
 
@@ -272,7 +273,8 @@ def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True
     result = [definitions]
     errors = "± standard error of the mean over seeds" if len(seeds) > 1 else "one seed: no error can be given"
     losses = f", each with {len(loss_seeds)} {'seeds' if len(loss_seeds) > 1 else 'seed'} of the losses"
-    brackets = "; in brackets: change relative to the same seed without loss" if changes else ""
+    reference = "without loss" if study.baseline == NO_LOSS else f"with {study.baseline}"
+    brackets = f"; in brackets: change relative to the same seed {reference}" if changes else ""
     result.append(
         f"{len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'} of weights and data"
         + (f"{losses}; {errors}{brackets}" if study.levels else f"; {errors}")

@@ -20,7 +20,7 @@ from ..config import LossyConfig
 from ..errors import UsageError, check_package, refuse, usage_errors
 from ..train.arguments import configurations, make_parser, read_arguments
 from ..train.config import TrainConfig
-from ..train.log import Console, clock
+from ..train.log import WHOSE, Console, clock
 from ..train.metrics import METRICS_FILE
 from ..train.process import launched_ranks, quiet_imports, rank_errors, require_megatron
 from ..train.saved import check_folders, latest_iteration
@@ -150,7 +150,7 @@ class SweepConsole(Console):
         )
 
     def valid(self, record: dict[str, Any]) -> None:
-        whose = " with the owners' weights" if record["weights"] == "owner" else ""
+        whose = WHOSE.get(record["weights"], "")
         print(
             f"{self._label}: iteration {record['iteration']}, validation loss {record['lm loss']:.3f}, "
             f"PPL {record['lm loss PPL']:.2f}{whose}",

@@ -1,26 +1,42 @@
-"""What replicas exchange beside gradients: fingerprints, repairs, averages of parameters. No megatron.
+"""What replicas exchange beside gradients: fingerprints, repairs, averages of parameters; averages between islands. No megatron.
 
-Everything works over :class:`Peers`, and so alike for one replica in each process and for all of them in one.
+Replicas of one training job are kept equal over :class:`Peers`, and so alike for one in each process and for all of them in
+one. Islands, training jobs of their own, average some of their parameters by a :class:`Rule` in :class:`Rounds`.
 """
 
+from .mean import Crossing, InMemory, Mean
+from .methods import check_islands, make_rule, notes_on_averaging
 from .peers import Handle, LocalPeers, Peers, RankPeers
 from .repair import Compared, compare, repair
 from .replicas import FullReplicas, Gradients, Mismatch
+from .rounds import Rounds, Weights
+from .rule import Rule
+from .subset import Subset
 from .synchroniser import Copies, Replica, Synced, Synchroniser
 
 __all__ = [
     "Compared",
     "Copies",
+    "Crossing",
     "FullReplicas",
     "Gradients",
     "Handle",
+    "InMemory",
     "LocalPeers",
+    "Mean",
     "Mismatch",
     "Peers",
     "RankPeers",
     "Replica",
+    "Rounds",
+    "Rule",
+    "Subset",
     "Synced",
     "Synchroniser",
+    "Weights",
+    "check_islands",
     "compare",
+    "make_rule",
+    "notes_on_averaging",
     "repair",
 ]

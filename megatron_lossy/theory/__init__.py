@@ -5,6 +5,17 @@ rules, and in a training run. Those of full replicas whose gradients are hit by 
 """
 
 from .ages import age_exceeds, age_max, age_mean, age_variance, burst_tail
+from .averaging import (
+    bytes_sent,
+    contraction,
+    contraction_drawn,
+    critical_gain,
+    deviation,
+    growth,
+    removed,
+    speed_uncorrected,
+    stability_bound,
+)
 from .drift import (
     UNCORRELATED,
     ar1,
@@ -39,6 +50,11 @@ __all__ = [
     "age_variance",
     "ar1",
     "burst_tail",
+    "bytes_sent",
+    "contraction",
+    "contraction_drawn",
+    "critical_gain",
+    "deviation",
     "drift_between",
     "drift_of_ages",
     "drift_over_pairs",
@@ -46,13 +62,17 @@ __all__ = [
     "drift_to_owner",
     "error_feedback_residual",
     "error_feedback_variance",
+    "growth",
     "lead",
     "mean_lag",
     "no_survivor",
     "previous_long_run",
     "previous_staleness",
+    "removed",
     "second_moments",
     "settling_steps",
+    "speed_uncorrected",
+    "stability_bound",
     "stability_limit",
     "survivors",
     "weights",

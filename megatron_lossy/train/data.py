@@ -33,10 +33,15 @@ from .config import TrainConfig
 from .text import prefixes
 
 
-def build_datasets(config: TrainConfig, tokenizer) -> tuple[GPTDataset, GPTDataset | None]:
-    """Training and validation data, with the samples that ``config`` needs. Collective over all ranks."""
+def build_datasets(
+    config: TrainConfig, tokenizer, iterations: int | None = None
+) -> tuple[GPTDataset, GPTDataset | None]:
+    """Training and validation data, with the samples that ``config`` needs. Collective over all ranks.
+
+    ``iterations``: of whoever makes most of them; default ``--train-iters``.
+    """
     evaluations = -(-config.train_iters // config.eval_interval)
-    train_samples = config.train_iters * config.global_batch_size
+    train_samples = (iterations or config.train_iters) * config.global_batch_size
     valid_samples = evaluations * config.eval_iters * config.global_batch_size
     cache = _cache_folder(config, train_samples, valid_samples)
     first = torch.distributed.get_rank() == 0

@@ -51,7 +51,9 @@ def evaluate(
     lossy: Run,
     weights: str,
 ) -> dict[str, float]:
-    """The loss of evaluation ``number`` (from 0) by whose weights it is: "replica", "owner" or, for "both", both.
+    """The loss of evaluation ``number`` (from 0) by whose weights it is: "replica", "owner", "consensus" (of islands).
+
+    For "both" that of replicas and of what islands agree on, or without islands the owners.
 
     Evaluation ``number`` has its own batches, which depend on nothing else, and uses no random state, so that
     evaluating does not disturb training. Collective over all ranks.
@@ -66,10 +68,12 @@ def evaluate(
         with _evaluating(model_chunks):
             sums = workers.run(batches(), samples, forward_only=True)
         losses["replica"] = mean_loss(config, sums)
-    if weights in ("owner", "both"):
-        with lossy.owner_weights(model_chunks), _evaluating(model_chunks):
+    whose = ("consensus" if lossy.config.averages else "owner") if weights == "both" else weights
+    if whose != "replica":
+        held = lossy.consensus_weights if whose == "consensus" else lossy.owner_weights
+        with held(model_chunks), _evaluating(model_chunks):
             sums = workers.evaluate_owner(batches(), samples)
-        losses["owner"] = mean_loss(config, sums)
+        losses[whose] = mean_loss(config, sums)
     return losses
 
 

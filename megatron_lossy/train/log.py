@@ -8,6 +8,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
+#: What is said of weights that are not the replicas'.
+WHOSE = {"owner": " with the owners' weights", "consensus": " with the mean weights of islands"}
+
 
 def train_line(record: dict[str, Any], train_iters: int, global_batch_size: int) -> str:
     """The line of a "train" record."""
@@ -27,7 +30,7 @@ def train_line(record: dict[str, Any], train_iters: int, global_batch_size: int)
 
 def valid_lines(record: dict[str, Any]) -> str:
     """The three lines of a "valid" record."""
-    whose = " with the owners' weights" if record["weights"] == "owner" else ""
+    whose = WHOSE.get(record["weights"], "")
     text = (
         f" validation loss at iteration {record['iteration']}{whose} |"
         f" lm loss value: {record['lm loss']:.6E} | lm loss PPL: {record['lm loss PPL']:.6E} | "

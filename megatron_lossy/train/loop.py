@@ -27,13 +27,15 @@ from ..delivery_log.writer import claim_delivery_log
 from ..flags import identity
 from ..hooks.checks import check_boundaries, check_loss_per_token, check_optimizer
 from ..run import Run
+from ..sync import check_islands, notes_on_averaging
 from ..transport import check_channels, check_owners, check_ranks
-from ..virtual import VirtualCluster, VirtualReplicas, VirtualRun
+from ..virtual import VirtualCluster, VirtualIslands, VirtualReplicas, VirtualRun
 from . import parallel
 from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .data import RankBatches, build_datasets
 from .evaluate import begin_mean_loss, evaluate
+from .islands import IslandWorkers
 from .log import Console, Silent
 from .metrics import check_wandb, perplexity
 from .model import build_model, transformer_impl
@@ -43,6 +45,13 @@ from .records import Progress, open_writers
 from .saved import check_folders, latest_iteration, same_folder, write_settings
 from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
 from .workers import Workers
+
+
+def _most_iterations(config: TrainConfig, lossy_config: LossyConfig) -> int:
+    """Iterations of whoever makes most of them."""
+    iterations = lossy_config.iterations(config.train_iters)
+    islands = range(lossy_config.islands if lossy_config.averages else 1)
+    return max(lossy_config.local_iterations(island, iterations) for island in islands)
 
 
 class Diverged(RuntimeError):
@@ -68,6 +77,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_optimizer(config, lossy_config, config.use_distributed_optimizer)
     check_error_ranks(lossy_config, config.data_parallel_size(ranks))
     check_recorded_errors(lossy_config)
+    check_islands(lossy_config, config.virtual_workers, config.train_iters)
     if config.virtual_workers:
         VirtualRun.check(lossy_config, config.virtual_workers)
     else:
@@ -85,7 +95,10 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
         paths = with_data_paths(config)
         data = same_everywhere(fingerprint(paths))
         check_folders(config, lossy_config, data)
-        if config.virtual_workers:
+        if lossy_config.averages:
+            steps = lossy_config.iterations(config.train_iters)
+            lossy: Run = VirtualIslands(lossy_config, config.virtual_workers, steps, config.seed, gapless=True)
+        elif config.virtual_workers:
             kind = VirtualCluster if config.use_distributed_optimizer else VirtualReplicas
             lossy = kind(lossy_config, config.virtual_workers, config.train_iters, gapless=True)
         else:
@@ -112,16 +125,22 @@ class _Run:
         self.lossy = lossy
         self.console = console
         tokenizer = build_tokenizer(config.tokenizer)
-        self.train_data, self.valid_data = build_datasets(paths, tokenizer)
+        self.train_data, self.valid_data = build_datasets(paths, tokenizer, _most_iterations(config, lossy_config))
         self.data_path = paths.data_path
-        cluster = lossy if isinstance(lossy, VirtualRun) else None
-        with cluster.building() if cluster else contextlib.nullcontext():
+        virtual = lossy if isinstance(lossy, VirtualRun | VirtualIslands) else None
+        with virtual.building() if virtual else contextlib.nullcontext():
             self.model = build_model(config, tokenizer.vocab_size)
-        if cluster:
-            cluster.attach(self.model[0])
-        self.workers = Workers(config, self.model, cluster)
-        self.optimizer, self.scheduler = build_optimizer(config, self.model)
+        if virtual:
+            virtual.attach(self.model[0])
+        self.workers: Workers
+        if isinstance(lossy, VirtualIslands):
+            self.workers = islands = IslandWorkers(config, self.model, lossy)
+            self.optimizer, self.scheduler = islands.optimizer, islands.scheduler
+        else:
+            self.workers = Workers(config, self.model, lossy if isinstance(lossy, VirtualRun) else None)
+            self.optimizer, self.scheduler = build_optimizer(config, self.model)
         self.checkpoints = Checkpoints(self.model, self.optimizer, self.scheduler, lossy)
+        self.iterations = lossy_config.iterations(config.train_iters)
         self.progress = Progress()
         self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
         self.stop = 0
@@ -129,11 +148,14 @@ class _Run:
 
     def run(self) -> dict[str, Any]:
         self.console.header(self._header())
+        for note in notes_on_averaging(self.lossy_config, self.iterations):
+            self.console.note(note)
         resumed = self._load()
         self.writers = open_writers(self.config, self.lossy_config, self.progress.iteration if resumed else None)
         # The first forward pass has nothing to gather, and must not gather before the first update.
         self._gather_in_forward(False, sync=False)
-        batches = self.workers.batches(self.train_data, self.progress.consumed_samples)
+        progress = self.progress
+        batches = self.workers.training_batches(self.train_data, progress.iteration, progress.consumed_samples)
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         finished, diverged = False, None
         try:
@@ -152,13 +174,14 @@ class _Run:
     def _train(self, batches: list[RankBatches]) -> bool:
         """Iterate to the end (true), or until somebody stops the run (false). Raises :class:`Diverged`."""
         config, progress = self.config, self.progress
-        while progress.iteration < config.train_iters:
+        while progress.iteration < self.iterations:
             started = time.perf_counter()
             loss, grad_norm, updated, stop = self._step(batches)
             if not self.hooked:
                 self._gather_in_forward(True)
-            progress.add(loss, updated, config.global_batch_size, time.perf_counter() - started)
-            last = progress.iteration == config.train_iters
+            samples = self.workers.samples(progress.iteration)
+            progress.add(loss, updated, samples, time.perf_counter() - started)
+            last = progress.iteration == self.iterations
             if progress.iteration % config.log_interval == 0 or last or not math.isfinite(loss):
                 self._log(grad_norm)
             if not math.isfinite(loss):
@@ -181,16 +204,13 @@ class _Run:
         The loss and the signal travel while the gradients are reduced and their norm is added up: over a long
         link one round trip after another would take longer than the update.
         """
-        config = self.config
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        sums = self.workers.run(batches, config.global_batch_size, forward_only=False)
-        loss, anyone_stopped = begin_mean_loss(config, sums), self._begin_stopping()
-        successful, grad_norm, _ = self.workers.step(self.optimizer)
-        if successful:
-            self.scheduler.step(increment=config.global_batch_size)
-        return loss(), grad_norm or 0.0, successful, anyone_stopped()
+
+        def begin(sums: list[torch.Tensor]) -> tuple[Callable[[], float], Callable[[], int]]:
+            return begin_mean_loss(self.config, sums), self._begin_stopping()
+
+        begun, successful, grad_norm = self.workers.iterate(batches, self.optimizer, self.scheduler, begin)
+        loss, anyone_stopped = begun
+        return loss(), grad_norm, successful, anyone_stopped()
 
     def _begin_stopping(self) -> Callable[[], int]:
         """What it returns waits for the signal that told any rank to stop, or 0: all leave after the same iteration."""
@@ -240,7 +260,7 @@ class _Run:
             **self.lossy.metrics(),
         }
         self.summary["lm loss"] = loss
-        self.console.train(record, self.config.train_iters, self.config.global_batch_size)
+        self.console.train(record, self.iterations, self.config.global_batch_size)
         self.writers.write(record)
 
     def _evaluate(self) -> None:
@@ -277,6 +297,8 @@ class _Run:
         tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         if config.virtual_workers:
             who = f"virtual workers {config.virtual_workers}, in memory"
+            if self.lossy_config.averages:
+                who += f", on {self.lossy_config.islands} islands"
         else:
             who = f"data-parallel ranks {config.data_parallel_size(ranks)}, over {torch.distributed.get_backend()}"
             if tensor * pipeline > 1:

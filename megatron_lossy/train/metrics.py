@@ -130,7 +130,7 @@ def scalars(record: dict[str, Any]) -> Iterable[tuple[str, float]]:
             if name not in ("kind", "iteration"):
                 yield MEGATRON_NAMES.get(name, name), value
     elif record["kind"] == "valid":
-        whose = " (owner)" if record["weights"] == "owner" else ""
+        whose = "" if record["weights"] == "replica" else f" ({record['weights']})"
         yield "lm loss validation" + whose, record["lm loss"]
         yield "lm loss validation ppl" + whose, record["lm loss PPL"]
 

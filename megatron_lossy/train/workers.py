@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ..hooks.rng import rng_state, set_rng_state
@@ -15,6 +18,8 @@ from ..virtual import VirtualRun
 from .config import TrainConfig
 from .data import RankBatches
 from .model import forward_step
+
+Begun = TypeVar("Begun")
 
 
 class Workers:
@@ -30,6 +35,14 @@ class Workers:
         else:
             self._ranks = list(range(cluster.workers))
             self._size = cluster.workers
+
+    def training_batches(self, dataset: GPTDataset, iteration: int, consumed: int) -> list[RankBatches]:
+        """What :meth:`iterate` takes, after ``iteration`` iterations with ``consumed`` samples."""
+        return self.batches(dataset, consumed)
+
+    def samples(self, iteration: int) -> int:
+        """Samples of iteration number ``iteration`` (from 0)."""
+        return self._config.global_batch_size
 
     def batches(self, dataset: GPTDataset, consumed: int) -> list[RankBatches]:
         """The micro-batches of each rank from global sample ``consumed`` on."""
@@ -54,6 +67,27 @@ class Workers:
             with self._cluster.worker(worker):
                 sums += self._run(own, number, forward_only)
         return sums
+
+    def iterate(
+        self,
+        batches: list[RankBatches],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        begin: Callable[[list[torch.Tensor]], Begun],
+    ) -> tuple[Begun, bool, float]:
+        """One iteration with ``batches``: what ``begin`` made of it, whether weights were updated, the gradient norm.
+
+        ``begin``: is given the sums of :meth:`run`, as soon as they are known.
+        """
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        sums = self.run(batches, self._config.global_batch_size, forward_only=False)
+        begun = begin(sums)
+        successful, grad_norm, _ = self.step(optimizer)
+        if successful:
+            scheduler.step(increment=self._config.global_batch_size)
+        return begun, successful, grad_norm or 0.0
 
     def step(self, optimizer: MegatronOptimizer) -> tuple[bool, float | None, int | None]:
         """The update; returns what ``optimizer.step()`` does: success, gradient norm, number of zeros."""

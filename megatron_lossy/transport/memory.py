@@ -12,12 +12,14 @@ from .drawn import Drawn, Latest, Networks, draw
 
 
 class Memory:
-    """What arrives between ``size`` workers at once; :meth:`worker` is the transport of one of them."""
+    """What arrives between ``members`` at once, ranks of the full group; :meth:`worker` is the transport of one of them."""
 
-    def __init__(self, networks: Networks, stream: Stream, size: int, cut: dict[str, Sequence[BucketUnits]]) -> None:
+    def __init__(
+        self, networks: Networks, stream: Stream, members: Sequence[int], cut: dict[str, Sequence[BucketUnits]]
+    ) -> None:
         self.networks = networks
         self.stream = stream
-        self.members = range(size)
+        self.members = members
         self.cut = cut
         self._latest = Latest()
         self._final = Latest()

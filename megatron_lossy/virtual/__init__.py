@@ -8,6 +8,7 @@ the model.
 
 from .base import VirtualRun
 from .cluster import VirtualCluster
+from .islands import VirtualIslands
 from .replicas import VirtualReplicas
 
-__all__ = ["VirtualCluster", "VirtualReplicas", "VirtualRun"]
+__all__ = ["VirtualCluster", "VirtualIslands", "VirtualReplicas", "VirtualRun"]

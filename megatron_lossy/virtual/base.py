@@ -29,9 +29,16 @@ class VirtualRun(Run):
     do not fit.
     """
 
-    def __init__(self, config: LossyConfig, workers: int, steps: int | None = None, gapless: bool = False) -> None:
+    def __init__(
+        self,
+        config: LossyConfig,
+        workers: int,
+        steps: int | None = None,
+        gapless: bool = False,
+        writer: int | None = None,
+    ) -> None:
         self.check(config, workers)
-        super().__init__(config, steps, gapless)
+        super().__init__(config, steps, gapless, writer)
         self.workers = workers
         self._worker: int | None = None  # whose turn it is
         self._rank = 0  # whose data are computed with
@@ -72,11 +79,15 @@ class VirtualRun(Run):
         check_boundaries(ddp.config, self.config)
         ddp.ddp_config.overlap_grad_reduce = False  # it has cut the buckets; nothing is sent
         ddp.config.no_sync_func = None
-        ddp.config.finalize_model_grads_func = self._collect
         self._transformer = ddp.config
+        self.take_gradients()
         self._add(ddp)
         if self._boundaries is not None:
             self._boundaries.attach(ddp, lambda: self._rank)
+
+    def take_gradients(self) -> None:
+        """Be the one whom Megatron calls when the gradients of a rank are complete."""
+        self._transformer.finalize_model_grads_func = self._collect
 
     @abstractmethod
     def _add(self, ddp: Any) -> None:

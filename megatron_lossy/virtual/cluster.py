@@ -28,7 +28,11 @@ from .stream import StreamBuckets
 
 
 class VirtualCluster(VirtualRun):
-    """Workers whose replicas are the owners' weights but for what is stale: one optimizer, and old versions of shards."""
+    """Workers whose replicas are the owners' weights but for what is stale: one optimizer, and old versions of shards.
+
+    ``members``: the workers' ranks among ``ranks``, of which others are elsewhere. ``writer``: the rank that the delivery log
+    has as its writer; default this process's.
+    """
 
     def __init__(
         self,
@@ -36,8 +40,12 @@ class VirtualCluster(VirtualRun):
         workers: int,
         steps: int | None = None,
         gapless: bool = False,
+        members: range | None = None,
+        ranks: int | None = None,
+        writer: int | None = None,
     ) -> None:
-        super().__init__(config, workers, steps, gapless)
+        super().__init__(config, workers, steps, gapless, writer)
+        self._members, self._ranks = members, ranks
         self._streams: list[StreamBuckets] = []
         self._peak = 1.0
 
@@ -48,7 +56,9 @@ class VirtualCluster(VirtualRun):
 
     def _add(self, ddp: Any) -> None:
         for name, _, pairs in buckets_by_stream(ddp):
-            stream = StreamBuckets(self.config, pairs, name, self.workers, self.steps, self._optimizers)
+            stream = StreamBuckets(
+                self.config, pairs, name, self.workers, self.steps, self._optimizers, self._members, self._ranks
+            )
             self._streams.append(stream)
 
     @contextlib.contextmanager
@@ -87,6 +97,12 @@ class VirtualCluster(VirtualRun):
             stream.collect(worker, self.iteration, self.loss_scale(), self.following)
 
     def step(self, optimizer: Any) -> Any:
+        result = self.make_update(optimizer)
+        self.finish_iteration(bool(result[0]))
+        return result
+
+    def make_update(self, optimizer: Any) -> Any:
+        """As :meth:`step`, but the iteration is not over."""
         scale = self._per_token()
         if scale is None:
             scale = 1.0 / self.workers
@@ -110,7 +126,6 @@ class VirtualCluster(VirtualRun):
             if successful:
                 for stream in self._streams:
                     stream.count(self.iteration)
-        self.finish_iteration(successful)
         return result
 
     # --- what every run answers ------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ class StreamBuckets:
     """The buckets of one stream: their losses and rules for every worker, the sum, and the replicas.
 
     ``pairs``: Megatron's (buffer, bucket) in canonical order. ``workers``: how many. ``steps``: length of the run, if
-    known. ``optimizers``: gives Megatron's, once they exist. Raises :class:`UsageError` where the loss flags do not fit.
+    known. ``optimizers``: gives Megatron's, once they exist. ``members``: the workers' ranks among ``ranks``; by default
+    there are no others. Raises :class:`UsageError` where the loss flags do not fit.
     """
 
     def __init__(
@@ -43,7 +44,10 @@ class StreamBuckets:
         workers: int,
         steps: int | None,
         optimizers: Callable[[], list[Any]],
+        members: range | None = None,
+        ranks: int | None = None,
     ) -> None:
+        members, ranks = members or range(workers), ranks or workers
         self.pairs = pairs
         self.buckets = buckets = [bucket for _, bucket in pairs]
         self.stream = stream
@@ -54,10 +58,10 @@ class StreamBuckets:
         self.cut = cut_buckets(config, specs)
         nodes = None
         if config.lossy_links == "inter-node":
-            nodes = consecutive_nodes(range(workers), config.ranks_per_node)
-        networks = {phase: Network(config, phase, workers, nodes) for phase in PHASES}
+            nodes = consecutive_nodes(range(ranks), config.ranks_per_node)
+        networks = {phase: Network(config, phase, ranks, nodes) for phase in PHASES}
         check_links(networks, stream, self.cut, workers, steps)
-        self._memory = Memory(networks, stream, workers, self.cut)
+        self._memory = Memory(networks, stream, members, self.cut)
         self.groups = [LossyGroup(config, self._memory.worker(rank)) for rank in range(workers)]
         if config.errs and workers > 1:
             corruption = make_corruption(config, recorded_events(config))
@@ -88,6 +92,10 @@ class StreamBuckets:
         finally:
             with torch.no_grad():
                 self.versions.swap_out()
+
+    def share_sums(self, other: StreamBuckets) -> None:
+        """Add up where ``other`` does, which reduces its gradients at another time."""
+        self.sums, self._totals = other.sums, other._totals
 
     def count(self, step: int) -> None:
         """Let every worker count what it received of ``step``, where that tells how late it is."""

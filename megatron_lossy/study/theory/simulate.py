@@ -77,7 +77,7 @@ def drift(
 
 
 def _memory(config: LossyConfig, phase: str, workers: int, cuts: Sequence[BucketUnits]) -> Memory:
-    return Memory({phase: Network(config, phase, workers)}, Stream(), workers, {phase: cuts})
+    return Memory({phase: Network(config, phase, workers)}, Stream(), range(workers), {phase: cuts})
 
 
 def _arrivals(config: LossyConfig, phase: str, workers: int, units: int) -> Callable[[int], np.ndarray]:

@@ -1,0 +1,193 @@
+"""Flags of islands: complete training jobs that exchange parameters, few at a time and late (docs/islands.md)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import refuse
+from .flags import as_text, flag, flag_name
+
+#: Exchanges between islands: what they send goes to the owners of its mean, and the means go back to them.
+SYNC_PHASES = ("sync-reduce", "sync-gather")
+_DILOCO = ("diloco", "eager-diloco")
+
+
+@dataclass(frozen=True)
+class IslandFlags:
+    """The flags of islands, of which :class:`megatron_lossy.config.LossyConfig` is one."""
+
+    islands: int = flag(
+        1,
+        "complete training jobs, each with data, optimizer state, clipping and learning-rate clock of its own, that exchange "
+        "parameters as --sync-method says (docs/islands.md)",
+        metavar="M",
+    )
+    sync_method: str = flag(
+        "gradients",
+        "what islands exchange: gradients, so that they are one data-parallel group; parameters, averaged; the same through "
+        "an outer optimizer; that with a mean that is one round late; or none",
+        choices=("gradients", "parameters", *_DILOCO, "none"),
+    )
+    sync_fraction: float = flag(1.0, "parameters: share of the elements in an exchange, in (0, 1]", metavar="F")
+    sync_interval: int = flag(1, "iterations between two exchanges", metavar="K")
+    sync_delay: int = flag(0, "iterations from an exchange to the use of its mean", metavar="TAU")
+    sync_subset: str = flag(
+        "cyclic",
+        "which elements: the next part of one fixed partition; of a partition drawn anew whenever all parts have had their "
+        "turn; or each block with probability F",
+        choices=("cyclic", "partition", "bernoulli"),
+    )
+    sync_block: int = flag(1, "consecutive elements that are exchanged together", metavar="ELEMENTS")
+    sync_dtype: str = flag("fp32", "what crosses between islands; main weights stay fp32", choices=("fp32", "bf16"))
+    delay_correction: str = flag(
+        "mixing",
+        "parameters: what becomes of progress since the exchange began: none of it is kept; a moving average of it is added "
+        "to the mean (ema); or the weights move towards the mean by what they were off it then (mixing)",
+        choices=("none", "ema", "mixing"),
+    )
+    ema_coefficient: tuple[float, ...] = flag(
+        (0.5, 0.01),
+        "ema: coefficient at first, and at --train-iters after half a cosine",
+        type=float,
+        nargs=2,
+        metavar=("FIRST", "LAST"),
+    )
+    ema_hold_iters: int = flag(1000, "ema: iterations with the first coefficient", metavar="N")
+    mixing_gain: str = flag(
+        "auto",
+        "mixing: share of the way to the mean, in (0, 2); auto: the fastest without oscillation, by how many exchanges of an "
+        "element are under way at once",
+        metavar="{auto,A}",
+    )
+    outer_lr: float = flag(0.7, "diloco, eager-diloco: learning rate of the outer optimizer", metavar="LR")
+    outer_momentum: float = flag(0.9, "diloco, eager-diloco: Nesterov momentum of the outer optimizer", metavar="B")
+    island_speeds: tuple[float, ...] | None = flag(
+        None,
+        "speeds of the islands, one each: an island makes as many times K iterations between two exchanges as it is faster "
+        "than the slowest; the iterations of all together stay the same",
+        type=float,
+        nargs="+",
+        metavar="V",
+    )
+    p_sync: float = flag(0.0, "mean loss rate of the exchanges between islands, in [0, 1)", metavar="P")
+
+    @property
+    def averages(self) -> bool:
+        """Whether there are several islands that are not one data-parallel group."""
+        return self.islands > 1 and self.sync_method != "gradients"
+
+    @property
+    def parts(self) -> int:
+        """n: exchanges until every element has had its turn; with ``bernoulli`` on average."""
+        return math.ceil(1 / self.sync_fraction - 1e-9)
+
+    @property
+    def overlap(self) -> int:
+        """q: later exchanges of an element that are under way when one comes back."""
+        return self.sync_delay // (self.parts * self.sync_interval)
+
+    @property
+    def gain(self) -> float | None:
+        """``--mixing-gain``; ``None`` for auto. Raises :class:`UsageError`."""
+        if self.mixing_gain == "auto":
+            return None
+        try:
+            gain = float(self.mixing_gain)
+        except ValueError:
+            gain = math.nan
+        if not 0 < gain < 2:
+            raise refuse("--mixing-gain", self.mixing_gain, "must be auto, or in (0, 2)")
+        return gain
+
+    @property
+    def relative_speeds(self) -> tuple[float, ...]:
+        """Local iterations of every island per iteration of the slowest."""
+        speeds = self.island_speeds or (1.0,) * self.islands
+        return tuple(speed / min(speeds) for speed in speeds)
+
+    def iterations(self, train_iters: int) -> int:
+        """Iterations of the slowest island, with which all islands together make M times ``train_iters``, at most."""
+        if not self.averages or self.island_speeds is None:
+            return train_iters
+        return int(self.islands * train_iters / sum(self.relative_speeds) + 1e-9)
+
+    def local_iterations(self, island: int, iteration: int) -> int:
+        """How many iterations ``island`` has made when the slowest has made ``iteration``."""
+        return int(iteration * self.relative_speeds[island] + 1e-9)
+
+    def _check_islands(self) -> None:
+        cls = type(self)
+        if self.islands < 1:
+            raise refuse("--islands", self.islands, "must be at least 1")
+        for name in ("sync_method", "sync_subset", "sync_dtype", "delay_correction"):
+            choices: tuple[str, ...] = cls.__dataclass_fields__[name].metadata["flag"]["choices"]
+            self._need(name, getattr(self, name) in choices, "must be one of " + ", ".join(choices))
+        self._check_used()
+        self._need("sync_fraction", 0 < self.sync_fraction <= 1, "must be in (0, 1]")
+        for name, least in (("sync_interval", 1), ("sync_block", 1), ("sync_delay", 0), ("ema_hold_iters", 0)):
+            self._need(name, getattr(self, name) >= least, f"must be at least {least}")
+        first_last = len(self.ema_coefficient) == 2 and all(0 < value <= 1 for value in self.ema_coefficient)
+        self._need("ema_coefficient", first_last, "must be two numbers in (0, 1]")
+        _ = self.gain
+        self._need("outer_lr", 0 < self.outer_lr < math.inf, "must be a positive number")
+        self._need("outer_momentum", 0 <= self.outer_momentum < 1, "must be in [0, 1)")
+        if self.sync_method in _DILOCO:
+            self._need("sync_fraction", self.sync_fraction == 1, f"must be 1 with --sync-method {self.sync_method}")
+        if self.sync_method == "diloco":
+            self._need("sync_delay", self.sync_delay == 0, "must be 0 with --sync-method diloco; see eager-diloco")
+        if self.sync_method == "eager-diloco":
+            allowed = f"must be --sync-interval {self.sync_interval} with --sync-method eager-diloco"
+            self._need("sync_delay", self.sync_delay == self.sync_interval, allowed)
+        if self.island_speeds is not None:
+            self._check_speeds(self.island_speeds)
+
+    def _need(self, name: str, fine: bool, allowed: str) -> None:
+        if not fine:  # NaN is never fine
+            raise refuse(flag_name(type(self), name), _text(getattr(self, name)), allowed)
+
+    def _check_used(self) -> None:
+        """Raise :class:`UsageError` for a flag that does nothing."""
+        method, corrected = self.sync_method, self.sync_method == "parameters"
+        # In the order in which they are asked for: what a flag needs comes before it.
+        uses = {
+            "sync_method": (self.islands > 1, "--islands of at least 2"),
+            "island_speeds": (self.averages, "--islands and a --sync-method other than gradients"),
+            **dict.fromkeys(
+                ("p_sync", "sync_interval", "sync_delay", "sync_dtype"),
+                (
+                    self.averages and method != "none",
+                    "--islands and a --sync-method of parameters, diloco or eager-diloco",
+                ),
+            ),
+            "sync_fraction": (self.averages and method != "none", "--islands and --sync-method parameters"),
+            **dict.fromkeys(
+                ("sync_subset", "sync_block", "delay_correction"),
+                (self.averages and corrected, "--islands and --sync-method parameters"),
+            ),
+            **dict.fromkeys(
+                ("ema_coefficient", "ema_hold_iters"),
+                (corrected and self.delay_correction == "ema", "--delay-correction ema"),
+            ),
+            "mixing_gain": (corrected and self.delay_correction == "mixing", "--delay-correction mixing"),
+            **dict.fromkeys(
+                ("outer_lr", "outer_momentum"), (method in _DILOCO, "--sync-method diloco or eager-diloco")
+            ),
+        }
+        for name, (used, needs) in uses.items():
+            default = IslandFlags.__dataclass_fields__[name].default
+            self._need(name, used or getattr(self, name) == default, f"needs {needs}")
+
+    def _check_speeds(self, speeds: tuple[float, ...]) -> None:
+        if len(speeds) != self.islands or not all(0 < speed < math.inf for speed in speeds):
+            raise refuse("--island-speeds", as_text(speeds), f"must be {self.islands} positive numbers, one per island")
+        for speed, relative in zip(speeds, self.relative_speeds):
+            between = self.sync_interval * relative
+            if self.sync_method != "none" and abs(between - round(between)) > 1e-6:
+                why = f"gives an island {between:g} iterations between two exchanges; choose another --sync-interval"
+                raise refuse("--island-speeds", f"{speed:g} of {as_text(speeds)}", why)
+
+
+def _text(value: Any) -> str:
+    return as_text(value) if isinstance(value, tuple) else str(value)

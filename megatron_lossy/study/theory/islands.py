@@ -1,0 +1,91 @@
+"""Averaging between islands on vectors in memory, with the real subsets, rules and exchanges (docs/islands.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ...config import LossyConfig
+from ...exchange import Stream
+from ...sync import InMemory, Rounds, Subset, make_rule
+
+STREAM = Stream("islands")
+Act = Callable[[int, torch.Tensor], object]
+
+
+class Row:
+    """An island's weights [size], a row of a tensor."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def read(self, places: torch.Tensor | None) -> torch.Tensor:
+        """As :meth:`megatron_lossy.sync.Weights.read`."""
+        return self.values.clone() if places is None else self.values[places]
+
+    def write(self, places: torch.Tensor | None, values: torch.Tensor) -> None:
+        """As :meth:`megatron_lossy.sync.Weights.write`."""
+        self.values[slice(None) if places is None else places] = values
+
+
+def rounds_of(config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) -> tuple[Rounds, list[Row]]:
+    """The exchanges between islands with ``weights`` [islands, size], and what they read and write."""
+    subset = Subset(config, weights.shape[1], 1, STREAM)
+    rule, crossing = make_rule(config, weights, steps), InMemory(config, STREAM, None)
+    interval, delay = config.sync_interval, config.sync_delay
+    return Rounds(subset, rule, crossing, interval, delay, weights.device), [Row(row) for row in weights]
+
+
+def simulate(
+    config: LossyConfig, weights: torch.Tensor, steps: int, local: Act | None = None, after: Act | None = None
+) -> torch.Tensor:
+    """``weights`` [islands, size] after ``steps`` iterations, in place.
+
+    ``local`` makes an iteration of all islands, ``after`` looks when they have exchanged; both are given its number and the
+    weights.
+    """
+    rounds, rows = rounds_of(config, weights)
+    for step in range(steps):
+        if local is not None:
+            local(step, weights)
+        rounds.after_iteration(step, rows)
+        if after is not None:
+            after(step, weights)
+    return weights
+
+
+def spread(weights: torch.Tensor) -> torch.Tensor:
+    """The deviations [islands, size] from the mean over islands."""
+    return weights - weights.mean(dim=0)
+
+
+def growth_per_iteration(config: LossyConfig, steps: int = 800, size: int = 400) -> float:
+    """By what factor deviations change per iteration without local noise, over the second half of ``steps``."""
+    random = torch.Generator().manual_seed(0)
+    weights = torch.randn(config.islands, size, generator=random)
+    rounds, rows = rounds_of(config, weights)
+    if config.sync_method == "parameters" and config.delay_correction == "ema":
+        # Else the first exchange would remove the deviations, which are no progress.
+        rounds.rule.load_state_dict({"progress": spread(weights)})
+    squares = []
+    for step in range(steps):
+        rounds.after_iteration(step, rows)
+        squares.append(spread(weights).square().sum().item())
+    quarter = steps // 4
+    early, late = max(squares[quarter : 2 * quarter]), max(squares[3 * quarter :])
+    return float((late / early) ** (0.25 / quarter))
+
+
+def speed(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
+    """The share of a constant drift that is left, over the second half of ``steps``."""
+    means: list[float] = []
+
+    def drift(step: int, weights: torch.Tensor) -> None:
+        weights += 1.0
+
+    simulate(
+        config, torch.zeros(config.islands, size), steps, drift, lambda _, weights: means.append(weights.mean().item())
+    )
+    half = steps // 2
+    return (means[-1] - means[half - 1]) / (steps - half)

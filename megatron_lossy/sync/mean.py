@@ -1,0 +1,119 @@
+"""The mean over islands, of what arrives: a reduce-scatter to owners and an all-gather of their means, both lossy.
+
+An exchange of k elements is cut into one shard per island. The owner of a shard averages what arrives of it (its own is
+always there), and sends the mean back; where that does not arrive an island goes on without. Nothing is sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from ..config import LossyConfig
+from ..config_islands import SYNC_PHASES
+from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut, units_of
+from ..transport import Network
+from ..transport.drawn import draw
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Mean(NamedTuple):
+    """``values`` [k]: the owners' means. ``arrived`` bool[islands of this process, k], or ``None``: all of it everywhere."""
+
+    values: torch.Tensor
+    arrived: torch.Tensor | None
+
+
+class Pending(Protocol):
+    """An exchange that is under way."""
+
+    def wait(self) -> Mean:
+        """Its result, which is kept: it may be asked for again."""
+
+
+class Crossing(Protocol):
+    """How what islands send becomes a mean."""
+
+    def begin(self, step: int, sent: torch.Tensor) -> Pending:
+        """Begin the exchange of ``sent`` float32[islands of this process, k], keyed by the iteration ``step``."""
+
+
+class Done:
+    """An exchange that is over."""
+
+    def __init__(self, mean: Mean) -> None:
+        self._mean = mean
+
+    def wait(self) -> Mean:
+        return self._mean
+
+
+class InMemory:
+    """All islands in this process. ``deliveries``: what arrived in the latest exchange, none of one without loss."""
+
+    def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
+        self._config, self._stream = config, stream
+        self._dtype = _DTYPES[config.sync_dtype]
+        self._networks = {phase: Network(config, phase, config.islands) for phase in SYNC_PHASES}
+        for phase, network in self._networks.items():
+            if not network.lossless:
+                network.channel.check(phase, stream, config.islands, None, steps)
+        self.deliveries: list[Delivery] = []
+
+    def begin(self, step: int, sent: torch.Tensor) -> Done:
+        islands, count = sent.shape
+        shard = -(-count // islands)
+        crossing = torch.zeros(islands, islands * shard, device=sent.device)
+        crossing[:, :count] = sent.to(self._dtype)
+        present = torch.isfinite(sent).all(dim=1).cpu().numpy()
+        parts, _ = cut([shard], [self._dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
+        delivered = [self._arrived(phase, step, parts, present) for phase in SYNC_PHASES]
+        lossless = all(delivery is None for delivery in delivered)
+        self.deliveries = [delivery for delivery in delivered if delivery is not None]
+        reduced, gathered = (
+            None if delivery is None else _elements(delivery.arrived, parts[0], sent.device) for delivery in delivered
+        )
+        values = mean_of(crossing.view(islands, islands, shard), reduced).to(self._dtype).float().view(-1)[:count]
+        if lossless:
+            return Done(Mean(values, None))
+        if gathered is None:
+            gathered = torch.ones(islands, islands, shard, dtype=torch.bool, device=sent.device)
+        return Done(Mean(values, gathered.reshape(islands, -1)[:, :count]))
+
+    def _arrived(self, phase: str, step: int, parts: Sequence[BucketUnits], present: np.ndarray) -> Delivery | None:
+        """What arrives in ``phase``; ``None``: everything. Of an island that is not ``present`` nobody gets anything."""
+        exchange, network = Exchange(phase, self._stream, step), self._networks[phase]
+        if network.lossless and present.all():
+            return None
+        islands = range(self._config.islands)
+        if network.lossless:
+            arrived = np.ones((len(islands), len(islands), units_of(parts)), dtype=bool)
+        else:
+            arrived = draw(network, exchange, islands, islands, parts).copy()
+        arrived[:, ~present] = False
+        arrived[~present] = False
+        return Delivery(exchange, islands, islands, arrived, parts)
+
+
+def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
+    """The mean [owners, shard] of what arrived of ``sent`` float32[sources, owners, shard]; zeros where nothing did.
+
+    ``arrived`` bool[owners, sources, shard]; ``None``: all. Added up in the order of the islands.
+    """
+    if arrived is not None:
+        sent = torch.where(arrived.transpose(0, 1), sent, torch.zeros((), device=sent.device))
+    total = sent[0].clone()
+    for one in sent[1:]:
+        total += one
+    count = len(sent) if arrived is None else arrived.sum(dim=1).clamp_(min=1)
+    return total / count
+
+
+def _elements(arrived: np.ndarray, units: BucketUnits, device: torch.device) -> torch.Tensor:
+    """bool[receivers, sources, shard] of bool[receivers, sources, units]."""
+    by_unit = torch.from_numpy(arrived).to(device)
+    return by_unit.repeat_interleave(units.elements, dim=2)[:, :, : units.shard]

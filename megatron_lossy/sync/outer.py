@@ -1,0 +1,81 @@
+"""An outer optimizer over the islands' progress: DiLoCo, and its variant with a late mean.
+
+``diloco`` (Douillard et al., arXiv:2311.08105): all K iterations the outer weights, which all islands started from, take a
+step of SGD with Nesterov momentum along their distance to the mean of the islands; islands go on from there.
+
+``eager-diloco`` (Kale, Douillard and Donchev, arXiv:2502.12996): the mean is used K iterations later; an island takes the
+mean distance of the round before with its own part in it replaced by its own distance of now,
+
+    mean(before) + (own - own before) / M,
+
+and its own alone in the first round, or where no mean arrived. The abstract and summaries say this much; the algorithm as
+it is printed there could not be compared. What *AsyncMesh* calls its special case is another rule, and slower
+(docs/islands.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from ..config import LossyConfig
+from .rule import Back, Rule
+
+
+class DiLoCo(Rule):
+    """b <- mu b + D, w <- v - lr (D + mu b), with the outer weights v and D = v - mean.
+
+    ``start``: the weights [size] of each island of this process. Where no mean arrives, w, v and b stay.
+    """
+
+    def __init__(self, start: torch.Tensor, lr: float, momentum: float) -> None:
+        self._lr, self._momentum = lr, momentum
+        self.outer = start.clone()
+        self.buffer = torch.zeros_like(start)
+
+    def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
+        return back.where_arrived(self._step(island, back), now)
+
+    def _step(self, island: int, back: Back) -> torch.Tensor:
+        outer, buffer = self.outer[island], self.buffer[island]
+        distance = outer - back.mean
+        moved = self._momentum * buffer + distance
+        # v - lr (D + mu b), in terms of the mean: with lr = 1 and mu = 0 it is the mean, to the bit.
+        step = back.mean + (1 - self._lr) * distance - self._lr * self._momentum * moved
+        buffer.copy_(back.where_arrived(moved, buffer))
+        outer.copy_(back.where_arrived(step, outer))
+        return outer.clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"outer": self.outer, "buffer": self.buffer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.outer.copy_(state["outer"])
+        self.buffer.copy_(state["buffer"])
+
+
+class EagerDiLoCo(DiLoCo):
+    """The same with D = mean(before) + (own - own before) / M; what islands send is their distance to v."""
+
+    always: ClassVar[bool] = True
+
+    def __init__(self, start: torch.Tensor, lr: float, momentum: float, islands: int) -> None:
+        super().__init__(start, lr, momentum)
+        self._islands = islands
+
+    def payload(self, island: int, now: torch.Tensor) -> torch.Tensor:
+        return self.outer[island] - now
+
+    def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
+        own = self.payload(island, now)
+        distance = back.where_arrived(back.mean + (own - back.sent) / self._islands, own)
+        return self._step(island, replace(back, mean=self.outer[island] - distance, arrived=None))
+
+
+def make_outer(config: LossyConfig, start: torch.Tensor) -> Rule:
+    """The rule of ``--sync-method`` for islands of this process that start from ``start`` [islands, size]."""
+    if config.sync_method == "diloco":
+        return DiLoCo(start, config.outer_lr, config.outer_momentum)
+    return EagerDiLoCo(start, config.outer_lr, config.outer_momentum, config.islands)

@@ -1,0 +1,106 @@
+"""Exchanges between islands in their order: begun, under way, used (*AsyncMesh*, Algorithm 1 and section 3.1).
+
+After each iteration, also of one that the optimizer skipped: if an exchange is due it is begun with the weights as they
+are; then those that were begun ``--sync-delay`` iterations ago are used, oldest first. The delay is exact, so that a run can
+be repeated; whoever is late is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .mean import Crossing, Done, Mean, Pending
+from .rule import Back, Rule
+from .subset import Subset
+
+
+class Weights(Protocol):
+    """A vector of an island: its main weights in float32, as the optimizer has them."""
+
+    def read(self, places: torch.Tensor | None) -> torch.Tensor:
+        """A copy [k] of the elements ``places`` int64[k], rising; ``None``: all."""
+
+    def write(self, places: torch.Tensor | None, values: torch.Tensor) -> None:
+        """Put ``values`` [k] there, and into the weights that are computed with."""
+
+
+@dataclass
+class Flight:
+    """An exchange under way: its number, the iteration after which it was begun, of which elements, what was sent."""
+
+    number: int
+    step: int
+    places: torch.Tensor | None
+    sent: torch.Tensor
+    pending: Pending
+
+
+class Rounds:
+    """The exchanges of one vector of the islands of this process.
+
+    ``rule``: what is made of a mean. ``crossing``: how it is made. ``interval``, ``delay``: in iterations. ``device``:
+    where weights are.
+    """
+
+    def __init__(
+        self, subset: Subset, rule: Rule, crossing: Crossing, interval: int, delay: int, device: torch.device
+    ) -> None:
+        self.rule, self._device = rule, device
+        self.flights: list[Flight] = []
+        self._subset, self._crossing = subset, crossing
+        self._interval, self._delay = interval, delay
+
+    def after_iteration(self, step: int, weights: Sequence[Weights]) -> int | None:
+        """Iteration ``step`` (from 0) is made. Returns how many elements an exchange has that begins now, if one does."""
+        begun = None
+        if (step + 1) % self._interval == 0:
+            begun = self._begin((step + 1) // self._interval - 1, step, weights)
+        due = [flight for flight in self.flights if flight.step + self._delay == step]
+        self.flights = [flight for flight in self.flights if flight.step + self._delay > step]
+        for flight in due:
+            self._use(flight, flight.pending.wait(), step, weights)
+        if begun is not None and not due and self.rule.always:
+            nothing = Mean(torch.zeros_like(begun.sent[0]), torch.zeros_like(begun.sent, dtype=torch.bool))
+            self._use(begun, nothing, step, weights)
+        return None if begun is None else begun.sent.shape[1]
+
+    def _begin(self, number: int, step: int, weights: Sequence[Weights]) -> Flight | None:
+        places = self._places(number)
+        now = [one.read(places) for one in weights]
+        sent = torch.stack([self.rule.payload(island, vector) for island, vector in enumerate(now)])
+        if not sent.shape[1]:  # of a subset that is drawn
+            return None
+        flight = Flight(number, step, places, sent, self._crossing.begin(step, sent))
+        self.flights.append(flight)
+        return flight
+
+    def _use(self, flight: Flight, mean: Mean, step: int, weights: Sequence[Weights]) -> None:
+        places = flight.places
+        for island, one in enumerate(weights):
+            arrived = None if mean.arrived is None else mean.arrived[island]
+            back = Back(flight.sent[island], mean.values, arrived, places, step)
+            one.write(places, self.rule.apply(island, one.read(places), back))
+
+    def _places(self, number: int) -> torch.Tensor | None:
+        elements = self._subset.elements(number)
+        return None if elements is None else torch.from_numpy(elements).to(self._device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is under way, waited for, and the state of the rule."""
+        flights = []
+        for flight in self.flights:
+            mean = flight.pending.wait()
+            flights.append((flight.number, flight.step, flight.sent, mean.values, mean.arrived))
+        return {"flights": flights, "rule": self.rule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        self.flights = [
+            Flight(number, step, self._places(number), sent, Done(Mean(values, arrived)))
+            for number, step, sent, values, arrived in state["flights"]
+        ]
+        self.rule.load_state_dict(state["rule"])

@@ -1,0 +1,60 @@
+"""Which elements an exchange carries: a function of seed, stream and round, so that no index is sent.
+
+*AsyncMesh*, section 2.3, after SPARTA, whose public code draws a partition per tensor and broadcasts a mask of bytes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..channel.draws import subset_numbers
+from ..config import LossyConfig
+from ..errors import refuse
+from ..exchange import Exchange, Stream
+
+
+class Subset:
+    """The elements of each round of one vector of ``size`` elements. Raises :class:`UsageError` if they are too few.
+
+    ``cyclic``: blocks of elements are permuted once and cut into n parts, of which round r takes part r mod n.
+    ``partition``: the same, permuted anew every n rounds. ``bernoulli``: every block with the probability of the fraction.
+    """
+
+    def __init__(self, config: LossyConfig, size: int, seed: int, stream: Stream) -> None:
+        self._kind, self._fraction, self._parts = config.sync_subset, config.sync_fraction, config.parts
+        self._block, self._seed, self._stream = config.sync_block, seed, stream
+        self.size = size
+        self._blocks = -(-size // config.sync_block)
+        if self._fraction * size < config.islands:
+            why = f"of {size} elements is less than one for each of {config.islands} islands to average"
+            raise refuse("--sync-fraction", self._fraction, why)
+        if self._kind != "bernoulli" and self._blocks < self._parts:
+            why = f"makes {self._blocks} blocks of {size} elements, fewer than {self._parts} parts"
+            raise refuse("--sync-block", self._block, why)
+        self._partition: tuple[int, list[np.ndarray]] | None = None
+
+    def elements(self, number: int) -> np.ndarray | None:
+        """int64[k], rising: the elements of round ``number`` (from 0); ``None``: all of them."""
+        if self._fraction == 1:
+            return None
+        if self._kind == "bernoulli":
+            threshold = np.uint64(min(int(self._fraction * 2.0**64), 2**64 - 1))
+            return self._of_blocks(np.flatnonzero(self._numbers(number) < threshold))
+        cycle, part = divmod(number, self._parts)
+        return self._parts_of(0 if self._kind == "cyclic" else cycle)[part]
+
+    def _parts_of(self, cycle: int) -> list[np.ndarray]:
+        if self._partition is None or self._partition[0] != cycle:
+            order = np.argsort(self._numbers(cycle), kind="stable")
+            parts = [self._of_blocks(np.sort(part)) for part in np.array_split(order, self._parts)]
+            self._partition = (cycle, parts)
+        return self._partition[1]
+
+    def _numbers(self, number: int) -> np.ndarray:
+        return subset_numbers(self._seed, Exchange("sync-reduce", self._stream, number), self._blocks)
+
+    def _of_blocks(self, blocks: np.ndarray) -> np.ndarray:
+        if self._block == 1:
+            return blocks
+        elements = (blocks[:, None] * self._block + np.arange(self._block)).reshape(-1)
+        return elements[elements < self.size]

@@ -1,0 +1,102 @@
+"""Sparse, late averaging of M islands (*AsyncMesh*, sections 2.3 and 3): closed forms. NumPy only.
+
+An element is exchanged once in n rounds of K iterations (``cyclic``, ``partition``), or with probability f in each
+(``bernoulli``), and the mean is used tau iterations later. q = floor(tau / (n K)) later exchanges of the element are then
+under way. What corrects the delay is a feedback of gain g (alpha of ``mixing``, lambda of ``ema``): per visit the deviation
+of an island from the mean follows x(k+1) = x(k) - g x(k-q).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+
+def stability_bound(overlap: int) -> float:
+    """The gain below which deviations die out: 2 sin(pi / (2 (2q + 1))), with ``overlap`` q: 2, 1, 0.618, 0.445, ...
+
+    x(k+1) = x(k) - g x(k-q) leaves the unit circle at z = exp(i a) where z^q (z - 1) = -g: |z - 1| = 2 sin(a/2) = g and
+    q a + (pi + a)/2 = pi, so a = pi / (2q + 1) (Levin and May, 1976). The proof of the paper's theorem 4 takes the noise
+    since the exchange began for independent of the deviation then, and so finds every gain below 2 stable.
+    """
+    if overlap < 0:
+        raise ValueError(f"overlap = {overlap}: must be at least 0")
+    return 2 * math.sin(math.pi / (2 * (2 * overlap + 1)))
+
+
+def critical_gain(overlap: int) -> float:
+    """The largest gain without oscillation, q^q / (q + 1)^(q + 1): 1, 1/4, 4/27, ...; near it deviations die out fastest.
+
+    z^(q+1) - z^q + g = 0 has its double real root at z = q / (q + 1), and this is g there.
+    """
+    if overlap < 0:
+        raise ValueError(f"overlap = {overlap}: must be at least 0")
+    return overlap**overlap / (overlap + 1) ** (overlap + 1)
+
+
+def growth(gain: float, overlap: int) -> float:
+    """The factor by which a deviation changes per visit in the long run: the largest root of z^(q+1) - z^q + g."""
+    polynomial = np.zeros(overlap + 2)
+    polynomial[0] = 1.0
+    polynomial[1] -= 1.0
+    polynomial[-1] += gain
+    return float(np.abs(np.roots(polynomial)).max())
+
+
+def contraction(gain: float) -> float:
+    """The factor by which a deviation changes per n rounds with q = 0 and no noise: 1 - g; 0 with gain 1."""
+    return 1 - gain
+
+
+def contraction_drawn(fraction: float) -> float:
+    """The factor of the expected squared deviation per round, ``bernoulli``, tau = 0 (lemma 1): 1 - f."""
+    return 1 - fraction
+
+
+def speed_uncorrected(fraction: float, interval: int, delay: int, drawn: bool) -> float:
+    """The share of a constant drift that is left without correction, ``--delay-correction none``.
+
+    A visit throws away the last tau steps. With fixed gaps of n K iterations that is 1 - tau / (n K), for q = 0; with
+    geometric ones (``drawn``), where visits may overlap, 1 / (1 + f tau / K): of the steps between two visits that count
+    those within tau after the first are lost. ``ema`` and ``mixing`` keep all of it.
+    """
+    if drawn:
+        return 1 / (1 + fraction * delay / interval)
+    cycle = math.ceil(1 / fraction - 1e-9) * interval
+    if delay >= cycle:
+        raise ValueError(f"delay = {delay}: must be below the {cycle} iterations between two exchanges of an element")
+    return 1 - delay / cycle
+
+
+def deviation(fraction: float, variance: float, islands: int, before: bool = False) -> float:
+    """E of the squared distance of an island to the mean, per element: ``bernoulli``, K = 1, tau = 0, white local steps.
+
+    Every step adds ``variance`` (1 - 1/M), every round keeps 1 - f of all: (1 - f)/f of it after a round and 1/f before.
+    """
+    return (1.0 if before else 1 - fraction) / fraction * variance * (1 - 1 / islands)
+
+
+def removed(loss: float, islands: int) -> float:
+    """The share of the squared deviation that one exchange with ``loss`` in both halves removes; 1 - loss for large M.
+
+    Of M deviations with variance 1, an owner averages s (its own always there) and g islands get the mean, s - 1 and g - 1
+    binomial(M - 1, 1 - loss). Squares then add up to g/s + M - g, and the square of the sum is
+    g^2/s + M - g + 2 g (s - 1)/s (M - g)/(M - 1), since an average island outside of g is in s with (s - 1)/(M - 1).
+    """
+    others = islands - 1
+    counts = np.arange(others + 1)
+    chance = (
+        np.array([math.comb(others, k) for k in counts], dtype=float) * (1 - loss) ** counts * loss ** (others - counts)
+    )
+    s, g = np.meshgrid(counts + 1.0, counts + 1.0, indexing="ij")
+    outside = islands - g
+    squares = g / s + outside
+    of_sum = g**2 / s + outside + 2 * g * (s - 1) / s * outside / others
+    left = float((np.outer(chance, chance) * (squares - of_sum / islands)).sum())
+    return 1 - left / others
+
+
+def bytes_sent(elements: int, islands: int, itemsize: int = 4) -> float:
+    """What an island sends in one exchange of ``elements``: to owners and back, all but what it owns itself."""
+    return 2 * (islands - 1) / islands * elements * itemsize

@@ -1,0 +1,64 @@
+"""Write benchmarks/results/averaging.md: stability and speed of averaging between islands, by theory and with the real rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_lossy import theory
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.files import write_text
+from megatron_lossy.study.theory.islands import growth_per_iteration, speed
+
+OUT = Path(__file__).parent.parent / "benchmarks" / "results" / "averaging.md"
+GAIN = 0.5  # the paper's first coefficient
+CASES = ((0.05, 0), (0.05, 10), (0.05, 50), (0.05, 100), (0.01, 50))
+HEADINGS = (
+    "share, delay, subset",
+    "q",
+    "largest stable gain",
+    f"`ema` {GAIN:g}: deviation per iteration",
+    "`mixing` auto: gain",
+    "`mixing` auto: deviation per iteration",
+    "speed of a drift, `none`, theory",
+    "measured",
+    "`mixing`, measured",
+)
+
+
+def row(fraction: float, delay: int, subset: str) -> list[str]:
+    """One line of the table."""
+    config = LossyConfig(
+        islands=4, sync_method="parameters", sync_fraction=fraction, sync_delay=delay, sync_subset=subset
+    )
+    drawn = subset == "bernoulli"
+    known = "-"
+    if drawn or not config.overlap:
+        known = f"{theory.speed_uncorrected(fraction, 1, delay, drawn):.3f}"
+    ema = replace(config, delay_correction="ema", ema_coefficient=(GAIN, GAIN))
+    uncorrected = replace(config, delay_correction="none")
+    return [
+        f"{100 * fraction:g} %, {delay}, {subset}",
+        str(config.overlap),
+        f"{theory.stability_bound(config.overlap):.3f}",
+        f"{growth_per_iteration(ema):.4f}" if delay else "-",
+        f"{theory.critical_gain(config.overlap):.3f}",
+        f"{growth_per_iteration(config):.4f}" if config.overlap else "-",
+        known,
+        f"{speed(uncorrected):.3f}",
+        f"{speed(config):.3f}",
+    ]
+
+
+def main() -> None:
+    """Measure and write."""
+    lines = ["| " + " | ".join(HEADINGS) + " |", "| --- " * len(HEADINGS) + "|"]
+    for fraction, delay in CASES:
+        for subset in ("cyclic", "bernoulli"):
+            lines.append("| " + " | ".join(row(fraction, delay, subset)) + " |")
+            print(lines[-1], flush=True)
+    write_text(OUT, "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

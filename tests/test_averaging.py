@@ -1,0 +1,568 @@
+"""Averaging between islands: subsets, corrections and exchanges, against their closed forms and a plain reference."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy import theory
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.exchange import Stream
+from megatron_lossy.study.theory.islands import STREAM, rounds_of, simulate, spread
+from megatron_lossy.sync import InMemory, Subset, make_rule
+from megatron_lossy.sync.methods import check_averaging, notes_on_averaging
+
+
+def flags(**settings):
+    return LossyConfig(**{"islands": 4, "sync_method": "parameters", **settings})
+
+
+def start(islands=4, size=60, seed=0):
+    return torch.randn(islands, size, generator=torch.Generator().manual_seed(seed))
+
+
+def noise(seed, scale=1.0):
+    random = torch.Generator().manual_seed(seed)
+    return lambda step, weights: weights.add_(torch.randn(weights.shape, generator=random), alpha=scale)
+
+
+# --- subsets -----------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["cyclic", "partition"]), st.floats(0.02, 1.0), st.integers(1, 7), st.integers(60, 300), st.data()
+)
+def test_every_element_has_its_turn_once_in_n_rounds(kind, fraction, block, size, data):
+    config = flags(islands=2, sync_subset=kind, sync_fraction=fraction, sync_block=block)
+    if -(-size // block) < config.parts or fraction * size < 2:
+        with pytest.raises(UsageError):
+            Subset(config, size, 1, STREAM)
+        return
+    subset = Subset(config, size, 1, STREAM)
+    cycle = data.draw(st.integers(0, 5))
+    parts = [subset.elements(cycle * config.parts + part) for part in range(config.parts)]
+    if fraction == 1:
+        assert parts == [None]
+        return
+    assert sorted(itertools.chain(*(part.tolist() for part in parts))) == list(range(size))
+    assert all((np.diff(part) > 0).all() for part in parts)
+    fixed = [subset.elements(part).tolist() for part in range(config.parts)]
+    if kind == "cyclic":
+        assert fixed == [part.tolist() for part in parts]
+    elif cycle and config.parts > 1 and size // block > 20:
+        assert fixed != [part.tolist() for part in parts]
+
+
+def test_a_subset_depends_on_seed_stream_and_round_alone():
+    for kind in ("cyclic", "partition", "bernoulli"):
+        config = flags(sync_subset=kind, sync_fraction=0.1)
+        first, again = (Subset(config, 500, 7, STREAM) for _ in range(2))
+        order = [3, 0, 12, 3]  # whatever was asked before
+        found = [first.elements(number).tolist() for number in order]
+        assert [again.elements(number).tolist() for number in sorted(order)] == [found[1], found[0], found[3], found[2]]
+        assert Subset(config, 500, 8, STREAM).elements(3).tolist() != found[0]
+        other = Subset(config, 500, 7, Stream("islands", expert_rank=1))
+        assert other.elements(3).tolist() != found[0]
+
+
+def test_drawn_blocks_have_the_share_of_the_flag():
+    config = flags(sync_subset="bernoulli", sync_fraction=0.05, sync_block=4)
+    subset = Subset(config, 40_003, 1, STREAM)
+    counts = []
+    for number in range(40):
+        elements = subset.elements(number)
+        assert elements.max() < 40_003
+        whole = elements[elements < 40_000].reshape(-1, 4)
+        assert (whole % 4 == np.arange(4)).all()
+        counts.append(len(elements))
+    error = np.sqrt(40 * 10_001 * 0.05 * 0.95) * 4
+    assert abs(sum(counts) - 40 * 40_003 * 0.05) < 4 * error  # four standard deviations
+
+
+# --- closed forms ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gain", ["1", "0.5", "0.2"])
+def test_deviations_contract_by_the_gain_once_in_n_rounds(gain):
+    config = flags(sync_fraction=0.25, sync_interval=2, sync_delay=5, mixing_gain=gain)
+    weights = start()
+    before = spread(weights).clone()
+    for cycles in (1, 3):
+        after = spread(simulate(config, weights.clone(), 8 * cycles + 5))
+        torch.testing.assert_close(after, before * theory.contraction(float(gain)) ** cycles, atol=3e-6, rtol=0)
+
+
+def test_drawn_subsets_leave_1_minus_f_of_the_squared_deviation():
+    config = flags(sync_subset="bernoulli", sync_fraction=0.3)
+    weights = start(size=40_000)
+    before = spread(weights).square().sum()
+    left = spread(simulate(config, weights, 1)).square().sum() / before
+    expected = theory.contraction_drawn(0.3)
+    assert left.item() == pytest.approx(expected, abs=5 * np.sqrt(0.21 * (1 + 2 / 3) / 40_000))
+    assert theory.removed(0.0, 4) == pytest.approx(1.0)
+
+
+def decay(config, steps=400):
+    """How many iterations deviations take to fall to 1e-4, at most ``steps``, and by what they change per visit."""
+    weights, norms = start(islands=3), []
+    rounds, rows = rounds_of(config, weights)
+    if config.delay_correction == "ema":  # else the first exchange would remove what is no progress
+        rounds.rule.progress.copy_(spread(weights))
+    for step in range(steps + config.sync_delay):
+        rounds.after_iteration(step, rows)
+        norms.append(spread(weights).norm().item())
+    last = next((k for k, norm in enumerate(norms) if norm < 1e-4), len(norms))
+    period = 4 * (2 * config.overlap + 1)  # of the roots on the unit circle, in iterations
+    first = last // 2
+    window = [max(norms[max(0, end - period) : end]) for end in (first, last)]
+    return last, (window[1] / window[0]) ** (2 / (last - first))
+
+
+@pytest.mark.parametrize("overlap", range(6))
+@pytest.mark.parametrize("correction", ["ema", "mixing"])
+def test_the_stability_bound_and_the_rate_of_growth(correction, overlap):
+    bound, known = theory.stability_bound(overlap), {}
+    for gain in (0.9 * bound, 1.05 * bound, theory.critical_gain(overlap)):
+        how = {"mixing_gain": repr(gain)} if correction == "mixing" else {"ema_coefficient": (gain, gain)}
+        if (gain > 1 and correction == "ema") or gain >= 2 or gain == 1:
+            continue
+        config = flags(sync_fraction=0.5, sync_delay=2 * overlap, delay_correction=correction, **how)
+        assert config.overlap == overlap
+        known[gain], growth = decay(config)
+        if gain != theory.critical_gain(overlap):
+            assert (growth > 1) == (gain > bound)
+            assert growth == pytest.approx(theory.growth(gain, overlap), abs=0.01)
+    assert known or (correction, overlap) == ("ema", 0)
+    if overlap:
+        assert known[theory.critical_gain(overlap)] == min(known.values()) < 0.5 * max(known.values())
+
+
+def test_the_bound_is_where_the_largest_root_leaves_the_unit_circle():
+    published = [2, 1, 0.618, 0.445, 0.347, 0.285]
+    for overlap, expected in enumerate(published):
+        bound = theory.stability_bound(overlap)
+        assert bound == pytest.approx(expected, abs=5e-4)
+        assert theory.growth(bound, overlap) == pytest.approx(1, abs=1e-9)
+        assert theory.growth(0.99 * bound, overlap) < 1 < theory.growth(1.01 * bound, overlap)
+    assert theory.stability_bound(100) == pytest.approx(np.pi / 201, rel=1e-3)
+    for overlap in range(5):  # no gain is faster than the critical one
+        best = theory.growth(theory.critical_gain(overlap), overlap)
+        assert best == pytest.approx(overlap / (overlap + 1), abs=1e-4 if overlap else 1e-9)
+        assert all(theory.growth(gain, overlap) >= best - 1e-4 for gain in np.linspace(0.01, 1.9, 60))
+
+
+@pytest.mark.parametrize("delay", [0, 3, 9])
+@pytest.mark.parametrize("gain", ["auto", "0.3"])
+def test_mixing_leaves_the_mean_alone(gain, delay):
+    config = flags(sync_fraction=0.25, sync_delay=delay, mixing_gain=gain)
+    weights, local = start(), noise(3)
+    alone = start()
+    simulate(config, weights, 50, local)
+    other = noise(3)
+    for step in range(50):
+        other(step, alone)
+    assert (weights.mean(dim=0) - alone.mean(dim=0)).abs().max() < 1e-5
+    assert spread(weights).norm() < 0.7 * spread(alone).norm()
+
+
+def test_a_moving_average_shifts_the_mean_by_what_it_did_not_follow():
+    c = 0.25
+    config = flags(delay_correction="ema", ema_coefficient=(c, c), sync_delay=3)
+    rounds, rows = rounds_of(config, weights := start().double().float())
+    local, history = noise(4), []
+    for step in range(12):
+        local(step, weights)
+        now, d = weights.clone(), rounds.rule.progress.clone()
+        history.append(now)
+        rounds.after_iteration(step, rows)
+        if step >= 3:
+            moved = (now - history[step - 3]).mean(dim=0)
+            shift = (1 - c) * (d.mean(dim=0) - moved)
+            torch.testing.assert_close(weights.mean(dim=0) - now.mean(dim=0), shift, atol=2e-6, rtol=0)
+            history[step] = now
+    assert rounds.rule.progress.abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "fraction", "delay"),
+    [("cyclic", 0.05, 10), ("cyclic", 0.2, 3), ("cyclic", 0.05, 19), ("bernoulli", 0.05, 10), ("bernoulli", 0.2, 9)],
+)
+def test_without_correction_a_drift_is_slowed(kind, fraction, delay):
+    def drift(step, weights):
+        weights += 1.0
+
+    def speed(**how):
+        config, means = flags(sync_fraction=fraction, sync_delay=delay, sync_subset=kind, **how), []
+        size = 1000 if kind == "bernoulli" else 100
+        simulate(config, torch.zeros(4, size), 900, drift, lambda step, w: means.append(w.mean().item()))
+        return (means[899] - means[299]) / 600
+
+    expected = theory.speed_uncorrected(fraction, 1, delay, kind == "bernoulli")
+    assert speed(delay_correction="none") == pytest.approx(expected, rel=0.04)
+    assert speed() == pytest.approx(1, abs=1e-5)
+    assert speed(delay_correction="ema") == pytest.approx(1, abs=0.01)
+
+
+def test_an_uncorrected_drift_cannot_be_told_where_exchanges_of_an_element_overlap():
+    with pytest.raises(ValueError, match="delay = 20"):
+        theory.speed_uncorrected(0.05, 1, 20, drawn=False)
+
+
+def test_the_deviation_under_local_noise():
+    config = flags(sync_subset="bernoulli", sync_fraction=0.2)
+    before, after = [], []
+    local = noise(5, 0.5)
+
+    def make(step, weights):
+        local(step, weights)
+        before.append(spread(weights).square().mean().item())
+
+    simulate(config, torch.zeros(4, 3000), 160, make, lambda _, w: after.append(spread(w).square().mean().item()))
+    settled = slice(60, None)
+    assert np.mean(after[settled]) == pytest.approx(theory.deviation(0.2, 0.25, 4), rel=0.03)
+    assert np.mean(before[settled]) == pytest.approx(theory.deviation(0.2, 0.25, 4, before=True), rel=0.03)
+
+
+def test_equal_gaps_keep_islands_closer_than_drawn_ones():
+    spreads = {}
+    for kind in ("cyclic", "bernoulli"):
+        config = flags(sync_subset=kind, sync_fraction=0.05)
+        spreads[kind] = spread(simulate(config, torch.zeros(4, 3000), 200, noise(6))).square().mean().item()
+    assert spreads["cyclic"] < 0.65 * spreads["bernoulli"]
+
+
+# --- reductions, bit for bit ----------------------------------------------------------------------------------------------
+
+
+def test_without_delay_all_corrections_are_the_mean():
+    base = {"sync_fraction": 0.3, "sync_interval": 2}
+    runs = [
+        simulate(flags(**base, **how), start(), 30, noise(7))
+        for how in (
+            {"delay_correction": "none"},
+            {"delay_correction": "ema"},
+            {"mixing_gain": "1"},
+            {"mixing_gain": "auto"},
+        )
+    ]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+
+
+def test_a_coefficient_of_one_is_mixing_with_gain_one():
+    base = {"sync_fraction": 0.3, "sync_delay": 2}
+    ema = simulate(flags(**base, delay_correction="ema", ema_coefficient=(1.0, 1.0)), start(), 30, noise(8))
+    mixing = simulate(flags(**base, mixing_gain="1"), start(), 30, noise(8))
+    assert torch.equal(ema, mixing)
+    assert not torch.equal(mixing, simulate(flags(**base, mixing_gain="0.9"), start(), 30, noise(8)))
+
+
+def test_diloco_without_an_outer_optimizer_averages():
+    diloco = flags(sync_method="diloco", outer_lr=1.0, outer_momentum=0.0, sync_interval=5)
+    plain = flags(sync_interval=5, delay_correction="none")
+    assert torch.equal(simulate(diloco, start(), 30, noise(9)), simulate(plain, start(), 30, noise(9)))
+
+
+def test_identical_islands_are_one():
+    def same(step, weights):
+        weights += torch.randn(weights.shape[1], generator=torch.Generator().manual_seed(step))
+
+    for how in ({}, {"sync_delay": 7}, {"sync_delay": 2, "delay_correction": "ema"}):
+        config = flags(sync_fraction=0.25, **how)
+        weights = start(islands=1).repeat(4, 1)
+        simulate(config, weights, 40, same)
+        assert all(torch.equal(row, weights[0]) for row in weights)
+
+
+# --- outer optimizers -------------------------------------------------------------------------------------------------------
+
+
+def test_diloco_is_nesterov_sgd_of_torch():
+    config = flags(sync_method="diloco", sync_interval=3)
+    weights, local = torch.zeros(4, 20), noise(10)
+    outer = torch.nn.Parameter(torch.zeros(20))
+    optimizer = torch.optim.SGD([outer], lr=config.outer_lr, momentum=config.outer_momentum, nesterov=True)
+    rounds, rows = rounds_of(config, weights)
+    for step in range(30):
+        local(step, weights)
+        if step % 3 == 2:
+            outer.grad = outer.detach() - weights.mean(dim=0)
+            optimizer.step()
+        rounds.after_iteration(step, rows)
+        if step % 3 == 2:
+            torch.testing.assert_close(weights, outer.detach().expand(4, -1), atol=1e-5, rtol=1e-5)
+
+
+def eager(deltas, lr, momentum):
+    """Outer weights [rounds, islands] of eager DiLoCo, of one element that moves by ``-deltas`` [rounds, islands]."""
+    rounds, islands = deltas.shape
+    outer, buffer, result = np.zeros(islands), np.zeros(islands), []
+    for r in range(rounds):
+        mixed = deltas[r] if r == 0 else deltas[r - 1].mean() + (deltas[r] - deltas[r - 1]) / islands
+        buffer = momentum * buffer + mixed
+        outer = outer - lr * (mixed + momentum * buffer)
+        result.append(outer)
+    return np.array(result)
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.9)])
+def test_eager_diloco_mixes_its_own_progress_with_the_late_mean(lr, momentum):
+    config = flags(sync_method="eager-diloco", sync_interval=4, sync_delay=4, outer_lr=lr, outer_momentum=momentum)
+    deltas = np.random.default_rng(1).normal(size=(6, 4)).astype(np.float32)
+    expected = eager(deltas, lr, momentum)
+    weights, seen = torch.zeros(4, 8), []
+
+    def local(step, weights):
+        weights -= torch.from_numpy(deltas[step // 4] / 4)[:, None]
+
+    simulate(config, weights, 24, local, lambda step, w: seen.append(w[:, 3].clone()))
+    np.testing.assert_allclose(torch.stack(seen[3::4]).numpy(), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("islands", [2, 4, 8])
+def test_eager_diloco_keeps_the_speed_that_its_special_case_in_the_paper_loses(islands):
+    """Section 3.2 of AsyncMesh: full averaging, delay K, d = (w(t) - w(t - K)) / M on the mean of the weights at t - K."""
+    config = flags(
+        islands=islands, sync_method="eager-diloco", sync_interval=5, sync_delay=5, outer_lr=1.0, outer_momentum=0.0
+    )
+
+    def drift(step, weights):
+        weights += 1.0
+
+    ours = simulate(config, torch.zeros(islands, 8), 400, drift)
+    assert ours.mean().item() / 400 == pytest.approx(1.0, abs=1e-6)
+    now, sent = 0.0, 0.0  # equal islands: the mean is each one's own
+    for _ in range(400):
+        now += 5.0
+        now, sent = sent + (now - sent) / islands, now
+    assert now / 2000 == pytest.approx(1 / (2 - 1 / islands), rel=0.01)
+
+
+# --- loss ------------------------------------------------------------------------------------------------------------------
+
+
+def reference_mean(sent, reduced, gathered, elements):
+    """Per island: the new values [islands, k] and where something came, element by element."""
+    islands, count = sent.shape
+    shard = -(-count // islands)
+    got, values = np.zeros((islands, count), bool), np.zeros((islands, count))
+    for place in range(count):
+        owner, unit = place // shard, place % shard // elements
+        who = [i for i in range(islands) if reduced[owner, i, unit]]
+        mean = sum(float(sent[i, place]) for i in who) / len(who)
+        for island in range(islands):
+            got[island, place] = gathered[island, owner, unit]
+            values[island, place] = mean
+    return values, got
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(2, 5), st.integers(5, 70), st.sampled_from(["shard", "bucket", "packet"]), st.integers(0, 1000))
+def test_the_mean_of_what_arrives(islands, count, unit, step):
+    config = flags(islands=islands, p_sync=0.4, loss_unit=unit, packet_bytes=16)
+    crossing = InMemory(config, STREAM, None)
+    sent = torch.from_numpy(np.random.default_rng(step).normal(size=(islands, count)).astype(np.float32))
+    mean = crossing.begin(step, sent).wait()
+    reduced, gathered = (delivery.arrived for delivery in crossing.deliveries)
+    for arrived in (reduced, gathered):
+        assert arrived[np.arange(islands), np.arange(islands)].all()  # the own part never crosses
+    elements = 4 if unit == "packet" else 10**6
+    values, got = reference_mean(sent.numpy(), reduced, gathered, elements)
+    assert np.array_equal(mean.arrived.numpy(), got)
+    np.testing.assert_allclose(np.broadcast_to(mean.values.numpy(), got.shape)[got], values[got], atol=1e-6)
+    again = InMemory(config, STREAM, None)
+    again.begin(step, sent)
+    assert all(np.array_equal(a.arrived, b.arrived) for a, b in zip(crossing.deliveries, again.deliveries))
+
+
+def test_a_lost_mean_leaves_weights_and_memory_alone():
+    config = flags(delay_correction="ema", p_sync=0.5, loss_unit="packet", packet_bytes=8, ema_coefficient=(0.5, 0.5))
+    rounds, rows = rounds_of(config, weights := start(size=400))
+    rounds.rule.progress.normal_()
+    before, memory = weights.clone(), rounds.rule.progress.clone()
+    rounds.after_iteration(0, rows)
+    mean = rounds._crossing.begin(0, before).wait()
+    lost = ~mean.arrived
+    assert 0.3 < lost.float().mean() < 0.5  # of three quarters
+    assert torch.equal(weights[lost], before[lost]) and torch.equal(rounds.rule.progress[lost], memory[lost])
+    assert (weights != before)[mean.arrived].float().mean() > 0.99
+
+
+def test_the_mean_of_survivors_is_unbiased_over_exchangeable_islands():
+    config = flags(p_sync=0.4, loss_unit="packet", packet_bytes=4)
+    crossing = InMemory(config, STREAM, None)
+    sent = start(size=60_000) + 3.0
+    mean = crossing.begin(0, sent).wait()
+    received = mean.values.expand(4, -1)[mean.arrived]
+    error = received.std().item() / np.sqrt(len(mean.values))
+    assert received.mean().item() == pytest.approx(3.0, abs=4 * error)
+
+
+@pytest.mark.parametrize("islands", [4, 8, 64])
+def test_loss_thins_an_exchange_and_does_nothing_else(islands):
+    known = {4: (0.939, 0.869, 0.699), 8: (0.921, 0.837, 0.654), 64: (0.903, 0.807, 0.607)}[islands]
+    for loss, expected in zip((0.1, 0.2, 0.4), known):
+        assert theory.removed(loss, islands) == pytest.approx(expected, abs=3e-3)
+    config = flags(islands=islands, p_sync=0.4, loss_unit="packet", packet_bytes=4)
+    weights = start(islands, 160_000 // islands)
+    before = spread(weights).square().sum()
+    left = spread(simulate(config, weights, 1)).square().sum() / before
+    assert 1 - left.item() == pytest.approx(theory.removed(0.4, islands), abs=0.02)
+
+
+def test_an_island_with_a_weight_that_is_no_number_sends_nothing():
+    for how in ({}, {"p_sync": 0.2}):
+        config = flags(**how)
+        weights = start()
+        weights[2, 7] = float("nan")
+        before = weights.clone()
+        rounds, rows = rounds_of(config, weights)
+        rounds.after_iteration(0, rows)
+        others = [0, 1, 3]
+        assert torch.isfinite(weights[others]).all()
+        assert torch.equal(weights[2].nan_to_num(), before[2].nan_to_num())  # nor does it get anything
+        for delivery in rounds._crossing.deliveries:
+            assert not delivery.arrived[:, 2].any()
+        if not how:  # what it owns nobody averages
+            assert torch.equal(weights[others][:, 30:45], before[others][:, 30:45])
+            mean = before[others][:, :30].mean(dim=0)
+            torch.testing.assert_close(weights[0][:30], mean)
+
+
+def test_messages_in_16_bits_are_rounded_and_weights_are_not():
+    config = flags(sync_dtype="bf16", delay_correction="none")
+    weights = start()
+    rounded = weights.bfloat16().float().mean(dim=0).bfloat16().float()
+    simulate(config, weights, 1)
+    torch.testing.assert_close(weights, rounded.expand(4, -1), atol=0.01, rtol=0)
+    assert torch.equal(weights, weights.bfloat16().float())
+    mixed = flags(sync_dtype="bf16", sync_delay=3, sync_fraction=0.25)
+    weights = simulate(mixed, start(), 20, noise(1))
+    assert not torch.equal(weights, weights.bfloat16().float())
+
+
+# --- state -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"sync_fraction": 0.2, "sync_delay": 4},
+        {"sync_fraction": 0.2, "sync_delay": 4, "delay_correction": "ema", "p_sync": 0.3, "sync_subset": "partition"},
+        {"sync_fraction": 0.3, "sync_delay": 3, "delay_correction": "none", "sync_subset": "bernoulli"},
+        {"sync_method": "diloco", "sync_interval": 4, "p_sync": 0.3},
+        {"sync_method": "eager-diloco", "sync_interval": 4, "sync_delay": 4},
+    ],
+)
+def test_a_saved_state_continues_bit_for_bit(how):
+    config = flags(**how)
+    whole = simulate(config, start(), 23, noise(2))
+    weights, local = start(), noise(2)
+    rounds, rows = rounds_of(config, weights)
+    for step in range(23):
+        if step == 10:
+            state = rounds.state_dict()
+            assert state["flights"] or config.sync_method == "diloco"
+            rounds, rows = rounds_of(config, weights)
+            rounds.load_state_dict(state)
+        local(step, weights)
+        rounds.after_iteration(step, rows)
+    assert torch.equal(weights, whole)
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"islands": 0}, "--islands 0: must be at least 1"),
+        ({"islands": 1, "sync_method": "parameters"}, "--sync-method parameters: needs --islands of at least 2"),
+        ({"islands": 1, "sync_method": "gradients", "p_sync": 0.1}, "--p-sync 0.1: needs --islands and a --sync-method"),
+        ({"sync_method": "gradients", "sync_delay": 3}, "--sync-delay 3: needs --islands and a --sync-method"),
+        ({"sync_fraction": 0.0}, "--sync-fraction 0.0: must be in (0, 1]"),
+        ({"sync_fraction": 1.5}, "--sync-fraction 1.5: must be in (0, 1]"),
+        ({"sync_fraction": float("nan")}, "--sync-fraction nan: must be in (0, 1]"),
+        ({"sync_interval": 0}, "--sync-interval 0: must be at least 1"),
+        ({"sync_delay": -1}, "--sync-delay -1: must be at least 0"),
+        ({"sync_block": 0}, "--sync-block 0: must be at least 1"),
+        ({"mixing_gain": "2"}, "--mixing-gain 2: must be auto, or in (0, 2)"),
+        ({"mixing_gain": "fast"}, "--mixing-gain fast: must be auto, or in (0, 2)"),
+        ({"delay_correction": "ema", "ema_coefficient": (0.0, 0.1)}, "--ema-coefficient 0.0 0.1: must be two numbers"),
+        ({"ema_coefficient": (0.4, 0.1)}, "--ema-coefficient 0.4 0.1: needs --delay-correction ema"),
+        ({"sync_method": "diloco", "sync_fraction": 0.5}, "--sync-fraction 0.5: must be 1 with --sync-method diloco"),
+        ({"sync_method": "diloco", "sync_delay": 2}, "--sync-delay 2: must be 0 with --sync-method diloco"),
+        (
+            {"sync_method": "eager-diloco", "sync_delay": 2, "sync_interval": 4},
+            "--sync-delay 2: must be --sync-interval 4",
+        ),
+        ({"outer_lr": 0.5}, "--outer-lr 0.5: needs --sync-method diloco or eager-diloco"),
+        ({"sync_method": "diloco", "delay_correction": "ema"}, "--delay-correction ema: needs --islands and --sync-method"),
+        ({"island_speeds": (1.0, 2.0)}, "--island-speeds 1.0 2.0: must be 4 positive numbers, one per island"),
+        ({"island_speeds": (1.0, 2.0, 0.0, 1.0)}, "--island-speeds 1.0 2.0 0.0 1.0: must be 4 positive numbers"),
+        ({"island_speeds": (1.0, 1.5, 1.0, 1.0)}, "--island-speeds 1.5 of 1.0 1.5 1.0 1.0: gives an island 1.5 iterations"),
+        ({"p_sync": 1.0}, "--p-sync 1.0: must be in [0, 1)"),
+        ({"param_send": "compensated"}, "--param-send compensated: cannot be combined with --islands"),
+        ({"drift_interval": 5}, "--drift-interval 5: cannot be combined with --islands"),
+        ({"transport": "pieces"}, "--transport pieces: cannot be combined with --islands"),
+        ({"eval_weights": "owner"}, "--eval-weights owner: every island has owners"),
+        ({"loss_model": ("per-link",), "link_rates_grad": "rates", "p_sync": 0.1}, "--p-sync 0.1: has no rates per link"),
+        (
+            {"island_speeds": (1.0, 2.0, 1.0, 1.0), "delivery_log": "log"},
+            "--delivery-log log: cannot be combined with --island-speeds",
+        ),
+    ],
+)  # fmt: skip
+def test_flags_that_do_not_fit(settings, line):
+    with pytest.raises(UsageError) as error:
+        flags(**settings)
+    assert str(error.value).startswith(line) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"sync_delay": 100, "delay_correction": "ema"}, "--ema-coefficient 0.5 0.01: diverges: must be below 0.285"),
+        ({"sync_delay": 50, "mixing_gain": "0.62"}, "--mixing-gain 0.62: diverges: must be below 0.618 with 2 later"),
+        (
+            {"sync_delay": 50, "delay_correction": "ema", "sync_subset": "bernoulli"},
+            "--ema-coefficient 0.5 0.01: diverges: must be below 0.433 with 2 later exchanges of an element under way",
+        ),
+    ],
+)
+def test_a_gain_that_diverges_is_refused(settings, line):
+    with pytest.raises(UsageError) as error:
+        check_averaging(flags(sync_fraction=0.05, **settings))
+    assert str(error.value).startswith(line)
+
+
+def test_overlap_and_averages_that_cannot_settle_are_noted():
+    [note] = notes_on_averaging(flags(sync_fraction=0.05, sync_delay=50, delay_correction="ema"), 300)
+    assert note.startswith("2 later exchanges of an element under way") and "at most 0.0196" in note
+    assert flags(sync_fraction=1 / 51, sync_delay=50).overlap == 0 < flags(sync_fraction=1 / 50, sync_delay=50).overlap
+    [note] = notes_on_averaging(flags(sync_fraction=0.05, sync_delay=10, delay_correction="ema"), 180)
+    assert "exchanged 9 times in this run" in note
+    assert notes_on_averaging(flags(sync_fraction=0.05, sync_delay=10), 180) == []
+
+
+def test_the_coefficient_falls_by_half_a_cosine():
+    config = flags(delay_correction="ema", ema_hold_iters=100)
+    rule = make_rule(config, torch.zeros(4, 8), 300)
+    assert [rule.coefficient(step) for step in (0, 99, 100)] == [0.5] * 3
+    assert rule.coefficient(200) == pytest.approx(0.255)
+    assert rule.coefficient(300) == pytest.approx(0.01)
+
+
+def test_speeds_share_out_the_iterations():
+    config = flags(island_speeds=(10.0, 8.0, 1.0, 2.0))
+    iterations = config.iterations(1050)
+    assert iterations == 200
+    assert sum(config.local_iterations(island, iterations) for island in range(4)) == 4 * 1050
+    assert [config.local_iterations(island, 3) for island in range(4)] == [30, 24, 3, 6]
+    assert flags().iterations(1050) == 1050

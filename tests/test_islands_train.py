@@ -1,0 +1,277 @@
+"""Islands in the training program: what they reduce to, continued runs, replayed losses, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.sync import check_islands
+from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.train.saved import latest_iteration
+from tests.ranks import run_ranks
+from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
+
+SMALL = TINY | {"log_interval": 1, "micro_batch_size": 1, "virtual_workers": 4, "eval_iters": 1}
+ISLANDS = {"islands": 4, "sync_method": "parameters"}
+LOSS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
+
+
+def train_all(data: dict, folder: Path, cases: dict[str, tuple[dict, dict]], train=train_runs) -> dict[str, Path]:
+    """The folder of each case, trained one after the other in one process."""
+    runs = [(SMALL | data | settings | {"save": str(folder / name)}, loss) for name, (settings, loss) in cases.items()]
+    run_ranks(train, 1, *runs)
+    return {name: folder / name for name in cases}
+
+
+def weights_of(folder: Path) -> dict[str, bytes]:
+    return {k: v for k, v in checkpoint_bytes(folder, latest_iteration(folder)).items() if "rng" not in k}
+
+
+def islands_of(folder: Path) -> dict:
+    path = folder / f"iter_{latest_iteration(folder):07d}" / "lossy_islands.pt"
+    return torch.load(path, weights_only=True)
+
+
+def flat(state) -> list:
+    """Everything in a saved state, in order, tensors as bytes."""
+    if isinstance(state, dict):
+        return [item for key in sorted(state, key=str) for item in (key, *flat(state[key]))]
+    if isinstance(state, list | tuple):
+        return [item for one in state for item in flat(one)]
+    return [state.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if torch.is_tensor(state) else state]
+
+
+def losses_of(folder: Path) -> list[tuple]:
+    """Training and validation losses alone: other runs name their metrics and weights otherwise."""
+    return [(r["iteration"], r["lm loss"]) for kind in ("train", "valid") for r in read_records(folder, kind)]
+
+
+def test_what_islands_reduce_to(data, tmp_path):
+    plain_sgd = {"optimizer": "sgd", "sgd_momentum": 0.5, "clip_grad": 0.0, "weight_decay": 0.1, "hidden_dropout": 0.0}
+    every = {"sync_interval": 2}
+    folders = train_all(
+        data,
+        tmp_path,
+        {
+            "no islands": ({}, {"eval_weights": "consensus"}),
+            "gradients": ({}, {"islands": 4, "eval_weights": "consensus"}),
+            "lossy": ({}, {**LOSS}),
+            "lossy gradients": ({}, {**LOSS, "islands": 2}),
+            "sgd": (plain_sgd, {"eval_weights": "consensus"}),
+            "sgd averaged": (plain_sgd, ISLANDS),
+            "adam averaged": ({}, ISLANDS),
+            "averaged": ({}, {**ISLANDS, **every}),
+            "diloco": ({}, {**ISLANDS, **every, "sync_method": "diloco", "outer_lr": 1.0, "outer_momentum": 0.0}),
+            "alone": ({}, {**ISLANDS, "sync_method": "none"}),
+        },
+    )
+    for one, other in (("no islands", "gradients"), ("lossy", "lossy gradients")):
+        assert recorded_losses(folders[one]) == recorded_losses(folders[other])
+        assert weights_of(folders[one]) == weights_of(folders[other])
+    # All weights averaged after each step of plain gradient descent: averaged gradients.
+    sgd, averaged = (dict(losses_of(folders[name])) for name in ("sgd", "sgd averaged"))
+    assert list(averaged.values()) == pytest.approx(list(sgd.values()), rel=2e-6)
+    # With Adam it is not: each island has a second moment of its own.
+    adam = losses_of(folders["adam averaged"])
+    assert [loss for _, loss in adam] != pytest.approx([loss for _, loss in losses_of(folders["gradients"])], rel=1e-3)
+    assert losses_of(folders["averaged"]) == losses_of(folders["diloco"])
+    assert weights_of(folders["averaged"]) == weights_of(folders["diloco"])
+    assert losses_of(folders["alone"]) != losses_of(folders["averaged"])
+    islands = islands_of(folders["adam averaged"])["islands"]
+    assert all(torch.equal(one["weights"][0], islands[0]["weights"][0]) for one in islands)
+    assert not torch.equal(*(flat_moments(one) for one in islands[:2]))
+
+
+def flat_moments(island: dict) -> torch.Tensor:
+    states = island["optimizers"][0]["state"].values()
+    return torch.cat([state["exp_avg_sq"].view(-1) for state in states])
+
+
+def same_data(rank: int, *runs):
+    """Every worker reads what the first of two would, and a run of one worker too."""
+    from megatron_lossy.train import islands, workers
+    from megatron_lossy.train.data import RankBatches
+
+    def batches(dataset, config, consumed, rank, size):
+        return RankBatches(dataset, config, consumed * 2 // size, 0, 2)
+
+    islands.RankBatches = workers.RankBatches = batches
+    return train_runs(rank, *runs)
+
+
+def test_identical_islands_with_the_same_data_are_one(data, tmp_path):
+    one = {"virtual_workers": 1, "global_batch_size": 4, "eval_iters": 0}
+    two = {"virtual_workers": 2, "global_batch_size": 8, "eval_iters": 0}
+    two_of_them = {"sync_fraction": 0.25, "islands": 2, "sync_method": "parameters"}
+    late = {**two_of_them, "sync_delay": 2}
+    cases = {
+        "one": (one, {}),
+        "two": (two, two_of_them),
+        "late": (two, late),
+        "ema": (two, {**late, "delay_correction": "ema"}),
+    }
+    folders = train_all(data, tmp_path, cases, same_data)
+    assert weights_of(folders["two"]) == weights_of(folders["one"])
+    alone = [loss for _, loss in losses_of(folders["one"])]
+    late_losses = [loss for _, loss in losses_of(folders["late"])]
+    assert late_losses == pytest.approx(alone, rel=1e-5)  # the progress added to the mean rounds
+    # A moving average is not the progress, so that even one island would go another way.
+    assert [loss for _, loss in losses_of(folders["ema"])] != pytest.approx(alone, rel=1e-3)
+    for name in ("two", "late", "ema"):
+        first, second = islands_of(folders[name])["islands"]
+        assert flat(first) == flat(second)
+    assert len({loss for _, loss in losses_of(folders["one"])}) > 3
+
+
+CONTINUED = {
+    "in flight": ({}, {**ISLANDS, "sync_fraction": 0.25, "sync_delay": 3}),
+    "ema, bf16, lost": (
+        {"bf16": True},
+        {**ISLANDS, "sync_fraction": 0.5, "sync_delay": 1, "delay_correction": "ema", "p_sync": 0.3},
+    ),
+    "lossy inside": (
+        {},
+        {**LOSS, **ISLANDS, "islands": 2, "sync_fraction": 0.5, "sync_delay": 2, "grad_recovery": "previous"},
+    ),
+    "speeds": ({"train_iters": 16}, {**ISLANDS, "sync_delay": 1, "island_speeds": (3.0, 2.0, 1.0, 2.0)}),
+    "eager": (
+        {"optimizer": "nadam"},
+        {"islands": 4, "sync_method": "eager-diloco", "sync_interval": 2, "sync_delay": 2, "p_sync": 0.2},
+    ),
+}
+
+
+def test_stopped_and_continued_bit_for_bit(data, tmp_path):
+    """In the middle of exchanges, with dropout."""
+    runs = []
+    for name, (settings, loss) in CONTINUED.items():
+        base, loss = SMALL | data | settings, {**loss, "save_replicas": True, "eval_weights": "both"}
+        runs.append((base | {"save": str(tmp_path / name / "whole")}, loss))
+        folder = str(tmp_path / name / "parts")
+        runs.append((base | {"save": folder, "load": folder, "exit_interval": 5}, loss))
+        runs.append((base | {"save": folder, "load": folder}, loss))
+    run_ranks(train_runs, 1, *runs)
+    for name in CONTINUED:
+        whole, parts = tmp_path / name / "whole", tmp_path / name / "parts"
+        assert recorded_losses(whole) == recorded_losses(parts), name
+        assert weights_of(whole) == weights_of(parts), name
+        assert flat(islands_of(whole)) == flat(islands_of(parts)), name
+        replica, consensus = (record["lm loss"] for record in read_records(whole, "valid")[-2:])
+        assert replica != consensus, name
+    rounds = islands_of(tmp_path / "in flight" / "whole")["rounds"]
+    assert [flight[1] for flight in rounds[0]["flights"]] == [5, 6, 7]
+
+
+def test_faster_islands_make_more_iterations(data, tmp_path):
+    loss = {**ISLANDS, "island_speeds": (3.0, 2.0, 1.0, 2.0)}
+    folder = train_all(data, tmp_path, {"speeds": ({"train_iters": 16}, loss)})["speeds"]
+    records = read_records(folder, "train")
+    assert len(records) == 8 and records[-1]["consumed samples"] == 16 * 8
+    islands = islands_of(folder)["islands"]
+    steps = [next(iter(one["optimizers"][0]["state"].values()))["step"] for one in islands]
+    assert [int(step) for step in steps] == [24, 16, 8, 16]
+    # All learning rates have come down to 0, each in as many iterations of its own.
+    assert all(one["optimizers"][0]["param_groups"][0]["lr"] == pytest.approx(0.0, abs=1e-12) for one in islands)
+
+
+def test_losses_between_islands_are_recorded_and_replayed(data, tmp_path):
+    pytest.importorskip("pyarrow")
+    from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+    from megatron_lossy.delivery_log.summary import summary_text
+    from megatron_lossy.delivery_log.verify import verify
+
+    sync = {**ISLANDS, "islands": 2, "sync_fraction": 0.25, "sync_interval": 2, "sync_delay": 1}
+    for unit in ("shard", "packet"):
+        log = str(tmp_path / f"log {unit}")
+        loss = {**sync, "p_sync": 0.4, "p_grad": 0.3, "loss_unit": unit, "packet_bytes": 256, "delivery_log_chunk": 3}
+        again = {**loss, "p_sync": 0.0, "p_grad": 0.0, "loss_model": ("trace",), "trace": log, "loss_seed": 99}
+        again.pop("delivery_log_chunk")
+        folders = train_all(
+            data, tmp_path, {f"first {unit}": ({}, {**loss, "delivery_log": log}), f"again {unit}": ({}, again)}
+        )
+        first, replayed = folders[f"first {unit}"], folders[f"again {unit}"]
+        assert losses_of(first) == losses_of(replayed), unit
+        assert weights_of(first) == weights_of(replayed), unit
+        assert any(record["loss rate sync-reduce"] for record in read_records(first, "train"))
+        folder = DeliveryLogFolder(Path(log))
+        verdict = verify(folder)
+        assert verdict.problems == [] and verdict.rows
+        text = summary_text(folder)
+        assert "sync-reduce, islands-e0-s0-c0, 2 ranks" in text and "sync-gather, islands-e1-s0-c0" in text
+
+
+def test_islands_lose_other_things(data, tmp_path):
+    loss = {**LOSS, **ISLANDS, "islands": 2, "sync_method": "none"}
+    run_ranks(look_at_losses, 1, SMALL | data | {"save": str(tmp_path / "run")}, loss)
+
+
+def look_at_losses(rank: int, config: dict, loss: dict) -> None:
+    from megatron_lossy.virtual import VirtualIslands
+
+    seen = []
+    exchange = VirtualIslands.exchange
+
+    def look(self, successful):
+        seen.append([cluster.streams[0].delivery("grad", self.iteration) for cluster in self.clusters])
+        exchange(self, successful)
+
+    VirtualIslands.exchange = look
+    train_runs(rank, (config, loss))
+    assert [list(delivery.sources) for delivery in seen[0]] == [[0, 1], [2, 3]]
+    lost = np.array([[~delivery.arrived for delivery in iteration] for iteration in seen])
+    assert 0.05 < lost.mean() < 0.25 and (lost[:, 0] & lost[:, 1]).mean() < 0.7 * lost.mean()
+
+
+@pytest.mark.parametrize(
+    ("settings", "loss", "line"),
+    [
+        ({"virtual_workers": None}, ISLANDS, "--islands 4: needs --virtual-workers"),
+        ({"virtual_workers": 6}, ISLANDS, "--islands 4: must divide the 6 virtual workers"),
+        ({}, {**ISLANDS, "p_grad": 0.1}, "data-parallel size 1: one rank exchanges nothing"),
+        (
+            {},
+            {**ISLANDS, "sync_fraction": 0.05, "sync_delay": 50, "mixing_gain": "0.7"},
+            "--mixing-gain 0.7: diverges",
+        ),
+        (
+            {"train_iters": 3},
+            {**ISLANDS, "island_speeds": (20.0, 20.0, 20.0, 1.0)},
+            "--train-iters 3: leaves the slowest island without an iteration",
+        ),
+    ],
+)
+def test_flags_that_do_not_fit(settings, loss, line):
+    with pytest.raises(UsageError) as error:
+        config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0} | settings)
+        check_islands(LossyConfig(**loss), config.virtual_workers, config.train_iters)
+    assert str(error.value).startswith(line)
+
+
+def test_checkpoints_of_others_are_refused(data, tmp_path):
+    base, plain, four = SMALL | data, str(tmp_path / "plain"), str(tmp_path / "four")
+    run_ranks(train_runs, 1, (base | {"save": plain}, {}), (base | {"save": four}, ISLANDS))
+    more = {"train_iters": 12}
+    for settings, loss, line in (
+        ({"load": plain, **more}, ISLANDS, "--islands 4: the checkpoint .* is of no islands"),
+        ({"load": four, **more}, {**ISLANDS, "islands": 2}, "--islands with .*: islands was 4 there and is 2 here"),
+        ({"load": four, **more}, {**ISLANDS, "sync_method": "none"}, "--sync-method none: exchanges were others in .*"),
+        (more, {**ISLANDS, "sync_fraction": 1e-5}, r"--sync-fraction 1e-05: of \d+ elements is less than one .*"),
+    ):
+        run_ranks(refused, 1, (base | settings, loss), line)
+
+
+def refused(rank: int, run: tuple[dict, dict], line: str) -> None:
+    with pytest.raises(UsageError, match=f"^{line}$"):
+        train_runs(rank, run)
