@@ -4,11 +4,18 @@ Statistical tests use fixed seeds and five standard errors: of E|mean - theta_m|
 relative one is sqrt(2 / ((N-1) d)).
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.exchange import Stream
+from megatron_lossy.hooks.replicated import ReplicaStream
 from megatron_lossy.sync import LocalPeers
 from megatron_lossy.theory import divergence as theory
+from megatron_lossy.virtual.reduction import LossyReduction
 from tests.full_replicas import FullReplicas
 
 N, D, SIGMA, ETA = 4, 20_000, 0.01, 0.1
@@ -144,3 +151,22 @@ def test_what_is_no_argument():
     ):
         with pytest.raises(ValueError, match="must be"):
             call()
+
+
+@pytest.mark.parametrize(("size", "p"), [(2, 0.3), (3, 0.1), (4, 0.4), (8, 0.2)])
+def test_a_lossy_all_reduce_drives_replicas_apart(size, p):
+    """Simulated with the real draws and rules, within 5 standard errors over the elements."""
+    elements = 24_000
+    config = LossyConfig(p_grad=p, loss_unit="packet", packet_bytes=4, allow_divergence=True)
+    bucket = SimpleNamespace(grad_data=torch.zeros(elements))
+    reduction = LossyReduction(config, ReplicaStream(Stream(), None, [(None, bucket)], []), size, None)
+    gradients = torch.from_numpy(np.random.default_rng(1).standard_normal((size, elements)).astype(np.float32))
+    for worker in range(size):
+        reduction.collect(worker, [gradients[worker] / size], 0, None, None)
+    reduction.reduce()
+    got = np.stack([reduction.gather(worker, 0)[0][:elements].numpy() for worker in range(size)])
+    pairs = [(got[m] - got[n]) ** 2 for m in range(size) for n in range(m)]
+    squares = np.mean(pairs, axis=0)
+    error = squares.std() / elements**0.5
+    assert abs(squares.mean() - theory.lost_all_reduce(size, p)) < 5 * error
+    assert theory.lost_all_reduce(size, 0.0) == 0

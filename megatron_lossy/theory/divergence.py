@@ -47,6 +47,24 @@ def divergence_of_pairs(
     return 2 * divergence(replicas, sigma, rates, dimension, momentum) / share(replicas)
 
 
+def lost_all_reduce(replicas: int, p: float) -> float:
+    """E|theta_m - theta_n|^2 of two replicas after a step of SGD whose all-reduce lost ``p``, twice: in units of s^2 eta^2.
+
+    Local gradients are independent, with variance s^2. The owner of an element has the mean of the K that arrived, its
+    own among them: e = E 1/K = (1 - p^N) / (N (1-p)). Another one is among them with E 1[m in K] / K = (1 - e)/(N - 1), since all
+    others are alike, so that from the result its gradient is a = 1 + e - 2 (1 - e)/(N - 1) away. Of two replicas that
+    own nothing one keeps its own with 2p(1-p), and both with p^2, when they are 2 apart; of the share 2/N of the elements
+    one of the two is the owner, who has the result. Without loss in the first half and for many replicas that is
+    2p(1-p) + 2p^2.
+    """
+    if replicas < 2 or not 0 <= p < 1:
+        raise ValueError(f"replicas = {replicas}, p = {p}: must be at least 2, and in [0, 1)")
+    e = (1 - p**replicas) / (replicas * (1 - p))
+    away = 1 + e - 2 * (1 - e) / (replicas - 1)
+    owners = 2 / replicas
+    return (1 - owners) * (2 * p * (1 - p) * away + 2 * p**2) + owners * p * away
+
+
 def _responses(rates: ArrayLike, momentum: float) -> np.ndarray:
     """float64[steps]: how much the last weight depends on the gradient of each step, without its sign."""
     eta = np.asarray(rates, dtype=np.float64)

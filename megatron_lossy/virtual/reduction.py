@@ -32,7 +32,7 @@ class LossyReduction:
             nodes = consecutive_nodes(range(workers), config.ranks_per_node)
         networks = {phase: Network(config, phase, workers, nodes) for phase in PHASES}
         check_links(networks, one.stream, cut, workers, steps)
-        self._memory = Memory(networks, one.stream, workers, cut)
+        self._memory = Memory(networks, one.stream, range(workers), cut)
         self.groups = [LossyGroup(config, self._memory.worker(rank)) for rank in range(workers)]
         self._sums = [flat.new_empty(workers * spec.shard) for flat, spec in zip(gradients, specs, strict=True)]
         self._own: list[list[torch.Tensor]] = []  # of each worker, as it thinks of the sum by itself
