@@ -51,12 +51,15 @@ TESTS = (
     "tests/test_hooks.py",
     "tests/test_compensated.py::test_what_is_sent_and_what_owners_keep",
     "tests/test_pieces.py::test_every_setting_of_megatron",
+    "tests/test_replicas.py::test_replicas_without_errors_are_megatrons",
+    "tests/test_replicas.py::test_replicas_are_equal_after_a_synchronisation",
 )
 #: Columns of the matrix, and the tests of each; the last takes the rest.
 CONTRACT = {
     "p = 0 identical": r"test_without_loss",
     "with a lead": r"test_what_is_sent",
     "in pieces": r"test_every_setting_of_megatron",
+    "full replicas": r"test_replicas",
     "optimizer instances": r"two instances",
     "by value": r"",
 }

@@ -91,7 +91,7 @@ def virtually(rank, size, cases, steps=STEPS):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_without_errors_it_is_megatron(size):
+def test_replicas_without_errors_are_megatrons(size):
     watched = LossyConfig(param_sync_interval=2, replica_check="repair", param_sync_state="all")
     models = {
         "fp32": full(),

@@ -356,7 +356,8 @@ struct source {
     uint32_t *must, musts, code, parts_told; /* what END says */
     uint8_t *told;
     ns nack_at, nack_wait;
-    uint8_t *parities; /* which have come */
+    uint8_t *parities; /* which have come, a bit each; of so many there is room for bits */
+    uint32_t parities_room;
     /* What must arrive: so many may be missing for good, unless they are asked for; what was missing before and after
      * repair; what was when it was last asked for. */
     uint32_t tolerance, raw, residual, asked;
@@ -637,7 +638,7 @@ static void musts_forget(struct source *s)
     free(s->dropped);
     s->must = NULL;
     s->told = s->parities = s->dropped = NULL;
-    s->musts = s->drops = 0;
+    s->musts = s->drops = s->parities_room = 0;
 }
 
 static void source_forget(struct source *s)
@@ -1343,17 +1344,24 @@ static int take_parity(struct channel *c, struct member *m, int phase, uint32_t 
     struct source *s = &x->sources[m->rank];
     if (s->over || (x->posted && !s->expected))
         return LATE;
-    if (s->parities && s->parities[index / 8] >> index % 8 & 1)
+    if (index < s->parities_room && s->parities[index / 8] >> index % 8 & 1)
         return DUPLICATE;
     if (shall_lose(s, x->bucket->units + index))
         return TAKEN;
     /* Of what was asked for there are no more than it has units. */
-    size_t charge = x->posted ? 0 : sizeof(struct early) + size + (s->parities ? 0 : (x->bucket->units + 7) / 8);
+    size_t known = s->parities_room / 8, wanted = known;
+    if (index >= s->parities_room) /* with copies there are more of them than units */
+        wanted = ((size_t)(index > x->bucket->units ? index : x->bucket->units) + 8) / 8;
+    size_t charge = x->posted ? 0 : sizeof(struct early) + size + wanted - known;
     struct early *chunk = early_room(c, charge) ? malloc(sizeof *chunk + size) : NULL;
-    if (!chunk || (!s->parities && !(s->parities = calloc(1, (x->bucket->units + 7) / 8)))) {
+    uint8_t *bits = chunk && wanted > known ? realloc(s->parities, wanted) : s->parities;
+    if (!chunk || !bits) {
         free(chunk);
         return EARLY_DROPPED;
     }
+    memset(bits + known, 0, wanted - known);
+    s->parities = bits;
+    s->parities_room = (uint32_t)(8 * wanted);
     early_charge(x, charge);
     s->parities[index / 8] |= (uint8_t)(1 << index % 8);
     chunk->unit = index;
