@@ -4,7 +4,7 @@
     python scripts/lstm_language_model.py --config configs/lstm/wikitext2.yaml --out DIR
 
 The first, `--scale small`, trains on the source of Python's standard library, in bytes, for minutes on a CPU. The second is
-the paper's protocol, for a GPU. Writes lstm.md, lstm.csv (every run) and lstm.png to DIR. Runs are kept in --cells by all
+the paper's protocol, for a GPU. Writes lstm.md, its tables, lstm.csv (every run) and lstm.png to DIR. Runs are kept in --cells by all
 that makes them what they are: interrupted, the command goes on with the next one when it is given again.
 docs/smart.md says what came of it.
 """
@@ -178,21 +178,19 @@ def main(arguments: Sequence[str]) -> None:
     runs = plan(flags, text.digest)
     check_text(runs[0].scale, text)
     results = run_all(runs, Path(flags.cells), text)
-    shown = tables(results, flags.rates)
-    print("\n\n".join(table.text() for table in shown))
+    shown = tables(results, flags.rates, origin(results))
+    print("\n\n".join(table.text() for table in shown.values()))
     out, command = Path(flags.out), shlex.join(["python", PROGRAM, *arguments])
-    said = [
-        f"# An LSTM that loses gradients, {flags.scale} scale",
-        "",
-        f"`{command}`: {runs[0].scale}.",
-        origin(results),
-    ]
+    title = f"# An LSTM that loses gradients, {flags.scale} scale"
+    body = "\n".join(table.markdown() for table in shown.values())
     with writing("--out", out):
         out.mkdir(parents=True, exist_ok=True)
     replace_file(out / "lstm.png", lambda aside: draw(results, flags.rates, aside))
-    write_text(out / "lstm.md", "\n".join([*said, "", "\n".join(table.markdown() for table in shown)]))
+    for name, table in shown.items():
+        write_text(out / f"{name}.md", table.markdown())
+    write_text(out / "lstm.md", f"{title}\n\n`{command}`: {runs[0].scale}.\n\n{body}")
     write_text(out / "lstm.csv", values(results))
-    print(f"wrote {out}/lstm.md, lstm.csv, lstm.png", file=sys.stderr)
+    print(f"wrote {out}/lstm.csv, lstm.png, lstm.md and the tables in it, each by itself", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,15 @@ def paper_change(arm: str, rate: float) -> float:
     return 100 * (PAPER.get(arm, {}).get(rate, math.nan) / PAPER_LOSSLESS - 1)
 
 
-def tables(results: Results, rates: Sequence[float]) -> list[LossTable]:
-    """Perplexities; changes; differences between arms; what was lost."""
+def tables(results: Results, rates: Sequence[float], made: str) -> dict[str, LossTable]:
+    """Perplexities, their changes, the differences of these between arms, and what was lost. ``made``: a note on all."""
     headings = tuple(f"{100 * rate:g} %" for rate in rates)
-    count = len({seed for _, _, seed, _ in results})
+    seeds, loss_seeds = ({key[place] for key in results if key[0] != LOSSLESS} for place in (2, 3))
+    paired = f"in percent, seed by seed; {INTERVAL}"
+    counted = f"{len(seeds)} seeds of weights and data, each with {len(loss_seeds)} of the losses; {made}"
+
+    def table(columns: tuple[str, ...], rows: dict[str, Iterable[Entry]], *notes: str) -> LossTable:
+        return LossTable(columns, tuple((name, tuple(entries)) for name, entries in rows.items()), (*notes, counted))
 
     def paper(value: float) -> Difference:
         return Difference(value, None, None, 0 if math.isnan(value) else 1)
@@ -72,37 +77,31 @@ def tables(results: Results, rates: Sequence[float]) -> list[LossTable]:
         values = by_seed(results, arm, rate, lambda one: 100 * one[name])
         return Entry(mean_and_error(values)[0], None, None, len(values))
 
-    perplexities = [(arm, (entry(LOSSLESS, 0.0), *(entry(arm, rate) for rate in rates))) for arm in ARMS]
-    changed, between = [], []
+    perplexities: dict[str, Iterable[Entry]] = {LOSSLESS: [entry(LOSSLESS, 0.0)] * len(rates)}
+    changed, between, lost = {}, {}, {}
     for arm in ARMS:
-        changed.append((arm, tuple(Difference.of(changes(results, arm, rate)) for rate in rates)))
+        perplexities[arm] = [entry(arm, rate) for rate in rates]
+        ours = {rate: changes(results, arm, rate) for rate in rates}
+        changed[arm] = map(Difference.of, list(ours.values()))
+        for name, text in {"lost": "packets lost for good, %", "missing": "of the sum of |values|, %"}.items():
+            lost[f"{arm}: {text}"] = [share(arm, rate, name) for rate in rates]
         if arm in PAPER:
-            changed.append((f"{arm}, paper", tuple(paper(paper_change(arm, rate)) for rate in rates)))
+            changed[f"{arm}, paper"] = [paper(paper_change(arm, rate)) for rate in rates]
         if arm == _AGAINST:
             continue
-        ours = [{rate: changes(results, name, rate) for rate in rates} for name in (arm, _AGAINST)]
-        points = [{seed: ours[0][rate][seed] - ours[1][rate][seed] for seed in ours[0][rate]} for rate in rates]
-        between.append((arm, tuple(map(Difference.of, points))))
+        others = {rate: changes(results, _AGAINST, rate) for rate in rates}
+        between[arm] = [Difference.of({k: ours[rate][k] - others[rate][k] for k in ours[rate]}) for rate in rates]
         if arm in PAPER:
-            theirs = tuple(paper(paper_change(arm, rate) - paper_change(_AGAINST, rate)) for rate in rates)
-            between.append((f"{arm}, paper", theirs))
-    names = {"lost": "packets lost for good, %", "missing": "of the sum of |payload|, %"}
-    lost = [
-        (f"{arm}: {text}", tuple(share(arm, rate, name) for rate in rates))
-        for arm in ARMS
-        for name, text in names.items()
-    ]
-    over = f"best validation perplexity over that of the same seed without loss, in percent; {INTERVAL}; {count} seeds"
-    return [
-        LossTable(
-            ("0 %", *headings), tuple(perplexities), ("best validation perplexity; ± standard error over seeds",)
-        ),
-        LossTable(headings, tuple(changed), (over, "paper: one run each")),
-        LossTable(
-            headings, tuple(between), (f"against {_AGAINST!r}: difference of these changes, in percentage points",)
-        ),
-        LossTable(headings, tuple(lost), ("error feedback sends it again later",)),
-    ]
+            between[f"{arm}, paper"] = [paper(paper_change(arm, rate) - paper_change(_AGAINST, rate)) for rate in rates]
+    over = f"best validation perplexity over that without loss, {paired}"
+    against = f"against {_AGAINST!r}: difference of the changes of the best validation perplexity, {paired}"
+    theirs = "paper: from its perplexities; it gives no seeds and no errors"
+    return {
+        "perplexity": table(headings, perplexities, "best validation perplexity; ± standard error over seeds"),
+        "change": table(headings, changed, over, theirs),
+        "difference": table(headings, between, against, theirs),
+        "lost": table(headings, lost, "lost for good: with error feedback it is sent again later"),
+    }
 
 
 def values(results: Results) -> str:
@@ -157,4 +156,5 @@ def origin(results: Results) -> str:
     origins = [found["origin"] for found in results.values()]
     dates, machines = (sorted({one[name] for one in origins}) for name in ("date", "hardware"))
     versions = sorted({f"{name} {version}" for one in origins for name, version in one["versions"].items()})
-    return f"Trained {dates[0]} to {dates[-1]} on {' and '.join(machines)}, with {', '.join(versions)}."
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"trained {when} on {' and '.join(machines)}, with {', '.join(versions)}"
