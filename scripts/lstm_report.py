@@ -61,7 +61,8 @@ def tables(results: Results, rates: Sequence[float], made: str) -> dict[str, Los
     headings = tuple(f"{100 * rate:g} %" for rate in rates)
     seeds, loss_seeds = ({key[place] for key in results if key[0] != LOSSLESS} for place in (2, 3))
     paired = f"in percent, seed by seed; {INTERVAL}"
-    counted = f"{len(seeds)} seeds of weights and data, each with {len(loss_seeds)} of the losses; {made}"
+    plural = "" if len(seeds) == 1 else "s"
+    counted = f"{len(seeds)} seed{plural} of weights and data, each with {len(loss_seeds)} of the losses; {made}"
 
     def table(columns: tuple[str, ...], rows: dict[str, Iterable[Entry]], *notes: str) -> LossTable:
         return LossTable(columns, tuple((name, tuple(entries)) for name, entries in rows.items()), (*notes, counted))
