@@ -15,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_lossy.report import LossTable
+from megatron_lossy.report.curves import log_axis
 from megatron_lossy.report.table import Entry
 from megatron_lossy.study.summary import INTERVAL, Difference, mean_and_error
 from megatron_lossy.train.metrics import perplexity
@@ -137,18 +138,21 @@ def draw(results: Results, rates: Sequence[float], path: Path) -> None:
     left.set_ylabel("best validation perplexity, change in %")
     left.set_title("With 95 % intervals", fontsize=10)
     worst = max(rates)
+    shown: list[float] = []
     for arm, rate, color in [(LOSSLESS, 0.0, "#444444"), *((a, worst, c) for a, c in zip(ARMS, _COLORS, strict=True))]:
         runs = [one["valid"] for key, one in results.items() if key[:2] == (arm, rate) and one["diverged"] is None]
         if runs:
             curve = np.exp(np.mean([[loss for _, loss in run] for run in runs], axis=0))
+            shown += list(curve)
             right.plot([step for step, _ in runs[0]], curve, color=color, marker="o", markersize=3, label=arm)
-    right.set_yscale("log")
+    log_axis(right, np.array(shown))
     right.set_xlabel("step")
     right.set_ylabel("validation perplexity")
     right.set_title(f"At {100 * worst:g} %, mean over seeds", fontsize=10)
     for panel in (left, right):
         panel.grid(alpha=0.3)
-        panel.legend(fontsize=8)
+    right.legend(fontsize=9)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=9)
     figure.savefig(path, format="png")
 
 
