@@ -38,8 +38,8 @@ _STDLIB_LEFT_OUT = {
 }
 
 
-def find_files(inputs: Iterable[str]) -> list[tuple[str, Path]]:
-    """The files that ``inputs`` (files, folders, globs) name, as pairs of name and path, each once.
+def find_files(inputs: Iterable[str], flag: str = "--input") -> list[tuple[str, Path]]:
+    """The files that ``inputs`` (files, folders, globs), given as ``flag``, name: pairs of name and path, each once.
 
     Inputs keep their order; the files of a folder or glob are sorted by name, hidden ones left out. Raises
     :class:`UsageError` for an input that does not exist, holds no file, or is an empty or unreadable file.
@@ -54,30 +54,34 @@ def find_files(inputs: Iterable[str]) -> list[tuple[str, Path]]:
             root, matches = Path(*literal), [Path(p) for p in glob.glob(given, recursive=True)]
         else:
             root, matches = path.parent, [path]
-            with _reading(path) as stream:
+            with _reading(path, flag) as stream:
                 if not stream.read(1):
-                    raise refuse("--input", given, "is empty")
+                    raise refuse(flag, given, "is empty")
         files = sorted((p.relative_to(root).as_posix(), p) for p in matches if p.is_file())
         if not files:
-            raise refuse("--input", given, "holds no file" if path.is_dir() else "matches no file")
+            raise refuse(flag, given, "holds no file" if path.is_dir() else "matches no file")
         for name, file in files:
             found.setdefault(file.resolve(), name)
     return [(name, path) for path, name in found.items()]
 
 
 def read_documents(
-    files: Iterable[tuple[str, Path]], format: str = "text", json_key: str = "text", split_documents: str = "file"
+    files: Iterable[tuple[str, Path]],
+    format: str = "text",
+    json_key: str = "text",
+    split_documents: str = "file",
+    flag: str = "--input",
 ) -> Iterator[Document]:
     """The documents of ``files``, in order; those without any text are left out.
 
     ``format``: ``text`` or ``jsonl`` (one document per line, under ``json_key``). ``split_documents``, for text:
     ``file`` (a file is a document) or ``blank-line`` (blank lines separate documents). A part of a file is called
-    ``NAME:LINE``. Raises :class:`UsageError` that names file and line.
+    ``NAME:LINE``. Raises :class:`UsageError` that names ``flag``, file and line.
     """
     for name, path in files:
-        with _reading(path) as stream:
+        with _reading(path, flag) as stream:
             if format == "jsonl":
-                yield from _json_lines(name, path, stream, json_key)
+                yield from _json_lines(name, path, stream, json_key, flag)
             elif split_documents == "blank-line":
                 yield from _paragraphs(name, stream)
             else:
@@ -120,7 +124,7 @@ def validation_documents(names: Sequence[str], fraction: float) -> set[int]:
     return set(order[: min(len(names) - 1, max(1, round(fraction * len(names))))])
 
 
-def _json_lines(name: str, path: Path, stream: Iterable[bytes], key: str) -> Iterator[Document]:
+def _json_lines(name: str, path: Path, stream: Iterable[bytes], key: str, flag: str) -> Iterator[Document]:
     for number, line in enumerate(stream, 1):
         if not line.strip():
             continue
@@ -138,7 +142,7 @@ def _json_lines(name: str, path: Path, stream: Iterable[bytes], key: str) -> Ite
             if data.strip():
                 yield f"{name}:{number}", data
             continue
-        raise refuse("--input", path, f"line {number} {problem}")
+        raise refuse(flag, path, f"line {number} {problem}")
 
 
 def _paragraphs(name: str, stream: Iterable[bytes]) -> Iterator[Document]:
@@ -157,7 +161,7 @@ def _paragraphs(name: str, stream: Iterable[bytes]) -> Iterator[Document]:
 
 
 @contextlib.contextmanager
-def _reading(path: Path, flag: str = "--input") -> Iterator[BinaryIO]:
+def _reading(path: Path, flag: str) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb") as stream:
             yield stream

@@ -41,12 +41,19 @@ class Difference(Entry):
         mean, error = mean_and_error(by_seed)
         return cls(mean, error, None, len(by_seed), sum(map(math.isnan, by_seed.values())))
 
+    @property
+    def half_width(self) -> float | None:
+        """Half of the 95 % interval (Student's t); ``None`` below two seeds."""
+        if self.error is None:
+            return None
+        return (_T[self.runs - 2] if self.runs - 2 < len(_T) else _T[-1]) * self.error
+
     def __str__(self) -> str:
         if not self.runs or math.isnan(self.mean):
             return "-"
-        if self.error is None:
+        half = self.half_width
+        if half is None:
             return f"{self.mean:+.2f}"
-        half = (_T[self.runs - 2] if self.runs - 2 < len(_T) else _T[-1]) * self.error
         places = 1 if half >= 0.1 else 3
         interval = f"{self.mean - half:+.{places}f} to {self.mean + half:+.{places}f}"
         return f"{self.mean:+.{places + 1}f} ± {self.error:.{places + 1}f} ({interval})"
