@@ -125,7 +125,7 @@ def decay(config, steps=400):
     return last, (window[1] / window[0]) ** (2 / (last - first))
 
 
-@pytest.mark.parametrize("overlap", range(6))
+@pytest.mark.parametrize("overlap", [0, 1, 2, *(pytest.param(q, marks=pytest.mark.slow) for q in (3, 4, 5))])
 @pytest.mark.parametrize("correction", ["ema", "mixing"])
 def test_the_stability_bound_and_the_rate_of_growth(correction, overlap):
     bound, known = theory.stability_bound(overlap), {}

@@ -91,13 +91,14 @@ def every_patch():
     """Every patch of the package, in the Megatron that is here."""
     from megatron_lossy.config import LossyConfig
     from megatron_lossy.device import cpu, cpu_training
-    from megatron_lossy.hooks import megatron_core, megatron_training
+    from megatron_lossy.hooks import lossy_all_reduce, megatron_core, megatron_training
     from megatron_lossy.hooks.runtime import Lossy
     from megatron_lossy.plugin import _command_line_patches, _program_patches
 
     run = Lossy(LossyConfig(eval_weights="both"))
     return [
         *megatron_core.patches(run),
+        lossy_all_reduce.patch(run),
         *megatron_training.flag_patches(),
         *megatron_training.patches(run),
         *_command_line_patches(),

@@ -204,7 +204,7 @@ def gathered(rank, config, steps):
 
 
 @needs_lab
-@pytest.mark.parametrize("fec", [("auto",), ("10", "0")])
+@pytest.mark.parametrize("fec", [pytest.param(("auto",), marks=pytest.mark.slow), ("10", "0")])
 def test_over_a_link_that_loses_a_tenth_what_has_changed_most_arrives(fec):
     flags = {
         "transport": "udp", "param_priority": "change", "param_priority_fraction": 0.1, "packet_bytes": 256,

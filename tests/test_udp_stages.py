@@ -255,7 +255,9 @@ IN_THE_LAB = {
 
 
 @needs_lab
-@pytest.mark.parametrize("name", ["plain", "interleaved", pytest.param("tensor parallel", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved", "tensor parallel"))]
+)
 def test_over_a_link_that_loses_a_seventh(name, tmp_path):
     """About a third of the messages lose a packet for good, and a fifth is sent again in part."""
     (sites, model, bound), steps = IN_THE_LAB[name], 8

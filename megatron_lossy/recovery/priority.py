@@ -212,8 +212,9 @@ def importance(buffer: torch.Tensor, units: BucketUnits) -> np.ndarray:
     """
     import torch
 
+    # On a CPU vector_norm adds one after another, and takes longer.
     means = [
-        torch.linalg.vector_norm(view, ord=1, dim=-1, dtype=torch.float32).div_(elements)
+        view.abs().sum(dim=-1, dtype=torch.float32).div_(elements)
         for view, (_, elements) in zip((view for view, _ in unit_views(buffer, units)), units.parts, strict=True)
     ]
     return torch.cat(means, dim=1).cpu().numpy()

@@ -115,9 +115,10 @@ class StageLinks:
         if self._sender is None:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-stages")
 
-        def leave() -> Datagrams:
+        def leave() -> None:
             stage.ready()
-            return link.send(phase, number, stage.out, packets, code)
+            # On this thread as well: nobody else may ask for what the next message makes the channel forget.
+            self.left(link.send(phase, number, stage.out, packets, code), _size(tensor))
 
         return Sending(self, self._sender.submit(leave), _size(tensor))
 
@@ -184,16 +185,17 @@ class StageLinks:
 class Sending:
     """A message on its way. Waiting for it is not waiting for its receiver, which may wait for another one of this rank."""
 
-    def __init__(self, links: StageLinks, begun: Datagrams | Future[Datagrams], size: int) -> None:
+    def __init__(self, links: StageLinks, begun: Datagrams | Future[None], size: int) -> None:
         self._links: StageLinks | None = links
         self._begun = begun
         self._size = size
 
     def wait(self) -> None:
         links, self._links = self._links, None
-        if links is not None:
-            begun = self._begun
-            links.left(begun.result() if isinstance(begun, Future) else begun, self._size)
+        if isinstance(self._begun, Future):
+            self._begun.result()
+        elif links is not None:
+            links.left(self._begun, self._size)
 
 
 class Receiving:
