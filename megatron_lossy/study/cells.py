@@ -69,11 +69,8 @@ class Cell:
 
 
 def make_cell(train: TrainConfig, loss: LossyConfig, processes: int = 1) -> Cell:
-    """The cell of these configurations. Without loss the loss flags say nothing, but whose weights are evaluated."""
-    if loss.lossless:
-        loss = LossyConfig(eval_weights=loss.eval_weights)
-    else:
-        loss = dataclasses.replace(loss, save_replicas=True)
+    """The cell of these configurations. Where nothing can happen the loss flags only say whose weights are evaluated."""
+    loss = LossyConfig(eval_weights=loss.eval_weights) if loss.inert else dataclasses.replace(loss, save_replicas=True)
     train = dataclasses.replace(train, save_interval=train.save_interval or -(-train.train_iters // 4))
     return Cell(train, loss, processes)
 

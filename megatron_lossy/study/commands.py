@@ -18,7 +18,7 @@ from ..report import LossTable
 from ..report.scalars import file_name, with_predictions
 from ..train.arguments import make_parser
 from .cells import CellFolder
-from .design import NO_LOSS, Design, Study, check_metrics, check_seeds, read_design
+from .design import Design, Study, check_metrics, check_seeds, read_design
 from .runner import Tally, run_cells
 from .scalars import scalar_tables
 from .summary import (
@@ -31,6 +31,7 @@ from .summary import (
     run_table,
     table_1,
 )
+from .won_back import won_back
 
 SUMMARY, RUNS = "study.json", "runs.csv"
 
@@ -222,7 +223,7 @@ def _list(study: Study, root: str) -> None:
         states[cell] = state["status"] if state else f"running on {running}" if running else "to do"
     for trial in study.trials:
         seeds = f"seed {trial.seed}" + (f", loss seed {trial.loss_seed}" if trial.loss_seed is not None else "")
-        where = ", ".join(filter(None, (trial.variant, trial.level or NO_LOSS)))
+        where = ", ".join(filter(None, (trial.variant, trial.level or study.clean)))
         print(f"{trial.cell.name}  {where}, {seeds}: {states[trial.cell]}")
 
 
@@ -261,8 +262,9 @@ def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None
         for file, metric in validation.items():
             tables[file] = comparison(results, metric)
             tables |= {f"{file}_{name}": table for name, table in differences(results, metric).items()}
-            if best := against_best(results, metric):
-                tables[f"{file}_against_best"] = best
+            for name, table in (("against_best", against_best), ("won_back", won_back)):
+                if (found := table(results, metric)) is not None:
+                    tables[f"{file}_{name}"] = found
     if weights := replica_against_owner(results):
         tables["replica_against_owner"] = weights
     scalars = with_predictions(study.metrics)

@@ -20,7 +20,8 @@ A study file is YAML::
     metrics: [grad norm]               # recorded scalars to report beside the losses (docs/monitors.md)
 
 Keys of ``settings``, levels and variants are flags of ``python -m megatron_lossy.train``; ``p`` stands for
-``p-grad`` and ``p-param``. Every variant is also trained without loss, which is what its changes refer to.
+``p-grad`` and ``p-param``. A level can also be one of errors in gradients (``grad-error``), with variants of what is done
+about them. Every variant is also trained without loss and errors, which is what its changes refer to.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
+from ..hooks.checks import check_optimizer
 from ..report.scalars import AXES, check_names, needs_drift
 from ..shipped import find_config
 from ..train.arguments import configurations, make_parser, read_arguments, read_yaml, setting_arguments
@@ -41,12 +44,13 @@ from .cells import Cell, make_cell
 
 # What the study sets itself, what would end a run early, or would be one folder for all cells.
 _NOT_HERE = ("save", "load", "metrics_dir", "exit_interval", "tensorboard_dir", "wandb_project", "delivery_log")
-NO_LOSS = "0 %"
+#: What the column of clean runs is called: in studies of loss, and of errors.
+NO_LOSS, NO_ERROR = "0 %", "no error"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A cell in its place in the study. ``level`` is None without loss; so is ``loss_seed``."""
+    """A cell in its place in the study. ``level`` is None without loss and errors; so is ``loss_seed``."""
 
     variant: str
     level: str | None
@@ -67,6 +71,16 @@ class Study:
     trials: tuple[Trial, ...]
     metrics: tuple[str, ...] = ()
     against: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def errs(self) -> bool:
+        """Whether levels are errors in gradients."""
+        return any(trial.cell.loss.errs for trial in self.trials)
+
+    @property
+    def clean(self) -> str:
+        """What the column of runs without loss and errors is called."""
+        return NO_ERROR if self.errs else NO_LOSS
 
     @property
     def cells(self) -> list[Cell]:
@@ -98,7 +112,8 @@ class Design:
         trials = []
         for variant, variant_settings in self.variants.items():
             own = _arguments(f"variant {variant}", variant_settings)
-            for level, level_settings in {NO_LOSS: {}, **self.levels}.items():
+            trials += self._trials(variant, None, [*config, *base, *own])
+            for level, level_settings in self.levels.items():
                 theirs = _arguments(f"level {level}", level_settings)
                 trials += self._trials(variant, level, [*config, *base, *theirs, *own])
         # Seed by seed, so that an unfinished study already compares something.
@@ -114,9 +129,9 @@ class Design:
             self.against,
         )
 
-    def _trials(self, variant: str, level: str, arguments: list[str]) -> list[Trial]:
+    def _trials(self, variant: str, level: str | None, arguments: list[str]) -> list[Trial]:
         parser = make_parser("study", "")
-        where = ", ".join(filter(None, (variant, level)))
+        where = ", ".join(filter(None, (variant, level or NO_LOSS)))
         try:
             train, loss = configurations(read_arguments(parser, arguments))
             for config in (train, loss):
@@ -124,13 +139,15 @@ class Design:
                     if getattr(config, name, None):
                         raise refuse(f"--{name.replace('_', '-')}", getattr(config, name), "cannot be given to a study")
             train.check_world(self.processes)
-            if level != NO_LOSS:
-                if loss.lossless:
-                    raise UsageError("loses nothing: a level needs a loss rate")
+            if level is not None:
+                if loss.lossless and not loss.errs:
+                    raise UsageError("loses nothing: a level needs a loss rate, or errors in gradients")
                 if not loss.drift_interval and (name := next(filter(needs_drift, self.metrics), None)):
                     raise refuse("metrics:", repr(name), "is recorded with drift-interval only, which is 0")
                 check_channels(loss, train.data_parallel_size(self.processes), train.train_iters)
                 check_ranks(loss, train.data_parallel_size(self.processes))
+                check_optimizer(train, loss, train.use_distributed_optimizer)
+                check_error_ranks(loss, train.data_parallel_size(self.processes))
                 if not train.virtual_workers:
                     check_owners(loss)
         except UsageError as error:
@@ -138,9 +155,9 @@ class Design:
         trials = []
         for seed in self.seeds:
             seeded = dataclasses.replace(train, seed=seed)
-            if level == NO_LOSS:
-                lossless = LossyConfig(eval_weights=loss.eval_weights)
-                trials.append(Trial(variant, None, seed, None, make_cell(seeded, lossless, self.processes)))
+            if level is None:
+                clean = LossyConfig(eval_weights=loss.eval_weights)
+                trials.append(Trial(variant, None, seed, None, make_cell(seeded, clean, self.processes)))
                 continue
             for loss_seed in self.loss_seeds:
                 lossy = dataclasses.replace(loss, loss_seed=loss_seed_of(seed, loss_seed))
@@ -152,7 +169,7 @@ class Design:
 def loss_seed_of(seed: int, loss_seed: int) -> int:
     """The ``--loss-seed`` of a trial: another one for every seed of weights and data.
 
-    With the same losses in all of them, what is peculiar to those losses would be in no error bar.
+    With the same losses, or errors, in all of them, what is peculiar to those would be in no error bar.
     """
     return 1000 * seed + loss_seed
 
@@ -175,7 +192,7 @@ def _design(content: Mapping[Any, Any], folder: Path) -> Design:
     if not content.get("title"):
         raise UsageError("needs a title")
     if not content.get("levels") and not content.get("variants"):
-        raise UsageError("needs levels (of loss), or variants to compare without loss")
+        raise UsageError("needs levels (of loss or errors), or variants to compare without them")
     for key in ("settings", "levels", "variants", "against"):
         if not isinstance(content.get(key, {}), dict):
             raise UsageError(f"{key}: must be a mapping")

@@ -19,7 +19,7 @@ from ..files import replace_file
 from ..report import Run
 from ..report.curves import log_axis, running_mean
 from ..report.scalars import axis_of
-from .design import NO_LOSS, Study
+from .design import Study
 from .scalars import levels_with
 from .summary import Results, loss_metrics, mean_and_error, scalar_metric
 
@@ -47,7 +47,7 @@ def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
     all_axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     shown = []
     for axes, colour, (label, runs) in zip(all_axes, _colours(results), levels, strict=False):
-        if label != NO_LOSS:
+        if label != results.study.clean:
             _draw(axes, levels[0][1], "0.6", None, valid=False)
         shown += _draw(axes, runs, colour, None, valid=True)
         axes.set_title(f"{results.study.level_name} {label}", fontsize=14)
@@ -146,7 +146,7 @@ def _lines(
 def _places(study: Study, levels: Sequence[str | None]) -> tuple[Figure, Axes]:
     """A figure whose horizontal axis has the places of :func:`_lines`."""
     several = len(study.levels) > 1
-    places = [level or NO_LOSS for level in levels] if several else study.variants
+    places = [level or study.clean for level in levels] if several else study.variants
     figure = _figure(min(max(8, 1.5 * len(places) + 4), 22), 6.5)
     axes = figure.add_subplot()
     axes.set_xticks(np.arange(len(places)), [place.replace(", ", "\n") for place in places])
@@ -166,7 +166,7 @@ def _quantities(levels: Sequence[str]) -> bool:
 
 
 def _only_level(study: Study) -> str:
-    return f"{study.level_name} {study.levels[0] if study.levels else NO_LOSS}"
+    return f"{study.level_name} {study.levels[0] if study.levels else study.clean}"
 
 
 def _points(
@@ -205,7 +205,7 @@ def _levels(results: Results) -> list[tuple[str, list[Run]]]:
     variant = results.study.variants[0]
     levels: list[str | None] = [None, *results.study.levels]
     return [
-        (level or NO_LOSS, [results.runs[trial.cell.name] for trial in results.trials(variant, level)])
+        (level or results.study.clean, [results.runs[trial.cell.name] for trial in results.trials(variant, level)])
         for level in levels
     ]
 

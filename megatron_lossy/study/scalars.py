@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from ..report import LossTable, Run
 from ..report.scalars import DEFINITION, file_name
 from ..report.table import ScalarEntry
-from .design import NO_LOSS
 from .summary import INTERVAL, Difference, Results, against_the_first, notes, scalar_metric
 
 
@@ -47,7 +46,7 @@ def _values(results: Results, names: Sequence[str]) -> LossTable:
     ]
     changes = any(entry.change is not None for _, entries in rows for entry in entries)
     definition = f"values: {', '.join(names)}, {DEFINITION}"
-    headings = tuple(level or NO_LOSS for level in levels)
+    headings = tuple(level or results.study.clean for level in levels)
     return LossTable(headings, tuple(rows), tuple(notes(results, definition, changes)))
 
 

@@ -20,7 +20,7 @@ from ..report.runs import WEIGHTS
 from ..report.table import DEFINITIONS, Entry
 from ..train.metrics import perplexity
 from . import paper
-from .design import NO_LOSS, Study, Trial
+from .design import Study, Trial
 
 Metric = Callable[[Run], float | None]
 Place = tuple[str, str | None]
@@ -41,12 +41,19 @@ class Difference(Entry):
         mean, error = mean_and_error(by_seed)
         return cls(mean, error, None, len(by_seed), sum(map(math.isnan, by_seed.values())))
 
+    @property
+    def half(self) -> float:
+        """Half of the 95 % interval; infinite for one seed."""
+        if self.error is None:
+            return math.inf
+        return (_T[self.runs - 2] if self.runs - 2 < len(_T) else _T[-1]) * self.error
+
     def __str__(self) -> str:
         if not self.runs or math.isnan(self.mean):
             return "-"
         if self.error is None:
             return f"{self.mean:+.2f}"
-        half = (_T[self.runs - 2] if self.runs - 2 < len(_T) else _T[-1]) * self.error
+        half = self.half
         places = 1 if half >= 0.1 else 3
         interval = f"{self.mean - half:+.{places}f} to {self.mean + half:+.{places}f}"
         return f"{self.mean:+.{places + 1}f} ± {self.error:.{places + 1}f} ({interval})"
@@ -150,7 +157,7 @@ def table_1(results: Results, rates: Mapping[str, float]) -> LossTable:
             theirs = name.partition(" (")[0]
             entries = tuple(paper.paper_entry(theirs, rates[level] if level else 0.0) for level in levels)
             rows.append((f"{theirs}, paper", entries))
-    return LossTable((NO_LOSS, *results.study.levels), tuple(rows), (*notes(results), paper.SOURCE))
+    return LossTable((results.study.clean, *results.study.levels), tuple(rows), (*notes(results), paper.SOURCE))
 
 
 def comparison(results: Results, metric_name: str) -> LossTable:
@@ -161,7 +168,7 @@ def comparison(results: Results, metric_name: str) -> LossTable:
         (variant or metric_name, tuple(results.entry(variant, level, metric) for level in levels))
         for variant in results.study.variants
     )
-    return LossTable((NO_LOSS, *results.study.levels), rows, (f"values: {metric_name}", *notes(results)))
+    return LossTable((results.study.clean, *results.study.levels), rows, (f"values: {metric_name}", *notes(results)))
 
 
 def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
@@ -224,8 +231,8 @@ def against_best(results: Results, metric_name: str) -> LossTable | None:
         (variant, tuple(results.ratio((variant, level), (best, None), metric) for level in levels))
         for variant in study.variants
     )
-    note = f"{metric_name} over that of {best!r} without loss, the lowest mean of this table, in percent, seed by seed"
-    return LossTable((NO_LOSS, *study.levels), rows, (f"{note}; {INTERVAL}",))
+    note = f"{metric_name} over that of {best!r} without {'errors' if study.errs else 'loss'}, the lowest mean of this table, in percent, seed by seed"
+    return LossTable((study.clean, *study.levels), rows, (f"{note}; {INTERVAL}",))
 
 
 def replica_against_owner(results: Results) -> LossTable | None:
@@ -260,7 +267,7 @@ def run_table(results: Results) -> str:
         if run := results.runs.get(trial.cell.name):
             seeds = [trial.seed, trial.cell.loss.loss_seed if trial.level else ""]
             losses = [metric(run) for metric in metrics.values()]
-            writer.writerow([trial.cell.name, trial.variant, trial.level or NO_LOSS, *seeds, *losses])
+            writer.writerow([trial.cell.name, trial.variant, trial.level or results.study.clean, *seeds, *losses])
     return stream.getvalue()
 
 
@@ -271,8 +278,10 @@ def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True
     loss_seeds = {trial.loss_seed for trial in study.trials} - {None}
     result = [definitions]
     errors = "± standard error of the mean over seeds" if len(seeds) > 1 else "one seed: no error can be given"
-    losses = f", each with {len(loss_seeds)} {'seeds' if len(loss_seeds) > 1 else 'seed'} of the losses"
-    brackets = "; in brackets: change relative to the same seed without loss" if changes else ""
+    what = "errors" if study.errs else "losses"
+    losses = f", each with {len(loss_seeds)} {'seeds' if len(loss_seeds) > 1 else 'seed'} of the {what}"
+    without = "errors" if study.errs else "loss"
+    brackets = f"; in brackets: change relative to the same seed without {without}" if changes else ""
     result.append(
         f"{len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'} of weights and data"
         + (f"{losses}; {errors}{brackets}" if study.levels else f"; {errors}")
