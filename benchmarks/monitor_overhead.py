@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.common import RESULTS, run_ranks
-from benchmarks.step_overhead import Settings, Trainer, compare
+from benchmarks.step_overhead import Settings, Trainer, compare, lossy_config
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.monitor import Drift, ExchangeMonitor
 
@@ -34,7 +34,7 @@ class Monitored(Trainer):
     """A variant with monitors and a record after every step; without monitors if ``drift`` is ``None``."""
 
     def __init__(self, settings: Settings, flags: dict, drift: int | None) -> None:
-        super().__init__(settings, flags | {"drift_interval": drift or 0}, lossy_self=False)
+        super().__init__(settings, lossy_config(settings, flags | {"drift_interval": drift or 0}))
         if drift is None:
             self.lossy.observers.clear()
 

@@ -14,8 +14,9 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,7 @@ class Settings:
     rounds: int = 24
     bf16: bool = False
     overlap: bool = False
+    distributed: bool = True
 
     @property
     def tokens(self) -> int:
@@ -59,18 +61,13 @@ class Settings:
 
 
 class Trainer:
-    """One variant: a model, its optimizer and, for lossy ones, the hooks, which are in only while it runs."""
+    """One variant: a model, its optimizer and, with a configuration, the hooks, which are in only while it runs."""
 
-    def __init__(self, settings: Settings, flags: dict | None, lossy_self: bool) -> None:
+    def __init__(self, settings: Settings, config: LossyConfig | None) -> None:
         from megatron_lossy import hooks
 
-        self._hooks = hooks
-        self._config = None
-        if flags is not None:
-            rate_param = 0.0 if dist.get_world_size() == 1 else settings.p
-            self._config = LossyConfig(p_grad=settings.p, p_param=rate_param, lossy_self=lossy_self, **flags)
         self._settings = settings
-        self.lossy = hooks.install(self._config) if self._config else None
+        self.lossy = None if config is None else hooks.install(config)
         self.model, self.optimizer = _build(settings)
         self._pause()
         self.iteration = 0
@@ -127,6 +124,12 @@ class Trainer:
             self.lossy.skip_iteration()
 
 
+def lossy_config(settings: Settings, flags: dict) -> LossyConfig:
+    """``flags`` at the loss rate of ``settings``. A single rank has only its own gradients to lose."""
+    alone = dist.get_world_size() == 1
+    return LossyConfig(p_grad=settings.p, p_param=0.0 if alone else settings.p, lossy_self=alone, **flags)
+
+
 def _build(settings: Settings):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -160,14 +163,16 @@ def _build(settings: Settings):
     if settings.bf16:
         module = Float16Module(transformer, module)
     ddp_config = DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=settings.distributed,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=settings.overlap,
         bucket_size=4_000_000,
     )
     model = DistributedDataParallel(transformer, ddp_config, module)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-4, use_distributed_optimizer=True, bf16=settings.bf16, params_dtype=dtype),
+        OptimizerConfig(
+            lr=1e-4, use_distributed_optimizer=settings.distributed, bf16=settings.bf16, params_dtype=dtype
+        ),
         [model],
         use_gloo_process_groups=False,
     )
@@ -180,8 +185,13 @@ def _barrier() -> None:
     dist.barrier()
 
 
-def compare(trainers: dict[str, Trainer], work: str, rounds: int, warm_up: int = 3) -> dict[str, dict[str, float]]:
-    """Median seconds and median ratio to the first variant, and to that of ``AGAINST``, the variants taking turns."""
+def compare(
+    trainers: Mapping[str, Trainer], work: str, rounds: int, warm_up: int = 3, against: Mapping[str, str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Median seconds and median ratio to the first variant, the variants taking turns.
+
+    ``work``: the method to time. ``against``: variants that are also compared with another one than the first.
+    """
     times: dict[str, list[float]] = {name: [] for name in trainers}
     names = list(trainers)
     for turn in range(warm_up + rounds):
@@ -193,7 +203,7 @@ def compare(trainers: dict[str, Trainer], work: str, rounds: int, warm_up: int =
         if dist.get_rank() == 0:
             print(f"\r{work}: round {turn + 1} of {warm_up + rounds}", end="", file=sys.stderr, flush=True)
     result = {name: ratio(times[name], times[names[0]]) for name in names}
-    for name, other in AGAINST.items():
+    for name, other in (against or {}).items():
         result[name]["over"] = {"what": other, **ratio(times[name], times[other])}
     return result
 
@@ -233,10 +243,12 @@ def gather_memory(trainer: Trainer) -> dict[str, float] | None:
 
 def run(settings: Settings) -> dict:
     """Everything, on every rank; the result of rank 0 counts."""
-    lossy_self = dist.get_world_size() == 1
-    trainers = {name: Trainer(settings, flags, lossy_self) for name, flags in VARIANTS.items()}
-    steps = compare(trainers, "step", settings.rounds)
-    exchanges = compare(trainers, "exchange", settings.rounds)
+    trainers = {
+        name: Trainer(settings, None if flags is None else lossy_config(settings, flags))
+        for name, flags in VARIANTS.items()
+    }
+    steps = compare(trainers, "step", settings.rounds, against=AGAINST)
+    exchanges = compare(trainers, "exchange", settings.rounds, against=AGAINST)
     memory = {name: gather_memory(trainer) for name, trainer in trainers.items()}
     parameters = sum(parameter.numel() for parameter in trainers["megatron-core"].model.parameters())
     return {

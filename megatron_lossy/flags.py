@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any, TypeVar
 
@@ -40,6 +40,12 @@ def identity(config: Any) -> dict[str, Any]:
     """The settings that make a run what it is; a folder with others of them holds another run."""
     incidental = incidental_fields(type(config))
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in incidental}
+
+
+def of_flags(cls: type[Config], settings: Mapping[str, Any]) -> Config:
+    """The dataclass ``cls`` with those of its fields that ``settings`` has; tuples may be lists there, as in JSON."""
+    values = {f.name: settings[f.name] for f in _flag_fields(cls) if f.name in settings}
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def flag_name(cls: Any, name: str) -> str:

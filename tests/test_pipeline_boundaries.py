@@ -625,5 +625,5 @@ def test_a_run_that_loses_activations_is_no_baseline(data, tmp_path):
     for name, loss in (("a", {}), ("b", {"p_act": 0.3, "virtual_boundaries": (1,)})):
         settings = data | {"metrics_dir": str(tmp_path / name), "train_iters": 2, "lr_warmup_iters": 0, "eval_iters": 0}
         run_ranks(train_runs, 1, (settings | {"valid_data_path": None}, loss))
-    labels = {column.label: column.lossless for column in columns(read_runs(tmp_path))}
+    labels = {column.label: column.clean for column in columns(read_runs(tmp_path))}
     assert labels == {"0 %": True, "0 %, p-act 0.3, virtual-boundaries [1]": False}

@@ -29,6 +29,7 @@ from megatron_lossy.study.summary import (
     run_table,
     table_1,
 )
+from megatron_lossy.study.won_back import share_won_back, won_back
 from tests.programs import Program
 
 ROOT = Path(__file__).parent.parent
@@ -155,7 +156,7 @@ def test_a_cell_is_known_by_what_matters():
     ("text", "message"),
     [
         ("- a", "must be a mapping"),
-        ("title: T", r"needs levels \(of loss\), or variants to compare"),
+        ("title: T", r"needs levels \(of loss or errors\), or variants to compare"),
         ("title: T\nlevels: {a: {p: 0.1}}\nlevel: 1", "unknown key level"),
         ("title: T\nlevels: {a: {p: 0.1}}\nvariants: {b: {}}\nagainst: {b: c}", "against: 'c': is no variant"),
         ("title: T\nlevels: {a: 3}", "levels, a: must be a mapping"),
@@ -193,6 +194,89 @@ def test_wrong_study_files(tmp_path, text, message):
 def test_wrong_conditions(changes, arguments, message):
     with pytest.raises(UsageError, match=message):
         _design(**changes).study(arguments)
+
+
+# --- errors in gradients ---------------------------------------------------------------------------------------------
+
+REPLICAS = {**TINY, "use-distributed-optimizer": False}
+NOISE = {"grad-error": "gaussian", "grad-error-relative": 1}
+
+
+def test_levels_can_be_errors_in_gradients():
+    variants = {
+        "DDP": {},
+        "mean": {"param-sync-interval": 2},
+        "repair": {"replica-check": "repair"},
+        "fast": {"lr": 0.1},
+    }
+    study = _design(settings=REPLICAS, levels={"R = 1": NOISE}, variants=variants, loss_seeds=[1]).study()
+    assert study.errs and study.baseline == "no error" and not _design().study().errs
+    clean = {trial.variant: trial.cell for trial in study.trials if trial.level is None and trial.seed == 1}
+    # What is done about errors says nothing where there are none.
+    assert clean["DDP"] == clean["mean"] == clean["repair"] != clean["fast"]
+    assert all(cell.loss.inert for cell in clean.values())
+    erring = {trial.variant: trial.cell for trial in study.trials if trial.level and trial.seed == 2}
+    assert {cell.loss.grad_error_relative for cell in erring.values()} == {1}
+    assert {name: cell.loss.param_sync_interval for name, cell in erring.items()}["mean"] == 2
+    assert {cell.loss.loss_seed for cell in erring.values()} == {loss_seed_of(2, 1)}
+    assert len({cell.name for cell in erring.values()}) == 4
+    assert all(cell.loss.save_replicas for cell in erring.values())  # or an interrupted one would not go on
+
+
+@pytest.mark.parametrize(
+    ("settings", "level", "message"),
+    [
+        (
+            REPLICAS,
+            {"param-sync-interval": 2},
+            "T, a: loses nothing: a level needs a loss rate, or errors in gradients",
+        ),
+        (REPLICAS, {**NOISE, "grad-error-rate": 0}, "T, a: loses nothing"),
+        (REPLICAS, {**NOISE, "grad-error-ranks": [2]}, "T, a: --grad-error-ranks 2: must be below the 2"),
+        (TINY, NOISE, "T, a: --grad-error-at broadcast: needs replicas"),
+        (REPLICAS, {"p": 0.1}, "T, a: --p-param 0.1: needs Megatron.s distributed optimizer"),
+    ],
+)
+def test_levels_that_cannot_err(settings, level, message):
+    with pytest.raises(UsageError, match=message):
+        _design(settings=settings, levels={"a": level}).study()
+
+
+def test_the_share_of_a_cost_that_is_won_back():
+    """Against the textbook's standard error of a ratio of means."""
+    random = np.random.default_rng(23)
+    there = random.uniform(8, 12, 5)
+    here = 0.3 * there + random.uniform(-0.5, 0.5, 5)
+    share = share_won_back(dict(enumerate(there)), {**dict(enumerate(here)), 9: 1e9})
+    ratio = here.mean() / there.mean()
+    cov = np.cov(here, there, ddof=1)
+    variance = (cov[0, 0] - 2 * ratio * cov[0, 1] + ratio**2 * cov[1, 1]) / there.mean() ** 2 / 5
+    assert share.mean == pytest.approx(100 * (1 - ratio)) and share.runs == 5
+    assert share.error == pytest.approx(100 * np.sqrt(variance))
+    # Where nothing costs anything beyond its interval, and with one seed, there is nothing to win back.
+    assert str(share_won_back({1: 5.0, 2: -4.0, 3: 1.0}, {1: 0.0, 2: 0.0, 3: 0.0})) == "-"
+    assert str(share_won_back({1: 5.0}, {1: 0.0})) == "-"
+    assert str(share_won_back({1: 5.0, 2: 5.1}, {1: np.nan, 2: 0.0})) == "-"
+
+
+def test_shares_are_of_the_variant_where_nothing_is_done():
+    variants = {"DDP": {}, "mean": {"param-sync-interval": 2}, "fast, DDP": {"lr": 0.1}}
+    variants["fast, mean"] = {"lr": 0.1, "param-sync-interval": 2}
+    study = _design(settings=REPLICAS, levels={"R = 1": NOISE}, variants=variants, loss_seeds=[1]).study()
+    values = {"DDP": 3.0, "mean": 2.25, "fast, DDP": 4.0, "fast, mean": 3.0}
+    runs = {
+        trial.cell.name: Run("r", 0.0, 0.0, 1, 1, {}, {20: values[trial.variant] if trial.level else 2.0}, {}, 20)
+        for trial in study.trials
+    }
+    results = Results(study, runs)
+    rows = dict(won_back(results, "train loss").rows)
+    assert {name: entries[0].mean for name, entries in rows.items()} == pytest.approx(
+        {"mean": 75, "fast, mean, of fast, DDP": 50}
+    )
+    table = comparison(results, "train loss")
+    assert table.headings == ("no error", "R = 1")
+    assert any("each with 1 seed of the errors" in note and "same seed without errors" in note for note in table.notes)
+    assert won_back(_results({("", 1, 0): 2.0, ("10 %", 1, 1): 3.0}), "train loss") is None
 
 
 # --- statistics ------------------------------------------------------------------------------------------------------

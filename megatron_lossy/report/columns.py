@@ -1,14 +1,18 @@
-"""Which runs belong together: one column per loss rate, and per setting where runs of one rate differ in it."""
+"""Which runs belong together: one column per loss rate, and per setting where runs of one rate differ in it.
+
+Columns of errors in gradients are named by all flags of errors and of what was done about them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from ..config import LossyConfig
-from ..flags import incidental_fields
+from ..config_errors import ErrorFlags
+from ..config_sync import SyncFlags
+from ..flags import incidental_fields, of_flags
 from ..train.config import TrainConfig
 from .runs import Run
 
@@ -29,13 +33,13 @@ class Column:
     settings: tuple[str, ...]
 
     @property
-    def lossless(self) -> bool:
-        return self.runs[0].lossless
+    def clean(self) -> bool:
+        return self.runs[0].clean
 
     @property
     def repetitions(self) -> int:
         """Runs that differ in a seed that matters to them."""
-        return len({(run.seed, None if self.lossless else run.loss_seed) for run in self.runs})
+        return len({(run.seed, None if self.clean else run.loss_seed) for run in self.runs})
 
 
 def columns(runs: Sequence[Run]) -> list[Column]:
@@ -43,7 +47,7 @@ def columns(runs: Sequence[Run]) -> list[Column]:
     groups: dict[Any, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.condition, []).append(run)
-    differing = sorted(set().union(*(_differing(group) for group in groups.values())) - SEEDS - _RATES)
+    differing = set().union(*(_differing(group) for group in groups.values())) - SEEDS - _RATES
     split: dict[Any, list[Run]] = {}
     for run in runs:
         split.setdefault((run.condition, _settings(run, differing)), []).append(run)
@@ -53,11 +57,11 @@ def columns(runs: Sequence[Run]) -> list[Column]:
 
 
 def baseline(of: Column, among: Sequence[Column]) -> Column | None:
-    """The lossless column to compare ``of`` with: the only one, or the one whose settings ``of`` has too."""
-    lossless = [column for column in among if column.lossless]
-    if len(lossless) > 1:
-        lossless = [column for column in lossless if set(column.settings) <= set(of.settings)]
-    return lossless[0] if lossless else None
+    """The clean column to compare ``of`` with: the only one, or the one whose settings ``of`` has too."""
+    clean = [column for column in among if column.clean]
+    if len(clean) > 1:
+        clean = [column for column in clean if set(column.settings) <= set(of.settings)]
+    return clean[0] if clean else None
 
 
 def other_differences(runs: Sequence[Run]) -> list[str]:
@@ -70,8 +74,16 @@ def _differing(runs: Sequence[Run]) -> set[str]:
     return {key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1}
 
 
-def _settings(run: Run, keys: Sequence[str]) -> tuple[str, ...]:
-    """``keys`` as labels; how a run would have recovered from loss says nothing about one without any."""
-    return tuple(
-        f"{key.replace('_', '-')} {run.config.get(key)}" for key in keys if not (run.lossless and key in _LOSS_FLAGS)
-    )
+def _settings(run: Run, differing: Set[str]) -> tuple[str, ...]:
+    """``differing`` keys as labels; how a run would have recovered from loss says nothing about one without any."""
+    keys = differing - _LOSS_FLAGS if run.clean else differing | _of_replicas(run)
+    return tuple(f"{key.replace('_', '-')} {run.config.get(key)}" for key in sorted(keys))
+
+
+def _of_replicas(run: Run) -> set[str]:
+    """Flags of errors in gradients, and of what keeps replicas equal, that were given."""
+    found = set()
+    for cls in (ErrorFlags, SyncFlags):
+        flags, defaults = of_flags(cls, run.config), cls()
+        found |= {f.name for f in dataclasses.fields(cls) if getattr(flags, f.name) != getattr(defaults, f.name)}
+    return found

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 
 from ..config import LossyConfig
+from ..config_errors import ErrorFlags
 from ..errors import refuse
+from ..flags import of_flags
 from ..registry import CHANNELS
 
 WEIGHTS = ("replica", "owner", "consensus")
@@ -67,10 +69,19 @@ class Run:
 
     @property
     def lossless(self) -> bool:
-        """True for a run that lost nothing: the baseline."""
+        """True for a run that lost nothing."""
         boundaries = any(self.config.get(name) for name in ("p_act", "p_act_grad"))
         islands = self.config.get("islands", 1) > 1 and self.config.get("sync_method") != "gradients"
         return self.condition == ("0 %", "0 %") and not boundaries and not islands
+
+    @property
+    def clean(self) -> bool:
+        """True for a run in which nothing was lost or wrong: the baseline.
+
+        Replicas that were equal and averaged all the same are not what they were (docs/corruption.md).
+        """
+        averaged = self.config.get("param_sync_interval") and self.config.get("param_sync_always")
+        return self.lossless and not averaged and not of_flags(ErrorFlags, self.config).errs
 
     @property
     def diverged(self) -> bool:

@@ -1,7 +1,7 @@
 """The table of final losses: the layout of Table 1 of *Distributed Training under Packet Loss*.
 
 Rows are training and validation loss and perplexity, with one column per loss rate and the change relative to
-the lossless column. Several runs of one column give the mean and its standard error. Recorded scalars may follow as
+the column without loss or errors. Several runs of one column give the mean and its standard error. Recorded scalars may follow as
 further rows.
 """
 
@@ -31,8 +31,8 @@ DEFINITIONS = (
 @dataclass(frozen=True)
 class Entry:
     """One value: ``mean`` over ``runs`` runs, its standard ``error`` (None for one run) and the ``change``
-    relative to the lossless column in percent (None if there is nothing to compare with), with its standard
-    ``change_error`` if the runs are paired with lossless ones. ``mean`` is NaN if ``diverged`` of the runs have no
+    relative to the clean column in percent (None if there is nothing to compare with), with its standard
+    ``change_error`` if the runs are paired with clean ones. ``mean`` is NaN if ``diverged`` of the runs have no
     finite loss; ``runs`` is 0 if none has recorded the value."""
 
     mean: float
@@ -153,7 +153,7 @@ def _entries(
         found, mean = values[group.label], means[group.label]
         reference = baseline(group, groups)
         change = None
-        if reference is not None and not group.lossless and means[reference.label]:
+        if reference is not None and not group.clean and means[reference.label]:
             change = 100 * (mean / means[reference.label] - 1)
         finite = math.isfinite(mean)
         error = float(np.std(found, ddof=1)) / math.sqrt(len(found)) if finite and len(found) > 1 else None
@@ -173,7 +173,7 @@ def _notes(groups: Sequence[Column], runs: Sequence[Run], weights: Sequence[str]
     notes = [DEFINITIONS]
     if weights in (["owner"], ["consensus"]):
         notes.append(f"validation {WHOSE[weights[0]].strip()}")
-    lossy = [group for group in groups if not group.lossless]
+    lossy = [group for group in groups if not group.clean]
     if not lossy:
         notes.append("no run with loss")
     elif all(baseline(group, groups) is None for group in lossy):

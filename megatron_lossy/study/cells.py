@@ -74,10 +74,10 @@ class Cell:
 
 
 def make_cell(train: TrainConfig, loss: LossyConfig, processes: int = 1) -> Cell:
-    """The cell of these configurations. Without loss the loss flags say nothing, but whose weights are evaluated."""
-    if loss.lossless:
+    """The cell of these configurations. Where nothing can happen the loss flags only say whose weights are evaluated."""
+    if loss.inert:
         loss = LossyConfig(eval_weights=loss.eval_weights)
-    elif not loss.draws:
+    elif not (loss.draws or loss.errs):
         loss = dataclasses.replace(loss, loss_seed=LossyConfig.loss_seed, save_replicas=True)
     else:
         loss = dataclasses.replace(loss, save_replicas=True)

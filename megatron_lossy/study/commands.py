@@ -31,6 +31,7 @@ from .summary import (
     run_table,
     table_1,
 )
+from .won_back import won_back
 
 SUMMARY, RUNS = "study.json", "runs.csv"
 
@@ -261,8 +262,9 @@ def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None
         for file, metric in validation.items():
             tables[file] = comparison(results, metric)
             tables |= {f"{file}_{name}": table for name, table in differences(results, metric).items()}
-            if best := against_best(results, metric):
-                tables[f"{file}_against_best"] = best
+            for name, table in (("against_best", against_best), ("won_back", won_back)):
+                if (found := table(results, metric)) is not None:
+                    tables[f"{file}_{name}"] = found
     if weights := replica_against_owner(results):
         tables["replica_against_owner"] = weights
     scalars = with_predictions(study.metrics)

@@ -21,8 +21,9 @@ A study file is YAML::
     baseline: {name: FullSync, islands: 1}  # settings over all others, of what changes refer to in place of no loss
 
 Keys of ``settings``, levels and variants are flags of ``python -m megatron_lossy.train``; ``p`` stands for
-``p-grad`` and ``p-param``. Every variant is also trained without loss, or with the settings of the baseline: that is what
-its changes refer to.
+``p-grad`` and ``p-param``. A level can also be one of errors in gradients (``grad-error``), with variants of what is done
+about them. Every variant is also trained without loss and errors, or with the settings of the baseline: that is what its
+changes refer to.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
+from ..hooks.checks import check_optimizer
 from ..report.scalars import AXES, check_names, needs_drift
 from ..shipped import find_config
 from ..sync import check_islands
@@ -44,12 +47,13 @@ from .cells import Cell, make_cell
 
 # What the study sets itself, what would end a run early, or would be one folder for all cells.
 _NOT_HERE = ("save", "load", "metrics_dir", "exit_interval", "tensorboard_dir", "wandb_project", "delivery_log")
-NO_LOSS = "0 %"
+#: What the column of clean runs is called: in studies of loss, and of errors.
+NO_LOSS, NO_ERROR = "0 %", "no error"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A cell in its place in the study. ``level`` is None without loss, or of the baseline; so is ``loss_seed``."""
+    """A cell in its place in the study. ``level`` is None without loss and errors, or of the baseline; so is ``loss_seed``."""
 
     variant: str
     level: str | None
@@ -72,6 +76,11 @@ class Study:
     against: Mapping[str, str] = dataclasses.field(default_factory=dict)
     baseline: str = NO_LOSS
     """What the level None is called."""
+
+    @property
+    def errs(self) -> bool:
+        """Whether levels are errors in gradients."""
+        return any(trial.cell.loss.errs for trial in self.trials)
 
     @property
     def cells(self) -> list[Cell]:
@@ -120,16 +129,16 @@ class Design:
             tuple(trials),
             tuple(self.metrics),
             self.against,
-            self._baseline,
+            self._baseline(any(trial.cell.loss.errs for trial in trials)),
         )
 
-    @property
-    def _baseline(self) -> str:
-        return str(self.baseline["name"]) if self.baseline else NO_LOSS
+    def _baseline(self, errs: bool = False) -> str:
+        """What the level None is called. ``errs``: levels are errors."""
+        return str(self.baseline["name"]) if self.baseline else NO_ERROR if errs else NO_LOSS
 
     def _trials(self, variant: str, level: str | None, arguments: list[str]) -> list[Trial]:
         parser = make_parser("study", "")
-        where = ", ".join(filter(None, (variant, level or self._baseline)))
+        where = ", ".join(filter(None, (variant, level or self._baseline())))
         try:
             train, loss = configurations(read_arguments(parser, arguments))
             for config in (train, loss):
@@ -139,12 +148,14 @@ class Design:
             train.check_world(self.processes)
             check_islands(loss, train.virtual_workers, train.train_iters)
             if level is not None:
-                if loss.lossless:
-                    raise UsageError("loses nothing: a level needs a loss rate")
+                if loss.lossless and not loss.errs:
+                    raise UsageError("loses nothing: a level needs a loss rate, or errors in gradients")
                 if not loss.drift_interval and (name := next(filter(needs_drift, self.metrics), None)):
                     raise refuse("metrics:", repr(name), "is recorded with drift-interval only, which is 0")
                 check_channels(loss, train.data_parallel_size(self.processes), train.train_iters)
                 check_ranks(loss, train.data_parallel_size(self.processes))
+                check_optimizer(train, loss, train.use_distributed_optimizer)
+                check_error_ranks(loss, train.data_parallel_size(self.processes))
                 if not train.virtual_workers:
                     check_owners(loss)
         except UsageError as error:
@@ -174,7 +185,7 @@ class Design:
 def loss_seed_of(seed: int, loss_seed: int) -> int:
     """The ``--loss-seed`` of a trial: another one for every seed of weights and data.
 
-    With the same losses in all of them, what is peculiar to those losses would be in no error bar.
+    With the same losses, or errors, in all of them, what is peculiar to those would be in no error bar.
     """
     return 1000 * seed + loss_seed
 
@@ -197,7 +208,7 @@ def _design(content: Mapping[Any, Any], folder: Path) -> Design:
     if not content.get("title"):
         raise UsageError("needs a title")
     if not content.get("levels") and not content.get("variants"):
-        raise UsageError("needs levels (of loss), or variants to compare without loss")
+        raise UsageError("needs levels (of loss or errors), or variants to compare without them")
     for key in ("settings", "levels", "variants", "against"):
         if not isinstance(content.get(key, {}), dict):
             raise UsageError(f"{key}: must be a mapping")

@@ -20,7 +20,7 @@ from ..report import Run
 from ..report.curves import log_axis, running_mean
 from ..report.runs import WEIGHTS
 from ..report.scalars import axis_of
-from .design import NO_LOSS, Study
+from .design import Study
 from .scalars import levels_with
 from .summary import Results, loss_metrics, mean_and_error, scalar_metric
 
@@ -48,7 +48,7 @@ def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
     all_axes = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     shown = []
     for axes, colour, (label, runs) in zip(all_axes, _colours(results), levels, strict=False):
-        if label != NO_LOSS:
+        if label != results.study.baseline:
             _draw(axes, levels[0][1], "0.6", None, valid=False)
         shown += _draw(axes, runs, colour, None, valid=True)
         axes.set_title(f"{results.study.level_name} {label}", fontsize=14)

@@ -20,7 +20,7 @@ from ..report.runs import WEIGHTS
 from ..report.table import DEFINITIONS, Entry
 from ..train.metrics import perplexity
 from . import paper
-from .design import NO_LOSS, Study, Trial
+from .design import NO_ERROR, NO_LOSS, Study, Trial
 
 Metric = Callable[[Run], float | None]
 Place = tuple[str, str | None]
@@ -157,7 +157,7 @@ def table_1(results: Results, rates: Mapping[str, float]) -> LossTable:
             theirs = name.partition(" (")[0]
             entries = tuple(paper.paper_entry(theirs, rates[level] if level else 0.0) for level in levels)
             rows.append((f"{theirs}, paper", entries))
-    return LossTable((NO_LOSS, *results.study.levels), tuple(rows), (*notes(results), paper.SOURCE))
+    return LossTable((results.study.baseline, *results.study.levels), tuple(rows), (*notes(results), paper.SOURCE))
 
 
 def comparison(results: Results, metric_name: str) -> LossTable:
@@ -231,7 +231,8 @@ def against_best(results: Results, metric_name: str) -> LossTable | None:
         (variant, tuple(results.ratio((variant, level), (best, None), metric) for level in levels))
         for variant in study.variants
     )
-    note = f"{metric_name} over that of {best!r} without loss, the lowest mean of this table, in percent, seed by seed"
+    without = "errors" if study.errs else "loss"
+    note = f"{metric_name} over that of {best!r} without {without}, the lowest mean of this table, in percent, seed by seed"
     return LossTable((study.baseline, *study.levels), rows, (f"{note}; {INTERVAL}",))
 
 
@@ -279,8 +280,9 @@ def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True
     loss_seeds = {trial.loss_seed for trial in study.trials} - {None}
     result = [definitions]
     errors = "± standard error of the mean over seeds" if len(seeds) > 1 else "one seed: no error can be given"
-    losses = f", each with {len(loss_seeds)} {'seeds' if len(loss_seeds) > 1 else 'seed'} of the losses"
-    reference = "without loss" if study.baseline == NO_LOSS else f"with {study.baseline}"
+    what = "errors" if study.errs else "losses"
+    losses = f", each with {len(loss_seeds)} {'seeds' if len(loss_seeds) > 1 else 'seed'} of the {what}"
+    reference = {NO_LOSS: "without loss", NO_ERROR: "without errors"}.get(study.baseline, f"with {study.baseline}")
     brackets = f"; in brackets: change relative to the same seed {reference}" if changes else ""
     result.append(
         f"{len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'} of weights and data"

@@ -1,0 +1,151 @@
+"""What it costs to keep full replicas equal: time of steps over that of the same steps of unhooked megatron-core.
+
+    python -m benchmarks.param_sync [--ranks 2] [--rounds 12] [--interval 20] [--out benchmarks/results]
+
+Data parallelism without the distributed optimizer, and without errors (docs/corruption.md). Every variant trains the GPT of
+benchmarks.step_overhead in one launch. Variants take turns, as many steps each as there are between two synchronisations, so
+that what overlaps does so with steps of its own; the order rotates. The ratio of each is the median over rounds of the time of
+its steps over the baseline's in the same round. Where nothing is sent since replicas are equal, the table says so; to time an
+average they are averaged all the same.
+
+Below it are Table 1 of *Identifying and Mitigating Errors in Gradient Aggregation of Distributed Data Parallel Training*, and
+what a model says of the same overhead: no measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.common import RESULTS, run_ranks
+from benchmarks.step_overhead import Settings, Trainer, compare, spread
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import refuse, usage_errors
+from megatron_lossy.theory.divergence import overhead
+
+BASELINE = "megatron-core"
+#: Seconds of an iteration of ResNet-50, by workers: DSGD, PAFT-Sync, PAFT.
+TABLE_1 = {4: (0.201, 0.243, 0.237), 8: (0.212, 0.254, 0.244), 16: (0.228, 0.276, 0.253), 32: (0.333, 0.411, 0.373)}
+
+
+@dataclass(frozen=True)
+class ReplicaSettings(Settings):
+    """The model, and H: updates between synchronisations."""
+
+    distributed: bool = False
+    rounds: int = 12
+    interval: int = 20
+
+
+def variants(interval: int) -> dict[str, dict[str, Any] | None]:
+    """Flags by variant; None is unhooked megatron-core."""
+    averages = {"param_sync_interval": interval, "param_sync_always": True}
+    return {
+        BASELINE: None,
+        f"H = {interval}, nothing to send": {"param_sync_interval": interval},
+        "check and repair, nothing to repair": {"replica_check": "repair"},
+        f"H = {interval}": averages,
+        f"H = {interval}, overlapped": averages | {"param_sync_overlap": True},
+    }
+
+
+class Replica(Trainer):
+    """A variant."""
+
+    _settings: ReplicaSettings
+
+    def steps(self) -> None:
+        """As many steps as there are between two synchronisations."""
+        for _ in range(self._settings.interval):
+            self.step()
+
+
+def run(settings: ReplicaSettings) -> dict[str, Any]:
+    """Everything, on every rank; the result of rank 0 counts."""
+    trainers = {
+        name: Replica(settings, None if flags is None else LossyConfig(**flags))
+        for name, flags in variants(settings.interval).items()
+    }
+    times = compare(trainers, "steps", settings.rounds, warm_up=1)
+    syncs = {name: one.lossy.metrics().get("param syncs", 0.0) for name, one in trainers.items() if one.lossy}
+    return {
+        "command": " ".join(["python -m benchmarks.param_sync", *sys.argv[1:]]),
+        "settings": asdict(settings),
+        "parameters": sum(parameter.numel() for parameter in trainers[BASELINE].model.parameters()),
+        "steps": times,
+        "synchronisations": syncs,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    settings = result["settings"]
+    interval = settings["interval"]
+    lines = [
+        f"# Overhead of keeping replicas equal, {result['date']}",
+        "",
+        f"`{result['command'].strip()}`: {result['parameters'] / 1e6:.1f} M parameters, {result['ranks']} ranks, "
+        f"{settings['sequence'] * settings['micro_batch']} tokens per rank and step, {settings['rounds']} rounds of "
+        f"{interval} steps. {result['hardware']}. "
+        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        + ".",
+        "",
+        "| variant | step, s | ratio (quartiles) | averages in all |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, part in result["steps"].items():
+        syncs = f"{result['synchronisations'][name]:.0f}" if name in result["synchronisations"] else ""
+        lines.append(f"| {name} | {part['seconds'] / interval:.3f} | {spread(part)} | {syncs} |")
+    bound = 100 * overhead(interval, 4, 4)
+    caption = (
+        f"The paper's Table 1, overhead over its DSGD, and by the model with H = {interval}: a synchronisation of float32 "
+        "parameters takes as long as the exchange of float32 gradients, which is at most the whole step. Printed as a "
+        "model; nothing of that column is measured."
+    )
+    lines += [
+        "",
+        caption,
+        "",
+        f"| workers | PAFT-Sync, paper | PAFT, paper | H = {interval} without overlap, model, at most |",
+        "| --- | --- | --- | --- |",
+    ]
+    for workers, (plain, sync, dynamic) in TABLE_1.items():
+        cells = [f"{100 * (seconds / plain - 1):.1f} %" for seconds in (sync, dynamic)]
+        lines.append(f"| {workers} | {cells[0]} | {cells[1]} | {bound:.1f} % |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=ReplicaSettings.rounds)
+    parser.add_argument(
+        "--interval", type=int, default=ReplicaSettings.interval, help="updates between synchronisations"
+    )
+    parser.add_argument("--layers", type=int, default=ReplicaSettings.layers)
+    parser.add_argument("--hidden", type=int, default=ReplicaSettings.hidden)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--out", default=RESULTS)
+    arguments = parser.parse_args()
+    with usage_errors("param_sync"):
+        if arguments.ranks < 2:
+            raise refuse("--ranks", arguments.ranks, "must be at least 2: one rank is equal to itself")
+        if arguments.rounds < 4:
+            raise refuse("--rounds", arguments.rounds, "must be at least 4, for quartiles")
+        if arguments.interval < 1:
+            raise refuse("--interval", arguments.interval, "must be at least 1")
+    settings = ReplicaSettings(
+        rounds=arguments.rounds,
+        interval=arguments.interval,
+        layers=arguments.layers,
+        hidden=arguments.hidden,
+        bf16=arguments.bf16,
+    )
+    run_ranks(arguments.ranks, run, settings, table, f"param_sync_{arguments.ranks}_ranks", arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Which share of what errors cost is won back by what is done about them.
+
+The cost of a variant at a level is its change relative to the same seed without errors. The share is 1 - (mean cost of the
+variant) / (mean cost where nothing is done): a ratio of means, since single seeds may have costs near 0. Its standard error is
+that of the ratio to first order: the spread over seeds of (cost - ratio x cost where nothing is done), over the mean of the latter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..report import LossTable
+from .summary import INTERVAL, Difference, Results, loss_metrics
+
+
+def share_won_back(plain: dict[int, float], own: dict[int, float]) -> Difference:
+    """The share in percent of the costs ``plain`` that is not among the costs ``own``, both by seed.
+
+    Without runs unless the mean of ``plain`` is above 0 by its 95 % interval: else there is no cost to win back.
+    """
+    seeds = sorted(plain.keys() & own.keys())
+    cost = Difference.of({seed: plain[seed] for seed in seeds})
+    half = cost.half_width
+    if half is None or not cost.mean > half:  # NaN too
+        return Difference.of({})
+    there, here = (np.array([costs[seed] for seed in seeds]) for costs in (plain, own))
+    ratio = here.mean() / there.mean()
+    shares = 100 * (1 - ratio - (here - ratio * there) / there.mean())
+    return Difference.of(dict(zip(seeds, shares.tolist(), strict=True)))
+
+
+def won_back(results: Results, metric_name: str) -> LossTable | None:
+    """The shares of every variant but those where nothing is done; None for a study of loss.
+
+    Nothing is done in the first variant, and in the first of those that have other clean runs than it: of another
+    optimizer, for example.
+    """
+    study, metric = results.study, loss_metrics(results)[metric_name]
+    if not study.errs:
+        return None
+    plain = {variant: _plain(results, variant) for variant in study.variants}
+    rows = tuple(
+        (
+            f"{variant}, of {first}" if first != study.variants[0] else variant,
+            tuple(
+                share_won_back(results.changes(first, level, metric), results.changes(variant, level, metric))
+                for level in study.levels
+            ),
+        )
+        for variant, first in plain.items()
+        if variant != first
+    )
+    note = (
+        f"{metric_name}: share of the cost of errors that is won back, in percent of that of {study.variants[0]!r} or of "
+        f"what is named, ratio of the means over seeds; -: no cost beyond its 95 % interval; {INTERVAL}"
+    )
+    return LossTable(study.levels, rows, (note,)) if rows else None
+
+
+def _plain(results: Results, variant: str) -> str:
+    """The first variant that has the same clean runs."""
+    clean = {
+        name: [trial.cell.name for trial in results.study.trials if (trial.variant, trial.level) == (name, None)]
+        for name in results.study.variants
+    }
+    return next(name for name in results.study.variants if clean[name] == clean[variant])
