@@ -4,9 +4,7 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,13 +19,13 @@ from megatron_lossy.exchange import cut
 from megatron_lossy.recovery import ParamPriority
 from megatron_lossy.transport import BucketSpec, LossyGroup, check_owners
 from tests import contract
+from tests.in_lab import run_in_lab
 from tests.ranks import run_ranks
 from tests.reference import pieces
 from tests.test_hooks import OVERLAPS
 from tests.test_lab import needs_lab
 from tests.tiny_gpt import TinyGPT
 
-ROOT = Path(__file__).parents[1]
 UDP = LossyConfig(
     transport="udp", packet_bytes=256, param_priority="change", param_priority_fraction=0.1, udp_cipher="none"
 )
@@ -210,15 +208,9 @@ def test_over_a_link_that_loses_a_tenth_what_has_changed_most_arrives(fec):
         "transport": "udp", "param_priority": "change", "param_priority_fraction": 0.1, "packet_bytes": 256,
         "udp_interface": "lab0", "udp_fec": fec, "udp_fec_budget": 20.0 if fec == ("auto",) else 2.5,
     }  # fmt: skip
-    command = [
-        sys.executable, "-m", "benchmarks.lab", "--rtt", "4", "--loss", "0.1", "--",
-        "env", "GLOO_SOCKET_IFNAME=lab0", "RANK={node}", "WORLD_SIZE={nodes}", "LOCAL_RANK=0", "MASTER_ADDR={first}",
-        "MASTER_PORT=29500", "OMP_NUM_THREADS=1", sys.executable, "-m", "tests.test_param_priority", json.dumps(flags), "25",
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    told = [json.loads(found) for found in re.findall(r"\{\"rank\".*?\}", done.stdout)]
-    assert len(told) == 2, done.stdout
+    output = run_in_lab("tests.test_param_priority", json.dumps(flags), "25", loss=0.1)
+    told = [json.loads(found) for found in re.findall(r"\{\"rank\".*?\}", output)]
+    assert len(told) == 2, output
     for one in told:
         assert one["must"] == 0 and one["wrong"] == 0 and one["lost"] > 0 and one["high"] > 0, one
         # Senders hear of what was lost, and the code follows it.

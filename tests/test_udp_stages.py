@@ -6,10 +6,7 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,13 +23,13 @@ from megatron_lossy.pipeline.loss import BoundaryLoss
 from megatron_lossy.transport.udp import stages
 from megatron_lossy.virtual import VirtualCluster
 from tests import contract
+from tests.in_lab import run_in_lab
 from tests.ranks import RankFailed, run_ranks
 from tests.test_lab import needs_lab
 from tests.test_pipeline_boundaries import BOTH, DEEP, PLAIN, WAYS, by_replica, check, place_of, record, same
 from tests.tiny_gpt import TinyGPT, build
 from tests.trainer import TINY, read_records, train_runs, write_data
 
-ROOT = Path(__file__).parents[1]
 UDP = {"transport": "udp", "act_transport": "udp", "udp_cipher": "none", "loss_unit": "packet", "packet_bytes": 1408}
 #: The losses of the drawn world: datagrams are dropped when they come.
 DRAWN = LossyConfig(**vars(BOTH) | UDP)
@@ -265,14 +262,8 @@ def test_over_a_link_that_loses_a_seventh(name, tmp_path):
         **UDP, "act_packet_bytes": 200, "act_fec_high": (4, 2), "act_fec_low": (4, 1), "act_residual_high": bound,
         "act_residual_low": bound, "udp_interface": "lab0",
     }  # fmt: skip
-    command = [
-        sys.executable, "-m", "benchmarks.lab", "--rtt", "4", "--loss", "0.15", "--sites", *map(str, sites), "--",
-        "env", "GLOO_SOCKET_IFNAME=lab0", "RANK={node}", "WORLD_SIZE={nodes}", "LOCAL_RANK=0", "MASTER_ADDR={first}",
-        "MASTER_PORT=29500", "OMP_NUM_THREADS=1", sys.executable, "-m", "tests.udp_stage_ranks", json.dumps(flags),
-        json.dumps(model), str(steps), str(tmp_path),
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    arguments = (json.dumps(flags), json.dumps(model), str(steps), str(tmp_path))
+    run_in_lab("tests.udp_stage_ranks", *arguments, loss=0.15, sites=sites, timeout=300)
     ranks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(sum(sites))]
     tiny, config = TinyGPT(**model), LossyConfig(**flags | {"udp_interface": None})
     if name == "tensor parallel":

@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 
-from ..config import PHASES, LossyConfig
+from ..config import LossyConfig
 from ..exchange import Delivery, Exchange
 from ..hooks.lossy_all_reduce import shard_size
 from ..hooks.replicated import ReplicaStream
-from ..transport import BucketSpec, LossyGroup, Network, Transfer, cut_buckets
-from ..transport.drawn import check_links
-from ..transport.memory import Memory
-from ..transport.network import consecutive_nodes
+from ..transport import BucketSpec, Transfer
+from .in_memory import groups_in_memory
 
 
 class LossyReduction:
@@ -26,14 +24,7 @@ class LossyReduction:
         self._stream = one.stream
         self._workers = workers
         specs = [BucketSpec(shard_size(len(flat), workers), flat.dtype, flat.dtype) for flat in gradients]
-        cut = cut_buckets(config, specs)
-        nodes = None
-        if config.lossy_links == "inter-node":
-            nodes = consecutive_nodes(range(workers), config.ranks_per_node)
-        networks = {phase: Network(config, phase, workers, nodes) for phase in PHASES}
-        check_links(networks, one.stream, cut, workers, steps)
-        self._memory = Memory(networks, one.stream, range(workers), cut)
-        self.groups = [LossyGroup(config, self._memory.worker(rank)) for rank in range(workers)]
+        self._memory, self.groups = groups_in_memory(config, specs, one.stream, range(workers), workers, steps)
         self._sums = [flat.new_empty(workers * spec.shard) for flat, spec in zip(gradients, specs, strict=True)]
         self._own: list[list[torch.Tensor]] = []  # of each worker, as it thinks of the sum by itself
         self._begun: list[Transfer] = []

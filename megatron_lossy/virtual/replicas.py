@@ -104,13 +104,13 @@ class VirtualReplicas(VirtualRun):
             if self._lossy:
                 gradients = [bucket.grad_data for bucket in buckets]
                 self._lossy[stream].collect(worker, gradients, self.iteration, self.loss_scale(), self.following)
-            for bucket, into in zip(buckets, sums, strict=True):
-                if self._lossy:
-                    pass
-                elif self._collected:
-                    into += bucket.grad_data
-                else:
-                    into.copy_(bucket.grad_data)
+            else:
+                for bucket, into in zip(buckets, sums, strict=True):
+                    if self._collected:
+                        into += bucket.grad_data
+                    else:
+                        into.copy_(bucket.grad_data)
+            for bucket in buckets:
                 bucket.grad_data.zero_()
         self._collected += 1
 

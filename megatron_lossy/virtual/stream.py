@@ -12,15 +12,13 @@ import numpy as np
 import torch
 
 from ..channel.corruption import make_corruption
-from ..config import PHASES, LossyConfig
+from ..config import LossyConfig
 from ..delivery_log.errors import recorded_events
 from ..exchange import Delivery, Exchange, Stream, units_of
 from ..hooks.main_weights import MainWeights
 from ..hooks.replicated import errors_of_owner
-from ..transport import BucketSpec, LossyGroup, Network, Transfer, cut_buckets
-from ..transport.drawn import check_links
-from ..transport.memory import Memory
-from ..transport.network import consecutive_nodes
+from ..transport import BucketSpec, Transfer
+from .in_memory import groups_in_memory
 from .leads import Leads
 from .versions import Versions
 
@@ -55,14 +53,8 @@ class StreamBuckets:
             BucketSpec(bucket.grad_data.numel() // workers, bucket.grad_data.dtype, bucket.param_data.dtype)
             for bucket in buckets
         ]
-        self.cut = cut_buckets(config, specs)
-        nodes = None
-        if config.lossy_links == "inter-node":
-            nodes = consecutive_nodes(range(ranks), config.ranks_per_node)
-        networks = {phase: Network(config, phase, ranks, nodes) for phase in PHASES}
-        check_links(networks, stream, self.cut, workers, steps)
-        self._memory = Memory(networks, stream, members, self.cut)
-        self.groups = [LossyGroup(config, self._memory.worker(rank)) for rank in range(workers)]
+        self._memory, self.groups = groups_in_memory(config, specs, stream, members, ranks, steps)
+        self.cut = self._memory.cut
         if config.errs and workers > 1:
             corruption = make_corruption(config, recorded_events(config))
             for rank, group in enumerate(self.groups):
