@@ -63,6 +63,12 @@ def check_choice(config: Any, name: str) -> None:
             raise refuse(flag_name(config, name), value, "must be one of " + ", ".join(choices))
 
 
+def in_unit_interval(name: str, value: float) -> None:
+    """Raise :class:`UsageError` unless ``value``, that of the flag ``name``, is in [0, 1)."""
+    if not 0 <= value < 1:  # NaN fails too
+        raise refuse(name, value, "must be in [0, 1)")
+
+
 def _flag_fields(cls: Any) -> list[dataclasses.Field[Any]]:
     """Those of ``cls`` itself, then those that it inherits."""
     fields = [f for f in dataclasses.fields(cls) if "flag" in f.metadata]

@@ -13,7 +13,8 @@ ORDER = """
 errors
 files registry ledger moved
 flags
-config_errors config_islands config_sync
+config_transport
+config_boundaries config_errors config_islands config_recovery config_sync
 config shipped
 device exchange theory data
 channel coding recovery

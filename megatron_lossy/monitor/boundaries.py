@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config import BOUNDARY_PHASES
+from ..config_boundaries import BOUNDARY_PHASES
 from ..pipeline import Fate
 from .observer import Observer
 from .window import Window

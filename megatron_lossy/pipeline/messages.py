@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..config import BOUNDARY_PHASES, LossyConfig
+from ..config import LossyConfig
+from ..config_boundaries import BOUNDARY_PHASES
 from ..exchange import Stream
 from .loss import Boundary, BoundaryLoss, Fate
 

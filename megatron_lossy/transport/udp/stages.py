@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...config import BOUNDARY_PHASES, LossyConfig
+from ...config import LossyConfig
+from ...config_boundaries import BOUNDARY_PHASES
 from .engine import Channel, Outcome, PeerLost
 from .engine import Transfer as Datagrams
 from .process import engine_for

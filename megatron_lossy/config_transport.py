@@ -1,0 +1,179 @@
+"""Flags of what carries the exchanges (docs/transport.md). :class:`.config.LossyConfig` inherits them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from .errors import refuse
+from .flags import as_text, check_choice, flag, flag_name
+
+#: Payload of a datagram: with 28 bytes of header, 16 of authentication and 48 of UDP and IPv6, 1,500 bytes.
+UDP_PACKET_BYTES = 1408
+#: The least payload that holds a part of a report of what did not arrive.
+UDP_REPORT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class TransportFlags:
+    """What carries the exchanges, and how. Raises :class:`UsageError` where a value is not allowed."""
+
+    transport: str = flag(
+        "torch",
+        "how the exchanges cross: Megatron's collectives, minus what a channel draws; pieces, the same over an all-to-all, "
+        "summed by the owner in the order of ranks; or udp, datagrams that may really be lost (docs/transport.md)",
+        choices=("torch", "pieces", "udp"),
+    )
+    udp_interface: str | None = flag(
+        None,
+        "udp: network interface to send from; default the one that reaches MASTER_ADDR",
+        metavar="NAME",
+        incidental=True,
+    )
+    udp_port: int = flag(
+        0, "udp: port of local rank 0, the next ones for the others; 0 takes free ones", metavar="BASE", incidental=True
+    )
+    udp_rate: str | None = flag(
+        None,
+        "udp: the most a process sends, for example 10gbit or 300mbit; default the speed of the interface, shared by the "
+        "ranks of this host, else 1gbit",
+        metavar="RATE",
+        incidental=True,
+    )
+    udp_rate_control: str = flag(
+        "delay",
+        "udp: find the rate by delay and delivery rate, or send at --udp-rate whatever happens (closed networks only)",
+        choices=("delay", "fixed"),
+        incidental=True,
+    )
+    udp_deadline: str = flag(
+        "off",
+        "udp: also end an exchange so many milliseconds after this rank asked for it, whatever is missing; auto: 1.2 "
+        "times the 95th percentile of the last 100",
+        metavar="{off,auto,MS}",
+    )
+    udp_reorder: float | None = flag(
+        None,
+        "udp: milliseconds to wait for overtaken datagrams after the end of a message; default an eighth of the round trip, at "
+        "least 1",
+        type=float,
+        metavar="MS",
+        incidental=True,
+    )
+    udp_eager_bytes: int = flag(
+        2**22,
+        "udp: bytes of an exchange sent to a rank before it says that it is ready",
+        metavar="BYTES",
+        incidental=True,
+    )
+    udp_memory: int = flag(
+        2**28, "udp: bytes for what arrives before it is asked for, per process", metavar="BYTES", incidental=True
+    )
+    udp_cipher: str = flag(
+        "aes-128-gcm",
+        "udp: how datagrams are encrypted and authenticated; none for closed networks",
+        choices=("aes-128-gcm", "none"),
+        incidental=True,
+    )
+    udp_key_file: str | None = flag(
+        None,
+        "udp: file with a secret that all ranks share; without it whoever reads torch's store could forge datagrams",
+        metavar="FILE",
+        incidental=True,
+    )
+    udp_fec: tuple[str, ...] = flag(
+        ("auto",),
+        "udp: parity for packets of high priority: C packets for every B of them, which are copies if C is larger; or auto, as "
+        "much as the loss asks for",
+        type=str,
+        nargs="+",
+        metavar="auto | B C",
+        incidental=True,
+    )
+    udp_fec_budget: float = flag(
+        2.5,
+        "udp: most parity that --udp-fec auto adds, in percent of the bytes of a message",
+        metavar="PERCENT",
+        incidental=True,
+    )
+    udp_peer_timeout: float = flag(
+        30.0, "udp: seconds without a datagram after which a rank counts as gone", metavar="S", incidental=True
+    )
+
+    def check_transport(self) -> None:
+        """Raise :class:`UsageError` for a transport that is not allowed, or flags of one that is not chosen."""
+        for name in ("transport", "udp_rate_control", "udp_cipher"):
+            check_choice(self, name)
+        if self.transport != "udp":
+            for name, field_ in TransportFlags.__dataclass_fields__.items():
+                if name != "transport" and getattr(self, name) != field_.default:
+                    raise refuse(flag_name(TransportFlags, name), as_text(getattr(self, name)), "needs --transport udp")
+            return
+        rate, deadline = self.udp_bytes_per_second, self.udp_deadline_seconds
+        if self.udp_rate_control == "fixed" and rate is None:
+            raise refuse("--udp-rate-control", "fixed", "needs --udp-rate")
+        if not 0 <= self.udp_port <= 65535:
+            raise refuse("--udp-port", self.udp_port, "must be in [0, 65535]")
+        if isinstance(deadline, float) and not 0 < deadline < math.inf:
+            raise refuse("--udp-deadline", self.udp_deadline, "must be off, auto or milliseconds above 0")
+        if self.udp_reorder is not None and not 0 <= self.udp_reorder < math.inf:
+            raise refuse("--udp-reorder", self.udp_reorder, "must be milliseconds of at least 0")
+        if self.udp_eager_bytes < 0:
+            raise refuse("--udp-eager-bytes", self.udp_eager_bytes, "must be at least 0")
+        if self.udp_memory < max(2**20, self.udp_eager_bytes):
+            raise refuse("--udp-memory", self.udp_memory, "must be at least 2^20 and --udp-eager-bytes")
+        _ = self.udp_fec_code
+        if not 0 <= self.udp_fec_budget <= 100:
+            raise refuse("--udp-fec-budget", self.udp_fec_budget, "must be percent in [0, 100]")
+        if not 1 <= self.udp_peer_timeout < math.inf:
+            raise refuse("--udp-peer-timeout", self.udp_peer_timeout, "must be seconds of at least 1")
+
+    @property
+    def udp_fec_code(self) -> tuple[int, int] | None:
+        """``--udp-fec``: B and C; ``None``: auto. Raises :class:`UsageError`."""
+        if tuple(self.udp_fec) == ("auto",):
+            return None
+        text = " ".join(map(str, self.udp_fec))
+        try:
+            block, parity = (int(number) for number in self.udp_fec)
+        except ValueError:
+            raise refuse("--udp-fec", text, "must be auto, or B C") from None
+        check_code("--udp-fec", block, parity, least=0, copies=True)
+        return block, parity
+
+    @property
+    def udp_bytes_per_second(self) -> float | None:
+        """``--udp-rate``. Raises :class:`UsageError`."""
+        if self.udp_rate is None:
+            return None
+        found = re.fullmatch(r"([\d.]+)([kmg])bit", self.udp_rate.lower())
+        try:
+            rate = float(found[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[found[2]] / 8 if found else 0.0
+        except ValueError:
+            rate = 0.0
+        if not rate > 0:
+            raise refuse(
+                "--udp-rate", self.udp_rate, "must be a number above 0 with kbit, mbit or gbit, such as 10gbit"
+            )
+        return rate
+
+    @property
+    def udp_deadline_seconds(self) -> float | str | None:
+        """``--udp-deadline``: ``None``, "auto" or seconds. Raises :class:`UsageError`."""
+        if self.udp_deadline in ("off", "auto"):
+            return None if self.udp_deadline == "off" else "auto"
+        try:
+            return float(self.udp_deadline) / 1000
+        except ValueError:
+            raise refuse("--udp-deadline", self.udp_deadline, "must be off, auto or milliseconds above 0") from None
+
+
+def check_code(flag: str, block: int, parity: int, least: int = 1, copies: bool = False) -> None:
+    """Raise :class:`UsageError` for blocks of ``block`` packets with ``parity`` of parity that no code has.
+
+    ``copies``: there may be more parity than packets.
+    """
+    if not (least <= parity <= (255 if copies else min(block, 255)) and 1 <= block < 2**16):
+        most = "" if copies else " <= B"
+        raise refuse(flag, f"{block} {parity}", f"needs {least} <= C{most}, C at most 255 and B in [1, 65535]")
