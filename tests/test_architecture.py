@@ -13,7 +13,7 @@ ORDER = """
 errors
 files registry ledger moved
 flags
-config_errors config_islands config_sync
+config_errors config_islands config_pipeline config_sync
 config shipped
 device exchange theory data
 channel coding recovery
