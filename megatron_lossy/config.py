@@ -16,6 +16,7 @@ from typing import Any
 from .config_boundaries import BoundaryFlags
 from .config_errors import ErrorFlags
 from .config_islands import SYNC_PHASES, IslandFlags
+from .config_pipeline import PipelineFlags
 from .config_recovery import RecoveryFlags
 from .config_sync import SyncFlags
 from .config_transport import UDP_PACKET_BYTES, UDP_REPORT_BYTES, TransportFlags
@@ -104,7 +105,7 @@ class PhaseLoss:
 
 
 @dataclass(frozen=True)
-class LossyConfig(IslandFlags, SyncFlags, ErrorFlags, TransportFlags, BoundaryFlags, RecoveryFlags):
+class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFlags, BoundaryFlags, RecoveryFlags):
     """Every loss flag. Raises :class:`UsageError` where a value is not allowed."""
 
     p_grad: float = flag(0.0, "mean loss rate of the gradient reduce-scatter, in [0, 1)", metavar="P")
@@ -227,6 +228,7 @@ class LossyConfig(IslandFlags, SyncFlags, ErrorFlags, TransportFlags, BoundaryFl
 
     def __post_init__(self) -> None:
         self._check_islands()
+        self._check_pipeline()
         if self.eval_weights is None:
             object.__setattr__(self, "eval_weights", "consensus" if self.averages else "replica")
         for name in ("p_grad", "p_param", "p_sync"):
@@ -399,9 +401,9 @@ class LossyConfig(IslandFlags, SyncFlags, ErrorFlags, TransportFlags, BoundaryFl
 
     @property
     def lossless(self) -> bool:
-        """True if no flag can change any exchange, so that training must be exactly Megatron's."""
+        """True if no flag can change any exchange or delay a stage, so that training must be exactly Megatron's."""
         untouched = all(self.untouched(phase) for phase in PHASES)
-        return untouched and not self.loses_at_boundaries and not self.averages
+        return untouched and not self.loses_at_boundaries and not self.averages and not self.async_pipeline
 
     @property
     def draws(self) -> bool:
@@ -450,7 +452,8 @@ class LossyConfig(IslandFlags, SyncFlags, ErrorFlags, TransportFlags, BoundaryFl
             return "; ".join(["none, the exchanges are Megatron's own", *unused])
         if all(self.untouched(phase) for phase in PHASES):
             boundaries = [self.describe_boundaries()] if self.loses_at_boundaries else []
-            parts = [*boundaries, *self._describe_islands(), f"seed {self.loss_seed}", "simulated", *unused]
+            drawn = [f"seed {self.loss_seed}", "simulated"] if self.loses_at_boundaries or self.averages else []
+            parts = [*self._describe_pipeline(), *boundaries, *self._describe_islands(), *drawn, *unused]
             return "; ".join(parts)
         models = dict.fromkeys(self.of_phase("loss_model", phase) for phase in PHASES)
         drawn = [
@@ -479,7 +482,7 @@ class LossyConfig(IslandFlags, SyncFlags, ErrorFlags, TransportFlags, BoundaryFl
             parts.append(f"{self.lossy_links} links only")
         if self.loses_at_boundaries:
             parts.append(self.describe_boundaries())
-        parts += self._describe_islands()
+        parts += self._describe_pipeline() + self._describe_islands()
         crossing = {"torch": "simulated", "pieces": "simulated, in pieces", "udp": f"over UDP, {self.udp_cipher}"}[
             self.transport
         ]
@@ -493,3 +496,9 @@ class LossyConfig(IslandFlags, SyncFlags, ErrorFlags, TransportFlags, BoundaryFl
         what = f"{self.islands} islands, {self.sync_method}, {100 * self.sync_fraction:g} % of them"
         when = f"every {self.sync_interval} iterations, used after {self.sync_delay}"
         return [f"{what} {when}, lost {self.label(SYNC_PHASES[0])}"]
+
+    def _describe_pipeline(self) -> list[str]:
+        if not self.async_pipeline:
+            return []
+        stages = "" if self.virtual_stages is None else f" of {self.virtual_stages} virtual stages"
+        return [f"asynchronous pipeline{stages}"]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .config import LossyConfig
-from .errors import ArgumentParser, UsageError, usage_errors
+from .errors import ArgumentParser, UsageError, refuse, usage_errors
 from .flags import add_flags, from_namespace
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
         if _lossy.config != config:
             raise UsageError("the loss flags changed after the hooks were installed with others")
         return _lossy
+    if config.async_pipeline:
+        why = "needs python -m megatron_lossy.train; the loop of Megatron-LM flushes the pipeline in every iteration"
+        raise refuse("--async-pipeline", "on", why)
     import megatron.core
 
     from . import device, hooks

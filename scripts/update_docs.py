@@ -2,7 +2,8 @@
 
 Between ``<!-- flags: loss -->`` and ``<!-- end -->``: the loss flags, from megatron_lossy/config.py; between
 ``<!-- flags: training -->`` and ``<!-- end -->``: those of our own trainer, from megatron_lossy/train/config.py; between
-``<!-- flags: islands -->`` and ``<!-- end -->``: those of islands among the loss flags; between
+``<!-- flags: islands -->`` and ``<!-- end -->``: those of islands among the loss flags, and ``<!-- flags: pipeline -->``
+those of the asynchronous pipeline; between
 ``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results; between ``<!-- list: studies -->``
 and ``<!-- end -->``: the questions of configs/studies.
 """
@@ -17,13 +18,14 @@ import yaml
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config_islands import IslandFlags
+from megatron_lossy.config_pipeline import PipelineFlags
 from megatron_lossy.files import write_text
 from megatron_lossy.flags import flag_table
 from megatron_lossy.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags}
+_FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": PipelineFlags}
 _MARKS = re.compile(r"(<!-- (flags|table|list): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

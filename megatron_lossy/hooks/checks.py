@@ -14,6 +14,7 @@ from ..registry import GRAD_RECOVERIES
 from ..transport import check_owners
 from .versions import dense_buffers, pipeline_groups
 
+NO_REAL_STAGES = "needs --virtual-stages with --virtual-workers: real stages are not built yet"
 _LAYER_WISE = "layer-wise optimizers gather differently; choose adam or sgd"
 
 
@@ -151,6 +152,31 @@ def check_boundaries(settings: Any, config: LossyConfig) -> None:
         raise refuse("--use-ring-exchange-p2p", "on", "nothing can be lost at stage boundaries with it; turn it off")
     if getattr(settings, "mtp_standalone", False):
         raise UsageError("multi-token prediction on a stage of its own: cannot go with --p-act and --p-act-grad")
+
+
+def check_pipeline(settings: Any, config: LossyConfig) -> None:
+    """Raise :class:`UsageError` where stages cannot be asynchronous. ``settings``: of the trainer."""
+    if not config.async_pipeline:
+        return
+    stages = config.virtual_stages
+    if not settings.virtual_workers:
+        if stages is not None:
+            raise refuse("--virtual-stages", stages, "needs --virtual-workers")
+        raise refuse("--async-pipeline", "on", NO_REAL_STAGES)
+    if stages is None:
+        raise refuse("--async-pipeline", "on", "needs --virtual-stages with --virtual-workers")
+    if not settings.use_distributed_optimizer:
+        raise refuse("--virtual-stages", stages, "needs --use-distributed-optimizer")
+    if stages == 1:
+        return
+    if settings.num_layers % stages:
+        raise refuse("--virtual-stages", stages, f"must divide the {settings.num_layers} layers")
+    if settings.share_embeddings_and_output_weights:
+        why = "the first and the last stage would add up a gradient, and wait for each other"
+        raise refuse("--share-embeddings-and-output-weights", "on", f"cannot be with --async-pipeline: {why}")
+    if settings.overlap_param_gather:
+        why = "forward passes use weights that were gathered long before"
+        raise refuse("--overlap-param-gather", "on", f"cannot be with --async-pipeline: {why}")
 
 
 def check_communicator(communicator: Any) -> None:

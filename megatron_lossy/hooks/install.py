@@ -9,6 +9,7 @@ from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..ledger import Check, check
 from . import megatron_core
+from .checks import NO_REAL_STAGES
 from .runtime import Lossy
 from .versions import check_version
 
@@ -29,6 +30,8 @@ def install(config: LossyConfig, steps: int | None = None, gapless: bool = False
         raise RuntimeError("the hooks are already installed; call uninstall() on what install() returned first")
     if config.averages:
         raise refuse("--islands", config.islands, "needs --virtual-workers: islands of real ranks are not built yet")
+    if config.async_pipeline:
+        raise refuse("--async-pipeline", "on", NO_REAL_STAGES)
     try:
         import megatron.core
     except ImportError as error:

@@ -69,10 +69,11 @@ class Run:
 
     @property
     def lossless(self) -> bool:
-        """True for a run that lost nothing."""
+        """True for a run that lost nothing, and in which nothing was late on purpose."""
         boundaries = any(self.config.get(name) for name in ("p_act", "p_act_grad"))
         islands = self.config.get("islands", 1) > 1 and self.config.get("sync_method") != "gradients"
-        return self.condition == ("0 %", "0 %") and not boundaries and not islands
+        late = self.config.get("async_pipeline")
+        return self.condition == ("0 %", "0 %") and not boundaries and not islands and not late
 
     @property
     def clean(self) -> bool:

@@ -37,7 +37,7 @@ from typing import Any
 from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
-from ..hooks.checks import check_optimizer
+from ..hooks.checks import check_optimizer, check_pipeline
 from ..report.scalars import AXES, check_names, needs_drift
 from ..shipped import find_config
 from ..sync import check_islands
@@ -147,6 +147,7 @@ class Design:
                         raise refuse(f"--{name.replace('_', '-')}", getattr(config, name), "cannot be given to a study")
             train.check_world(self.processes)
             check_islands(loss, train.virtual_workers, train.train_iters)
+            check_pipeline(train, loss)
             if level is not None:
                 if loss.lossless and not loss.errs:
                     raise UsageError("loses nothing: a level needs a loss rate, or errors in gradients")
@@ -177,7 +178,7 @@ class Design:
         """What changes refer to, in the place of ``loss``."""
         if self.baseline:
             return loss
-        if loss.averages:  # what is exchanged is no loss
+        if loss.averages or loss.async_pipeline:  # neither is a loss
             return dataclasses.replace(loss, p_grad=0.0, p_param=0.0, p_sync=0.0)
         return LossyConfig(eval_weights=loss.eval_weights)
 
