@@ -1,11 +1,13 @@
-"""Train a tiny model over a lossy wide-area link: over gloo and TCP, and over UDP without retransmission.
+"""Train a tiny model over a lossy wide-area link: over gloo and TCP, over UDP without retransmission, or as islands.
 
     python -m benchmarks.run_wan [--loss 0.01] [--rtt 20] [--out runs/wan]      (make run-wan)
+    python -m benchmarks.run_wan --rate 100 --rtt 50 --runs "gloo bbr" alone islands "islands udp"
 
 As root, on Linux (benchmarks/lab); elsewhere it says what is missing. Two ranks in two network namespaces train the
 model of configs/tiny with each transport, one after the other. It prints the time of an iteration, the part of it
 that is communication, and when each run reached a validation loss that all of them reach. Gloo over TCP Reno trains a
-few iterations only: it computes what gloo over BBR does, bit for bit, and is too slow for more.
+few iterations only: it computes what gloo over BBR does, bit for bit, and is too slow for more. Islands average 5 % of
+their parameters, 10 iterations late; alone, they exchange nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +36,19 @@ from megatron_lossy.device.environment import without_ranks
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file, write_text
 
-NAMES = ("gloo bbr", "gloo reno", "udp")
+_UDP = ("--transport", "udp", "--loss-unit", "packet", "--udp-interface", INTERFACE)
+_ISLANDS = ("--islands", "2", "--sync-method")
+_AVERAGED = (*_ISLANDS, "parameters", "--sync-fraction", "0.05", "--sync-delay", "10")
+#: What can be trained: TCP's congestion control, and flags.
+RUNS = {
+    "gloo bbr": ("bbr", ()),
+    "gloo reno": ("reno", ()),
+    "udp": ("bbr", _UDP),
+    "alone": ("bbr", (*_ISLANDS, "none")),
+    "islands": ("bbr", _AVERAGED),
+    "islands udp": ("bbr", (*_AVERAGED, *_UDP)),
+}
+_DEFAULT = ("gloo bbr", "gloo reno", "udp")
 KINDS = ("grad", "param", "other")
 #: The first iterations warm up.
 SKIPPED = 2
@@ -44,7 +58,7 @@ _EXPLANATION = (
     "of the gradients; it goes over TCP in every run. The time to the same loss is the number of iterations, times "
     "that of an iteration."
 )
-_COLOURS = {"gloo bbr": "#1f77b4", "gloo reno": "#17becf", "udp": "#d62728"}
+_COLOURS = dict(zip(RUNS, ("#1f77b4", "#17becf", "#d62728", "#7f7f7f", "#2ca02c", "#9467bd"), strict=True))
 
 
 @dataclass
@@ -101,11 +115,10 @@ def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run
     if folder.exists():  # of --replace
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
-    transport = []
-    if name == "udp":
-        transport = ["--transport", "udp", "--loss-unit", "packet", "--udp-interface", INTERFACE]
-        transport += shlex.split(args.flags)
-    lab.sysctl("net.ipv4.tcp_congestion_control", "bbr" if name == "udp" else name.split()[1])
+    control, kind = RUNS[name]
+    transport = [*kind, *(shlex.split(args.flags) if "udp" in kind else ())]
+    if control in _controls(lab):
+        lab.sysctl("net.ipv4.tcp_congestion_control", control)
     flags = ["--config", args.config, "--train-iters", str(iterations), "--log-interval", "1"]
     flags += ["--eval-interval", str(args.eval_interval), "--lr-decay-iters", str(args.iterations)]
     flags += ["--lr-warmup-iters", str(args.iterations // 10)]
@@ -145,7 +158,7 @@ def table(runs: Sequence[Run], target: float | None, header: Sequence[str]) -> t
     steps = {run.name: run.iterations_to(target) for run in runs if run.valid and target is not None}
     for run in runs:
         # Gloo's losses do not depend on the congestion control.
-        step = steps.get(run.name, steps.get("gloo bbr"))
+        step = steps.get(run.name, steps.get("gloo bbr") if run.name == "gloo reno" else None)
         last = f"{run.valid[max(run.valid)]:.3f}" if run.valid else "as with bbr"
         reached = "" if step is None else f"{step * run.iteration_ms / 1e3:.1f} s ({step:.0f} iterations)"
         exchanges, other = run.communication_ms("grad", "param"), run.communication_ms("other")
@@ -204,6 +217,16 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_wan", description=__doc__.splitlines()[0])
     parser.add_argument("--loss", type=float, default=0.01, metavar="P", help="share of packets lost (default 0.01)")
     parser.add_argument("--rtt", type=float, default=20.0, metavar="MS", help="round-trip time (default 20)")
+    parser.add_argument("--rate", type=float, metavar="MBIT", help="of the link, Mbit/s (default: no limit)")
+    parser.add_argument(
+        "--queue",
+        type=float,
+        metavar="MS",
+        help="what may wait for the link, in ms of its rate (default: a round trip)",
+    )
+    parser.add_argument(
+        "--runs", nargs="+", choices=RUNS, default=_DEFAULT, metavar="NAME", help=f"of {', '.join(RUNS)}"
+    )
     parser.add_argument("--config", default="configs/tiny/llama_1m.yaml", metavar="FILE", help="what is trained")
     parser.add_argument("--iterations", type=int, default=200, metavar="N", help="to train (default 200)")
     parser.add_argument("--reno-iterations", type=int, default=5, metavar="N", help="over Reno (default 5; 0: none)")
@@ -214,15 +237,35 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _controls(lab: Lab) -> list[str]:
+    return lab.nodes[0].sysctl("net.ipv4.tcp_available_congestion_control").split()
+
+
+def _queue(args: argparse.Namespace) -> float:
+    return args.rtt if args.queue is None else args.queue
+
+
+def link(args: argparse.Namespace) -> Link:
+    """The link of these flags."""
+    if args.rate is None:
+        if args.queue is not None:
+            raise refuse("--queue", args.queue, "needs --rate")
+        return Link(args.rtt / 2000, args.loss)
+    if not args.rate > 0:
+        raise refuse("--rate", args.rate, "must be above 0")
+    rate = args.rate * 1e6
+    return Link(args.rtt / 2000, args.loss, rate=rate, queue=rate / 8 * _queue(args) / 1000)
+
+
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """All trainings, their table and their picture."""
-    plan = dict(zip(NAMES, (args.iterations, args.reno_iterations, args.iterations)))
+    plan = {name: args.reno_iterations if name == "gloo reno" else args.iterations for name in args.runs}
     notes, runs = [], []
-    with Lab(Link(args.rtt / 2000, args.loss)) as lab:
-        there = lab.nodes[0].sysctl("net.ipv4.tcp_available_congestion_control").split()
+    with Lab(link(args)) as lab:
+        there = _controls(lab)
         for name, iterations in plan.items():
-            control = name.split()[-1]
-            if control in ("bbr", "reno") and control not in there:
+            control = RUNS[name][0]
+            if name.startswith("gloo") and control not in there:
                 notes.append(f"{name} left out: no {control} here (modprobe tcp_{control})")
             elif iterations:
                 print(f"{name}: {iterations} iterations …", flush=True)
@@ -232,8 +275,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
             notes.append(f"this machine dropped {lab.dropped()} packets itself")
     target = max((min(one.valid.values()) for one in runs if one.valid), default=None)
     date, command, *machine = made_with("benchmarks.run_wan", argv)
-    link = f"Link: {100 * args.loss:g} % of packets lost, {args.rtt:g} ms round trip, no limit of rate; 2 ranks"
-    header = [date, command, link, *machine, *notes]
+    rate = "no limit of rate" if args.rate is None else f"{args.rate:g} Mbit/s, queue {_queue(args):g} ms"
+    what = f"Link: {100 * args.loss:g} % of packets lost, {args.rtt:g} ms round trip, {rate}; 2 ranks"
+    header = [date, command, what, *machine, *notes]
     rows, text = table(runs, target, header)
     print("\n" + text)
     out = Path(args.out)
@@ -250,7 +294,7 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     with usage_errors("benchmarks.run_wan"):
-        there = next((name for name in NAMES if _folder(args, name).exists()), None)
+        there = next((name for name in RUNS if _folder(args, name).exists()), None)
         if there and not args.replace:
             raise refuse("--out", args.out, f"{_folder(args, there).name} is there already; --replace removes it")
         try:
