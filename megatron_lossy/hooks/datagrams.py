@@ -78,13 +78,15 @@ def _receive(boundaries: Boundaries, phase: str, tensor: torch.Tensor, peer: int
     loses = boundaries.loses()
     if loses:
         boundary = boundary_of(phase, module, chunk, group.rank(), group.size())
+        rank, peers = data_parallel_rank(module), tensor_group(expert=False)
+        message = boundaries.identify(phase, boundary, rank, None if peers is None else peers.rank())
         # Tensor-parallel ranks that get the same message lose what any of them lost. Each may lose its part of the bound.
-        peers = None if module.config.sequence_parallel else tensor_group(expert=False)
+        peers = None if module.config.sequence_parallel else peers
         tolerance = loss.bound(boundary, packets)
         if peers is not None and tolerance < packets:
             tolerance //= peers.size()
         if not loss.lossless:
-            place = (data_parallel_rank(module), sequence_parallel_rank(module), boundaries.run.iteration, packets)
+            place = (rank, sequence_parallel_rank(module) or 0, boundaries.run.iteration, packets)
             dropped = boundaries.messages.lost(phase, boundary, *place)
     coming = _links(boundaries).receive(phase, tensor, peer, packet, tolerance, dropped, _varies(module))
 
@@ -95,7 +97,7 @@ def _receive(boundaries: Boundaries, phase: str, tensor: torch.Tensor, peer: int
         lost = ~received.arrived
         if peers is not None and tolerance:
             lost = lost_by_any(lost, peers)
-        boundaries.count(phase, Fate(lost, *received.outcome))
+        boundaries.tell(message, Fate(lost, *received.outcome))
         if lost.any():
             fill(tensor, phase, lost, elements, boundaries.config)
 
