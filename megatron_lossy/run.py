@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from .config import PHASES, LossyConfig
+from .delivery_log.boundaries import BoundaryLog
 from .delivery_log.errors import ErrorLog
 from .delivery_log.writer import DeliveryLog
 from .errors import UsageError, refuse
@@ -66,6 +67,8 @@ def make_observers(
         observers.append(PriorityMonitor(lambda: [told for group in groups() for told in group.told()]))
     if config.loses_at_boundaries:
         observers.append(BoundaryMonitor())
+        if config.delivery_log is not None:
+            observers.append(BoundaryLog(config, writer))
     if config.transport == "udp":
         from .transport.udp.monitor import DatagramMonitor
 

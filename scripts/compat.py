@@ -4,8 +4,8 @@
                              [--pretrain] [--no-docs]
 
 The contract is tests/test_hooks.py: without loss every bit is Megatron's; with loss reduced shards and stale units are
-right by value, with and without overlap, for several optimizer instances. To it belongs what is sent with a lead, and
-what crosses in pieces. The wheels of megatron-core are laid side by
+right by value, with and without overlap, for several optimizer instances. To it belongs what is sent with a lead,
+what crosses in pieces, full replicas, and messages between stages, lost by drawing and as datagrams. The wheels of megatron-core are laid side by
 side in build/compat/; of a checkout of Megatron-LM the folder megatron/ is put first on the path. Each runs with the
 first interpreter that is new enough for it, of the running one and those given; what finds none is skipped, and the
 matrix says so. torch is that of the interpreter, and the same Megatron on another torch is another row; --torch takes
@@ -53,6 +53,9 @@ TESTS = (
     "tests/test_pieces.py::test_every_setting_of_megatron",
     "tests/test_replicas.py::test_replicas_without_errors_are_megatrons",
     "tests/test_replicas.py::test_replicas_are_equal_after_a_synchronisation",
+    "tests/test_pipeline_boundaries.py::test_every_message_loses_what_is_drawn_for_it",
+    "tests/test_udp_stages.py::test_every_message_loses_what_is_drawn_for_it",
+    "tests/test_udp_stages.py::test_stages_without_loss_are_megatrons",
 )
 #: Columns of the matrix, and the tests of each; the last takes the rest.
 CONTRACT = {
@@ -60,6 +63,7 @@ CONTRACT = {
     "with a lead": r"test_what_is_sent",
     "in pieces": r"test_every_setting_of_megatron",
     "full replicas": r"test_replicas",
+    "between stages": r"test_every_message|test_stages",
     "optimizer instances": r"two instances",
     "by value": r"",
 }

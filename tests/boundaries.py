@@ -1,4 +1,4 @@
-"""What stage boundaries must lose, from the draws and the plain reference of the code."""
+"""What stage boundaries must lose, from the draws and the plain reference of the code; what a log says that they lost."""
 
 from fractions import Fraction
 
@@ -9,18 +9,30 @@ from megatron_lossy.exchange import Exchange, Stream
 from tests.reference import boundary_residual, boundary_units
 
 
-def boundary_lost(config, phase, boundary, rank, tensor, step, micro_batch, packets):
-    """bool[packets]: what is lost for good of a message, all of a boundary's being equally long."""
+def boundary_lost(config, phase, boundary, rank, tensor, step, micro_batch, packets, earlier=None):
+    """bool[packets]: what is lost for good of a message. ``earlier``: packets of those before it; default as many in each."""
     high = Fraction(boundary.layer, boundary.layers) <= Fraction(str(config.act_high_depth))
     block, parity = config.act_fec_high if high else config.act_fec_low
     bound = config.act_residual_high if high else config.act_residual_low
     recovers = config.act_retransmit == "on"
-    units = boundary_units(packets, block, parity) if recovers else packets
+    earlier = [packets] * micro_batch if earlier is None else earlier
+    units, *others = (boundary_units(one, block, parity) if recovers else one for one in (packets, *earlier))
+    first = sum(others)
     stream = Stream("boundary", rank, boundary.stage, boundary.chunk)
     links = np.array([tensor])
-    draws = Uniforms(config.loss_seed, 0, Exchange(phase, stream, step), links, links, (micro_batch + 1) * units)
-    lost = draws.below({"act": config.p_act, "act-grad": config.p_act_grad}[phase])[0, micro_batch * units :]
+    draws = Uniforms(config.loss_seed, 0, Exchange(phase, stream, step), links, links, first + units)
+    lost = draws.below({"act": config.p_act, "act-grad": config.p_act_grad}[phase])[0, first:]
     if not recovers:
         return lost
     residual = boundary_residual(packets, block, parity, lost)
     return residual & (int(residual.sum()) <= Fraction(str(bound)) * packets)
+
+
+def boundary_rows(folder):
+    """The rows of all ranks in a delivery log, by iteration, phase, stream and message."""
+    import pyarrow.parquet as pq
+
+    rows = [
+        row for path in sorted(folder.glob("_boundaries_*.parquet")) for row in pq.ParquetFile(path).read().to_pylist()
+    ]
+    return sorted(rows, key=lambda row: (row["iteration"], row["phase"], row["stream"], row["message"]))

@@ -4,6 +4,7 @@ Read from the source, those inside of functions and for type checkers as well. W
 """
 
 import ast
+import functools
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
@@ -36,6 +37,7 @@ __main__ log collectives
 LEVEL = {room: number for number, line in enumerate(ORDER) for room in line.split()}
 
 
+@functools.cache
 def modules():
     """Every module by its name below the package."""
     found = {}
@@ -45,10 +47,11 @@ def modules():
     return found
 
 
-def imports(modules):
+@functools.cache
+def imports():
     """(module, module that it imports) of the package; ``from . import name`` is the module of that name, if any."""
-    result = set()
-    for module, path in modules.items():
+    result, known = set(), modules()
+    for module, path in known.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names = [alias.name.split(".") for alias in node.names]
@@ -66,7 +69,7 @@ def imports(modules):
             source = [*base, *(node.module or "").split(".")] if node.module else base
             for alias in node.names:
                 name = ".".join([*source, alias.name])
-                result.add((module, name if name in modules else ".".join(source)))
+                result.add((module, name if name in known else ".".join(source)))
     return {(a, b) for a, b in result if a != b and b}  # the package itself holds the version alone
 
 
@@ -82,7 +85,7 @@ def test_every_room_has_its_place():
 def test_no_import_runs_against_the_order():
     wrong = [
         f"{a} imports {b}, which is not below it"
-        for a, b in sorted(imports(modules()))
+        for a, b in sorted(imports())
         if room_of(a) != room_of(b) and LEVEL[room_of(b)] >= LEVEL[room_of(a)]
     ]
     assert not wrong, "\n".join(wrong)
@@ -91,7 +94,7 @@ def test_no_import_runs_against_the_order():
 def test_no_circle_between_modules():
     known = modules()
     following = {module: set() for module in known}
-    for a, b in imports(known):
+    for a, b in imports():
         following[a].add(b)
     left = dict(following)
     while True:  # take away what imports nothing that is left

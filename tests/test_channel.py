@@ -152,7 +152,7 @@ def burst_lengths(lost):
 def test_gilbert_elliott_rate_and_burst_length(p, burst, units):
     """Both within 6 standard errors; that of the rate is corrected for the chain's correlation."""
     channel = make_channel(ge(p, burst), "grad")
-    steps = min(20_000, 400_000 // units)
+    steps = min(5_000, 400_000 // units)
     lost = ~np.concatenate([channel.delivered(exchange(step=step), 0, 1, units) for step in range(steps)])
     to_good, to_bad = 1 / burst, p / (1 - p) / burst
     memory = 1 - to_good - to_bad

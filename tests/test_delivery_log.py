@@ -83,7 +83,7 @@ def replayed(folder, exchange, config, size, units):
 # --- what is written is what is read -------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     size=st.integers(1, 5),
     steps=st.integers(1, 7),

@@ -15,7 +15,7 @@ from megatron_lossy.hooks.checks import check_torch
 from megatron_lossy.recovery import Reduction
 from megatron_lossy.registry import GRAD_RECOVERIES
 from tests import contract
-from tests.ranks import run_ranks
+from tests.ranks import each, run_ranks
 from tests.reference import ReferenceReduce
 from tests.test_hooks import BOTH, FEEDBACK, FEW_SETTINGS, OVERLAPS, RULES, SETTINGS, contract_holds
 from tests.test_transport import (
@@ -74,9 +74,10 @@ def test_exchanges_against_the_reference(size):
         config = LossyConfig(
             p_grad=0.45, p_param=0.45, loss_unit=unit, packet_bytes=max(packet_bytes, 2), transport="pieces"
         )
-        for rule in RULES if unit == "packet" else RULES[:1]:
-            chosen = dataclasses.replace(config, grad_recovery=rule, lossy_self=rule == "zero")
-            real = run_ranks(exchange_grads, size, size, chosen, shards, rule != "previous")
+        rules = RULES if unit == "packet" else RULES[:1]
+        configs = [dataclasses.replace(config, grad_recovery=rule, lossy_self=rule == "zero") for rule in rules]
+        calls = [(size, chosen, shards, chosen.grad_recovery != "previous") for chosen in configs]
+        for rule, chosen, *real in zip(rules, configs, *run_ranks(each, size, exchange_grads, calls), strict=True):
             references = [ReferenceReduce(rule, size, shard, elements_of(chosen, shard)) for shard in shards]
             for step in range(STEPS):
                 arrived = deliveries(chosen, "grad", size, shards, step)
@@ -89,11 +90,8 @@ def test_exchanges_against_the_reference(size):
                     else:
                         np.testing.assert_array_equal(got, expected, f"{rule}, {unit}, step {step}")
         plain = dataclasses.replace(config, transport="torch")
-        for mine, theirs in zip(
-            run_ranks(gather_params, size, size, config, shards, True),
-            run_ranks(gather_params, size, size, plain, shards, True),
-            strict=True,
-        ):
+        calls = [(size, one, shards, True) for one in (config, plain)]
+        for mine, theirs in run_ranks(each, size, gather_params, calls):
             for step in range(STEPS):
                 for bucket in range(len(shards)):
                     np.testing.assert_array_equal(mine[step][bucket], theirs[step][bucket])
@@ -137,7 +135,8 @@ def test_between_two_ranks_it_is_the_same_as_torch(rates, dtype):
             np.testing.assert_array_equal(weights[key], value, err_msg=key)
 
 
-def test_four_virtual_workers_are_four_ranks_bit_for_bit():
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_four_virtual_workers_are_four_ranks_bit_for_bit(dtype):
     """Without clipping: torch adds up the gradient norm of the ranks in an order of its own."""
     chosen = [
         (
@@ -145,7 +144,6 @@ def test_four_virtual_workers_are_four_ranks_bit_for_bit():
             {"dtype": dtype, "clip_grad": 0.0, **OVERLAPS["both"]},
             dataclasses.replace(PIECES, **flags),
         )
-        for dtype in ("fp32", "bf16")
         for rule, flags in (
             *((rule, {"grad_recovery": rule}) for rule in RULES),
             ("feedback", {"grad_recovery": "error-feedback", "grad_priority": "packet-mean"}),

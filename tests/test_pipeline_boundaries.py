@@ -16,6 +16,8 @@ from megatron.core.transformer import torch_norm
 
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+from megatron_lossy.delivery_log.verify import verify
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import versions
 from megatron_lossy.hooks.boundaries import Boundaries
@@ -25,7 +27,7 @@ from megatron_lossy.report.columns import columns
 from megatron_lossy.report.read import read_runs
 from megatron_lossy.virtual import VirtualCluster
 from tests import contract
-from tests.boundaries import boundary_lost
+from tests.boundaries import boundary_lost, boundary_rows
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 from tests.trainer import TINY, read_records, recorded_losses, train_runs, write_data
@@ -93,12 +95,15 @@ def record(rank, tiny, config, steps=2, model=None, evaluate=None):
                 run.evaluate(step)
         notes = recorded[step] = {"in": {}, "out": {}, "grad_in": {}, "grad_out": {}}
         run.step(step)
+    metrics = lossy.metrics()
+    if config.delivery_log is not None:
+        lossy.uninstall()  # which closes it
     return {
         "stage": stage,
         "rank": parallel_state.get_data_parallel_rank(),
         "tensor": parallel_state.get_tensor_model_parallel_rank() if tiny.sequence_parallel else 0,
         "recorded": recorded,
-        "metrics": lossy.metrics(),
+        "metrics": metrics,
     }
 
 
@@ -145,9 +150,11 @@ def check(ranks, tiny, config, steps=2, itemsize=4):
                     here, before = (stage, number), (stage - 1, number)
                     sent, got = notes["out"][before], notes["in"][here]
                     packets = -(-sent.size // elements)
+                    earlier = [-(-notes["out"][stage - 1, one].size // elements) for one in range(number)]
                     lost = {
                         phase: np.repeat(
-                            boundary_lost(config, phase, boundary, rank, tensor, step, number, packets), elements
+                            boundary_lost(config, phase, boundary, rank, tensor, step, number, packets, earlier),
+                            elements,
                         )[: sent.size].reshape(sent.shape)
                         for phase in zeros
                     }
@@ -173,6 +180,7 @@ WAYS = {
     "two replicas, bf16": (4, TinyGPT(pipeline=2, accumulation=2, dtype="bf16"), {}),
     "three stages": (3, TinyGPT(pipeline=3, layers=3, accumulation=4, tied=False), {}),
     "interleaved, overlapped": (2, DEEP, {}),
+    "of different lengths": (2, TinyGPT(pipeline=2, accumulation=4, tied=False, lengths=(16, 5, 15)), {}),
     "interleaved, groups of three": (
         2,
         TinyGPT(pipeline=2, virtual=2, layers=4, accumulation=5, tied=False),
@@ -609,13 +617,18 @@ def test_virtual_workers_train_as_ranks(data, tmp_path):
 
 
 def test_a_resumed_run_goes_on_with_the_same_losses(data, tmp_path):
-    """Of activations alone, in two stages; nobody needs saved replicas for that."""
+    """Of activations alone, in two stages; nobody needs saved replicas for that. The log says so, too."""
     settings = data | {"pipeline_model_parallel_size": 2, "hidden_dropout": 0.0, "save_interval": 4}
     loss = {"p_act": 0.3, "p_act_grad": 0.3, "act_packet_bytes": 200, "act_retransmit": "off"}
     whole, parts = (settings | {"save": str(tmp_path / name)} for name in ("whole", "parts"))
-    run_ranks(train_runs, 2, (whole, loss))
-    run_ranks(train_runs, 2, (parts | {"exit_interval": 4}, loss))
-    run_ranks(train_runs, 2, (parts | {"load": parts["save"]}, loss))
+    logs = {name: tmp_path / f"log of {name}" for name in ("whole", "parts")}
+    once, twice = (loss | {"delivery_log": str(log), "delivery_log_chunk": 3} for log in logs.values())
+    run_ranks(train_runs, 2, (whole, once))
+    run_ranks(train_runs, 2, (parts | {"exit_interval": 4}, twice))
+    run_ranks(train_runs, 2, (parts | {"load": parts["save"]}, twice))
+    rows = boundary_rows(logs["whole"])
+    assert rows == boundary_rows(logs["parts"]) and {row["iteration"] for row in rows} == set(range(8))
+    assert all(verify(DeliveryLogFolder(log)).problems == [] for log in logs.values())
     assert recorded_losses(tmp_path / "parts") == recorded_losses(tmp_path / "whole")
     [first, *_] = read_records(tmp_path / "whole", "train")
     assert first["loss rate act"] == first["zero share act"] > 0.2 and first["loss rate grad"] == 0

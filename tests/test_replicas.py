@@ -90,7 +90,7 @@ def virtually(rank, size, cases, steps=STEPS):
 # --- nothing happens -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_replicas_without_errors_are_megatrons(size):
     watched = LossyConfig(param_sync_interval=2, replica_check="repair", param_sync_state="all")
     models = {
@@ -237,10 +237,14 @@ HITS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def clean():
+    return run_ranks(on_ranks, 3, [("plain", full(**BUCKETS), None)], 4)
+
+
 @pytest.mark.parametrize("hits", HITS)
-def test_a_rare_error_leaves_the_clean_run_bit_for_bit(hits):
+def test_a_rare_error_leaves_the_clean_run_bit_for_bit(hits, clean):
     tiny = full(**BUCKETS)
-    clean = run_ranks(on_ranks, 3, [("plain", tiny, None)], 4)
     for told, expected in zip(run_ranks(hit_once, 3, 3, tiny, hits, "repair", 4), clean, strict=True):
         same({k: told[k] for k in TRAINED}, {k: expected["plain"][k] for k in TRAINED})
         assert told["metrics"]["gradient repairs by majority"] == len(hits)
@@ -274,17 +278,21 @@ PARALLEL = {
 }
 
 
-def overflows(rank, tiny, config, steps):
+def overflows(rank, tiny, config, looks):
+    """What there is after so many steps, by their number."""
     from megatron_lossy import hooks
     from tests.tiny_gpt import build
 
     lossy = hooks.install(config)
     run = build(tiny)
-    scaled = tiny.loss_scale is not None
-    told = [run.step(step, overflow_on=0 if scaled and step == 1 else None) for step in range(steps)]
-    with lossy.owner_weights(run.model):
-        mean = run.weights()
-    return {"weights": run.weights(), "mean": mean, "success": [one["success"] for one in told]}
+    scaled, told, found = tiny.loss_scale is not None, [], {}
+    for step in range(max(looks)):
+        told.append(run.step(step, overflow_on=0 if scaled and step == 1 else None)["success"])
+        if step + 1 in looks:
+            with lossy.owner_weights(run.model):
+                mean = run.weights()
+            found[step + 1] = {"weights": run.weights(), "mean": mean, "success": list(told)}
+    return found
 
 
 @pytest.mark.parametrize("name", PARALLEL)
@@ -292,10 +300,9 @@ def test_replicas_are_equal_after_a_synchronisation(name):
     """And apart before it; copies of tied and replicated parameters stay copies."""
     replicas, ranks, settings = PARALLEL[name]
     tiny = full(**settings)
-    states = {
-        steps: run_ranks(overflows, ranks, tiny, changed(param_sync_interval=3, param_sync_state="all"), steps)
-        for steps in (3, 4)
-    }
+    config = changed(param_sync_interval=3, param_sync_state="all")
+    found = run_ranks(overflows, ranks, tiny, config, (3, 4))
+    states = {steps: [of_rank[steps] for of_rank in found] for steps in (3, 4)}
     scaled = tiny.loss_scale is not None
     together, apart = (states[4], states[3]) if scaled else (states[3], states[4])
     groups = _replicas_of(name, replicas, ranks)

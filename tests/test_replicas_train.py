@@ -31,7 +31,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if "bf16" in name else pytest.mark.slow) for name in CASES]
+)
 def test_stopped_runs_continue_bit_for_bit(data, tmp_path, name):
     """With a synchronisation under way in the save; on ranks and in one process, which do the same."""
     settings, loss = CASES[name]
@@ -86,7 +88,7 @@ def test_a_checkpoint_holds_the_mean_and_fits_other_numbers_of_ranks(data, tmp_p
     assert saved["replica"] != saved["owner"]
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "bit-flip"])
+@pytest.mark.parametrize("kind", [pytest.param("gaussian", marks=pytest.mark.slow), "bit-flip"])
 def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
     errors = (
         NOISE if kind == "gaussian" else {"grad_error": "bit-flip", "grad_error_rate": 0.5, "grad_error_bits": (0, 25)}

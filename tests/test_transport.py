@@ -24,7 +24,7 @@ from megatron_lossy.transport import (
 from megatron_lossy.transport.collective import CollectiveTransport
 from megatron_lossy.transport.memory import Memory
 from megatron_lossy.transport.network import consecutive_nodes, find_nodes
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import RankFailed, each, run_ranks
 from tests.reference import ReferenceReduce, pieces, reference_gather
 
 STEPS = 6
@@ -78,23 +78,28 @@ def deliveries(config, phase, size, shards, step):
 def test_reduce_scatter_against_the_reference(size, unit):
     """Every rule, synchronous and not; N <= 2 to the last bit, else up to the order of summation."""
     shards = [50, 7]
-    for rule in RULES:
-        for lossy_self in (False, True) if rule != "renormalize-remote" else (False,):
-            config = LossyConfig(
-                p_grad=0.45, loss_unit=unit, packet_bytes=max(UNITS[unit], 2), grad_recovery=rule, lossy_self=lossy_self
-            )
-            real = run_ranks(exchange_grads, size, size, config, shards, lossy_self)
-            references = [ReferenceReduce(rule, size, shard, elements_of(config, shard)) for shard in shards]
-            for step in range(STEPS):
-                arrived = deliveries(config, "grad", size, shards, step)
-                for bucket, shard in enumerate(shards):
-                    grads = np.array([gradients(step, rank, size, shard) for rank in range(size)])
-                    expected = references[bucket](grads.reshape(size, size, shard), arrived[bucket])
-                    got = np.array([real[rank][step][bucket] for rank in range(size)])
-                    if size <= 2:
-                        np.testing.assert_array_equal(got, expected)
-                    else:
-                        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+    configs = [
+        LossyConfig(
+            p_grad=0.45, loss_unit=unit, packet_bytes=max(UNITS[unit], 2), grad_recovery=rule, lossy_self=lossy_self
+        )
+        for rule in RULES
+        for lossy_self in ((False, True) if rule != "renormalize-remote" else (False,))
+    ]
+    calls = [(size, config, shards, config.lossy_self) for config in configs]
+    for config, *real in zip(configs, *run_ranks(each, size, exchange_grads, calls), strict=True):
+        references = [
+            ReferenceReduce(config.grad_recovery, size, shard, elements_of(config, shard)) for shard in shards
+        ]
+        for step in range(STEPS):
+            arrived = deliveries(config, "grad", size, shards, step)
+            for bucket, shard in enumerate(shards):
+                grads = np.array([gradients(step, rank, size, shard) for rank in range(size)])
+                expected = references[bucket](grads.reshape(size, size, shard), arrived[bucket])
+                got = np.array([real[rank][step][bucket] for rank in range(size)])
+                if size <= 2:
+                    np.testing.assert_array_equal(got, expected)
+                else:
+                    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def gather_params(rank, size, config, shards, asynchronous):
@@ -120,8 +125,8 @@ def test_all_gather_against_the_reference(size, unit):
     """Bit for bit, synchronous and asynchronous."""
     shards = [50, 7]
     config = LossyConfig(p_param=0.45, loss_unit=unit, packet_bytes=max(UNITS[unit], 2))
-    for asynchronous in (False, True):
-        real = run_ranks(gather_params, size, size, config, shards, asynchronous)
+    calls = [(size, config, shards, asynchronous) for asynchronous in (False, True)]
+    for real in zip(*run_ranks(each, size, gather_params, calls), strict=True):
         for bucket, shard in enumerate(shards):
             replicas = np.zeros((size, size, shard), dtype=np.float32)
             for step in range(STEPS):

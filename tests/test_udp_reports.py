@@ -380,37 +380,49 @@ def test_parity_in_any_order(arriving, must, block, parity, order):
 # ---- A receiver that may do without some ----
 
 
-def message(world, code, step=0, tolerance=0, dropped=None):
-    """Node 0 sends node 1 a message that must arrive whole."""
-    sent = bytes_of(0, 2, SHARD)
-    got = world.nodes[1].post(world.now, "grad", step, 0, [0], tolerance=tolerance, dropped=dropped)
-    world.nodes[0].send("grad", step, 0, sent, ALL_OF_IT, code)
+def message(world, code, step=0, tolerance=0, dropped=None, length=SHARD):
+    """Node 0 sends node 1 a message that must arrive whole, of so many bytes."""
+    sent = bytes_of(0, 2, length)
+    got = world.nodes[1].post(world.now, "grad", step, 0, [0], tolerance=tolerance, dropped=dropped, length=length)
+    world.nodes[0].send("grad", step, 0, sent, all_of(length), code, length)
     return got, sent[1]
 
 
-ALL_OF_IT = np.array([[False] * UNITS, [True] * UNITS])
+def all_of(length):
+    """bool[2, UNITS]: the units of a message of so many bytes from node 0 to node 1."""
+    return np.array([[False], [True]]) & (np.arange(UNITS) * UNIT < length)
+
+
+ALL_OF_IT = all_of(SHARD)
 
 
 @given(
-    st.integers(0, 12), st.sampled_from([(1, 0), (10, 3), (7, 7), (40, 1)]), st.floats(0, 0.4), st.integers(0, 2**32 - 1)
-)  # fmt: skip
-@settings(max_examples=60, deadline=None)
-def test_what_parity_does_not_bring_back_is_lost_up_to_the_tolerance(tolerance, code, p, seed):
-    """Of what is dropped when it comes; beyond the tolerance all of it is asked for, and comes."""
-    layout = Layout(UNITS, *code) if code[1] else None
-    dropped = np.random.default_rng(seed).random(UNITS + (layout.parities if layout else 0)) < p
-    raw = dropped[:UNITS]
-    residual = layout.residual(raw, dropped[UNITS:]) if layout else raw
+    st.integers(0, 12),
+    st.sampled_from([(1, 0), (10, 3), (7, 7), (40, 1)]),
+    st.floats(0, 0.4),
+    st.one_of(st.integers(1, SHARD), st.just(SHARD)),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=80, deadline=None)
+def test_what_parity_does_not_bring_back_is_lost_up_to_the_tolerance(tolerance, code, p, length, seed):
+    """Of what is dropped when it comes; beyond the tolerance all of it is asked for, and comes. Messages may be shorter."""
+    units = -(-length // UNIT)
+    layout = Layout(units, *code) if code[1] else None
+    dropped = np.random.default_rng(seed).random(units + (layout.parities if layout else 0)) < p
+    raw = dropped[:units]
+    residual = layout.residual(raw, dropped[units:]) if layout else raw
     again = int(residual.sum()) > tolerance
     with World(2, {"grad": [(SHARD, UNIT)]}, losing(0, 0), **REPORTED) as world:
-        got, sent = message(world, code, tolerance=tolerance, dropped=dropped)
+        got, sent = message(world, code, tolerance=tolerance, dropped=dropped, length=length)
         world.run(lambda: got.over_at)
-        np.testing.assert_array_equal(got.arrived[0], True if again else ~residual)
+        np.testing.assert_array_equal(got.arrived[0, :units], True if again else ~residual)
         outcome = (int(raw.sum()), int(residual.sum()), again) if raw.any() else (0, 0, False)
         assert world.nodes[1].outcome(got, 0) == outcome
-        whole = np.repeat(got.arrived[0], UNIT)[:SHARD]
-        np.testing.assert_array_equal(got.pieces[0, :SHARD][whole], sent[whole])
-        assert (got.pieces[0, :SHARD][~whole] == 0xEE).all()
+        whole = np.repeat(got.arrived[0], UNIT)[:length]
+        np.testing.assert_array_equal(got.pieces[0, :length][whole], sent[whole])
+        assert (got.pieces[0, :length][~whole] == 0xEE).all() and (got.pieces[0, length:] == 0xEE).all()
+        counted = world.nodes[1].counters(0)
+        assert (counted["units"], counted["lost"]) == (units, 0 if again else residual.sum())
 
 
 @pytest.mark.parametrize("tolerance", [0, 3, UNITS])
@@ -419,18 +431,19 @@ def test_over_a_lossy_link_no_more_is_missing_than_may(tolerance):
     lost = asked = 0
     with World(2, {"grad": [(SHARD, UNIT)]}, losing(0.15, 3), **REPORTED) as world:
         for step in range(30):
-            sent = bytes_of(0, 2, SHARD)
+            length = SHARD if step % 2 else 30 * UNIT + step
+            sent = bytes_of(0, 2, length)
             kept = sent.copy()
-            got = world.nodes[1].post(world.now, "grad", step, 0, [0], tolerance=tolerance)
-            world.nodes[0].send("grad", step, 0, sent, ALL_OF_IT, (10, 3))
+            got = world.nodes[1].post(world.now, "grad", step, 0, [0], tolerance=tolerance, length=length)
+            world.nodes[0].send("grad", step, 0, sent, all_of(length), (10, 3), length)
             sent[:] = 0xDD
             world.run(lambda got=got: got.over_at)
             missing = int((~got.arrived[0]).sum())
             _, residual, again = world.nodes[1].outcome(got, 0)
             assert missing <= tolerance and missing == (0 if again else residual)
             lost, asked = lost + missing, asked + again
-            whole = np.repeat(got.arrived[0], UNIT)[:SHARD]
-            np.testing.assert_array_equal(got.pieces[0, :SHARD][whole], kept[1][whole])
+            whole = np.repeat(got.arrived[0], UNIT)[:length]
+            np.testing.assert_array_equal(got.pieces[0, :length][whole], kept[1][whole])
     assert bool(lost) == (tolerance > 0) and bool(asked) == (tolerance < UNITS)
 
 
@@ -454,15 +467,18 @@ def test_a_message_that_must_arrive_whole_has_a_short_end_and_all_is_asked_for_a
     assert [index for _, index in asked] == [14, 14, 12] and len({now for now, _ in asked}) == 1
 
 
-def test_a_sender_far_ahead_loses_nothing():
+@pytest.mark.parametrize("length", [SHARD, 25 * UNIT + 1])
+def test_a_sender_far_ahead_loses_nothing(length):
     """It sends thirty messages before the first is asked for, and none is kept that is too far ahead."""
     with World(2, {"grad": [(SHARD, UNIT)]}, losing(0, 0), **REPORTED) as world:
-        sent = bytes_of(0, 2, SHARD)
+        sent = bytes_of(0, 2, length)
         for step in range(30):
-            world.nodes[0].send("grad", step, 0, sent, ALL_OF_IT)
+            world.nodes[0].send("grad", step, 0, sent, all_of(length), length=length)
         world.run_for(SECOND)
-        assert world.nodes[1].counters(0)["early"] == 9 * UNITS
+        assert world.nodes[1].counters(0)["early"] == 9 * -(-length // UNIT)
         for step in range(30):
-            got = world.nodes[1].post(world.now, "grad", step, 0, [0], tolerance=UNITS)
+            got = world.nodes[1].post(world.now, "grad", step, 0, [0], tolerance=UNITS, length=length)
             world.run(lambda got=got: got.over_at)
             assert got.arrived.all()
+            np.testing.assert_array_equal(got.pieces[0, :length], sent[1])
+            assert (got.pieces[0, length:] == 0xEE).all()

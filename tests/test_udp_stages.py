@@ -16,6 +16,8 @@ from megatron.core import parallel_state
 
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+from megatron_lossy.delivery_log.verify import verify
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import datagrams
 from megatron_lossy.pipeline import received, sent
@@ -23,6 +25,7 @@ from megatron_lossy.pipeline.loss import BoundaryLoss
 from megatron_lossy.transport.udp import stages
 from megatron_lossy.virtual import VirtualCluster
 from tests import contract
+from tests.boundaries import boundary_rows
 from tests.in_lab import run_in_lab
 from tests.ranks import RankFailed, run_ranks
 from tests.test_lab import needs_lab
@@ -108,7 +111,7 @@ def test_evaluation_is_reliable_unless_asked_otherwise(in_eval):
     ],
     ids=["plain", "interleaved", "two replicas, bf16, tied"],
 )
-def test_without_loss_it_is_megatron(world, tiny):
+def test_stages_without_loss_are_megatrons(world, tiny):
     same(run_ranks(contract.plain, world, tiny, LOSSLESS, 3), run_ranks(contract.plain, world, tiny, None, 3))
 
 
@@ -166,6 +169,14 @@ def test_two_interleaved_stages_have_two_links():
     """One from the first stage on, and one from the last stage to the first."""
     names = ["stages on ranks 0 and 1", "stages on ranks 1 and 0"]
     assert [sorted(found) for found, _ in run_ranks(links_of, 2, DEEP, LOSSLESS)] == [names, names]
+
+
+def test_lengths_share_links():
+    """Of 21, 20 and 7 packets: one link for up to 32 packets, and one for up to 8."""
+    tiny = dataclasses.replace(PLAIN, accumulation=6, lengths=(16, 15, 5))
+    for rank, (names, counts) in enumerate(run_ranks(links_of, 2, tiny, LOSSLESS)):
+        assert names == ["stages on ranks 0 and 1"] * 2
+        assert [count[1 - rank]["units"] for count in counts] == [2 * (21 + 20), 2 * 7]
 
 
 def copies_lose_apart(rank, tiny, config):
@@ -260,7 +271,7 @@ def test_over_a_link_that_loses_a_seventh(name, tmp_path):
     (sites, model, bound), steps = IN_THE_LAB[name], 8
     flags = {
         **UDP, "act_packet_bytes": 200, "act_fec_high": (4, 2), "act_fec_low": (4, 1), "act_residual_high": bound,
-        "act_residual_low": bound, "udp_interface": "lab0",
+        "act_residual_low": bound, "udp_interface": "lab0", "delivery_log": str(tmp_path / "log"),
     }  # fmt: skip
     arguments = (json.dumps(flags), json.dumps(model), str(steps), str(tmp_path))
     run_in_lab("tests.udp_stage_ranks", *arguments, loss=0.15, sites=sites, timeout=300)
@@ -270,8 +281,11 @@ def test_over_a_link_that_loses_a_seventh(name, tmp_path):
         assert_peers_equal(ranks, ((0, 1), (2, 3)))
         ranks = [ranks[0], ranks[2]]
     zeros = observed(ranks, tiny, config, steps)
+    assert verify(DeliveryLogFolder(tmp_path / "log")).problems == []
+    rows = [row for row in boundary_rows(tmp_path / "log") if not row["stream"].endswith("-t1")]
     metrics = ranks[0]["metrics"]
     for phase, count in zeros.items():
+        assert count == sum(row["zeros"] for row in rows if row["phase"] == phase)
         assert count > 0 and abs(metrics[f"loss rate {phase}"] - 0.15) < 0.08, metrics
     assert metrics["retransmitted share act"] + metrics["retransmitted share act-grad"] > 0, metrics
     assert metrics["udp put together"] > 0 and metrics["udp sent again"] > 0
@@ -363,10 +377,6 @@ def test_bad_flags(flags, error):
     ("settings", "message"),
     [
         ({"pipeline_model_parallel_size": 1}, "--act-transport udp: nothing is sent with one pipeline stage"),
-        (
-            {"pipeline_model_parallel_size": 2, "variable_seq_lengths": True},
-            "--variable-seq-lengths on: cannot be with --act-transport udp",
-        ),
         ({"pipeline_model_parallel_size": 2, "use_ring_exchange_p2p": True}, "--use-ring-exchange-p2p on: nothing"),
     ],
 )

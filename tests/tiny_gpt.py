@@ -78,6 +78,7 @@ class TinyGPT:
 
     micro_batch: int = 2
     accumulation: int = 1  # micro-batches per iteration
+    lengths: tuple[int, ...] = ()  # sequences of the micro-batches, in turns, if they differ (variable_seq_lengths)
     rampup: tuple[int, ...] = ()  # those of the first iterations
     seed: int = 1
 
@@ -296,6 +297,7 @@ def _transformer_config(config: TinyGPT) -> TransformerConfig:
         fp16=config.dtype == "fp16",
         hidden_dropout=config.dropout,
         attention_dropout=config.dropout,
+        variable_seq_lengths=bool(config.lengths),
         calculate_per_token_loss=config.per_token_loss,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
@@ -376,11 +378,12 @@ def _optimizer(config: TinyGPT, model: list[DistributedDataParallel]) -> Any:
 def _batch(config: TinyGPT, iteration: int, rank: int, micro_batch: int) -> dict[str, torch.Tensor]:
     """Counting modulo the vocabulary from random starts by random strides; a random tail of each row is masked."""
     random = np.random.default_rng([config.seed, iteration, rank, micro_batch])
+    sequence = config.lengths[micro_batch % len(config.lengths)] if config.lengths else config.sequence
     start = random.integers(config.vocab, size=(config.micro_batch, 1))
     stride = random.integers(1, 4, size=(config.micro_batch, 1))
-    text = torch.from_numpy((start + stride * np.arange(config.sequence + 1)) % config.vocab)
-    length = random.integers(config.sequence // 2, config.sequence + 1, size=(config.micro_batch, 1))
-    position = torch.arange(config.sequence)
+    text = torch.from_numpy((start + stride * np.arange(sequence + 1)) % config.vocab)
+    length = random.integers(sequence // 2, sequence + 1, size=(config.micro_batch, 1))
+    position = torch.arange(sequence)
     return {
         "input_ids": text[:, :-1].contiguous(),
         "labels": text[:, 1:].contiguous(),

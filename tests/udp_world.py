@@ -117,8 +117,12 @@ class Node:
         deadline: int = 0,
         tolerance: int = 0,
         dropped=None,
+        length: int = 0,
     ) -> Exchange:
-        """``tolerance`` of what must arrive may be missing; ``dropped`` uint8[units + parities] counts as lost."""
+        """``tolerance`` of what must arrive may be missing; ``dropped`` uint8[units + parities] counts as lost.
+
+        ``length``: bytes of the messages, if not those of the bucket.
+        """
         sources = [r for r in range(self.size) if r != self.rank] if sources is None else sources
         shard, _ = self.buckets[phase][bucket]
         guard = 64
@@ -127,7 +131,7 @@ class Node:
         pointers = [pieces[r].ctypes.data if r in sources else None for r in range(self.size)]
         handle = ctypes.c_void_p()
         result = self.lib.ml_post(
-            self.channel, packet.PHASES[phase], step, bucket, (ctypes.c_void_p * self.size)(*pointers),
+            self.channel, packet.PHASES[phase], step, bucket, length, (ctypes.c_void_p * self.size)(*pointers),
             arrived.ctypes.data, deadline, tolerance, None if dropped is None else dropped.ctypes.data,
             0 if dropped is None else len(dropped), now, ctypes.byref(handle),
         )  # fmt: skip
@@ -138,15 +142,22 @@ class Node:
         return exchange
 
     def send(
-        self, phase: str, step: int, bucket: int, data: np.ndarray, must: np.ndarray | None = None, code=(1, 0)
+        self,
+        phase: str,
+        step: int,
+        bucket: int,
+        data: np.ndarray,
+        must: np.ndarray | None = None,
+        code=(1, 0),
+        length: int = 0,
     ) -> ctypes.c_void_p:
-        """``data``: uint8[size, shard], which must stay alive; ``must`` bool[size, units]."""
+        """``data``: uint8[size, shard], which must stay alive; ``must`` bool[size, units]; ``length``: as of :meth:`post`."""
         pointers = [None if r == self.rank else data[r].ctypes.data for r in range(self.size)]
         handle = ctypes.c_void_p()
         sources = (ctypes.c_void_p * self.size)(*pointers)
         must = None if must is None else np.ascontiguousarray(must, np.bool_)
         result = self.lib.ml_send(
-            self.channel, packet.PHASES[phase], step, bucket, sources, None if must is None else must.ctypes.data, *code,
+            self.channel, packet.PHASES[phase], step, bucket, length, sources, None if must is None else must.ctypes.data, *code,
             ctypes.byref(handle),
         )  # fmt: skip
         assert result == 0, result

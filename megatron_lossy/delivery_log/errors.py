@@ -5,25 +5,21 @@ Beside the delivery log, in files of their own: ``errors_RANK_FIRST_LAST.parquet
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
 
 from ..channel.corruption import Event, Hit
 from ..config import LossyConfig
 from ..errors import refuse
 from ..exchange import Stream
-from ..files import replace_file
-from ..monitor.observer import Look, Observer
 from . import schema
+from .beside import RowsBeside, files_beside
 
 if TYPE_CHECKING:
     import pyarrow
 
-_NAME = re.compile(r"errors_(\d+)_(\d+)_(\d+)\.parquet")
+_PREFIX = "errors"
 _FLAG = "--grad-error-trace"
 #: Kinds of rows that are errors; the others say what was done about replicas that differ.
 ERRORS = ("gaussian", "bit-flip")
@@ -54,8 +50,7 @@ def errors_schema() -> pyarrow.Schema:
 
 def error_files(folder: Path) -> list[tuple[Path, int, int, int]]:
     """The files of ``folder`` with their rank, first and last iteration, inclusive."""
-    found = [(path, _NAME.fullmatch(path.name)) for path in sorted(folder.iterdir())] if folder.is_dir() else []
-    return [(path, int(name[1]), int(name[2]), int(name[3])) for path, name in found if name]
+    return files_beside(folder, _PREFIX)
 
 
 def check_recorded_errors(config: LossyConfig) -> list[Path]:
@@ -105,59 +100,16 @@ def read_events(path: Path) -> list[tuple[Event, bytes]]:
     ]
 
 
-class ErrorLog(Observer):
+class ErrorLog(RowsBeside):
     """Writes the errors of this process, and what it did, into the folder of ``--delivery-log``."""
 
-    def __init__(self, config: LossyConfig) -> None:
-        schema.check_pyarrow("--delivery-log", config.delivery_log)
-        self._chunk = config.delivery_log_chunk
-        self._folder = Path(config.delivery_log or "")
-        self._rows: list[dict[str, Any]] = []
-        self._first = self._end = 0
-
-    @property
-    def _rank(self) -> int:
-        return dist.get_rank() if dist.is_initialized() else 0
+    prefix = _PREFIX
+    columns = staticmethod(errors_schema)
 
     def happened(self, iteration: int, what: Sequence[Any]) -> None:
         for one in what:
-            rows = [_row_of_hit(one)] if isinstance(one, Hit) else one.rows()
-            self._rows += [{"iteration": iteration, **row} for row in rows]
-
-    def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
-        self._end = iteration + 1
-        if self._end - self._first >= self._chunk:
-            self.save()
-
-    def restart(self, iteration: int) -> None:
-        import pyarrow.compute as pc
-        import pyarrow.parquet as pq
-
-        self._rows, self._first, self._end = [], iteration, iteration
-        for path, rank, first, last in error_files(self._folder):
-            if rank == self._rank and last >= iteration:
-                if first < iteration:
-                    kept = pq.read_table(path).filter(pc.field("iteration") < iteration)
-                    self._write(first, iteration - 1, kept)
-                path.unlink()
-
-    def save(self) -> None:
-        if self._end == self._first:
-            return
-        import pyarrow as pa
-
-        self._write(self._first, self._end - 1, pa.Table.from_pylist(self._rows, schema=errors_schema()))
-        self._rows, self._first = [], self._end
-
-    def close(self) -> None:
-        self.save()
-
-    def _write(self, first: int, last: int, table: pyarrow.Table) -> None:
-        import pyarrow.parquet as pq
-
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"errors_{self._rank:05d}_{first:09d}_{last:09d}.parquet"
-        replace_file(path, lambda aside: pq.write_table(table.cast(errors_schema()), aside, compression="zstd"))
+            for row in [_row_of_hit(one)] if isinstance(one, Hit) else one.rows():
+                self.add(iteration, **row)
 
 
 def _row_of_hit(hit: Hit) -> dict[str, Any]:

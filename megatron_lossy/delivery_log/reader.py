@@ -164,8 +164,9 @@ class LogFile:
         result, row = [], 0
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
-            statistics = group.column(0).statistics
-            result.append((statistics.min, statistics.max, row))
+            statistics = group.column(0).statistics  # none of a group without rows
+            first, last = (statistics.min, statistics.max) if group.num_rows else (self.first, self.first - 1)
+            result.append((first, last, row))
             row += group.num_rows
         return result
 

@@ -30,7 +30,8 @@ RUN = "_run.json"
 ALL_BUCKETS = -1
 DIGEST_BYTES = 8
 
-_KEY = b"megatron_lossy"
+#: Of the key-value metadata of a file, what this package wrote.
+KEY = b"megatron_lossy"
 _NAME = re.compile(r"rank_(\d+)_(\d+)_(\d+)\.parquet")
 
 
@@ -95,14 +96,14 @@ class Meta:
 
     def encode(self) -> dict[bytes, bytes]:
         """As the key-value metadata of a Parquet file."""
-        return {_KEY: json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).encode()}
+        return {KEY: json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).encode()}
 
     @classmethod
     def decode(cls, metadata: dict[bytes, bytes] | None) -> Meta:
         """The inverse of :meth:`encode`. Raises ``ValueError`` if it is not that of a delivery log."""
-        if _KEY not in (metadata or {}):
+        if KEY not in (metadata or {}):
             raise ValueError("is no file of a delivery log")
-        values = json.loads(metadata[_KEY])
+        values = json.loads(metadata[KEY])
         if values.pop("format") not in range(1, FORMAT + 1):
             raise ValueError(f"has a later format than {FORMAT}")
         streams = {

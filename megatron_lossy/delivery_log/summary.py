@@ -1,14 +1,18 @@
-"""``summary``: what was lost, on which links, in what bursts, and how old it made parameters."""
+"""``summary``: what was lost, on which links, in what bursts, how old it made parameters, and at stage boundaries."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..config import PHASES, LossyConfig
+from ..config_boundaries import BOUNDARY_PHASES
 from ..config_islands import SYNC_PHASES
 from ..flags import flag_name
+from ..pipeline import Boundary
+from .boundaries import Crossings, boundary_files
 from .reader import DeliveryLogFolder, Links
 from .scan import Rates, percent, scan
 from .schema import loss_config
@@ -108,6 +112,52 @@ def summarize(folder: DeliveryLogFolder) -> dict[str, dict[str, Part]]:
     return parts
 
 
+@dataclass
+class Crossed:
+    """What is counted of one phase at one ``boundary``."""
+
+    boundary: Boundary
+    total: Counter[str] = field(default_factory=Counter)
+
+    def add(self, these: Crossings) -> None:
+        """Take in the messages of an iteration."""
+        self.total["messages"] += len(these.message)
+        for name in ("packets", "lost", "repaired", "again", "zeros"):
+            self.total[name] += int(getattr(these, name).sum())
+        self.total["asked"] += int(((these.lost - these.repaired) * these.again).sum())
+
+    def lines(self) -> list[str]:
+        """For people."""
+        total = self.total
+        return [
+            f"  lost      {total['lost']:,} of {total['packets']:,} packets, {_share(total['lost'], total['packets'])}",
+            f"  repaired  {total['repaired']:,} by parity, {_share(total['repaired'], total['lost'])} of what was lost",
+            (
+                f"  again     {total['asked']:,} packets of {total['again']:,} of {total['messages']:,} messages, "
+                f"{_share(total['again'], total['messages'])} of these"
+            ),
+            f"  zeros     {total['zeros']:,} packets, {_share(total['zeros'], total['packets'])}",
+        ]
+
+
+def _share(count: int, of: int) -> str:
+    return percent(count / max(1, of))
+
+
+def summarize_boundaries(folder: DeliveryLogFolder) -> dict[tuple[str, str], Crossed]:
+    """What the log says by phase and stream of boundaries. Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`."""
+    found: dict[tuple[str, str], tuple[int, Crossed]] = {}
+    for rank, files in boundary_files(folder.path).items():
+        for file in files:
+            for these in file.crossings():
+                key = these.phase, these.stream
+                # Peers of tensor parallelism record the same.
+                writer, crossed = found.setdefault(key, (rank, Crossed(file.boundary(these.stream))))
+                if writer == rank:
+                    crossed.add(these)
+    return {key: crossed for key, (_, crossed) in found.items()}
+
+
 def summary_text(folder: DeliveryLogFolder) -> str:
     """The summary for people."""
     covered = [folder.covered(rank) for rank in folder.ranks]
@@ -127,6 +177,11 @@ def summary_text(folder: DeliveryLogFolder) -> str:
             lines += ["", f"{phase}: nothing recorded, nothing lost"]
         for stream, part in sorted(parts.get(phase, {}).items()):
             lines += ["", f"{phase}, {stream}, {len(part.rates.sent)} ranks", *_part_lines(phase, part)]
+    boundaries = summarize_boundaries(folder)
+    for phase, stream in sorted(boundaries, key=lambda key: (BOUNDARY_PHASES.index(key[0]), key[1])):
+        crossed = boundaries[phase, stream]
+        where = f"after layer {crossed.boundary.layer} of {crossed.boundary.layers}"
+        lines += ["", f"{phase}, {stream}, {where}", *crossed.lines()]
     return "\n".join(lines)
 
 

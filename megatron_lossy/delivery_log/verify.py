@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from ..config import PHASES
+from ..config_boundaries import BOUNDARY_PHASES
 from ..config_islands import SYNC_PHASES
 from ..exchange import Exchange, Stream
+from .boundaries import BoundaryFile, boundary_files, check_crossings
 from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows
 from .replay import Redrawn
 
@@ -30,33 +34,75 @@ def verify(folder: DeliveryLogFolder) -> Verdict:
     verdict = Verdict()
     redrawn = Redrawn()
     for rank, files in folder.ranks.items():
-        good = None
-        for number, file in enumerate(files):
-            previous = files[number - 1] if number else None
-            if previous is not None and file.first > previous.last + 1:
-                verdict.problems.append(
-                    f"rank {rank}: no records of iterations {previous.last + 1} to {file.first - 1}"
-                )
-                break
-            try:
-                verdict.rows += _check_file(file, folder, redrawn)
-            except BadLog as error:
-                verdict.problems.append(str(error))
-                if error.iteration > files[0].first:
-                    good = files[0].first, error.iteration - 1
-                break
-            good = files[0].first, file.last
-        verdict.usable[rank] = good
+        verdict.usable[rank] = _check_files(
+            rank, files, lambda file: _check_file(file, folder, redrawn), "records", verdict
+        )
     verdict.problems += _missing_ranks(folder)
+    seen: set[tuple[str, str]] = set()
+    for rank, boundaries in boundary_files(folder.path).items():
+        good = _check_files(
+            rank, boundaries, lambda file: _check_boundaries(file, folder, seen), "records of boundaries", verdict
+        )
+        verdict.usable[rank] = _both(verdict.usable.get(rank), good)
+    verdict.problems += _missing_phases(folder, seen)
     return verdict
 
 
-def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redrawn) -> int:
+def _check_files(
+    rank: int, files: Sequence[Any], check: Callable[[Any], int], what: str, verdict: Verdict
+) -> tuple[int, int] | None:
+    """Check the files of a rank one after another, note the first problem, and return what is usable before it."""
+    good = None
+    for number, file in enumerate(files):
+        previous = files[number - 1] if number else None
+        if previous is not None and file.first > previous.last + 1:
+            verdict.problems.append(f"rank {rank}: no {what} of iterations {previous.last + 1} to {file.first - 1}")
+            break
+        try:
+            verdict.rows += check(file)
+        except BadLog as error:
+            verdict.problems.append(str(error))
+            if error.iteration > files[0].first:
+                good = files[0].first, error.iteration - 1
+            break
+        good = files[0].first, file.last
+    return good
+
+
+def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
+    if one is None or other is None:
+        return None
+    first, last = max(one[0], other[0]), min(one[1], other[1])
+    return (first, last) if first <= last else None
+
+
+def _check_boundaries(file: BoundaryFile, folder: DeliveryLogFolder, seen: set[tuple[str, str]]) -> int:
+    _check_source(file, file.note["loss"], file.note["rank"], folder)
+    count = 0
+    for these in file.crossings():
+        check_crossings(file, these)
+        seen.add((these.phase, these.stream))
+        count += len(these.message)
+    return count
+
+
+def _missing_phases(folder: DeliveryLogFolder, seen: set[tuple[str, str]]) -> list[str]:
+    """Boundaries of which one of two lossy directions was not recorded: each has a rank of its own."""
     reference = next(iter(folder.ranks.values()))[0]
-    if file is not reference and _loss_of(reference) not in (None, file.meta.loss):
-        raise BadLog(file.path, file.first, f"is of a run with other loss flags than {reference.path.name}")
-    if file.meta.rank != file.rank:
-        raise BadLog(file.path, file.first, f"was written by rank {file.meta.rank}")
+    if not seen or _loss_of(reference) is None:
+        return []
+    config = reference.meta.config
+    lossy = [phase for phase in BOUNDARY_PHASES if config.act_transport == "udp" or config.boundary_rate(phase)]
+    return [
+        f"no records of {phase} of {stream}"
+        for stream in sorted({stream for _, stream in seen})
+        for phase in lossy
+        if (phase, stream) not in seen
+    ]
+
+
+def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redrawn) -> int:
+    _check_source(file, file.meta.loss, file.meta.rank, folder)
     count = 0
     for group in range(len(file.groups)):
         rows = file.read(group)
@@ -64,6 +110,15 @@ def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redrawn) -> i
             _check_exchange(file, rows[part], key, folder, redrawn)
         count += len(rows)
     return count
+
+
+def _check_source(file: Any, loss: dict, rank: int, folder: DeliveryLogFolder) -> None:
+    """Raise :class:`BadLog` unless ``file`` is of this run, and of the rank in its name."""
+    reference = next(iter(folder.ranks.values()))[0]
+    if file is not reference and _loss_of(reference) not in (None, loss):
+        raise BadLog(file.path, file.first, f"is of a run with other loss flags than {reference.path.name}")
+    if rank != file.rank:
+        raise BadLog(file.path, file.first, f"was written by rank {rank}")
 
 
 def _loss_of(file: LogFile) -> dict | None:

@@ -249,7 +249,7 @@ class DeliveryLog(Observer):
             if meta.loss != schema.loss_identity(self._config):
                 raise refuse(_FLAG, path, "is of a run with other loss flags; choose another folder")
             kept = table.filter(pc.field("iteration") < iteration).cast(schema.arrow_schema())
-            self._write_parts(schema.file_name(self._rank, first, iteration - 1), [kept], meta)
+            self._write_parts(schema.file_name(self._rank, first, iteration - 1), [kept] if len(kept) else [], meta)
         path.unlink()
 
     def _write(self, name: str, entries: list[_Entry]) -> None:

@@ -18,8 +18,7 @@ import torch
 from ..config import LossyConfig
 from ..errors import UsageError
 from ..ledger import Patch, Takes
-from ..monitor import BoundaryMonitor
-from ..pipeline import Boundary, Fate, Messages, elements_of, lossy, mask_of, received, sent, zero_fill_
+from ..pipeline import Boundary, Fate, Message, Messages, elements_of, lossy, mask_of, received, sent, zero_fill_
 from ..run import Run
 from ..transport import Transfer
 from .checks import check_communicator
@@ -81,7 +80,6 @@ class Boundaries:
         self.messages = Messages(run.config)
         #: What carries messages that leave the node, with ``--act-transport udp``; from the first model chunk on.
         self.links: StageLinks | None = None
-        self._monitors = [one for one in run.observers if isinstance(one, BoundaryMonitor)]
         self._schedule: _Schedule | None = None
 
     @contextlib.contextmanager
@@ -102,15 +100,20 @@ class Boundaries:
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and not (self._schedule is not None and self._schedule.forward_only)
 
-    def _next(self, phase: str, boundary: Boundary, rank: int, tensor: int, packets: int) -> Fate:
-        fate = self.messages.next(phase, boundary, rank, tensor, self.run.iteration, packets)
-        self.count(phase, fate)
+    def _next(self, phase: str, boundary: Boundary, rank: int, tensor: int | None, packets: int) -> Fate:
+        fate = self.messages.next(phase, boundary, rank, tensor or 0, self.run.iteration, packets)
+        self.tell(self.identify(phase, boundary, rank, tensor), fate)
         return fate
 
-    def count(self, phase: str, fate: Fate) -> None:
-        """Let the monitors count a message."""
-        for monitor in self._monitors:
-            monitor.count(phase, fate)
+    def identify(self, phase: str, boundary: Boundary, rank: int, tensor: int | None) -> Message:
+        """The next message at ``boundary``, that is about to be received; see :class:`Message`."""
+        evaluation = self._schedule is not None and not self._trains()
+        return self.messages.identify(phase, boundary, rank, tensor, self.run.iteration, evaluation)
+
+    def tell(self, message: Message, fate: Fate) -> None:
+        """Tell the observers what became of a message."""
+        for observer in self.run.observers:
+            observer.crossed(message, fate)
 
     # --- several stages ----------------------------------------------------------------------------------------------
 
@@ -176,7 +179,7 @@ class Boundaries:
         packets = -(-hidden.numel() // elements)
         crossing = {"act": True, "act-grad": self._trains()}
         lost = [
-            self._next(phase, boundary, rank(), 0, packets).lost
+            self._next(phase, boundary, rank(), None, packets).lost
             if crossing[phase] and not loss.lossless
             else np.zeros(packets, dtype=bool)
             for phase, loss in self.messages.loss.items()

@@ -132,10 +132,6 @@ def check_boundaries(settings: Any, config: LossyConfig) -> None:
                 raise refuse("--act-transport", "udp", why)
             flag, rate = ("--p-act", config.p_act) if config.p_act else ("--p-act-grad", config.p_act_grad)
             raise refuse(flag, rate, f"{why}, or --virtual-boundaries")
-        if config.act_transport == "udp" and getattr(settings, "variable_seq_lengths", False):
-            raise refuse(
-                "--variable-seq-lengths", "on", "cannot be with --act-transport udp, which has a link for each length"
-            )
     else:
         text = as_text(virtual)
         if stages is not None and stages > 1:

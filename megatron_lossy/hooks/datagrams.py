@@ -56,12 +56,18 @@ def _packet(boundaries: Boundaries, tensor: torch.Tensor) -> tuple[int, int]:
     return elements, elements * tensor.element_size()
 
 
+def _varies(module: Any) -> bool:
+    """Whether messages have different lengths, which both ranks know: Megatron sends the shape before."""
+    return bool(getattr(module.config, "variable_seq_lengths", False))
+
+
 def _send(boundaries: Boundaries, phase: str, tensor: torch.Tensor, peer: int, group: Any, chunk: int) -> Any:
     # A chunk's output crosses the boundary at which it receives gradients.
     module = boundaries.module(chunk)
     boundary = boundary_of(_OPPOSITE[phase], module, chunk, group.rank(), group.size())
     code = boundaries.messages.loss[phase].code(boundary) or (1, 0)
-    return _links(boundaries).send(phase, tensor.contiguous(), peer, _packet(boundaries, tensor)[1], code)
+    packet = _packet(boundaries, tensor)[1]
+    return _links(boundaries).send(phase, tensor.contiguous(), peer, packet, code, _varies(module))
 
 
 def _receive(boundaries: Boundaries, phase: str, tensor: torch.Tensor, peer: int, group: Any, chunk: int) -> Transfer:
@@ -72,15 +78,17 @@ def _receive(boundaries: Boundaries, phase: str, tensor: torch.Tensor, peer: int
     loses = boundaries.loses()
     if loses:
         boundary = boundary_of(phase, module, chunk, group.rank(), group.size())
+        rank, peers = data_parallel_rank(module), tensor_group(expert=False)
+        message = boundaries.identify(phase, boundary, rank, None if peers is None else peers.rank())
         # Tensor-parallel ranks that get the same message lose what any of them lost. Each may lose its part of the bound.
-        peers = None if module.config.sequence_parallel else tensor_group(expert=False)
+        peers = None if module.config.sequence_parallel else peers
         tolerance = loss.bound(boundary, packets)
         if peers is not None and tolerance < packets:
             tolerance //= peers.size()
         if not loss.lossless:
-            place = (data_parallel_rank(module), sequence_parallel_rank(module), boundaries.run.iteration, packets)
+            place = (rank, sequence_parallel_rank(module) or 0, boundaries.run.iteration, packets)
             dropped = boundaries.messages.lost(phase, boundary, *place)
-    coming = _links(boundaries).receive(phase, tensor, peer, packet, tolerance, dropped)
+    coming = _links(boundaries).receive(phase, tensor, peer, packet, tolerance, dropped, _varies(module))
 
     def arrived() -> None:
         received = coming.wait()
@@ -89,7 +97,7 @@ def _receive(boundaries: Boundaries, phase: str, tensor: torch.Tensor, peer: int
         lost = ~received.arrived
         if peers is not None and tolerance:
             lost = lost_by_any(lost, peers)
-        boundaries.count(phase, Fate(lost, *received.outcome))
+        boundaries.tell(message, Fate(lost, *received.outcome))
         if lost.any():
             fill(tensor, phase, lost, elements, boundaries.config)
 

@@ -128,10 +128,10 @@ def data_parallel_rank(module: Any) -> int:
     return full_group(module, expert=False).rank()
 
 
-def sequence_parallel_rank(module: Any) -> int:
-    """The tensor-parallel rank if ranks have parts of the sequence of their own, else 0."""
+def sequence_parallel_rank(module: Any) -> int | None:
+    """The tensor-parallel rank if ranks have parts of the sequence of their own, else ``None``."""
     group = tensor_group(expert=False) if module.config.sequence_parallel else None
-    return 0 if group is None else group.rank()
+    return None if group is None else group.rank()
 
 
 def decoder_layers(module: torch.nn.Module) -> Any:

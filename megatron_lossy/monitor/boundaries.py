@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..config_boundaries import BOUNDARY_PHASES
-from ..pipeline import Fate
+from ..pipeline import Fate, Message
 from .observer import Observer
 from .window import Window
 
@@ -18,10 +18,9 @@ class BoundaryMonitor(Observer):
     def __init__(self) -> None:
         self._window = Window([f"{phase} {column}" for phase in BOUNDARY_PHASES for column in _COLUMNS])
 
-    def count(self, phase: str, fate: Fate) -> None:
-        """A message arrived."""
+    def crossed(self, message: Message, fate: Fate) -> None:
         counts = (fate.lost.size, fate.raw, int(fate.lost.sum()), 1, fate.again)
-        self._window.add(**{f"{phase} {column}": value for column, value in zip(_COLUMNS, counts)})
+        self._window.add(**{f"{message.phase} {column}": value for column, value in zip(_COLUMNS, counts)})
 
     def restart(self, iteration: int) -> None:
         self._window.clear()

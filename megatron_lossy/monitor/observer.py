@@ -9,6 +9,7 @@ import numpy as np
 
 from ..config import PHASES
 from ..exchange import Delivery, Stream
+from ..pipeline import Fate, Message
 
 
 class Replicas(Protocol):
@@ -47,6 +48,9 @@ class Observer:
 
     def observe(self, delivery: Delivery) -> None:
         """An exchange of the iteration that just ended. Its ``step`` is that iteration in both phases."""
+
+    def crossed(self, message: Message, fate: Fate) -> None:
+        """A message between pipeline stages arrived where it could lose something, and this became of it. At once."""
 
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
         """Attempted iteration ``iteration`` (from 0) is over, all its exchanges have been observed.

@@ -5,13 +5,14 @@ becomes zeros at its receiver. Knows neither process groups nor Megatron.
 """
 
 from .loss import Boundary, BoundaryLoss, Fate
-from .messages import Messages, received, sent
+from .messages import Message, Messages, received, sent
 from .zero_fill import elements_of, lossy, mask_of, zero_fill_, zero_filled
 
 __all__ = [
     "Boundary",
     "BoundaryLoss",
     "Fate",
+    "Message",
     "Messages",
     "elements_of",
     "lossy",

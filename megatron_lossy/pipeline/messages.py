@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,6 +42,28 @@ def _passes(phase: str, table: Sequence[tuple[int, int]]) -> tuple[list[tuple[in
     return [(number, last - chunk) for number, chunk in table], (last, 0)
 
 
+@dataclass(frozen=True)
+class Message:
+    """A message that arrived, the one with ``number`` of its stream since the schedule began, from 0 on.
+
+    ``step``: attempted iteration. ``rank``: data-parallel. ``tensor``: tensor-parallel, ``None`` where its peers lose the
+    same. ``evaluation``: whether its schedule is one of an evaluation.
+    """
+
+    phase: str
+    boundary: Boundary
+    rank: int
+    tensor: int | None
+    step: int
+    number: int
+    evaluation: bool
+
+    @property
+    def stream(self) -> Stream:
+        """Whose message it is."""
+        return replace(self.boundary.stream(self.rank), tensor=self.tensor)
+
+
 @dataclass
 class _Drawn:
     """The units of a step of one stream: which are ``lost`` bool[units], and how many messages have ``used``."""
@@ -61,6 +83,7 @@ class Messages:
         self._step = -1
         self._expected = 1
         self._drawn: dict[tuple[str, Stream, int], _Drawn] = {}
+        self._numbers: dict[tuple[str, Stream, int | None], int] = {}
 
     def begin(self, step: int, expected: int = 1) -> None:
         """A schedule begins in attempted iteration ``step``; each boundary has ``expected`` messages, if these are alike.
@@ -69,6 +92,18 @@ class Messages:
         """
         self._step, self._expected = step, expected
         self._drawn.clear()
+        self._numbers.clear()
+
+    def identify(
+        self, phase: str, boundary: Boundary, rank: int, tensor: int | None, step: int, evaluation: bool
+    ) -> Message:
+        """The next message at ``boundary``. Once for each, in the order of their arrival."""
+        if step != self._step:
+            self.begin(step)
+        key = (phase, boundary.stream(rank), tensor)
+        number = self._numbers.get(key, 0)
+        self._numbers[key] = number + 1
+        return Message(phase, boundary, rank, tensor, step, number, evaluation)
 
     def next(self, phase: str, boundary: Boundary, rank: int, tensor: int, step: int, packets: int) -> Fate:
         """What becomes of the next message of ``packets`` at ``boundary``; see :meth:`BoundaryLoss.draw`."""

@@ -391,6 +391,8 @@ struct exchange {
     uint32_t open, unsent, unacknowledged; /* sources not over; destinations not sent to, or that have not said done */
     ns posted_at, over_at, deadline, due;
     uint64_t order; /* in which exchanges are sent */
+    uint32_t in, out; /* units of a message that comes, and that goes: all of the bucket, or the first of them */
+    uint64_t in_bytes;
     size_t charge; /* of the early pool */
     struct source *sources;
     struct dest *dests;
@@ -475,6 +477,19 @@ static uint32_t unit_bytes(const struct bucket *b, uint32_t unit)
 {
     uint64_t rest = b->shard - (uint64_t)unit * b->unit;
     return rest < b->unit ? (uint32_t)rest : b->unit;
+}
+
+/* Of a message that comes. */
+static uint32_t in_unit_bytes(const struct exchange *x, uint32_t unit)
+{
+    uint64_t start = (uint64_t)unit * x->bucket->unit, rest = x->in_bytes > start ? x->in_bytes - start : 0;
+    return rest < x->bucket->unit ? (uint32_t)rest : x->bucket->unit;
+}
+
+/* Units of a message of so many bytes; 0: of all of the bucket. */
+static uint32_t units_of(const struct bucket *b, uint64_t length)
+{
+    return length ? (uint32_t)((length + b->unit - 1) / b->unit) : b->units;
 }
 
 /* ---- Units that must arrive, and reports. The code is that of coding/xor.py. ---- */
@@ -602,6 +617,8 @@ static struct exchange *exchange_new(struct channel *c, int phase, uint32_t step
     x->number = (uint16_t)bucket;
     x->phase = (uint8_t)phase;
     x->due = NEVER;
+    x->in = x->out = x->bucket->units;
+    x->in_bytes = x->bucket->shard;
     x->same = x->bucket->live;
     x->bucket->live = x;
     x->next = e->live;
@@ -776,7 +793,7 @@ static void source_over(struct exchange *x, uint32_t i, ns now)
     struct member *m = &x->channel->members[i];
     s->over = 1;
     s->ready_at = NEVER;
-    m->count.units += x->bucket->units;
+    m->count.units += x->in;
     m->count.lost += x->bucket->units - s->got;
     musts_forget(s);
     report_lost(x, i);
@@ -794,7 +811,8 @@ static int shall_lose(const struct source *s, uint32_t place) { return place < s
 static void unit_arrived(struct exchange *x, uint32_t i, uint32_t unit, const uint8_t *bytes, uint32_t size)
 {
     struct source *s = &x->sources[i];
-    memcpy(s->to + (uint64_t)unit * x->bucket->unit, bytes, size);
+    uint32_t room = in_unit_bytes(x, unit); /* the last unit of a message that does not fill its bucket is filled up */
+    memcpy(s->to + (uint64_t)unit * x->bucket->unit, bytes, size < room ? size : room);
     s->row[unit] = 1;
     s->got++;
 }
@@ -816,8 +834,8 @@ static void channel_fail(struct channel *c, uint32_t culprit, int reason)
     pthread_mutex_unlock(&e->tell);
 }
 
-/* What a receiver tolerates of each source, and what it shall lose of what comes. */
-struct terms { uint32_t tolerance, drops; const uint8_t *dropped; };
+/* Bytes of a message, if not all of the bucket; what a receiver tolerates of each source, and what it shall lose. */
+struct terms { uint64_t length; uint32_t tolerance, drops; const uint8_t *dropped; };
 
 static void parities_drop(struct source *s, uint32_t units)
 {
@@ -847,6 +865,8 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
     b->any_posted = 1;
     newest(c, phase, step);
     x->posted = 1;
+    x->in = units_of(b, terms->length);
+    x->in_bytes = terms->length ? terms->length : b->shard;
     x->posted_at = now;
     x->deadline = deadline > 0 ? now + deadline : NEVER;
     exchange_due(x, x->deadline);
@@ -867,14 +887,18 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
         s->to = to[i];
         x->open += s->expected;
         s->tolerance = terms->tolerance;
+        if (s->expected) { /* as if what is no part of the message had come */
+            memset(row + x->in, 1, b->units - x->in);
+            s->got = b->units - x->in;
+        }
         if (s->expected && terms->drops && (s->dropped = malloc(terms->drops))) {
             memcpy(s->dropped, terms->dropped, terms->drops);
             s->drops = terms->drops;
-            parities_drop(s, b->units);
+            parities_drop(s, x->in);
         }
         while (chunk) {
             struct early *next = chunk->next;
-            if (s->expected && !shall_lose(s, chunk->unit))
+            if (s->expected && chunk->unit < x->in && !shall_lose(s, chunk->unit))
                 unit_arrived(x, i, chunk->unit, chunk->bytes, chunk->size);
             free(chunk);
             chunk = next;
@@ -913,13 +937,16 @@ static void musts_free(struct musts *musts, uint32_t size)
     free(musts);
 }
 
-static struct musts *musts_new(const struct channel *c, const struct bucket *b, const uint8_t *const *from, const uint8_t *must)
+static struct musts *musts_new(const struct channel *c, const struct bucket *b, const uint8_t *const *from, const uint8_t *must,
+                               uint64_t length)
 {
     struct musts *result = calloc(c->size, sizeof *result);
+    uint32_t units = units_of(b, length);
+    uint64_t end = length ? length : b->shard;
     for (uint32_t i = 0; result && i < c->size; i++) {
         const uint8_t *row = must + (uint64_t)i * b->units;
         uint32_t count = 0;
-        for (uint32_t unit = 0; from[i] && unit < b->units; unit++)
+        for (uint32_t unit = 0; from[i] && unit < units; unit++)
             count += row[unit] != 0;
         if (!count)
             continue;
@@ -929,11 +956,11 @@ static struct musts *musts_new(const struct channel *c, const struct bucket *b, 
             musts_free(result, c->size);
             return NULL;
         }
-        for (uint32_t unit = 0; unit < b->units; unit++) {
+        for (uint32_t unit = 0; unit < units; unit++) {
             if (!row[unit])
                 continue;
-            memcpy(result[i].copies + (uint64_t)result[i].count * b->unit, from[i] + (uint64_t)unit * b->unit,
-                   unit_bytes(b, unit));
+            uint64_t start = (uint64_t)unit * b->unit, rest = end - start;
+            memcpy(result[i].copies + (uint64_t)result[i].count * b->unit, from[i] + start, rest < b->unit ? rest : b->unit);
             result[i].list[result[i].count++] = unit;
         }
     }
@@ -941,7 +968,7 @@ static struct musts *musts_new(const struct channel *c, const struct bucket *b, 
 }
 
 static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t bucket, const uint8_t *const *from,
-                       struct musts *musts, uint32_t code, struct exchange **handle)
+                       struct musts *musts, uint32_t code, uint32_t units, struct exchange **handle)
 {
     struct bucket *b = &c->bucket[phase][bucket];
     if (c->failed)
@@ -956,6 +983,7 @@ static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t buc
     newest(c, phase, step);
     pthread_mutex_lock(&c->engine->tell);
     x->sending = 1;
+    x->out = units;
     x->order = c->engine->orders++;
     for (uint32_t k = 1; k < c->size; k++) {
         uint32_t i = (c->rank + k) % c->size;
@@ -973,7 +1001,7 @@ static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t buc
             musts[i].copies = NULL;
             d->code = code;
             d->parities = parities_of(d->musts, code);
-            if (d->musts == b->units)
+            if (d->musts == units)
                 d->from = d->copies; /* so that the caller's memory is not needed any more */
         }
         x->unsent++;
@@ -1152,7 +1180,7 @@ static int take_data(struct channel *c, struct member *m, int phase, uint32_t st
             s->ready_at = now + s->ready_wait;
         } else if (s->musts) {
             /* It may have been the last that must arrive, or make parity useful. While more comes nothing is asked for. */
-            exchange_due(x, s->musts < x->bucket->units ? now : now + MS);
+            exchange_due(x, s->musts < x->in ? now : now + MS);
             if (copied == AGAIN)
                 s->nack_at = greatest(s->nack_at, now + greatest(round_trip(m->flow) / 4, 5 * MS));
         }
@@ -1346,7 +1374,7 @@ static int take_parity(struct channel *c, struct member *m, int phase, uint32_t 
         return LATE;
     if (index < s->parities_room && s->parities[index / 8] >> index % 8 & 1)
         return DUPLICATE;
-    if (shall_lose(s, x->bucket->units + index))
+    if (shall_lose(s, x->in + index))
         return TAKEN;
     /* Of what was asked for there are no more than it has units. */
     size_t known = s->parities_room / 8, wanted = known;
@@ -1400,7 +1428,7 @@ static void repair(struct exchange *x, uint32_t i)
             continue;
         for (uint32_t k = first; k < end; k += step) {
             const uint8_t *bytes = s->to + (uint64_t)s->must[k] * b->unit;
-            uint32_t size = k == place ? 0 : unit_bytes(b, s->must[k]);
+            uint32_t size = k == place ? 0 : in_unit_bytes(x, s->must[k]);
             for (uint32_t n = 0; n < size; n++)
                 chunk->bytes[n] ^= bytes[n];
         }
@@ -1414,6 +1442,8 @@ static void repair(struct exchange *x, uint32_t i)
 static uint32_t lacks(struct exchange *x, uint32_t i)
 {
     struct source *s = &x->sources[i];
+    if (s->musts > x->in)
+        s->musts = x->in; /* all, which may have been said before it was known how many those are */
     uint32_t raw = s->judged ? s->raw : musts_missing(s);
     repair(x, i);
     uint32_t missing = musts_missing(s);
@@ -1649,7 +1679,13 @@ static void address(struct output *o, const struct flow *f, uint32_t bytes, uint
 }
 
 /* How many units END lists: none where all must arrive. */
-static uint32_t must_list(const struct dest *d) { return d->musts < d->x->bucket->units ? d->musts : 0; }
+static uint32_t must_list(const struct dest *d) { return d->musts < d->x->out ? d->musts : 0; }
+
+/* What is sent of a message, copies with it. */
+static uint32_t entries_of(const struct dest *d)
+{
+    return d->x->out < d->x->bucket->units ? d->x->out : d->x->bucket->entries;
+}
 
 static uint32_t end_payload(const struct engine *e, const struct dest *d, uint32_t part, uint8_t *p)
 {
@@ -1775,7 +1811,7 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
 static int may_begin(const struct member *m, const struct dest *d)
 {
     const struct bucket *b = d->x->bucket;
-    if (d->ready || d->position == b->entries) /* parities are left */
+    if (d->ready || d->position == entries_of(d)) /* parities are left */
         return 1;
     if (m->any_posted[d->x->phase] && (int32_t)(d->x->step - m->posted[d->x->phase]) > AHEAD)
         return 0; /* it would not be kept */
@@ -1861,7 +1897,8 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
         return 0;
     const struct bucket *b = d->x->bucket;
     uint32_t datagram = HEADER + b->unit + tag_bytes(e), most = batch_most(f, datagram, room), n = 0, bytes = 0;
-    while (n < most && d->position < b->entries && may_begin(m, d)) {
+    uint32_t entries = entries_of(d);
+    while (n < most && d->position < entries && may_begin(m, d)) {
         uint32_t unit = b->order ? b->order[d->position] : d->position, size = unit_bytes(b, unit);
         bytes += build(e, m, DATA, b->tags ? b->tags[unit] : 0, d->x->phase, d->x->step, d->x->number, unit,
                        d->from + (uint64_t)unit * b->unit, size, out + bytes, now);
@@ -1877,7 +1914,7 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
             break; /* only the last segment may be shorter */
     }
     while (!n || (n < most && bytes == n * datagram)) {
-        if (d->position < b->entries || d->parity == d->parities)
+        if (d->position < entries || d->parity == d->parities)
             break;
         parity_bytes(d, d->parity, e->scratch);
         bytes += build(e, m, PARITY, 0, d->x->phase, d->x->step, d->x->number, d->parity, e->scratch, b->unit, out + bytes, now);
@@ -1887,7 +1924,7 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
     }
     address(o, f, bytes, n > 1 ? datagram : bytes);
     spend(e, f, bytes, n, now);
-    if (d->position == b->entries && d->parity == d->parities) {
+    if (d->position == entries && d->parity == d->parities) {
         end_said(e, m, d);
         dest_sent(d, now);
     }
@@ -2346,10 +2383,12 @@ API int ml_copies(struct channel *c, int phase, uint32_t bucket, const uint32_t 
 
 /* 0 and a handle; -1 failed, -2 not a later step, -3 no memory. Of what must arrive of a source `tolerance` units may be
  * missing for good. `dropped` [drops]: units, and after all of them parities, that count as lost when they come. */
-API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint8_t *const *to, uint8_t *arrived,
-                ns deadline, uint32_t tolerance, const uint8_t *dropped, uint32_t drops, ns now, struct exchange **handle)
+/* `length`: bytes of each message, if fewer than the bucket has; 0 for all. */
+API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint64_t length, uint8_t *const *to,
+                uint8_t *arrived, ns deadline, uint32_t tolerance, const uint8_t *dropped, uint32_t drops, ns now,
+                struct exchange **handle)
 {
-    struct terms terms = {tolerance, drops, dropped};
+    struct terms terms = {length, tolerance, drops, dropped};
     acquire(c->engine);
     int result = post(c, phase, step, bucket, to, arrived, deadline, &terms, at(now), handle);
     release(c->engine);
@@ -2357,15 +2396,16 @@ API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
 }
 
 /* `must` [size][units], or NULL: units that must arrive, of a bucket with reports; in blocks of `block` of them go
- * `parity` packets of parity. */
-API int ml_send(struct channel *c, int phase, uint32_t step, uint32_t bucket, const uint8_t *const *from, const uint8_t *must,
-                uint32_t block, uint32_t parity, struct exchange **handle)
+ * `parity` packets of parity. `length`: as of ml_post; of a shorter message all units must arrive. */
+API int ml_send(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint64_t length, const uint8_t *const *from,
+                const uint8_t *must, uint32_t block, uint32_t parity, struct exchange **handle)
 {
     struct musts *musts = NULL;
-    if (must && !(musts = musts_new(c, &c->bucket[phase][bucket], from, must)))
+    const struct bucket *b = &c->bucket[phase][bucket];
+    if (must && !(musts = musts_new(c, b, from, must, length)))
         return -3;
     acquire(c->engine);
-    int result = send_pieces(c, phase, step, bucket, from, musts, block << 16 | parity, handle);
+    int result = send_pieces(c, phase, step, bucket, from, musts, block << 16 | parity, units_of(b, length), handle);
     release(c->engine);
     musts_free(musts, c->size);
     return result;

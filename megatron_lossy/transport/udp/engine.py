@@ -76,10 +76,10 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("linger", i, pointer, i64),
         ("close", None, pointer, i64),
         ("copies", i, pointer, i, u32, pointer, u32, pointer),
-        ("post", i, pointer, i, u32, u32, pointer, pointer, i64, u32, pointer, u32, i64, ctypes.POINTER(pointer)),
+        ("post", i, pointer, i, u32, u32, u64, pointer, pointer, i64, u32, pointer, u32, i64, ctypes.POINTER(pointer)),
         ("outcome", None, pointer, u32, ctypes.POINTER(u32)),
         ("reported", i, pointer, i, u32),
-        ("send", i, pointer, i, u32, u32, pointer, pointer, u32, u32, ctypes.POINTER(pointer)),
+        ("send", i, pointer, i, u32, u32, u64, pointer, pointer, u32, u32, ctypes.POINTER(pointer)),
         ("reports", i, pointer, pointer),
         ("wait", i, pointer, i, i64),
         ("took", i64, pointer),
@@ -304,6 +304,7 @@ class Channel:
         self._final: tuple[dict[int, dict[str, int]], dict[int, dict[str, float]]] | None = None  # counters, rates
         self._transfers: dict[tuple[int, int, int], Transfer] = {}
         self._took: dict[tuple[int, int], deque[float]] = {}
+        self._buckets = {phase: list(buckets.get(phase, ())) for phase in phases}
         self._units = {phase: [-(-shard // unit) for shard, unit in buckets.get(phase, ())] for phase in phases}
         settings = engine.settings
         for phase in phases:
@@ -416,6 +417,10 @@ class Channel:
             raise ValueError(f"{phase} has {len(self._units[phase])} buckets, not a bucket {bucket}")
         return self.phases.index(phase), bucket, step % 2**32
 
+    def _check_length(self, phase: str, bucket: int, length: int) -> None:
+        if not 0 <= length <= self._buckets[phase][bucket][0]:
+            raise ValueError(f"{length} bytes in {phase}, bucket {bucket} of {self.name}")
+
     def _half(self, key: tuple[int, int, int], result: int, handle: ctypes.c_void_p) -> Transfer:
         """The transfer of ``key``, of which a half has begun. Called with the lock."""
         if result:
@@ -442,22 +447,25 @@ class Channel:
         tolerance: int = 0,
         dropped: np.ndarray | None = None,
         hurries: bool = True,
+        length: int = 0,
     ) -> Transfer:
         """Say where the piece of each source goes: addresses, ``None`` for this rank and for who sends nothing.
 
         So many of the units of a source that must arrive may be missing for good; if more are, after repair, all of them
         are sent again. ``dropped`` bool[units + parities]: what counts as lost when it comes for the first time.
-        ``hurries``: whether ``--udp-deadline`` holds.
+        ``hurries``: whether ``--udp-deadline`` holds. ``length``: bytes of each piece, if fewer than the bucket has; the units
+        behind them count as arrived.
         """
         key, pointers = self._key(phase, step, bucket), self._pointers(destinations)
+        self._check_length(phase, bucket, length)
         arrived = np.zeros((self.size, self._units[phase][bucket]), np.bool_)
         deadline = int(self._deadline(key[:2]) * SECOND) if hurries else 0
         drops = np.empty(0, np.bool_) if dropped is None else np.ascontiguousarray(dropped, np.bool_)
         handle = ctypes.c_void_p()
         with self._using(), self._lock:
             result = self._lib.ml_post(
-                self._channel, key[0], key[2], bucket, pointers, arrived.ctypes.data, deadline, tolerance, drops.ctypes.data,
-                len(drops), -1, ctypes.byref(handle),
+                self._channel, key[0], key[2], bucket, length, pointers, arrived.ctypes.data, deadline, tolerance,
+                drops.ctypes.data, len(drops), -1, ctypes.byref(handle),
             )  # fmt: skip
             transfer = self._half(key, result, handle)
             transfer.arrived = arrived
@@ -471,22 +479,29 @@ class Channel:
         sources: Pointers,
         must: np.ndarray | None = None,
         code: tuple[int, int] = (1, 0),
+        length: int = 0,
     ) -> Transfer:
         """Say what each destination gets: addresses, ``None`` for this rank and for who gets nothing.
 
         ``must`` bool[N, units], of a reported phase: what must arrive at each. Of every ``code[0]`` such units go
-        ``code[1]`` packets of parity.
+        ``code[1]`` packets of parity. ``length``: bytes of each piece, if fewer than the bucket has; all its units must arrive.
         """
         key, pointers = self._key(phase, step, bucket), self._pointers(sources)
+        self._check_length(phase, bucket, length)
         if must is not None:
             must = np.ascontiguousarray(must, np.bool_)
             if phase not in self._reported or must.shape != (self.size, self._units[phase][bucket]):
                 raise ValueError(f"must {must.shape} for {phase}, bucket {bucket} of {self.name}")
+        if length:
+            units = -(-length // self._buckets[phase][bucket][1])
+            rows = [rank for rank, pointer in enumerate(sources) if pointer is not None]
+            if must is None or not must[rows, :units].all():
+                raise ValueError(f"a shorter message of {phase}, bucket {bucket} of {self.name}: all of it must arrive")
         check_code("code", *code, least=0, copies=True)
         handle = ctypes.c_void_p()
         with self._using(), self._lock:
             result = self._lib.ml_send(
-                self._channel, key[0], key[2], bucket, pointers,
+                self._channel, key[0], key[2], bucket, length, pointers,
                 None if must is None else must.ctypes.data, *code, ctypes.byref(handle),
             )  # fmt: skip
             transfer = self._half(key, result, handle)

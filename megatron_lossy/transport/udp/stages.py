@@ -34,14 +34,19 @@ class Received(NamedTuple):
 
 
 class Link:
-    """Messages of one length between the stages of two ranks: ``first`` sends activations, ``second`` their gradients."""
+    """Messages between the stages of two ranks: ``first`` sends activations, ``second`` their gradients.
 
-    def __init__(self, ranks: tuple[int, int], rank: int, channel: Channel) -> None:
+    ``packets``: the most of a message, and ``packet`` the bytes of one.
+    """
+
+    def __init__(self, ranks: tuple[int, int], rank: int, channel: Channel, packets: int, packet: int) -> None:
         self.name = f"stages on ranks {ranks[0]} and {ranks[1]}"
         self.rank = rank
         self._place = ranks.index(rank)
         self._peer = ranks[1 - self._place]
         self._channel = channel
+        self._packets = packets
+        self._packet = packet
         self._begun = dict.fromkeys(BOUNDARY_PHASES, 0)
 
     def next(self, phase: str) -> int:
@@ -49,21 +54,24 @@ class Link:
         self._begun[phase] += 1
         return self._begun[phase] - 1
 
-    def send(self, phase: str, number: int, memory: torch.Tensor, packets: int, code: tuple[int, int]) -> Datagrams:
+    def send(self, phase: str, number: int, memory: torch.Tensor, code: tuple[int, int]) -> Datagrams:
         """``memory`` may change when this returns."""
-        must = np.zeros((2, packets), dtype=bool)
-        must[1 - self._place] = True
-        return self._channel.send(phase, number, 0, self._only_other(memory), must, code)
+        size = _size(memory)
+        must = np.zeros((2, self._packets), dtype=bool)
+        must[1 - self._place, : -(-size // self._packet)] = True
+        return self._channel.send(phase, number, 0, self._only_other(memory), must, code, size)
 
     def post(
         self, phase: str, number: int, memory: torch.Tensor, tolerance: int, dropped: np.ndarray | None
     ) -> Callable[[float], Received]:
         """What waits so many seconds until the message is in ``memory``. Raises :class:`PeerLost` or TimeoutError."""
-        posted = self._channel.post(phase, number, 0, self._only_other(memory), tolerance, dropped, hurries=False)
+        size = _size(memory)
+        posted = self._channel.post(phase, number, 0, self._only_other(memory), tolerance, dropped, False, size)
         posted.keep = memory
+        packets = -(-size // self._packet)
 
         def wait(seconds: float) -> Received:
-            arrived = posted.wait(seconds)[1 - self._place]
+            arrived = posted.wait(seconds)[1 - self._place, :packets]
             return Received(arrived, posted.outcome(1 - self._place))
 
         return wait
@@ -103,15 +111,18 @@ class StageLinks:
         """Those that were opened."""
         return list(self._links.values())
 
-    def send(self, phase: str, tensor: torch.Tensor, peer: int, packet: int, code: tuple[int, int]) -> Sending:
+    def send(
+        self, phase: str, tensor: torch.Tensor, peer: int, packet: int, code: tuple[int, int], varies: bool = False
+    ) -> Sending:
         """Begin to send the contiguous ``tensor`` to the global rank ``peer``, in packets of so many bytes.
 
-        Of every ``code[0]`` packets go ``code[1]`` of parity.
+        Of every ``code[0]`` packets go ``code[1]`` of parity. ``varies``: whether messages have different lengths; then those of
+        similar ones share a link.
         """
-        link, packets = self._link(phase, tensor, peer, packet, sends=True)
+        link = self._link(phase, tensor, peer, packet, sends=True, varies=varies)
         number, memory = link.next(phase), tensor.detach()
         if not staged(memory):
-            return Sending(self, link.send(phase, number, memory, packets, code), _size(tensor))
+            return Sending(self, link.send(phase, number, memory, code), _size(tensor))
         stage = Stage(memory, memory[:0])
         if self._sender is None:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-stages")
@@ -119,7 +130,7 @@ class StageLinks:
         def leave() -> None:
             stage.ready()
             # On this thread as well: nobody else may ask for what the next message makes the channel forget.
-            self.left(link.send(phase, number, stage.out, packets, code), _size(tensor))
+            self.left(link.send(phase, number, stage.out, code), _size(tensor))
 
         return Sending(self, self._sender.submit(leave), _size(tensor))
 
@@ -131,26 +142,31 @@ class StageLinks:
         packet: int,
         tolerance: int = 0,
         dropped: np.ndarray | None = None,
+        varies: bool = False,
     ) -> Receiving:
         """Begin to receive the contiguous ``tensor`` from the global rank ``peer``, in packets of so many bytes.
 
         ``tolerance``: packets that may be missing for good. ``dropped`` bool[packets + parities]: what counts as lost.
+        ``varies``: as of :meth:`send`.
         """
-        link, _ = self._link(phase, tensor, peer, packet, sends=False)
+        link = self._link(phase, tensor, peer, packet, sends=False, varies=varies)
         memory = tensor.detach()
         stage = Stage(memory[:0], memory) if staged(memory) else None
         wait = link.post(phase, link.next(phase), memory if stage is None else stage.back, tolerance, dropped)
         return Receiving(wait, memory, stage, self._patience)
 
-    def _link(self, phase: str, tensor: torch.Tensor, peer: int, packet: int, sends: bool) -> tuple[Link, int]:
-        """The link with ``peer``, and how many packets ``tensor`` is. Opens it, when ``peer`` does so too."""
+    def _link(self, phase: str, tensor: torch.Tensor, peer: int, packet: int, sends: bool, varies: bool) -> Link:
+        """The link with ``peer`` for ``tensor``. Opens it, when ``peer`` does so too."""
         assert tensor.is_contiguous()
         earlier = sends == (phase == "act")  # this rank has the earlier one of the two stages
         ranks, size = (self._rank, peer) if earlier else (peer, self._rank), _size(tensor)
+        if varies:
+            size = packet << (-(-size // packet) - 1).bit_length()
         key = (ranks, size, packet)
         if key not in self._links:
-            self._links[key] = Link(ranks, self._rank, self._open(ranks, size, packet))
-        return self._links[key], -(-size // packet)
+            channel = self._open(ranks, size, packet)
+            self._links[key] = Link(ranks, self._rank, channel, -(-size // packet), packet)
+        return self._links[key]
 
     def _open(self, ranks: tuple[int, int], size: int, packet: int) -> Channel:
         name = f"{ranks[0]}-{ranks[1]}-{size}-{packet}"
