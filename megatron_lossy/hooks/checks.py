@@ -15,6 +15,7 @@ from ..transport import check_owners
 from .versions import dense_buffers, pipeline_groups
 
 NO_REAL_STAGES = "needs --virtual-stages with --virtual-workers: real stages are not built yet"
+_TIED = "the first and the last stage would add up a gradient, and wait for each other"
 _LAYER_WISE = "layer-wise optimizers gather differently; choose adam or sgd"
 
 
@@ -168,11 +169,35 @@ def check_pipeline(settings: Any, config: LossyConfig) -> None:
     if settings.num_layers % stages:
         raise refuse("--virtual-stages", stages, f"must divide the {settings.num_layers} layers")
     if settings.share_embeddings_and_output_weights:
-        why = "the first and the last stage would add up a gradient, and wait for each other"
-        raise refuse("--share-embeddings-and-output-weights", "on", f"cannot be with --async-pipeline: {why}")
+        raise refuse("--share-embeddings-and-output-weights", "on", f"cannot be with --async-pipeline: {_TIED}")
     if settings.overlap_param_gather:
         why = "forward passes use weights that were gathered long before"
         raise refuse("--overlap-param-gather", "on", f"cannot be with --async-pipeline: {why}")
+
+
+def check_asynchronous(ddp: Any) -> None:
+    """Raise :class:`UsageError` for a model chunk that cannot be in an asynchronous pipeline."""
+    settings = ddp.config
+    tied = any(getattr(module, "share_embeddings_and_output_weights", False) for module in ddp.module.modules())
+    graphs = [getattr(settings, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")]
+    for wrong, what, why in (
+        (tied, "--share-embeddings-and-output-weights", _TIED),
+        (settings.fp16, "--fp16", "an overflow in one stage would have to stop all others; choose --bf16"),
+        (getattr(settings, "num_moe_experts", None), "--num-experts", "its balance of load is counted over all stages"),
+        (
+            getattr(settings, "virtual_pipeline_model_parallel_size", None),
+            "--num-layers-per-virtual-pipeline-stage",
+            "a stage would have weights of several ages",
+        ),
+        (
+            any(graphs) or getattr(settings, "cuda_graph_impl", "none") != "none",
+            "CUDA graphs",
+            "a captured graph has one version of the weights; turn them off",
+        ),
+        (getattr(settings, "mtp_num_layers", None), "--mtp-num-layers", "its layers are shared by stages"),
+    ):
+        if wrong:
+            raise UsageError(f"{what}: cannot be with --async-pipeline: {why}")
 
 
 def check_communicator(communicator: Any) -> None:
