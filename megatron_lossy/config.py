@@ -681,7 +681,6 @@ class LossyConfig(ErrorFlags, SyncFlags, IslandFlags):
         if not self.averages:
             return
         refused = {
-            "transport": "torch",
             "param_send": "plain",
             "drift_interval": 0,
             "p_act": 0.0,
