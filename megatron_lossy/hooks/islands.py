@@ -22,7 +22,7 @@ from ..exchange import Delivery, Stream
 from ..monitor.islands import IslandMonitor
 from ..run import Run
 from ..sync import BetweenRanks, IslandWorld, Reliable, Rounds, Subset, make_rule
-from ..sync.mean import DTYPES
+from ..sync.mean import DTYPES, Mean
 from ..sync.world import Meeting
 from .buckets import buckets_by_stream
 from .main_vector import Vector, shard_vector
@@ -123,18 +123,23 @@ class RankIslands:
         subset = Subset(config, vector.size, self.world.seed, stream)
         lanes = min(_LANES, max(1, config.sync_delay // config.sync_interval))
         carriers = [Reliable(self.world.meet(f"{number}/{lane}")) for lane in range(lanes)]
-        crossing = BetweenRanks(
-            config, stream, self.world.island, carriers, self._run.steps, self._tell, self.monitor.used
-        )
+        crossing = BetweenRanks(config, stream, self.world.island, carriers, self._run.steps, self._tell)
         with torch.no_grad():
             rule = make_rule(config, vector.read(None)[None], self._run.steps or 0)
-        rounds = Rounds(subset, rule, crossing, config.sync_interval, config.sync_delay, self._run.device)
+        interval, delay = config.sync_interval, config.sync_delay
+        rounds = Rounds(subset, rule, crossing, interval, delay, self._run.device, self._note)
         self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
         return _Shard(vector, rounds, crossing)
 
     def _tell(self, delivery: Delivery) -> None:
         for observer in self._run.observers:
             observer.observe(delivery)
+
+    def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
+        distance = mean.values - sent[0]
+        if mean.arrived is not None:
+            distance = distance[mean.arrived[0]]
+        self.monitor.used(seconds, float(distance.square().sum()), distance.numel())
 
     # --- weights ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ of islands in one process, and their means are gathered. Both halves are made on
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -54,15 +53,10 @@ class Reliable:
         pass
 
 
-#: Told of a mean that was used: seconds that it was waited for, and squared distances to it, over so many elements.
-Used = Callable[[float, float, int], None]
-
-
 class BetweenRanks:
     """This process is of island ``island``. ``carriers``: take turns, each on a thread of its own.
 
-    ``told``: is told what is drawn to arrive here, when an exchange begins. ``used``: see :data:`Used`. ``steps``: length of
-    the run, if known. Raises :class:`UsageError` for a channel that cannot serve the islands.
+    ``told``: is told what is drawn to arrive here, when an exchange begins. ``steps``: length of the run, if known. Raises :class:`UsageError` for a channel that cannot serve the islands.
     """
 
     def __init__(
@@ -73,12 +67,11 @@ class BetweenRanks:
         carriers: Sequence[Carrier],
         steps: int | None,
         told: Callable[[Delivery], None],
-        used: Used,
     ) -> None:
         self._config, self._stream, self._island = config, stream, island
         self._dtype = DTYPES[config.sync_dtype]
         self._networks = networks_between(config, stream, steps)
-        self._told, self._used = told, used
+        self._told = told
         self._carriers = list(carriers)
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-islands") for _ in carriers]
         self._begun = 0
@@ -98,7 +91,7 @@ class BetweenRanks:
         turn, self._begun = self._begun % len(self._carriers), self._begun + 1
         carrier = self._carriers[turn]
         future = self._threads[turn].submit(self._cross, carrier, pieces.view(islands, shard), units, arrived)
-        return Waiting(future, own, self._used)
+        return Waiting(future, own)
 
     def _arrived(self, phase: str, step: int, units: BucketUnits, present: bool) -> np.ndarray | None:
         """bool[M, units]: what is drawn to arrive here; ``None``: everything."""
@@ -151,23 +144,16 @@ def _complete(
 class Waiting:
     """An exchange under way on a thread. ``own`` [k]: what this island sent."""
 
-    def __init__(self, future: Future[Mean], own: torch.Tensor, used: Used) -> None:
-        self._future, self._own, self._used = future, own, used
+    def __init__(self, future: Future[Mean], own: torch.Tensor) -> None:
+        self._future, self._own = future, own
         self._mean: Mean | None = None
 
     def wait(self) -> Mean:
         """Its result, which is kept. Raises what went wrong on the way: another island that is gone, for example."""
         if self._mean is None:
-            began = time.perf_counter()
             values, arrived = self._future.result()
-            seconds = time.perf_counter() - began
             count = len(self._own)
-            values = values[:count].to(self._own.device)
             if arrived is not None:
                 arrived = arrived[None, :count].to(self._own.device)
-            distance = values - self._own
-            if arrived is not None:
-                distance = distance[arrived[0]]
-            self._used(seconds, float(distance.square().sum()), distance.numel())
-            self._mean = Mean(values, arrived)
+            self._mean = Mean(values[:count].to(self._own.device), arrived)
         return self._mean
