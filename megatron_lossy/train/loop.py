@@ -25,7 +25,7 @@ from ..data import build_tokenizer, epochs
 from ..delivery_log.errors import check_recorded_errors
 from ..delivery_log.writer import claim_delivery_log
 from ..flags import identity
-from ..hooks.checks import check_boundaries, check_loss_per_token, check_optimizer
+from ..hooks.checks import check_boundaries, check_loss_per_token, check_optimizer, check_real_islands
 from ..run import Run
 from ..sync import IslandWorld, check_islands, notes_on_averaging
 from ..transport import check_channels, check_owners, check_ranks
@@ -87,6 +87,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_islands(lossy_config, config.data_parallel_size(ranks), config.train_iters, virtual)
     island = None
     if lossy_config.averages and not virtual:
+        check_real_islands(config, lossy_config)
         island = IslandWorld(lossy_config.islands, config.seed)
         config = in_folders_of(island, config)
     if config.virtual_workers:
