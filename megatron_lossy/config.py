@@ -352,7 +352,6 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         if not self.averages:
             return
         refused = {
-            "transport": "torch",
             "param_send": "plain",
             "drift_interval": 0,
             "p_act": 0.0,

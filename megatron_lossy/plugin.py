@@ -47,6 +47,7 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
 
     Where Megatron reads the sizes from a checkpoint or a file of settings, files are checked once it knows them.
     """
+    from .sync import check_islands
     from .transport import check_channels
 
     parser = _parser()
@@ -65,6 +66,7 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
     # Context-parallel ranks shard the optimizer too, so that they do not divide the group.
     size, rest = divmod(world, (found.tensor_model_parallel_size or 1) * (found.pipeline_model_parallel_size or 1))
     if not rest:
+        check_islands(config, size, found.train_iters, virtual=False)
         check_channels(config, size, found.train_iters)
     return found.train_iters
 
@@ -88,10 +90,15 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
 
     from . import device, hooks
     from .hooks import megatron_training
+    from .sync import IslandWorld
 
     hooks.check_version(megatron.core.__version__)
     device.prepare(megatron_training=True)
-    lossy = hooks.install(config, steps)
+    world = None
+    if config.averages:
+        world = IslandWorld(config.islands)
+        world.tell_environment()  # of which Megatron makes its arguments
+    lossy = hooks.install(config, steps, world=world)
     _install_once("flags", megatron_training.flag_patches)
     if not config.inert:
         _install_once("megatron.training", lambda: megatron_training.patches(lossy))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import tempfile
 import time
 import traceback
@@ -25,7 +26,7 @@ class RankFailed(AssertionError):
     """A rank raised or died; the text holds every failed rank's traceback."""
 
 
-def _rank_main(connection, function, rank, world_size, store, args, environment):
+def _rank_main(connection, function, rank, world_size, store, args, environment, grouped):
     os.environ.update(
         {
             "RANK": str(rank),
@@ -39,9 +40,12 @@ def _rank_main(connection, function, rank, world_size, store, args, environment)
         import torch
 
         torch.set_num_threads(1)
-        torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        if grouped:
+            address = f"file://{store}"
+            torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
         result = function(rank, *args)
-        torch.distributed.barrier()
+        if grouped:
+            torch.distributed.barrier()
         connection.send((True, result))
     except BaseException:
         connection.send((False, traceback.format_exc()))
@@ -50,18 +54,30 @@ def _rank_main(connection, function, rank, world_size, store, args, environment)
         os._exit(0)
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
     timeout: float = 120,
     environment: dict[str, str] | None = None,
+    grouped: bool = True,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` on ``world_size`` gloo ranks; returns their results in rank order.
+
+    Without ``grouped`` they have no process group, but what torchrun says of how to make one.
 
     ``function``, ``args`` and results must pickle (use NumPy arrays rather than tensors). Raises
     :class:`RankFailed` if a rank raises, dies, or ``timeout`` seconds pass; then no process is left behind.
     """
+    environment = dict(environment or {})
+    if not grouped:
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         ranks = []
@@ -69,7 +85,7 @@ def run_ranks(
             parent, child = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main,
-                args=(child, function, rank, world_size, store, args, environment or {}),
+                args=(child, function, rank, world_size, store, args, environment, grouped),
                 daemon=True,
             )
             process.start()

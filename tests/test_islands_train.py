@@ -237,7 +237,9 @@ def look_at_losses(rank: int, config: dict, loss: dict) -> None:
 @pytest.mark.parametrize(
     ("settings", "loss", "line"),
     [
-        ({"virtual_workers": None}, ISLANDS, "--islands 4: needs --virtual-workers"),
+        ({"virtual_workers": None}, {**ISLANDS, "islands": 3}, "--islands 3: must divide the 4 data-parallel ranks"),
+        ({"virtual_workers": None}, {**ISLANDS, "island_speeds": (1.0,) * 4}, "--island-speeds 1.0 1.0 1.0 1.0: needs"),
+        ({}, {**ISLANDS, "transport": "udp"}, "--transport udp: needs real ranks"),
         ({"virtual_workers": 6}, ISLANDS, "--islands 4: must divide the 6 virtual workers"),
         ({}, {**ISLANDS, "p_grad": 0.1}, "data-parallel size 1: one rank exchanges nothing"),
         (
@@ -255,7 +257,8 @@ def look_at_losses(rank: int, config: dict, loss: dict) -> None:
 def test_flags_that_do_not_fit(settings, loss, line):
     with pytest.raises(UsageError) as error:
         config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0} | settings)
-        check_islands(LossyConfig(**loss), config.virtual_workers, config.train_iters)
+        virtual = config.virtual_workers is not None
+        check_islands(LossyConfig(**loss), config.virtual_workers or 4, config.train_iters, virtual)
     assert str(error.value).startswith(line)
 
 

@@ -240,11 +240,51 @@ def check_ddp(ddp: Any, config: LossyConfig) -> None:
         )
 
 
+def check_real_islands(settings: Any, config: LossyConfig) -> None:
+    """Raise :class:`UsageError` for what cannot be on islands of real ranks. ``settings``: of Megatron or ours."""
+    if not config.averages:
+        return
+    instances = getattr(settings, "num_distributed_optimizer_instances", 1)
+    if instances > 1:
+        why = "several ranks of an island would send the same; must be 1 with --islands"
+        raise refuse("--num-distributed-optimizer-instances", instances, why)
+    stages = getattr(settings, "pipeline_model_parallel_size", None) or 1
+    untied = getattr(settings, "untie_embeddings_and_output_weights", False)
+    tied = getattr(settings, "share_embeddings_and_output_weights", not untied)
+    if tied and stages > 1:
+        why = "two stages have a copy of a tied embedding, which --islands would average apart; untie it"
+        raise refuse("--pipeline-model-parallel-size", stages, why)
+    tensor = getattr(settings, "tensor_model_parallel_size", None) or 1
+    if config.transport == "udp" and tensor > 1:
+        why = f"tensor-parallel ranks would lose other averages of what all {tensor} have a copy of; choose torch"
+        raise refuse("--transport", "udp", why)
+
+
+def _check_island_arguments(args: Any) -> None:
+    for name, why in (
+        ("use_checkpoint_args", "each island has a folder of its own; give the arguments again"),
+        ("exit_duration_in_mins", "islands would stop after different iterations; choose --exit-interval"),
+        ("use_precision_aware_optimizer", "its weights in float32 are its own"),
+        ("optimizer_cpu_offload", "its weights are elsewhere"),
+        ("overlap_param_gather_with_optimizer_step", "weights are gathered before they are averaged"),
+        ("hybrid_context_parallel", "its samples cannot be divided among islands"),
+        ("moe_router_enable_expert_bias", "islands would balance their experts apart"),
+        ("phase_transition_iterations", "samples of a phase cannot be divided among islands"),
+    ):
+        if getattr(args, name, None):
+            raise UsageError(f"--{name.replace('_', '-')}: cannot go with --islands ({why}); turn it off")
+    if getattr(args, "dataloader_type", None) == "external":
+        raise refuse("--dataloader-type", "external", "its samples cannot be divided among islands")
+
+
 def check_arguments(args: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` for Megatron-LM arguments that cannot go with loss, before anything starts."""
     if config.inert:
         return
     check_owners(config)
+    if config.averages:
+        _check_island_arguments(args)
+        check_real_islands(args, config)
     check_boundaries(args, config)
     if _layer_wise(args):
         raise refuse("--optimizer", args.optimizer, _LAYER_WISE)

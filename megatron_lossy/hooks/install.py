@@ -8,6 +8,7 @@ import weakref
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..ledger import Check, check
+from ..sync import IslandWorld
 from . import megatron_core
 from .checks import NO_REAL_STAGES
 from .runtime import Lossy
@@ -16,20 +17,23 @@ from .versions import check_version
 _current: weakref.ref[Lossy] | None = None
 
 
-def install(config: LossyConfig, steps: int | None = None, gapless: bool = False) -> Lossy:
+def install(
+    config: LossyConfig, steps: int | None = None, gapless: bool = False, world: IslandWorld | None = None
+) -> Lossy:
     """Hook megatron-core so that data-parallel exchanges lose what ``config`` says. Call it before DDP is built.
 
     ``steps``: the length of the run, if known, so that a trace that is too short is refused at once. ``gapless``:
     promises that every iteration exchanges gradients (:class:`megatron_lossy.run.Run`), so that ``--grad-recovery
-    previous`` needs less memory. With a configuration that does nothing, nothing is patched at all. Raises :class:`UsageError` for
-    a megatron-core that is not supported or not as expected, ``RuntimeError`` if hooks are already installed.
+    previous`` needs less memory. ``world``: with ``--islands`` that of this rank's island. With a configuration that does
+    nothing, nothing is patched at all. Raises :class:`UsageError` for a megatron-core that is not supported or not as
+    expected, ``RuntimeError`` if hooks are already installed.
     """
     global _current
     before = _current() if _current is not None else None
     if before is not None and before.installed:
         raise RuntimeError("the hooks are already installed; call uninstall() on what install() returned first")
-    if config.averages:
-        raise refuse("--islands", config.islands, "needs --virtual-workers: islands of real ranks are not built yet")
+    if config.averages and world is None:
+        raise refuse("--islands", config.islands, "needs a launcher of this package: each island is a world of its own")
     if config.async_pipeline:
         raise refuse("--async-pipeline", "on", NO_REAL_STAGES)
     try:
@@ -37,7 +41,7 @@ def install(config: LossyConfig, steps: int | None = None, gapless: bool = False
     except ImportError as error:
         raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
     check_version(megatron.core.__version__)
-    lossy = Lossy(config, steps, gapless)
+    lossy = Lossy(config, steps, gapless, world)
     lossy.ledger.install([] if config.inert else megatron_core.patches(lossy))
     lossy.installed = True
     _current = weakref.ref(lossy)

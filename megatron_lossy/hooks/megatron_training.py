@@ -22,8 +22,11 @@ from ..delivery_log.writer import claim_delivery_log
 from ..errors import usage_errors
 from ..flags import add_flags
 from ..ledger import Patch, Takes
+from ..sync import check_islands
 from ..transport import check_channels, check_ranks
+from . import island_training
 from .checks import check_arguments
+from .islands import RankIslands
 from .rng import rng_state, set_rng_state
 from .runtime import Lossy
 
@@ -104,7 +107,8 @@ def patches(lossy: Lossy) -> list[Patch]:
             until="Megatron tells its core the iteration",
             takes=Takes(("ddp_model|model", "optimizer")),
         ),
-        *([] if lossy.config.eval_weights == "replica" else [evaluation]),
+        *([] if lossy.config.eval_weights == "replica" and lossy.islands is None else [evaluation]),
+        *([] if lossy.islands is None else island_training.patches(lossy.islands)),
         Patch(
             target=f"{_TRAINING}:training_log",
             around=partial(training_log, lossy),
@@ -130,17 +134,27 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 
 def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> Any:
     """Around Megatron's checks of its arguments: ours follow, and what they tell about the run."""
+    islands = lossy.islands
+    if islands is not None:
+        island_training.before_validation(islands, args)
     result = original(args, *rest, **kwargs)
+    ranks = _data_parallel_ranks(args) * (1 if islands is None else islands.world.islands)
     with usage_errors():
         check_arguments(args, lossy.config)
-        check_error_ranks(lossy.config, _data_parallel_ranks(args))
+        check_error_ranks(lossy.config, ranks)
         check_recorded_errors(lossy.config)
-        check_ranks(lossy.config, max(_data_parallel_ranks(args), _expert_data_parallel_ranks(args)))
-        check_channels(lossy.config, _data_parallel_ranks(args), args.train_iters)
-        _claim_delivery_log(args, lossy.config)
+        if islands is None:
+            check_ranks(lossy.config, max(ranks, _expert_data_parallel_ranks(args)))
+        else:
+            check_islands(lossy.config, ranks, args.train_iters, virtual=False)
+        check_channels(lossy.config, ranks, args.train_iters)
+        _claim_delivery_log(args, lossy.config, ranks)
     lossy.gapless = not getattr(args, "iterations_to_skip", None)
-    if args.rank == 0:
-        print(f"loss: {lossy.config.describe()} | data-parallel ranks {_data_parallel_ranks(args)}", flush=True)
+    lossy.steps = lossy.steps or args.train_iters
+    if args.rank == 0 and (islands is None or islands.world.island == 0):
+        print(f"loss: {lossy.config.describe()} | data-parallel ranks {ranks}", flush=True)
+    if islands is not None:
+        island_training.enter(islands, args)
     return result
 
 
@@ -169,11 +183,11 @@ def _expert_data_parallel_ranks(args: Any) -> int:
     return max(1, args.world_size // apart)
 
 
-def _claim_delivery_log(args: Any, config: LossyConfig) -> None:
+def _claim_delivery_log(args: Any, config: LossyConfig, ranks: int) -> None:
     load, save = getattr(args, "load", None), getattr(args, "save", None)
     same = load and save and os.path.realpath(load) == os.path.realpath(save)
     resumes = bool(load) and (same or Path(load, _TRACKER).is_file()) and not getattr(args, "finetune", False)
-    claim_delivery_log(config, _data_parallel_ranks(args), resumes, {name: getattr(args, name, None) for name in _RUN})
+    claim_delivery_log(config, ranks, resumes, {name: getattr(args, name, None) for name in _RUN})
 
 
 def _checkpoint_folder(save_or_load: str, iteration: int) -> str:
@@ -272,10 +286,21 @@ def _record(data_iterator: Any) -> tuple[Any, Callable[[], Any]]:
 def evaluate(
     lossy: Lossy, original: Callable, forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around ``evaluate(forward_step_func, data_iterator, model, …)``: with owners' weights, or twice with both."""
-    if lossy.config.eval_weights in ("owner", "consensus"):  # of one island
-        with lossy.owner_weights(model):
-            return original(forward_step_func, data_iterator, model, *args, **kwargs)
+    """Around ``evaluate(forward_step_func, data_iterator, model, …)``: with owners' weights, or twice with both.
+
+    Of islands: with their mean, and the losses are those of all islands.
+    """
+    weights, average = lossy.config.eval_weights, partial(_of_all_islands, lossy.islands)
+    whose, held = "owner", lossy.owner_weights
+    if lossy.islands is not None:
+        whose, held = "consensus", lossy.consensus_weights
+    if weights == "replica":
+        losses, *rest = original(forward_step_func, data_iterator, model, *args, **kwargs)
+        return average(losses), *rest
+    if weights in ("owner", "consensus"):  # without islands there is but one
+        with held(model):
+            losses, *rest = original(forward_step_func, data_iterator, model, *args, **kwargs)
+        return average(losses), *rest
     from megatron.training import get_args
 
     recorder, repeat = _record(data_iterator)
@@ -285,8 +310,15 @@ def evaluate(
         return losses, extra, time_limit
     consumed = get_args().consumed_valid_samples
     set_rng_state(state)
-    with lossy.owner_weights(model):
-        owner, _, time_limit = original(forward_step_func, repeat(), model, *args, **kwargs)
+    with held(model):
+        other, _, time_limit = original(forward_step_func, repeat(), model, *args, **kwargs)
     get_args().consumed_valid_samples = consumed
-    losses = losses | {f"{key} (owner weights)": value for key, value in (owner or {}).items()}
+    losses = average(losses) | {f"{key} ({whose} weights)": value for key, value in average(other or {}).items()}
     return losses, extra, time_limit
+
+
+def _of_all_islands(islands: RankIslands | None, losses: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The mean over islands of ``losses``, which ranks of the last pipeline stage have."""
+    if islands is None or not losses:
+        return losses
+    return {name: islands.total(torch.as_tensor(value)) / islands.world.islands for name, value in losses.items()}

@@ -20,12 +20,13 @@ from ..exchange import Lost, Stream
 from ..ledger import Ledger
 from ..recovery import rows_for
 from ..run import Run
-from ..sync import FullReplicas
+from ..sync import FullReplicas, IslandWorld
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
 from .boundaries import Boundaries
 from .buckets import apart, bucket_sizes, buckets_by_stream, replicated_units
 from .checks import check_ddp
 from .complete import check_exchanged, check_registered, warn_of_lossless, warn_of_reliable_boundaries
+from .islands import RankIslands
 from .lossy_all_reduce import shard_size
 from .main_weights import MainWeights
 from .replicated import RankReplica, ReplicaStream, errors_of_owner
@@ -51,8 +52,20 @@ logger = logging.getLogger(__name__)
 class Lossy(Run):
     """An installed set of hooks, made by :func:`megatron_lossy.hooks.install`; one per process."""
 
-    def __init__(self, config: LossyConfig, steps: int | None = None, gapless: bool = False) -> None:
-        super().__init__(config, steps, gapless)
+    def __init__(
+        self,
+        config: LossyConfig,
+        steps: int | None = None,
+        gapless: bool = False,
+        world: IslandWorld | None = None,
+    ) -> None:
+        super().__init__(config, steps, gapless, None if world is None else world.launched_rank)
+        #: Of several islands, the one that this rank is in.
+        self.islands = None
+        if world is not None:
+            self.islands = RankIslands(self, world, lambda: self.chunks, self.living_optimizers)
+        if self.islands is not None and config.sync_method != "none":
+            self.observers.append(self.islands.monitor)
         self.ledger = Ledger("megatron-core")
         self.installed = False
         self._optimizers: list[weakref.ref] = []  # Megatron's; the first one's gradient scaler scales the loss
@@ -76,6 +89,8 @@ class Lossy(Run):
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
         self.ledger.uninstall()
         super().uninstall()
+        if self.islands is not None:
+            self.islands.close()
         if self.boundaries is not None and self.boundaries.links is not None:
             self.boundaries.links.close()
         self.installed = False
@@ -109,7 +124,7 @@ class Lossy(Run):
 
     def _add_replica(self, ddp: DistributedDataParallel) -> None:
         if self.replica is None:
-            self.replica = RankReplica(self.config, self._corruption, self._living_optimizers, self.loss_scale)
+            self.replica = RankReplica(self.config, self._corruption, self.living_optimizers, self.loss_scale)
             self.after_update.append(lambda _: self.replica.finished())
         known = len(self.replica.streams)
         self.replica.add(ddp)
@@ -141,7 +156,10 @@ class Lossy(Run):
         if buckets[0][0].ddp_config.average_in_collective and not self.config.untouched("grad"):
             check_average("--ddp-average-in-collective", part)
         full_ranks = dist.get_process_group_ranks(full)
-        members = [full_ranks.index(rank) for rank in dist.get_process_group_ranks(part)]
+        before = (
+            0 if self.islands is None else self.islands.world.island * len(full_ranks)
+        )  # no two islands lose the same
+        members = [before + full_ranks.index(rank) for rank in dist.get_process_group_ranks(part)]
         specs = [
             BucketSpec(bucket.grad_data.numel() // len(members), bucket.grad_data.dtype, bucket.param_data.dtype)
             for _, bucket in buckets
@@ -166,14 +184,15 @@ class Lossy(Run):
 
     def _main_weights(self, bucket: Any, own: torch.Tensor) -> Callable[[], torch.Tensor]:
         # The optimizer comes after DDP.
-        found = functools.cache(lambda: MainWeights(self._living_optimizers(), bucket, own))
+        found = functools.cache(lambda: MainWeights(self.living_optimizers(), bucket, own))
         return lambda: found()()
 
     def _network(self, phase: str, full: dist.ProcessGroup, full_ranks: list[int]) -> Network:
         key = (phase, tuple(full_ranks))
         if key not in self._networks:
             nodes = None if self._nodes is None else [self._nodes[rank] for rank in full_ranks]
-            self._networks[key] = Network(self.config, phase, len(full_ranks), nodes)
+            islands = 1 if self.islands is None else self.islands.world.islands
+            self._networks[key] = Network(self.config, phase, islands * len(full_ranks), nodes)
         return self._networks[key]
 
     @property
@@ -198,6 +217,8 @@ class Lossy(Run):
             self._check_exchanges(optimizer)
             if self.replica is not None:
                 self.replica.together.check()
+            if self.islands is not None:
+                self.islands.begin_iteration()
         self._depth += 1
         if applies:
             if not self._successful:
@@ -208,6 +229,8 @@ class Lossy(Run):
             yield
             if self._depth == 1:
                 all_reduced, self._all_reduced = self._all_reduced, False
+                if self.islands is not None:
+                    self.islands.end_iteration()
                 self.finish_iteration(self._successful, all_reduced)
         finally:
             self._depth -= 1
@@ -228,7 +251,8 @@ class Lossy(Run):
         """Note an optimizer under construction."""
         self._optimizers = [*(known for known in self._optimizers if known() is not None), weakref.ref(optimizer)]
 
-    def _living_optimizers(self) -> list[Any]:
+    def living_optimizers(self) -> list[Any]:
+        """Megatron's optimizers that this process has, in the order in which they were made."""
         return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
 
     def begin_update(self) -> None:
@@ -257,7 +281,7 @@ class Lossy(Run):
         self._adding.clear()
 
     def loss_scale(self) -> torch.Tensor | None:
-        optimizer = next(iter(self._living_optimizers()), None)
+        optimizer = next(iter(self.living_optimizers()), None)
         scaler = getattr(optimizer, "grad_scaler", None)
         return scaler.scale if scaler is not None else None
 
@@ -289,11 +313,16 @@ class Lossy(Run):
                     self.iteration + 1,
                 )
 
+    def skip_iteration(self) -> None:
+        if self.islands is not None:
+            self.islands.end_iteration()
+        super().skip_iteration()
+
     # --- what every run answers ------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        return next((bucket.grad_data.device for bucket in self._buckets()), torch.device("cpu"))
+        return next((bucket.grad_data.device for bucket in self.buckets()), torch.device("cpu"))
 
     @property
     def streams(self) -> list[LossyGroup]:
@@ -340,6 +369,11 @@ class Lossy(Run):
                 for put_back in restore:
                     put_back()
 
+    @contextlib.contextmanager
+    def consensus_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
+        with self.owner_weights(model_chunks) if self.islands is None else self.islands.consensus():
+            yield
+
     def _lossy_bucket_groups(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> list[Any]:
         if self.update is None or self.config.untouched("param"):
             return []
@@ -375,27 +409,39 @@ class Lossy(Run):
             for stream, full, pairs in streams
         }
         nodes = {} if self._nodes is None else {"nodes of the ranks": " ".join(map(str, self._nodes))}
-        sizes = {"world size": dist.get_world_size(), **parallel_sizes(), **nodes}
+        islands = {} if self.islands is None else self.islands.identity()
+        sizes = {"world size": dist.get_world_size(), **islands, **parallel_sizes(), **nodes}
         return {**sizes, **instances, **bucket_sizes([(stream, pairs) for stream, _, pairs in streams])}
 
     def replica_file(self) -> str:
         return f"rank_{dist.get_rank():05d}.pt"
 
-    def _buckets(self) -> list[Any]:
+    def buckets(self) -> list[Any]:
+        """Of all model chunks."""
         return [bucket for ddp in self.chunks for group in _bucket_groups(ddp) for bucket in group.buckets]
 
     def set_iteration(self, iteration: int) -> None:
         super().set_iteration(iteration)
         if self.replica is not None:
             self.replica.together.restart()
+        if self.islands is not None:
+            self.islands.check_iteration(iteration)
 
     def replica_state(self) -> Any:
-        """For each bucket: which units are stale, bool[N, count], and their values; or ``None``. Of a full replica all."""
+        """For each bucket: which units are stale, bool[N, count], and their values; or ``None``. Of a full replica all.
+
+        With islands also what is under way between them.
+        """
         if self.replica is not None:
             return self.replica.together.state_dict()
+        if self.islands is not None:
+            return {"stale": self._stale(), "islands": self.islands.state_dict()}
+        return self._stale()
+
+    def _stale(self) -> list[Any]:
         self._finish_adding()
         stale = []
-        for bucket in self._buckets():
+        for bucket in self.buckets():
             slot = slot_of(bucket.param_data)
             delivery = slot.group.delivery("param", self.update) if self.update is not None else None
             rule = slot.group.rules["param"][slot.bucket]
@@ -411,8 +457,11 @@ class Lossy(Run):
         if self.replica is not None:
             self.replica.together.load_state_dict(state)
             return
+        if self.islands is not None:
+            self.islands.load_state_dict(state["islands"])
+            state = state["stale"]
         self._restored = self.update
-        buckets = self._buckets()
+        buckets = self.buckets()
         lost: dict[LossyGroup, dict[int, np.ndarray]] = {group: {} for group in self.groups}
         for bucket, saved in zip(buckets, state, strict=True):
             if saved is None:

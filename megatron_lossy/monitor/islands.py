@@ -12,20 +12,29 @@ from .window import Window
 
 
 class IslandMonitor(Observer):
-    """Metrics of all islands since the last record. ``spread``: measures how far they are apart now, by name."""
+    """Metrics since the last record: of all islands, or of that of this process.
 
-    def __init__(self, spread: Callable[[], dict[str, float]]) -> None:
+    ``spread``: measures how far they are apart now, by name. Without it that is known of what was exchanged, as it was sent.
+    """
+
+    def __init__(self, spread: Callable[[], dict[str, float]] | None = None) -> None:
         lost_and_sent = [f"{phase} {column}" for phase in SYNC_PHASES for column in ("lost", "sent")]
-        self._window = Window([*lost_and_sent, "exchanges", "bytes"])
+        self._window = Window([*lost_and_sent, "exchanges", "bytes", "used", "seconds", "squares", "elements"])
         self._spread = spread
 
     def observe(self, delivery: Delivery) -> None:
         arrived, phase = delivery.arrived[delivery.crossing], delivery.exchange.phase
+        if phase not in SYNC_PHASES:
+            return
         self._window.add(**{f"{phase} lost": arrived.size - int(arrived.sum()), f"{phase} sent": arrived.size})
 
     def exchanged(self, sent: float) -> None:
         """An exchange began, in which an island sends ``sent`` bytes."""
         self._window.add(exchanges=1, bytes=sent)
+
+    def used(self, seconds: float, squares: float, elements: int) -> None:
+        """A mean was used that was waited for so long; ``squares``: of distances to it, added up over ``elements``."""
+        self._window.add(used=1, seconds=seconds, squares=squares, elements=elements)
 
     def restart(self, iteration: int) -> None:
         self._window.clear()
@@ -37,7 +46,12 @@ class IslandMonitor(Observer):
         }
         if total["exchanges"]:
             result["sync bytes"] = total["bytes"] / total["exchanges"]
-        return result | self._spread()
+        if self._spread is not None:
+            return result | self._spread()
+        if total["used"]:
+            result["sync wait"] = total["seconds"] / total["used"]
+            result["sync deviation"] = total["squares"] / max(total["elements"], 1)
+        return result
 
     def state_dict(self) -> dict[str, Any]:
         return {"window": self._window.state_dict()}

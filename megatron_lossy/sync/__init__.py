@@ -7,14 +7,17 @@ one. Islands, training jobs of their own, average some of their parameters by a 
 from .mean import Crossing, InMemory, Mean
 from .methods import check_islands, make_rule, notes_on_averaging
 from .peers import Handle, LocalPeers, Peers, RankPeers
+from .ranks import BetweenRanks, Reliable
 from .repair import Compared, compare, repair
 from .replicas import FullReplicas, Gradients, Mismatch
 from .rounds import Rounds, Weights
 from .rule import Rule
 from .subset import Subset
 from .synchroniser import Copies, Replica, Synced, Synchroniser
+from .world import IslandWorld
 
 __all__ = [
+    "BetweenRanks",
     "Compared",
     "Copies",
     "Crossing",
@@ -22,11 +25,13 @@ __all__ = [
     "Gradients",
     "Handle",
     "InMemory",
+    "IslandWorld",
     "LocalPeers",
     "Mean",
     "Mismatch",
     "Peers",
     "RankPeers",
+    "Reliable",
     "Replica",
     "Rounds",
     "Rule",

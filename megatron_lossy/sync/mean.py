@@ -18,7 +18,8 @@ from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut, units_of
 from ..transport import Network
 from ..transport.drawn import draw
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: What crosses, by ``--sync-dtype``.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Mean(NamedTuple):
@@ -57,11 +58,8 @@ class InMemory:
 
     def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
         self._config, self._stream = config, stream
-        self._dtype = _DTYPES[config.sync_dtype]
-        self._networks = {phase: Network(config, phase, config.islands) for phase in SYNC_PHASES}
-        for phase, network in self._networks.items():
-            if not network.lossless:
-                network.channel.check(phase, stream, config.islands, None, steps)
+        self._dtype = DTYPES[config.sync_dtype]
+        self._networks = networks_between(config, stream, steps)
         self.deliveries: list[Delivery] = []
 
     def begin(self, step: int, sent: torch.Tensor) -> Done:
@@ -75,7 +73,7 @@ class InMemory:
         lossless = all(delivery is None for delivery in delivered)
         self.deliveries = [delivery for delivery in delivered if delivery is not None]
         reduced, gathered = (
-            None if delivery is None else _elements(delivery.arrived, parts[0], sent.device) for delivery in delivered
+            None if delivery is None else elements_of(delivery.arrived, parts[0], sent.device) for delivery in delivered
         )
         values = mean_of(crossing.view(islands, islands, shard), reduced).to(self._dtype).float().view(-1)[:count]
         if lossless:
@@ -99,6 +97,15 @@ class InMemory:
         return Delivery(exchange, islands, islands, arrived, parts)
 
 
+def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> dict[str, Network]:
+    """Who loses what between islands, by phase. Raises :class:`UsageError` for a channel that cannot serve them."""
+    networks = {phase: Network(config, phase, config.islands) for phase in SYNC_PHASES}
+    for phase, network in networks.items():
+        if not network.lossless:
+            network.channel.check(phase, stream, config.islands, None, steps)
+    return networks
+
+
 def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
     """The mean [owners, shard] of what arrived of ``sent`` float32[sources, owners, shard]; zeros where nothing did.
 
@@ -113,7 +120,7 @@ def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
     return total / count
 
 
-def _elements(arrived: np.ndarray, units: BucketUnits, device: torch.device) -> torch.Tensor:
+def elements_of(arrived: np.ndarray, units: BucketUnits, device: torch.device) -> torch.Tensor:
     """bool[receivers, sources, shard] of bool[receivers, sources, units]."""
     by_unit = torch.from_numpy(arrived).to(device)
     return by_unit.repeat_interleave(units.elements, dim=2)[:, :, : units.shard]

@@ -16,6 +16,7 @@ from .rule import Rule
 # Of the bound where an element's gaps vary: with independent draws at 5 % and a delay of 50, a gain of 0.5 diverges
 # though the bound of equal gaps is 0.618.
 _IRREGULAR = 0.7
+_RANKS = "data-parallel ranks"
 #: Exchanges of an element below which a moving average has not settled.
 _SETTLES = 10
 
@@ -27,22 +28,36 @@ def make_rule(config: LossyConfig, weights: torch.Tensor, steps: int) -> Rule:
     return make_outer(config, weights)
 
 
-def check_islands(config: LossyConfig, workers: int | None, train_iters: int) -> None:
-    """Raise :class:`UsageError` for islands that cannot be made of ``workers`` virtual ones, or do not fit other flags."""
+def check_islands(config: LossyConfig, workers: int, train_iters: int | None, virtual: bool) -> None:
+    """Raise :class:`UsageError` for islands that cannot be made of ``workers``, or do not fit other flags.
+
+    ``workers``: data-parallel ranks of all islands, ``virtual`` ones or real. ``train_iters``: ``None`` if it is not known.
+    """
     islands = config.islands
     if islands == 1:
         return
-    if workers is None:
-        raise refuse("--islands", islands, "needs --virtual-workers: islands of real ranks are not built yet")
     if workers % islands:
-        raise refuse("--islands", islands, f"must divide the {workers} virtual workers")
+        raise refuse("--islands", islands, f"must divide the {workers} {'virtual workers' if virtual else _RANKS}")
     if not config.averages:
         return
-    check_ranks(config, workers // islands)
-    if not config.iterations(train_iters):
+    if virtual and config.transport == "udp":
+        raise refuse("--transport", "udp", "needs real ranks: virtual workers exchange in memory; choose pieces")
+    if not virtual:
+        _check_real(config)
+    if config.transport != "udp":
+        check_ranks(config, workers // islands)
+    if train_iters is not None and not config.iterations(train_iters):
         raise refuse("--train-iters", train_iters, "leaves the slowest island without an iteration")
     if config.sync_method == "parameters":
         check_averaging(config)
+
+
+def _check_real(config: LossyConfig) -> None:
+    """Raise :class:`UsageError` for what islands of real ranks cannot do."""
+    if config.island_speeds is not None:
+        raise refuse(
+            "--island-speeds", as_text(config.island_speeds), "needs --virtual-workers: real ones have their own"
+        )
 
 
 def check_averaging(config: LossyConfig) -> None:

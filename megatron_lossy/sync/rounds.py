@@ -7,7 +7,8 @@ be repeated; whoever is late is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,16 +44,25 @@ class Rounds:
     """The exchanges of one vector of the islands of this process.
 
     ``rule``: what is made of a mean. ``crossing``: how it is made. ``interval``, ``delay``: in iterations. ``device``:
-    where weights are.
+    where weights are. ``used``: told, when a mean is used, for how many seconds it was waited for, what had been sent
+    float32[islands, k], and the mean.
     """
 
     def __init__(
-        self, subset: Subset, rule: Rule, crossing: Crossing, interval: int, delay: int, device: torch.device
+        self,
+        subset: Subset,
+        rule: Rule,
+        crossing: Crossing,
+        interval: int,
+        delay: int,
+        device: torch.device,
+        used: Callable[[float, torch.Tensor, Mean], None] | None = None,
     ) -> None:
         self.rule, self._device = rule, device
         self.flights: list[Flight] = []
         self._subset, self._crossing = subset, crossing
         self._interval, self._delay = interval, delay
+        self._used = used
 
     def after_iteration(self, step: int, weights: Sequence[Weights]) -> int | None:
         """Iteration ``step`` (from 0) is made. Returns how many elements an exchange has that begins now, if one does."""
@@ -62,7 +72,11 @@ class Rounds:
         due = [flight for flight in self.flights if flight.step + self._delay == step]
         self.flights = [flight for flight in self.flights if flight.step + self._delay > step]
         for flight in due:
-            self._use(flight, flight.pending.wait(), step, weights)
+            began = time.perf_counter()
+            mean = flight.pending.wait()
+            if self._used is not None:
+                self._used(time.perf_counter() - began, flight.sent, mean)
+            self._use(flight, mean, step, weights)
         if begun is not None and not due and self.rule.always:
             nothing = Mean(torch.zeros_like(begun.sent[0]), torch.zeros_like(begun.sent, dtype=torch.bool))
             self._use(begun, nothing, step, weights)

@@ -14,16 +14,21 @@ from .config import TrainConfig
 from .data import RankBatches
 from .workers import Workers
 
+Total = Callable[[torch.Tensor], torch.Tensor]
 
-def mean_loss(config: TrainConfig, sums: list[torch.Tensor]) -> float:
+
+def mean_loss(config: TrainConfig, sums: list[torch.Tensor], of_islands: Total | None = None) -> float:
     """Loss per token over all ranks, on every rank; see :func:`begin_mean_loss`."""
-    return begin_mean_loss(config, sums)()
+    return begin_mean_loss(config, sums, of_islands)()
 
 
-def begin_mean_loss(config: TrainConfig, sums: list[torch.Tensor]) -> Callable[[], float]:
+def begin_mean_loss(
+    config: TrainConfig, sums: list[torch.Tensor], of_islands: Total | None = None
+) -> Callable[[], float]:
     """Begin to add up losses; what it returns waits for the loss per token over all ranks. A collective call, both times.
 
-    ``sums``: on ranks of the last pipeline stage, (sum of losses, tokens) of each rank of this process.
+    ``sums``: on ranks of the last pipeline stage, (sum of losses, tokens) of each rank of this process. ``of_islands``: adds
+    them up over islands; without it they are those of this rank's island.
     """
     last_stage = parallel_state.is_pipeline_last_stage()
     total = torch.stack(sums).sum(0) if last_stage else torch.zeros(2, device=torch.cuda.current_device())
@@ -33,7 +38,8 @@ def begin_mean_loss(config: TrainConfig, sums: list[torch.Tensor]) -> Callable[[
     def finish() -> float:
         if work is not None:
             work.wait()
-        loss = total[:1] / total[1:]
+        everywhere = of_islands(total) if of_islands is not None and last_stage else total
+        loss = everywhere[:1] / everywhere[1:]
         if config.pipeline_model_parallel_size > 1:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
             torch.distributed.broadcast(loss, last, group=parallel_state.get_pipeline_model_parallel_group())
@@ -63,17 +69,19 @@ def evaluate(
     def batches() -> list[RankBatches]:
         return workers.batches(dataset, consumed=number * samples)
 
+    islands = getattr(lossy, "islands", None)  # of real ranks
+    total = None if islands is None else islands.total
     losses = {}
     if weights in ("replica", "both"):
         with _evaluating(model_chunks):
             sums = workers.run(batches(), samples, forward_only=True)
-        losses["replica"] = mean_loss(config, sums)
+        losses["replica"] = mean_loss(config, sums, total)
     whose = ("consensus" if lossy.config.averages else "owner") if weights == "both" else weights
     if whose != "replica":
         held = lossy.consensus_weights if whose == "consensus" else lossy.owner_weights
         with held(model_chunks), _evaluating(model_chunks):
             sums = workers.evaluate_owner(batches(), samples)
-        losses[whose] = mean_loss(config, sums)
+        losses[whose] = mean_loss(config, sums, total)
     return losses
 
 

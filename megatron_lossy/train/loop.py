@@ -25,9 +25,9 @@ from ..data import build_tokenizer, epochs
 from ..delivery_log.errors import check_recorded_errors
 from ..delivery_log.writer import claim_delivery_log
 from ..flags import identity
-from ..hooks.checks import check_boundaries, check_loss_per_token, check_optimizer, check_pipeline
+from ..hooks.checks import check_boundaries, check_loss_per_token, check_optimizer, check_pipeline, check_real_islands
 from ..run import Run
-from ..sync import check_islands, notes_on_averaging
+from ..sync import IslandWorld, check_islands, notes_on_averaging
 from ..transport import check_channels, check_owners, check_ranks
 from ..virtual import VirtualCluster, VirtualIslands, VirtualReplicas, VirtualRun
 from . import parallel
@@ -54,6 +54,12 @@ def _most_iterations(config: TrainConfig, lossy_config: LossyConfig) -> int:
     return max(lossy_config.local_iterations(island, iterations) for island in islands)
 
 
+def in_folders_of(island: IslandWorld, config: TrainConfig) -> TrainConfig:
+    """``config`` with what it reads and writes of the run in the folders of ``island``."""
+    named = {name: getattr(config, name) for name in ("save", "load", "metrics_dir", "tensorboard_dir")}
+    return dataclasses.replace(config, **{name: island.folder(path) for name, path in named.items() if path})
+
+
 class Diverged(RuntimeError):
     """The loss is not a number any more."""
 
@@ -78,7 +84,13 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_optimizer(config, lossy_config, config.use_distributed_optimizer)
     check_error_ranks(lossy_config, config.data_parallel_size(ranks))
     check_recorded_errors(lossy_config)
-    check_islands(lossy_config, config.virtual_workers, config.train_iters)
+    virtual = config.virtual_workers is not None
+    check_islands(lossy_config, config.data_parallel_size(ranks), config.train_iters, virtual)
+    island = None
+    if lossy_config.averages and not virtual:
+        check_real_islands(config, lossy_config)
+        island = IslandWorld(lossy_config.islands, config.seed)
+        config = in_folders_of(island, config)
     if config.virtual_workers:
         VirtualRun.check(lossy_config, config.virtual_workers)
     else:
@@ -91,23 +103,24 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_folders(config, lossy_config)
     resumes = bool(config.load) and (same_folder(config.save, config.load) or latest_iteration(config.load) is not None)
     claim_delivery_log(lossy_config, config.data_parallel_size(ranks), resumes, identity(config))
-    with parallel.world(config):
+    with parallel.world(config, island):
         prepare_text(config)
         paths = with_data_paths(config)
         data = same_everywhere(fingerprint(paths))
         check_folders(config, lossy_config, data)
-        if lossy_config.averages:
+        if lossy_config.averages and virtual:
             steps = lossy_config.iterations(config.train_iters)
             lossy: Run = VirtualIslands(lossy_config, config.virtual_workers, steps, config.seed, gapless=True)
         elif config.virtual_workers:
             kind = VirtualCluster if config.use_distributed_optimizer else VirtualReplicas
             lossy = kind(lossy_config, config.virtual_workers, config.train_iters, gapless=True)
         else:
-            lossy = hooks.install(lossy_config, config.train_iters, gapless=True)
+            lossy = hooks.install(lossy_config, config.train_iters, True, island)
         try:
             with parallel.model_parallel(config):
                 first = torch.distributed.get_rank() == 0
-                run = _Run(config, lossy_config, lossy, paths, (console or Console()) if first else Silent())
+                speaks = first and (island is None or island.island == 0)
+                run = _Run(config, lossy_config, lossy, paths, (console or Console()) if speaks else Silent())
                 if first:
                     write_settings(config, lossy_config, data)
                 return run.run()
@@ -124,6 +137,7 @@ class _Run:
         self.config = config
         self.lossy_config = lossy_config
         self.lossy = lossy
+        self.islands = lossy.islands if isinstance(lossy, hooks.Lossy) else None
         self.console = console
         tokenizer = build_tokenizer(config.tokenizer)
         self.train_data, self.valid_data = build_datasets(paths, tokenizer, _most_iterations(config, lossy_config))
@@ -138,7 +152,8 @@ class _Run:
             self.workers = islands = IslandWorkers(config, self.model, lossy)
             self.optimizer, self.scheduler = islands.optimizer, islands.scheduler
         else:
-            self.workers = Workers(config, self.model, lossy if isinstance(lossy, VirtualRun) else None)
+            cluster = lossy if isinstance(lossy, VirtualRun) else None
+            self.workers = Workers(config, self.model, cluster, *self._island())
             self.optimizer, self.scheduler = build_optimizer(config, self.model)
         self.checkpoints = Checkpoints(self.model, self.optimizer, self.scheduler, lossy)
         self.iterations = lossy_config.iterations(config.train_iters)
@@ -146,6 +161,10 @@ class _Run:
         self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
         self.stop = 0
         self.summary: dict[str, Any] = {}
+
+    def _island(self) -> tuple[int, int]:
+        """The number of this rank's island, and how many there are."""
+        return (0, 1) if self.islands is None else (self.islands.world.island, self.islands.world.islands)
 
     def run(self) -> dict[str, Any]:
         self.console.header(self._header())
@@ -211,7 +230,10 @@ class _Run:
 
         begun, successful, grad_norm = self.workers.iterate(batches, self.optimizer, self.scheduler, begin)
         loss, anyone_stopped = begun
-        return loss(), grad_norm, successful, anyone_stopped()
+        stop = anyone_stopped()
+        if self.islands is not None:
+            stop = self.islands.agree(stop)
+        return loss(), grad_norm, successful, stop
 
     def _begin_stopping(self) -> Callable[[], int]:
         """What it returns waits for the signal that told any rank to stop, or 0: all leave after the same iteration."""
@@ -301,7 +323,11 @@ class _Run:
             if self.lossy_config.averages:
                 who += f", on {self.lossy_config.islands} islands"
         else:
-            who = f"data-parallel ranks {config.data_parallel_size(ranks)}, over {torch.distributed.get_backend()}"
+            island, islands = self._island()
+            data = islands * config.data_parallel_size(ranks)
+            who = f"data-parallel ranks {data}, over {torch.distributed.get_backend()}"
+            if islands > 1:
+                who += f", on {islands} islands, of which this is number {island}"
             if tensor * pipeline > 1:
                 who += f", tensor {tensor} x pipeline {pipeline}"
         seen = epochs(self.data_path, config.train_iters * config.global_batch_size * config.seq_length)

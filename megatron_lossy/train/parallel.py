@@ -17,17 +17,23 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from .. import device
+from ..sync import IslandWorld
 from .config import TrainConfig
 
 
 @contextlib.contextmanager
-def world(config: TrainConfig) -> Iterator[None]:
-    """The default process group, destroyed at the end; one that exists is used and left as it is."""
+def world(config: TrainConfig, islands: IslandWorld | None = None) -> Iterator[None]:
+    """The default process group, destroyed at the end; one that exists is used and left as it is.
+
+    ``islands``: it is the world of this rank's island.
+    """
     if torch.distributed.is_initialized():
         yield
         return
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    if "RANK" in os.environ:
+    if islands is not None:
+        islands.open(device.init_process_group, timeout)
+    elif "RANK" in os.environ:
         device.init_process_group(timeout=timeout)
     else:
         store = torch.distributed.HashStore()

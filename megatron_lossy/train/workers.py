@@ -23,15 +23,21 @@ Begun = TypeVar("Begun")
 
 
 class Workers:
-    """Runs micro-batches of every rank of this process, each with the rank's own replica, data and random state."""
+    """Runs micro-batches of every rank of this process, each with the rank's own replica, data and random state.
 
-    def __init__(self, config: TrainConfig, model_chunks: list, cluster: VirtualRun | None) -> None:
+    A rank of ``island`` has its data by its number among the ranks of all ``islands``.
+    """
+
+    def __init__(
+        self, config: TrainConfig, model_chunks: list, cluster: VirtualRun | None, island: int = 0, islands: int = 1
+    ) -> None:
         self._config = config
         self._chunks = model_chunks
         self._cluster = cluster
         if cluster is None:
-            self._ranks = [parallel_state.get_data_parallel_rank()]
-            self._size = parallel_state.get_data_parallel_world_size()
+            size = parallel_state.get_data_parallel_world_size()
+            self._ranks = [island * size + parallel_state.get_data_parallel_rank()]
+            self._size = islands * size
         else:
             self._ranks = list(range(cluster.workers))
             self._size = cluster.workers

@@ -21,6 +21,7 @@ from ..config import LossyConfig
 from ..errors import refuse
 from ..exchange import Stream
 from ..hooks.buckets import bucket_sizes
+from ..hooks.main_vector import Vector, shard_vector
 from ..hooks.rng import rng_state, set_rng_state
 from ..hooks.versions import optimizers as inner_optimizers
 from ..monitor import load_states, states_of
@@ -31,7 +32,6 @@ from ..transport import LossyGroup
 from .cluster import VirtualCluster
 from .island_state import RANDOM, island_state, load_island_state, load_islands, save_islands
 from .layout import buffers_for
-from .vector import Vector, shard_vector
 
 
 class VirtualIslands(Run):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..hooks.main_weights import main_pieces
+from .main_weights import main_pieces
 
 
 @dataclass(frozen=True)

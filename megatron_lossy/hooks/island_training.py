@@ -1,0 +1,104 @@
+"""Islands under ``megatron.training``: each is a job of its own, with a part of the data and folders of its own.
+
+Megatron reads RANK and WORLD_SIZE of the island (:mod:`megatron_lossy.plugin`), finds its process group made when it wants to
+make one, and so counts, reduces and saves as if there were no other islands. What is left to say is which samples are whose.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import device
+from ..ledger import Patch, Takes
+from .islands import RankIslands
+
+_FOLDERS = ("save", "load", "tensorboard_dir")
+_UNTIL = "Megatron knows of jobs beside its own"
+
+
+def patches(islands: RankIslands) -> list[Patch]:
+    """What Megatron's training program does otherwise on islands."""
+    samplers = [
+        Patch(
+            target=f"megatron.{module}.data_samplers:{name}.__init__",
+            around=partial(sampler, islands),
+            why="a rank takes its samples by its number among the ranks of all islands",
+            versions=versions,
+            until=_UNTIL,
+            optional=True,
+            takes=Takes(named=("consumed_samples", "data_parallel_rank", "data_parallel_size")),
+        )
+        for module, versions in (("legacy.data", "below 0.16"), ("training.datasets", "0.16 and later"))
+        for name in ("MegatronPretrainingSampler", "MegatronPretrainingRandomSampler")
+    ]
+    return [
+        *samplers,
+        Patch(
+            target="megatron.training.training:get_train_valid_test_num_samples",
+            around=partial(number_of_samples, islands),
+            why="all islands together read as many times the samples of one",
+            versions="all",
+            until=_UNTIL,
+        ),
+        Patch(
+            target="megatron.training.dist_signal_handler:DistributedSignalHandler.signals_received",
+            around=partial(signals_received, islands),
+            why="islands that are told to stop do so after the same iteration",
+            versions="all",
+            until=_UNTIL,
+            takes=Takes(("self",), others=()),
+        ),
+    ]
+
+
+_signature = functools.lru_cache(inspect.signature)
+
+
+def sampler(islands: RankIslands, original: Callable, *args: Any, **kwargs: Any) -> None:
+    """Around the constructor of a sampler."""
+    world = islands.world
+    bound = _signature(original).bind(*args, **kwargs)
+    given = bound.arguments
+    given["data_parallel_rank"] += world.island * given["data_parallel_size"]
+    given["data_parallel_size"] *= world.islands
+    given["consumed_samples"] *= world.islands
+    original(*bound.args, **bound.kwargs)
+
+
+def number_of_samples(islands: RankIslands, original: Callable) -> tuple[int | None, ...]:
+    """Around what says how many samples are needed for training, validation and test."""
+    return tuple(None if number is None else number * islands.world.islands for number in original())
+
+
+def signals_received(islands: RankIslands, original: Callable, handler: Any) -> list[bool]:
+    """Around the question, once in an iteration, which ranks received a signal."""
+    return [bool(islands.agree(int(any(original(handler)))))]
+
+
+def before_validation(islands: RankIslands, args: Any) -> None:
+    """Before Megatron checks its arguments: let its folders be those of the island. Once."""
+    if getattr(args, "megatron_lossy_island", None) is None:
+        args.megatron_lossy_island = islands.world.island
+        for name in _FOLDERS:
+            if getattr(args, name, None):
+                setattr(args, name, islands.world.folder(getattr(args, name)))
+
+
+def enter(islands: RankIslands, args: Any) -> None:
+    """After all checks: make the island the default world, which Megatron then finds made."""
+    if torch.distributed.is_initialized():
+        return
+    islands.world.seed = args.seed
+
+    def init_process_group(**options: Any) -> None:
+        device.take_device()
+        torch.distributed.init_process_group(args.distributed_backend, **options)
+
+    islands.world.open(init_process_group, timedelta(minutes=args.distributed_timeout_minutes))

@@ -1,0 +1,213 @@
+"""The island of this rank: its optimizer shard is averaged with that of the same rank of other islands (docs/islands.md).
+
+An exchange begins, and is used, in a hook of torch's optimizer inside of Megatron's: after the update of the weights in
+float32, before these are rounded into the model and gathered. Where Megatron skips an update it follows the iteration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import theory
+from ..errors import UsageError, refuse
+from ..exchange import Delivery, Stream
+from ..monitor.islands import IslandMonitor
+from ..run import Run
+from ..sync import BetweenRanks, IslandWorld, Reliable, Rounds, Subset, make_rule
+from ..sync.mean import DTYPES, Mean
+from ..sync.world import Meeting
+from .buckets import buckets_by_stream
+from .main_vector import Vector, shard_vector
+from .versions import data_parallel_rank, pipeline_stage
+
+#: Exchanges that cross at once at most, each over connections of its own.
+_LANES = 4
+
+
+@dataclass
+class _Shard:
+    """What one of torch's optimizers updates on this rank."""
+
+    vector: Vector
+    rounds: Rounds
+    crossing: BetweenRanks
+
+
+class RankIslands:
+    """The exchanges of this rank of ``run`` with its peers in other islands.
+
+    ``world``: open by the first iteration. ``chunks``, ``optimizers``: Megatron's model chunks and optimizers, once they exist.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        world: IslandWorld,
+        chunks: Callable[[], list[Any]],
+        optimizers: Callable[[], list[Any]],
+    ) -> None:
+        self.world = world
+        self.monitor = IslandMonitor()
+        self._run, self._config = run, run.config
+        self._chunks, self._optimizers = chunks, optimizers
+        self._shards: list[_Shard] | None = None
+        self._hooks: list[Any] = []
+        self._made: set[int] = set()  # shards whose exchanges of this iteration are made
+        self._asked: list[tuple[int, Any]] = []
+
+    # --- an iteration ----------------------------------------------------------------------------------------------
+
+    def begin_iteration(self) -> None:
+        """The optimizer is about to make its update."""
+        self._built()
+
+    def end_iteration(self) -> None:
+        """The iteration is over; also one without an update, in which nothing has been exchanged yet."""
+        left = [number for number in range(len(self._built())) if number not in self._made]
+        for number in left:
+            self._exchange(number)
+        if left and self._run.config.untouched("param"):
+            self._gather()
+        self._made.clear()
+
+    def _exchange(self, number: int, *_: Any) -> None:
+        shard, islands = self._built()[number], self._config.islands
+        with torch.no_grad():
+            count = shard.rounds.after_iteration(self._run.iteration, [shard.vector])
+        if count is not None:
+            self.monitor.exchanged(theory.bytes_sent(count, islands, DTYPES[self._config.sync_dtype].itemsize))
+        self._made.add(number)
+
+    def agree(self, value: int) -> int:
+        """The largest ``value`` that any island gave when the exchange began whose turn it is now; 0 before.
+
+        Call it after every iteration. It waits for others no more than exchanges do.
+        """
+        step = self._run.iteration - 1
+        if (step + 1) % self._config.sync_interval == 0:
+            self._asked.append((step, self._control.begin_max(value)))
+        largest = 0
+        while self._asked and self._asked[0][0] + self._config.sync_delay <= step:
+            largest = max(largest, self._asked.pop(0)[1]())
+        return largest
+
+    # --- building --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _control(self) -> Meeting:
+        """For what is not exchanged on a thread."""
+        return self.world.meet("control")
+
+    def _built(self) -> list[_Shard]:
+        if self._shards is None:
+            optimizers = [one for one in self._optimizers() if one.optimizer is not None]
+            exchanging = optimizers if self._config.sync_method != "none" else []
+            self._shards = [self._build(number, one) for number, one in enumerate(exchanging)]
+        return self._shards
+
+    def _build(self, number: int, one: Any) -> _Shard:
+        config, chunk = self._config, self._chunks()[0]
+        buckets = [bucket for buffer in one.buffers for bucket in buffer.buckets]
+        group = one.buffers[0].data_parallel_group
+        vector = shard_vector([one], buckets, [bucket.param_data for bucket in buckets], group.rank(), group.size())
+        # Tensor-parallel ranks choose and lose alike, for the sake of the parameters of which all have a copy.
+        stream = Stream("islands", data_parallel_rank(chunk), pipeline_stage(chunk), number)
+        subset = Subset(config, vector.size, self.world.seed, stream)
+        lanes = min(_LANES, max(1, config.sync_delay // config.sync_interval))
+        carriers = [Reliable(self.world.meet(f"{number}/{lane}")) for lane in range(lanes)]
+        crossing = BetweenRanks(config, stream, self.world.island, carriers, self._run.steps, self._tell)
+        with torch.no_grad():
+            rule = make_rule(config, vector.read(None)[None], self._run.steps or 0)
+        interval, delay = config.sync_interval, config.sync_delay
+        rounds = Rounds(subset, rule, crossing, interval, delay, self._run.device, self._note)
+        self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
+        return _Shard(vector, rounds, crossing)
+
+    def _tell(self, delivery: Delivery) -> None:
+        for observer in self._run.observers:
+            observer.observe(delivery)
+
+    def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
+        distance = mean.values - sent[0]
+        if mean.arrived is not None:
+            distance = distance[mean.arrived[0]]
+        self.monitor.used(seconds, float(distance.square().sum()), distance.numel())
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _buckets(self) -> list[tuple[Any, Any]]:
+        """Each bucket with the group that shards it."""
+        streams = [stream for chunk in self._chunks() for stream in buckets_by_stream(chunk)]
+        return [(bucket, buffer.data_parallel_group) for _, _, pairs in streams for buffer, bucket in pairs]
+
+    def _gather(self) -> None:
+        """Let all ranks of the island have the shards as they are."""
+        with torch.no_grad():
+            for bucket, group in self._buckets:
+                dist.all_gather_into_tensor(bucket.param_data, _own(bucket, group).clone(), group=group)
+
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Within this context the model has the mean of the islands' owners' weights. A collective call of all islands."""
+        self._run.settle()
+        with torch.no_grad():
+            kept = [bucket.param_data.clone() for bucket, _ in self._buckets]
+            for bucket, group in self._buckets:
+                mean = self._control.total(_own(bucket, group).float()) / self._config.islands
+                dist.all_gather_into_tensor(bucket.param_data, mean.to(bucket.param_data.dtype), group=group)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (bucket, _), values in zip(self._buckets, kept, strict=True):
+                    bucket.param_data.copy_(values)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of ``values`` over islands. A collective call of the ranks with this one's place in every island."""
+        return self._control.total(values)
+
+    # --- saving ----------------------------------------------------------------------------------------------------
+
+    def check_iteration(self, iteration: int) -> None:
+        """Raise :class:`UsageError` unless all islands were loaded at the same ``iteration``. A collective call."""
+        found = self._control.all_gather(torch.tensor([iteration])).view(-1).tolist()
+        if len(set(found)) > 1:
+            them = ", ".join(f"island {number} has {one}" for number, one in enumerate(found))
+            raise refuse("--load", f"iteration {iteration}", f"{them}; write one that all have into their trackers")
+
+    def identity(self) -> dict[str, Any]:
+        """See :meth:`Run.identity`."""
+        return {"islands": self.world.islands, "island": self.world.island}
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The exchanges under way, which are waited for, and the rules."""
+        return [shard.rounds.state_dict() for shard in self._built()]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        """Restore :meth:`state_dict`, once there is an optimizer."""
+        shards = self._built()
+        if len(state) != len(shards):
+            raise UsageError(f"--sync-method {self._config.sync_method}: the checkpoint has other exchanges")
+        for shard, saved in zip(shards, state, strict=True):
+            shard.rounds.load_state_dict(saved)
+
+    def close(self) -> None:
+        """The run is over."""
+        for hook in self._hooks:
+            hook.remove()
+        for shard in self._shards or ():
+            shard.crossing.close()
+
+
+def _own(bucket: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    """[shard]: this rank's part of the parameters of ``bucket``."""
+    return bucket.param_data.chunk(group.size())[group.rank()]

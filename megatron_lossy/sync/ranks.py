@@ -1,0 +1,159 @@
+"""The mean over islands where this process is of one of them: the real exchange of :mod:`.mean`.
+
+Every island sends each owner its piece (an all-to-all), owners add up in the order of the islands, so that the result is that
+of islands in one process, and their means are gathered. Both halves are made on a thread of their own while training goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..config import LossyConfig
+from ..config_islands import SYNC_PHASES
+from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut
+from ..transport.drawn import draw
+from .mean import DTYPES, Mean, elements_of, mean_of, networks_between
+from .world import Meeting
+
+
+class Carrier(Protocol):
+    """Carries one exchange after the other between the islands, in host memory. Also says what did not arrive, if it knows."""
+
+    def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
+        """[M, n] of ``pieces`` [M, n], one for each island: what they sent here, and bool[M, units], ``None``: all.
+
+        Zeros where nothing arrived.
+        """
+
+    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
+        """[M, n]: ``own`` [n] of every island, and what of it arrived."""
+
+    def close(self) -> None:
+        """There are no more exchanges."""
+
+
+class Reliable:
+    """Over torch. Nothing is lost but what is drawn."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+
+    def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self._meeting.all_to_all(pieces), None
+
+    def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self._meeting.all_gather(own), None
+
+    def close(self) -> None:
+        pass
+
+
+class BetweenRanks:
+    """This process is of island ``island``. ``carriers``: take turns, each on a thread of its own.
+
+    ``told``: is told what is drawn to arrive here, when an exchange begins. ``steps``: length of the run, if known. Raises :class:`UsageError` for a channel that cannot serve the islands.
+    """
+
+    def __init__(
+        self,
+        config: LossyConfig,
+        stream: Stream,
+        island: int,
+        carriers: Sequence[Carrier],
+        steps: int | None,
+        told: Callable[[Delivery], None],
+    ) -> None:
+        self._config, self._stream, self._island = config, stream, island
+        self._dtype = DTYPES[config.sync_dtype]
+        self._networks = networks_between(config, stream, steps)
+        self._told = told
+        self._carriers = list(carriers)
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-islands") for _ in carriers]
+        self._begun = 0
+
+    def begin(self, step: int, sent: torch.Tensor) -> Waiting:
+        """Begin the exchange of ``sent`` float32[1, k], keyed by the iteration ``step``."""
+        [own], islands = sent, self._config.islands
+        shard = -(-len(own) // islands)
+        present = bool(torch.isfinite(own).all())
+        pieces = torch.zeros(islands * shard, dtype=self._dtype, pin_memory=own.is_cuda)
+        if present:
+            pieces[: len(own)].copy_(own)
+        else:  # which tells the others that nothing comes from here
+            pieces.fill_(torch.nan)
+        [units], _ = cut([shard], [self._dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
+        arrived = [self._arrived(phase, step, units, present) for phase in SYNC_PHASES]
+        turn, self._begun = self._begun % len(self._carriers), self._begun + 1
+        carrier = self._carriers[turn]
+        future = self._threads[turn].submit(self._cross, carrier, pieces.view(islands, shard), units, arrived)
+        return Waiting(future, own)
+
+    def _arrived(self, phase: str, step: int, units: BucketUnits, present: bool) -> np.ndarray | None:
+        """bool[M, units]: what is drawn to arrive here; ``None``: everything."""
+        network, exchange = self._networks[phase], Exchange(phase, self._stream, step)
+        if network.lossless and present:
+            return None
+        islands, here = range(self._config.islands), [self._island]
+        arrived = draw(network, exchange, islands, here, [units])[0].copy()
+        if not present:
+            arrived[:] = False
+        self._told(Delivery(exchange, islands, here, arrived[None], [units]))
+        return arrived
+
+    def _cross(
+        self, carrier: Carrier, pieces: torch.Tensor, units: BucketUnits, drawn: Sequence[np.ndarray | None]
+    ) -> Mean:
+        """On a thread. ``pieces`` [M, shard]."""
+        received, arrived = carrier.scatter(pieces)
+        rows = received.float()
+        complete = _complete(rows, units, drawn[0], arrived)
+        here = None if complete.all() else elements_of(complete[None], units, rows.device)
+        mean = mean_of(rows[:, None], here)[0].to(self._dtype)
+        if drawn[0] is not None and not drawn[0][self._island].any():  # this island has no weights that are numbers
+            mean.fill_(torch.nan)
+        gathered, arrived = carrier.gather(mean)
+        values = gathered.float()
+        complete = _complete(values, units, drawn[1], arrived)
+        lossless = complete.all() and drawn[0] is None and drawn[1] is None
+        back = None if lossless else elements_of(complete[None], units, values.device)[0].reshape(-1)
+        return Mean(values.reshape(-1), back)
+
+    def close(self) -> None:
+        """There are no more exchanges."""
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+        for carrier in self._carriers:
+            carrier.close()
+
+
+def _complete(
+    rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
+) -> np.ndarray:
+    """bool[M, units]: what of ``rows`` [M, shard] arrived and counts. Of an island that is not finite nothing does."""
+    result = np.repeat(torch.isfinite(rows).all(dim=1).numpy()[:, None], units.count, axis=1)
+    for known in (drawn, arrived):
+        result = result if known is None else result & known
+    return result
+
+
+class Waiting:
+    """An exchange under way on a thread. ``own`` [k]: what this island sent."""
+
+    def __init__(self, future: Future[Mean], own: torch.Tensor) -> None:
+        self._future, self._own = future, own
+        self._mean: Mean | None = None
+
+    def wait(self) -> Mean:
+        """Its result, which is kept. Raises what went wrong on the way: another island that is gone, for example."""
+        if self._mean is None:
+            values, arrived = self._future.result()
+            count = len(self._own)
+            if arrived is not None:
+                arrived = arrived[None, :count].to(self._own.device)
+            self._mean = Mean(values[:count].to(self._own.device), arrived)
+        return self._mean

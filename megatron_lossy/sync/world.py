@@ -1,0 +1,115 @@
+"""M worlds out of one launch: an island is a world of its own, whose ranks meet those of other islands beside it.
+
+Whoever asks torch for the default group, Megatron above all, sees the ranks of one island. Rank k of every island meets
+rank k of the others over host memory, in groups that the default world does not know.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.rendezvous import rendezvous
+
+from ..errors import refuse
+
+_store: Any = None  # of all ranks that were launched; its server must not be started twice
+_opened = 0
+
+
+class IslandWorld:
+    """Where this rank is, out of ``islands`` islands of equally many consecutive ranks. Raises :class:`UsageError`.
+
+    ``launched_rank``, ``launched_ranks``: among all; ``island``; ``rank``, ``size``: within the island. ``seed``: of what is
+    exchanged, the same for all.
+    """
+
+    def __init__(self, islands: int, seed: int = 0) -> None:
+        self.islands, self.seed = islands, seed
+        self.launched_rank = int(os.environ.get("RANK", "0"))
+        self.launched_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.launched_ranks % islands:
+            raise refuse("--islands", islands, f"must divide the {self.launched_ranks} ranks")
+        self.size = self.launched_ranks // islands
+        self.island, self.rank = divmod(self.launched_rank, self.size)
+        self._timeout = timedelta(minutes=10)
+        self._prefix = ""
+
+    def tell_environment(self) -> None:
+        """Let RANK and WORLD_SIZE be those of the island, for a program that reads them later."""
+        os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.size)}
+
+    def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:
+        """Make the island the default world. A collective call of all ranks of all islands.
+
+        ``init_process_group``: makes the default group of ``store``, ``rank``, ``world_size`` and ``timeout``. ``timeout``: after
+        which a rank gives up on another one, in its island or not.
+        """
+        global _store, _opened
+        self._timeout = timeout
+        if _store is None:
+            _store, *_ = next(rendezvous("env://", self.launched_rank, self.launched_ranks, timeout=timeout))
+        _opened += 1
+        self._prefix = f"megatron_lossy/islands/{_opened}"
+        own = torch.distributed.PrefixStore(f"{self._prefix}/{self.island}", _store)
+        init_process_group(store=own, rank=self.rank, world_size=self.size, timeout=timeout)
+
+    def folder(self, path: str) -> str:
+        """The folder of this island in ``path``."""
+        return os.path.join(path, f"island_{self.island}")
+
+    def store(self, name: str) -> Any:
+        """What the ranks with this one's place in every island write to, and nobody else. ``name``: of its use, unique."""
+        return torch.distributed.PrefixStore(f"{self._prefix}/meet/{self.rank}/{name}", _store)
+
+    def meet(self, name: str) -> Meeting:
+        """A group of the ranks with this one's place in every island. A collective call of these. ``name``: unique."""
+        return Meeting(self.store(name), self.island, self.islands, self._timeout)
+
+
+class Meeting:
+    """One rank of each island, over gloo. What is exchanged is in host memory and contiguous, of any dtype."""
+
+    def __init__(self, store: Any, island: int, islands: int, timeout: timedelta) -> None:
+        self.island, self.islands = island, islands
+        self._group = torch.distributed.ProcessGroupGloo(store, island, islands, timeout)
+
+    def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
+        """[M, n]: what every island sends to this one, for ``pieces`` [M, n], one for each."""
+        received = torch.empty_like(pieces)
+        self._group.alltoall_base(_bytes(received), _bytes(pieces), [], []).wait()
+        return received
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """[M, ...]: ``own`` of every island."""
+        received = torch.empty(self.islands, *own.shape, dtype=own.dtype)
+        self._group._allgather_base(_bytes(received), _bytes(own)).wait()
+        return received
+
+    def total(self, own: torch.Tensor) -> torch.Tensor:
+        """The sum of ``own`` over islands, on its device, added up in their order."""
+        everyone = self.all_gather(own.detach().cpu().contiguous())
+        result = everyone[0].clone()
+        for one in everyone[1:]:
+            result += one
+        return result.to(own.device)
+
+    def begin_max(self, value: int) -> Callable[[], int]:
+        """Begin to find the largest ``value`` of all islands; what it returns waits for it."""
+        largest = torch.tensor([value])
+        options = torch.distributed.AllreduceOptions()
+        options.reduceOp = torch.distributed.ReduceOp.MAX
+        work = self._group.allreduce([largest], options)
+
+        def finish() -> int:
+            work.wait()
+            return int(largest)
+
+        return finish
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,133 @@
+"""Islands of real gloo ranks: each a world of its own, with the weights of virtual islands to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lossy.train.saved import latest_iteration
+from tests.ranks import run_ranks
+from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs, write_data
+
+SMALL = TINY | {"log_interval": 1, "micro_batch_size": 1, "eval_iters": 1, "hidden_dropout": 0.0}
+TWO = {"islands": 2, "sync_method": "parameters"}
+LATE = {**TWO, "sync_fraction": 0.25, "sync_delay": 3}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
+
+
+def train_both(data: dict, folder: Path, workers: int, cases: dict[str, tuple[dict, dict]]) -> None:
+    """Train each case on ``workers`` virtual workers and on as many ranks, in folders virtual and real of ``folder``."""
+    runs = {name: (SMALL | data | settings, loss) for name, (settings, loss) in cases.items()}
+    virtual = [
+        (settings | {"virtual_workers": workers, "save": str(folder / "virtual" / name)}, loss)
+        for name, (settings, loss) in runs.items()
+    ]
+    real = [(settings | {"save": str(folder / "real" / name)}, loss) for name, (settings, loss) in runs.items()]
+    run_ranks(train_runs, 1, *virtual)
+    run_ranks(train_runs, workers, *real, grouped=False)
+
+
+def weights_of(folder: Path) -> dict[str, bytes]:
+    """By name, those of the model, layer by layer."""
+    found = {}
+    for name, value in checkpoint_bytes(folder, latest_iteration(folder)).items():
+        if not name.startswith(("optimizer", "rng")):
+            layers = TINY["num_layers"] if "layers" in name else 1
+            size = len(value) // layers
+            found |= {f"{name} {k}": value[k * size : (k + 1) * size] for k in range(layers)}
+    assert len(found) > 10
+    return found
+
+
+def check_same(virtual: Path, real: Path, islands: int) -> None:
+    """All weights to the last bit, and losses, which ranks add up in another order."""
+    assert weights_of(virtual) == weights_of(real / "island_0")
+    state = torch.load(virtual / f"iter_{latest_iteration(virtual):07d}" / "lossy_islands.pt", weights_only=True)
+    for island, saved in enumerate(state["islands"]):
+        everything = b"".join(map(bytes_of, saved["weights"]))
+        there = weights_of(real / f"island_{island}")
+        assert all(value in everything for value in there.values()), (virtual, island)
+    for kind in ("train", "valid"):
+        records = [read_records(real / f"island_{number}", kind) for number in range(islands)]
+        mean = [sum(r["lm loss"] for r in one) / islands for one in zip(*records, strict=True)]
+        assert [r["lm loss"] for r in read_records(virtual, kind)] == pytest.approx(mean, rel=1e-6), (virtual, kind)
+    assert latest_iteration(virtual) == SMALL["train_iters"]
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+LOST = {"p_sync": 0.3, "loss_unit": "packet", "packet_bytes": 256}
+INSIDE = {"p_grad": 0.3, "p_param": 0.3}
+OUTER = {"islands": 2, "sync_interval": 2, "sync_method": "diloco"}
+
+
+def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
+    cases = {
+        "at once": ({}, TWO),
+        "late, dropout": ({"hidden_dropout": 0.1}, LATE),
+        "ema, bf16": ({"bf16": True}, {**LATE, "delay_correction": "ema"}),
+        "lost": ({}, {**LATE, **LOST, "delay_correction": "none", "sync_dtype": "bf16"}),
+        "whole shards lost": ({}, {**LATE, "p_sync": 0.5, "sync_interval": 2, "sync_subset": "bernoulli"}),
+        "diloco": ({}, {**OUTER, "p_sync": 0.3}),
+        "eager": ({"optimizer": "nadam"}, {**OUTER, "sync_method": "eager-diloco", "sync_delay": 2, **LOST}),
+        "alone": ({}, {**TWO, "sync_method": "none"}),
+    }
+    train_both(data, tmp_path, 2, cases)
+    for name in cases:
+        check_same(tmp_path / "virtual" / name, tmp_path / "real" / name, 2)
+    different = {name: weights_of(tmp_path / "real" / name / "island_0")["output_layer.weight 0"] for name in cases}
+    assert len(set(different.values())) == len(cases)
+
+
+def test_two_islands_of_two_ranks_are_virtual_ones(data, tmp_path):
+    overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}
+    cases = {
+        "late": ({}, {**LATE, "eval_weights": "both"}),
+        "all lost, overlapped": (overlapped, {**LATE, **LOST, **INSIDE, "grad_recovery": "previous"}),
+        "all lost, bf16": ({"bf16": True}, {**LATE, **LOST, **INSIDE, "sync_block": 16}),
+        "in pieces": ({}, {**LATE, **INSIDE, "transport": "pieces"}),
+    }
+    train_both(data, tmp_path, 4, cases)
+    for name in cases:
+        check_same(tmp_path / "virtual" / name, tmp_path / "real" / name, 2)
+
+
+CONTINUED = {
+    "late": ({}, {**LATE, **LOST, **INSIDE, "grad_recovery": "previous"}),
+    "ema": ({"bf16": True}, {**LATE, "delay_correction": "ema", "sync_interval": 2}),
+    "eager": ({"optimizer": "nadam"}, {**OUTER, "sync_method": "eager-diloco", "sync_delay": 2}),
+}
+
+
+def test_stopped_and_continued_bit_for_bit(data, tmp_path):
+    """With exchanges under way, which --save-replicas keeps."""
+    runs = []
+    for name, (settings, loss) in CONTINUED.items():
+        base, loss = SMALL | data | settings | {"hidden_dropout": 0.1}, {**loss, "save_replicas": True}
+        folder = str(tmp_path / name / "parts")
+        runs.append((base | {"save": str(tmp_path / name / "whole")}, loss))
+        runs.append((base | {"save": folder, "load": folder, "exit_interval": 5}, loss))
+        runs.append((base | {"save": folder, "load": folder}, loss))
+    run_ranks(train_runs, 4, *runs, grouped=False)
+    for name in CONTINUED:
+        for island in ("island_0", "island_1"):
+            whole, parts = tmp_path / name / "whole" / island, tmp_path / name / "parts" / island
+            assert checkpoint_bytes(whole, 8).keys() == checkpoint_bytes(parts, 8).keys()
+            assert weights_of(whole) == weights_of(parts), name
+            for kind in ("train", "valid"):
+                one, other = ([timeless(r) for r in read_records(folder, kind)] for folder in (whole, parts))
+                assert one == other, (name, kind)
+
+
+def timeless(record: dict) -> dict:
+    return {name: value for name, value in record.items() if name not in ("seconds", "sync wait")}
