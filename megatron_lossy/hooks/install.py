@@ -9,19 +9,18 @@ from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..ledger import Check, check
 from . import megatron_core
-from .checks import NO_REAL_STAGES
 from .runtime import Lossy
 from .versions import check_version
 
 _current: weakref.ref[Lossy] | None = None
 
 
-def install(config: LossyConfig, steps: int | None = None, gapless: bool = False) -> Lossy:
+def install(config: LossyConfig, steps: int | None = None, gapless: bool = False, asynchronous: bool = False) -> Lossy:
     """Hook megatron-core so that data-parallel exchanges lose what ``config`` says. Call it before DDP is built.
 
     ``steps``: the length of the run, if known, so that a trace that is too short is refused at once. ``gapless``:
     promises that every iteration exchanges gradients (:class:`megatron_lossy.run.Run`), so that ``--grad-recovery
-    previous`` needs less memory. With a configuration that does nothing, nothing is patched at all. Raises :class:`UsageError` for
+    previous`` needs less memory. ``asynchronous``: promises a schedule without a flush. With a configuration that does nothing, nothing is patched at all. Raises :class:`UsageError` for
     a megatron-core that is not supported or not as expected, ``RuntimeError`` if hooks are already installed.
     """
     global _current
@@ -30,8 +29,8 @@ def install(config: LossyConfig, steps: int | None = None, gapless: bool = False
         raise RuntimeError("the hooks are already installed; call uninstall() on what install() returned first")
     if config.averages:
         raise refuse("--islands", config.islands, "needs --virtual-workers: islands of real ranks are not built yet")
-    if config.async_pipeline:
-        raise refuse("--async-pipeline", "on", NO_REAL_STAGES)
+    if config.async_pipeline and not asynchronous:
+        raise refuse("--async-pipeline", "on", "needs python -m megatron_lossy.train, whose schedule has no flush")
     try:
         import megatron.core
     except ImportError as error:
