@@ -15,7 +15,10 @@ import torch
 
 
 def observed_run(rank: int, config: dict, loss: dict) -> dict:
-    """Train; the weights of this rank's stage before the first iteration and after each, by name, and the norms."""
+    """Train; the weights of this rank's stage before the first iteration and after each, by name, and the norms.
+
+    ``logged``: on rank 0, (loss, norm of the gradient) of each log line.
+    """
     warnings.simplefilter("ignore")
     from megatron_lossy.config import LossyConfig
     from megatron_lossy.train.async_pipeline import StageWorkers
@@ -32,7 +35,7 @@ def observed_run(rank: int, config: dict, loss: dict) -> dict:
         note = header
 
         def train(self, record, *_):
-            seen["logged"].append(record["grad norm"])
+            seen["logged"].append((record["lm loss"], record["grad norm"]))
 
         def valid(self, record):
             pass
@@ -46,8 +49,8 @@ def observed_run(rank: int, config: dict, loss: dict) -> dict:
         return result
 
     StageWorkers.iterate = iterate
-    summary = train(TrainConfig(**config), LossyConfig(**loss), Observed())
-    return seen | {"valid": summary.get("valid")}
+    train(TrainConfig(**config), LossyConfig(**loss), Observed())
+    return seen
 
 
 def _weights(module) -> dict[str, np.ndarray]:
@@ -56,7 +59,7 @@ def _weights(module) -> dict[str, np.ndarray]:
 
 
 def reference(rank: int, config: dict, first: Sequence[dict], stashing: bool = True, ranks: int = 1) -> dict:
-    """``weights`` and ``norms`` of every stage, as :func:`observed_run` of its real ranks should find them.
+    """``weights`` and ``norms`` of every stage, and ``losses``, as :func:`observed_run` of real ranks should find them.
 
     ``first``: the weights of each stage at the start. ``ranks``: data-parallel. The learning rate is constant.
     """
@@ -113,6 +116,7 @@ def _pipedream(config, models, first, batches, stashing) -> dict:
     ]
     history = [[[w.to(dtype).clone() for w in weights]] for weights in main]
     norms: list[list[float]] = [[] for _ in models]
+    losses: list[float] = []
 
     def load(stage, weights):
         for parameter, value in zip(models[stage].parameters(), weights):
@@ -124,6 +128,7 @@ def _pipedream(config, models, first, batches, stashing) -> dict:
         gradients = [[torch.zeros_like(w) for w in weights] for weights in main]
         micros = [[next(own) for _ in range(micro_batches)] for own in batches]
         tokens = sum(batch["loss_mask"].sum() for own in micros for batch in own)
+        losses.append(0.0)
         for batch in (batch for own in micros for batch in own):
             inputs, outputs = [], []
             for s, model in enumerate(models):
@@ -133,6 +138,7 @@ def _pipedream(config, models, first, batches, stashing) -> dict:
                     model.set_input_tensor(inputs[-1])
                 outputs.append(model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]))
             loss = (outputs[-1].float() * batch["loss_mask"]).sum()
+            losses[-1] += loss.item() / tokens.item()
             if config.calculate_per_token_loss:
                 loss = loss / tokens
             else:
@@ -160,4 +166,5 @@ def _pipedream(config, models, first, batches, stashing) -> dict:
             [dict(zip(names[s], (w.float().numpy() for w in weights))) for weights in history[s]] for s in range(stages)
         ],
         "norms": norms,
+        "losses": losses,
     }
