@@ -91,6 +91,16 @@ class Observed(Protocol):
         """What arrived in ``step``, at all ranks of this process; ``None`` in a phase without loss."""
 
 
+class Pipeline(Protocol):
+    """What an asynchronous pipeline has under way between two iterations."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of tensors, numbers, texts and ``None``."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+
+
 class Run(ABC):
     """What all runs share.
 
@@ -98,7 +108,7 @@ class Run(ABC):
     iteration of the last successful update, which keys parameter exchanges; ``None`` while all replicas are equal.
     ``after_update``: functions of the run, called in order after every successful update, before the iteration
     counts as over: what replicas do beside the gradient exchange. The gather of the update may still be under way;
-    :meth:`settle` ends it. ``steps``: length of the run, if known, to refuse a trace that is too short. ``gapless``:
+    :meth:`settle` ends it. ``pipeline``: of this rank, if stages are asynchronous. ``steps``: length of the run, if known, to refuse a trace that is too short. ``gapless``:
     promises that every iteration exchanges its gradients or all-reduces them, and that only a loss scale can make the
     optimizer reject one (and no ``grad_norm_skip_threshold`` of Megatron's optimizer). Without the promise ``--grad-recovery previous`` keeps all gradients, twice.
     """
@@ -117,6 +127,7 @@ class Run(ABC):
         # At once, since files may be large, and be gone when something is saved.
         self._flags = _identity_of(config) if config.save_replicas and not config.inert else {}
         self.after_update: list[Callable[[Run], None]] = []
+        self.pipeline: Pipeline | None = None
         #: What is over, but of which the observers have not been told: its last exchanges may still be under way.
         self._untold: tuple[int, bool, bool] | None = None
 
@@ -303,6 +314,7 @@ class Run(ABC):
             "replicas": self.replica_state(),
             "recovery": [group.state_dict() for group in self.groups],
             "observers": states_of(self.observers),
+            **({} if self.pipeline is None else {"pipeline": self.pipeline.state_dict()}),
         }
         path = Path(folder, REPLICAS, self.replica_file())
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -325,6 +337,8 @@ class Run(ABC):
         for group, saved in zip(self.groups, state["recovery"], strict=True):
             group.load_state_dict(saved, self.device)
         load_states(self.observers, state["observers"])
+        if self.pipeline is not None:
+            self.pipeline.load_state_dict(state["pipeline"])
 
     def _whole_identity(self) -> dict[str, Any]:
         return {**self.identity(), **self._flags}

@@ -1,5 +1,6 @@
 """The launcher: configurations, memory, checks, commands, and what it does in a Slurm job."""
 
+import dataclasses
 import os
 import stat
 import subprocess
@@ -82,6 +83,22 @@ def test_what_loss_adds():
     assert gaudi["stale units"] == 2 * weights and gaudi["selection"] == 4 * weights / 64
     lead = components(p_param=0.1, param_send="compensated")["lead"]
     assert lead == (4 + 4 + 2) * weights / 64
+
+
+def test_what_an_asynchronous_pipeline_adds():
+    config = dataclasses.replace(
+        llama2_7b(), pipeline_model_parallel_size=4, micro_batch_size=1, global_batch_size=16 * 3
+    )
+
+    def components(**flags):
+        return estimate(config, LossyConfig(**flags), Layout(64), DEVICES["h100"]).components
+
+    flushed, stashed = components(), components(async_pipeline=True)
+    activations = flushed["activations"] / 3  # of a micro-batch; three of them are there at once
+    assert stashed["activations"] == (3 * 3 + 1) * activations  # three batches of three ahead
+    assert stashed["stashed weights"] == 4 * stashed["weights"]
+    off = components(async_pipeline=True, weight_stashing="off")
+    assert off == {name: value for name, value in stashed.items() if name != "stashed weights"}
 
 
 def llama2_7b():

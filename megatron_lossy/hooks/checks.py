@@ -14,7 +14,6 @@ from ..registry import GRAD_RECOVERIES
 from ..transport import check_owners
 from .versions import dense_buffers, pipeline_groups
 
-NO_REAL_STAGES = "needs --virtual-stages with --virtual-workers: real stages are not built yet"
 _TIED = "the first and the last stage would add up a gradient, and wait for each other"
 _LAYER_WISE = "layer-wise optimizers gather differently; choose adam or sgd"
 
@@ -159,15 +158,17 @@ def check_pipeline(settings: Any, config: LossyConfig) -> None:
     if not settings.virtual_workers:
         if stages is not None:
             raise refuse("--virtual-stages", stages, "needs --virtual-workers")
-        raise refuse("--async-pipeline", "on", NO_REAL_STAGES)
-    if stages is None:
+        stages = settings.pipeline_model_parallel_size
+        _check_real_stages(settings, config)
+    elif stages is None:
         raise refuse("--async-pipeline", "on", "needs --virtual-stages with --virtual-workers")
-    if not settings.use_distributed_optimizer:
+    elif not settings.use_distributed_optimizer:
         raise refuse("--virtual-stages", stages, "needs --use-distributed-optimizer")
     if stages == 1:
         return
     if settings.num_layers % stages:
-        raise refuse("--virtual-stages", stages, f"must divide the {settings.num_layers} layers")
+        flag = "--virtual-stages" if config.virtual_stages else "--pipeline-model-parallel-size"
+        raise refuse(flag, stages, f"must divide the {settings.num_layers} layers")
     if settings.share_embeddings_and_output_weights:
         raise refuse("--share-embeddings-and-output-weights", "on", f"cannot be with --async-pipeline: {_TIED}")
     if settings.overlap_param_gather:
@@ -198,6 +199,20 @@ def check_asynchronous(ddp: Any) -> None:
     ):
         if wrong:
             raise UsageError(f"{what}: cannot be with --async-pipeline: {why}")
+
+
+def _check_real_stages(settings: Any, config: LossyConfig) -> None:
+    if config.loses_at_boundaries and config.virtual_boundaries is None:
+        rate = config.p_act or config.p_act_grad
+        why = "cannot be with --async-pipeline, whose messages between stages are its own"
+        raise refuse("--p-act" if config.p_act else "--p-act-grad", rate, why)
+    instances = settings.num_distributed_optimizer_instances
+    if instances > 1:
+        why = "must be 1 with --async-pipeline, whose gradient norms are over the ranks of a stage"
+        raise refuse("--num-distributed-optimizer-instances", instances, why)
+    if config.save_replicas and config.weight_stashing == "off":
+        why = "cannot compute again what is under way without the weights it began with; needs --weight-stashing on"
+        raise refuse("--save-replicas", "on", why)
 
 
 def check_communicator(communicator: Any) -> None:

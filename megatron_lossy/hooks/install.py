@@ -10,7 +10,6 @@ from ..errors import UsageError, refuse
 from ..ledger import Check, check
 from ..sync import IslandWorld
 from . import megatron_core
-from .checks import NO_REAL_STAGES
 from .runtime import Lossy
 from .versions import check_version
 
@@ -18,15 +17,20 @@ _current: weakref.ref[Lossy] | None = None
 
 
 def install(
-    config: LossyConfig, steps: int | None = None, gapless: bool = False, world: IslandWorld | None = None
+    config: LossyConfig,
+    steps: int | None = None,
+    gapless: bool = False,
+    world: IslandWorld | None = None,
+    asynchronous: bool = False,
 ) -> Lossy:
     """Hook megatron-core so that data-parallel exchanges lose what ``config`` says. Call it before DDP is built.
 
     ``steps``: the length of the run, if known, so that a trace that is too short is refused at once. ``gapless``:
     promises that every iteration exchanges gradients (:class:`megatron_lossy.run.Run`), so that ``--grad-recovery
-    previous`` needs less memory. ``world``: with ``--islands`` that of this rank's island. With a configuration that does
-    nothing, nothing is patched at all. Raises :class:`UsageError` for a megatron-core that is not supported or not as
-    expected, ``RuntimeError`` if hooks are already installed.
+    previous`` needs less memory. ``world``: with ``--islands`` that of this rank's island. ``asynchronous``: promises a
+    schedule without a flush. With a configuration that does nothing, nothing is patched at all. Raises
+    :class:`UsageError` for a megatron-core that is not supported or not as expected, ``RuntimeError`` if hooks are
+    already installed.
     """
     global _current
     before = _current() if _current is not None else None
@@ -34,8 +38,8 @@ def install(
         raise RuntimeError("the hooks are already installed; call uninstall() on what install() returned first")
     if config.averages and world is None:
         raise refuse("--islands", config.islands, "needs a launcher of this package: each island is a world of its own")
-    if config.async_pipeline:
-        raise refuse("--async-pipeline", "on", NO_REAL_STAGES)
+    if config.async_pipeline and not asynchronous:
+        raise refuse("--async-pipeline", "on", "needs python -m megatron_lossy.train, whose schedule has no flush")
     try:
         import megatron.core
     except ImportError as error:

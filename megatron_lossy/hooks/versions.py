@@ -9,6 +9,7 @@ number of the version.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -183,6 +184,16 @@ def _schedule_table(micro_batches: int, chunks: int, group: int) -> list[tuple[i
         for chunk in range(chunks)
         for number in range(first, min(first + group, micro_batches))
     ]
+
+
+def backward_step(received: Any, output: Any, gradient: Any, config: Any) -> Any:
+    """Megatron's backward pass through a stage: the gradient of what it ``received``. Before 0.17 it takes a model type."""
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import schedules
+
+    takes = inspect.signature(schedules.backward_step).parameters
+    model_type = (ModelType.encoder_or_decoder,) if "model_type" in takes else ()
+    return schedules.backward_step(received, output, gradient, *model_type, config)
 
 
 def parallel_sizes() -> dict[str, int]:

@@ -22,6 +22,9 @@ average, and saving or evaluating with the owners' weights keeps all of it at on
 number of lost ones varies, and four standard deviations are added. ``--grad-recovery previous`` keeps the
 substitutes of this step and of the next: 2 x 4 p per parameter. HPU, where shapes must not depend on the draw,
 keeps everything instead of a share p, and one full-size selection is made at a time: of gradients, or of weights.
+
+An asynchronous pipeline is P - 1 - i whole batches ahead on stage i. It keeps their activations, and the weights of each
+of them beside those that it goes forward with.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from .devices import GIB, Device
 RESERVED = 6 * GIB
 _GRADIENT = 4
 # Components that --save-replicas stores.
-_SAVED = ("stale units", "last gradients")
+_SAVED = ("stale units", "last gradients", "stashed weights")
 
 
 @dataclass(frozen=True)
@@ -112,12 +115,16 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     shards = max(1, data // config.num_distributed_optimizer_instances)
     batches = config.global_batch_size // config.micro_batch_size // data
     optimizer = weights * (12 if config.bf16 else 8) / shards
+    late = pipeline - 1 - stage if lossy.async_pipeline else 0
+    at_once = late * batches + 1 if lossy.async_pipeline else min(pipeline - stage, batches)
     components = {
         "weights": weights * compute,
         "gradients": weights * _GRADIENT,
         "optimizer shard": optimizer,
-        "activations": min(pipeline - stage, batches) * _activations(config, layout, compute),
+        "activations": at_once * _activations(config, layout, compute),
     }
+    if late and lossy.weight_stashing == "on":
+        components["stashed weights"] = (late + 1) * weights * compute
     if last:
         logits = config.seq_length * config.micro_batch_size * _padded(config, layout.vocab_size) / tensor
         components["logits"] = logits * (4 + 2 * compute)

@@ -23,24 +23,26 @@ def mean_loss(config: TrainConfig, sums: list[torch.Tensor], of_islands: Total |
 
 
 def begin_mean_loss(
-    config: TrainConfig, sums: list[torch.Tensor], of_islands: Total | None = None
+    config: TrainConfig, sums: list[torch.Tensor], of_islands: Total | None = None, late: bool = False
 ) -> Callable[[], float]:
     """Begin to add up losses; what it returns waits for the loss per token over all ranks. A collective call, both times.
 
     ``sums``: on ranks of the last pipeline stage, (sum of losses, tokens) of each rank of this process. ``of_islands``: adds
-    them up over islands; without it they are those of this rank's island.
+    them up over islands; without it they are those of this rank's island. ``late``: what it returns may be called an
+    iteration later; then no stage waits there for another.
     """
     last_stage = parallel_state.is_pipeline_last_stage()
-    total = torch.stack(sums).sum(0) if last_stage else torch.zeros(2, device=torch.cuda.current_device())
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    work = torch.distributed.all_reduce(total, group=group, async_op=True) if last_stage else None
+    counts = last_stage and (not late or parallel_state.get_tensor_model_parallel_rank() == 0)
+    total = torch.stack(sums).sum(0) if counts else torch.zeros(2, device=torch.cuda.current_device())
+    group = None if late else parallel_state.get_data_parallel_group(with_context_parallel=True)
+    work = torch.distributed.all_reduce(total, group=group, async_op=True) if late or last_stage else None
 
     def finish() -> float:
         if work is not None:
             work.wait()
-        everywhere = of_islands(total) if of_islands is not None and last_stage else total
+        everywhere = of_islands(total) if of_islands is not None and (late or last_stage) else total
         loss = everywhere[:1] / everywhere[1:]
-        if config.pipeline_model_parallel_size > 1:
+        if config.pipeline_model_parallel_size > 1 and not late:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
             torch.distributed.broadcast(loss, last, group=parallel_state.get_pipeline_model_parallel_group())
         return loss.item()

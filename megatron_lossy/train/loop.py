@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ from ..sync import IslandWorld, check_islands, notes_on_averaging
 from ..transport import check_channels, check_owners, check_ranks
 from ..virtual import VirtualCluster, VirtualIslands, VirtualReplicas, VirtualRun
 from . import parallel
+from .async_pipeline import StageWorkers
 from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .data import RankBatches, build_datasets
@@ -115,7 +117,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
             kind = VirtualCluster if config.use_distributed_optimizer else VirtualReplicas
             lossy = kind(lossy_config, config.virtual_workers, config.train_iters, gapless=True)
         else:
-            lossy = hooks.install(lossy_config, config.train_iters, True, island)
+            lossy = hooks.install(lossy_config, config.train_iters, gapless=True, world=island, asynchronous=True)
         try:
             with parallel.model_parallel(config):
                 first = torch.distributed.get_rank() == 0
@@ -151,6 +153,11 @@ class _Run:
         if isinstance(lossy, VirtualIslands):
             self.workers = islands = IslandWorkers(config, self.model, lossy)
             self.optimizer, self.scheduler = islands.optimizer, islands.scheduler
+        elif lossy_config.async_pipeline and not virtual:
+            self.optimizer, self.scheduler = build_optimizer(config, self.model)
+            self.workers = lossy.pipeline = StageWorkers(
+                config, self.model, self.optimizer, lossy_config, *self._island()
+            )
         else:
             cluster = lossy if isinstance(lossy, VirtualRun) else None
             self.workers = Workers(config, self.model, cluster, *self._island())
@@ -194,23 +201,31 @@ class _Run:
     def _train(self, batches: list[RankBatches]) -> bool:
         """Iterate to the end (true), or until somebody stops the run (false). Raises :class:`Diverged`."""
         config, progress = self.config, self.progress
+        outcomes: deque[Callable[[], tuple[float, float, bool, int]]] = deque()
         while progress.iteration < self.iterations:
             started = time.perf_counter()
-            loss, grad_norm, updated, stop = self._step(batches)
+            outcomes.append(self._step(batches))
             if not self.hooked:
                 self._gather_in_forward(True)
-            samples = self.workers.samples(progress.iteration)
-            progress.add(loss, updated, samples, time.perf_counter() - started)
+            progress.advance(self.workers.samples(progress.iteration))
             last = progress.iteration == self.iterations
-            if progress.iteration % config.log_interval == 0 or last or not math.isfinite(loss):
+            log, evaluate, save, leave = self._due(last)
+            stop, diverged = 0, None
+            while len(outcomes) > (0 if log or evaluate or save or leave or stop or diverged else self.workers.late):
+                loss, grad_norm, updated, stopped = outcomes.popleft()()
+                progress.add(loss, updated)
+                stop = stop or stopped
+                if diverged is None and not math.isfinite(loss):
+                    diverged = f"the loss of iteration {progress.iteration - len(outcomes)} is {loss}"
+            progress.window_seconds += time.perf_counter() - started
+            if log or diverged:
                 self._log(grad_norm)
-            if not math.isfinite(loss):
-                raise Diverged(f"the loss of iteration {progress.iteration} is {loss}")
-            if config.eval_iters and (progress.iteration % config.eval_interval == 0 or last):
+            if diverged:
+                raise Diverged(diverged)
+            if evaluate:
                 self._evaluate()
-            leave = stop or (config.exit_interval and progress.iteration % config.exit_interval == 0)
-            due = config.save_interval and progress.iteration % config.save_interval == 0
-            if config.save and (leave or due or last):
+            leave = leave or bool(stop)
+            if config.save and (leave or save):
                 self._save()
             if leave and not last:
                 why = f"on {signal.Signals(stop).name}" if stop else "by --exit-interval"
@@ -218,22 +233,43 @@ class _Run:
                 return False
         return True
 
-    def _step(self, batches: list[RankBatches]) -> tuple[float, float, bool, int]:
-        """One iteration; returns the loss per token, the gradient norm, whether the weights were updated, and a signal.
+    def _due(self, last: bool) -> tuple[bool, bool, bool, bool]:
+        """Whether this iteration is one to log, to evaluate, to save, and to leave after."""
+        config = self.config
+
+        def every(interval: int | None) -> bool:
+            return bool(interval) and self.progress.iteration % interval == 0
+
+        evaluate = bool(config.eval_iters) and (every(config.eval_interval) or last)
+        return (
+            every(config.log_interval) or last,
+            evaluate,
+            every(config.save_interval) or last,
+            every(config.exit_interval),
+        )
+
+    def _step(self, batches: list[RankBatches]) -> Callable[[], tuple[float, float, bool, int]]:
+        """One iteration. What it returns waits for the loss per token, the gradient norm, whether the weights were updated,
+        and a signal.
 
         The loss and the signal travel while the gradients are reduced and their norm is added up: over a long
         link one round trip after another would take longer than the update.
         """
 
         def begin(sums: list[torch.Tensor]) -> tuple[Callable[[], float], Callable[[], int]]:
-            return begin_mean_loss(self.config, sums), self._begin_stopping()
+            return begin_mean_loss(self.config, sums, late=bool(self.workers.late)), self._begin_stopping()
 
         begun, successful, grad_norm = self.workers.iterate(batches, self.optimizer, self.scheduler, begin)
         loss, anyone_stopped = begun
-        stop = anyone_stopped()
-        if self.islands is not None:
-            stop = self.islands.agree(stop)
-        return loss(), grad_norm, successful, stop
+        norm = self.workers.begin_norm(grad_norm)
+
+        def finish() -> tuple[float, float, bool, int]:
+            stop = anyone_stopped()
+            if self.islands is not None:
+                stop = self.islands.agree(stop)
+            return loss(), norm(), successful, stop
+
+        return finish
 
     def _begin_stopping(self) -> Callable[[], int]:
         """What it returns waits for the signal that told any rank to stop, or 0: all leave after the same iteration."""

@@ -28,14 +28,16 @@ class Progress:
     window_skipped: int = 0
     window_seconds: float = 0.0
 
-    def add(self, loss: float, updated: bool, samples: int, seconds: float) -> None:
-        """One more iteration, which updated the weights or was skipped by the optimizer."""
+    def advance(self, samples: int) -> None:
+        """One more iteration, of which :meth:`add` tells the rest."""
         self.iteration += 1
         self.consumed_samples += samples
+
+    def add(self, loss: float, updated: bool) -> None:
+        """What came of the next iteration, which updated the weights or was skipped by the optimizer."""
         self.window_loss += loss if updated else 0.0
         self.window_iterations += 1
         self.window_skipped += not updated
-        self.window_seconds += seconds
 
     def close_window(self) -> tuple[float, int, float]:
         """Mean loss, skipped iterations and mean seconds of the window, and a new one."""

@@ -25,8 +25,12 @@ Begun = TypeVar("Begun")
 class Workers:
     """Runs micro-batches of every rank of this process, each with the rank's own replica, data and random state.
 
+    ``late``: iterations after which what is said of one, its loss and its norm, has to be known.
+
     A rank of ``island`` has its data by its number among the ranks of all ``islands``.
     """
+
+    late = 0
 
     def __init__(
         self, config: TrainConfig, model_chunks: list, cluster: VirtualRun | None, island: int = 0, islands: int = 1
@@ -94,6 +98,10 @@ class Workers:
         if successful:
             scheduler.step(increment=self._config.global_batch_size)
         return begun, successful, grad_norm or 0.0
+
+    def begin_norm(self, grad_norm: float) -> Callable[[], float]:
+        """What it returns waits for the norm of the gradient of which :meth:`iterate` returned this rank's."""
+        return lambda: grad_norm
 
     def step(self, optimizer: MegatronOptimizer) -> tuple[bool, float | None, int | None]:
         """The update; returns what ``optimizer.step()`` does: success, gradient norm, number of zeros."""

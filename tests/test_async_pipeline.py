@@ -1,0 +1,253 @@
+"""Real gloo ranks of an asynchronous pipeline in the training program: what they compute, save, and refuse."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.hooks import install
+from megatron_lossy.hooks.checks import check_pipeline
+from megatron_lossy.train.config import TrainConfig
+from tests.programs import start_ranks
+from tests.ranks import run_ranks
+from tests.stage_reference import observed_run, reference
+from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
+
+ASYNC = {"async_pipeline": True}
+LOSS = dict(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64, eval_weights="both")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
+
+
+#: Clipping is felt, and every update is large beside rounding.
+COMPARED = TINY | dict(
+    lr_decay_style="constant",
+    lr_warmup_iters=0,
+    weight_decay=0.0,
+    hidden_dropout=0.0,
+    adam_eps=1e-3,
+    clip_grad=0.5,
+    eval_iters=0,
+    train_iters=6,
+    log_interval=1,
+)
+
+
+def furthest(real, expected):
+    """The largest difference of any weight after any iteration."""
+    pairs = [
+        (a[name], b[name]) for one, other in zip(real, expected, strict=True) for a, b in zip(one, other) for name in b
+    ]
+    assert pairs
+    return max(float(np.abs(a - b).max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "settings", "loss"),
+    [
+        (2, 1, {}, {}),
+        (3, 1, {"num_layers": 3, "calculate_per_token_loss": True}, {}),
+        (3, 1, {"num_layers": 3, "global_batch_size": 2}, {"weight_stashing": "off"}),
+        (2, 2, {"overlap_grad_reduce": True, "ddp_bucket_size": 9000}, {}),
+        (2, 1, {"use_distributed_optimizer": False}, {}),
+    ],
+    ids=["two stages", "three stages, per token", "three stages, no stash", "two stages of two ranks", "full replicas"],
+)
+def test_ranks_compute_what_the_definition_says(data, stages, ranks, settings, loss):
+    config = COMPARED | data | {"pipeline_model_parallel_size": stages} | settings
+    seen = run_ranks(observed_run, stages * ranks, config, ASYNC | loss)[::ranks]
+    first = [one["weights"][0] for one in seen]
+    [expected] = run_ranks(reference, 1, config, first, loss.get("weight_stashing") != "off", ranks)
+    norms = np.array([one["norms"] for one in seen])
+    np.testing.assert_allclose(norms, expected["norms"], rtol=1e-4)
+    assert (norms > config["clip_grad"]).any()
+    losses, norms_of_all = zip(*seen[0]["logged"])
+    np.testing.assert_allclose(norms_of_all, np.sqrt((norms**2).sum(0)), rtol=1e-6)
+    np.testing.assert_allclose(losses, expected["losses"], rtol=1e-5)
+    off = furthest([one["weights"] for one in seen], expected["weights"])
+    moved = furthest([one["weights"][:1] for one in seen], [w[-1:] for w in expected["weights"]])
+    assert off < 3e-6 < 1e-2 < moved
+
+
+def test_other_versions_of_the_weights_would_be_noticed(data):
+    """What the last test allows is far below what a batch computed with the newest weights differs by."""
+    config = COMPARED | data | {"pipeline_model_parallel_size": 2}
+    seen = run_ranks(observed_run, 2, config, ASYNC)
+    first = [one["weights"][0] for one in seen]
+    [without] = run_ranks(reference, 1, config, first, False)
+    assert furthest([one["weights"] for one in seen], without["weights"]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"overlap_grad_reduce": True, "ddp_bucket_size": 9000},
+        {"bf16": True, "calculate_per_token_loss": True, "attention_dropout": 0.1},
+    ],
+    ids=["overlap", "bf16, per token"],
+)
+def test_one_stage_is_the_synchronous_run_bit_for_bit(data, tmp_path, settings):
+    base = TINY | data | settings
+    folders = [tmp_path / "synchronous", tmp_path / "asynchronous"]
+    runs = [(base | {"save": str(folder)}, flags) for folder, flags in zip(folders, ({}, ASYNC))]
+    run_ranks(train_runs, 2, *runs)
+    named = [[dict(row) for row in recorded_losses(folder)] for folder in folders]
+    assert all(row.items() <= more.items() for row, more in zip(*named, strict=True))
+    assert checkpoint_bytes(folders[0], 8) == checkpoint_bytes(folders[1], 8)
+
+
+def saved_replicas(folder, iteration):
+    files = sorted((folder / f"iter_{iteration:07d}" / "lossy_replicas").iterdir())
+    return [file.read_bytes() for file in files]
+
+
+CONTINUED = [
+    pytest.param(2, {"bf16": True, "pipeline_model_parallel_size": 2}, {}, id="two stages, bf16"),
+    pytest.param(3, {"num_layers": 3, "pipeline_model_parallel_size": 3, "optimizer": "nadam"}, {}, id="three stages"),
+    pytest.param(4, {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, LOSS, id="2 x 2, loss"),
+    pytest.param(
+        4,
+        {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64},
+        {},
+        id="2 x tensor 2",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "settings", "loss"), CONTINUED)
+def test_resumed_run_equals_uninterrupted_one(data, tmp_path, ranks, settings, loss):
+    base = TINY | data | settings
+    flags = ASYNC | loss | {"save_replicas": True}
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    again = base | {"save": str(twice), "load": str(twice)}
+    results = run_ranks(
+        train_runs,
+        ranks,
+        (base | {"save": str(once)}, flags),
+        (again | {"exit_interval": 1}, flags),  # while the pipe fills
+        (again | {"exit_interval": 5}, flags),
+        (again | {"exit_interval": 7}, flags),  # while it drains
+        (again, flags),
+    )
+    whole, *parts = results[0][0]
+    assert [part["iteration"] for part in parts] == [1, 5, 7, 8] and whole["finished"] and parts[-1]["finished"]
+    assert recorded_losses(once) == recorded_losses(twice)
+    assert checkpoint_bytes(once, 8) == checkpoint_bytes(twice, 8)
+    assert saved_replicas(once, 8) == saved_replicas(twice, 8)
+    assert not loss or whole["valid"]["replica"] != whole["valid"]["owner"]
+
+
+def test_without_saved_replicas_all_versions_start_as_the_newest(data, tmp_path):
+    base = TINY | data | {"pipeline_model_parallel_size": 2, "log_interval": 1, "eval_iters": 0}
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    again = base | {"save": str(twice), "load": str(twice)}
+    run_ranks(train_runs, 2, (base | {"save": str(once)}, ASYNC), (again | {"exit_interval": 4}, ASYNC), (again, ASYNC))
+    whole, resumed = ([row["lm loss"] for row in read_records(folder, "train")] for folder in (once, twice))
+    assert whole[:4] == resumed[:4]
+    # The next batch went forward through the first stage before the last update there, or after it.
+    assert whole[4] != resumed[4] and max(abs(a - b) for a, b in zip(whole, resumed)) < 0.3
+
+
+def test_evaluating_and_saving_change_nothing(data, tmp_path):
+    base = TINY | data | {"num_layers": 3, "pipeline_model_parallel_size": 3, "log_interval": 4, "train_iters": 9}
+    quiet, busy = tmp_path / "quiet", tmp_path / "busy"
+    often = {"eval_interval": 2, "save_interval": 3, "save": str(tmp_path / "saved"), "log_interval": 1}
+    runs = [
+        base | {"metrics_dir": str(quiet), "eval_iters": 0},
+        base | often | {"metrics_dir": str(busy)},
+    ]
+    run_ranks(train_runs, 3, *((run, ASYNC) for run in runs))
+    rows = read_records(busy, "train")
+    means = [
+        sum(row["lm loss"] for row in rows[first : first + 4]) / len(rows[first : first + 4]) for first in (0, 4, 8)
+    ]
+    assert [row["lm loss"] for row in read_records(quiet, "train")] == pytest.approx(means, rel=1e-12)
+    assert [row["grad norm"] for row in read_records(quiet, "train")] == [rows[n]["grad norm"] for n in (3, 7, 8)]
+    assert all(math.isfinite(row["lm loss"]) for row in read_records(busy, "valid"))
+
+
+def test_a_signal_stops_all_stages_after_one_iteration(data, tmp_path):
+    base = TINY | data | {"pipeline_model_parallel_size": 2, "train_iters": 200, "log_interval": 7, "eval_iters": 0}
+    flags = ASYNC | {"save_replicas": True}
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    again = base | {"save": str(twice), "load": str(twice)}
+    ranks = start_ranks("megatron_lossy.train", *as_flags(again | flags), ranks=2)
+    deadline = time.monotonic() + 60
+    while "iteration        7/" not in ranks[0].printed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    ranks[1].send_signal(signal.SIGTERM)
+    said = [rank.communicate() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    stopped = re.search(r"exiting on SIGTERM at iteration (\d+)", said[0][0])
+    assert stopped and 0 < int(stopped[1]) < 200
+    results = run_ranks(train_runs, 2, (base | {"save": str(once)}, flags), (again, flags))
+    assert all(summary["finished"] for summary in results[0][0])
+    assert recorded_losses(once) == recorded_losses(twice)
+    assert checkpoint_bytes(once, 200) == checkpoint_bytes(twice, 200)
+
+
+def test_the_iteration_that_diverged_is_named_although_it_is_known_later(data):
+    base = TINY | data | {"pipeline_model_parallel_size": 2, "lr": 1e30, "lr_warmup_iters": 0, "eval_iters": 0}
+    runs = [base | {"log_interval": interval} for interval in (1, 100)]
+    summaries = run_ranks(train_runs, 2, *((run, ASYNC) for run in runs))[0][0]
+    at_once, later = (summary["diverged"] for summary in summaries)
+    assert at_once == later and re.fullmatch("the loss of iteration [2-7] is (nan|inf)", later)
+    assert summaries[0]["iteration"] + 1 == summaries[1]["iteration"]
+
+
+def test_a_killed_rank_ends_the_others(data, tmp_path):
+    base = TINY | data | {"num_layers": 3, "pipeline_model_parallel_size": 3, "train_iters": 100_000, "log_interval": 1}
+    flags = as_flags(base | ASYNC | {"eval_iters": 0, "save": str(tmp_path / "run")})
+    ranks = start_ranks("megatron_lossy.train", *flags, ranks=3)
+    deadline = time.monotonic() + 60
+    while "iteration        5/" not in ranks[0].printed() and time.monotonic() < deadline:
+        assert all(rank.poll() is None for rank in ranks)
+        time.sleep(0.05)
+    ranks[0].send_signal(signal.SIGKILL)
+    for rank in ranks[1:]:  # the last one has no message of the one that died
+        _, said = rank.communicate(timeout=60)
+        assert rank.returncode == 1 and "lost contact with another rank" in said
+
+
+def test_hooks_alone_have_no_such_schedule():
+    with pytest.raises(UsageError, match="^--async-pipeline on: needs python -m megatron_lossy.train"):
+        install(LossyConfig(**ASYNC))
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "line"),
+    [
+        (
+            {"share_embeddings_and_output_weights": True},
+            {},
+            "--share-embeddings-and-output-weights on: cannot be with --async-pipeline",
+        ),
+        (
+            {"overlap_grad_reduce": True, "overlap_param_gather": True},
+            {},
+            "--overlap-param-gather on: cannot be with --async-pipeline",
+        ),
+        ({}, {"p_act": 0.1}, "--p-act 0.1: cannot be with --async-pipeline"),
+        ({"num_distributed_optimizer_instances": 2}, {}, "--num-distributed-optimizer-instances 2: must be 1 with"),
+        ({}, {"save_replicas": True, "weight_stashing": "off"}, "--save-replicas on: cannot compute again what is"),
+        ({}, {"virtual_stages": 2}, "--virtual-stages 2: needs --virtual-workers"),
+    ],
+)
+def test_what_real_stages_refuse(settings, flags, line):
+    config = TrainConfig(**TINY | {"pipeline_model_parallel_size": 2, "data": "stdlib"} | settings)
+    with pytest.raises(UsageError) as error:
+        check_pipeline(config, LossyConfig(**ASYNC | flags))
+    assert str(error.value).startswith(line)
