@@ -78,7 +78,9 @@ class Run:
 
     @classmethod
     def read(cls, name: str, folder: Path, ranks: int) -> Run:
-        records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        island = folder / "island_0"  # of islands each writes its own
+        metrics = (island if island.exists() else folder) / "metrics.jsonl"
+        records = [json.loads(line) for line in metrics.read_text().splitlines()]
         train = {record["iteration"]: record for record in records if record["kind"] == "train"}
         valid = {record["iteration"]: record["lm loss"] for record in records if record["kind"] == "valid"}
         times = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
