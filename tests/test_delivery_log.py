@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.transport import LossyGroup, Network, check_channels
 from megatron_lossy.transport.collective import CollectiveTransport
+from tests.programs import run_program
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -310,14 +310,8 @@ def test_a_folder_with_another_run_is_refused(tmp_path):
 
 
 def command(*arguments):
-    """``python -m megatron_lossy.delivery_log`` on a log; without the interpreter's start where it does not matter."""
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_lossy.delivery_log", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-    )
+    """``python -m megatron_lossy.delivery_log``."""
+    return run_program("megatron_lossy.delivery_log", *arguments)
 
 
 def verdict(folder):

@@ -2,14 +2,11 @@
 
 import dataclasses
 import json
-import os
 import re
-import sys
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +14,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import cut
 from megatron_lossy.recovery import ParamPriority
-from megatron_lossy.transport import BucketSpec, LossyGroup, check_owners
+from megatron_lossy.transport import check_owners
 from tests import contract
 from tests.in_lab import run_in_lab
 from tests.ranks import run_ranks
@@ -30,7 +27,6 @@ UDP = LossyConfig(
     transport="udp", packet_bytes=256, param_priority="change", param_priority_fraction=0.1, udp_cipher="none"
 )
 VIRTUAL = LossyConfig(p_param=0.5, loss_unit="packet", packet_bytes=256, param_priority="change")
-SHARDS = (5000, 777)
 
 
 def units_of(shard, elements, itemsize=4):
@@ -167,40 +163,6 @@ def test_with_every_packet_of_high_priority_virtual_replicas_are_equal():
 # --- over UDP ----------------------------------------------------------------------------------------------------------
 
 
-def gathered(rank, config, steps):
-    """What a rank missed of the parameters of others: of those they chose, and of the rest; and its counters.
-
-    What did not arrive has to be what was there before.
-    """
-    size = dist.get_world_size()
-    group = LossyGroup.create(config, [BucketSpec(shard) for shard in SHARDS])
-    generator = torch.Generator().manual_seed(rank)
-    replicas = [torch.zeros(size * shard) for shard in SHARDS]
-    own = [torch.zeros(shard) for shard in SHARDS]
-    counts = {"high": 0, "must": 0, "lost": 0, "wrong": 0}
-    for step in range(steps):
-        for bucket, shard in enumerate(SHARDS):
-            own[bucket] += torch.randn(shard, generator=generator)
-            before = replicas[bucket].clone()
-            group.all_gather(bucket, replicas[bucket], own[bucket], step, lambda: None).wait()
-            units = group.transport.cut["param"][bucket]
-            arrived = group.delivery("param", step).incoming(units)
-            chosen = [torch.empty(units.count, dtype=torch.bool) for _ in range(size)]
-            dist.all_gather(chosen, torch.from_numpy(group.rules["param"][bucket].priority._chosen))
-            every = [torch.empty(shard) for _ in range(size)]
-            dist.all_gather(every, own[bucket])
-            high = torch.stack(chosen).numpy()
-            counts["high"] += int(high.sum())
-            counts["must"] += int((high & ~arrived).sum())
-            counts["lost"] += int((~arrived).sum())
-            mask = np.repeat(arrived, units.elements, axis=1)[:, :shard]
-            expected = torch.where(torch.from_numpy(mask).flatten(), torch.cat(every), before)
-            counts["wrong"] += int((replicas[bucket] != expected).sum())
-    counters = group.transport.counters()[1 - rank]
-    group.close()
-    return {"rank": rank, **counts, "resent": counters["resent"], "parities": counters["parities"]}
-
-
 @needs_lab
 @pytest.mark.parametrize("fec", [pytest.param(("auto",), marks=pytest.mark.slow), ("10", "0")])
 def test_over_a_link_that_loses_a_tenth_what_has_changed_most_arrives(fec):
@@ -208,7 +170,7 @@ def test_over_a_link_that_loses_a_tenth_what_has_changed_most_arrives(fec):
         "transport": "udp", "param_priority": "change", "param_priority_fraction": 0.1, "packet_bytes": 256,
         "udp_interface": "lab0", "udp_fec": fec, "udp_fec_budget": 20.0 if fec == ("auto",) else 2.5,
     }  # fmt: skip
-    output = run_in_lab("tests.test_param_priority", json.dumps(flags), "25", loss=0.1)
+    output = run_in_lab("tests.param_priority_ranks", json.dumps(flags), "25", loss=0.1)
     told = [json.loads(found) for found in re.findall(r"\{\"rank\".*?\}", output)]
     assert len(told) == 2, output
     for one in told:
@@ -278,16 +240,3 @@ def test_real_ranks_need_udp(transport):
     ):
         check_owners(dataclasses.replace(VIRTUAL, transport=transport))
     check_owners(UDP)
-
-
-def main():
-    """``python -m tests.test_param_priority FLAGS-AS-JSON STEPS``, with torch's environment."""
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    flags, steps = json.loads(sys.argv[1]), int(sys.argv[2])
-    print(json.dumps(gathered(int(os.environ["RANK"]), LossyConfig(**flags), steps)), flush=True)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -447,13 +447,13 @@ def evaluated(rank, config, workers=None):
 
 
 def test_evaluation_of_virtual_workers():
+    without = [losses[0] for losses in run_ranks(evaluated, 2, LossyConfig())]
     for in_eval in (False, True):
         config = LossyConfig(
             p_act=0.3, act_packet_bytes=200, act_retransmit="off", virtual_boundaries=(1,), act_loss_in_eval=in_eval
         )
         real = [losses[0] for losses in run_ranks(evaluated, 2, config)]
         assert run_ranks(evaluated, 1, config, 2) == [real]
-        without = [losses[0] for losses in run_ranks(evaluated, 2, LossyConfig())]
         assert (real != without) == in_eval
 
 

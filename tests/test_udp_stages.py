@@ -42,7 +42,11 @@ LOSSLESS = LossyConfig(**UDP, act_packet_bytes=200)
 # --- by value ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", WAYS)
+#: What they add to the others is between torch and the schedule: tests/test_pipeline_boundaries.py has them, too.
+LONG = ("one by one", "interleaved, groups of three", "interleaved, three chunks")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in WAYS])
 def test_every_message_loses_what_is_drawn_for_it(name):
     """As over torch, though what is lost comes as a datagram, and is put together or sent again over the network."""
     world, tiny, model = WAYS[name]
@@ -127,14 +131,20 @@ def with_a_late_stage(rank, tiny, config, late):
     return losses, run.weights()
 
 
+LARGE = TinyGPT(pipeline=2, hidden=128, sequence=64, micro_batch=4, accumulation=16, tied=False)
+
+
+@pytest.fixture(scope="module")
+def punctual():
+    return run_ranks(with_a_late_stage, 2, LARGE, LossyConfig(), None)
+
+
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_late_stage_loses_nothing(late):
+def test_a_late_stage_loses_nothing(late, punctual):
     """Nor is anything kept beyond what may wait: messages are larger than that, and many."""
-    tiny = TinyGPT(pipeline=2, hidden=128, sequence=64, micro_batch=4, accumulation=16, tied=False)
     config = LossyConfig(**UDP, act_retransmit="off", udp_eager_bytes=100_000, udp_memory=2**20)
-    mine = run_ranks(with_a_late_stage, 2, tiny, config, late)
-    theirs = run_ranks(with_a_late_stage, 2, tiny, LossyConfig(), None)
-    for (losses, weights), (expected, right) in zip(mine, theirs, strict=True):
+    mine = run_ranks(with_a_late_stage, 2, LARGE, config, late)
+    for (losses, weights), (expected, right) in zip(mine, punctual, strict=True):
         assert losses == expected
         for name, value in right.items():
             np.testing.assert_array_equal(weights[name], value, err_msg=name)
@@ -263,9 +273,8 @@ IN_THE_LAB = {
 
 
 @needs_lab
-@pytest.mark.parametrize(
-    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved", "tensor parallel"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_THE_LAB)
 def test_over_a_link_that_loses_a_seventh(name, tmp_path):
     """About a third of the messages lose a packet for good, and a fifth is sent again in part."""
     (sites, model, bound), steps = IN_THE_LAB[name], 8
@@ -285,7 +294,9 @@ def test_over_a_link_that_loses_a_seventh(name, tmp_path):
     rows = [row for row in boundary_rows(tmp_path / "log") if not row["stream"].endswith("-t1")]
     metrics = ranks[0]["metrics"]
     for phase, count in zeros.items():
-        assert count == sum(row["zeros"] for row in rows if row["phase"] == phase)
+        logged = sum(row["zeros"] for row in rows if row["phase"] == phase)
+        # Of gradients some that were lost had been zeros when they left.
+        assert logged == count if phase == "act" else logged >= count
         assert count > 0 and abs(metrics[f"loss rate {phase}"] - 0.15) < 0.08, metrics
     assert metrics["retransmitted share act"] + metrics["retransmitted share act-grad"] > 0, metrics
     assert metrics["udp put together"] > 0 and metrics["udp sent again"] > 0

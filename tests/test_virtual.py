@@ -36,7 +36,7 @@ def cases(folder, size):
     lossy = {"p_grad": 0.4, "p_param": 0.4}
     for unit, flags in UNITS.items():
         for rule in RULES:
-            yield f"{unit} {rule}", BUCKETS, LossyConfig(**lossy, **flags, grad_recovery=rule)
+            yield f"{unit} {rule}", {"layers": 1, **BUCKETS}, LossyConfig(**lossy, **flags, grad_recovery=rule)
     matrix = folder / "rates.txt"
     np.savetxt(matrix, np.random.default_rng(1).uniform(0, 0.8, (size, size)))
     channels = {
@@ -67,7 +67,7 @@ def cases(folder, size):
         ),
     }
     for name, config in channels.items():
-        yield name, {}, config
+        yield name, {"layers": 1}, config
     both = LossyConfig(**lossy, **UNITS["packet"])
     for name, model in {
         "accumulation": {"accumulation": 3},

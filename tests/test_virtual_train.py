@@ -13,6 +13,7 @@ import pytest
 from megatron_lossy.errors import UsageError
 from megatron_lossy.train.config import TrainConfig
 from megatron_lossy.train.saved import latest_iteration
+from tests.programs import run_program
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import (
     TINY,
@@ -20,7 +21,6 @@ from tests.trainer import (
     checkpoint_bytes,
     read_records,
     recorded_losses,
-    run_module,
     train_runs,
     write_data,
 )
@@ -278,10 +278,10 @@ def test_refused_by_the_command_line(data, tmp_path):
     """One line and status 2, before anything starts or is written."""
     folder = tmp_path / "run"
     flags = as_flags(TINY | data | {"virtual_workers": 4, "save": str(folder)})
-    result = run_module("megatron_lossy.train", *flags, ranks=2)
+    result = run_program("megatron_lossy.train", *flags, ranks=2)
     lines = [line for line in result.stderr.splitlines() if line.startswith("megatron_lossy.train: ")]
     assert lines == ["megatron_lossy.train: error: --virtual-workers 4: all share one device: needs 1 process, not 2"]
-    result = run_module("megatron_lossy.train", *flags, "--p-grad", "0.1", "--lossy-links", "inter-node")
+    result = run_program("megatron_lossy.train", *flags, "--p-grad", "0.1", "--lossy-links", "inter-node")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
         "megatron_lossy.train: error: --lossy-links inter-node: needs --ranks-per-node with --virtual-workers\n"

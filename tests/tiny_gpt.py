@@ -288,7 +288,7 @@ def _transformer_config(config: TinyGPT) -> TransformerConfig:
         expert_model_parallel_size=config.expert,
         num_moe_experts=config.experts,
         add_bias_linear=config.experts is None,  # in place, on a view that autograd protects, with biases
-        moe_token_dispatcher_type="allgather",
+        moe_token_dispatcher_type="alltoall" if config.lengths else "allgather",
         overlap_p2p_comm=config.virtual is not None,  # of two stages, Megatron needs it to interleave chunks
         batch_p2p_comm=config.virtual is None,
         pipeline_dtype=dtype,
