@@ -221,7 +221,7 @@ class StageWorkers(Workers):
 
     def _recompute(self, state: dict[str, Any], batches: RankBatches) -> None:
         versions = [self._stash.restored(flats) for flats in state["versions"]]
-        now = rng_state()
+        now = rng_state()  # which the last forward pass leaves again
         for number, saved in enumerate(state["under way"]):
             if saved["drawn from"] is not None:
                 set_rng_state(now | _on_cpu(saved["drawn from"]))
@@ -229,7 +229,6 @@ class StageWorkers(Workers):
             version = None if saved["version"] is None else versions[saved["version"]]
             micro = number % state["micro batches"]
             self._under_way.append(self._forward(micro, received, version, batches, []))
-        set_rng_state(now)
         self._messages.restore(state["received"])
 
 
