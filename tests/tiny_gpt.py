@@ -225,7 +225,7 @@ class VirtualTinyRun(TinyRun):
         """:meth:`replica_buffers` of every worker."""
         result = []
         for worker in range(self.cluster.workers):
-            with self.cluster.worker(worker):
+            with self.cluster.worker(worker, evaluates=True):
                 result.append(self.replica_buffers())
         return result
 

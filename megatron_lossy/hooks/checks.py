@@ -14,6 +14,7 @@ from ..registry import GRAD_RECOVERIES
 from ..transport import check_owners
 from .versions import dense_buffers, pipeline_groups
 
+_TIED = "the first and the last stage would add up a gradient, and wait for each other"
 _LAYER_WISE = "layer-wise optimizers gather differently; choose adam or sgd"
 
 
@@ -173,8 +174,7 @@ def check_pipeline(settings: Any, config: LossyConfig) -> None:
         flag = "--virtual-stages" if config.virtual_stages else "--pipeline-model-parallel-size"
         raise refuse(flag, stages, f"must divide the {settings.num_layers} layers")
     if settings.share_embeddings_and_output_weights:
-        why = "the first and the last stage would add up a gradient, and wait for each other"
-        raise refuse("--share-embeddings-and-output-weights", "on", f"cannot be with --async-pipeline: {why}")
+        raise refuse("--share-embeddings-and-output-weights", "on", f"cannot be with --async-pipeline: {_TIED}")
     if settings.overlap_param_gather:
         why = "forward passes use weights that were gathered long before"
         raise refuse("--overlap-param-gather", "on", f"cannot be with --async-pipeline: {why}")
@@ -192,6 +192,31 @@ def _check_real_stages(settings: Any, config: LossyConfig) -> None:
     if config.save_replicas and config.weight_stashing == "off":
         why = "cannot compute again what is under way without the weights it began with; needs --weight-stashing on"
         raise refuse("--save-replicas", "on", why)
+
+
+def check_asynchronous(ddp: Any) -> None:
+    """Raise :class:`UsageError` for a model chunk that cannot be in an asynchronous pipeline."""
+    settings = ddp.config
+    tied = any(getattr(module, "share_embeddings_and_output_weights", False) for module in ddp.module.modules())
+    graphs = [getattr(settings, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")]
+    for wrong, what, why in (
+        (tied, "--share-embeddings-and-output-weights", _TIED),
+        (settings.fp16, "--fp16", "an overflow in one stage would have to stop all others; choose --bf16"),
+        (getattr(settings, "num_moe_experts", None), "--num-experts", "its balance of load is counted over all stages"),
+        (
+            getattr(settings, "virtual_pipeline_model_parallel_size", None),
+            "--num-layers-per-virtual-pipeline-stage",
+            "a stage would have weights of several ages",
+        ),
+        (
+            any(graphs) or getattr(settings, "cuda_graph_impl", "none") != "none",
+            "CUDA graphs",
+            "a captured graph has one version of the weights; turn them off",
+        ),
+        (getattr(settings, "mtp_num_layers", None), "--mtp-num-layers", "its layers are shared by stages"),
+    ):
+        if wrong:
+            raise UsageError(f"{what}: cannot be with --async-pipeline: {why}")
 
 
 def check_communicator(communicator: Any) -> None:

@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel.schedules import forward_step as megatron_f
 
 from .. import device
 from ..config import LossyConfig
+from ..hooks.checks import check_asynchronous
 from ..hooks.rng import rng_state, set_rng_state
 from ..hooks.versions import backward_step, optimizers
 from ..pipeline import Pass, Stage, Stash, Version
@@ -56,6 +57,8 @@ class StageWorkers(Workers):
         self._megatron = self._chunk.config
         group = parallel_state.get_pipeline_model_parallel_group()
         self._stage = Stage(group.rank(), group.size())
+        if self._stage.stages > 1:
+            check_asynchronous(self._chunk)
         self._micro_batches = config.global_batch_size // (config.micro_batch_size * self._size)
         self._messages = StageMessages(
             (config.seq_length, config.micro_batch_size, config.hidden_size), self._megatron.pipeline_dtype

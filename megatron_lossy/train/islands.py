@@ -112,7 +112,7 @@ class IslandWorkers(Workers):
         for worker in range(cluster.workers):
             if state is not None:  # all ranks start an iteration with the same random state
                 set_rng_state(state)
-            with cluster.worker(worker):
+            with cluster.worker(worker, evaluates=forward_only):
                 sums += self._run(batches[island * cluster.workers + worker], number, forward_only)
         return sums
 

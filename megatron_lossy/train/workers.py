@@ -69,7 +69,7 @@ class Workers:
         for worker, own in enumerate(batches):
             if state is not None:
                 set_rng_state(state)
-            with self._cluster.worker(worker):
+            with self._cluster.worker(worker, evaluates=forward_only):
                 sums += self._run(own, number, forward_only)
         return sums
 

@@ -96,8 +96,11 @@ class VirtualRun(Run):
     # --- an iteration --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def worker(self, worker: int) -> Iterator[None]:
-        """Within this context the model has the replica of ``worker``, and gradients are its own."""
+    def worker(self, worker: int, evaluates: bool = False) -> Iterator[None]:
+        """Within this context the model has the replica of ``worker``, and gradients are its own.
+
+        ``evaluates``: there are none; virtual stages have their newest weights. Without it: a batch of an iteration, once.
+        """
         with self._replica(worker):
             self._worker = worker
             try:

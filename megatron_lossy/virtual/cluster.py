@@ -17,6 +17,7 @@ import torch
 
 from ..config import LossyConfig
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
+from ..hooks.checks import check_asynchronous
 from ..ledger import Ledger, Patch
 from ..transport import LossyGroup
 from .base import VirtualRun
@@ -24,6 +25,7 @@ from .grad_norm import get_grad_norm_fp32
 from .layout import buffers_for
 from .leads import Leads
 from .sampling import VirtualSampler
+from .stages import Stages
 from .stream import StreamBuckets
 
 
@@ -47,6 +49,7 @@ class VirtualCluster(VirtualRun):
         super().__init__(config, workers, steps, gapless, writer)
         self._members, self._ranks = members, ranks
         self._streams: list[StreamBuckets] = []
+        self._stages: Stages | None = None
         self._peak = 1.0
 
     # --- building ------------------------------------------------------------------------------------------------
@@ -60,6 +63,12 @@ class VirtualCluster(VirtualRun):
                 self.config, pairs, name, self.workers, self.steps, self._optimizers, self._members, self._ranks
             )
             self._streams.append(stream)
+        stages = self.config.virtual_stages or 1
+        if stages > 1:
+            check_asynchronous(ddp)
+            pairs = [pair for stream in self._streams for pair in stream.pairs]
+            apart = any(stream.differ for stream in self._streams)
+            self._stages = Stages(ddp, pairs, stages, self.workers if apart else 1)
 
     @contextlib.contextmanager
     def _norm_by_shards(self) -> Iterator[None]:
@@ -82,6 +91,16 @@ class VirtualCluster(VirtualRun):
             ledger.uninstall()
 
     # --- an iteration --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def worker(self, worker: int, evaluates: bool = False) -> Iterator[None]:
+        with super().worker(worker, evaluates):
+            if self._stages is None or evaluates:
+                yield
+                return
+            with self._stages.turn(worker, worker == self.workers - 1):
+                self._note_peak()
+                yield
 
     @contextlib.contextmanager
     def _replica(self, worker: int) -> Iterator[None]:
@@ -113,7 +132,7 @@ class VirtualCluster(VirtualRun):
             self._note_peak()
             self._withdraw()
             self.begin_update()
-            with self._norm_by_shards():
+            with self._norm_by_shards() if self._stages is None else self._stages.clipped_apart():
                 result = optimizer.step()
             successful = bool(result[0])
             for stream in self._streams:
@@ -181,6 +200,8 @@ class VirtualCluster(VirtualRun):
         super().set_iteration(iteration)
         for stream in self._streams:
             stream.versions.restart()
+        if self._stages is not None:
+            self._stages.restart()
         for leads in self._leads:
             leads.restart()
 
@@ -192,10 +213,14 @@ class VirtualCluster(VirtualRun):
     def identity(self) -> dict[str, Any]:
         return {"workers": self.workers, **bucket_sizes([(stream.stream, stream.pairs) for stream in self._streams])}
 
-    def replica_state(self) -> list[dict[str, Any]]:
-        return [stream.versions.state_dict() for stream in self._streams]
+    def replica_state(self) -> Any:
+        streams = [stream.versions.state_dict() for stream in self._streams]
+        return streams if self._stages is None else {"streams": streams, "stages": self._stages.state_dict()}
 
-    def load_replica_state(self, state: list[dict[str, Any]]) -> None:
+    def load_replica_state(self, state: Any) -> None:
+        if self._stages is not None:
+            self._stages.load_state_dict(state["stages"])
+            state = state["streams"]
         for stream, versions in zip(self._streams, state, strict=True):
             stream.versions.load_state_dict(versions)
 
@@ -208,5 +233,5 @@ class VirtualCluster(VirtualRun):
 
     def _note_peak(self) -> None:
         own = sum(bucket.param_data.numel() for stream in self._streams for bucket in stream.buckets)
-        kept = sum(stream.kept for stream in self._streams)
+        kept = sum(stream.kept for stream in self._streams) + (0 if self._stages is None else self._stages.kept)
         self._peak = max(self._peak, (own + kept) / own)
