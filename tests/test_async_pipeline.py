@@ -190,6 +190,7 @@ def test_without_saved_replicas_all_versions_start_as_the_newest(data, tmp_path)
 
 def test_evaluating_and_saving_change_nothing(data, tmp_path):
     base = TINY | data | {"num_layers": 3, "pipeline_model_parallel_size": 3, "log_interval": 4, "train_iters": 9}
+    base |= {"global_batch_size": 2}  # one micro-batch: what came of an iteration is known two later
     quiet, busy = tmp_path / "quiet", tmp_path / "busy"
     often = {"eval_interval": 2, "save_interval": 3, "save": str(tmp_path / "saved"), "log_interval": 1}
     runs = [

@@ -8,6 +8,7 @@ weights, so that evaluating and saving need no drain.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,8 +48,6 @@ class _UnderWay:
 class StageWorkers(Workers):
     """The one worker of this rank: a stage of an asynchronous pipeline."""
 
-    late = 1
-
     def __init__(
         self, config: TrainConfig, model_chunks: list, optimizer: MegatronOptimizer, flags: LossyConfig
     ) -> None:
@@ -60,6 +59,8 @@ class StageWorkers(Workers):
         if self._stage.stages > 1:
             check_asynchronous(self._chunk)
         self._micro_batches = config.global_batch_size // (config.micro_batch_size * self._size)
+        # Of a micro-batch, the first stage ends that many backward passes after the last one, which must not wait for it.
+        self.late = max(1, math.ceil((self._stage.stages - 1) / self._micro_batches))
         self._messages = StageMessages(
             (config.seq_length, config.micro_batch_size, config.hidden_size), self._megatron.pipeline_dtype
         )
