@@ -125,7 +125,7 @@ def test_refusals_of_the_program(data, tmp_path):
     base, folder = SMALL | data, str(tmp_path / "four")
     run_ranks(train_runs, 1, (base | {"save": folder}, {**STAGES, "save_replicas": True}))
     for settings, loss, line in (
-        ({"virtual_workers": None}, {"async_pipeline": True}, "--async-pipeline on: needs --virtual-stages"),
+        ({"virtual_workers": None}, STAGES, "--virtual-stages 4: needs --virtual-workers"),
         ({"num_layers": 2}, STAGES, "--virtual-stages 4: must divide the 2 layers"),
         (
             {"load": folder, "train_iters": 12},
