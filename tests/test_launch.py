@@ -1,5 +1,6 @@
 """The launcher: configurations, memory, checks, commands, and what it does in a Slurm job."""
 
+import dataclasses
 import os
 import stat
 import subprocess
@@ -84,6 +85,35 @@ def test_what_loss_adds():
     assert lead == (4 + 4 + 2) * weights / 64
 
 
+def test_what_islands_and_stages_add():
+    """In copies of the weights; 32 layers and two tables over 4 stages."""
+    four = dataclasses.replace(
+        llama2_7b(), virtual_workers=4, tensor_model_parallel_size=1, pipeline_model_parallel_size=1
+    )
+    weights = 6_738_415_616
+
+    def components(**loss):
+        return estimate(four, LossyConfig(**loss), Layout(1), DEVICES["h100"]).components
+
+    alone = components()
+    assert alone["optimizer shard"] == 12 * weights  # one device has all of it
+    islands = {"islands": 4, "sync_method": "parameters", "sync_fraction": 0.05, "sync_delay": 10}
+    found = components(**islands)
+    assert found.keys() - alone.keys() == {"islands", "averages under way"}
+    assert found["islands"] == 4 * 2 * weights + 3 * 12 * weights
+    assert found["averages under way"] == pytest.approx(5 * 0.5 * 4 * weights)
+    assert components(**islands, delay_correction="ema")["correction"] == 4 * 4 * weights
+    assert components(islands=4, sync_method="diloco", sync_interval=9)["outer optimizer"] == 2 * 4 * 4 * weights
+    stages = {"async_pipeline": True, "virtual_stages": 4}
+    layers = 8 * (4096 * (4 * 4096 + 3 * 11008) + 2 * 4096)
+    old = 2 * (3 * (layers + 32000 * 4096) + 2 * layers + layers)
+    assert components(**stages)["old weights"] == old
+    assert components(**stages, **islands)["old weights"] == 4 * old
+    assert components(**stages, p_grad=0.1)["old weights"] == old
+    assert components(**stages, p_param=0.1)["old weights"] == 4 * old
+    assert "old weights" not in components(**stages | {"virtual_stages": 1})
+
+
 def llama2_7b():
     settings = yaml.safe_load((ROOT / "configs/llama2_7b/llama2_7b.yaml").read_text())
     names = {key.replace("-", "_"): value for key, value in settings.items() if key != "drift-interval"}
@@ -108,7 +138,7 @@ def weights_and_saved(rank, config):
         stage = parallel_state.get_pipeline_model_parallel_rank()
         last = stage == config.pipeline_model_parallel_size - 1
         weights = sum(parameter.numel() for parameter in chunk.parameters())
-        expected = memory._weights(config, 257, stage == 0, last)
+        expected = memory._weights(config, 257, stage == 0, last, config.pipeline_model_parallel_size)
         if config.pipeline_model_parallel_size > 1:
             return weights, expected, None, None
         own = {buffer.param_data.untyped_storage().data_ptr() for buffer in chunk.buffers}
