@@ -17,7 +17,7 @@ from megatron_lossy.hooks.checks import check_pipeline
 from megatron_lossy.train.config import TrainConfig
 from tests.programs import start_ranks
 from tests.ranks import run_ranks
-from tests.stage_reference import observed_run, reference
+from tests.stage_reference import in_whole, observed_run, reference
 from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
 
 ASYNC = {"async_pipeline": True}
@@ -88,6 +88,33 @@ def test_other_versions_of_the_weights_would_be_noticed(data):
     first = [one["weights"][0] for one in seen]
     [without] = run_ranks(reference, 1, config, first, False)
     assert furthest([one["weights"] for one in seen], without["weights"]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "settings"),
+    [
+        (2, 1, {"bf16": True, "optimizer": "nadam"}),
+        (2, 2, {"weight_decay": 0.1, "clip_grad": 0.0}),
+        (3, 1, {"num_layers": 3}),
+    ],
+    ids=["two stages, bf16", "two stages of two ranks", "three stages"],
+)
+def test_ranks_are_the_virtual_stages(data, stages, ranks, settings):
+    """Bit for bit; several ranks without clipping, since they add up their norm in another order."""
+    config = COMPARED | data | settings
+    virtual = config | {"virtual_workers": ranks}
+    [expected] = run_ranks(observed_run, 1, virtual, ASYNC | {"virtual_stages": stages})
+    real = config | {"pipeline_model_parallel_size": stages}
+    seen = run_ranks(observed_run, stages * ranks, real, ASYNC, expected["weights"][0])[::ranks]
+    each = config["num_layers"] // stages
+    whole = [
+        {in_whole(name, s * each): w for s in range(stages) for name, w in seen[s]["weights"][n].items()}
+        for n in range(config["train_iters"] + 1)
+    ]
+    assert whole[0].keys() == expected["weights"][0].keys()
+    assert furthest([whole], [expected["weights"]]) == 0
+    assert furthest([whole[:1]], [expected["weights"][-1:]]) > 1e-2
+    np.testing.assert_allclose(seen[0]["logged"], expected["logged"], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +190,7 @@ def test_without_saved_replicas_all_versions_start_as_the_newest(data, tmp_path)
 
 def test_evaluating_and_saving_change_nothing(data, tmp_path):
     base = TINY | data | {"num_layers": 3, "pipeline_model_parallel_size": 3, "log_interval": 4, "train_iters": 9}
+    base |= {"global_batch_size": 2}  # one micro-batch: what came of an iteration is known two later
     quiet, busy = tmp_path / "quiet", tmp_path / "busy"
     often = {"eval_interval": 2, "save_interval": 3, "save": str(tmp_path / "saved"), "log_interval": 1}
     runs = [

@@ -57,6 +57,11 @@ TRAIN = [
     Case("--param-priority-fraction 0.1", "--param-priority-fraction 0.1: needs --param-priority change"),
     Case("--islands 3 --virtual-workers 4", "--islands 3: must divide the 4 virtual workers"),
     Case("--islands 2 --sync-method parameters", "--islands 2: needs --virtual-workers: islands of real ranks are not"),
+    Case(
+        "--async-pipeline --pipeline-model-parallel-size 2 --share-embeddings-and-output-weights",
+        "--share-embeddings-and-output-weights on: cannot be with --async-pipeline: the first and the last stage would",
+        ranks=2,
+    ),
     Case("--sync-method parameters", "--sync-method parameters: needs --islands of at least 2"),
     Case(
         "--virtual-workers 2 --islands 2 --sync-method parameters --sync-fraction 0.05 --sync-delay 50 --mixing-gain 0.7",

@@ -96,9 +96,38 @@ def test_what_an_asynchronous_pipeline_adds():
     flushed, stashed = components(), components(async_pipeline=True)
     activations = flushed["activations"] / 3  # of a micro-batch; three of them are there at once
     assert stashed["activations"] == (3 * 3 + 1) * activations  # three batches of three ahead
-    assert stashed["stashed weights"] == 4 * stashed["weights"]
+    assert stashed["old weights"] == 4 * stashed["weights"]
     off = components(async_pipeline=True, weight_stashing="off")
-    assert off == {name: value for name, value in stashed.items() if name != "stashed weights"}
+    assert off == {name: value for name, value in stashed.items() if name != "old weights"}
+
+
+def test_what_islands_and_stages_add():
+    """In copies of the weights; 32 layers and two tables over 4 stages."""
+    four = dataclasses.replace(
+        llama2_7b(), virtual_workers=4, tensor_model_parallel_size=1, pipeline_model_parallel_size=1
+    )
+    weights = 6_738_415_616
+
+    def components(**loss):
+        return estimate(four, LossyConfig(**loss), Layout(1), DEVICES["h100"]).components
+
+    alone = components()
+    assert alone["optimizer shard"] == 12 * weights  # one device has all of it
+    islands = {"islands": 4, "sync_method": "parameters", "sync_fraction": 0.05, "sync_delay": 10}
+    found = components(**islands)
+    assert found.keys() - alone.keys() == {"islands", "averages under way"}
+    assert found["islands"] == 4 * 2 * weights + 3 * 12 * weights
+    assert found["averages under way"] == pytest.approx(5 * 0.5 * 4 * weights)
+    assert components(**islands, delay_correction="ema")["correction"] == 4 * 4 * weights
+    assert components(islands=4, sync_method="diloco", sync_interval=9)["outer optimizer"] == 2 * 4 * 4 * weights
+    stages = {"async_pipeline": True, "virtual_stages": 4}
+    layers = 8 * (4096 * (4 * 4096 + 3 * 11008) + 2 * 4096)
+    old = 2 * (3 * (layers + 32000 * 4096) + 2 * layers + layers)
+    assert components(**stages)["old weights"] == old
+    assert components(**stages, **islands)["old weights"] == 4 * old
+    assert components(**stages, p_grad=0.1)["old weights"] == old
+    assert components(**stages, p_param=0.1)["old weights"] == 4 * old
+    assert "old weights" not in components(**stages | {"virtual_stages": 1})
 
 
 def llama2_7b():
@@ -125,7 +154,7 @@ def weights_and_saved(rank, config):
         stage = parallel_state.get_pipeline_model_parallel_rank()
         last = stage == config.pipeline_model_parallel_size - 1
         weights = sum(parameter.numel() for parameter in chunk.parameters())
-        expected = memory._weights(config, 257, stage == 0, last)
+        expected = memory._weights(config, 257, stage == 0, last, config.pipeline_model_parallel_size)
         if config.pipeline_model_parallel_size > 1:
             return weights, expected, None, None
         own = {buffer.param_data.untyped_storage().data_ptr() for buffer in chunk.buffers}

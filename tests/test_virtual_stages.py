@@ -12,6 +12,7 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
+from megatron_lossy.launch.virtual_memory import old_weights
 from tests.ranks import run_ranks
 
 STEPS, LAYERS, CLIP = 7, 4, 0.4
@@ -208,9 +209,13 @@ def test_every_worker_computes_with_its_own_old_replica(flags):
     assert not np.array_equal(before[-1][0][name], before[0][0][name])
     apart = [np.array_equal(*(before[-1][worker][name] for worker in (0, 1))) for name in before[0][0]]
     assert not all(apart) if flags else all(apart)
-    # One working copy, and P (P - 1) / 2 stages' worth of old ones, which are equally long but for the tables at the ends.
-    histories = workers if flags else 1
-    assert 1 + 0.5 * histories < copies < 1 + 2.5 * histories
+    sizes = [0] * stages
+    for name, weight in before[0][0].items():
+        sizes[stage_by_name(name, stages)] += weight.size
+    kept = old_weights(LossyConfig(async_pipeline=True, virtual_stages=stages, **flags), sizes, 1, workers)
+    assert kept == (workers if flags else 1) * (3 * sizes[0] + 2 * sizes[1] + sizes[2])
+    copies_kept = 1 + kept / sum(sizes)  # and with losses what is stale
+    assert copies_kept * 0.99 < copies < copies_kept * 1.01 + (2 if flags else 0)
 
 
 def outcome(rank: int, stages: int, config: dict) -> tuple:

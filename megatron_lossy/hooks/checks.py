@@ -176,6 +176,20 @@ def check_pipeline(settings: Any, config: LossyConfig) -> None:
         raise refuse("--overlap-param-gather", "on", f"cannot be with --async-pipeline: {why}")
 
 
+def _check_real_stages(settings: Any, config: LossyConfig) -> None:
+    if config.loses_at_boundaries and config.virtual_boundaries is None:
+        rate = config.p_act or config.p_act_grad
+        why = "cannot be with --async-pipeline, whose messages between stages are its own"
+        raise refuse("--p-act" if config.p_act else "--p-act-grad", rate, why)
+    instances = settings.num_distributed_optimizer_instances
+    if instances > 1:
+        why = "must be 1 with --async-pipeline, whose gradient norms are over the ranks of a stage"
+        raise refuse("--num-distributed-optimizer-instances", instances, why)
+    if config.save_replicas and config.weight_stashing == "off":
+        why = "cannot compute again what is under way without the weights it began with; needs --weight-stashing on"
+        raise refuse("--save-replicas", "on", why)
+
+
 def check_asynchronous(ddp: Any) -> None:
     """Raise :class:`UsageError` for a model chunk that cannot be in an asynchronous pipeline."""
     settings = ddp.config
@@ -199,20 +213,6 @@ def check_asynchronous(ddp: Any) -> None:
     ):
         if wrong:
             raise UsageError(f"{what}: cannot be with --async-pipeline: {why}")
-
-
-def _check_real_stages(settings: Any, config: LossyConfig) -> None:
-    if config.loses_at_boundaries and config.virtual_boundaries is None:
-        rate = config.p_act or config.p_act_grad
-        why = "cannot be with --async-pipeline, whose messages between stages are its own"
-        raise refuse("--p-act" if config.p_act else "--p-act-grad", rate, why)
-    instances = settings.num_distributed_optimizer_instances
-    if instances > 1:
-        why = "must be 1 with --async-pipeline, whose gradient norms are over the ranks of a stage"
-        raise refuse("--num-distributed-optimizer-instances", instances, why)
-    if config.save_replicas and config.weight_stashing == "off":
-        why = "cannot compute again what is under way without the weights it began with; needs --weight-stashing on"
-        raise refuse("--save-replicas", "on", why)
 
 
 def check_communicator(communicator: Any) -> None:

@@ -25,6 +25,9 @@ keeps everything instead of a share p, and one full-size selection is made at a 
 
 An asynchronous pipeline is P - 1 - i whole batches ahead on stage i. It keeps their activations, and the weights of each
 of them beside those that it goes forward with.
+
+Virtual workers share one device, one model and one optimizer, whole; what islands and stages add is in
+:mod:`.virtual_memory`.
 """
 
 from __future__ import annotations
@@ -37,12 +40,13 @@ from ..config import LossyConfig
 from ..registry import CHANNELS, GRAD_RECOVERIES
 from ..train.config import TrainConfig
 from .devices import GIB, Device
+from .virtual_memory import of_islands, old_weights
 
 #: Bytes for the driver's context, communication buffers, workspaces, and what fragmentation wastes: an assumption.
 RESERVED = 6 * GIB
 _GRADIENT = 4
 # Components that --save-replicas stores.
-_SAVED = ("stale units", "last gradients", "stashed weights")
+_SAVED = ("stale units", "last gradients", "old weights")
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,9 @@ def tokens(config: TrainConfig) -> int:
 
 def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> float:
     """Size of a checkpoint: per parameter weight, copy in fp32 and two moments; with --save-replicas of every rank
-    what it has put aside besides."""
+    what it has put aside besides. With islands every one has its own, and the first one's is there twice."""
     compute = 2 if config.bf16 else 4
-    total = parameters(config, layout.vocab_size) * (compute + 12.0)
+    total = parameters(config, layout.vocab_size) * (compute + 12.0) * (1 + lossy.islands * lossy.averages)
     if lossy.save_replicas:
         loss = estimate(config, lossy, layout, device).components
         total += layout.world_size * sum(loss.get(name, 0.0) for name in _SAVED)
@@ -110,33 +114,47 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     compute = 2 if config.bf16 else 4
     pipeline, tensor = config.pipeline_model_parallel_size, config.tensor_model_parallel_size
     first, last = stage == 0, stage == pipeline - 1
-    weights = _weights(config, layout.vocab_size, first, last)
+    weights = _weights(config, layout.vocab_size, first, last, pipeline)
     data = config.data_parallel_size(layout.world_size)
     shards = max(1, data // config.num_distributed_optimizer_instances)
     batches = config.global_batch_size // config.micro_batch_size // data
-    optimizer = weights * (12 if config.bf16 else 8) / shards
     late = pipeline - 1 - stage if lossy.async_pipeline else 0
     at_once = late * batches + 1 if lossy.async_pipeline else min(pipeline - stage, batches)
+    optimizer = weights * (12 if config.bf16 else 8) / (1 if config.virtual_workers else shards)
     components = {
         "weights": weights * compute,
         "gradients": weights * _GRADIENT,
         "optimizer shard": optimizer,
         "activations": at_once * _activations(config, layout, compute),
     }
-    if late and lossy.weight_stashing == "on":
-        components["stashed weights"] = (late + 1) * weights * compute
     if last:
         logits = config.seq_length * config.micro_batch_size * _padded(config, layout.vocab_size) / tensor
         components["logits"] = logits * (4 + 2 * compute)
     components |= _loss(lossy, weights, compute, shards, device)
+    if config.virtual_workers:
+        components |= of_islands(lossy, weights, compute, optimizer)
+    if old := _old_weights(config, lossy, layout, stage, compute):
+        components["old weights"] = old
     components["reserved"] = RESERVED
     return StageMemory(stage, components)
 
 
-def _weights(config: TrainConfig, vocab_size: int, first: bool, last: bool) -> int:
-    """Parameters on one device of a stage."""
+def _old_weights(config: TrainConfig, lossy: LossyConfig, layout: Layout, stage: int, compute: int) -> float:
+    """Bytes that an asynchronous pipeline keeps for backward passes to come."""
+    if not lossy.async_pipeline or lossy.weight_stashing == "off":
+        return 0.0
+    stages = lossy.virtual_stages or config.pipeline_model_parallel_size
+    sizes = [_weights(config, layout.vocab_size, n == 0, n == stages - 1, stages) for n in range(stages)]
+    if config.virtual_workers:
+        return old_weights(lossy, sizes, compute, config.virtual_workers)
+    versions = stages - stage if stage < stages - 1 else 0  # the newest too, where backward passes find another one
+    return float(versions * sizes[stage] * compute)
+
+
+def _weights(config: TrainConfig, vocab_size: int, first: bool, last: bool, stages: int) -> int:
+    """Parameters on one device of one of ``stages`` stages."""
     tensor = config.tensor_model_parallel_size
-    layers = config.num_layers // config.pipeline_model_parallel_size
+    layers = config.num_layers // stages
     embedding = _padded(config, vocab_size) // tensor * config.hidden_size
     shared = config.share_embeddings_and_output_weights and first and last
     tables = int(first) + int(last and not shared)

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
 class Version:
@@ -72,7 +73,7 @@ class Stash:
         """
         with contextlib.ExitStack() as unchanged:
             for parameter in self._parameters:
-                unchanged.enter_context(torch.autograd._unsafe_preserve_version_counter(parameter))
+                unchanged.enter_context(_unsafe_preserve_version_counter(parameter))
             yield
 
     def state_dict(self, version: Version) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from .averaging import (
     speed_uncorrected,
     stability_bound,
 )
+from .delay import delayed_step_bound
 from .drift import (
     UNCORRELATED,
     ar1,
@@ -54,6 +55,7 @@ __all__ = [
     "contraction",
     "contraction_drawn",
     "critical_gain",
+    "delayed_step_bound",
     "deviation",
     "drift_between",
     "drift_of_ages",

@@ -8,6 +8,7 @@ weights, so that evaluating and saving need no drain.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from megatron.core.pipeline_parallel.schedules import forward_step as megatron_f
 
 from .. import device
 from ..config import LossyConfig
+from ..hooks.checks import check_asynchronous
 from ..hooks.rng import rng_state, set_rng_state
 from ..hooks.versions import backward_step, optimizers
 from ..pipeline import Pass, Stage, Stash, Version
@@ -46,8 +48,6 @@ class _UnderWay:
 class StageWorkers(Workers):
     """The one worker of this rank: a stage of an asynchronous pipeline."""
 
-    late = 1
-
     def __init__(
         self,
         config: TrainConfig,
@@ -62,7 +62,11 @@ class StageWorkers(Workers):
         self._megatron = self._chunk.config
         group = parallel_state.get_pipeline_model_parallel_group()
         self._stage = Stage(group.rank(), group.size())
+        if self._stage.stages > 1:
+            check_asynchronous(self._chunk)
         self._micro_batches = config.global_batch_size // (config.micro_batch_size * self._size)
+        # Of a micro-batch, the first stage ends that many backward passes after the last one, which must not wait for it.
+        self.late = max(1, math.ceil((self._stage.stages - 1) / self._micro_batches))
         self._messages = StageMessages(
             (config.seq_length, config.micro_batch_size, config.hidden_size), self._megatron.pipeline_dtype
         )
@@ -227,7 +231,7 @@ class StageWorkers(Workers):
 
     def _recompute(self, state: dict[str, Any], batches: RankBatches) -> None:
         versions = [self._stash.restored(flats) for flats in state["versions"]]
-        now = rng_state()
+        now = rng_state()  # which the last forward pass leaves again
         for number, saved in enumerate(state["under way"]):
             if saved["drawn from"] is not None:
                 set_rng_state(now | _on_cpu(saved["drawn from"]))
@@ -235,7 +239,6 @@ class StageWorkers(Workers):
             version = None if saved["version"] is None else versions[saved["version"]]
             micro = number % state["micro batches"]
             self._under_way.append(self._forward(micro, received, version, batches, []))
-        set_rng_state(now)
         self._messages.restore(state["received"])
 
 

@@ -1,0 +1,46 @@
+"""Memory of what islands and asynchronous stages keep beside one model in training: computed, not measured.
+
+Notation: M islands, P stages, N virtual workers, K, f and tau the interval, the fraction and the delay of averaging, c bytes
+of an element in computing. In copies of the weights:
+
+- old weights of stages: stage s, from 0, has P - 1 - s versions, so c (P - 1)/2 for equally long ones; on each island, or
+  of each worker where parameters are lost, since then every worker has others;
+- islands: c M weights beside those in the model, and M - 1 more optimizers;
+- averages under way: f tau/K copies in float32 of what each island sent, and of the mean, which is one for all islands
+  unless some of it is lost;
+- the moving average of ``ema`` M copies in float32, the outer weights and momentum of DiLoCo 2 M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..config import LossyConfig
+
+_FLOAT32 = 4
+
+
+def old_weights(lossy: LossyConfig, stages: Sequence[int], compute: int, workers: int) -> float:
+    """Bytes of old weights of all virtual stages, which have so many weights each; ``workers``: N."""
+    behind = sum(number * weights for number, weights in enumerate(reversed(stages)))
+    histories = lossy.islands if lossy.averages else 1
+    if workers > histories and not lossy.phase("param").lossless:
+        histories = workers
+    return histories * behind * compute
+
+
+def of_islands(lossy: LossyConfig, weights: int, compute: int, optimizer: float) -> dict[str, float]:
+    """Bytes by component; ``optimizer``: those of one."""
+    if not lossy.averages:
+        return {}
+    islands = lossy.islands
+    found: dict[str, float] = {"islands": islands * weights * compute + (islands - 1) * optimizer}
+    copies = lossy.sync_fraction * lossy.sync_delay / lossy.sync_interval * weights * _FLOAT32
+    if lossy.sync_method != "none" and copies:
+        found["averages under way"] = copies * (islands + (islands if lossy.p_sync else 1))
+    kept = 2 if lossy.sync_method in ("diloco", "eager-diloco") else 0
+    if lossy.sync_method == "parameters" and lossy.delay_correction == "ema":
+        kept = 1
+    if kept:
+        found["correction" if kept == 1 else "outer optimizer"] = kept * islands * weights * _FLOAT32
+    return found

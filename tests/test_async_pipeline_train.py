@@ -1,0 +1,136 @@
+"""Virtual stages in the training program: continued runs, islands of them, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_lossy.errors import UsageError
+from tests.ranks import run_ranks
+from tests.test_islands_train import (
+    flat,
+    islands_of,
+    losses_of,
+    same_data,
+    train_all,
+    weights_of,
+)
+from tests.trainer import TINY, read_records, recorded_losses, train_runs, write_data
+
+MODEL = {"num_layers": 4, "hidden_dropout": 0.1, "log_interval": 1, "micro_batch_size": 1, "eval_iters": 1}
+SMALL = TINY | MODEL | {"virtual_workers": 2}
+STAGES = {"async_pipeline": True, "virtual_stages": 4}
+ISLANDS = {"islands": 2, "sync_method": "parameters", "sync_fraction": 0.25, "sync_delay": 3}
+LOSS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return MODEL | {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
+
+
+def test_one_stage_is_a_synchronous_pipeline(data, tmp_path):
+    """Bit for bit: with loss, and on islands. So are all stages in the first iteration, but for what is clipped."""
+    two = {"virtual_workers": 2}
+    one_stage = {**STAGES, "virtual_stages": 1}
+    cases = {
+        "lossy": (two, {**LOSS, "eval_weights": "both"}),
+        "lossy, one stage": (two, {**LOSS, **one_stage, "eval_weights": "both"}),
+        "islands": (two, ISLANDS),
+        "islands, one stage": (two, {**ISLANDS, **one_stage}),
+        "stages": (two | {"clip_grad": 0.0}, STAGES),
+        "no stages": (two | {"clip_grad": 0.0}, {}),
+    }
+    folders = train_all(data, tmp_path, cases)
+    for name in ("lossy", "islands"):
+        assert recorded_losses(folders[name]) == recorded_losses(folders[f"{name}, one stage"])
+        assert weights_of(folders[name]) == weights_of(folders[f"{name}, one stage"])
+    late, at_once = (losses_of(folders[name]) for name in ("stages", "no stages"))
+    # The learning rate of the first update is 0. The third batch finds the second only in the last stage.
+    assert late[:2] == at_once[:2] and late[2] != at_once[2]
+
+
+CONTINUED = {
+    "one worker": ({"virtual_workers": 1, "optimizer": "nadam"}, {}),
+    "lossy, bf16": ({"bf16": True}, {**LOSS, "grad_recovery": "previous"}),
+    "islands": ({}, {**ISLANDS, "delay_correction": "ema"}),
+    "lossy islands": ({"virtual_workers": 4, "bf16": True}, {**ISLANDS, **LOSS, "p_sync": 0.2}),
+    "speeds": ({}, {**ISLANDS, "island_speeds": (2.0, 1.0), "sync_delay": 1}),
+}
+
+
+def test_stopped_and_continued_bit_for_bit(data, tmp_path):
+    """With dropout, while stages have weights of four ages."""
+    runs = []
+    for name, (settings, loss) in CONTINUED.items():
+        base = SMALL | data | settings
+        loss = {**loss, **STAGES, "save_replicas": True, "eval_weights": "both"}
+        runs.append((base | {"save": str(tmp_path / name / "whole")}, loss))
+        folder = str(tmp_path / name / "parts")
+        runs.append((base | {"save": folder, "load": folder, "exit_interval": 3}, loss))
+        runs.append((base | {"save": folder, "load": folder, "exit_interval": 5}, loss))
+        runs.append((base | {"save": folder, "load": folder}, loss))
+    run_ranks(train_runs, 1, *runs, timeout=300)
+    for name in CONTINUED:
+        whole, parts = tmp_path / name / "whole", tmp_path / name / "parts"
+        assert recorded_losses(whole) == recorded_losses(parts), name
+        assert weights_of(whole) == weights_of(parts), name
+        if "islands" in name:
+            assert flat(islands_of(whole)) == flat(islands_of(parts)), name
+
+
+def test_without_replicas_stages_begin_equal(data, tmp_path):
+    """Stopped after 3 iterations and continued, all stages begin with the newest weights: the next loss is theirs."""
+    settings, loss = {"hidden_dropout": 0.0, "virtual_workers": 1}, {**STAGES, "eval_weights": "both"}
+    base, folder = SMALL | data | settings, str(tmp_path / "parts")
+    runs = [
+        (base | {"save": str(tmp_path / "whole")}, loss),
+        (base | {"save": folder, "load": folder, "exit_interval": 3}, loss),
+        (base | {"save": folder, "load": folder, "exit_interval": 5}, loss),
+        *(
+            (
+                base | {"save": str(tmp_path / name), "load": folder, "exit_interval": 6},
+                {**flags, "eval_weights": "both"},
+            )
+            for name, flags in (("late", STAGES), ("at once", {}))
+        ),
+    ]
+    run_ranks(train_runs, 1, *runs)
+    whole, parts = (dict(losses_of(tmp_path / name)) for name in ("whole", "parts"))
+    assert [whole[n] == parts[n] for n in (1, 2, 3)] == [True] * 3 and whole[4] != parts[4]
+    # An evaluation has the newest weights, whoever they are said to be.
+    replica, owner = (record["lm loss"] for record in read_records(tmp_path / "whole", "valid")[:2])
+    assert replica == owner
+    # The checkpoint has the newest, with which a synchronous run goes on alike.
+    assert losses_of(tmp_path / "late")[0] == losses_of(tmp_path / "at once")[0]
+
+
+def test_identical_islands_with_the_same_data_are_one(data, tmp_path):
+    one = {"virtual_workers": 1, "global_batch_size": 4, "eval_iters": 0, "hidden_dropout": 0.0}
+    two = one | {"virtual_workers": 2, "global_batch_size": 8}
+    sync = {"islands": 2, "sync_method": "parameters", "sync_fraction": 0.25}
+    folders = train_all(data, tmp_path, {"one": (one, STAGES), "two": (two, {**STAGES, **sync})}, same_data)
+    assert weights_of(folders["one"]) == weights_of(folders["two"])
+    losses = [loss for _, loss in losses_of(folders["one"])]
+    assert len(set(losses)) > 3 and losses == [loss for _, loss in losses_of(folders["two"])]
+
+
+def refused(rank: int, run: tuple[dict, dict], line: str) -> None:
+    with pytest.raises(UsageError, match=f"^{line}"):
+        train_runs(rank, run)
+
+
+def test_refusals_of_the_program(data, tmp_path):
+    base, folder = SMALL | data, str(tmp_path / "four")
+    run_ranks(train_runs, 1, (base | {"save": folder}, {**STAGES, "save_replicas": True}))
+    for settings, loss, line in (
+        ({"virtual_workers": None}, STAGES, "--virtual-stages 4: needs --virtual-workers"),
+        ({"num_layers": 2}, STAGES, "--virtual-stages 4: must divide the 2 layers"),
+        (
+            {"load": folder, "train_iters": 12},
+            {**STAGES, "virtual_stages": 2, "save_replicas": True},
+            "--save-replicas .*virtual-stages was 4 there and is 2 here",
+        ),
+    ):
+        run_ranks(refused, 1, (base | settings, loss), line)
