@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_lossy.train.saved import latest_iteration
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs, write_data
 
 SMALL = TINY | {"log_interval": 1, "micro_batch_size": 1, "eval_iters": 1, "hidden_dropout": 0.0}
@@ -24,10 +27,16 @@ def data(tmp_path_factory):
 
 
 def train_both(data: dict, folder: Path, workers: int, cases: dict[str, tuple[dict, dict]]) -> None:
-    """Train each case on ``workers`` virtual workers and on as many ranks, in folders virtual and real of ``folder``."""
+    """Train each case on ``workers`` virtual workers and on as many ranks, in folders virtual and real of ``folder``.
+
+    The loopback device loses nothing, so that what is drawn is all that is lost over UDP, too.
+    """
     runs = {name: (SMALL | data | settings, loss) for name, (settings, loss) in cases.items()}
     virtual = [
-        (settings | {"virtual_workers": workers, "save": str(folder / "virtual" / name)}, loss)
+        (
+            settings | {"virtual_workers": workers, "save": str(folder / "virtual" / name)},
+            loss | ({"transport": "pieces"} if "transport" in loss else {}),
+        )
         for name, (settings, loss) in runs.items()
     ]
     real = [(settings | {"save": str(folder / "real" / name)}, loss) for name, (settings, loss) in runs.items()]
@@ -80,6 +89,7 @@ def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
         "whole shards lost": ({}, {**LATE, "p_sync": 0.5, "sync_interval": 2, "sync_subset": "bernoulli"}),
         "diloco": ({}, {**OUTER, "p_sync": 0.3}),
         "eager": ({"optimizer": "nadam"}, {**OUTER, "sync_method": "eager-diloco", "sync_delay": 2, **LOST}),
+        "datagrams": ({}, {**LATE, **LOST, "p_sync": 0.2, "transport": "udp"}),
         "alone": ({}, {**TWO, "sync_method": "none"}),
     }
     train_both(data, tmp_path, 2, cases)
@@ -96,6 +106,7 @@ def test_two_islands_of_two_ranks_are_virtual_ones(data, tmp_path):
         "all lost, overlapped": (overlapped, {**LATE, **LOST, **INSIDE, "grad_recovery": "previous"}),
         "all lost, bf16": ({"bf16": True}, {**LATE, **LOST, **INSIDE, "sync_block": 16}),
         "in pieces": ({}, {**LATE, **INSIDE, "transport": "pieces"}),
+        "datagrams": ({"bf16": True}, {**LATE, **LOST, **INSIDE, "transport": "udp"}),
     }
     train_both(data, tmp_path, 4, cases)
     for name in cases:
@@ -131,3 +142,30 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
 
 def timeless(record: dict) -> dict:
     return {name: value for name, value in record.items() if name not in ("seconds", "sync wait")}
+
+
+def die(rank: int, run: tuple[dict, dict]) -> None:
+    """The last rank is gone in its fourth iteration, without a word."""
+    from megatron_lossy.train.workers import Workers
+
+    iterate, made = Workers.iterate, []
+
+    def mortal(self, *args):
+        made.append(1)
+        if rank == 3 and len(made) == 4:
+            os._exit(1)
+        return iterate(self, *args)
+
+    Workers.iterate = mortal
+    train_runs(rank, run)
+
+
+def test_others_notice_that_an_island_is_gone(data, tmp_path):
+    """Also those who have nothing to do with the rank that died but through exchanges that are under way."""
+    began = time.monotonic()
+    with pytest.raises(RankFailed) as failed:
+        run = (SMALL | data | {"train_iters": 100, "eval_iters": 0}, {**LATE, "sync_delay": 5})
+        run_ranks(die, 4, run, grouped=False)
+    text = str(failed.value)
+    assert "rank 3:\nthe process died" in text and time.monotonic() - began < 60
+    assert len(re.findall(r"^rank [012]:$", text, re.MULTILINE)) >= 2 and "gloo" in text
