@@ -11,6 +11,10 @@ from .flags import as_text, flag, flag_name
 
 #: Exchanges between islands: what they send goes to the owners of its mean, and the means go back to them.
 SYNC_PHASES = ("sync-reduce", "sync-gather")
+#: Of a job whose folders are those of its run, on islands of real ranks.
+ISLAND_FOLDER = "island_{}"
+#: Where the mean weights are, beside those or in the folder of virtual islands.
+CONSENSUS_FOLDER = "consensus"
 _DILOCO = ("diloco", "eager-diloco")
 
 
@@ -72,6 +76,12 @@ class IslandFlags:
         metavar="V",
     )
     p_sync: float = flag(0.0, "mean loss rate of the exchanges between islands, in [0, 1)", metavar="P")
+
+    save_consensus: bool = flag(
+        False,
+        "each checkpoint has a second one beside it, of the mean weights of islands alone, in the folder consensus",
+        incidental=True,
+    )
 
     @property
     def averages(self) -> bool:
@@ -153,7 +163,10 @@ class IslandFlags:
         # In the order in which they are asked for: what a flag needs comes before it.
         uses = {
             "sync_method": (self.islands > 1, "--islands of at least 2"),
-            "island_speeds": (self.averages, "--islands and a --sync-method other than gradients"),
+            **dict.fromkeys(
+                ("island_speeds", "save_consensus"),
+                (self.averages, "--islands and a --sync-method other than gradients"),
+            ),
             **dict.fromkeys(
                 ("p_sync", "sync_interval", "sync_delay", "sync_dtype"),
                 (

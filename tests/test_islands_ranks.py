@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.train.config import TrainConfig
 from megatron_lossy.train.saved import latest_iteration
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs, write_data
 
 SMALL = TINY | {"log_interval": 1, "micro_batch_size": 1, "eval_iters": 1, "hidden_dropout": 0.0}
@@ -23,16 +30,22 @@ def data(tmp_path_factory):
     return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
-def train_both(data: dict, folder: Path, workers: int, cases: dict[str, tuple[dict, dict]]) -> None:
-    """Train each case on ``workers`` virtual workers and on as many ranks, in folders virtual and real of ``folder``."""
+def train_both(data: dict, folder: Path, workers: int, cases: dict[str, tuple[dict, dict]], train=train_runs) -> None:
+    """Train each case on ``workers`` virtual workers and on as many ranks, in folders virtual and real of ``folder``.
+
+    The loopback device loses nothing, so that what is drawn is all that is lost over UDP, too.
+    """
     runs = {name: (SMALL | data | settings, loss) for name, (settings, loss) in cases.items()}
     virtual = [
-        (settings | {"virtual_workers": workers, "save": str(folder / "virtual" / name)}, loss)
+        (
+            settings | {"virtual_workers": workers, "save": str(folder / "virtual" / name)},
+            loss | ({"transport": "pieces"} if "transport" in loss else {}),
+        )
         for name, (settings, loss) in runs.items()
     ]
     real = [(settings | {"save": str(folder / "real" / name)}, loss) for name, (settings, loss) in runs.items()]
-    run_ranks(train_runs, 1, *virtual)
-    run_ranks(train_runs, workers, *real, grouped=False)
+    run_ranks(train, 1, *virtual)
+    run_ranks(train, workers, *real, grouped=False)
 
 
 def weights_of(folder: Path) -> dict[str, bytes]:
@@ -80,6 +93,7 @@ def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
         "whole shards lost": ({}, {**LATE, "p_sync": 0.5, "sync_interval": 2, "sync_subset": "bernoulli"}),
         "diloco": ({}, {**OUTER, "p_sync": 0.3}),
         "eager": ({"optimizer": "nadam"}, {**OUTER, "sync_method": "eager-diloco", "sync_delay": 2, **LOST}),
+        "datagrams": ({}, {**LATE, **LOST, "p_sync": 0.2, "transport": "udp"}),
         "alone": ({}, {**TWO, "sync_method": "none"}),
     }
     train_both(data, tmp_path, 2, cases)
@@ -92,14 +106,48 @@ def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
 def test_two_islands_of_two_ranks_are_virtual_ones(data, tmp_path):
     overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 20000}
     cases = {
-        "late": ({}, {**LATE, "eval_weights": "both"}),
+        "late": ({}, {**LATE, "eval_weights": "both", "save_consensus": True}),
         "all lost, overlapped": (overlapped, {**LATE, **LOST, **INSIDE, "grad_recovery": "previous"}),
         "all lost, bf16": ({"bf16": True}, {**LATE, **LOST, **INSIDE, "sync_block": 16}),
         "in pieces": ({}, {**LATE, **INSIDE, "transport": "pieces"}),
+        "datagrams": ({"bf16": True}, {**LATE, **LOST, **INSIDE, "transport": "udp"}),
     }
     train_both(data, tmp_path, 4, cases)
     for name in cases:
         check_same(tmp_path / "virtual" / name, tmp_path / "real" / name, 2)
+    mean = weights_of(tmp_path / "virtual" / "late" / "consensus")
+    assert mean == weights_of(tmp_path / "real" / "late" / "consensus")
+    assert mean != weights_of(tmp_path / "virtual" / "late")
+
+
+def train_with_overflows(rank: int, *runs: tuple[dict, dict]) -> None:
+    """Every optimizer skips its third and fourth update."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    prepare = MixedPrecisionOptimizer.prepare_grads
+
+    def overflowing(self):
+        self.asked = getattr(self, "asked", 0) + 1
+        return prepare(self) or self.asked in (3, 4)
+
+    MixedPrecisionOptimizer.prepare_grads = overflowing
+    train_runs(rank, *runs)
+
+
+def test_exchanges_of_skipped_iterations(data, tmp_path):
+    """They begin and are used where nothing is updated, too, and all ranks of an island have them."""
+    cases = {
+        "fp32": ({}, {**LATE, "sync_delay": 1}),
+        "bf16, overlapped": (
+            {"bf16": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+            {**LATE, "sync_delay": 2, "delay_correction": "ema"},
+        ),
+    }
+    train_both(data, tmp_path, 4, cases, train_with_overflows)
+    for name in cases:
+        check_same(tmp_path / "virtual" / name, tmp_path / "real" / name, 2)
+        records = read_records(tmp_path / "real" / name / "island_0", "train")
+        assert [record["iteration"] for record in records if record["skipped"]] == [3, 4]
 
 
 CONTINUED = {
@@ -131,3 +179,148 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
 
 def timeless(record: dict) -> dict:
     return {name: value for name, value in record.items() if name not in ("seconds", "sync wait")}
+
+
+def die(rank: int, run: tuple[dict, dict]) -> None:
+    """The last rank is gone in its fourth iteration, without a word."""
+    from megatron_lossy.train.workers import Workers
+
+    iterate, made = Workers.iterate, []
+
+    def mortal(self, *args):
+        made.append(1)
+        if rank == 3 and len(made) == 4:
+            os._exit(1)
+        return iterate(self, *args)
+
+    Workers.iterate = mortal
+    train_runs(rank, run)
+
+
+def test_others_notice_that_an_island_is_gone(data, tmp_path):
+    """Also those who have nothing to do with the rank that died but through exchanges that are under way."""
+    began = time.monotonic()
+    with pytest.raises(RankFailed) as failed:
+        run = (SMALL | data | {"train_iters": 100, "eval_iters": 0}, {**LATE, "sync_delay": 5})
+        run_ranks(die, 4, run, grouped=False)
+    text = str(failed.value)
+    assert "rank 3:\nthe process died" in text and time.monotonic() - began < 60
+    assert len(re.findall(r"^rank [012]:$", text, re.MULTILINE)) >= 2 and "gloo" in text
+
+
+def test_averaged_weights_of_gradient_descent_are_averaged_gradients(data, tmp_path):
+    """Also where stages and tensor-parallel ranks each meet their own peers."""
+    descent = {"optimizer": "sgd", "sgd_momentum": 0.5, "clip_grad": 0.0, "weight_decay": 0.1, "eval_iters": 2}
+    sizes = {
+        "tensor": {"tensor_model_parallel_size": 2},
+        "pipeline": {"pipeline_model_parallel_size": 2},
+    }
+    runs = []
+    for name, size in sizes.items():
+        settings = SMALL | data | descent | size
+        runs += [(settings | {"save": str(tmp_path / name / "one")}, {})]
+        runs += [(settings | {"save": str(tmp_path / name / "islands")}, TWO)]
+    run_ranks(train_runs, 4, *runs, grouped=False)
+    for name in sizes:
+        for kind in ("train", "valid"):
+            whole = [record["lm loss"] for record in read_records(tmp_path / name / "one", kind)]
+            parts = [read_records(tmp_path / name / "islands" / f"island_{k}", kind) for k in range(2)]
+            mean = [sum(record["lm loss"] for record in one) / 2 for one in zip(*parts, strict=True)]
+            assert mean == pytest.approx(whole, rel=3e-6), (name, kind)
+        first, second = (weights_of(tmp_path / name / "islands" / f"island_{k}") for k in range(2))
+        assert first == second and len(first) > 10
+
+
+def told_to_stop(rank: int, run: tuple[dict, dict]) -> None:
+    """One rank of one island gets a SIGTERM in its fourth iteration."""
+    from megatron_lossy.train.workers import Workers
+
+    iterate, made = Workers.iterate, []
+
+    def hurried(self, *args):
+        made.append(1)
+        if rank == 3 and len(made) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return iterate(self, *args)
+
+    Workers.iterate = hurried
+    train_runs(rank, run)
+
+
+def test_islands_stop_after_the_same_iteration(data, tmp_path):
+    """A signal that reaches one rank crosses with the exchange of iteration 4, which is used in iteration 5."""
+    loss = {**LATE, "sync_interval": 2, "sync_delay": 1}
+    run_ranks(told_to_stop, 4, (SMALL | data | {"save": str(tmp_path)}, loss), grouped=False)
+    assert [latest_iteration(tmp_path / f"island_{number}") for number in range(2)] == [5, 5]
+
+
+def test_losses_are_recorded_and_replayed(data, tmp_path):
+    pytest.importorskip("pyarrow")
+    from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+    from megatron_lossy.delivery_log.verify import verify
+
+    loss = {**LATE, **LOST, **INSIDE, "sync_interval": 2, "delivery_log_chunk": 3}
+    again = {**LATE, "sync_interval": 2, "loss_model": ("trace",), "loss_unit": "packet", "packet_bytes": 256}
+    log, settings = str(tmp_path / "log"), SMALL | data
+    first = (settings | {"save": str(tmp_path / "first")}, {**loss, "delivery_log": log})
+    second = (settings | {"save": str(tmp_path / "second")}, {**again, "trace": log})
+    run_ranks(train_runs, 4, first, second, grouped=False)
+    for island in ("island_0", "island_1"):
+        assert weights_of(tmp_path / "first" / island) == weights_of(tmp_path / "second" / island)
+        records = read_records(tmp_path / "first" / island, "train")
+        assert any(record["loss rate sync-reduce"] for record in records)
+        assert any(record["loss rate sync-gather"] for record in records)
+    verdict = verify(DeliveryLogFolder(Path(log)))
+    assert verdict.problems == [] and verdict.rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "loss", "line"),
+    [
+        ({"global_batch_size": 12}, {**TWO, "islands": 3}, "--islands 3: must divide the 4 data-parallel ranks"),
+        ({}, {**TWO, "island_speeds": (1.0, 2.0)}, "--island-speeds 1.0 2.0: needs --virtual-workers"),
+        (
+            {"pipeline_model_parallel_size": 2, "share_embeddings_and_output_weights": True},
+            TWO,
+            "--pipeline-model-parallel-size 2: two stages have a copy of a tied embedding",
+        ),
+        (
+            {"num_distributed_optimizer_instances": 2},
+            TWO,
+            "--num-distributed-optimizer-instances 2: several ranks of an island would send the same",
+        ),
+        (
+            {},
+            {**LATE, "sync_subset": "bernoulli", "transport": "udp"},
+            "--sync-subset bernoulli: cannot go with --transport udp",
+        ),
+        ({"tensor_model_parallel_size": 2}, {**LATE, "transport": "udp"}, "--transport udp: tensor-parallel ranks"),
+    ],
+)
+def test_flags_that_do_not_fit(settings, loss, line, monkeypatch):
+    from megatron_lossy.train.loop import train
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0} | settings)
+    with pytest.raises(UsageError) as error:
+        train(config, LossyConfig(**loss))
+    assert str(error.value).startswith(line) and not torch.distributed.is_initialized()
+
+
+def load_apart(rank: int, first: tuple[dict, dict], then: tuple[dict, dict]) -> None:
+    train_runs(rank, first)
+    if rank == 1:
+        tracker = Path(first[0]["save"], "island_1", "latest_checkpointed_iteration.txt")
+        assert tracker.read_text() == "8"
+        tracker.write_text("4")
+    with pytest.raises(
+        UsageError, match="^--load iteration .: island 0 has 8, island 1 has 4; write one that all have"
+    ):
+        train_runs(rank, then)
+
+
+def test_islands_of_different_checkpoints_are_refused(data, tmp_path):
+    base, folder = SMALL | data | {"eval_iters": 0}, str(tmp_path / "run")
+    first = (base | {"save": folder, "save_interval": 4}, LATE)
+    then = (base | {"load": folder, "train_iters": 12}, LATE)
+    run_ranks(load_apart, 2, first, then, grouped=False)

@@ -6,9 +6,11 @@ make one, and so counts, reduces and saves as if there were no other islands. Wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 
 from .. import device
+from ..config_islands import CONSENSUS_FOLDER
 from ..ledger import Patch, Takes
 from .islands import RankIslands
 
@@ -89,6 +92,19 @@ def before_validation(islands: RankIslands, args: Any) -> None:
         for name in _FOLDERS:
             if getattr(args, name, None):
                 setattr(args, name, islands.world.folder(getattr(args, name)))
+
+
+@contextlib.contextmanager
+def consensus_saved(islands: RankIslands, args: Any) -> Iterator[bool]:
+    """Within this context the first island, for which it is true, saves weights alone, in the folder of their mean."""
+    folder = os.path.join(os.path.dirname(args.save), CONSENSUS_FOLDER)
+    only_weights = {"save": folder, "no_save_optim": True, "no_save_rng": True, "async_save": False}
+    before = {name: getattr(args, name, None) for name in only_weights}
+    vars(args).update(only_weights)
+    try:
+        yield islands.world.island == 0
+    finally:
+        vars(args).update(before)
 
 
 def enter(islands: RankIslands, args: Any) -> None:

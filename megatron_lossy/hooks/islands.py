@@ -122,7 +122,17 @@ class RankIslands:
         stream = Stream("islands", data_parallel_rank(chunk), pipeline_stage(chunk), number)
         subset = Subset(config, vector.size, self.world.seed, stream)
         lanes = min(_LANES, max(1, config.sync_delay // config.sync_interval))
-        carriers = [Reliable(self.world.meet(f"{number}/{lane}")) for lane in range(lanes)]
+        names = [f"{number}/{lane}" for lane in range(lanes)]
+        carriers: list[Any] = []
+        if config.transport == "udp":
+            from ..transport.udp.islands import IslandLink  # which starts a thread
+
+            dtype, shard, patience = DTYPES[config.sync_dtype], -(-subset.most // config.islands), self.world.patience
+            for name in names:
+                link = IslandLink(config, name, self.world.island, self.world.store(name), shard, dtype, patience)
+                carriers.append(link)
+        else:
+            carriers += [Reliable(self.world.meet(name)) for name in names]
         crossing = BetweenRanks(config, stream, self.world.island, carriers, self._run.steps, self._tell)
         with torch.no_grad():
             rule = make_rule(config, vector.read(None)[None], self._run.steps or 0)
@@ -140,6 +150,12 @@ class RankIslands:
         if mean.arrived is not None:
             distance = distance[mean.arrived[0]]
         self.monitor.used(seconds, float(distance.square().sum()), distance.numel())
+
+    @property
+    def links(self) -> list[Any]:
+        """What sends datagrams to other islands, where something does."""
+        shards = self._shards if self._config.transport == "udp" else None
+        return [carrier for shard in shards or () for carrier in shard.crossing.carriers]
 
     # --- weights ---------------------------------------------------------------------------------------------------
 

@@ -207,7 +207,12 @@ def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any
         # An asynchronous save may let another process copy the weights, which no stream orders. It has its copy when it
         # returns, as training then changes them.
         torch.cuda.synchronize()
-        return original(iteration, model, *args, **kwargs)
+        result = original(iteration, model, *args, **kwargs)
+    if lossy.islands is not None and lossy.config.save_consensus and not kwargs.get("non_persistent_ckpt"):
+        with lossy.consensus_weights(model), island_training.consensus_saved(lossy.islands, get_args()) as writes:
+            if writes:
+                original(iteration, model, *args, **kwargs)
+    return result
 
 
 def load_checkpoint(lossy: Lossy, original: Callable, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -331,7 +331,8 @@ class Lossy(Run):
     @property
     def carriers(self) -> list[Any]:
         links = None if self.boundaries is None else self.boundaries.links
-        return [*super().carriers, *([] if links is None else links.all)]
+        islands = [] if self.islands is None else self.islands.links
+        return [*super().carriers, *([] if links is None else links.all), *islands]
 
     def replicas(self) -> list[RankSampler]:
         result = []

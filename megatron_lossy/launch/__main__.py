@@ -67,6 +67,7 @@ def describe(plan: Plan) -> list[str]:
             f"ranks    {launch.accelerators} on {launch.nodes} node{'s' if launch.nodes > 1 else ''}: "
             f"data {data} x tensor {tensor} x pipeline {pipeline}"
         ),
+        *_islands(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
     ]
@@ -76,6 +77,16 @@ def describe(plan: Plan) -> list[str]:
     if (seen := epochs_of(plan)) is not None:
         lines.append(f"data     {seen:.3g} epochs of {' '.join(plan.train.data_path)}")
     return lines
+
+
+def _islands(plan: Plan) -> list[str]:
+    if plan.islands == 1:
+        return []
+    ranks, first = plan.launch.accelerators // plan.islands, plan.job_folders[0].name
+    data = plan.train.data_parallel_size(plan.launch.accelerators) // plan.islands
+    return [
+        f"islands  {plan.islands}, each a job of {ranks} consecutive rank{'s'[: ranks != 1]}, data {data}, in {first} and so on"
+    ]
 
 
 def estimates(plan: Plan) -> list[str]:

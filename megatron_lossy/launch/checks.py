@@ -11,7 +11,7 @@ from ..data import check_files, epochs
 from ..data.manifest import check_manifest
 from ..errors import UsageError, refuse
 from ..files import check_folder
-from ..train.saved import check_folders, latest_iteration
+from ..train.saved import check_folders, in_folders_of_island, latest_iteration
 from .command import check_shape, ranks_of_node
 from .devices import GIB
 from .memory import StageMemory, estimate, tokens
@@ -26,20 +26,36 @@ def check(plan: Plan, starting: bool) -> None:
     """
     check_shape(plan)
     plan.train.check_world(plan.launch.accelerators)
+    _check_islands(plan)
     check_memory(plan)
     if starting:
         check_devices(plan.device.kind, ranks_of_node(plan))
     check_folder("--out", plan.folder)
     if plan.launch.trainer:
-        check_folders(plan.train, plan.lossy)
+        for island in range(plan.islands):
+            check_folders(plan.train if plan.islands == 1 else in_folders_of_island(plan.train, island), plan.lossy)
     elif not Path(plan.launch.program).is_file():
         raise refuse(
             "--program", plan.launch.program, "must be train or a file, for example Megatron-LM's pretrain_gpt.py"
         )
-    latest_iteration(plan.folder)
+    for folder in plan.job_folders:
+        latest_iteration(folder)
     check_data(plan)
     if not plan.launch.trainer:
         check_megatron(plan)
+
+
+def _check_islands(plan: Plan) -> None:
+    if plan.lossy.islands == 1:
+        return
+    from ..hooks.checks import check_real_islands  # which imports torch
+    from ..sync import check_islands
+
+    virtual = plan.train.virtual_workers is not None
+    workers = plan.train.data_parallel_size(plan.launch.accelerators)
+    check_islands(plan.lossy, workers, plan.train.train_iters, virtual)
+    if not virtual:
+        check_real_islands(plan.train, plan.lossy)
 
 
 def check_memory(plan: Plan) -> StageMemory:
@@ -113,7 +129,7 @@ def check_megatron(plan: Plan) -> None:
     environment = os.environ | plan.environment
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
         environment.pop(name, None)
-    environment["WORLD_SIZE"] = str(plan.launch.accelerators)
+    environment["WORLD_SIZE"] = str(plan.launch.accelerators // plan.islands)  # each island is a job
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
     if done.returncode == 2:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import LossyConfig, given
+from ..config_islands import ISLAND_FOLDER
 from ..errors import ArgumentParser, UsageError, refuse
 from ..flags import add_flags, flag_name, from_namespace
 from ..train.arguments import configurations, make_parser, setting_arguments
@@ -46,6 +47,18 @@ class Plan:
     def device(self) -> Device:
         """The accelerator that ``--device`` names."""
         return DEVICES[self.launch.device]
+
+    @property
+    def islands(self) -> int:
+        """Islands of real ranks; 1 without any, and for virtual ones."""
+        return self.lossy.islands if self.lossy.averages and not self.train.virtual_workers else 1
+
+    @property
+    def job_folders(self) -> list[Path]:
+        """The run's folder, or those of its islands in it."""
+        if self.islands == 1:
+            return [self.folder]
+        return [self.folder / ISLAND_FOLDER.format(island) for island in range(self.islands)]
 
     @property
     def mock_data(self) -> bool:

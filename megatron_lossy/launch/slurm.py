@@ -70,7 +70,7 @@ def job_name(environment: Mapping[str, str]) -> str:
 
 def done_iterations(plan: Plan) -> int:
     """Iterations that the run's latest checkpoint holds."""
-    return latest_iteration(plan.folder) or 0
+    return min(latest_iteration(folder) or 0 for folder in plan.job_folders)
 
 
 def _requeue(job: str, status: int, progress: bool) -> int:

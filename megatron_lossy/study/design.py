@@ -146,7 +146,9 @@ class Design:
                     if getattr(config, name, None):
                         raise refuse(f"--{name.replace('_', '-')}", getattr(config, name), "cannot be given to a study")
             train.check_world(self.processes)
-            check_islands(loss, train.virtual_workers, train.train_iters)
+            if loss.averages and not train.virtual_workers:
+                raise refuse("--islands", loss.islands, "needs --virtual-workers in a study")
+            check_islands(loss, train.data_parallel_size(self.processes), train.train_iters, virtual=True)
             check_pipeline(train, loss)
             if level is not None:
                 if loss.lossless and not loss.errs:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,10 +23,13 @@ from .world import Meeting
 
 
 class Carrier(Protocol):
-    """Carries one exchange after the other between the islands, in host memory. Also says what did not arrive, if it knows."""
+    """Carries one exchange after the other between the islands, in host memory."""
+
+    #: Whether it says what did not arrive.
+    observes: bool
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
-        """[M, n] of ``pieces`` [M, n], one for each island: what they sent here, and bool[M, units], ``None``: all.
+        """[M, n] of ``pieces`` [M, n], one for each island: what they sent here, and bool[M, units or more], ``None``: all.
 
         Zeros where nothing arrived.
         """
@@ -40,6 +44,8 @@ class Carrier(Protocol):
 class Reliable:
     """Over torch. Nothing is lost but what is drawn."""
 
+    observes = False
+
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
 
@@ -53,10 +59,18 @@ class Reliable:
         pass
 
 
+class Crossed(NamedTuple):
+    """An exchange that is over: its mean, and by phase what arrived here, bool[M, units]."""
+
+    mean: Mean
+    arrived: list[np.ndarray]
+
+
 class BetweenRanks:
     """This process is of island ``island``. ``carriers``: take turns, each on a thread of its own.
 
-    ``told``: is told what is drawn to arrive here, when an exchange begins. ``steps``: length of the run, if known. Raises :class:`UsageError` for a channel that cannot serve the islands.
+    ``told``: is told what arrives here: when an exchange begins, if that is drawn alone, else when its mean is asked for.
+    ``steps``: length of the run, if known. Raises :class:`UsageError` for a channel that cannot serve the islands.
     """
 
     def __init__(
@@ -72,7 +86,7 @@ class BetweenRanks:
         self._dtype = DTYPES[config.sync_dtype]
         self._networks = networks_between(config, stream, steps)
         self._told = told
-        self._carriers = list(carriers)
+        self.carriers = list(carriers)
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-islands") for _ in carriers]
         self._begun = 0
 
@@ -88,10 +102,19 @@ class BetweenRanks:
             pieces.fill_(torch.nan)
         [units], _ = cut([shard], [self._dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
         arrived = [self._arrived(phase, step, units, present) for phase in SYNC_PHASES]
-        turn, self._begun = self._begun % len(self._carriers), self._begun + 1
-        carrier = self._carriers[turn]
+        turn, self._begun = self._begun % len(self.carriers), self._begun + 1
+        carrier = self.carriers[turn]
+        if not carrier.observes:
+            self._tell(step, units, arrived)
         future = self._threads[turn].submit(self._cross, carrier, pieces.view(islands, shard), units, arrived)
-        return Waiting(future, own)
+        return Waiting(future, own, partial(self._tell, step, units) if carrier.observes else None)
+
+    def _tell(self, step: int, units: BucketUnits, arrived: Sequence[np.ndarray | None]) -> None:
+        islands, here = range(self._config.islands), [self._island]
+        for phase, one in zip(SYNC_PHASES, arrived, strict=True):
+            if one is not None:
+                exchange = Exchange(phase, self._stream, step)
+                self._told(Delivery(exchange, islands, here, one[None], [units]))
 
     def _arrived(self, phase: str, step: int, units: BucketUnits, present: bool) -> np.ndarray | None:
         """bool[M, units]: what is drawn to arrive here; ``None``: everything."""
@@ -102,17 +125,16 @@ class BetweenRanks:
         arrived = draw(network, exchange, islands, here, [units])[0].copy()
         if not present:
             arrived[:] = False
-        self._told(Delivery(exchange, islands, here, arrived[None], [units]))
         return arrived
 
     def _cross(
         self, carrier: Carrier, pieces: torch.Tensor, units: BucketUnits, drawn: Sequence[np.ndarray | None]
-    ) -> Mean:
+    ) -> Crossed:
         """On a thread. ``pieces`` [M, shard]."""
         received, arrived = carrier.scatter(pieces)
         rows = received.float()
-        complete = _complete(rows, units, drawn[0], arrived)
-        here = None if complete.all() else elements_of(complete[None], units, rows.device)
+        reduced = _complete(rows, units, drawn[0], arrived)
+        here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
         mean = mean_of(rows[:, None], here)[0].to(self._dtype)
         if drawn[0] is not None and not drawn[0][self._island].any():  # this island has no weights that are numbers
             mean.fill_(torch.nan)
@@ -121,13 +143,13 @@ class BetweenRanks:
         complete = _complete(values, units, drawn[1], arrived)
         lossless = complete.all() and drawn[0] is None and drawn[1] is None
         back = None if lossless else elements_of(complete[None], units, values.device)[0].reshape(-1)
-        return Mean(values.reshape(-1), back)
+        return Crossed(Mean(values.reshape(-1), back), [reduced, complete])
 
     def close(self) -> None:
         """There are no more exchanges."""
         for thread in self._threads:
-            thread.shutdown(wait=False, cancel_futures=True)
-        for carrier in self._carriers:
+            thread.shutdown()  # what all islands have begun comes to its end
+        for carrier in self.carriers:
             carrier.close()
 
 
@@ -137,21 +159,25 @@ def _complete(
     """bool[M, units]: what of ``rows`` [M, shard] arrived and counts. Of an island that is not finite nothing does."""
     result = np.repeat(torch.isfinite(rows).all(dim=1).numpy()[:, None], units.count, axis=1)
     for known in (drawn, arrived):
-        result = result if known is None else result & known
+        result = result if known is None else result & known[:, : units.count]
     return result
 
 
 class Waiting:
-    """An exchange under way on a thread. ``own`` [k]: what this island sent."""
+    """An exchange under way on a thread. ``own`` [k]: what this island sent. ``tell``: is told what arrived, if anything is."""
 
-    def __init__(self, future: Future[Mean], own: torch.Tensor) -> None:
-        self._future, self._own = future, own
+    def __init__(
+        self, future: Future[Crossed], own: torch.Tensor, tell: Callable[[list[np.ndarray]], None] | None
+    ) -> None:
+        self._future, self._own, self._tell = future, own, tell
         self._mean: Mean | None = None
 
     def wait(self) -> Mean:
         """Its result, which is kept. Raises what went wrong on the way: another island that is gone, for example."""
         if self._mean is None:
-            values, arrived = self._future.result()
+            (values, arrived), crossed = self._future.result()
+            if self._tell is not None:
+                self._tell(crossed)
             count = len(self._own)
             if arrived is not None:
                 arrived = arrived[None, :count].to(self._own.device)

@@ -43,6 +43,13 @@ class Subset:
         cycle, part = divmod(number, self._parts)
         return self._parts_of(0 if self._kind == "cyclic" else cycle)[part]
 
+    @property
+    def most(self) -> int:
+        """The most elements that a round can have."""
+        if self._fraction == 1 or self._kind == "bernoulli":
+            return self.size
+        return min(self.size, -(-self._blocks // self._parts) * self._block)
+
     def _parts_of(self, cycle: int) -> list[np.ndarray]:
         if self._partition is None or self._partition[0] != cycle:
             order = np.argsort(self._numbers(cycle), kind="stable")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.rendezvous import rendezvous
 
+from ..config_islands import ISLAND_FOLDER
 from ..errors import refuse
 
 _store: Any = None  # of all ranks that were launched; its server must not be started twice
@@ -57,9 +58,14 @@ class IslandWorld:
         own = torch.distributed.PrefixStore(f"{self._prefix}/{self.island}", _store)
         init_process_group(store=own, rank=self.rank, world_size=self.size, timeout=timeout)
 
+    @property
+    def patience(self) -> float:
+        """Seconds after which a rank gives up on another one."""
+        return self._timeout.total_seconds()
+
     def folder(self, path: str) -> str:
         """The folder of this island in ``path``."""
-        return os.path.join(path, f"island_{self.island}")
+        return os.path.join(path, ISLAND_FOLDER.format(self.island))
 
     def store(self, name: str) -> Any:
         """What the ranks with this one's place in every island write to, and nobody else. ``name``: of its use, unique."""

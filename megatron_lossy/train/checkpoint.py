@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,31 @@ class Checkpoints:
 
         Raises what :func:`megatron_lossy.files.writing` does. Then it is not there, and earlier ones are as they were.
         """
+
+        def fill(aside: Path) -> None:
+            with self._lossy.owner_weights(self._chunks):
+                scheduler = self._scheduler.state_dict()
+                said = {"iteration": iteration, "ranks": _ranks(), "scheduler": scheduler, **common}
+                self._store(self._state(is_loading=False) | said, aside)
+            self._lossy.save_replicas(aside)
+
+        self._save(folder, iteration, fill)
+
+    def save_consensus(self, folder: str, iteration: int, writes: bool) -> None:
+        """Write the mean weights of islands, and nothing else, into ``folder``, as :meth:`save` does.
+
+        A collective call of all islands, of whom one ``writes``.
+        """
+
+        def fill(aside: Path) -> None:
+            model = self._model.sharded_state_dict(metadata=self._metadata())
+            self._store({"model": model, "iteration": iteration, "ranks": _ranks()}, aside)
+
+        with self._lossy.consensus_weights(self._chunks):
+            if writes:
+                self._save(folder, iteration, fill)
+
+    def _save(self, folder: str, iteration: int, fill: Callable[[Path], None]) -> None:
         final = iteration_folder(folder, iteration)
         latest = latest_iteration(folder)
         if latest == iteration:
@@ -67,7 +92,7 @@ class Checkpoints:
             return
         aside = final.with_name(final.name + _ASIDE)
         try:
-            self._write(aside, final, iteration, common)
+            self._write(aside, final, iteration, fill)
         except (Exception, CheckpointException) as error:
             failed = machine_error(error) or _told(error) or _tried(aside)
             first = torch.distributed.get_rank() == 0
@@ -84,7 +109,7 @@ class Checkpoints:
             what = f"{failed.strerror}: the checkpoint of iteration {iteration} was not saved{kept}"
             raise OSError(failed.errno, what, folder) from None
 
-    def _write(self, aside: Path, final: Path, iteration: int, common: dict[str, Any]) -> None:
+    def _write(self, aside: Path, final: Path, iteration: int, fill: Callable[[Path], None]) -> None:
         first = torch.distributed.get_rank() == 0
         if first:
             with writing("--save", final.parent):
@@ -92,20 +117,7 @@ class Checkpoints:
                     shutil.rmtree(left, ignore_errors=True)
                 aside.mkdir(parents=True)
         torch.distributed.barrier()
-        strategy = FullyParallelSaveStrategyWrapper(
-            get_default_save_sharded_strategy("torch_dist"), self._data_parallel_group()
-        )
-        with self._lossy.owner_weights(self._chunks):
-            state = self._state(is_loading=False)
-            state |= {
-                "iteration": iteration,
-                "ranks": _ranks(),
-                "scheduler": self._scheduler.state_dict(),
-                **common,
-            }
-            with _in_this_process(), _errors_only_raised():
-                dist_checkpointing.save(state, str(aside), strategy)
-        self._lossy.save_replicas(aside)
+        fill(aside)
         torch.distributed.barrier()
         if first:
             # A folder of this name that the tracker does not name is what a killed run left.
@@ -113,6 +125,13 @@ class Checkpoints:
             publish(aside, final)
             write_text(final.parent / TRACKER, str(iteration))
         torch.distributed.barrier()
+
+    def _store(self, state: dict[str, Any], folder: Path) -> None:
+        strategy = FullyParallelSaveStrategyWrapper(
+            get_default_save_sharded_strategy("torch_dist"), self._data_parallel_group()
+        )
+        with _in_this_process(), _errors_only_raised():
+            dist_checkpointing.save(state, str(folder), strategy)
 
     def load(self, folder: str) -> dict[str, Any]:
         """Load the latest checkpoint in ``folder``; returns its ``common`` values, ``iteration`` and ``ranks``.
@@ -141,17 +160,20 @@ class Checkpoints:
         return loaded
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
-        metadata = {
-            "distrib_optim_sharding_type": "dp_reshardable",
-            "singleton_local_shards": False,
-            "chained_optim_avoid_prefix": True,
-            "dp_cp_group": self._data_parallel_group(),
-        }
+        metadata = self._metadata()
         state: dict[str, Any] = {"model": self._model.sharded_state_dict(metadata=metadata)}
         state["optimizer"] = self._optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         state["rng_state"] = ShardedObject("rng_state", rng_state(), (ranks,), (rank,))
         return state
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "distrib_optim_sharding_type": "dp_reshardable",
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": self._data_parallel_group(),
+        }
 
     @staticmethod
     def _data_parallel_group() -> torch.distributed.ProcessGroup:

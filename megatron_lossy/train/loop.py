@@ -22,6 +22,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from .. import device, hooks
 from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
+from ..config_islands import CONSENSUS_FOLDER
 from ..data import build_tokenizer, epochs
 from ..delivery_log.errors import check_recorded_errors
 from ..delivery_log.writer import claim_delivery_log
@@ -44,7 +45,7 @@ from .model import build_model, transformer_impl
 from .optimizer import build_optimizer, lr_scale
 from .process import launched_ranks
 from .records import Progress, open_writers
-from .saved import check_folders, latest_iteration, same_folder, write_settings
+from .saved import check_folders, in_folders_of_island, latest_iteration, same_folder, write_settings
 from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
 from .workers import Workers
 
@@ -54,12 +55,6 @@ def _most_iterations(config: TrainConfig, lossy_config: LossyConfig) -> int:
     iterations = lossy_config.iterations(config.train_iters)
     islands = range(lossy_config.islands if lossy_config.averages else 1)
     return max(lossy_config.local_iterations(island, iterations) for island in islands)
-
-
-def in_folders_of(island: IslandWorld, config: TrainConfig) -> TrainConfig:
-    """``config`` with what it reads and writes of the run in the folders of ``island``."""
-    named = {name: getattr(config, name) for name in ("save", "load", "metrics_dir", "tensorboard_dir")}
-    return dataclasses.replace(config, **{name: island.folder(path) for name, path in named.items() if path})
 
 
 class Diverged(RuntimeError):
@@ -92,7 +87,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     if lossy_config.averages and not virtual:
         check_real_islands(config, lossy_config)
         island = IslandWorld(lossy_config.islands, config.seed)
-        config = in_folders_of(island, config)
+        config = in_folders_of_island(config, island.island)
     if config.virtual_workers:
         VirtualRun.check(lossy_config, config.virtual_workers)
     else:
@@ -348,6 +343,10 @@ class _Run:
         progress = [dataclasses.asdict(self.progress)]
         torch.distributed.broadcast_object_list(progress)  # the seconds differ, and rank 0's are saved
         self.checkpoints.save(self.config.save, iteration, {"progress": progress[0]})
+        if self.lossy_config.save_consensus:
+            folder = self.config.save if self.islands is None else os.path.dirname(self.config.save)
+            writes = self._island()[0] == 0
+            self.checkpoints.save_consensus(os.path.join(folder, CONSENSUS_FOLDER), iteration, writes)
         self.console.note(f"  saved checkpoint of iteration {iteration:7d} to {self.config.save}")
 
     def _header(self) -> str:

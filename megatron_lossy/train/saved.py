@@ -5,12 +5,14 @@ Read before any process group exists, so that a wrong folder costs one line and 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from ..config import LossyConfig
+from ..config_islands import ISLAND_FOLDER
 from ..errors import cannot, refuse
 from ..files import check_folder, write_text, writing
 from ..flags import flag_name, identity
@@ -44,6 +46,13 @@ def settings_of(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None)
     """What makes a run what it is, as JSON gives it back. ``data``: the fingerprint of its data, if known."""
     settings = {"train": identity(config), "loss": identity(lossy), "data": data}
     return json.loads(json.dumps(settings))
+
+
+def in_folders_of_island(config: TrainConfig, island: int) -> TrainConfig:
+    """``config`` with what the run reads and writes in folders of ``island`` within those that it names."""
+    named = {name: getattr(config, name) for name in ("save", "load", "metrics_dir", "tensorboard_dir")}
+    within = ISLAND_FOLDER.format(island)
+    return dataclasses.replace(config, **{name: os.path.join(path, within) for name, path in named.items() if path})
 
 
 def same_folder(a: str | None, b: str | None) -> bool:

@@ -1,0 +1,72 @@
+"""Islands of the unmodified pretrain_gpt.py of a checkout of Megatron-LM.
+
+pytest tests/test_islands_megatron_lm.py --megatron-lm=/path/to/Megatron-LM      (about two minutes)
+"""
+
+import re
+from collections import defaultdict
+
+import pytest
+
+from tests.test_plugin_megatron_lm import pretrain
+
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.timeout(600)]
+
+AVERAGED = ["--islands", 2, "--sync-method", "parameters"]
+LATE = [*AVERAGED, "--sync-fraction", 0.25, "--sync-delay", 3]
+# With an epsilon beside which the second moment is nothing, Adam is gradient descent with momentum, to the last bit.
+DESCENT = ["--lr", 2.0**40 * 0.1, "--adam-eps", 2.0**40, "--adam-beta1", 0.5, "--weight-decay", 0, "--clip-grad", 0]
+
+
+def losses(lines):
+    """By iteration, the training losses of all islands; and the validation losses."""
+    train, valid = defaultdict(list), defaultdict(list)
+    for line in lines:
+        number = int(re.search(r"iteration +(\d+)", line)[1])
+        found = train if "nan iterations" in line else valid
+        found[number].append(float(re.search(r"lm loss(?: value)?: ([\d.E+-]+)", line)[1]))
+    return train, valid
+
+
+def test_averaged_weights_of_gradient_descent_are_averaged_gradients(megatron_lm):
+    """So each island has its part of the data, in training and evaluation, and all of an update is averaged."""
+    whole, done = pretrain(megatron_lm, *DESCENT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    islands, done = pretrain(megatron_lm, *DESCENT, *AVERAGED, "--global-batch-size", 4)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (train, valid), (both, same) = losses(whole), losses(islands)
+    assert {len(one) for one in both.values()} == {2} and len(both) == len(train) == 20
+    assert any(abs(a - b) > 1e-3 for a, b in both.values())  # of other data
+    for number, (loss,) in train.items():
+        assert sum(both[number]) / 2 == pytest.approx(loss, rel=2e-6), number
+    assert valid.keys() == same.keys() and len(set(train[20]) - set(train[1])) == 1
+    for number, values in valid.items():
+        assert same[number] == pytest.approx([value for value in values for _ in range(2)], rel=2e-6), number
+    assert "data-parallel ranks 2\n" in done.stdout and "sync wait" in done.stdout
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, tmp_path):
+    """Two islands of two ranks, which lose inside and between, with exchanges under way."""
+    flags = [*LATE, "--p-sync", 0.3, "--p-grad", 0.3, "--p-param", 0.3, "--save-replicas", "--overlap-grad-reduce"]
+    flags += ["--overlap-param-gather", "--eval-weights", "both", "--ckpt-format", "torch_dist", "--save-interval", 10]
+    whole, done = pretrain(megatron_lm, *flags, "--save", tmp_path / "whole", ranks=4)
+    assert done.returncode == 0, done.stderr[-3000:]
+    parts = ["--save", tmp_path / "parts", "--load", tmp_path / "parts"]
+    _, done = pretrain(megatron_lm, *flags, *parts, "--exit-interval", 10, ranks=4)
+    assert (tmp_path / "parts" / "island_1" / "iter_0000010").is_dir(), done.stderr[-3000:]
+    resumed, done = pretrain(megatron_lm, *flags, *parts, ranks=4)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "(consensus weights)" in resumed[-1]
+    # Megatron's first line after a resume stays in the mean that the second one reports: compare from the third on.
+    for number in range(13, 21):
+        mine, there = (sorted(one for one in lines if f" {number}/" in one) for lines in (resumed, whole))
+        assert len(mine) == 2 and mine == there, number
+
+
+def test_what_cannot_be_right_is_refused_before_training(megatron_lm, tmp_path):
+    for flags, line in (
+        (["--islands", 3, "--sync-method", "parameters"], "--islands 3: must divide the 2 data-parallel ranks"),
+        ([*LATE, "--exit-duration-in-mins", 5], "--exit-duration-in-mins: cannot go with --islands"),
+    ):
+        _, done = pretrain(megatron_lm, *flags)
+        assert f"error: {line}" in done.stderr and "iteration        1/" not in done.stdout
