@@ -20,7 +20,7 @@ from ..exchange import Exchange, Stream
 from ..monitor.window import of_all_ranks
 from ..sync import Copies, FullReplicas, Gradients, RankPeers, Replica
 from .buckets import buckets_by_stream, owned_ranges, used_ranges
-from .versions import tensor_group
+from .versions import main_gradients, tensor_group
 
 
 @dataclass
@@ -179,7 +179,7 @@ class RankReplica:
             optimizers = self._optimizers()
             mains = main_parameters(optimizers)
             gradients = [
-                Gradients(one.stream, peers, partial(_buffers, one))
+                Gradients(one.stream, peers, partial(_read, one))
                 for one, peers in zip(self._streams, self._peers, strict=True)
             ]
             copies = [
@@ -241,8 +241,13 @@ class RankReplica:
         return [*hits, *self.together.take()]
 
 
-def _buffers(one: ReplicaStream) -> list[list[torch.Tensor]]:
-    return [[bucket.grad_data for bucket in one.buckets]]
+def _read(one: ReplicaStream) -> list[list[list[torch.Tensor]]]:
+    """What the optimizer reads of each bucket: from megatron-core 0.17 on not only the buffer.
+
+    Parameters whose micro-batches are added up in float32 have a gradient of their own. Megatron copies what was
+    reduced into it, and adds up the gradients of tied embeddings there.
+    """
+    return [[[bucket.grad_data, *main_gradients(bucket)] for bucket in one.buckets]]
 
 
 def _replica(one: ReplicaStream, mains: dict[torch.nn.Parameter, tuple[torch.Tensor, Any]]) -> Replica:
