@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+from megatron_lossy.delivery_log.verify import verify
 from tests.ranks import RankFailed, run_ranks
 from tests.tiny_gpt import TinyGPT, missing
 
@@ -191,8 +193,6 @@ def test_two_virtual_workers_are_two_ranks_bit_for_bit(part):
         assert apart != repaired or config.param_sync_interval, name
 
 
-def test_three_virtual_workers_follow_ranks_within_rounding():
-    cases = [(name, *CASES[name]) for name in ("noise", "mean, bf16, of all", "repaired by mean")]
 def test_one_replica_has_no_errors():
     """Nothing is reduced. What happens to one rank happens to one virtual worker."""
     flips = LossyConfig(grad_error="bit-flip", grad_error_flips=50)
@@ -205,12 +205,27 @@ def test_one_replica_has_no_errors():
         same(real[name]["weights"], real["plain"]["weights"])
 
 
+def test_three_virtual_workers_follow_ranks_within_rounding():
+    cases = [(name, *CASES[name]) for name in ("noise", "mean, bf16, of all", "repaired by mean")]
     ranks = run_ranks(on_ranks, 3, cases, 4)
     [virtual] = run_ranks(virtually, 1, 3, cases, 4)
     for name, _, _ in cases:
         for worker, told in enumerate(ranks):
             for parameter, value in told[name]["weights"].items():
                 np.testing.assert_allclose(virtual[name]["weights"][worker][parameter], value, rtol=2e-3, atol=1e-4)
+
+
+def test_what_an_all_reduce_lost_can_be_drawn_again(tmp_path):
+    """A log has digests of packets in the place of bitmaps, also of the half that loses at the rate of gradients."""
+    config = dataclasses.replace(LOST, loss_unit="packet", packet_bytes=64, delivery_log=str(tmp_path))
+    run_ranks(virtually, 1, 2, [("lost", full(), config)], 3)
+    log = DeliveryLogFolder(tmp_path)
+    verdict = verify(log)
+    assert verdict.problems == [] and verdict.rows == 2 * 2 * 3
+    rows = log.files[0].read(0)
+    assert (rows.lost[rows.phase == "param"] > 0).all() and not rows.bitmap.is_valid().to_numpy(
+        zero_copy_only=False
+    ).any()
 
 
 # --- what repair guarantees ----------------------------------------------------------------------------------------
@@ -261,21 +276,6 @@ def test_a_rare_error_leaves_the_clean_run_bit_for_bit(hits):
         assert told["metrics"]["gradient mismatches"] == len(hits)
 
 
-def test_two_of_four_that_are_hit_alike_elsewhere_are_no_majority():
-    hits = [(1, 0, 0, 13), (1, 3, 0, 13)]
-    told = run_ranks(hit_once, 4, 4, full(), hits, "repair", 3)
-    assert told[0]["metrics"]["gradient mismatches"] == 1
-    for one in told[1:]:
-        same(one["weights"], told[0]["weights"])
-
-
-def test_abort_names_ranks_and_buckets():
-    with pytest.raises(
-        RankFailed, match=r"--replica-check abort: replicas have different gradients of dense.* bucket 0 \(ranks 1\)"
-    ):
-        run_ranks(hit_once, 3, 3, full(), [(1, 1, 0, 3)], "abort", 3)
-
-
 #: Micro-batches are added up in float32, gradients reduced in bfloat16: the optimizer reads copies of what was reduced.
 APART = {"param_name_patterns_for_fp32_local_accumulation": ("all",)}
 
@@ -300,6 +300,21 @@ def test_gradients_apart_need_real_ranks():
         pytest.skip(why)
     with pytest.raises(RankFailed, match="--ddp-param-name-patterns-for-fp32-local-accumulation: virtual workers take"):
         run_ranks(virtually, 1, 2, [("", tiny, NOISE)], 1)
+
+
+def test_two_of_four_that_are_hit_alike_elsewhere_are_no_majority():
+    hits = [(1, 0, 0, 13), (1, 3, 0, 13)]
+    told = run_ranks(hit_once, 4, 4, full(), hits, "repair", 3)
+    assert told[0]["metrics"]["gradient mismatches"] == 1
+    for one in told[1:]:
+        same(one["weights"], told[0]["weights"])
+
+
+def test_abort_names_ranks_and_buckets():
+    with pytest.raises(
+        RankFailed, match=r"--replica-check abort: replicas have different gradients of dense.* bucket 0 \(ranks 1\)"
+    ):
+        run_ranks(hit_once, 3, 3, full(), [(1, 1, 0, 3)], "abort", 3)
 
 
 # --- every setting of Megatron -------------------------------------------------------------------------------------

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
-from ..config import PHASES
+from ..config import PHASES, LossyConfig
 from ..config_islands import SYNC_PHASES
 from ..exchange import Exchange, Stream
 from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows
 from .replay import Redrawn
-
-
-@dataclass
-class Verdict:
-    """``problems``: one line each, empty if all is well. ``rows`` that were read. ``usable``: by rank, up to where.
-
-    ``usable`` has the inclusive range of iterations before the first problem or gap, ``None`` without any.
-    """
-
-    problems: list[str] = field(default_factory=list)
-    rows: int = 0
-    usable: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+from .verdict import Verdict
 
 
 def verify(folder: DeliveryLogFolder) -> Verdict:
@@ -53,7 +40,7 @@ def verify(folder: DeliveryLogFolder) -> Verdict:
 
 def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redrawn) -> int:
     reference = next(iter(folder.ranks.values()))[0]
-    if file is not reference and _loss_of(reference) not in (None, file.meta.loss):
+    if file is not reference and _config_of(reference) not in (None, file.meta.config):
         raise BadLog(file.path, file.first, f"is of a run with other loss flags than {reference.path.name}")
     if file.meta.rank != file.rank:
         raise BadLog(file.path, file.first, f"was written by rank {file.meta.rank}")
@@ -66,9 +53,9 @@ def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redrawn) -> i
     return count
 
 
-def _loss_of(file: LogFile) -> dict | None:
+def _config_of(file: LogFile) -> LossyConfig | None:
     try:
-        return file.meta.loss
+        return file.meta.config
     except BadLog:
         return None  # reported where it is checked itself
 
@@ -122,14 +109,3 @@ def _missing_ranks(folder: DeliveryLogFolder) -> list[str]:
     except BadLog:
         return []  # reported already
     return missing
-
-
-def verdict_text(folder: DeliveryLogFolder, verdict: Verdict) -> str:
-    """The verdict for people."""
-    usable = list(verdict.usable.values())
-    if any(part is None for part in usable):
-        rest = "no iteration is usable for all ranks"
-    else:
-        first, last = max(part[0] for part in usable), min(part[1] for part in usable)
-        rest = f"iterations {first} to {last} are usable for all ranks"
-    return "\n".join([*verdict.problems, f"{folder.path}: {verdict.rows:,} good records; {rest}"])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..channel.corruption import Corruption, Errors, Hit, check_bits
+from ..channel.corruption import Corruption, Errors, Reduction, check_bits
 from ..config import LossyConfig
 from ..exchange import Exchange, Stream
 from ..monitor.window import of_all_ranks
@@ -234,11 +234,15 @@ class RankReplica:
         return [[one] for one, peers in zip(sums, self._peers, strict=True) if peers.size > 1]
 
     def take(self, step: int) -> list[Any]:
-        """What has happened in ``step``: :class:`Hit`, :class:`Mismatch`, :class:`Synced`."""
-        hits: list[Hit] = [hit for errors in self._errors for hit in errors.take(step)]
-        if self._config.grad_error_at == "reduce":  # the same everywhere
-            hits = hits if self._peers[0].local[0] == 0 else []
-        return [*hits, *self.together.take()]
+        """What has happened in ``step``: :class:`Reduction`, :class:`Mismatch`, :class:`Synced`."""
+        everywhere = self._config.grad_error_at == "reduce"  # the same, of which the first replica tells
+        reductions: list[Reduction] = [
+            one
+            for errors, peers in zip(self._errors, self._peers, strict=True)
+            for one in errors.take(step)
+            if not everywhere or peers.local[0] == 0
+        ]
+        return [*reductions, *self.together.take()]
 
 
 def _read(one: ReplicaStream) -> list[list[list[torch.Tensor]]]:

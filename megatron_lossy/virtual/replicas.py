@@ -184,9 +184,9 @@ class VirtualReplicas(VirtualRun):
 
     def happened(self) -> list[Any]:
         once = 1 if self.config.grad_error_at == "reduce" else self.workers
-        hits = [hit for errors in self._errors for one in errors[:once] for hit in one.take(self.iteration)]
+        reductions = [one for errors in self._errors for own in errors[:once] for one in own.take(self.iteration)]
         together = self.full_replicas
-        return hits if together is None else [*hits, *together.take()]
+        return reductions if together is None else [*reductions, *together.take()]
 
     @property
     def full_replicas(self) -> FullReplicas | None:
