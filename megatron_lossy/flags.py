@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any, TypeVar
 
-from .errors import refuse
+from .errors import UsageError, refuse
 
 Config = TypeVar("Config")
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
@@ -40,6 +40,26 @@ def identity(config: Any) -> dict[str, Any]:
     """The settings that make a run what it is; a folder with others of them holds another run."""
     incidental = incidental_fields(type(config))
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in incidental}
+
+
+def difference(cls: type, saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
+    """In which flag of ``cls`` the identity ``saved`` is another than ``here``, in words; ``None`` if in none.
+
+    ``saved`` may be of an earlier version, and of JSON: a flag that came later had its default.
+    """
+    try:
+        known = identity(of_flags(cls, saved))
+    except UsageError as error:
+        return f"with flags that are refused here: {error}"
+    for name, now in here.items():
+        there = _plain(known[name])
+        if there != _plain(now):
+            return f"{flag_name(cls, name)} was {there} there and is {_plain(now)} here"
+    return None
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def of_flags(cls: type[Config], settings: Mapping[str, Any]) -> Config:

@@ -18,7 +18,7 @@ import torch
 
 from .config import PHASES, LossyConfig
 from .delivery_log.boundaries import BoundaryLog
-from .delivery_log.errors import ErrorLog
+from .delivery_log.error_log import ErrorLog
 from .delivery_log.writer import DeliveryLog
 from .errors import UsageError, refuse
 from .exchange import Delivery
@@ -206,7 +206,7 @@ class Run(ABC):
 
     def happened(self) -> list[Any]:
         """What happened in this iteration beside its exchanges; see :meth:`Observer.happened`."""
-        return [hit for group in self.groups if group.errors is not None for hit in group.errors.take(self.iteration)]
+        return [one for group in self.groups if group.errors is not None for one in group.errors.take(self.iteration)]
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 

@@ -68,7 +68,8 @@ class FullReplicas:
                 hit(number, gradients)
             received.append(gradients)
         if self.config.replica_check == "repair":
-            self.repaired.append(repair(self.peers, received, compare(self.peers, received)))
+            buckets = [[[one] for one in own] for own in received]
+            self.repaired.append(repair(self.peers, buckets, compare(self.peers, buckets)))
         if not skip:
             squares = [[sum(float(g.double().square().sum()) for g in own) for own in received]]
             self.synchroniser.arrive(squares)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.channel.corruption import Event, apply, check_bits, digest, make_corruption
+from megatron_lossy.channel.corruption import Errors, Event, apply, check_bits, digest, make_corruption
 from megatron_lossy.channel.draws import _exchange_word
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
@@ -198,6 +198,39 @@ def test_recorded_errors_come_back():
     flip = dataclasses.replace(happened[0], kind="bit-flip", elements=(100,), bits=(0,))
     with pytest.raises(UsageError, match="is of another model"):
         make_corruption(config, [flip]).events(exchange(flip.iteration), flip.rank, SIZES, 32)
+
+
+def test_a_replay_says_once_that_gradients_are_others(caplog):
+    config = LossyConfig(grad_error="trace", grad_error_trace="folder")
+    flip = Event(3, Stream(), 0, 1, "bit-flip", elements=(2,), bits=(30,))
+    right = buffers()[0]
+    apply(right, flip)
+    ranges = [np.array([[0, size]]) for size in SIZES]
+    for recorded, other in ((digest(right), 0), (b"", 0), (b"12345678", 2)):
+        replay = make_corruption(config, [dataclasses.replace(flip, digest=recorded)])
+        for _ in range(2):
+            errors = Errors(replay, 1, ranges, 32)
+            errors.hit(exchange(3), 0, buffers()[0])
+            [reduction] = errors.take(3)
+            assert [hit.event for hit in reduction.hits] == [flip]
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == bool(other), said
+    assert said[0].startswith("--grad-error-trace folder: after the error in iteration 3 the gradient of rank 1 is not")
+
+
+def test_what_happened_is_told_once():
+    """Also that nothing did, and that an error in units of no gradient was nothing."""
+    ranges = [np.array([[0, size]]) for size in SIZES]
+    errors = Errors(model(grad_error="gaussian", grad_error_relative=1.0, grad_error_rate=0.5), 1, ranges, 32)
+    hits = []
+    for t in range(20):
+        for bucket, buffer in enumerate(buffers()):
+            errors.hit(exchange(t), bucket, buffer * (bucket != 1))
+        assert errors.take(t + 1) == []
+        [reduction] = errors.take(t)
+        assert errors.take(t) == [] and (reduction.sizes, reduction.width, reduction.rank) == (tuple(SIZES), 32, 1)
+        hits.append(([hit.event.bucket for hit in reduction.hits], list(reduction.spared)))
+    assert hits.count(([0, 2], [1])) + hits.count(([], [])) == 20 and {len(one) for one, _ in hits} == {0, 2}
 
 
 def test_a_digest_tells_buffers_apart():

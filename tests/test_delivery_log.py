@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.schema import RUN, pack, unpack
+from megatron_lossy.delivery_log.schema import RUN, Meta, pack, unpack
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
@@ -304,6 +305,46 @@ def test_a_folder_with_another_run_is_refused(tmp_path):
         claim_delivery_log(config, 3, True, run)
     with pytest.raises(UsageError, match="must be a folder that can be written to"):
         claim_delivery_log(dataclasses.replace(config, delivery_log=__file__), 3, False, run)
+
+
+def of_an_earlier_version(folder):
+    """Take from the log in ``folder`` every flag that has its default, as if there had been none."""
+    import pyarrow.parquet as pq
+
+    default = json.loads(json.dumps(dataclasses.asdict(LossyConfig())))
+    note = json.loads((folder / RUN).read_text())
+    note["loss"] = {name: value for name, value in note["loss"].items() if value != default[name]}
+    (folder / RUN).write_text(json.dumps(note))
+    for path in folder.glob("*.parquet"):
+        file = pq.ParquetFile(path)
+        table, meta = file.read(), Meta.decode(file.metadata.metadata)
+        with pq.ParquetWriter(path, file.schema_arrow, store_schema=False) as writer:
+            writer.write_table(table)
+            writer.add_key_value_metadata(dataclasses.replace(meta, loss=note["loss"]).encode())
+    return note["loss"]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_flag_that_a_log_does_not_know_had_its_default(tmp_path, unit):
+    """Verified, replayed and continued as ever; and still it is another run where such a flag is another."""
+    config = LossyConfig(**LOSSY, **UNITS[unit], delivery_log=str(tmp_path))
+    run = {"hidden_size": 64}
+    claim_delivery_log(config, 3, False, run)
+    truth = write(tmp_path, config, 3, 6, ranks=range(3))
+    assert of_an_earlier_version(tmp_path).keys() == LOSSY.keys() | UNITS[unit].keys() - {"delivery_log_bitmaps"}
+    assert verdict(tmp_path).problems == []
+    for exchange, arrived in truth.items():
+        units = arrived.shape[-1]
+        np.testing.assert_array_equal(replayed(tmp_path, exchange, config, 3, units), arrived)
+    claim_delivery_log(config, 3, True, run | {"use_distributed_optimizer": True})  # what nobody noted is not known
+    for changes, message in (
+        ({"grad_error": "bit-flip", "grad_error_at": "reduce"}, "--grad-error was none there and is bit-flip here"),
+        ({"lossy_self": True}, "--lossy-self was False there and is True here"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            claim_delivery_log(dataclasses.replace(config, **changes), 3, True, run)
+    write(tmp_path, config, 3, 9, first=5, ranks=range(3))
+    assert verdict(tmp_path).problems == [] and verdict(tmp_path).usable == dict.fromkeys(range(3), (0, 8))
 
 
 # --- broken logs ---------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+from megatron_lossy.delivery_log.verify import verify
 from tests.ranks import RankFailed, run_ranks
-from tests.tiny_gpt import TinyGPT
+from tests.tiny_gpt import TinyGPT, missing
 
 STEPS = 6
 TRAINED = ("loss", "norm", "weights")
@@ -192,6 +194,18 @@ def test_two_virtual_workers_are_two_ranks_bit_for_bit(part):
         assert apart != repaired or config.param_sync_interval, name
 
 
+def test_one_replica_has_no_errors():
+    """Nothing is reduced. What happens to one rank happens to one virtual worker."""
+    flips = LossyConfig(grad_error="bit-flip", grad_error_flips=50)
+    flags = {"plain": LossyConfig(), "noise": NOISE, "reduce": changed(grad_error_at="reduce"), "flips": flips}
+    cases = [(name, full(), config) for name, config in flags.items()]
+    [real] = run_ranks(on_ranks, 1, cases, 3)
+    [virtual] = run_ranks(virtually, 1, 1, cases, 3)
+    for name in flags:
+        same(virtual[name]["weights"][0], real[name]["weights"])
+        same(real[name]["weights"], real["plain"]["weights"])
+
+
 def test_three_virtual_workers_follow_ranks_within_rounding():
     cases = [(name, *CASES[name]) for name in ("noise", "mean, bf16, of all", "repaired by mean")]
     ranks = run_ranks(on_ranks, 3, cases, 4)
@@ -200,6 +214,19 @@ def test_three_virtual_workers_follow_ranks_within_rounding():
         for worker, told in enumerate(ranks):
             for parameter, value in told[name]["weights"].items():
                 np.testing.assert_allclose(virtual[name]["weights"][worker][parameter], value, rtol=2e-3, atol=1e-4)
+
+
+def test_what_an_all_reduce_lost_can_be_drawn_again(tmp_path):
+    """A log has digests of packets in the place of bitmaps, also of the half that loses at the rate of gradients."""
+    config = dataclasses.replace(LOST, loss_unit="packet", packet_bytes=64, delivery_log=str(tmp_path))
+    run_ranks(virtually, 1, 2, [("lost", full(), config)], 3)
+    log = DeliveryLogFolder(tmp_path)
+    verdict = verify(log)
+    assert verdict.problems == [] and verdict.rows == 2 * 2 * 3
+    rows = log.files[0].read(0)
+    assert (rows.lost[rows.phase == "param"] > 0).all() and not rows.bitmap.is_valid().to_numpy(
+        zero_copy_only=False
+    ).any()
 
 
 # --- what repair guarantees ----------------------------------------------------------------------------------------
@@ -223,7 +250,9 @@ def hit_once(rank, size, tiny, hits, mode, steps):
                 if (when, who, which) == (step, rank, number):
                     flat = bucket.grad_data
                     if isinstance(how, int):
-                        flat[7:8].view(torch.int32).bitwise_xor_(1 << how if how < 31 else -(2**31))
+                        width, whole = {4: (32, torch.int32), 2: (16, torch.int16)}[flat.element_size()]
+                        mask = 1 << how % width
+                        flat[7:8].view(whole).bitwise_xor_(mask if how % width < width - 1 else -mask)
                     else:
                         flat[5] = how
 
@@ -250,6 +279,32 @@ def test_a_rare_error_leaves_the_clean_run_bit_for_bit(hits, clean):
         same({k: told[k] for k in TRAINED}, {k: expected["plain"][k] for k in TRAINED})
         assert told["metrics"]["gradient repairs by majority"] == len(hits)
         assert told["metrics"]["gradient mismatches"] == len(hits)
+
+
+#: Micro-batches are added up in float32, gradients reduced in bfloat16: the optimizer reads copies of what was reduced.
+APART = {"param_name_patterns_for_fp32_local_accumulation": ("all",)}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_replicas_are_repaired_where_the_optimizer_reads(overlap):
+    tiny = full(dtype="bf16", grads_in_fp32=False, accumulation=2, ddp=APART, **(BUCKETS if overlap else {}))
+    why = missing(tiny)
+    if why:
+        pytest.skip(why)
+    hits = [(1, 1, bucket, bit) for bucket, bit in ((0, 30), (1, 22))[: 1 + overlap]]
+    clean = run_ranks(on_ranks, 3, [("plain", tiny, None)], 4)
+    for told, expected in zip(run_ranks(hit_once, 3, 3, tiny, hits, "repair", 4), clean, strict=True):
+        same({k: told[k] for k in TRAINED}, {k: expected["plain"][k] for k in TRAINED})
+        assert told["metrics"]["gradient repairs by majority"] == len(hits)
+
+
+def test_gradients_apart_need_real_ranks():
+    tiny = full(dtype="bf16", grads_in_fp32=False, ddp=APART)
+    why = missing(tiny)
+    if why:
+        pytest.skip(why)
+    with pytest.raises(RankFailed, match="--ddp-param-name-patterns-for-fp32-local-accumulation: virtual workers take"):
+        run_ranks(virtually, 1, 2, [("", tiny, NOISE)], 1)
 
 
 def test_two_of_four_that_are_hit_alike_elsewhere_are_no_majority():

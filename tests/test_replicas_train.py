@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lossy.delivery_log.errors import error_files, read_events
+from megatron_lossy.delivery_log.verify_errors import verify_errors
 from megatron_lossy.errors import UsageError
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
@@ -111,10 +112,13 @@ def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
     curves["replay"] = [r["lm loss"] for r in read_records(tmp_path / "replay", "train")]
     assert curves["real"] == curves["virtual"] == curves["replay"]
     recorded = {
-        name: sorted(((repr(event), digest) for path, *_ in error_files(folder) for event, digest in read_events(path)))
+        name: sorted(repr(event) for path, *_ in error_files(folder) for event in read_events(path))
         for name, folder in logs.items()
     }
     assert recorded["real"] and recorded["real"] == recorded["virtual"] == recorded["replay"]
+    for folder in logs.values():
+        verdict = verify_errors(folder)
+        assert verdict.problems == [] and verdict.rows >= len(recorded["real"]) and not verdict.unchecked
 
 
 SHARDED = {"use_distributed_optimizer": True}

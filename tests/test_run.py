@@ -103,6 +103,23 @@ def test_replicas_that_version_0_1_0_saved_are_restored(rule, tmp_path):
     assert again == [report for _, report in saved]
 
 
+def test_flags_that_saved_replicas_do_not_know_had_their_defaults(tmp_path):
+    saved = run_ranks(save_and_go_on, 2, OVERLAPPED, CONFIG, str(tmp_path))
+    later = ("--grad-error", "--param-sync", "--replica-check", "--allow-divergence", "--param-send", "--islands")
+    for rank in range(2):
+        file = tmp_path / run.REPLICAS / f"rank_{rank:05d}.pt"
+        state = torch.load(file, weights_only=True)
+        known = {name: value for name, value in state["identity"].items() if not name.startswith(later)}
+        assert len(known) < len(state["identity"]) - 20
+        torch.save(state | {"identity": known}, file)
+    weights = [weights for weights, _ in saved]
+    again = run_ranks(resume_rank, 2, OVERLAPPED, CONFIG, str(tmp_path), weights)
+    assert again == [report for _, report in saved]
+    other = dataclasses.replace(CONFIG, param_send="compensated")
+    with pytest.raises(RankFailed, match="--param-send was plain there and is compensated here"):
+        run_ranks(resume_rank, 2, OVERLAPPED, other, str(tmp_path), weights)
+
+
 def virtual_run(rank, config, folder, half=None):
     """Losses of the third and fourth of four steps; saved after two, or gone on from what ``half`` wrote there."""
     from megatron_lossy.virtual import VirtualCluster

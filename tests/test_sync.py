@@ -190,8 +190,13 @@ def test_the_majority_is_of_all_and_finite(fingerprints, whole, expected):
 # --- repair ----------------------------------------------------------------------------------------------------------
 
 
-def _received(size, buckets=3):
-    return [[_tensor(bucket) for bucket in range(buckets)] for _ in range(size)]
+def buckets(received):
+    """Of each replica, of each bucket its tensors: one."""
+    return [[[one] for one in own] for own in received]
+
+
+def _received(size, count=3):
+    return [[_tensor(bucket) for bucket in range(count)] for _ in range(size)]
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -205,12 +210,30 @@ def test_a_majority_is_right_bit_for_bit(size, hit):
         else:
             victim.view(torch.int32)[17 * bucket] ^= (1 << hit) - (2**32 if hit == 31 else 0)
     peers = LocalPeers(size)
-    compared = compare(peers, received)
+    compared = compare(peers, buckets(received))
     assert not compared.equal and compared.differing.tolist() == [0, 1, 2]
     assert [compared.outside(bucket) for bucket in range(3)] == [[0], [1], [2]]
-    assert repair(peers, received, compared) == dict.fromkeys(range(3), "majority")
+    assert repair(peers, buckets(received), compared) == dict.fromkeys(range(3), "majority")
     assert all(torch.equal(one, right) for own in received for one, right in zip(own, clean))
-    assert compare(peers, received).equal and repair(peers, received, compare(peers, received)) == {}
+    assert (
+        compare(peers, buckets(received)).equal
+        and repair(peers, buckets(received), compare(peers, buckets(received))) == {}
+    )
+
+
+def test_all_tensors_of_a_bucket_are_compared_and_repaired():
+    """Where gradients are beside the buffer: of other dtypes and shapes, and hit where the buffer is not."""
+    own = [[[_tensor(0).bfloat16(), _tensor(1)[:12].view(3, 4)], [_tensor(2)]] for _ in range(3)]
+    own[2][0][1][1, 2] = 7.0
+    clean = own[0][0][1].clone()
+    compared = compare(LocalPeers(3), own)
+    assert compared.differing.tolist() == [0] and compared.outside(0) == [2]
+    assert repair(LocalPeers(3), own, compared) == {0: "majority"}
+    assert all(torch.equal(one[0][1], clean) for one in own) and compare(LocalPeers(3), own).equal
+    for number, one in enumerate(own):
+        one[0][0][4], one[0][1][0, 0] = number, (torch.inf, 1.0, 3.0)[number]
+    assert repair(LocalPeers(3), own, compare(LocalPeers(3), own)) == {0: "mean"}
+    assert all((one[0][0][4], one[0][1][0, 0]) == (1.5, 2.0) for one in own)  # of the two that are finite
 
 
 def test_two_that_are_hit_alike_at_different_places_are_no_majority():
@@ -219,7 +242,7 @@ def test_two_that_are_hit_alike_at_different_places_are_no_majority():
     for number, place in ((0, 5), (1, 800)):
         received[number][0].view(torch.int32)[place] ^= 1 << 20
     mean = (received[0][0] + received[1][0] + received[2][0]) / 3
-    assert repair(LocalPeers(3), received, compare(LocalPeers(3), received)) == {0: "mean"}
+    assert repair(LocalPeers(3), buckets(received), compare(LocalPeers(3), buckets(received))) == {0: "mean"}
     assert all(torch.equal(own[0], mean) for own in received)
 
 
@@ -227,14 +250,14 @@ def test_without_a_majority_the_finite_ones_are_averaged():
     received = [[_tensor(number)] for number in range(4)]
     received[1][0][3] = torch.nan
     mean = (received[0][0] + received[2][0] + received[3][0]) / 3
-    assert repair(LocalPeers(4), received, compare(LocalPeers(4), received)) == {0: "mean"}
+    assert repair(LocalPeers(4), buckets(received), compare(LocalPeers(4), buckets(received))) == {0: "mean"}
     assert all(torch.equal(own[0], mean) for own in received)
     for own, value in zip(received, (torch.inf, torch.nan, -torch.inf, torch.nan)):
         own[0][:] = _tensor(0)
         own[0][int(value == torch.inf)] = value
     received[3][0][9] = 1
-    repair(LocalPeers(4), received, compare(LocalPeers(4), received))
-    assert compare(LocalPeers(4), received).equal and not finite(received[0])
+    repair(LocalPeers(4), buckets(received), compare(LocalPeers(4), buckets(received)))
+    assert compare(LocalPeers(4), buckets(received)).equal and not finite(received[0])
 
 
 def _repaired(rank, size):
@@ -244,8 +267,8 @@ def _repaired(rank, size):
     for number, own in zip(peers.local, received):
         if number == 1:
             own[1][4] = torch.inf
-    compared = compare(peers, received)
-    done = repair(peers, received, compared)
+    compared = compare(peers, buckets(received))
+    done = repair(peers, buckets(received), compared)
     return done, compared.differing.tolist(), [[one.numpy() for one in own] for own in received]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
 import json
 import math
@@ -315,6 +316,16 @@ def test_folders_of_other_runs_are_refused(data, tmp_path):
     )
     assert "(--p-grad was 0.0 there and is 0.1 here)" in refusal({"p_grad": 0.1}, load=str(run))
     assert "holds another run (--lr was" in refusal(metrics_dir=str(run), save=None, lr=2e-2)
+    # A flag that the run did not know yet had its default.
+    settings = json.loads((run / "settings.json").read_text())
+    default = {"train": {f.name: f.default for f in dataclasses.fields(TrainConfig)}, "loss": vars(LossyConfig())}
+    for part, known in json.loads(json.dumps(default)).items():
+        settings[part] = {name: value for name, value in settings[part].items() if value != known[name]}
+    (run / "settings.json").write_text(json.dumps(settings))
+    assert "lr" in settings["train"] and not settings["loss"]
+    assert refusal() == f"--save {run}: holds a run with these settings; --load it as well to continue"
+    assert "(--grad-error was none there and is bit-flip here)" in refusal({"grad_error": "bit-flip"}, load=str(run))
+    assert "(--use-distributed-optimizer was True there" in refusal(use_distributed_optimizer=False, load=str(run))
     fresh = {"save": str(tmp_path / "fresh"), "load": str(run)}
     assert refusal(**fresh, hidden_size=128) == f"--load {run}: --hidden-size was 64 there and is 128 here"
     assert "--pipeline-model-parallel-size was 1" in refusal(**fresh, pipeline_model_parallel_size=2)

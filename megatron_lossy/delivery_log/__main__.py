@@ -8,8 +8,9 @@ from pathlib import Path
 
 from ..errors import ArgumentParser, check_package, refuse, usage_errors
 from ..files import writing
+from .errors import error_files
 from .reader import BadLog, DeliveryLogFolder
-from .schema import check_pyarrow
+from .schema import check_pyarrow, parse_name
 
 PROGRAM = "megatron_lossy.delivery_log"
 _SUFFIXES = (".png", ".pdf", ".svg")
@@ -35,11 +36,30 @@ def _parser() -> ArgumentParser:
 
 
 def _open(folder: str) -> DeliveryLogFolder:
-    check_pyarrow("DIR", folder)
     try:
         return DeliveryLogFolder(Path(folder))
     except FileNotFoundError:
-        raise refuse("DIR", folder, "must be a folder that --delivery-log wrote") from None
+        what = (
+            "holds errors and no deliveries"
+            if error_files(Path(folder))
+            else "must be a folder that --delivery-log wrote"
+        )
+        raise refuse("DIR", folder, what) from None
+
+
+def _verify(folder: str) -> bool:
+    """Print what is wrong with deliveries and errors; whether nothing is."""
+    from .verify import verify
+    from .verify_errors import verify_errors
+
+    verdicts = []
+    if not error_files(Path(folder)) or any(map(parse_name, Path(folder).iterdir())):
+        verdicts.append(verify(_open(folder)))
+    if error_files(Path(folder)):
+        verdicts.append(verify_errors(Path(folder)))
+    for verdict in verdicts:
+        print(verdict.text(Path(folder)))
+    return not any(verdict.problems for verdict in verdicts)
 
 
 def _plot(folder: DeliveryLogFolder, stream: str | None, out: Path) -> None:
@@ -62,13 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command."""
     with usage_errors(PROGRAM):
         namespace = _parser().parse_args(sys.argv[1:] if arguments is None else arguments)
-        folder = _open(namespace.folder)
+        check_pyarrow("DIR", namespace.folder)
         if namespace.command == "verify":
-            from .verify import verdict_text, verify
-
-            verdict = verify(folder)
-            print(verdict_text(folder, verdict))
-            sys.exit(1 if verdict.problems else 0)
+            sys.exit(0 if _verify(namespace.folder) else 1)
+        folder = _open(namespace.folder)
         try:
             if namespace.command == "summary":
                 from .summary import summary_text

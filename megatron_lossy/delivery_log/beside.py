@@ -61,9 +61,13 @@ class RowsBeside(Observer):
     def columns() -> pyarrow.Schema:
         """The columns, in order; ``iteration`` is among them."""
 
-    def note(self) -> bytes | None:
-        """What a file says about all of its rows, if anything."""
+    def note(self, table: pyarrow.Table) -> bytes | None:
+        """What a file says about all of its rows, ``table``, if anything. The next file is about later ones."""
         return None
+
+    def cut(self, note: bytes | None, table: pyarrow.Table, iteration: int) -> bytes | None:
+        """What remains true of ``note`` where only ``table``, the rows before ``iteration``, remains. Raises ``ValueError``."""
+        return note
 
     @property
     def rank(self) -> int:
@@ -74,8 +78,6 @@ class RowsBeside(Observer):
 
     def add(self, iteration: int, **row: Any) -> None:
         """Record a row of an iteration that is not over yet."""
-        if not self._checked:
-            self._check_free()
         self._rows.append({"iteration": iteration, **row})
 
     def _check_free(self) -> None:
@@ -85,6 +87,8 @@ class RowsBeside(Observer):
             raise refuse(_FLAG, self._folder, "holds the log of a run; choose another folder")
 
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
+        if not self._checked:
+            self._check_free()
         self._end = iteration + 1
         if self._end - self._first >= self._config.delivery_log_chunk or len(self._rows) >= _MOST_ROWS:
             self.save()
@@ -100,10 +104,12 @@ class RowsBeside(Observer):
             if rank == self.rank and last >= iteration:
                 if first < iteration:
                     try:
-                        kept, note = pq.read_table(path, schema=self.columns()), note_of(path)
-                    except (OSError, ValueError) as error:  # Arrow's own errors are among them
+                        rows = pq.read_table(path, schema=self.columns())
+                        kept = rows.filter(pc.field("iteration") < iteration)
+                        note = self.cut(note_of(path), kept, iteration)
+                    except (OSError, ValueError, KeyError) as error:  # Arrow's own errors are among them
                         raise refuse(_FLAG, path, f"cannot be continued: {' '.join(str(error).split())}") from None
-                    self._write(first, iteration - 1, kept.filter(pc.field("iteration") < iteration), note)
+                    self._write(first, iteration - 1, kept, note)
                 path.unlink()
 
     def save(self) -> None:
@@ -113,7 +119,7 @@ class RowsBeside(Observer):
 
         over = [row for row in self._rows if row["iteration"] < self._end]
         table = pa.Table.from_pylist(over, schema=self.columns())
-        self._write(self._first, self._end - 1, table, self.note())
+        self._write(self._first, self._end - 1, table, self.note(table))
         # What is there already of the next one: the last gather of an iteration may be over after messages of the next.
         self._rows = [row for row in self._rows if row["iteration"] >= self._end]
         self._first = self._end

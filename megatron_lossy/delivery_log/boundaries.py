@@ -81,7 +81,7 @@ class BoundaryLog(RowsBeside):
             bitmap=schema.pack(~fate.lost[None])[0].tobytes() if zeros and self._bitmaps else None,
         )
 
-    def note(self) -> bytes:
+    def note(self, table: pyarrow.Table) -> bytes:
         loss = schema.loss_identity(self._config)
         return json.dumps(
             {"format": FORMAT, "rank": self.rank, "version": __version__, "loss": loss, "layers": self._layers}

@@ -1,28 +1,33 @@
-"""The log of errors in reduced gradients and of what was done about replicas that differ (docs/corruption.md).
+"""The format of the log of errors in gradients and of what was done about replicas that differ (docs/corruption.md).
 
-Beside the delivery log, in files of their own: ``errors_RANK_FIRST_LAST.parquet``. ``--grad-error trace`` replays them.
+Beside the delivery log, in files of their own: ``errors_RANK_FIRST_LAST.parquet``. :mod:`.error_log` writes them,
+``--grad-error trace`` replays them, and :mod:`.verify_errors` draws them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..channel.corruption import Event, Hit
+from ..channel.corruption import Event
 from ..config import LossyConfig
 from ..errors import refuse
 from ..exchange import Stream
 from . import schema
-from .beside import RowsBeside, files_beside
+from .beside import files_beside
 
 if TYPE_CHECKING:
     import pyarrow
 
-_PREFIX = "errors"
+PREFIX = "errors"
 _FLAG = "--grad-error-trace"
-#: Kinds of rows that are errors; the others say what was done about replicas that differ.
+#: Kinds of rows that are errors; the others say what was done about replicas that differ, or that an error was nothing.
 ERRORS = ("gaussian", "bit-flip")
+SPARED = "spared"
 
 
 def errors_schema() -> pyarrow.Schema:
@@ -48,9 +53,76 @@ def errors_schema() -> pyarrow.Schema:
     )
 
 
+@dataclass
+class Reduced:
+    """The gradients of one stream that one rank received. ``sizes``, ``width``: see :class:`Reduction`.
+
+    ``iterations``: the inclusive ranges in which they were reduced.
+    """
+
+    sizes: list[int]
+    width: int
+    iterations: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, iteration: int) -> None:
+        """They were reduced in ``iteration``, later than all others."""
+        if self.iterations and self.iterations[-1][1] == iteration - 1:
+            self.iterations[-1] = (self.iterations[-1][0], iteration)
+        else:
+            self.iterations.append((iteration, iteration))
+
+    def before(self, iteration: int) -> Reduced:
+        """Without what was reduced from ``iteration`` on."""
+        kept = [(first, min(last, iteration - 1)) for first, last in self.iterations if first < iteration]
+        return dataclasses.replace(self, iterations=kept)
+
+
+@dataclass(frozen=True)
+class ErrorMeta:
+    """What a file says about all of its rows.
+
+    ``loss``: the flags of the run. ``streams``: by name, then by rank in the group. ``content``: hexadecimal, see :func:`content`.
+    """
+
+    rank: int
+    version: str
+    loss: Mapping[str, Any]
+    streams: dict[str, dict[int, Reduced]]
+    content: str
+
+    def encode(self) -> bytes:
+        """As the note of a file."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, note: bytes | None) -> ErrorMeta | None:
+        """The inverse of :meth:`encode`; ``None`` for a file written before there was any. Raises ``ValueError``, ``KeyError``."""
+        if note is None:
+            return None
+        values = json.loads(note)
+        streams = {
+            name: {
+                int(rank): Reduced(one["sizes"], one["width"], [tuple(part) for part in one["iterations"]])
+                for rank, one in ranks.items()
+            }
+            for name, ranks in values["streams"].items()
+        }
+        return cls(values["rank"], values["version"], values["loss"], streams, values["content"])
+
+
+def content(table: pyarrow.Table) -> str:
+    """8 bytes, hexadecimal, that tell the rows of ``table`` from others (BLAKE2b)."""
+    from hashlib import blake2b
+
+    state = blake2b(digest_size=schema.DIGEST_BYTES)
+    for row in table.to_pylist():
+        state.update(repr(tuple(row.values())).encode())
+    return state.hexdigest()
+
+
 def error_files(folder: Path) -> list[tuple[Path, int, int, int]]:
     """The files of ``folder`` with their rank, first and last iteration, inclusive."""
-    return files_beside(folder, _PREFIX)
+    return files_beside(folder, PREFIX)
 
 
 def check_recorded_errors(config: LossyConfig) -> list[Path]:
@@ -68,60 +140,37 @@ def check_recorded_errors(config: LossyConfig) -> list[Path]:
 
 def recorded_events(config: LossyConfig) -> list[Event]:
     """The errors that ``--grad-error-trace`` names; none without it. Raises :class:`UsageError`."""
-    return [event for path in check_recorded_errors(config) for event, _ in read_events(path)]
+    return [event for path in check_recorded_errors(config) for event in read_events(path)]
 
 
-def read_events(path: Path) -> list[tuple[Event, bytes]]:
-    """The errors in the file at ``path``, with the digests of what they left. Raises :class:`UsageError`."""
+def read_errors(path: Path) -> tuple[pyarrow.Table, ErrorMeta | None]:
+    """The rows of the file at ``path``, and what it says about them, unless an earlier version wrote it.
+
+    Raises ``ValueError`` if they cannot be read.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        rows = pq.read_table(path, schema=errors_schema()).to_pylist()
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise refuse(_FLAG, path, f"cannot be read: {' '.join(str(error).split())}") from None
-    return [
-        (
-            Event(
-                row["iteration"],
-                Stream.parse(row["stream"]),
-                row["bucket"],
-                row["rank"],
-                row["kind"],
-                std=row["std"],
-                seed=row["seed"],
-                elements=tuple(row["elements"]),
-                bits=tuple(row["bits"]),
-            ),
-            row["digest"],
-        )
-        for row in rows
-        if row["kind"] in ERRORS
-    ]
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            return file.read().cast(errors_schema()), ErrorMeta.decode((file.metadata.metadata or {}).get(schema.KEY))
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise ValueError(" ".join(str(error).split())) from None
 
 
-class ErrorLog(RowsBeside):
-    """Writes the errors of this process, and what it did, into the folder of ``--delivery-log``."""
-
-    prefix = _PREFIX
-    columns = staticmethod(errors_schema)
-
-    def happened(self, iteration: int, what: Sequence[Any]) -> None:
-        for one in what:
-            for row in [_row_of_hit(one)] if isinstance(one, Hit) else one.rows():
-                self.add(iteration, **row)
+def event_of(row: Mapping[str, Any]) -> Event:
+    """The error in a row of one of the kinds :data:`ERRORS`. Raises ``ValueError``, ``TypeError``."""
+    stream = Stream.parse(row["stream"])
+    elements, bits = tuple(row["elements"]), tuple(row["bits"])
+    return Event(
+        row["iteration"], stream, row["bucket"], row["rank"], row["kind"],
+        std=row["std"], seed=row["seed"], elements=elements, bits=bits, digest=row["digest"],
+    )  # fmt: skip
 
 
-def _row_of_hit(hit: Hit) -> dict[str, Any]:
-    event = hit.event
-    return {
-        "stream": event.stream.name,
-        "bucket": event.bucket,
-        "rank": event.rank,
-        "kind": event.kind,
-        "std": event.std,
-        "seed": event.seed,
-        "elements": list(event.elements),
-        "bits": list(event.bits),
-        "digest": hit.digest,
-    }
+def read_events(path: Path) -> list[Event]:
+    """The errors in the file at ``path``. Raises :class:`UsageError`."""
+    try:
+        return [event_of(row) for row in read_errors(path)[0].to_pylist() if row["kind"] in ERRORS]
+    except (ValueError, TypeError) as error:
+        raise refuse(_FLAG, path, f"cannot be read: {error}") from None

@@ -38,7 +38,10 @@ class Redrawn:
             return arrived
         key = (repr(file.meta.loss), exchange.phase)
         if key not in self._channels:
-            self._channels[key] = make_channel(file.meta.config, exchange.phase)
+            config = file.meta.config
+            if config.phase(exchange.phase).lossless:  # the second half of an all-reduce, else it has no records
+                config = config.all_reduced()
+            self._channels[key] = make_channel(config, exchange.phase)
         some = chosen[open_]
         arrived[open_] = self._channels[key].delivered_links(
             exchange, links.sources[some], links.destinations[some], arrived.shape[1]
@@ -96,7 +99,7 @@ class Recorded(Channel):
         metas = [files[0].meta for files in self.folder.ranks.values()]
         recorded = metas[0].config
         for meta in metas[1:]:
-            if meta.loss != metas[0].loss:
+            if meta.config != recorded:
                 raise self._refuse(f"ranks {metas[0].rank} and {meta.rank} have records of different runs")
         for flag, there, here in (
             ("--loss-unit", recorded.loss_unit, config.loss_unit),

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..config import LossyConfig
 from ..errors import check_package
-from ..flags import identity
+from ..flags import identity, of_flags
 
 if TYPE_CHECKING:
     import pyarrow
@@ -129,8 +129,8 @@ def loss_identity(config: LossyConfig) -> dict[str, Any]:
 
 
 def loss_config(flags: dict[str, Any]) -> LossyConfig:
-    """The inverse of :func:`loss_identity`."""
-    return LossyConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in flags.items()})
+    """The inverse of :func:`loss_identity`, also of an earlier version: a flag that came later had its default."""
+    return of_flags(LossyConfig, flags)
 
 
 def digests(destinations: np.ndarray, bitmaps: np.ndarray) -> list[bytes]:

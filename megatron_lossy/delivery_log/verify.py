@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..config import PHASES
+from ..config import PHASES, LossyConfig
 from ..config_boundaries import BOUNDARY_PHASES
 from ..config_islands import SYNC_PHASES
 from ..exchange import Exchange, Stream
 from .boundaries import BoundaryFile, boundary_files, check_crossings
 from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows
 from .replay import Redrawn
-
-
-@dataclass
-class Verdict:
-    """``problems``: one line each, empty if all is well. ``rows`` that were read. ``usable``: by rank, up to where.
-
-    ``usable`` has the inclusive range of iterations before the first problem or gap, ``None`` without any.
-    """
-
-    problems: list[str] = field(default_factory=list)
-    rows: int = 0
-    usable: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+from .verdict import Verdict
 
 
 def verify(folder: DeliveryLogFolder) -> Verdict:
@@ -77,7 +65,7 @@ def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[i
 
 
 def _check_boundaries(file: BoundaryFile, folder: DeliveryLogFolder, seen: set[tuple[str, str]]) -> int:
-    _check_source(file, file.note["loss"], file.note["rank"], folder)
+    _check_source(file, file.config, file.note["rank"], folder)
     count = 0
     for these in file.crossings():
         check_crossings(file, these)
@@ -89,7 +77,7 @@ def _check_boundaries(file: BoundaryFile, folder: DeliveryLogFolder, seen: set[t
 def _missing_phases(folder: DeliveryLogFolder, seen: set[tuple[str, str]]) -> list[str]:
     """Boundaries of which one of two lossy directions was not recorded: each has a rank of its own."""
     reference = next(iter(folder.ranks.values()))[0]
-    if not seen or _loss_of(reference) is None:
+    if not seen or _config_of(reference) is None:
         return []
     config = reference.meta.config
     lossy = [phase for phase in BOUNDARY_PHASES if config.act_transport == "udp" or config.boundary_rate(phase)]
@@ -102,7 +90,7 @@ def _missing_phases(folder: DeliveryLogFolder, seen: set[tuple[str, str]]) -> li
 
 
 def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redrawn) -> int:
-    _check_source(file, file.meta.loss, file.meta.rank, folder)
+    _check_source(file, file.meta.config, file.meta.rank, folder)
     count = 0
     for group in range(len(file.groups)):
         rows = file.read(group)
@@ -112,18 +100,18 @@ def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redrawn) -> i
     return count
 
 
-def _check_source(file: Any, loss: dict, rank: int, folder: DeliveryLogFolder) -> None:
+def _check_source(file: Any, config: LossyConfig, rank: int, folder: DeliveryLogFolder) -> None:
     """Raise :class:`BadLog` unless ``file`` is of this run, and of the rank in its name."""
     reference = next(iter(folder.ranks.values()))[0]
-    if file is not reference and _loss_of(reference) not in (None, loss):
+    if file is not reference and _config_of(reference) not in (None, config):
         raise BadLog(file.path, file.first, f"is of a run with other loss flags than {reference.path.name}")
     if rank != file.rank:
         raise BadLog(file.path, file.first, f"was written by rank {rank}")
 
 
-def _loss_of(file: LogFile) -> dict | None:
+def _config_of(file: LogFile) -> LossyConfig | None:
     try:
-        return file.meta.loss
+        return file.meta.config
     except BadLog:
         return None  # reported where it is checked itself
 
@@ -177,14 +165,3 @@ def _missing_ranks(folder: DeliveryLogFolder) -> list[str]:
     except BadLog:
         return []  # reported already
     return missing
-
-
-def verdict_text(folder: DeliveryLogFolder, verdict: Verdict) -> str:
-    """The verdict for people."""
-    usable = list(verdict.usable.values())
-    if any(part is None for part in usable):
-        rest = "no iteration is usable for all ranks"
-    else:
-        first, last = max(part[0] for part in usable), min(part[1] for part in usable)
-        rest = f"iterations {first} to {last} are usable for all ranks"
-    return "\n".join([*verdict.problems, f"{folder.path}: {verdict.rows:,} good records; {rest}"])

@@ -20,10 +20,11 @@ from ..config import LossyConfig
 from ..errors import cannot, refuse
 from ..exchange import Delivery
 from ..files import check_folder, replace_file, write_text
-from ..flags import flag_name, identity
+from ..flags import difference, identity
 from ..monitor.observer import Look, Observer
 from ..registry import CHANNELS
 from . import schema
+from .errors import error_files
 
 if TYPE_CHECKING:
     import pyarrow
@@ -36,12 +37,14 @@ _FILE_BYTES = 2**26
 _ROW_BYTES = 48  # of a row without its bitmap, in memory
 
 
-def claim_delivery_log(config: LossyConfig, ranks: int, resumes: bool, run: dict[str, Any]) -> None:
+def claim_delivery_log(
+    config: LossyConfig, ranks: int, resumes: bool, run: dict[str, Any], flags: type | None = None
+) -> None:
     """Check that ``--delivery-log`` can take the records of this run, and note there whose they are.
 
     Call it before any process group exists; all ranks may. ``ranks``: size of the data-parallel group (times
     context parallel). ``resumes``: whether the run continues from a checkpoint. ``run``: what else makes the run
-    what it is, for JSON. Raises :class:`UsageError` if the folder holds another run, or this one and it starts anew.
+    what it is, for JSON. ``flags``: the dataclass whose identity that is, if it is one. Raises :class:`UsageError` if the folder holds another run, or this one and it starts anew.
     """
     if config.delivery_log is None or config.inert:
         return
@@ -52,13 +55,13 @@ def claim_delivery_log(config: LossyConfig, ranks: int, resumes: bool, run: dict
     check_folder(_FLAG, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(schema.parse_name(path) for path in folder.iterdir()):
+        if error_files(folder) or any(schema.parse_name(path) for path in folder.iterdir()):
             try:
-                difference = _difference(json.loads(note.read_text()), here)
-            except (FileNotFoundError, ValueError):
-                difference = "it does not say which"
-            if difference:
-                raise refuse(_FLAG, folder, f"holds another run ({difference}); choose another folder")
+                other = _other_run(json.loads(note.read_text()), here, flags)
+            except (FileNotFoundError, ValueError, KeyError):
+                other = "it does not say which"
+            if other:
+                raise refuse(_FLAG, folder, f"holds another run ({other}); choose another folder")
             if not resumes:
                 raise refuse(_FLAG, folder, "holds the log of a run with these settings; resume it, or choose another")
             return
@@ -67,15 +70,16 @@ def claim_delivery_log(config: LossyConfig, ranks: int, resumes: bool, run: dict
         raise cannot(_FLAG, folder, "written", error) from None
 
 
-def _difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
+def _other_run(there: dict[str, Any], here: dict[str, Any], flags: type | None) -> str | None:
     if there["ranks"] != here["ranks"]:
         return f"of {there['ranks']} data-parallel ranks, here {here['ranks']}"
-    for part in ("loss", "run"):
-        for name, value in here[part].items():
-            if there[part].get(name) != value:
-                flag = flag_name(LossyConfig, name) if part == "loss" else "--" + name.replace("_", "-")
-                return f"{flag} was {there[part].get(name)} there and is {value} here"
-    return None
+    found = difference(LossyConfig, there["loss"], here["loss"])
+    if found is None and flags is not None:
+        return difference(flags, there["run"], here["run"])
+    for name, value in here["run"].items() if found is None else ():
+        if there["run"].get(name, value) != value:  # what an earlier version did not note is not known
+            return f"--{name.replace('_', '-')} was {there['run'][name]} there and is {value} here"
+    return found
 
 
 @dataclass(frozen=True)
@@ -246,7 +250,7 @@ class DeliveryLog(Observer):
                     table = file.read()
             except (OSError, ValueError) as error:  # Arrow's own errors are among them
                 raise refuse(_FLAG, path, f"cannot be continued: {' '.join(str(error).split())}") from None
-            if meta.loss != schema.loss_identity(self._config):
+            if difference(LossyConfig, meta.loss, schema.loss_identity(self._config)):
                 raise refuse(_FLAG, path, "is of a run with other loss flags; choose another folder")
             kept = table.filter(pc.field("iteration") < iteration).cast(schema.arrow_schema())
             self._write_parts(schema.file_name(self._rank, first, iteration - 1), [kept] if len(kept) else [], meta)

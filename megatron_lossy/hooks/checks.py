@@ -12,7 +12,7 @@ from ..flags import as_text
 from ..pipeline import elements_of
 from ..registry import GRAD_RECOVERIES
 from ..transport import check_owners
-from .versions import dense_buffers, pipeline_groups
+from .versions import dense_buffers, main_gradients, pipeline_groups
 
 _TIED = "the first and the last stage would add up a gradient, and wait for each other"
 _LAYER_WISE = "layer-wise optimizers gather differently; choose adam or sgd"
@@ -220,6 +220,16 @@ def check_communicator(communicator: Any) -> None:
     if communicator is not None and type(communicator).__name__.startswith("MultiModule"):
         raise UsageError(
             f"{type(communicator).__name__}: cannot go with --p-act and --p-act-grad, which know one pipeline"
+        )
+
+
+def check_main_gradients(ddp: Any) -> None:
+    """Raise :class:`UsageError` if gradients of this model chunk are not added up where virtual workers take them."""
+    buffers = dense_buffers(ddp) + ddp.expert_parallel_buffers
+    if any(main_gradients(bucket) for buffer in buffers for bucket in buffer.buckets):
+        raise UsageError(
+            "--ddp-param-name-patterns-for-fp32-local-accumulation: virtual workers take gradients from Megatron's "
+            "buffers; needs real ranks"
         )
 
 

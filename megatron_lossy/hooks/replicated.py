@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..channel.corruption import Corruption, Errors, Hit, check_bits
+from ..channel.corruption import Corruption, Errors, Reduction, check_bits
 from ..config import LossyConfig
 from ..exchange import Exchange, Stream
 from ..monitor.window import of_all_ranks
 from ..sync import Copies, FullReplicas, Gradients, RankPeers, Replica
 from .buckets import buckets_by_stream, owned_ranges, used_ranges
-from .versions import tensor_group
+from .versions import main_gradients, tensor_group
 
 
 @dataclass
@@ -179,7 +179,7 @@ class RankReplica:
             optimizers = self._optimizers()
             mains = main_parameters(optimizers)
             gradients = [
-                Gradients(one.stream, peers, partial(_buffers, one))
+                Gradients(one.stream, peers, partial(_read, one))
                 for one, peers in zip(self._streams, self._peers, strict=True)
             ]
             copies = [
@@ -234,15 +234,24 @@ class RankReplica:
         return [[one] for one, peers in zip(sums, self._peers, strict=True) if peers.size > 1]
 
     def take(self, step: int) -> list[Any]:
-        """What has happened in ``step``: :class:`Hit`, :class:`Mismatch`, :class:`Synced`."""
-        hits: list[Hit] = [hit for errors in self._errors for hit in errors.take(step)]
-        if self._config.grad_error_at == "reduce":  # the same everywhere
-            hits = hits if self._peers[0].local[0] == 0 else []
-        return [*hits, *self.together.take()]
+        """What has happened in ``step``: :class:`Reduction`, :class:`Mismatch`, :class:`Synced`."""
+        everywhere = self._config.grad_error_at == "reduce"  # the same, of which the first replica tells
+        reductions: list[Reduction] = [
+            one
+            for errors, peers in zip(self._errors, self._peers, strict=True)
+            for one in errors.take(step)
+            if not everywhere or peers.local[0] == 0
+        ]
+        return [*reductions, *self.together.take()]
 
 
-def _buffers(one: ReplicaStream) -> list[list[torch.Tensor]]:
-    return [[bucket.grad_data for bucket in one.buckets]]
+def _read(one: ReplicaStream) -> list[list[list[torch.Tensor]]]:
+    """What the optimizer reads of each bucket: from megatron-core 0.17 on not only the buffer.
+
+    Parameters whose micro-batches are added up in float32 have a gradient of their own. Megatron copies what was
+    reduced into it, and adds up the gradients of tied embeddings there.
+    """
+    return [[[bucket.grad_data, *main_gradients(bucket)] for bucket in one.buckets]]
 
 
 def _replica(one: ReplicaStream, mains: dict[torch.nn.Parameter, tuple[torch.Tensor, Any]]) -> Replica:

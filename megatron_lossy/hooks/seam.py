@@ -56,11 +56,11 @@ def slot_of(buffer: torch.Tensor) -> Slot | None:
 @contextlib.contextmanager
 def all_reduce(before: Callable[[], Any], after: Callable[[], Any]) -> Iterator[None]:
     """Within this context the next coalescing context, if there is one, makes an all-reduce."""
-    _open.around = (before, after)
+    outer, _open.around = _open.around, (before, after)  # one bucket group may end another before it begins
     try:
         yield
     finally:
-        _open.around = None
+        _open.around = outer
 
 
 @contextlib.contextmanager

@@ -56,6 +56,11 @@ def dense_buffers(ddp: Any) -> list[Any]:
     return getattr(ddp, "dense_buffers", None) or ddp.buffers
 
 
+def main_gradients(bucket: Any) -> list[torch.Tensor]:
+    """Gradients beside the buffer of ``bucket``, which the optimizer reads in their place. Only from 0.17 on, if asked for."""
+    return [parameter.main_grad for parameter in getattr(bucket, "params_with_extra_main_grads", ())]
+
+
 def full_group(ddp: Any, expert: bool) -> torch.distributed.ProcessGroup:
     """The group that shards the optimizer, over all of its instances.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..channel.corruption import Hit
+from ..channel.corruption import Reduction
 from ..monitor import Look, Observer
 from ..monitor.window import Window
 from .replicas import FullReplicas, Mismatch
@@ -27,10 +27,10 @@ class ReplicaMonitor(Observer):
 
     def happened(self, iteration: int, what: Sequence[Any]) -> None:
         for one in what:
-            if isinstance(one, Hit):
-                noisy = one.event.kind == "gaussian"
-                flips = len(one.event.bits)
-                self._window.add(hits=1, squares=one.event.std**2, noisy=noisy, flips=flips)
+            if isinstance(one, Reduction):
+                for event in (hit.event for hit in one.hits):
+                    noisy, flips = event.kind == "gaussian", len(event.bits)
+                    self._window.add(hits=1, squares=event.std**2, noisy=noisy, flips=flips)
             elif isinstance(one, Mismatch):
                 self._window.add(mismatches=1)
                 if one.repaired:

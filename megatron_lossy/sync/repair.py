@@ -39,13 +39,17 @@ class Compared:
         return list(range(len(column))) if right is None else np.flatnonzero(column != column[right]).tolist()
 
 
-def compare(peers: Peers, buffers: Sequence[Sequence[torch.Tensor]]) -> Compared:
-    """Compare the gradients of all replicas. ``buffers``: of each local replica those of its buckets."""
-    rows = torch.stack([torch.stack([fingerprint([buffer]) for buffer in bucket]) for bucket in buffers])
+#: Of each local replica, of each of its buckets, the tensors that hold its gradient.
+Buckets = Sequence[Sequence[Sequence[torch.Tensor]]]
+
+
+def compare(peers: Peers, buckets: Buckets) -> Compared:
+    """Compare the gradients of all replicas."""
+    rows = torch.stack([torch.stack([fingerprint(bucket) for bucket in replica]) for replica in buckets])
     return Compared(peers.gather(rows.cpu().numpy()))
 
 
-def repair(peers: Peers, buffers: Sequence[Sequence[torch.Tensor]], compared: Compared) -> dict[int, str]:
+def repair(peers: Peers, buckets: Buckets, compared: Compared) -> dict[int, str]:
     """Make the gradients of all replicas equal, in place. Returns what was done, by the number of the bucket.
 
     ``majority``: the lowest of the largest class sent its own; ``mean``: no class was the largest, and each has the mean of
@@ -54,21 +58,26 @@ def repair(peers: Peers, buffers: Sequence[Sequence[torch.Tensor]], compared: Co
     done = {}
     alone = []
     for bucket in compared.differing.tolist():
-        tensors = [replica[bucket] for replica in buffers]
         right = largest_class(compared.fingerprints[:, bucket])
         if right is None:
             alone.append(bucket)
             continue
-        peers.broadcast_(tensors, right).wait()
+        for tensors in _parts(buckets, bucket):
+            peers.broadcast_(tensors, right).wait()
         done[bucket] = "majority"
     if alone:
-        rows = [torch.stack([finite([replica[bucket]]) for bucket in alone]) for replica in buffers]
+        rows = [torch.stack([finite(replica[bucket]) for bucket in alone]) for replica in buckets]
         whole = peers.gather(torch.stack(rows).cpu().numpy().astype(np.int64)).astype(bool)
         for number, bucket in enumerate(alone):
-            tensors = [replica[bucket] for replica in buffers]
-            mean_(peers, tensors, whole[:, number])
+            for tensors in _parts(buckets, bucket):
+                mean_(peers, tensors, whole[:, number])
             done[bucket] = "mean"
     return done
+
+
+def _parts(buckets: Buckets, bucket: int) -> list[tuple[torch.Tensor, ...]]:
+    """Each tensor of ``bucket``, of all local replicas."""
+    return list(zip(*(replica[bucket] for replica in buckets), strict=True))
 
 
 def mean_(peers: Peers, tensors: Sequence[torch.Tensor], chosen: np.ndarray) -> None:

@@ -18,17 +18,17 @@ from ..config import LossyConfig
 from ..config_sync import SyncFlags
 from ..exchange import Stream
 from .peers import Peers
-from .repair import compare, repair
+from .repair import Buckets, compare, repair
 from .synchroniser import Copies, Synced, Synchroniser
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The reduced gradients of one stream. ``buffers()``: of each local replica those of its buckets."""
+    """The reduced gradients of one stream."""
 
     stream: Stream
     peers: Peers
-    buffers: Callable[[], Sequence[Sequence[torch.Tensor]]]
+    buckets: Callable[[], Buckets]
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ class FullReplicas:
         if mode == "none":
             return
         for one in self._gradients:
-            buffers = one.buffers()
-            compared = compare(one.peers, buffers)
+            buckets = one.buckets()
+            compared = compare(one.peers, buckets)
             if compared.equal:
                 continue
             outside = {bucket: tuple(compared.outside(bucket)) for bucket in compared.differing.tolist()}
             if mode == "abort":
                 raise SystemExit(_what_differs(one.stream, outside))
-            done = repair(one.peers, buffers, compared) if mode == "repair" else {}
+            done = repair(one.peers, buckets, compared) if mode == "repair" else {}
             self._mismatches += [
                 Mismatch(one.stream, bucket, ranks, done.get(bucket, "")) for bucket, ranks in outside.items()
             ]
@@ -201,8 +201,8 @@ def _everything(one: Copies) -> list[list[torch.Tensor]]:
     return [[*parameters, *state] for parameters, state in zip(one.parameters(), one.state(), strict=True)]
 
 
-def _whole(one: Copies) -> list[list[torch.Tensor]]:
-    return [[tensor.detach().view(-1) for tensor in replica] for replica in _everything(one)]
+def _whole(one: Copies) -> Buckets:
+    return [[[tensor.detach() for tensor in replica]] for replica in _everything(one)]
 
 
 def _copy(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

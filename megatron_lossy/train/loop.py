@@ -99,7 +99,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
         check_data(config)
     check_folders(config, lossy_config)
     resumes = bool(config.load) and (same_folder(config.save, config.load) or latest_iteration(config.load) is not None)
-    claim_delivery_log(lossy_config, config.data_parallel_size(ranks), resumes, identity(config))
+    claim_delivery_log(lossy_config, config.data_parallel_size(ranks), resumes, identity(config), TrainConfig)
     with parallel.world(config, island):
         prepare_text(config)
         paths = with_data_paths(config)

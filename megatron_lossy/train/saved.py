@@ -15,7 +15,7 @@ from ..config import LossyConfig
 from ..config_islands import ISLAND_FOLDER
 from ..errors import cannot, refuse
 from ..files import check_folder, write_text, writing
-from ..flags import flag_name, identity
+from ..flags import difference, flag_name, identity, of_flags
 from .config import SHAPE, TrainConfig
 from .metrics import METRICS_FILE
 
@@ -71,9 +71,9 @@ def check_folders(config: TrainConfig, lossy: LossyConfig, data: list[Any] | Non
             if folder and (Path(folder) / METRICS_FILE).exists():
                 raise refuse(flag, folder, "holds another run")
             continue
-        difference = _difference(settings, settings_of(config, lossy, data))
-        if difference:
-            raise refuse(flag, folder, f"holds another run ({difference}); choose another folder")
+        other = _other_run(settings, settings_of(config, lossy, data))
+        if other:
+            raise refuse(flag, folder, f"holds another run ({other}); choose another folder")
         if not resuming:
             raise refuse(flag, folder, "holds a run with these settings; --load it as well to continue")
     if config.load and latest_iteration(config.load) is not None:
@@ -106,11 +106,11 @@ def _read_settings(flag: str, folder: str | None) -> dict[str, Any] | None:
     return settings
 
 
-def _difference(there: dict[str, Any], here: dict[str, Any]) -> str | None:
+def _other_run(there: dict[str, Any], here: dict[str, Any]) -> str | None:
     for part, cls in (("train", TrainConfig), ("loss", LossyConfig)):
-        for name, value in here[part].items():
-            if there[part].get(name) != value:
-                return f"{flag_name(cls, name)} was {there[part].get(name)} there and is {value} here"
+        found = difference(cls, there[part], here[part])
+        if found:
+            return found
     if here["data"] is not None and here["data"] != there["data"]:
         return "its data sets had other contents"
     return None
@@ -120,7 +120,7 @@ def _check_shape(config: TrainConfig) -> None:
     settings = _read_settings("--load", config.load)
     if settings is None:
         raise refuse("--load", config.load, f"holds no checkpoint of this program: no {SETTINGS}")
-    saved = TrainConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings["train"].items()})
+    saved = of_flags(TrainConfig, settings["train"])
     for name in SHAPE:
         there, here = saved.shape()[name], config.shape()[name]
         if there != here:

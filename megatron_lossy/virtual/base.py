@@ -15,7 +15,7 @@ from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..hooks import boundaries
 from ..hooks.boundaries import Boundaries
-from ..hooks.checks import check_boundaries, check_loss_per_token
+from ..hooks.checks import check_boundaries, check_loss_per_token, check_main_gradients
 from ..hooks.versions import optimizers
 from ..ledger import Ledger
 from ..run import Run
@@ -77,6 +77,7 @@ class VirtualRun(Run):
         """
         check_loss_per_token(ddp.config, self.config)
         check_boundaries(ddp.config, self.config)
+        check_main_gradients(ddp)
         ddp.ddp_config.overlap_grad_reduce = False  # it has cut the buckets; nothing is sent
         ddp.config.no_sync_func = None
         self._transformer = ddp.config

@@ -156,7 +156,8 @@ class VirtualReplicas(VirtualRun):
                 sums = self._lossy[stream].gather(worker, self.iteration)
             for bucket, (buffer, reduced) in enumerate(zip(into[stream], sums, strict=True)):
                 buffer.copy_(reduced[: len(buffer)])
-                self._errors[stream][worker].hit(exchange, bucket, buffer, self._unit())
+                if self.workers > 1:  # else nothing is sent
+                    self._errors[stream][worker].hit(exchange, bucket, buffer, self._unit())
                 if scale is not None:
                     buffer *= scale
 
@@ -183,9 +184,9 @@ class VirtualReplicas(VirtualRun):
 
     def happened(self) -> list[Any]:
         once = 1 if self.config.grad_error_at == "reduce" else self.workers
-        hits = [hit for errors in self._errors for one in errors[:once] for hit in one.take(self.iteration)]
+        reductions = [one for errors in self._errors for own in errors[:once] for one in own.take(self.iteration)]
         together = self.full_replicas
-        return hits if together is None else [*hits, *together.take()]
+        return reductions if together is None else [*reductions, *together.take()]
 
     @property
     def full_replicas(self) -> FullReplicas | None:
@@ -205,8 +206,8 @@ class VirtualReplicas(VirtualRun):
             self._together = FullReplicas(self.config, gradients, copies, total, self._renew, models)
         return self._together
 
-    def _own_of(self, stream: int) -> list[list[torch.Tensor]]:
-        return self._own[stream]
+    def _own_of(self, stream: int) -> list[list[list[torch.Tensor]]]:
+        return [[[buffer] for buffer in own] for own in self._own[stream]]
 
     def _renew(self) -> None:
         for worker in range(self.workers):

@@ -7,13 +7,14 @@ Definition 2.1 and section 5; flipped bits and recorded errors are ours (docs/co
 from .base import Corruption, Event, check_error_ranks, make_corruption
 from .bit_flip import check_bits
 from .change import apply, digest
-from .errors import Errors, Hit
+from .errors import Errors, Hit, Reduction
 
 __all__ = [
     "Corruption",
     "Errors",
     "Event",
     "Hit",
+    "Reduction",
     "apply",
     "check_bits",
     "check_error_ranks",

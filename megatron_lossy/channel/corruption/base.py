@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -34,7 +34,7 @@ class Event:
     model that makes it again, "gaussian" or "bit-flip". ``std``: of the noise, in units of the gradient that the
     optimizer sees; or of the root mean square of the bucket's gradient, if ``relative``, until it is applied. ``seed``: of
     the noise, 64 bits. ``elements``, ``bits``: which elements are hit, counted over all that are no padding, and which bit
-    of each.
+    of each. ``digest``: what told the bucket afterwards where it was recorded; empty if nobody did.
     """
 
     iteration: int
@@ -47,6 +47,7 @@ class Event:
     seed: int = 0
     elements: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
+    digest: bytes = field(default=b"", compare=False)
 
 
 class Corruption(ABC):
@@ -86,6 +87,9 @@ class Corruption(ABC):
     @abstractmethod
     def draw(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
         """As :meth:`events`, of an error that happens."""
+
+    def differs(self, event: Event) -> None:
+        """The bucket is not what it was where ``event`` was recorded."""
 
 
 class Nothing(Corruption):

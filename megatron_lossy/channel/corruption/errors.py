@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...exchange import Exchange
+from ...exchange import Exchange, Stream
 from .base import Corruption, Event
 from .change import AddUp, apply, digest
 
@@ -22,6 +22,22 @@ class Hit:
 
     event: Event
     digest: bytes
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What happened to the gradients of ``rank`` in one reduction of ``stream``.
+
+    ``sizes``: of each bucket the elements that could be hit, of ``width`` bits. ``hits``: in canonical order. ``spared``:
+    buckets without a gradient that is finite and not zero, where an error in units of the gradient is nothing.
+    """
+
+    stream: Stream
+    rank: int
+    sizes: tuple[int, ...]
+    width: int
+    hits: tuple[Hit, ...] = ()
+    spared: tuple[int, ...] = ()
 
 
 class Errors:
@@ -47,23 +63,36 @@ class Errors:
         self._width = width
         self._records = records
         self._add_up = add_up
-        self._step: int | None = None
+        self._reduced: Exchange | None = None
+        self._told = False
         self._events: dict[int, Event] = {}
         self._hits: dict[int, Hit] = {}
+        self._spared: set[int] = set()
 
     def hit(self, exchange: Exchange, bucket: int, buffer: torch.Tensor, unit: float = 1.0) -> None:
         """Do to ``buffer``, the reduced gradient of ``bucket``, what happens in ``exchange``. ``unit``: see :func:`apply`."""
-        if exchange.step != self._step:
-            self._step = exchange.step
+        if exchange != self._reduced:
+            self._reduced, self._told = exchange, False
             drawn = self._corruption.events(exchange, self._rank, self._sizes, self._width)
             self._events = {event.bucket: event for event in drawn}
-            self._hits = {}
+            self._hits, self._spared = {}, set()
         event = self._events.get(bucket)
-        happened = None if event is None else apply(buffer, event, unit, self._ranges[bucket], self._add_up)
-        if happened is not None:
-            self._hits[bucket] = Hit(happened, digest(buffer) if self._records else b"")
+        if event is None:
+            return
+        happened = apply(buffer, event, unit, self._ranges[bucket], self._add_up)
+        if happened is None:
+            self._spared.add(bucket)
+            return
+        left = digest(buffer) if self._records or event.digest else b""
+        if event.digest not in (b"", left):
+            self._corruption.differs(event)
+        self._hits[bucket] = Hit(happened, left)
 
-    def take(self, step: int) -> list[Hit]:
-        """What has happened in ``step``, in canonical order, once."""
-        hits, self._hits = self._hits, {}
-        return [hits[bucket] for bucket in sorted(hits)] if step == self._step else []
+    def take(self, step: int) -> list[Reduction]:
+        """What has happened in ``step``, once; nothing if gradients were not reduced."""
+        if self._reduced is None or self._reduced.step != step or self._told:
+            return []
+        self._told = True
+        hits = tuple(self._hits[bucket] for bucket in sorted(self._hits))
+        stream, sizes = self._reduced.stream, tuple(self._sizes)
+        return [Reduction(stream, self._rank, sizes, self._width, hits, tuple(sorted(self._spared)))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -10,6 +11,8 @@ from ...config_errors import ErrorFlags
 from ...errors import refuse
 from ...exchange import Exchange, Stream
 from .base import Corruption, Event
+
+logger = logging.getLogger(__name__)
 
 
 class Recorded(Corruption):
@@ -25,6 +28,7 @@ class Recorded(Corruption):
             self._events[event.iteration, event.stream, event.rank].append(event)
         for events in self._events.values():
             events.sort(key=lambda event: event.bucket)
+        self._warned = False
 
     @classmethod
     def check(cls, config: ErrorFlags) -> None:
@@ -46,3 +50,14 @@ class Recorded(Corruption):
                 where = f"iteration {event.iteration} hit element {largest} of bucket {event.bucket}"
                 raise refuse("--grad-error-trace", self.config.grad_error_trace, f"is of another model: {where}")
         return found
+
+    def differs(self, event: Event) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "--grad-error-trace %s: after the error in iteration %d the gradient of rank %d is not the recorded one: "
+                "another run, or noise of another kind of device (said once)",
+                self.config.grad_error_trace,
+                event.iteration,
+                event.rank,
+            )

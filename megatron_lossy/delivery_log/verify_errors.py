@@ -1,0 +1,189 @@
+"""``verify`` of the log of errors: every keyed error is drawn again, and every row must be what was written.
+
+A file says with what flags it was written, which gradients its rows are about, and when these were reduced. That is all
+that a draw depends on. Noise in units of the gradient has a size that nobody can draw, and a replay has the errors of
+another log: there the file's digest of its rows stands alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..channel.corruption import Event, make_corruption
+from ..config import LossyConfig
+from ..exchange import Exchange, Stream
+from .errors import ERRORS, SPARED, ErrorMeta, Reduced, content, error_files, event_of, read_errors
+from .reader import BadLog
+from .schema import loss_config
+from .verdict import Verdict
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_ORDER = ("stream", "rank", "bucket")
+#: What can have been done about replicas whose gradients differ, by --replica-check.
+_REPAIRS = {"none": (), "log": ("",), "repair": ("majority", "mean"), "abort": ()}
+_SYNCS = ("equal", "majority", "mean", "first", "nothing")
+
+
+def verify_errors(folder: Path) -> Verdict:
+    """Read all errors and repairs in ``folder``; draw errors again; check rows, gaps and missing ranks."""
+    verdict = Verdict("records of errors and repairs")
+    metas: list[ErrorMeta] = []
+    readable = True
+    for rank, files in itertools.groupby(error_files(folder), key=lambda found: found[1]):
+        good: tuple[int, int] | None = None
+        for path, _, first, last in files:
+            if good is not None and first > good[1] + 1:
+                verdict.problems.append(f"rank {rank}: no errors of iterations {good[1] + 1} to {first - 1}")
+                break
+            try:
+                table, meta = read_errors(path)
+                metas += [] if meta is None else [meta]
+                _check_file(path, rank, range(first, last + 1), table, meta, metas[:1])
+            except ValueError as error:
+                verdict.problems.append(str(BadLog(path, first, error)))
+                readable = False
+                break
+            except BadLog as error:
+                verdict.problems.append(str(error))
+                if error.iteration > first:
+                    good = good[0] if good is not None else first, error.iteration - 1
+                break
+            verdict.rows += len(table)
+            verdict.unchecked += len(table) if meta is None else 0
+            good = good[0] if good is not None else first, last
+        verdict.usable[rank] = good
+    verdict.problems += _missing(metas) if readable else []
+    return verdict
+
+
+def _check_file(
+    path: Path, rank: int, here: range, table: pyarrow.Table, meta: ErrorMeta | None, reference: Sequence[ErrorMeta]
+) -> None:
+    """``here``: the iterations of the file. ``reference``: what the first file says, if it says anything."""
+    rows = table.to_pylist()
+    for number, row in enumerate(rows):
+        if row["iteration"] not in here:
+            raise BadLog(path, here[0], f"has records of iteration {row['iteration']}", number)
+    if meta is None:
+        return
+    if meta.rank != rank:
+        raise BadLog(path, here[0], f"was written by rank {meta.rank}")
+    config = loss_config(meta.loss)
+    if config != loss_config(reference[0].loss):
+        raise BadLog(path, here[0], "is of a run with other loss flags than the first file")
+    _check_rows(path, rows, meta, config)
+    if content(table) != meta.content:
+        raise BadLog(path, here[0], "its rows are not those that were written")
+
+
+def _check_rows(path: Path, rows: Sequence[Mapping[str, Any]], meta: ErrorMeta, config: LossyConfig) -> None:
+    by_iteration: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
+    for number, row in enumerate(rows):
+        by_iteration.setdefault(row["iteration"], []).append((number, row))
+    reduced = {
+        iteration
+        for ranks in meta.streams.values()
+        for one in ranks.values()
+        for first, last in one.iterations
+        for iteration in range(first, last + 1)
+    }
+    drawing = _Drawing(meta, config)
+    for iteration in sorted(reduced | by_iteration.keys()):
+        numbered = by_iteration.get(iteration, [])
+        try:
+            drawing.check(iteration, [row for _, row in numbered])
+        except (ValueError, TypeError) as error:
+            raise BadLog(path, iteration, error, numbered[0][0] if numbered else 0) from None
+
+
+class _Drawing:
+    """Draws what a file recorded. All verbs raise ``ValueError``, or ``TypeError`` where a row lacks something."""
+
+    def __init__(self, meta: ErrorMeta, config: LossyConfig) -> None:
+        self._meta = meta
+        self._config = config
+        self._keyed = config.grad_error != "trace"
+        self._corruption = make_corruption(config)
+
+    def check(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """``rows``: all of ``iteration``."""
+        errors: dict[tuple[str, int, int], Mapping[str, Any]] = {}
+        for row in rows:
+            if row["kind"] in (*ERRORS, SPARED):
+                place = tuple(row[name] for name in _ORDER)
+                if place in errors:
+                    raise ValueError(f"two records of {_where(*place)}")
+                errors[place] = row
+            else:
+                self._check_repair(row)
+        for stream, ranks in self._meta.streams.items():
+            for rank, one in ranks.items():
+                if not any(first <= iteration <= last for first, last in one.iterations):
+                    continue
+                own = {place[2]: errors.pop(place) for place in list(errors) if place[:2] == (stream, rank)}
+                if self._keyed:
+                    self._check_drawn(Exchange("grad", Stream.parse(stream), iteration), rank, one, own)
+        if errors:
+            raise ValueError(f"an error in {_where(*next(iter(errors)))}, which was not reduced")
+
+    def _check_drawn(
+        self, exchange: Exchange, rank: int, one: Reduced, recorded: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        drawn = {event.bucket: event for event in self._corruption.events(exchange, rank, one.sizes, one.width)}
+        for bucket in sorted(drawn.keys() | recorded.keys()):
+            where = _where(exchange.stream.name, rank, bucket)
+            if bucket not in drawn:
+                raise ValueError(f"the recorded seed draws no error in {where}")
+            if bucket not in recorded:
+                raise ValueError(f"no record of the error in {where} that the recorded seed draws")
+            row = recorded[bucket]
+            if not (_spared(drawn[bucket], row) or _same(drawn[bucket], event_of(row))):
+                raise ValueError(f"the error drawn again from the recorded seed in {where} is not the one recorded")
+
+    def _check_repair(self, row: Mapping[str, Any]) -> None:
+        config, kind, done = self._config, row["kind"], row["repaired"]
+        if kind == "mismatch":
+            if done not in _REPAIRS[config.replica_check]:
+                raise ValueError(f"--replica-check {config.replica_check} repairs nothing by {done!r}")
+        elif kind == "sync":
+            if not config.synchronises or done not in _SYNCS:
+                raise ValueError(f"--param-sync-interval {config.param_sync_interval} synchronises nothing by {done!r}")
+            if config.param_sync_rule == "fixed" and row["interval"] != config.param_sync_interval:
+                raise ValueError(f"--param-sync-interval was {config.param_sync_interval}, not {row['interval']}")
+        else:
+            raise ValueError(f"{kind!r} is no kind of record")
+
+
+def _where(stream: str, rank: int, bucket: int) -> str:
+    return f"bucket {bucket} of rank {rank} of {stream}"
+
+
+def _spared(drawn: Event, row: Mapping[str, Any]) -> bool:
+    """Whether what was drawn was nothing: only noise in units of a gradient can be."""
+    return row["kind"] == SPARED and drawn.relative
+
+
+def _same(drawn: Event, recorded: Event) -> bool:
+    """But for the size of noise in units of a gradient."""
+    if drawn.relative:
+        return 0 < recorded.std < math.inf and (drawn.kind, drawn.seed) == (recorded.kind, recorded.seed)
+    return drawn == recorded
+
+
+def _missing(metas: Sequence[ErrorMeta]) -> list[str]:
+    """Ranks that no file has anything about, where the others of their group are there."""
+    known: dict[str, set[int]] = {}
+    for meta in metas:
+        for stream, ranks in meta.streams.items():
+            known.setdefault(stream, set()).update(ranks)
+    return [
+        f"no errors of rank {rank} of {stream}"
+        for stream, ranks in sorted(known.items())
+        for rank in sorted(set(range(max(ranks) + 1)) - ranks)
+    ]
