@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron_lossy import hooks, plugin
 from megatron_lossy.config import LossyConfig, given
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.checks import check_pipeline
@@ -61,3 +62,10 @@ def test_without_the_flag_nothing_changes():
     assert not staged.lossless and given(staged) == STAGES
     assert staged.describe() == "asynchronous pipeline of 2 virtual stages"
     assert "asynchronous pipeline" in LossyConfig(**STAGES, p_grad=0.1).describe()
+
+
+def test_megatrons_own_loop_is_refused():
+    with pytest.raises(UsageError, match=r"--async-pipeline on: needs python -m megatron_lossy\.train"):
+        plugin.install(LossyConfig(**STAGES), None)
+    with pytest.raises(UsageError, match="--async-pipeline on: needs --virtual-stages"):
+        hooks.install(LossyConfig(async_pipeline=True))

@@ -52,7 +52,7 @@ def test_one_stage_is_a_synchronous_pipeline(data, tmp_path):
 
 
 CONTINUED = {
-    "one worker": ({"virtual_workers": 1, "optimizer": "nadam"}, {}),
+    "one worker": ({"virtual_workers": 1, "optimizer": "nadam"}, {"p_act": 0.2, "virtual_boundaries": (2,)}),
     "lossy, bf16": ({"bf16": True}, {**LOSS, "grad_recovery": "previous"}),
     "islands": ({}, {**ISLANDS, "delay_correction": "ema"}),
     "lossy islands": ({"virtual_workers": 4, "bf16": True}, {**ISLANDS, **LOSS, "p_sync": 0.2}),

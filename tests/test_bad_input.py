@@ -67,6 +67,12 @@ TRAIN = [
         "--virtual-workers 2 --islands 2 --sync-method parameters --sync-fraction 0.05 --sync-delay 50 --mixing-gain 0.7",
         "--mixing-gain 0.7: diverges: must be below 0.618 with 2 later exchanges of an element under way",
     ),
+    Case("--virtual-stages 2", "--virtual-stages 2: needs --async-pipeline"),
+    Case("--async-pipeline", "--async-pipeline on: needs --virtual-stages with --virtual-workers"),
+    Case(
+        "--async-pipeline --virtual-stages 4 --virtual-workers 2",
+        "--virtual-stages 4: must divide the 2 layers",
+    ),
     Case("--pgrad 0.1", "unrecognized arguments: --pgrad 0.1"),
     Case("--config none.yaml", "--config none.yaml: cannot be read: No such file or directory"),
     Case("--config data", "--config data: cannot be read: Is a directory"),
