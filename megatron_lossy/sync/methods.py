@@ -16,7 +16,6 @@ from .rule import Rule
 # Of the bound where an element's gaps vary: with independent draws at 5 % and a delay of 50, a gain of 0.5 diverges
 # though the bound of equal gaps is 0.618.
 _IRREGULAR = 0.7
-_RANKS = "data-parallel ranks"
 #: Exchanges of an element below which a moving average has not settled.
 _SETTLES = 10
 
@@ -37,7 +36,9 @@ def check_islands(config: LossyConfig, workers: int, train_iters: int | None, vi
     if islands == 1:
         return
     if workers % islands:
-        raise refuse("--islands", islands, f"must divide the {workers} {'virtual workers' if virtual else _RANKS}")
+        more = "" if virtual or workers > islands else "; start more with torchrun, or give --virtual-workers"
+        who = "virtual workers" if virtual else f"data-parallel rank{'s'[: workers != 1]}"
+        raise refuse("--islands", islands, f"must divide the {workers} {who}{more}")
     if not config.averages:
         return
     if virtual and config.transport == "udp":
