@@ -59,6 +59,12 @@ def _check_real(config: LossyConfig) -> None:
         raise refuse(
             "--island-speeds", as_text(config.island_speeds), "needs --virtual-workers: real ones have their own"
         )
+    if config.transport == "udp":
+        if config.sync_subset == "bernoulli":
+            raise refuse("--sync-subset", "bernoulli", "cannot go with --transport udp, whose messages have one length")
+        if config.delivery_log is not None:
+            why = "cannot go with --islands and --transport udp, which knows what arrived iterations later"
+            raise refuse("--delivery-log", config.delivery_log, why)
 
 
 def check_averaging(config: LossyConfig) -> None:
