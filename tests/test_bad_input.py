@@ -56,7 +56,10 @@ TRAIN = [
     ),
     Case("--param-priority-fraction 0.1", "--param-priority-fraction 0.1: needs --param-priority change"),
     Case("--islands 3 --virtual-workers 4", "--islands 3: must divide the 4 virtual workers"),
-    Case("--islands 2 --sync-method parameters", "--islands 2: needs --virtual-workers: islands of real ranks are not"),
+    Case(
+        "--islands 2 --sync-method parameters",
+        "--islands 2: must divide the 1 data-parallel rank; start more with torchrun",
+    ),
     Case(
         "--async-pipeline --pipeline-model-parallel-size 2 --share-embeddings-and-output-weights",
         "--share-embeddings-and-output-weights on: cannot be with --async-pipeline: the first and the last stage would",

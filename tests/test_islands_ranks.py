@@ -215,12 +215,10 @@ def test_averaged_weights_of_gradient_descent_are_averaged_gradients(data, tmp_p
         "tensor": {"tensor_model_parallel_size": 2},
         "pipeline": {"pipeline_model_parallel_size": 2},
     }
-    runs = []
-    for name, size in sizes.items():
-        settings = SMALL | data | descent | size
-        runs += [(settings | {"save": str(tmp_path / name / "one")}, {})]
-        runs += [(settings | {"save": str(tmp_path / name / "islands")}, TWO)]
-    run_ranks(train_runs, 4, *runs, grouped=False)
+    runs = {name: SMALL | data | descent | size for name, size in sizes.items()}
+    run_ranks(train_runs, 4, *((run | {"save": str(tmp_path / name / "one")}, {}) for name, run in runs.items()))
+    islands = [(run | {"save": str(tmp_path / name / "islands")}, TWO) for name, run in runs.items()]
+    run_ranks(train_runs, 4, *islands, grouped=False)
     for name in sizes:
         for kind in ("train", "valid"):
             whole = [record["lm loss"] for record in read_records(tmp_path / name / "one", kind)]
@@ -295,6 +293,11 @@ def test_losses_are_recorded_and_replayed(data, tmp_path):
             "--sync-subset bernoulli: cannot go with --transport udp",
         ),
         ({"tensor_model_parallel_size": 2}, {**LATE, "transport": "udp"}, "--transport udp: tensor-parallel ranks"),
+        (
+            {},
+            {**LATE, "p_sync": 0.1, "delivery_log": "log", "transport": "udp"},
+            "--delivery-log log: cannot go with --islands and --transport udp",
+        ),
     ],
 )
 def test_flags_that_do_not_fit(settings, loss, line, monkeypatch):

@@ -21,7 +21,7 @@ from megatron_lossy.launch.devices import DEVICES
 from megatron_lossy.launch.memory import Layout, estimate, parameters
 from megatron_lossy.launch.plan import make_plan
 from megatron_lossy.launch.rank import rank_environment
-from megatron_lossy.launch.slurm import check_job, job_name, run_in_job
+from megatron_lossy.launch.slurm import check_job, done_iterations, job_name, run_in_job
 from megatron_lossy.train.config import TrainConfig
 
 from .ranks import run_ranks
@@ -491,6 +491,31 @@ def test_epochs_are_said_and_limited(data, tmp_path, capsys):
     assert f"data     51.2 epochs of {data}/train" in capsys.readouterr().out
     with pytest.raises(UsageError, match="--max-epochs 0.0: must be above 0"):
         make_plan([*command, "--max-epochs=0"])
+
+
+ISLANDS = ["--islands=2", "--sync-method=parameters", "--sync-fraction=0.25", "--sync-delay=3"]
+
+
+def test_islands(data, tmp_path, capsys):
+    command = arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=4", "--max-epochs=60", *ISLANDS)
+    launch([*command, "--dry-run"])
+    printed = capsys.readouterr().out
+    assert "islands  2, each a job of 2 consecutive ranks, data 2, in island_0 and so on\n" in printed
+    assert "ranks    4 on 1 node: data 4 x" in printed and "--islands 2" in printed
+    plan = make_plan([*command, "--program=pretrain_gpt.py"])
+    # Under Megatron-LM each island has its own batch.
+    assert f"--global-batch-size {plan.train.global_batch_size // 2} " in " ".join(plan.module)
+    folder = plan.folder / "island_1" / "iter_0000010"
+    folder.mkdir(parents=True)
+    (folder.parent / "latest_checkpointed_iteration.txt").write_text("10")
+    assert done_iterations(plan) == 0  # the other one has none
+    for flags, line in (
+        (["--islands=3"], "--islands 3: must divide the 4 data-parallel ranks"),
+        (["--island-speeds", "1", "2"], "--island-speeds 1.0 2.0: needs --virtual-workers"),
+        (["--num-distributed-optimizer-instances=2"], "--num-distributed-optimizer-instances 2: several ranks"),
+    ):
+        with pytest.raises(UsageError, match=line):
+            check(make_plan([*command, *flags]), starting=False)
 
 
 def test_gaudi_needs_the_fork(data, tmp_path, monkeypatch):

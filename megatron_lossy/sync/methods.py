@@ -16,7 +16,6 @@ from .rule import Rule
 # Of the bound where an element's gaps vary: with independent draws at 5 % and a delay of 50, a gain of 0.5 diverges
 # though the bound of equal gaps is 0.618.
 _IRREGULAR = 0.7
-_RANKS = "data-parallel ranks"
 #: Exchanges of an element below which a moving average has not settled.
 _SETTLES = 10
 
@@ -37,7 +36,9 @@ def check_islands(config: LossyConfig, workers: int, train_iters: int | None, vi
     if islands == 1:
         return
     if workers % islands:
-        raise refuse("--islands", islands, f"must divide the {workers} {'virtual workers' if virtual else _RANKS}")
+        more = "" if virtual or workers > islands else "; start more with torchrun, or give --virtual-workers"
+        who = "virtual workers" if virtual else f"data-parallel rank{'s'[: workers != 1]}"
+        raise refuse("--islands", islands, f"must divide the {workers} {who}{more}")
     if not config.averages:
         return
     if virtual and config.transport == "udp":
@@ -58,6 +59,12 @@ def _check_real(config: LossyConfig) -> None:
         raise refuse(
             "--island-speeds", as_text(config.island_speeds), "needs --virtual-workers: real ones have their own"
         )
+    if config.transport == "udp":
+        if config.sync_subset == "bernoulli":
+            raise refuse("--sync-subset", "bernoulli", "cannot go with --transport udp, whose messages have one length")
+        if config.delivery_log is not None:
+            why = "cannot go with --islands and --transport udp, which knows what arrived iterations later"
+            raise refuse("--delivery-log", config.delivery_log, why)
 
 
 def check_averaging(config: LossyConfig) -> None:

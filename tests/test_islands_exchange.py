@@ -1,0 +1,140 @@
+"""The exchange between islands of one process each, against that of islands in one process: all of them on threads here."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.exchange import Stream
+from megatron_lossy.sync import BetweenRanks, InMemory
+
+STREAM = Stream("islands", expert_rank=1, stage=2)
+
+
+class Table:
+    """Where islands meet: each puts down what it sends, and takes what is for it."""
+
+    def __init__(self, islands: int) -> None:
+        self.put: list = [None] * islands
+        self.barrier = threading.Barrier(islands)
+
+    def exchange(self, island: int, sent: torch.Tensor) -> list[torch.Tensor]:
+        self.put[island] = sent.clone()
+        self.barrier.wait(timeout=20)
+        everyone = [one.clone() for one in self.put]
+        self.barrier.wait(timeout=20)
+        return everyone
+
+
+class AtTable:
+    """A carrier. ``forgets``: whether it loses the second unit of what island 0 sends to others, and says so."""
+
+    def __init__(self, table: Table, island: int, units: int, forgets: bool) -> None:
+        self.table, self.island, self.units, self.observes = table, island, units, forgets
+
+    def arrived(self) -> np.ndarray | None:
+        if not self.observes:
+            return None
+        result = np.ones((len(self.table.put), self.units + 3), dtype=bool)  # with units that only padding would have
+        if self.island:
+            result[0, 1] = False
+        return result
+
+    def scatter(self, pieces):
+        return torch.stack([one[self.island] for one in self.table.exchange(self.island, pieces)]), self.arrived()
+
+    def gather(self, own):
+        return torch.stack(self.table.exchange(self.island, own)), self.arrived()
+
+    def close(self):
+        pass
+
+
+def cross(config: LossyConfig, sent: torch.Tensor, step: int, units: int = 0, forgets: bool = False):
+    """Every island's mean of ``sent`` [M, k], and what it was told of deliveries."""
+    table, told = Table(len(sent)), [[] for _ in sent]
+
+    def one(island: int):
+        carriers = [AtTable(table, island, units, forgets)]
+        crossing = BetweenRanks(config, STREAM, island, carriers, None, told[island].append)
+        mean = crossing.begin(step, sent[island : island + 1]).wait()
+        crossing.close()
+        return mean
+
+    with ThreadPoolExecutor(len(sent)) as pool:
+        return list(pool.map(one, range(len(sent)))), told
+
+
+def here(mean, island: int = 0) -> torch.Tensor:
+    """bool[k]: where ``mean`` arrived."""
+    return torch.ones_like(mean.values, dtype=torch.bool) if mean.arrived is None else mean.arrived[island]
+
+
+@pytest.mark.parametrize("islands", [2, 3, 5])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"sync_dtype": "bf16"},
+        {"p_sync": 0.4},
+        {"p_sync": 0.4, "loss_unit": "packet", "packet_bytes": 64},
+        {
+            "loss_model": ("gilbert-elliott",),
+            "p_sync": 0.3,
+            "loss_unit": "packet",
+            "packet_bytes": 12,
+            "sync_dtype": "bf16",
+        },
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("broken", [None, 1])
+def test_as_islands_in_one_process(islands, flags, broken):
+    """To the bit, also where one of them has a value that is not finite: it neither sends nor gets anything."""
+    config = LossyConfig(islands=islands, sync_method="parameters", **flags)
+    random = torch.Generator().manual_seed(islands)
+    for step in range(4):
+        sent = torch.randn(islands, 101, generator=random)
+        if broken is not None:
+            sent[broken, 7] = torch.inf
+        together = InMemory(config, STREAM, None)
+        expected = together.begin(step, sent).wait()
+        means, told = cross(config, sent, step)
+        for island, mean in enumerate(means):
+            arrived = here(mean)
+            assert torch.equal(arrived, here(expected, island))
+            assert torch.equal(mean.values[arrived], expected.values[arrived])
+            if broken is None:
+                for mine, all_of_them in zip(told[island], together.deliveries, strict=True):
+                    assert mine.exchange == all_of_them.exchange and list(mine.receivers) == [island]
+                    assert np.array_equal(mine.arrived[0], all_of_them.arrived[island])
+        if broken is not None:
+            assert not means[broken].arrived.any()
+
+
+def test_what_a_network_loses_is_neither_added_nor_used():
+    config = LossyConfig(islands=3, sync_method="parameters", transport="udp", packet_bytes=16)
+    sent = torch.arange(36.0).view(3, 12) ** 2  # pieces of 4 elements: a unit each
+    means, told = cross(config, sent, 0, 1, True)
+    assert all(here(mean).all() for mean in means)  # the second unit is one of padding alone
+    config = LossyConfig(islands=3, sync_method="parameters", transport="udp", packet_bytes=8)
+    means, told = cross(config, sent, 0, 2, True)  # two units each
+    for island, mean in enumerate(means):
+        from_first = [2, 3] if island else []  # of the first owner's mean the others get no second unit
+        lost = [place for place in range(12) if not here(mean)[place]]
+        assert lost == from_first
+        reduced, gathered = told[island]
+        assert (
+            reduced.arrived[0].tolist() == gathered.arrived[0].tolist() == [[True, not island], [True] * 2, [True] * 2]
+        )
+    # Owners 1 and 2 average the second unit of what the others sent.
+    expected = sent.mean(dim=0)
+    for owner in (1, 2):
+        places = slice(4 * owner + 2, 4 * owner + 4)
+        expected[places] = sent[1:, places].mean(dim=0)
+    assert torch.allclose(means[0].values, expected, rtol=1e-6)
