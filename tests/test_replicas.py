@@ -20,8 +20,7 @@ BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4000}
 
 
 def full(**settings):
-    """Of one layer, or one for each stage: what replicas do is the same for each."""
-    return TinyGPT(**{"distributed_optimizer": False, "layers": settings.get("pipeline", 1), **settings})
+    return TinyGPT(distributed_optimizer=False, **settings)
 
 
 def changed(**flags):

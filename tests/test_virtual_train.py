@@ -148,7 +148,7 @@ def signalled(rank: int, config: dict, loss: dict) -> list:
     ("settings", "loss"),
     [
         (OVERLAP, {**LOSS, **BURSTS, **PACKETS, "grad_recovery": "previous"}),
-        ({"bf16": True, "attention_dropout": 0.1}, LOSS),
+        pytest.param({"bf16": True, "attention_dropout": 0.1}, LOSS, marks=pytest.mark.slow),
     ],
     ids=["previous in bursts", "bf16 shards"],
 )
