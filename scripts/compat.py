@@ -1,7 +1,7 @@
 """Run the hook contract over every Megatron that this machine can run, and write the matrix into docs/verified.md.
 
     python scripts/compat.py [--only NAME …] [--checkout [NAME=]PATH …] [--python PATH …] [--torch VERSION]
-                             [--pretrain] [--no-docs]
+                             [--column NAME] [--pretrain] [--no-docs]
 
 The contract is tests/test_hooks.py: without loss every bit is Megatron's; with loss reduced shards and stale units are
 right by value, with and without overlap, for several optimizer instances. To it belongs what is sent with a lead,
@@ -9,7 +9,8 @@ what crosses in pieces, full replicas, and messages between stages, lost by draw
 side in build/compat/; of a checkout of Megatron-LM the folder megatron/ is put first on the path. Each runs with the
 first interpreter that is new enough for it, of the running one and those given; what finds none is skipped, and the
 matrix says so. torch is that of the interpreter, and the same Megatron on another torch is another row; --torch takes
-only interpreters with that torch, for example 2.6. With --pretrain the checkouts run tests/test_plugin_megatron_lm.py instead: the plugin under the unmodified
+only interpreters with that torch, for example 2.6. --column runs the tests of one column that has some of its own, as
+"full replicas". With --pretrain the checkouts run tests/test_plugin_megatron_lm.py instead: the plugin under the unmodified
 pretrain_gpt.py. What does not run stays in the matrix as it is.
 """
 
@@ -56,6 +57,7 @@ TESTS = (
     "tests/test_pipeline_boundaries.py::test_every_message_loses_what_is_drawn_for_it",
     "tests/test_udp_stages.py::test_every_message_loses_what_is_drawn_for_it",
     "tests/test_udp_stages.py::test_stages_without_loss_are_megatrons",
+    "tests/test_replicas.py::test_replicas_are_repaired_where_the_optimizer_reads",
 )
 #: Columns of the matrix, and the tests of each; the last takes the rest.
 CONTRACT = {
@@ -197,18 +199,24 @@ def _cell(outcomes: list[str]) -> str:
     return f"**{failed} of {len(ran)} fail**" if failed else f"yes ({len(ran)})"
 
 
-def _columns(results: list[Result]) -> list[str]:
-    """The cells of the contract."""
+def _columns(results: list[Result], only: str | None) -> list[str]:
+    """The cells of the contract; empty but for ``only``, if that is one of them."""
     cells = dict.fromkeys(CONTRACT, "")
     left = results
     for column, pattern in CONTRACT.items():
-        cells[column] = _cell([outcome for name, outcome, _ in left if re.search(pattern, name)])
+        if only in (None, column):
+            cells[column] = _cell([outcome for name, outcome, _ in left if re.search(pattern, name)])
         left = [result for result in left if not re.search(pattern, result[0])]
     return list(cells.values())
 
 
-def run(megatron: Megatron, pythons: list[str], pretrain: bool) -> tuple[list[str], bool]:
-    """The row of one Megatron, and whether nothing failed."""
+def _own_tests(column: str) -> list[str]:
+    """Those that belong to ``column`` alone."""
+    return [test for test in TESTS if CONTRACT[column] and re.search(CONTRACT[column], test.partition("::")[2])]
+
+
+def run(megatron: Megatron, pythons: list[str], pretrain: bool, only: str | None = None) -> tuple[list[str], bool]:
+    """The row of one Megatron, and whether nothing failed. ``only``: of one column."""
     today = datetime.date.today().isoformat()
     python = next((python for python in pythons if _versions_of(python)[0] >= megatron.python), None)
     if python is None:
@@ -224,7 +232,7 @@ def run(megatron: Megatron, pythons: list[str], pretrain: bool) -> tuple[list[st
             option = f"--megatron-lm={megatron.checkout}"
             results = _pytest(python, environment, megatron, "tests/test_plugin_megatron_lm.py", option)
         else:
-            results = _pytest(python, environment, megatron, *TESTS)
+            results = _pytest(python, environment, megatron, *(TESTS if only is None else _own_tests(only)))
     except (RuntimeError, subprocess.CalledProcessError) as error:
         torch = _versions_of(python)[1]
         return [megatron.name, "", "", torch, *([""] * len(CONTRACT)), "", f"**{error}**", today], False
@@ -234,7 +242,7 @@ def run(megatron: Megatron, pythons: list[str], pretrain: bool) -> tuple[list[st
     if pretrain:
         row += [*([""] * len(CONTRACT)), _cell([outcome for _, outcome, _ in results]), "", today]
     else:
-        row += [*_columns(results), "", "; ".join(absent), today]
+        row += [*_columns(results, only), "", "; ".join(absent), today]
     print(f"compat: {' | '.join(row)} ({time.monotonic() - started:.0f} s)", flush=True)
     return row, all(outcome != "failed" for _, outcome, _ in results)
 
@@ -261,6 +269,10 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", _public(version))]
 
 
+def _both(old: str, new: str) -> str:
+    return "; ".join(sorted({one for part in (old, new) for one in part.split("; ") if one}))
+
+
 def merged(text: str, rows: list[list[str]]) -> str:
     """``text`` with ``rows`` over those of the same key. What did not run replaces nothing, an error all."""
     kept = _written(text)
@@ -273,8 +285,8 @@ def merged(text: str, rows: list[list[str]]) -> str:
             kept[_key(row)] = row
             kept.pop((row[0], ""), None)  # no longer skipped
         else:
-            contract = row[4:PRETRAIN] if any(row[4:PRETRAIN]) else old[4:PRETRAIN]
-            absent = row[-2] if any(row[4:PRETRAIN]) else old[-2]
+            contract = [here or there for here, there in zip(row[4:PRETRAIN], old[4:PRETRAIN], strict=True)]
+            absent = row[-2] if all(row[4:PRETRAIN]) else _both(old[-2], row[-2])
             kept[_key(row)] = [*row[:4], *contract, row[PRETRAIN] or old[PRETRAIN], absent, row[-1]]
     order = {name: number for number, name in enumerate(WHEELS)}
     ordered = sorted(kept.values(), key=lambda row: (order.get(row[0], len(order)), row[0], _numbers(row[TORCH])))
@@ -289,6 +301,8 @@ def main() -> None:
     parser.add_argument("--checkout", **several, default=[], metavar="[NAME=]PATH", help="checkouts of Megatron-LM")
     parser.add_argument("--python", **several, default=[], metavar="PATH", help="further interpreters, as python3.12")
     parser.add_argument("--torch", metavar="VERSION", help="of the interpreters only those with this torch")
+    own = [column for column in CONTRACT if _own_tests(column)]
+    parser.add_argument("--column", choices=own, help="run the tests of this column of the matrix, and no others")
     parser.add_argument("--pretrain", action="store_true", help="run pretrain_gpt.py of the checkouts instead")
     parser.add_argument("--no-docs", action="store_true", help="print the matrix, do not write it")
     arguments = parser.parse_args()
@@ -296,6 +310,8 @@ def main() -> None:
     for name in wanted:
         if name not in WHEELS:
             parser.error(f"--only {name}: choose from {', '.join(WHEELS)}, none")
+    if arguments.pretrain and arguments.column:
+        parser.error("--column: is of the contract, which --pretrain does not run")
     if arguments.pretrain:
         wanted = []
     megatrons = [Megatron(name, WHEELS[name]) for name in wanted] + [_checkout(text) for text in arguments.checkout]
@@ -306,7 +322,7 @@ def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     rows, good = [], True
     for megatron in megatrons:
-        row, passed = run(megatron, pythons, arguments.pretrain)
+        row, passed = run(megatron, pythons, arguments.pretrain, arguments.column)
         rows.append(row)
         good &= passed
         if not arguments.no_docs:

@@ -1,5 +1,6 @@
 """The seam without Megatron around it."""
 
+import contextlib
 import threading
 from types import SimpleNamespace
 
@@ -72,3 +73,16 @@ class _open_context:
 
     def __exit__(self, *_):
         return None
+
+
+def test_who_ends_another_reduction_first_still_makes_its_own():
+    """From 0.18 on a bucket group may do so in the start of its own."""
+    told = []
+    with seam.all_reduce(lambda: told.append("before"), lambda: told.append("after")):
+        with seam.all_reduce(lambda: told.append("other"), lambda: told.append("other")):
+            pass  # it had begun already
+        with seam.coalescing_manager(contextlib.nullcontext):
+            told.append("reduced")
+    with seam.coalescing_manager(contextlib.nullcontext):
+        pass
+    assert told == ["before", "reduced", "after"]

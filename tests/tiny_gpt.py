@@ -258,7 +258,7 @@ def missing(config: TinyGPT) -> str | None:
     if config.fp32_accumulation and not _known(DistributedDataParallelConfig, reduce_scatter_with_fp32_accumulation=1):
         return f"megatron-core {version} has no reduce-scatter with fp32 accumulation"
     if len(_known(DistributedDataParallelConfig, **config.ddp)) < len(config.ddp):
-        return f"megatron-core {version} has no {' and no '.join(config.ddp)}"
+        return f"megatron-core {version} has no gradients in float32 beside buckets in bfloat16"
     if tuple(map(int, version.split(".")[:2])) < (0, 13):  # an assertion fails, with or without us
         if config.tied and config.pipeline > 1 and config.bucket_size:
             return f"megatron-core {version} has no bucket of its own for this shared embedding"
