@@ -13,7 +13,6 @@ import pytest
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
-from megatron_lossy.hooks import install
 from megatron_lossy.hooks.checks import check_pipeline
 from megatron_lossy.train.config import TrainConfig
 from tests.programs import start_ranks
@@ -257,11 +256,6 @@ def test_a_killed_rank_ends_the_others(data, tmp_path):
     for rank in ranks[1:]:  # the last one has no message of the one that died
         _, said = rank.communicate(timeout=60)
         assert rank.returncode == 1 and "lost contact with another rank" in said
-
-
-def test_hooks_alone_have_no_such_schedule():
-    with pytest.raises(UsageError, match="^--async-pipeline on: needs python -m megatron_lossy.train"):
-        install(LossyConfig(**ASYNC))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,10 @@ def buffers_for(workers: int) -> Iterator[None]:
         return PaddedBuffer
 
     def compute_layout(original, params, bucket_size, data_parallel_world_size, *rest, **more):
-        return original(params, bucket_size, workers, *rest, **more)
+        layout = original(params, bucket_size, workers, *rest, **more)
+        if hasattr(layout, "num_optimizer_shards"):  # from 0.19 on compared with the optimizer's own group
+            layout.num_optimizer_shards = data_parallel_world_size
+        return layout
 
     why = "buckets must be padded for as many shards as there are virtual workers"
     until = "Megatron takes the padding of buckets as an argument"
