@@ -22,6 +22,9 @@ average, and saving or evaluating with the owners' weights keeps all of it at on
 number of lost ones varies, and four standard deviations are added. ``--grad-recovery previous`` keeps the
 substitutes of this step and of the next: 2 x 4 p per parameter. HPU, where shapes must not depend on the draw,
 keeps everything instead of a share p, and one full-size selection is made at a time: of gradients, or of weights.
+
+On islands of ranks N is that of an island, and what was sent to others is kept until its mean is used, in fp32, with its places
+(8 bytes each); ``ema`` keeps one copy of the weights more, DiLoCo two.
 """
 
 from __future__ import annotations
@@ -110,6 +113,9 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     weights = _weights(config, layout.vocab_size, first, last)
     data = config.data_parallel_size(layout.world_size)
     shards = max(1, data // config.num_distributed_optimizer_instances)
+    apart = lossy.averages and not config.virtual_workers
+    if apart:  # each island shards all of it
+        shards = max(1, shards // lossy.islands)
     batches = config.global_batch_size // config.micro_batch_size // data
     optimizer = weights * (12 if config.bf16 else 8) / shards
     components = {
@@ -122,6 +128,8 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
         logits = config.seq_length * config.micro_batch_size * _padded(config, layout.vocab_size) / tensor
         components["logits"] = logits * (4 + 2 * compute)
     components |= _loss(lossy, weights, compute, shards, device)
+    if apart:
+        components["exchanges between islands"] = weights / shards * _exchanges(lossy)
     components["reserved"] = RESERVED
     return StageMemory(stage, components)
 
@@ -187,6 +195,15 @@ def _loss(lossy: LossyConfig, weights: int, compute: int, shards: int, device: D
     if masked and (grad or param):  # of one shard at a time
         components["selection"] = weights / shards * (_GRADIENT if grad else compute)
     return components
+
+
+def _exchanges(lossy: LossyConfig) -> float:
+    """Bytes per parameter of what is under way between islands (what was sent, and its places), and of the rule's memory."""
+    if lossy.sync_method == "none":
+        return 0.0
+    under_way = lossy.sync_fraction * (lossy.sync_delay // lossy.sync_interval + 1)
+    copies = 2 if lossy.sync_method != "parameters" else int(lossy.delay_correction == "ema")
+    return under_way * (4 if lossy.sync_fraction == 1 else 4 + 8) + 4 * copies
 
 
 def _share(lossy: LossyConfig, phase: str, shards: int) -> float:
