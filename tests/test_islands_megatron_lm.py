@@ -49,8 +49,14 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, tmp_path):
     """Two islands of two ranks, which lose inside and between, with exchanges under way."""
     flags = [*LATE, "--p-sync", 0.3, "--p-grad", 0.3, "--p-param", 0.3, "--save-replicas", "--overlap-grad-reduce"]
     flags += ["--overlap-param-gather", "--eval-weights", "both", "--ckpt-format", "torch_dist", "--save-interval", 10]
-    whole, done = pretrain(megatron_lm, *flags, "--save", tmp_path / "whole", ranks=4)
+    whole, done = pretrain(megatron_lm, *flags, "--save", tmp_path / "whole", "--save-consensus", ranks=4)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "whole" / "consensus" / "iter_0000020").is_dir()
+    mean = ["--load", tmp_path / "whole" / "consensus", "--finetune", "--train-iters", 1, "--lr-decay-iters", 1]
+    lines, done = pretrain(megatron_lm, *mean)
+    assert "lm loss: " in lines[0] and "successfully loaded checkpoint" in done.stdout, done.stderr[-3000:]
+    after, before = (float(re.search(r"lm loss: ([\d.E+-]+)", one)[1]) for one in (lines[0], whole[0]))
+    assert after < before - 0.01  # what was learned is there
     parts = ["--save", tmp_path / "parts", "--load", tmp_path / "parts"]
     _, done = pretrain(megatron_lm, *flags, *parts, "--exit-interval", 10, ranks=4)
     assert (tmp_path / "parts" / "island_1" / "iter_0000010").is_dir(), done.stderr[-3000:]

@@ -327,3 +327,12 @@ def test_islands_of_different_checkpoints_are_refused(data, tmp_path):
     first = (base | {"save": folder, "save_interval": 4}, LATE)
     then = (base | {"load": folder, "train_iters": 12}, LATE)
     run_ranks(load_apart, 2, first, then, grouped=False)
+
+
+def test_all_islands_start_from_a_checkpoint_of_none(data, tmp_path):
+    base, folder = SMALL | data | {"eval_iters": 0}, str(tmp_path / "one")
+    run_ranks(train_runs, 2, (base | {"save": folder}, {}))
+    then = base | {"load": folder, "save": str(tmp_path / "islands"), "train_iters": 10}
+    run_ranks(train_runs, 2, (then, TWO), grouped=False)
+    for island in ("island_0", "island_1"):
+        assert [record["iteration"] for record in read_records(tmp_path / "islands" / island, "train")] == [9, 10]

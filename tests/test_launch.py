@@ -502,7 +502,11 @@ def test_islands(data, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "islands  2, each a job of 2 consecutive ranks, data 2, in island_0 and so on\n" in printed
     assert "ranks    4 on 1 node: data 4 x" in printed and "--islands 2" in printed
-    plan = make_plan([*command, "--program=pretrain_gpt.py"])
+    plan, whole = make_plan([*command, "--program=pretrain_gpt.py"]), make_plan(command[: -len(ISLANDS)])
+    # Each island shards all of the optimizer; a quarter of the weights (float32, and where) is under way four times.
+    mine, alone = (check_memory(one).components for one in (plan, whole))
+    assert mine["optimizer shard"] == 2 * alone["optimizer shard"]
+    assert mine["exchanges between islands"] == pytest.approx(mine["weights"] / 4 / 2 * 0.25 * 4 * 12)
     # Under Megatron-LM each island has its own batch.
     assert f"--global-batch-size {plan.train.global_batch_size // 2} " in " ".join(plan.module)
     folder = plan.folder / "island_1" / "iter_0000010"

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from ..config_islands import CONSENSUS_FOLDER
 from ..ledger import Patch, Takes
 from .islands import RankIslands
 
+#: The file that names the latest checkpoint of a folder.
+TRACKER = "latest_checkpointed_iteration.txt"
 _FOLDERS = ("save", "load", "tensorboard_dir")
 _UNTIL = "Megatron knows of jobs beside its own"
 
@@ -86,12 +89,16 @@ def signals_received(islands: RankIslands, original: Callable, handler: Any) -> 
 
 
 def before_validation(islands: RankIslands, args: Any) -> None:
-    """Before Megatron checks its arguments: let its folders be those of the island. Once."""
+    """Before Megatron checks its arguments: let its folders be those of the island. Once.
+
+    A checkpoint that is in the folder of ``--load`` itself is where all islands start from.
+    """
     if getattr(args, "megatron_lossy_island", None) is None:
         args.megatron_lossy_island = islands.world.island
         for name in _FOLDERS:
-            if getattr(args, name, None):
-                setattr(args, name, islands.world.folder(getattr(args, name)))
+            folder = getattr(args, name, None)
+            if folder and not (name == "load" and Path(folder, TRACKER).is_file()):
+                setattr(args, name, islands.world.folder(folder))
 
 
 @contextlib.contextmanager

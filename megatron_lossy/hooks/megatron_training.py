@@ -33,7 +33,6 @@ from .runtime import Lossy
 _ARGUMENTS = "megatron.training.arguments"
 _TRAINING = "megatron.training.training"
 _CHECKPOINTING = "megatron.training.checkpointing"
-_TRACKER = "latest_checkpointed_iteration.txt"
 # Arguments that tell runs with the same loss flags apart.
 _RUN = ("seed", "num_layers", "hidden_size", "seq_length", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 FLAG_GROUP = "loss (megatron-lossy)"
@@ -186,7 +185,9 @@ def _expert_data_parallel_ranks(args: Any) -> int:
 def _claim_delivery_log(args: Any, config: LossyConfig, ranks: int) -> None:
     load, save = getattr(args, "load", None), getattr(args, "save", None)
     same = load and save and os.path.realpath(load) == os.path.realpath(save)
-    resumes = bool(load) and (same or Path(load, _TRACKER).is_file()) and not getattr(args, "finetune", False)
+    resumes = (
+        bool(load) and (same or Path(load, island_training.TRACKER).is_file()) and not getattr(args, "finetune", False)
+    )
     claim_delivery_log(config, ranks, resumes, {name: getattr(args, name, None) for name in _RUN})
 
 

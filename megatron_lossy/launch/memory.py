@@ -28,6 +28,9 @@ of them beside those that it goes forward with.
 
 Virtual workers share one device, one model and one optimizer, whole; what islands and stages add is in
 :mod:`.virtual_memory`.
+
+On islands of ranks N is that of an island, and what was sent to others is kept until its mean is used, in fp32, with its places
+(8 bytes each); ``ema`` keeps one copy of the weights more, DiLoCo two.
 """
 
 from __future__ import annotations
@@ -117,6 +120,9 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     weights = _weights(config, layout.vocab_size, first, last, pipeline)
     data = config.data_parallel_size(layout.world_size)
     shards = max(1, data // config.num_distributed_optimizer_instances)
+    apart = lossy.averages and not config.virtual_workers
+    if apart:  # each island shards all of it
+        shards = max(1, shards // lossy.islands)
     batches = config.global_batch_size // config.micro_batch_size // data
     late = pipeline - 1 - stage if lossy.async_pipeline else 0
     at_once = late * batches + 1 if lossy.async_pipeline else min(pipeline - stage, batches)
@@ -135,6 +141,8 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
         components |= of_islands(lossy, weights, compute, optimizer)
     if old := _old_weights(config, lossy, layout, stage, compute):
         components["old weights"] = old
+    if apart:
+        components["exchanges between islands"] = weights / shards * _exchanges(lossy)
     components["reserved"] = RESERVED
     return StageMemory(stage, components)
 
@@ -212,6 +220,15 @@ def _loss(lossy: LossyConfig, weights: int, compute: int, shards: int, device: D
     if masked and (grad or param):  # of one shard at a time
         components["selection"] = weights / shards * (_GRADIENT if grad else compute)
     return components
+
+
+def _exchanges(lossy: LossyConfig) -> float:
+    """Bytes per parameter of what is under way between islands (what was sent, and its places), and of the rule's memory."""
+    if lossy.sync_method == "none":
+        return 0.0
+    under_way = lossy.sync_fraction * (lossy.sync_delay // lossy.sync_interval + 1)
+    copies = 2 if lossy.sync_method != "parameters" else int(lossy.delay_correction == "ema")
+    return under_way * (4 if lossy.sync_fraction == 1 else 4 + 8) + 4 * copies
 
 
 def _share(lossy: LossyConfig, phase: str, shards: int) -> float:

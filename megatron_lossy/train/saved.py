@@ -49,8 +49,13 @@ def settings_of(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None)
 
 
 def in_folders_of_island(config: TrainConfig, island: int) -> TrainConfig:
-    """``config`` with what the run reads and writes in folders of ``island`` within those that it names."""
+    """``config`` with what the run reads and writes in folders of ``island`` within those that it names.
+
+    A checkpoint that is in the folder of ``--load`` itself is where all islands start from.
+    """
     named = {name: getattr(config, name) for name in ("save", "load", "metrics_dir", "tensorboard_dir")}
+    if config.load and latest_iteration(config.load) is not None:
+        del named["load"]
     within = ISLAND_FOLDER.format(island)
     return dataclasses.replace(config, **{name: os.path.join(path, within) for name, path in named.items() if path})
 
