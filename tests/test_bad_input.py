@@ -71,7 +71,7 @@ TRAIN = [
         "--mixing-gain 0.7: diverges: must be below 0.618 with 2 later exchanges of an element under way",
     ),
     Case("--virtual-stages 2", "--virtual-stages 2: needs --async-pipeline"),
-    Case("--async-pipeline", "--async-pipeline on: needs --virtual-stages with --virtual-workers"),
+    Case("--async-pipeline --virtual-workers 2", "--async-pipeline on: needs --virtual-stages with --virtual-workers"),
     Case(
         "--async-pipeline --virtual-stages 4 --virtual-workers 2",
         "--virtual-stages 4: must divide the 2 layers",
