@@ -211,13 +211,16 @@ def test_others_notice_that_an_island_is_gone(data, tmp_path):
 def test_averaged_weights_of_gradient_descent_are_averaged_gradients(data, tmp_path):
     """Also where stages and tensor-parallel ranks each meet their own peers."""
     descent = {"optimizer": "sgd", "sgd_momentum": 0.5, "clip_grad": 0.0, "weight_decay": 0.1, "eval_iters": 2}
+    stages = {"pipeline_model_parallel_size": 2}
     sizes = {
-        "tensor": {"tensor_model_parallel_size": 2},
-        "pipeline": {"pipeline_model_parallel_size": 2},
+        "tensor": ({"tensor_model_parallel_size": 2}, {}),
+        "pipeline": (stages, {}),
+        "asynchronous": (stages, {"async_pipeline": True}),
     }
-    runs = {name: SMALL | data | descent | size for name, size in sizes.items()}
-    run_ranks(train_runs, 4, *((run | {"save": str(tmp_path / name / "one")}, {}) for name, run in runs.items()))
-    islands = [(run | {"save": str(tmp_path / name / "islands")}, TWO) for name, run in runs.items()]
+    runs = {name: (SMALL | data | descent | size, flags) for name, (size, flags) in sizes.items()}
+    one = [(run | {"save": str(tmp_path / name / "one")}, flags) for name, (run, flags) in runs.items()]
+    run_ranks(train_runs, 4, *one)
+    islands = [(run | {"save": str(tmp_path / name / "islands")}, TWO | flags) for name, (run, flags) in runs.items()]
     run_ranks(train_runs, 4, *islands, grouped=False)
     for name in sizes:
         for kind in ("train", "valid"):
