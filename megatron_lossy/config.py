@@ -302,18 +302,17 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
                 )
             if self.grad_residual_bound != 1:
                 raise refuse("--grad-residual-bound", self.grad_residual_bound, "cannot be with --transport udp")
-            self._check_report_bytes("--grad-priority")
+            self._check_report_bytes("--grad-priority over UDP")
         if self.param_priority != "none":
             if not self.phase("param").lossless:
                 why = "cannot be: what a channel draws beside the network nobody sends again; omit the loss rate"
                 what = f"{self.param_priority} over UDP with parameters lost by drawing"
                 raise refuse("--param-priority", what, why)
-            self._check_report_bytes("--param-priority")
+            self._check_report_bytes("--param-priority over UDP")
 
-    def _check_report_bytes(self, flag: str) -> None:
+    def _check_report_bytes(self, what: str) -> None:
         if self.packet_bytes < UDP_REPORT_BYTES:
-            why = f"must be at least {UDP_REPORT_BYTES} with {flag} over UDP"
-            raise refuse("--packet-bytes", self.packet_bytes, why)
+            raise refuse("--packet-bytes", self.packet_bytes, f"must be at least {UDP_REPORT_BYTES} with {what}")
 
     def _check_replicas(self) -> None:
         """Parameters can be lost only where they are gathered, and replicas differ only where they are not."""
@@ -340,7 +339,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
             raise refuse("--act-transport", "udp", "needs --transport udp")
         if self.virtual_boundaries is not None:
             raise refuse("--act-transport", "udp", "needs real stages: --virtual-boundaries are in one process")
-        self._check_report_bytes("--act-transport")
+        self._check_report_bytes("--act-transport udp")
         if self.act_packet_bytes > self.packet_bytes:
             why = (
                 f"must be at most --packet-bytes ({self.packet_bytes}) with --act-transport udp, where it is a datagram"

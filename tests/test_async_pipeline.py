@@ -142,7 +142,13 @@ def saved_replicas(folder, iteration):
 
 CONTINUED = [
     pytest.param(2, {"bf16": True, "pipeline_model_parallel_size": 2}, {}, id="two stages, bf16"),
-    pytest.param(3, {"num_layers": 3, "pipeline_model_parallel_size": 3, "optimizer": "nadam"}, {}, id="three stages"),
+    pytest.param(
+        3,
+        {"num_layers": 3, "pipeline_model_parallel_size": 3, "optimizer": "nadam"},
+        {},
+        id="three stages",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(4, {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, LOSS, id="2 x 2, loss"),
     pytest.param(
         4,

@@ -30,6 +30,7 @@ def data(tmp_path_factory):
     return MODEL | {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
 
 
+@pytest.mark.slow
 def test_one_stage_is_a_synchronous_pipeline(data, tmp_path):
     """Bit for bit: with loss, and on islands. So are all stages in the first iteration, but for what is clipped."""
     two = {"virtual_workers": 2}
@@ -60,6 +61,7 @@ CONTINUED = {
 }
 
 
+@pytest.mark.slow
 def test_stopped_and_continued_bit_for_bit(data, tmp_path):
     """With dropout, while stages have weights of four ages."""
     runs = []

@@ -153,6 +153,7 @@ CONTINUED = {
 }
 
 
+@pytest.mark.slow
 def test_stopped_and_continued_bit_for_bit(data, tmp_path):
     """In the middle of exchanges, with dropout."""
     runs = []

@@ -91,7 +91,7 @@ def every_patch():
     """Every patch of the package, in the Megatron that is here."""
     from megatron_lossy.config import LossyConfig
     from megatron_lossy.device import cpu, cpu_training
-    from megatron_lossy.hooks import lossy_all_reduce, megatron_core, megatron_training
+    from megatron_lossy.hooks import island_training, lossy_all_reduce, megatron_core, megatron_training
     from megatron_lossy.hooks.runtime import Lossy
     from megatron_lossy.plugin import _command_line_patches, _program_patches
 
@@ -101,6 +101,7 @@ def every_patch():
         lossy_all_reduce.patch(run),
         *megatron_training.flag_patches(),
         *megatron_training.patches(run),
+        *island_training.patches(None),
         *_command_line_patches(),
         *_program_patches(),
         *cpu.patches(),
@@ -123,6 +124,7 @@ def test_every_patch_explains_itself():
         in_code |= set(re.findall(r'target=f?"[^":]*:([^"]*)"', file.read_text()))
     elsewhere = {
         "get_grad_norm_fp32",
+        "clip_grad_by_total_norm_fp32",
         "_ParamAndGradBuffer",
         "_compute_per_buffer_param_layout",
         "mp",

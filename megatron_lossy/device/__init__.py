@@ -78,16 +78,17 @@ def take_device() -> torch.device:
     return torch.device(kind, number)
 
 
-def init_process_group(**options: Any) -> None:
+def init_process_group(name: str | None = None, **options: Any) -> None:
     """``torch.distributed.init_process_group`` for the device and the backend of this rank. See :func:`take_device`.
 
     On CUDA the group is bound to the device, so that later groups are split from it. Every rank must then take part
-    in making a group, which torch forgets for gloo groups: make none of some of the ranks.
+    in making a group, which torch forgets for gloo groups: make none of some of the ranks. ``name``: another backend, and
+    a group that is not bound, as Megatron makes it.
     """
     mine = take_device()
-    if mine.type == "cuda":
+    if mine.type == "cuda" and name is None:
         options["device_id"] = mine
-    torch.distributed.init_process_group(backend(), **options)
+    torch.distributed.init_process_group(name or backend(), **options)
 
 
 def prepare_import() -> None:

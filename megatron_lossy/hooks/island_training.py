@@ -119,9 +119,5 @@ def enter(islands: RankIslands, args: Any) -> None:
     if torch.distributed.is_initialized():
         return
     islands.world.seed = args.seed
-
-    def init_process_group(**options: Any) -> None:
-        device.take_device()
-        torch.distributed.init_process_group(args.distributed_backend, **options)
-
-    islands.world.open(init_process_group, timedelta(minutes=args.distributed_timeout_minutes))
+    make = partial(device.init_process_group, args.distributed_backend)
+    islands.world.open(make, timedelta(minutes=args.distributed_timeout_minutes))
