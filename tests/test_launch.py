@@ -117,7 +117,7 @@ def test_what_islands_and_stages_add():
     found = components(**islands)
     assert found.keys() - alone.keys() == {"islands", "averages under way"}
     assert found["islands"] == 4 * 2 * weights + 3 * 12 * weights
-    assert found["averages under way"] == pytest.approx(5 * 0.5 * 4 * weights)
+    assert found["averages under way"] == pytest.approx(11 * 0.05 * (5 * 4 + 8) * weights)
     assert components(**islands, delay_correction="ema")["correction"] == 4 * 4 * weights
     assert components(islands=4, sync_method="diloco", sync_interval=9)["outer optimizer"] == 2 * 4 * 4 * weights
     stages = {"async_pipeline": True, "virtual_stages": 4}
@@ -503,10 +503,10 @@ def test_islands(data, tmp_path, capsys):
     assert "islands  2, each a job of 2 consecutive ranks, data 2, in island_0 and so on\n" in printed
     assert "ranks    4 on 1 node: data 4 x" in printed and "--islands 2" in printed
     plan, whole = make_plan([*command, "--program=pretrain_gpt.py"]), make_plan(command[: -len(ISLANDS)])
-    # Each island shards all of the optimizer; a quarter of the weights (float32, and where) is under way four times.
+    # Each island shards all of the optimizer; a quarter of the weights (float32, its mean, and where) is under way four times.
     mine, alone = (check_memory(one).components for one in (plan, whole))
     assert mine["optimizer shard"] == 2 * alone["optimizer shard"]
-    assert mine["exchanges between islands"] == pytest.approx(mine["weights"] / 4 / 2 * 0.25 * 4 * 12)
+    assert mine["averages under way"] == pytest.approx(mine["weights"] / 4 / 2 * 0.25 * 4 * 16)
     # Under Megatron-LM each island has its own batch.
     assert f"--global-batch-size {plan.train.global_batch_size // 2} " in " ".join(plan.module)
     folder = plan.folder / "island_1" / "iter_0000010"

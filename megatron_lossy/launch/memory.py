@@ -26,11 +26,8 @@ keeps everything instead of a share p, and one full-size selection is made at a 
 An asynchronous pipeline is P - 1 - i whole batches ahead on stage i. It keeps their activations, and the weights of each
 of them beside those that it goes forward with.
 
-Virtual workers share one device, one model and one optimizer, whole; what islands and stages add is in
-:mod:`.virtual_memory`.
-
-On islands of ranks N is that of an island, and what was sent to others is kept until its mean is used, in fp32, with its places
-(8 bytes each); ``ema`` keeps one copy of the weights more, DiLoCo two.
+Virtual workers share one device, one model and one optimizer, whole; what islands and virtual stages add is in
+:mod:`.island_memory`. On islands of ranks N is that of an island.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ from ..config import LossyConfig
 from ..registry import CHANNELS, GRAD_RECOVERIES
 from ..train.config import TrainConfig
 from .devices import GIB, Device
-from .virtual_memory import of_islands, old_weights
+from .island_memory import between_islands, of_islands, old_weights
 
 #: Bytes for the driver's context, communication buffers, workspaces, and what fragmentation wastes: an assumption.
 RESERVED = 6 * GIB
@@ -142,7 +139,7 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     if old := _old_weights(config, lossy, layout, stage, compute):
         components["old weights"] = old
     if apart:
-        components["exchanges between islands"] = weights / shards * _exchanges(lossy)
+        components |= between_islands(lossy, weights / shards, islands=1)
     components["reserved"] = RESERVED
     return StageMemory(stage, components)
 
@@ -220,15 +217,6 @@ def _loss(lossy: LossyConfig, weights: int, compute: int, shards: int, device: D
     if masked and (grad or param):  # of one shard at a time
         components["selection"] = weights / shards * (_GRADIENT if grad else compute)
     return components
-
-
-def _exchanges(lossy: LossyConfig) -> float:
-    """Bytes per parameter of what is under way between islands (what was sent, and its places), and of the rule's memory."""
-    if lossy.sync_method == "none":
-        return 0.0
-    under_way = lossy.sync_fraction * (lossy.sync_delay // lossy.sync_interval + 1)
-    copies = 2 if lossy.sync_method != "parameters" else int(lossy.delay_correction == "ema")
-    return under_way * (4 if lossy.sync_fraction == 1 else 4 + 8) + 4 * copies
 
 
 def _share(lossy: LossyConfig, phase: str, shards: int) -> float:

@@ -1,4 +1,4 @@
-"""Memory of what islands and asynchronous stages keep beside one model in training: computed, not measured.
+"""Memory of what islands and virtual stages keep beside one model in training: computed, not measured.
 
 Notation: M islands, P stages, N virtual workers, K, f and tau the interval, the fraction and the delay of averaging, c bytes
 of an element in computing. In copies of the weights:
@@ -6,9 +6,11 @@ of an element in computing. In copies of the weights:
 - old weights of stages: stage s, from 0, has P - 1 - s versions, so c (P - 1)/2 for equally long ones; on each island, or
   of each worker where parameters are lost, since then every worker has others;
 - islands: c M weights beside those in the model, and M - 1 more optimizers;
-- averages under way: f tau/K copies in float32 of what each island sent, and of the mean, which is one for all islands
-  unless some of it is lost;
+- averages under way: floor(tau/K) + 1 times f copies in float32 of what each island sent, and of the mean, which is one for
+  all islands of a process unless some of it is lost; and where they belong, in 8 bytes each, unless f is 1;
 - the moving average of ``ema`` M copies in float32, the outer weights and momentum of DiLoCo 2 M.
+
+A rank of an island has one island, and of all of this its shard of the optimizer.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 
 from ..config import LossyConfig
 
-_FLOAT32 = 4
+_FLOAT32, _PLACE = 4, 8
 
 
 def old_weights(lossy: LossyConfig, stages: Sequence[int], compute: int, workers: int) -> float:
@@ -34,13 +36,20 @@ def of_islands(lossy: LossyConfig, weights: int, compute: int, optimizer: float)
     if not lossy.averages:
         return {}
     islands = lossy.islands
-    found: dict[str, float] = {"islands": islands * weights * compute + (islands - 1) * optimizer}
-    copies = lossy.sync_fraction * lossy.sync_delay / lossy.sync_interval * weights * _FLOAT32
-    if lossy.sync_method != "none" and copies:
-        found["averages under way"] = copies * (islands + (islands if lossy.p_sync else 1))
+    copies = islands * weights * compute + (islands - 1) * optimizer
+    return {"islands": copies} | between_islands(lossy, weights, islands)
+
+
+def between_islands(lossy: LossyConfig, elements: float, islands: int) -> dict[str, float]:
+    """Bytes by component of what ``islands``, those of one process, keep of averages of ``elements`` each."""
+    if lossy.sync_method == "none":
+        return {}
+    sent = lossy.sync_fraction * (lossy.sync_delay // lossy.sync_interval + 1) * elements
+    means = islands if lossy.p_sync else 1
+    found = {"averages under way": sent * ((islands + means) * _FLOAT32 + (_PLACE if lossy.sync_fraction < 1 else 0))}
     kept = 2 if lossy.sync_method in ("diloco", "eager-diloco") else 0
     if lossy.sync_method == "parameters" and lossy.delay_correction == "ema":
         kept = 1
     if kept:
-        found["correction" if kept == 1 else "outer optimizer"] = kept * islands * weights * _FLOAT32
+        found["correction" if kept == 1 else "outer optimizer"] = kept * islands * elements * _FLOAT32
     return found
