@@ -75,7 +75,7 @@ class VirtualReplicas(VirtualRun):
     def _check_memory(self) -> None:
         elements = sum(parameter.numel() for parameter in self._parameters)
         needed = elements * _BYTES * self.workers
-        there = psutil.island_memory().available
+        there = psutil.virtual_memory().available
         if self.device.type == "cuda":
             there = torch.cuda.mem_get_info(self.device)[0]
         if self.differ and needed > there:
