@@ -149,7 +149,13 @@ CONTINUED = [
         id="three stages",
         marks=pytest.mark.slow,
     ),
-    pytest.param(4, {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, LOSS, id="2 x 2, loss"),
+    pytest.param(
+        4,
+        {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True},
+        LOSS,
+        id="2 x 2, loss",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(
         4,
         {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64},

@@ -82,6 +82,7 @@ def test_stopped_and_continued_bit_for_bit(data, tmp_path):
             assert flat(islands_of(whole)) == flat(islands_of(parts)), name
 
 
+@pytest.mark.slow
 def test_without_replicas_stages_begin_equal(data, tmp_path):
     """Stopped after 3 iterations and continued, all stages begin with the newest weights: the next loss is theirs."""
     settings, loss = {"hidden_dropout": 0.0, "virtual_workers": 1}, {**STAGES, "eval_weights": "both"}
@@ -108,6 +109,7 @@ def test_without_replicas_stages_begin_equal(data, tmp_path):
     assert losses_of(tmp_path / "late")[0] == losses_of(tmp_path / "at once")[0]
 
 
+@pytest.mark.slow
 def test_identical_islands_with_the_same_data_are_one(data, tmp_path):
     one = {"virtual_workers": 1, "global_batch_size": 4, "eval_iters": 0, "hidden_dropout": 0.0}
     two = one | {"virtual_workers": 2, "global_batch_size": 8}

@@ -378,6 +378,7 @@ def descend(config, gain, beta1, workers, steps):
     return torch.cat(own).square().mean().item()
 
 
+@pytest.mark.slow
 def test_a_quadratic_that_diverges_plain_converges_compensated():
     """At a gain between both limits; and below the lower one both converge."""
     p, beta1, workers = 0.4, 0.9, 16

@@ -158,6 +158,7 @@ CONTINUED = {
 }
 
 
+@pytest.mark.slow
 def test_stopped_and_continued_bit_for_bit(data, tmp_path):
     """With exchanges under way, which --save-replicas keeps."""
     runs = []

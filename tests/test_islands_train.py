@@ -58,6 +58,7 @@ def losses_of(folder: Path) -> list[tuple]:
     return [(r["iteration"], r["lm loss"]) for kind in ("train", "valid") for r in read_records(folder, kind)]
 
 
+@pytest.mark.slow
 def test_what_islands_reduce_to(data, tmp_path):
     plain_sgd = {"optimizer": "sgd", "sgd_momentum": 0.5, "clip_grad": 0.0, "weight_decay": 0.1, "hidden_dropout": 0.0}
     every = {"sync_interval": 2}
