@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .config_transport import check_code
 from .errors import refuse
-from .flags import as_text, check_choice, flag, flag_name, in_unit_interval
+from .flags import as_text, check_choice, flag, flag_name, in_unit_interval, refuse_unused
 
 #: Messages between pipeline stages: forward, and backward.
 BOUNDARY_PHASES = ("act", "act-grad")
@@ -95,9 +95,7 @@ class BoundaryFlags:
         if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
             raise refuse("--virtual-boundaries", " ".join(map(str, layers)), "must be different layers, from 1 on")
         for name in _OF_RECOVERY if self.act_retransmit == "off" else ():
-            value = getattr(self, name)
-            if value != BoundaryFlags.__dataclass_fields__[name].default:
-                raise refuse(flag_name(BoundaryFlags, name), as_text(value), "does nothing with --act-retransmit off")
+            refuse_unused(self, name, "does nothing with --act-retransmit off")
 
     @property
     def loses_at_boundaries(self) -> bool:

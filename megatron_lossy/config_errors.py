@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import refuse
-from .flags import as_text, check_choice, flag, flag_name
+from .flags import as_text, check_choice, flag, refuse_unused
 from .registry import GRAD_ERRORS
 
 
@@ -90,11 +90,9 @@ class ErrorFlags:
         takes = {name: GRAD_ERRORS.load(name).flags for name in GRAD_ERRORS.built_in}  # no other can have flags
         own = takes.get(self.grad_error, ())
         for name in dict.fromkeys(name for names in takes.values() for name in names):
-            value = getattr(self, name)
-            if name not in own and value != ErrorFlags.__dataclass_fields__[name].default:
+            if name not in own:
                 needed = [other for other, names in takes.items() if name in names]
-                why = f"needs --grad-error {' or '.join(needed)}, not {self.grad_error}"
-                raise refuse(flag_name(ErrorFlags, name), as_text(value), why)
+                refuse_unused(self, name, f"needs --grad-error {' or '.join(needed)}, not {self.grad_error}")
 
     def describe_errors(self) -> str:
         """What happens to gradients, in words; empty if nothing does."""

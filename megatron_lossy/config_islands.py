@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from .errors import refuse
 from .flags import as_text, flag, flag_name
@@ -155,7 +154,7 @@ class IslandFlags:
 
     def _need(self, name: str, fine: bool, allowed: str) -> None:
         if not fine:  # NaN is never fine
-            raise refuse(flag_name(type(self), name), _text(getattr(self, name)), allowed)
+            raise refuse(flag_name(type(self), name), as_text(getattr(self, name)), allowed)
 
     def _check_used(self) -> None:
         """Raise :class:`UsageError` for a flag that does nothing."""
@@ -200,7 +199,3 @@ class IslandFlags:
             if self.sync_method != "none" and abs(between - round(between)) > 1e-6:
                 why = f"gives an island {between:g} iterations between two exchanges; choose another --sync-interval"
                 raise refuse("--island-speeds", f"{speed:g} of {as_text(speeds)}", why)
-
-
-def _text(value: Any) -> str:
-    return as_text(value) if isinstance(value, tuple) else str(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .errors import refuse
-from .flags import check_choice, flag
+from .flags import check_choice, flag, refuse_unused
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,8 @@ class PipelineFlags:
     def _check_pipeline(self) -> None:
         check_choice(self, "weight_stashing")
         if not self.async_pipeline:
-            if self.virtual_stages is not None:
-                raise refuse("--virtual-stages", self.virtual_stages, "needs --async-pipeline")
-            if self.weight_stashing != "on":
-                raise refuse("--weight-stashing", self.weight_stashing, "needs --async-pipeline")
+            for name in ("virtual_stages", "weight_stashing"):
+                refuse_unused(self, name, "needs --async-pipeline")
             return
         if self.virtual_stages is not None:
             if self.virtual_stages < 1:

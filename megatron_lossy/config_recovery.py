@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from .errors import refuse
-from .flags import check_choice, flag, flag_name
+from .flags import check_choice, flag, flag_name, refuse_unused
 from .registry import GRAD_RECOVERIES
 
 
@@ -112,9 +112,8 @@ class RecoveryFlags:
             "param_priority_fraction": (self.param_priority != "none", "--param-priority change"),
         }
         for name, (used, what) in needs.items():
-            value = getattr(self, name)
-            if not used and value != RecoveryFlags.__dataclass_fields__[name].default:
-                raise refuse(flag_name(RecoveryFlags, name), value, f"needs {what}")
+            if not used:
+                refuse_unused(self, name, f"needs {what}")
 
     def _check_grad_priority(self, loss_unit: str) -> None:
         if self.grad_priority == "none":

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from .errors import refuse
-from .flags import as_text, check_choice, flag, flag_name
+from .flags import check_choice, flag, refuse_unused
 
 _OF_RULES = ("param_sync_min_interval", "param_sync_max_interval")
 
@@ -84,9 +84,8 @@ class SyncFlags:
             needs |= dict.fromkeys(_OF_RULES, ("--param-sync-rule snr or divergence", self.param_sync_rule != "fixed"))
             needs["param_sync_tolerance"] = ("--param-sync-rule divergence", self.param_sync_rule == "divergence")
         for name, (what, there) in needs.items():
-            value = getattr(self, name)
-            if not there and value != SyncFlags.__dataclass_fields__[name].default:
-                raise refuse(flag_name(SyncFlags, name), "on" if value is True else as_text(value), f"needs {what}")
+            if not there:
+                refuse_unused(self, name, f"needs {what}")
 
     def describe_sync(self) -> str:
         """What is done about replicas that differ, in words; empty if nothing is."""

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from .errors import refuse
-from .flags import as_text, check_choice, flag, flag_name
+from .flags import check_choice, flag, refuse_unused
 
 #: Payload of a datagram: with 28 bytes of header, 16 of authentication and 48 of UDP and IPv6, 1,500 bytes.
 UDP_PACKET_BYTES = 1408
@@ -106,9 +106,9 @@ class TransportFlags:
         for name in ("transport", "udp_rate_control", "udp_cipher"):
             check_choice(self, name)
         if self.transport != "udp":
-            for name, field_ in TransportFlags.__dataclass_fields__.items():
-                if name != "transport" and getattr(self, name) != field_.default:
-                    raise refuse(flag_name(TransportFlags, name), as_text(getattr(self, name)), "needs --transport udp")
+            for name in TransportFlags.__dataclass_fields__:
+                if name != "transport":
+                    refuse_unused(self, name, "needs --transport udp")
             return
         rate, deadline = self.udp_bytes_per_second, self.udp_deadline_seconds
         if self.udp_rate_control == "fixed" and rate is None:

@@ -83,6 +83,13 @@ def check_choice(config: Any, name: str) -> None:
             raise refuse(flag_name(config, name), value, "must be one of " + ", ".join(choices))
 
 
+def refuse_unused(config: Any, name: str, why: str) -> None:
+    """Raise :class:`UsageError`, which says ``why``, if the flag ``name``, that does nothing in ``config``, was given."""
+    value = getattr(config, name)
+    if value != config.__dataclass_fields__[name].default:
+        raise refuse(flag_name(config, name), "on" if value is True else as_text(value), why)
+
+
 def in_unit_interval(name: str, value: float) -> None:
     """Raise :class:`UsageError` unless ``value``, that of the flag ``name``, is in [0, 1)."""
     if not 0 <= value < 1:  # NaN fails too

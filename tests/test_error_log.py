@@ -20,7 +20,7 @@ from megatron_lossy.delivery_log.writer import claim_delivery_log
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.sync import Mismatch, Synced
-from tests.test_delivery_log import flip_bits, truncate
+from tests.test_delivery_log import flip_bits, rewrite, truncate
 
 RANKS, STEPS, SIZES = 3, 9, (6, 5000, 3)
 KINDS = {
@@ -77,19 +77,6 @@ def test_what_was_written_is_good(tmp_path, kind, alone):
     kinds = [json.loads(row)["kind"] for row in rows_of(tmp_path)]
     assert verdict.rows == len(kinds) > 2 * RANKS
     assert ("spared" in kinds) == (kind == "relative") and {"mismatch", "sync"} < set(kinds)
-
-
-def rewrite(path, change):
-    """Write the file again with rows that ``change`` changed, and otherwise as it was."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    file = pq.ParquetFile(path)
-    rows, metadata = file.read().to_pylist(), file.metadata.metadata
-    change(rows)
-    with pq.ParquetWriter(path, file.schema_arrow, store_schema=False) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, file.schema_arrow))
-        writer.add_key_value_metadata({key: value for key, value in metadata.items() if key == b"megatron_lossy"})
 
 
 def first_of(which, **changes):

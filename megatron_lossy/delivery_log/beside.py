@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -27,11 +27,20 @@ _FLAG = "--delivery-log"
 _MOST_ROWS = 2**16
 
 
-def files_beside(folder: Path, prefix: str) -> list[tuple[Path, int, int, int]]:
+class FileBeside(NamedTuple):
+    """The rows of ``rank`` in iterations ``first`` to ``last``, inclusive."""
+
+    path: Path
+    rank: int
+    first: int
+    last: int
+
+
+def files_beside(folder: Path, prefix: str) -> list[FileBeside]:
     """The files of ``folder`` whose names begin with ``prefix``, with their rank, first and last iteration, inclusive."""
     name = re.compile(rf"{prefix}_(\d+)_(\d+)_(\d+)\.parquet")
     found = [(path, name.fullmatch(path.name)) for path in sorted(folder.iterdir())] if folder.is_dir() else []
-    return [(path, int(match[1]), int(match[2]), int(match[3])) for path, match in found if match]
+    return [FileBeside(path, *map(int, match.groups())) for path, match in found if match]
 
 
 def note_of(path: Path) -> bytes | None:

@@ -18,7 +18,7 @@ from ..config import LossyConfig
 from ..errors import refuse
 from ..exchange import Stream
 from . import schema
-from .beside import files_beside
+from .beside import FileBeside, files_beside
 
 if TYPE_CHECKING:
     import pyarrow
@@ -120,7 +120,7 @@ def content(table: pyarrow.Table) -> str:
     return state.hexdigest()
 
 
-def error_files(folder: Path) -> list[tuple[Path, int, int, int]]:
+def error_files(folder: Path) -> list[FileBeside]:
     """The files of ``folder`` with their rank, first and last iteration, inclusive."""
     return files_beside(folder, PREFIX)
 

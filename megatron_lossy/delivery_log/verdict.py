@@ -1,9 +1,13 @@
-"""What ``verify`` finds out."""
+"""What ``verify`` finds out, and how it goes through the files of a rank."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from .reader import BadLog
 
 
 @dataclass
@@ -31,3 +35,24 @@ class Verdict:
             f", {self.unchecked:,} of them of an earlier version, which were only read" if self.unchecked else ""
         )
         return "\n".join([*self.problems, f"{folder}: {self.rows:,} good {self.what}{unchecked}; {rest}"])
+
+
+def check_files(
+    rank: int, files: Sequence[Any], check: Callable[[Any], int], what: str, verdict: Verdict
+) -> tuple[int, int] | None:
+    """Check the files of a rank one after another, note the first problem, and return what is usable before it."""
+    good = None
+    for number, file in enumerate(files):
+        previous = files[number - 1] if number else None
+        if previous is not None and file.first > previous.last + 1:
+            verdict.problems.append(f"rank {rank}: no {what} of iterations {previous.last + 1} to {file.first - 1}")
+            break
+        try:
+            verdict.rows += check(file)
+        except BadLog as error:
+            verdict.problems.append(str(error))
+            if error.iteration > files[0].first:
+                good = files[0].first, error.iteration - 1
+            break
+        good = files[0].first, file.last
+    return good

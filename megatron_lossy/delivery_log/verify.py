@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ..exchange import Exchange, Stream
 from .boundaries import BoundaryFile, boundary_files, check_crossings
 from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows
 from .replay import Redrawn
-from .verdict import Verdict
+from .verdict import Verdict, check_files
 
 
 def verify(folder: DeliveryLogFolder) -> Verdict:
@@ -22,39 +21,18 @@ def verify(folder: DeliveryLogFolder) -> Verdict:
     verdict = Verdict()
     redrawn = Redrawn()
     for rank, files in folder.ranks.items():
-        verdict.usable[rank] = _check_files(
+        verdict.usable[rank] = check_files(
             rank, files, lambda file: _check_file(file, folder, redrawn), "records", verdict
         )
     verdict.problems += _missing_ranks(folder)
     seen: set[tuple[str, str]] = set()
     for rank, boundaries in boundary_files(folder.path).items():
-        good = _check_files(
+        good = check_files(
             rank, boundaries, lambda file: _check_boundaries(file, folder, seen), "records of boundaries", verdict
         )
         verdict.usable[rank] = _both(verdict.usable.get(rank), good)
     verdict.problems += _missing_phases(folder, seen)
     return verdict
-
-
-def _check_files(
-    rank: int, files: Sequence[Any], check: Callable[[Any], int], what: str, verdict: Verdict
-) -> tuple[int, int] | None:
-    """Check the files of a rank one after another, note the first problem, and return what is usable before it."""
-    good = None
-    for number, file in enumerate(files):
-        previous = files[number - 1] if number else None
-        if previous is not None and file.first > previous.last + 1:
-            verdict.problems.append(f"rank {rank}: no {what} of iterations {previous.last + 1} to {file.first - 1}")
-            break
-        try:
-            verdict.rows += check(file)
-        except BadLog as error:
-            verdict.problems.append(str(error))
-            if error.iteration > files[0].first:
-                good = files[0].first, error.iteration - 1
-            break
-        good = files[0].first, file.last
-    return good
 
 
 def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:

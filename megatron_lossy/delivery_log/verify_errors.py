@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from ..channel.corruption import Event, make_corruption
 from ..config import LossyConfig
 from ..exchange import Exchange, Stream
+from .beside import FileBeside
 from .errors import ERRORS, SPARED, ErrorMeta, Reduced, content, error_files, event_of, read_errors
 from .reader import BadLog
 from .schema import loss_config
-from .verdict import Verdict
+from .verdict import Verdict, check_files
 
 if TYPE_CHECKING:
     import pyarrow
@@ -35,51 +36,41 @@ def verify_errors(folder: Path) -> Verdict:
     verdict = Verdict("records of errors and repairs")
     metas: list[ErrorMeta] = []
     readable = True
-    for rank, files in itertools.groupby(error_files(folder), key=lambda found: found[1]):
-        good: tuple[int, int] | None = None
-        for path, _, first, last in files:
-            if good is not None and first > good[1] + 1:
-                verdict.problems.append(f"rank {rank}: no errors of iterations {good[1] + 1} to {first - 1}")
-                break
-            try:
-                table, meta = read_errors(path)
-                metas += [] if meta is None else [meta]
-                _check_file(path, rank, range(first, last + 1), table, meta, metas[:1])
-            except ValueError as error:
-                verdict.problems.append(str(BadLog(path, first, error)))
-                readable = False
-                break
-            except BadLog as error:
-                verdict.problems.append(str(error))
-                if error.iteration > first:
-                    good = good[0] if good is not None else first, error.iteration - 1
-                break
-            verdict.rows += len(table)
-            verdict.unchecked += len(table) if meta is None else 0
-            good = good[0] if good is not None else first, last
-        verdict.usable[rank] = good
+
+    def check(file: FileBeside) -> int:
+        nonlocal readable
+        try:
+            table, meta = read_errors(file.path)
+            metas.extend([] if meta is None else [meta])
+            _check_file(file, table, meta, metas[:1])
+        except ValueError as error:
+            readable = False
+            raise BadLog(file.path, file.first, error) from None
+        verdict.unchecked += len(table) if meta is None else 0
+        return len(table)
+
+    for rank, files in itertools.groupby(error_files(folder), key=lambda file: file.rank):
+        verdict.usable[rank] = check_files(rank, list(files), check, "errors", verdict)
     verdict.problems += _missing(metas) if readable else []
     return verdict
 
 
-def _check_file(
-    path: Path, rank: int, here: range, table: pyarrow.Table, meta: ErrorMeta | None, reference: Sequence[ErrorMeta]
-) -> None:
-    """``here``: the iterations of the file. ``reference``: what the first file says, if it says anything."""
+def _check_file(file: FileBeside, table: pyarrow.Table, meta: ErrorMeta | None, reference: Sequence[ErrorMeta]) -> None:
+    """``reference``: what the first file says, if it says anything."""
     rows = table.to_pylist()
     for number, row in enumerate(rows):
-        if row["iteration"] not in here:
-            raise BadLog(path, here[0], f"has records of iteration {row['iteration']}", number)
+        if not file.first <= row["iteration"] <= file.last:
+            raise BadLog(file.path, file.first, f"has records of iteration {row['iteration']}", number)
     if meta is None:
         return
-    if meta.rank != rank:
-        raise BadLog(path, here[0], f"was written by rank {meta.rank}")
+    if meta.rank != file.rank:
+        raise BadLog(file.path, file.first, f"was written by rank {meta.rank}")
     config = loss_config(meta.loss)
     if config != loss_config(reference[0].loss):
-        raise BadLog(path, here[0], "is of a run with other loss flags than the first file")
-    _check_rows(path, rows, meta, config)
+        raise BadLog(file.path, file.first, "is of a run with other loss flags than the first file")
+    _check_rows(file.path, rows, meta, config)
     if content(table) != meta.content:
-        raise BadLog(path, here[0], "its rows are not those that were written")
+        raise BadLog(file.path, file.first, "its rows are not those that were written")
 
 
 def _check_rows(path: Path, rows: Sequence[Mapping[str, Any]], meta: ErrorMeta, config: LossyConfig) -> None:
