@@ -8,6 +8,7 @@ import os
 import shlex
 import socket
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron_lossy import device
 from megatron_lossy.device.environment import hardware, processor, versions
 from megatron_lossy.files import write_text
+from megatron_lossy.sync import IslandWorld
 
 RESULTS = "benchmarks/results"
 
@@ -58,25 +60,38 @@ def write_results(folder: str | Path, name: str, **contents: str) -> None:
 
 
 def run_ranks(
-    ranks: int, run: Callable[[Any], dict], settings: Any, table: Callable[[dict], str], name: str, out: str
+    ranks: int,
+    run: Callable[[Any], dict],
+    settings: Any,
+    table: Callable[[dict], str],
+    name: str,
+    out: str,
+    islands: int = 1,
 ) -> None:
     """``run(settings)`` in that many processes; the result of rank 0 is printed as ``table`` and written to ``out``.
 
-    In the result are added: ``date``, ``ranks``, ``hardware`` and ``versions``.
+    ``islands``: in which the processes are worlds of their own. In the result are added: ``date``, ``ranks``, ``hardware`` and
+    ``versions``.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (ranks, port, run, settings, table, name, out), nprocs=ranks)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.multiprocessing.spawn(_rank, (ranks, run, settings, table, name, out, islands), nprocs=ranks)
 
 
-def _rank(rank: int, ranks: int, port: int, run: Callable, settings: Any, table: Callable, name: str, out: str) -> None:
+def _rank(
+    rank: int, ranks: int, run: Callable, settings: Any, table: Callable, name: str, out: str, islands: int
+) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     device.prepare()
     if device.device_type() != "cuda":
         torch.set_num_threads(1)
-    device.init_process_group(init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    if islands == 1:
+        device.init_process_group()
+    else:
+        IslandWorld(islands).open(device.init_process_group, timedelta(minutes=10))
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 

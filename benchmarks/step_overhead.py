@@ -11,6 +11,7 @@ compared with the bytes really lost in it.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -25,6 +26,7 @@ from benchmarks.common import RESULTS, run_ranks
 from megatron_lossy import device
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import refuse, usage_errors
+from megatron_lossy.sync import IslandWorld
 
 #: Variant: loss flags; None is unhooked megatron-core.
 VARIANTS: dict[str, dict | None] = {
@@ -63,18 +65,20 @@ class Settings:
 class Trainer:
     """One variant: a model, its optimizer and, with a configuration, the hooks, which are in only while it runs."""
 
-    def __init__(self, settings: Settings, config: LossyConfig | None) -> None:
+    def __init__(self, settings: Settings, config: LossyConfig | None, world: IslandWorld | None = None) -> None:
         from megatron_lossy import hooks
 
         self._settings = settings
-        self.lossy = None if config is None else hooks.install(config)
+        self.lossy = None if config is None else hooks.install(config, world=world)
         self.model, self.optimizer = _build(settings)
         self._pause()
         self.iteration = 0
 
     def _pause(self) -> None:
+        """Take the patches out, and let everything else stay open."""
         if self.lossy is not None:
-            self.lossy.uninstall()
+            self.lossy.ledger.uninstall()
+            self.lossy.installed = False
 
     def _resume(self) -> None:
         """Install the same runtime again: its buckets stay registered."""
@@ -87,13 +91,19 @@ class Trainer:
         """Seconds that ``work`` takes with this variant's hooks, from a barrier to the last rank's end."""
         self._resume()
         try:
-            _barrier()
+            self.barrier()
             start = time.perf_counter()
             work()
-            _barrier()
+            self.barrier()
             return time.perf_counter() - start
         finally:
             self._pause()
+
+    def barrier(self) -> None:
+        """Let all ranks come here, with all work of their devices done."""
+        if device.device_type() == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
 
     def step(self) -> None:
         """Forward, backward, exchange, update."""
@@ -179,12 +189,6 @@ def _build(settings: Settings):
     return model, optimizer
 
 
-def _barrier() -> None:
-    if device.device_type() == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-
-
 def compare(
     trainers: Mapping[str, Trainer], work: str, rounds: int, warm_up: int = 3, against: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, Any]]:
@@ -200,7 +204,7 @@ def compare(
             seconds = trainers[name].timed(getattr(trainers[name], work))
             if turn >= warm_up:
                 times[name].append(seconds)
-        if dist.get_rank() == 0:
+        if os.environ["RANK"] == "0":  # of all islands, where there are some
             print(f"\r{work}: round {turn + 1} of {warm_up + rounds}", end="", file=sys.stderr, flush=True)
     result = {name: ratio(times[name], times[names[0]]) for name in names}
     for name, other in (against or {}).items():

@@ -117,7 +117,8 @@ class RankIslands:
         config, chunk = self._config, self._chunks()[0]
         buckets = [bucket for buffer in one.buffers for bucket in buffer.buckets]
         group = one.buffers[0].data_parallel_group
-        vector = shard_vector([one], buckets, [bucket.param_data for bucket in buckets], group.rank(), group.size())
+        weights = [bucket.param_data for bucket in buckets]
+        vector = shard_vector([one], buckets, weights, group.rank(), group.size(), config.sync_block)
         # Tensor-parallel ranks choose and lose alike, for the sake of the parameters of which all have a copy.
         stream = Stream("islands", data_parallel_rank(chunk), pipeline_stage(chunk), number)
         subset = Subset(config, vector.size, self.world.seed, stream)
@@ -149,7 +150,7 @@ class RankIslands:
         distance = mean.values - sent[0]
         if mean.arrived is not None:
             distance = distance[mean.arrived[0]]
-        self.monitor.used(seconds, float(distance.square().sum()), distance.numel())
+        self.monitor.used(seconds, float(distance.dot(distance)), distance.numel())
 
     @property
     def links(self) -> list[Any]:

@@ -46,6 +46,20 @@ def _float32(factors: np.ndarray, device: torch.device) -> torch.Tensor:
     return copies.to_device(factors.astype(np.float32), device)[None, :, None]
 
 
+def _flat(view: torch.Tensor) -> torch.Tensor:
+    """``view`` [shards, units, elements], without gaps, as [shards * units, elements]: whole rows are faster than two indices."""
+    return view.view(-1, view.shape[2])
+
+
+def _numbers(view: torch.Tensor, index: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    shards, units = index
+    return shards.long() * view.shape[1] + units
+
+
+def _select(view: torch.Tensor, index: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return _flat(view).index_select(0, _numbers(view, index)) if view.is_contiguous() else view[index]
+
+
 class IndexedRows:
     """Work proportional to what was lost."""
 
@@ -79,7 +93,7 @@ class IndexedRows:
                 saved.append(tuple(view[shard].clone() for shard in shards))
             elif len(shards):
                 index = cls._index(lost, numbers, buffer.device)
-                saved.append((*index, view[index]))
+                saved.append((*index, _select(view, index)))
             else:
                 saved.append(())
         return saved
@@ -92,6 +106,8 @@ class IndexedRows:
             if units.count == 1:
                 for shard, value in zip(lost.places(numbers)[0], values, strict=True):
                     view[shard].copy_(value)
+            elif values and view.is_contiguous():
+                _flat(view).index_copy_(0, _numbers(view, values[:-1]), values[-1])
             elif values:
                 view.index_put_(values[:-1], values[-1])
 
@@ -103,9 +119,11 @@ class IndexedRows:
             if units.count == 1:
                 for shard, value in zip(lost.places(numbers)[0], values, strict=True):
                     view[shard].copy_(view[shard] + value)
+            elif values and view.is_contiguous() and values[-1].dtype == view.dtype:
+                _flat(view).index_add_(0, _numbers(view, values[:-1]), values[-1])
             elif values:
                 index = values[:-1]
-                view.index_put_(index, (view[index] + values[-1]).to(view.dtype))
+                view.index_put_(index, (_select(view, index) + values[-1]).to(view.dtype))
 
     @staticmethod
     def scale_(shard: torch.Tensor, units: BucketUnits, factors: np.ndarray) -> None:

@@ -34,7 +34,7 @@ class Mixing(Rule):
     def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
         # So that without delay, and with a coefficient of 1, ema comes to the same bits.
         if self.gain == 1:
-            mixed = back.mean + (now - back.sent)
+            mixed = (now - back.sent).add_(back.mean)
         else:
             mixed = torch.add(now, back.mean - back.sent, alpha=self.gain)
         return back.where_arrived(mixed, now)
@@ -61,12 +61,12 @@ class MovingAverage(Rule):
 
     def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
         progress, c = self.progress[island], self.coefficient(back.step)
-        before = progress if back.places is None else progress[back.places]
-        after = back.where_arrived((1 - c) * before + c * (now - back.sent), before)
+        before = progress if back.places is None else progress.index_select(0, back.places)
+        after = back.where_arrived((now - back.sent).mul_(c).add_((1 - c) * before), before)
         if back.places is None:
             progress.copy_(after)
         else:
-            progress[back.places] = after
+            progress.index_copy_(0, back.places, after)
         return back.where_arrived(back.mean + after, now)
 
     def state_dict(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class InMemory:
         shard = -(-count // islands)
         crossing = torch.zeros(islands, islands * shard, device=sent.device)
         crossing[:, :count] = sent.to(self._dtype)
-        present = torch.isfinite(sent).all(dim=1).cpu().numpy()
+        present = finite(sent)
         parts, _ = cut([shard], [self._dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
         delivered = [self._arrived(phase, step, parts, present) for phase in SYNC_PHASES]
         lossless = all(delivery is None for delivery in delivered)
@@ -118,6 +118,14 @@ def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
         total += one
     count = len(sent) if arrived is None else arrived.sum(dim=1).clamp_(min=1)
     return total / count
+
+
+def finite(rows: torch.Tensor) -> np.ndarray:
+    """bool[M]: whether all of each of ``rows`` [M, n] is."""
+    result = torch.isfinite(rows.sum(dim=1))  # which is ten times faster on a CPU
+    if not result.all():  # or a sum was too large
+        result = torch.isfinite(rows).all(dim=1)
+    return result.cpu().numpy()
 
 
 def elements_of(arrived: np.ndarray, units: BucketUnits, device: torch.device) -> torch.Tensor:

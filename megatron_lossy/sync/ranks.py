@@ -18,7 +18,7 @@ from ..config import LossyConfig
 from ..config_islands import SYNC_PHASES
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut
 from ..transport.drawn import draw
-from .mean import DTYPES, Mean, elements_of, mean_of, networks_between
+from .mean import DTYPES, Mean, elements_of, finite, mean_of, networks_between
 from .world import Meeting
 
 
@@ -94,10 +94,11 @@ class BetweenRanks:
         """Begin the exchange of ``sent`` float32[1, k], keyed by the iteration ``step``."""
         [own], islands = sent, self._config.islands
         shard = -(-len(own) // islands)
-        present = bool(torch.isfinite(own).all())
-        pieces = torch.zeros(islands * shard, dtype=self._dtype, pin_memory=own.is_cuda)
+        present = bool(finite(sent)[0])
+        pieces = torch.empty(islands * shard, dtype=self._dtype, pin_memory=own.is_cuda)
         if present:
             pieces[: len(own)].copy_(own)
+            pieces[len(own) :].zero_()
         else:  # which tells the others that nothing comes from here
             pieces.fill_(torch.nan)
         [units], _ = cut([shard], [self._dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
@@ -157,7 +158,7 @@ def _complete(
     rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
 ) -> np.ndarray:
     """bool[M, units]: what of ``rows`` [M, shard] arrived and counts. Of an island that is not finite nothing does."""
-    result = np.repeat(torch.isfinite(rows).all(dim=1).numpy()[:, None], units.count, axis=1)
+    result = np.repeat(finite(rows)[:, None], units.count, axis=1)
     for known in (drawn, arrived):
         result = result if known is None else result & known[:, : units.count]
     return result

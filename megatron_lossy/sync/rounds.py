@@ -85,7 +85,8 @@ class Rounds:
     def _begin(self, number: int, step: int, weights: Sequence[Weights]) -> Flight | None:
         places = self._places(number)
         now = [one.read(places) for one in weights]
-        sent = torch.stack([self.rule.payload(island, vector) for island, vector in enumerate(now)])
+        payloads = [self.rule.payload(island, vector) for island, vector in enumerate(now)]
+        sent = torch.stack(payloads) if len(payloads) > 1 else payloads[0][None]
         if not sent.shape[1]:  # of a subset that is drawn
             return None
         flight = Flight(number, step, places, sent, self._crossing.begin(step, sent))

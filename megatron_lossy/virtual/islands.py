@@ -93,7 +93,8 @@ class VirtualIslands(Run):
 
     def _vector(self, island: int, shard: int) -> Vector:
         inner = inner_optimizers(self._optimizers[island])
-        return shard_vector(inner, self._buckets, self._kept[island], shard, self.clusters[0].workers)
+        kept, shards = self._kept[island], self.clusters[0].workers
+        return shard_vector(inner, self._buckets, kept, shard, shards, self.config.sync_block)
 
     @property
     def _buckets(self) -> list[Any]:

@@ -1,0 +1,178 @@
+"""What averaging between islands costs in a step: time of steps with it over that of the same steps of unhooked megatron-core.
+
+    python -m benchmarks.island_step [--islands 2] [--steps 4] [--rounds 14] [--out benchmarks/results]
+
+Islands of one rank each (docs/islands.md), which train the GPT of benchmarks.step_overhead. Variants take turns, several steps
+each, so that what travels during a step does so during one of its own; the order rotates. The ratio of each is the median over
+rounds of the time of its steps over the baseline's in the same round. Bytes are what the loopback interface carried meanwhile,
+by the kernel's counter, with the headers of IP and TCP, beside what the closed form says that the islands send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.common import RESULTS, run_ranks
+from benchmarks.step_overhead import Settings, Trainer, compare, spread
+from megatron_lossy import theory
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import refuse, usage_errors
+from megatron_lossy.sync import IslandWorld
+from megatron_lossy.sync.mean import DTYPES
+
+BASELINE = "megatron-core"
+_FEW = {"sync_method": "parameters", "sync_fraction": 0.05}
+#: Flags by variant; None is unhooked megatron-core.
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    BASELINE: None,
+    "5 %, at once": _FEW,
+    "5 %, 10 late, mixing": _FEW | {"sync_delay": 10},
+    "5 %, 10 late, ema": _FEW | {"sync_delay": 10, "delay_correction": "ema"},
+    "5 %, 10 late, mixing, bf16": _FEW | {"sync_delay": 10, "sync_dtype": "bf16"},
+    "5 %, 10 late, mixing, blocks of 128": _FEW | {"sync_delay": 10, "sync_block": 128},
+    "1 %, 10 late, mixing": _FEW | {"sync_fraction": 0.01, "sync_delay": 10},
+}
+#: Steps after which every variant uses means.
+LATEST = 12
+
+
+@dataclass(frozen=True)
+class IslandSettings(Settings):
+    """The model, the islands, and how many steps a variant makes at a time."""
+
+    rounds: int = 14
+    islands: int = 2
+    steps: int = 4
+
+
+class Island(Trainer):
+    """A variant, on this rank's island."""
+
+    _settings: IslandSettings
+
+    def __init__(self, settings: IslandSettings, flags: dict[str, Any] | None) -> None:
+        world = IslandWorld(settings.islands)
+        world.open(_made_already, timedelta(minutes=10))
+        self._meeting = world.meet("benchmark")
+        self.carried = 0
+        config = None if flags is None else LossyConfig(islands=settings.islands, **flags)
+        super().__init__(settings, config, None if config is None else world)
+
+    def barrier(self) -> None:
+        """Let the ranks of all islands come here."""
+        super().barrier()
+        self._meeting.all_gather(torch.zeros(1))
+
+    def timed(self, work: Callable[[], None]) -> float:
+        """Seconds that ``work`` takes, meanwhile counting bytes."""
+        before = _loopback_bytes()
+        seconds = super().timed(work)
+        self.carried = _loopback_bytes() - before
+        return seconds
+
+    def steps(self) -> None:
+        """As many steps as it makes at a time."""
+        for _ in range(self._settings.steps):
+            self.step()
+
+    @property
+    def sent(self) -> float | None:
+        """MB that all islands together send in a step, by the closed form."""
+        if self.lossy is None:
+            return None
+        config = self.lossy.config
+        elements = sum(parameter.numel() for parameter in self.model.parameters()) * config.sync_fraction
+        one = theory.bytes_sent(round(elements), config.islands, DTYPES[config.sync_dtype].itemsize)
+        return config.islands * one / 1e6
+
+
+def _made_already(**_: Any) -> None:
+    """The group of this island is there; a variant only needs a store of its own."""
+
+
+def _loopback_bytes() -> int:
+    counters = psutil.net_io_counters(pernic=True)
+    return counters["lo"].bytes_sent if "lo" in counters else 0
+
+
+def run(settings: IslandSettings) -> dict[str, Any]:
+    """Everything, on every rank; the result of the first island counts."""
+    trainers = {name: Island(settings, flags) for name, flags in VARIANTS.items()}
+    times = compare(trainers, "steps", settings.rounds, warm_up=-(-LATEST // settings.steps))
+    return {
+        "command": " ".join(["python -m benchmarks.island_step", *sys.argv[1:]]),
+        "settings": asdict(settings),
+        "parameters": sum(parameter.numel() for parameter in trainers[BASELINE].model.parameters()),
+        "steps": times,
+        "megabytes": {
+            name: {"sent": one.sent, "carried": one.carried / settings.steps / 1e6} for name, one in trainers.items()
+        },
+        "wait": {name: one.lossy.metrics().get("sync wait") for name, one in trainers.items() if one.lossy},
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    settings, count = result["settings"], result["settings"]["steps"]
+    lines = [
+        f"# Islands in a step, {result['date']}",
+        "",
+        f"`{result['command'].strip()}`: {result['parameters'] / 1e6:.1f} M parameters, {settings['islands']} islands of one "
+        f"rank, {settings['sequence'] * settings['micro_batch']} tokens per rank and step, {settings['rounds']} rounds of "
+        f"{count} steps. {result['hardware']}. "
+        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        + ".",
+        "",
+        "| variant | step, s | ratio (quartiles) | waited in a step, s | MB in a step, all islands | on loopback |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, part in result["steps"].items():
+        wait, megabytes = result["wait"].get(name), result["megabytes"][name]
+        cells = [name, f"{part['seconds'] / count:.3f}", spread(part)]
+        cells.append("" if wait is None else f"{wait:.4f}")
+        cells.append("" if megabytes["sent"] is None else f"{megabytes['sent']:.2f}")
+        cells.append(f"{megabytes['carried']:.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Start the islands."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--islands", type=int, default=IslandSettings.islands)
+    parser.add_argument("--steps", type=int, default=IslandSettings.steps, help="that a variant makes at a time")
+    parser.add_argument("--rounds", type=int, default=IslandSettings.rounds)
+    parser.add_argument("--layers", type=int, default=IslandSettings.layers)
+    parser.add_argument("--hidden", type=int, default=IslandSettings.hidden)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--out", default=RESULTS)
+    arguments = parser.parse_args()
+    with usage_errors("island_step"):
+        if arguments.islands < 2:
+            raise refuse("--islands", arguments.islands, "must be at least 2: one exchanges nothing")
+        if arguments.rounds < 4:
+            raise refuse("--rounds", arguments.rounds, "must be at least 4, for quartiles")
+        if arguments.steps < 1:
+            raise refuse("--steps", arguments.steps, "must be at least 1")
+    settings = IslandSettings(
+        rounds=arguments.rounds,
+        islands=arguments.islands,
+        steps=arguments.steps,
+        layers=arguments.layers,
+        hidden=arguments.hidden,
+        bf16=arguments.bf16,
+    )
+    name = f"island_step_{arguments.islands}_islands"
+    run_ranks(arguments.islands, run, settings, table, name, arguments.out, islands=arguments.islands)
+
+
+if __name__ == "__main__":
+    main()
