@@ -38,7 +38,9 @@ class _Part(NamedTuple):
     rows: torch.Tensor | None
 
     def of(self, weights: torch.Tensor) -> torch.Tensor:
-        """``weights`` of the segment as rows."""
+        """``weights`` of the segment as rows; rows of one element as they are, which is faster."""
+        if self.width == 1:
+            return weights
         count = (weights.numel() - self.offset) // self.width
         return weights[self.offset : self.offset + count * self.width].view(count, self.width)
 
@@ -60,8 +62,9 @@ class Vector:
             if part.rows is None:
                 result[part.where] = part.segment.main
             else:  # faster than brackets
-                out = result[part.where].view(-1, part.width)
-                torch.index_select(part.of(part.segment.main), 0, part.rows, out=out)
+                weights = part.of(part.segment.main)
+                out = result[part.where].view(len(part.rows), *weights.shape[1:])
+                torch.index_select(weights, 0, part.rows, out=out)
         return result
 
     def write(self, places: torch.Tensor | None, values: torch.Tensor) -> None:
@@ -73,7 +76,8 @@ class Vector:
                 if part.rows is None:
                     weights.copy_(new)
                 else:
-                    part.of(weights).index_copy_(0, part.rows, new.view(-1, part.width))
+                    rows = part.of(weights)
+                    rows.index_copy_(0, part.rows, new.view(len(part.rows), *rows.shape[1:]))
 
     def _parts(self, places: torch.Tensor | None) -> list[_Part]:
         if places is None:

@@ -17,6 +17,7 @@ from ..config_islands import SYNC_PHASES
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut, units_of
 from ..transport import Network
 from ..transport.drawn import draw
+from .fingerprint import finite
 
 #: What crosses, by ``--sync-dtype``.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -67,7 +68,7 @@ class InMemory:
         shard = -(-count // islands)
         crossing = torch.zeros(islands, islands * shard, device=sent.device)
         crossing[:, :count] = sent.to(self._dtype)
-        present = finite(sent)
+        present = finite_rows(sent)
         parts, _ = cut([shard], [self._dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
         delivered = [self._arrived(phase, step, parts, present) for phase in SYNC_PHASES]
         lossless = all(delivery is None for delivery in delivered)
@@ -120,12 +121,9 @@ def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
     return total / count
 
 
-def finite(rows: torch.Tensor) -> np.ndarray:
+def finite_rows(rows: torch.Tensor) -> np.ndarray:
     """bool[M]: whether all of each of ``rows`` [M, n] is."""
-    result = torch.isfinite(rows.sum(dim=1))  # which is ten times faster on a CPU
-    if not result.all():  # or a sum was too large
-        result = torch.isfinite(rows).all(dim=1)
-    return result.cpu().numpy()
+    return torch.stack([finite([row]) for row in rows]).cpu().numpy()
 
 
 def elements_of(arrived: np.ndarray, units: BucketUnits, device: torch.device) -> torch.Tensor:

@@ -18,7 +18,8 @@ from ..config import LossyConfig
 from ..config_islands import SYNC_PHASES
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut
 from ..transport.drawn import draw
-from .mean import DTYPES, Mean, elements_of, finite, mean_of, networks_between
+from .fingerprint import finite
+from .mean import DTYPES, Mean, elements_of, finite_rows, mean_of, networks_between
 from .world import Meeting
 
 
@@ -94,7 +95,7 @@ class BetweenRanks:
         """Begin the exchange of ``sent`` float32[1, k], keyed by the iteration ``step``."""
         [own], islands = sent, self._config.islands
         shard = -(-len(own) // islands)
-        present = bool(finite(sent)[0])
+        present = bool(finite([own]))
         pieces = torch.empty(islands * shard, dtype=self._dtype, pin_memory=own.is_cuda)
         if present:
             pieces[: len(own)].copy_(own)
@@ -158,7 +159,7 @@ def _complete(
     rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
 ) -> np.ndarray:
     """bool[M, units]: what of ``rows`` [M, shard] arrived and counts. Of an island that is not finite nothing does."""
-    result = np.repeat(finite(rows)[:, None], units.count, axis=1)
+    result = np.repeat(finite_rows(rows)[:, None], units.count, axis=1)
     for known in (drawn, arrived):
         result = result if known is None else result & known[:, : units.count]
     return result
