@@ -522,6 +522,16 @@ def test_islands(data, tmp_path, capsys):
             check(make_plan([*command, *flags]), starting=False)
 
 
+def test_asynchronous_stages_are_checked_before_anything_starts(data, tmp_path):
+    command = arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=4", "--async-pipeline")
+    check(make_plan([*command, "--pipeline-model-parallel-size=2"]), starting=False)
+    with pytest.raises(UsageError, match="--share-embeddings-and-output-weights on: cannot be with --async-pipeline"):
+        flags = ["--pipeline-model-parallel-size=2", "--share-embeddings-and-output-weights"]
+        check(make_plan([*command, *flags]), starting=False)
+    with pytest.raises(UsageError, match="--virtual-stages 2: needs --virtual-workers"):
+        check(make_plan([*command, "--virtual-stages=2"]), starting=False)
+
+
 def test_gaudi_needs_the_fork(data, tmp_path, monkeypatch):
     refused = "megatron-lossy: error: --optimizer: invalid choice: 'fusedadamw' (choose from adam, sgd)\n"
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", refused))

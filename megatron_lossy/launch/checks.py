@@ -26,7 +26,7 @@ def check(plan: Plan, starting: bool) -> None:
     """
     check_shape(plan)
     plan.train.check_world(plan.launch.accelerators)
-    _check_islands(plan)
+    _check_training(plan)
     check_memory(plan)
     if starting:
         check_devices(plan.device.kind, ranks_of_node(plan))
@@ -45,16 +45,17 @@ def check(plan: Plan, starting: bool) -> None:
         check_megatron(plan)
 
 
-def _check_islands(plan: Plan) -> None:
-    if plan.lossy.islands == 1:
+def _check_training(plan: Plan) -> None:
+    if plan.lossy.islands == 1 and not plan.lossy.async_pipeline:
         return
-    from ..hooks.checks import check_real_islands  # which imports torch
+    from ..hooks.checks import check_pipeline, check_real_islands  # which imports torch
     from ..sync import check_islands
 
+    check_pipeline(plan.train, plan.lossy)
     virtual = plan.train.virtual_workers is not None
     workers = plan.train.data_parallel_size(plan.launch.accelerators)
     check_islands(plan.lossy, workers, plan.train.train_iters, virtual)
-    if not virtual:
+    if plan.lossy.averages and not virtual:
         check_real_islands(plan.train, plan.lossy)
 
 

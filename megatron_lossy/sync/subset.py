@@ -41,7 +41,7 @@ class Subset:
             threshold = np.uint64(min(int(self._fraction * 2.0**64), 2**64 - 1))
             return self._of_blocks(np.flatnonzero(self._numbers(number) < threshold))
         cycle, part = divmod(number, self._parts)
-        return self._parts_of(0 if self._kind == "cyclic" else cycle)[part]
+        return self._of_blocks(self._parts_of(0 if self._kind == "cyclic" else cycle)[part])
 
     @property
     def most(self) -> int:
@@ -51,9 +51,10 @@ class Subset:
         return min(self.size, -(-self._blocks // self._parts) * self._block)
 
     def _parts_of(self, cycle: int) -> list[np.ndarray]:
+        """The blocks of each part."""
         if self._partition is None or self._partition[0] != cycle:
             order = np.argsort(self._numbers(cycle), kind="stable")
-            parts = [self._of_blocks(np.sort(part)) for part in np.array_split(order, self._parts)]
+            parts = [np.sort(part) for part in np.array_split(order, self._parts)]
             self._partition = (cycle, parts)
         return self._partition[1]
 
