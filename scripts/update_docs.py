@@ -1,6 +1,6 @@
 """Write into the documentation what is made elsewhere; --check only says whether it is current.
 
-Between ``<!-- flags: loss -->`` and ``<!-- end -->``: the loss flags, from megatron_lossy/config.py; between
+Between ``<!-- flags: loss -->`` and ``<!-- end -->``: the loss flags, from megatron_lossy/config; between
 ``<!-- flags: training -->`` and ``<!-- end -->``: those of our own trainer, from megatron_lossy/train/config.py; between
 ``<!-- flags: islands -->`` and ``<!-- end -->``: those of islands among the loss flags, and ``<!-- flags: pipeline -->``
 those of the asynchronous pipeline; between
@@ -17,8 +17,8 @@ from pathlib import Path
 import yaml
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.config_islands import IslandFlags
-from megatron_lossy.config_pipeline import PipelineFlags
+from megatron_lossy.config.islands import IslandFlags
+from megatron_lossy.config.pipeline import PipelineFlags
 from megatron_lossy.files import write_text
 from megatron_lossy.flags import flag_table
 from megatron_lossy.train.config import TrainConfig

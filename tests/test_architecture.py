@@ -14,8 +14,6 @@ ORDER = """
 errors
 files registry ledger moved
 flags
-config_transport
-config_boundaries config_errors config_islands config_pipeline config_recovery config_sync
 config shipped
 device exchange theory data
 channel coding recovery

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..config import PHASES, LossyConfig, PhaseLoss, Schedule
-from ..config_islands import SYNC_PHASES
+from ..config.islands import SYNC_PHASES
 from ..errors import refuse
 from ..exchange import Exchange, Stream
 from ..flags import as_text

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import numpy as np
 
 from ..config import PHASES
-from ..config_boundaries import BOUNDARY_PHASES
-from ..config_islands import SYNC_PHASES
+from ..config.boundaries import BOUNDARY_PHASES
+from ..config.islands import SYNC_PHASES
 from ..exchange import KINDS, Exchange
 from .philox import philox4x64
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import theory
 from ..config import LossyConfig, PhaseLoss
-from ..config_islands import SYNC_PHASES
+from ..config.islands import SYNC_PHASES
 from ..errors import refuse
 from ..exchange import Exchange, Stream
 from .base import DrawnChannel

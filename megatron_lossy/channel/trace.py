@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..config import PHASES, LossyConfig, PhaseLoss
-from ..config_islands import SYNC_PHASES
+from ..config.islands import SYNC_PHASES
 from ..errors import refuse
 from ..exchange import Exchange, Stream
 from .base import Channel

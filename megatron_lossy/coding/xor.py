@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..config_transport import check_code
+from ..config.transport import check_code
 
 _REPAIR = struct.Struct("<IHBB")
 

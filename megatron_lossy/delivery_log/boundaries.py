@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import __version__
 from ..config import LossyConfig
-from ..config_boundaries import BOUNDARY_PHASES
+from ..config.boundaries import BOUNDARY_PHASES
 from ..exchange import Stream
 from ..pipeline import Boundary, Fate, Message, Messages
 from . import schema

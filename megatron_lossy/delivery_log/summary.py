@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..config import PHASES, LossyConfig
-from ..config_boundaries import BOUNDARY_PHASES
-from ..config_islands import SYNC_PHASES
+from ..config.boundaries import BOUNDARY_PHASES
+from ..config.islands import SYNC_PHASES
 from ..flags import flag_name
 from ..pipeline import Boundary
 from .boundaries import Crossings, boundary_files

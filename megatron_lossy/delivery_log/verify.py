@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..config import PHASES, LossyConfig
-from ..config_boundaries import BOUNDARY_PHASES
-from ..config_islands import SYNC_PHASES
+from ..config.boundaries import BOUNDARY_PHASES
+from ..config.islands import SYNC_PHASES
 from ..exchange import Exchange, Stream
 from .boundaries import BoundaryFile, boundary_files, check_crossings
 from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows

@@ -45,8 +45,8 @@ def try_step(kind: str, checkout: str | None) -> Finding:
 def _write_data(folder: str) -> None:
     from ..data import build_tokenizer, write_indexed
 
-    text = (Path(__file__).parents[1] / "config.py").read_bytes()
-    write_indexed([("config.py", text)], os.path.join(folder, "data"), build_tokenizer("byte"))
+    text = (Path(__file__).parents[1] / "config" / "lossy_config.py").read_bytes()
+    write_indexed([("lossy_config.py", text)], os.path.join(folder, "data"), build_tokenizer("byte"))
 
 
 def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..coding.adaptive import AdaptiveCode
 from ..coding.xor import Layout
-from ..config_transport import check_code
+from ..config.transport import check_code
 from ..errors import UsageError
 from .losses import Losses
 from .path import Path

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .. import device
-from ..config_islands import CONSENSUS_FOLDER
+from ..config.islands import CONSENSUS_FOLDER
 from ..ledger import Patch, Takes
 from .islands import RankIslands
 

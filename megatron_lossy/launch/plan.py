@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import LossyConfig, given
-from ..config_islands import ISLAND_FOLDER
+from ..config.islands import ISLAND_FOLDER
 from ..errors import ArgumentParser, UsageError, refuse
 from ..flags import add_flags, flag_name, from_namespace
 from ..train.arguments import configurations, make_parser, setting_arguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config_boundaries import BOUNDARY_PHASES
+from ..config.boundaries import BOUNDARY_PHASES
 from ..pipeline import Fate, Message
 from .observer import Observer
 from .window import Window

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..config_islands import SYNC_PHASES
+from ..config.islands import SYNC_PHASES
 from ..exchange import Delivery
 from .observer import Observer
 from .window import Window

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..config import LossyConfig
-from ..config_boundaries import BOUNDARY_PHASES
+from ..config.boundaries import BOUNDARY_PHASES
 from ..exchange import Stream
 from .loss import Boundary, BoundaryLoss, Fate
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import LossyConfig
-from ..config_errors import ErrorFlags
-from ..config_sync import SyncFlags
+from ..config.errors import ErrorFlags
+from ..config.sync import SyncFlags
 from ..flags import incidental_fields, of_flags
 from ..train.config import TrainConfig
 from .runs import Run

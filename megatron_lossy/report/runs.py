@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..config import LossyConfig
-from ..config_errors import ErrorFlags
+from ..config.errors import ErrorFlags
 from ..errors import refuse
 from ..flags import of_flags
 from ..registry import CHANNELS

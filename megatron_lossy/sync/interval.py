@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..config_sync import SyncFlags
+from ..config.sync import SyncFlags
 
 #: The ``divergence`` rule changes an interval at most by this factor at a time.
 STEP = 4

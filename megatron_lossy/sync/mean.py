@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..config import LossyConfig
-from ..config_islands import SYNC_PHASES
+from ..config.islands import SYNC_PHASES
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut, units_of
 from ..transport import Network
 from ..transport.drawn import draw

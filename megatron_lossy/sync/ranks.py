@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..config import LossyConfig
-from ..config_islands import SYNC_PHASES
+from ..config.islands import SYNC_PHASES
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut
 from ..transport.drawn import draw
 from .fingerprint import finite

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..config import LossyConfig
-from ..config_sync import SyncFlags
+from ..config.sync import SyncFlags
 from ..exchange import Stream
 from .peers import Peers
 from .repair import Buckets, compare, repair

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config_sync import SyncFlags
+from ..config.sync import SyncFlags
 from .average import Divergence, Piece, Target, measured, pieces
 from .classes import all_equal, majority
 from .fingerprint import fingerprint, finite

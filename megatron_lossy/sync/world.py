@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.rendezvous import rendezvous
 
-from ..config_islands import ISLAND_FOLDER
+from ..config.islands import ISLAND_FOLDER
 from ..errors import refuse
 
 _store: Any = None  # of all ranks that were launched; its server must not be started twice

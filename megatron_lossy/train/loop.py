@@ -22,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from .. import device, hooks
 from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
-from ..config_islands import CONSENSUS_FOLDER
+from ..config.islands import CONSENSUS_FOLDER
 from ..data import build_tokenizer, epochs
 from ..delivery_log.errors import check_recorded_errors
 from ..delivery_log.writer import claim_delivery_log

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import LossyConfig
-from ..config_islands import ISLAND_FOLDER
+from ..config.islands import ISLAND_FOLDER
 from ..errors import cannot, refuse
 from ..files import check_folder, write_text, writing
 from ..flags import difference, flag_name, identity, of_flags

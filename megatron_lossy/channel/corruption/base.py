@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from ...config import LossyConfig
-from ...config_errors import ErrorFlags
+from ...config.errors import ErrorFlags
 from ...errors import refuse
 from ...exchange import Exchange, Stream
 from ...registry import GRAD_ERRORS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ...config_errors import ErrorFlags
+from ...config.errors import ErrorFlags
 from ...errors import refuse
 from ...exchange import Exchange
 from ..draws import words

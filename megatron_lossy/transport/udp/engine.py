@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...config_transport import UDP_REPORT_BYTES, check_code
+from ...config.transport import UDP_REPORT_BYTES, check_code
 from ...errors import UsageError, refuse
 from . import build, session
 from .address import resolve, speed_of

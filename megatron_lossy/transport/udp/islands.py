@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...config import LossyConfig
-from ...config_islands import SYNC_PHASES
+from ...config.islands import SYNC_PHASES
 from .process import engine_for
 from .stages import patiently
 

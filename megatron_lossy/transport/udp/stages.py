@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ...config import LossyConfig
-from ...config_boundaries import BOUNDARY_PHASES
+from ...config.boundaries import BOUNDARY_PHASES
 from .engine import Channel, Outcome, PeerLost
 from .engine import Transfer as Datagrams
 from .process import engine_for

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .config_transport import check_code
-from .errors import refuse
-from .flags import as_text, check_choice, flag, flag_name, in_unit_interval, refuse_unused
+from ..errors import refuse
+from ..flags import as_text, check_choice, flag, flag_name, in_unit_interval, refuse_unused
+from .transport import check_code
 
 #: Messages between pipeline stages: forward, and backward.
 BOUNDARY_PHASES = ("act", "act-grad")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .errors import refuse
-from .flags import check_choice, flag, refuse_unused
+from ..errors import refuse
+from ..flags import check_choice, flag, refuse_unused
 
 _OF_RULES = ("param_sync_min_interval", "param_sync_max_interval")
 

@@ -6,8 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from .errors import refuse
-from .flags import check_choice, flag, refuse_unused
+from ..errors import refuse
+from ..flags import check_choice, flag, refuse_unused
 
 #: Payload of a datagram: with 28 bytes of header, 16 of authentication and 48 of UDP and IPv6, 1,500 bytes.
 UDP_PACKET_BYTES = 1408

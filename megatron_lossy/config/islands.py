@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .errors import refuse
-from .flags import as_text, flag, flag_name
+from ..errors import refuse
+from ..flags import as_text, flag, flag_name
 
 #: Exchanges between islands: what they send goes to the owners of its mean, and the means go back to them.
 SYNC_PHASES = ("sync-reduce", "sync-gather")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import refuse
-from .flags import check_choice, flag, refuse_unused
+from ..errors import refuse
+from ..flags import check_choice, flag, refuse_unused
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,27 @@
-"""The one source of every loss flag: its name, default, help, allowed values.
+"""All loss flags in one object.
 
-:mod:`.flags` makes the argparse group and the table in ``docs/flags.md`` of :class:`LossyConfig`. The semantics of each
+:mod:`megatron_lossy.flags` makes the argparse group and the table in ``docs/flags.md`` of :class:`LossyConfig`. The semantics of each
 flag are in ``docs/semantics.md``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from .config_boundaries import BoundaryFlags
-from .config_errors import ErrorFlags
-from .config_islands import SYNC_PHASES, IslandFlags
-from .config_pipeline import PipelineFlags
-from .config_recovery import RecoveryFlags
-from .config_sync import SyncFlags
-from .config_transport import UDP_PACKET_BYTES, UDP_REPORT_BYTES, TransportFlags
-from .errors import UsageError, refuse
-from .flags import as_text, check_choice, flag, flag_name, in_unit_interval
-from .registry import CHANNELS, GRAD_RECOVERIES
-
-PHASES = ("grad", "param")
+from ..errors import UsageError, refuse
+from ..flags import as_text, check_choice, flag, flag_name, in_unit_interval
+from ..registry import CHANNELS, GRAD_RECOVERIES
+from .boundaries import BoundaryFlags
+from .errors import ErrorFlags
+from .islands import SYNC_PHASES, IslandFlags
+from .phases import PHASES, PhaseLoss, Schedule
+from .pipeline import PipelineFlags
+from .recovery import RecoveryFlags
+from .sync import SyncFlags
+from .transport import UDP_PACKET_BYTES, UDP_REPORT_BYTES, TransportFlags
 
 
 def given(config: Any) -> dict[str, Any]:
@@ -52,56 +49,6 @@ def _depends(config: LossyConfig, name: str) -> bool:
         return getattr(dataclasses.replace(config, **others), name) != getattr(config, name)
     except UsageError:
         return True
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Loss rates over iterations: ``starts[k]`` is the first iteration (from 0) with rate ``rates[k]``."""
-
-    starts: tuple[int, ...]
-    rates: tuple[float, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """Read ``ITERATION:RATE,ITERATION:RATE,…``. Raises :class:`UsageError`."""
-        allowed = "must read ITERATION:RATE,… with iterations rising from 0 and rates in [0, 1)"
-        try:
-            pairs = [item.split(":") for item in text.split(",")]
-            starts = tuple(int(start) for start, _ in pairs)
-            rates = tuple(float(rate) for _, rate in pairs)
-        except ValueError:
-            raise refuse("--loss-schedule", text, allowed) from None
-        rising = all(a < b for a, b in itertools.pairwise(starts))
-        if not starts or starts[0] != 0 or not rising or not all(0 <= rate < 1 for rate in rates):
-            raise refuse("--loss-schedule", text, allowed)
-        return cls(starts, rates)
-
-    def rate(self, step: int) -> float:
-        """The loss rate of iteration ``step`` (counted from 0)."""
-        current = self.rates[0]
-        for start, rate in zip(self.starts, self.rates):
-            if start > step:
-                break
-            current = rate
-        return current
-
-
-@dataclass(frozen=True)
-class PhaseLoss:
-    """How one phase loses data, after every flag has been read: what its channel is made of.
-
-    ``model``: the channel's name. ``schedule``: the loss rate over iterations (constant for a plain rate).
-    ``lossless``: nothing can ever be lost. ``burst``: mean length of bursts; ``transitions``: the four
-    Gilbert-Elliott parameters (at most one of the two is set). ``matrix`` and ``trace``: files.
-    """
-
-    model: str
-    schedule: Schedule
-    lossless: bool = False
-    burst: float | None = None
-    transitions: tuple[float, float, float, float] | None = None
-    matrix: Path | None = None
-    trace: Path | None = None
 
 
 @dataclass(frozen=True)

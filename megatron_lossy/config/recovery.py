@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .errors import refuse
-from .flags import check_choice, flag, flag_name, refuse_unused
-from .registry import GRAD_RECOVERIES
+from ..errors import refuse
+from ..flags import check_choice, flag, flag_name, refuse_unused
+from ..registry import GRAD_RECOVERIES
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import refuse
-from .flags import as_text, check_choice, flag, refuse_unused
-from .registry import GRAD_ERRORS
+from ..errors import refuse
+from ..flags import as_text, check_choice, flag, refuse_unused
+from ..registry import GRAD_ERRORS
 
 
 @dataclass(frozen=True)

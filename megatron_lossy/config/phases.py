@@ -1,0 +1,62 @@
+"""What a phase of an iteration loses, and when."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import refuse
+
+#: Exchanges of data parallelism.
+PHASES = ("grad", "param")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Loss rates over iterations: ``starts[k]`` is the first iteration (from 0) with rate ``rates[k]``."""
+
+    starts: tuple[int, ...]
+    rates: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read ``ITERATION:RATE,ITERATION:RATE,…``. Raises :class:`UsageError`."""
+        allowed = "must read ITERATION:RATE,… with iterations rising from 0 and rates in [0, 1)"
+        try:
+            pairs = [item.split(":") for item in text.split(",")]
+            starts = tuple(int(start) for start, _ in pairs)
+            rates = tuple(float(rate) for _, rate in pairs)
+        except ValueError:
+            raise refuse("--loss-schedule", text, allowed) from None
+        rising = all(a < b for a, b in itertools.pairwise(starts))
+        if not starts or starts[0] != 0 or not rising or not all(0 <= rate < 1 for rate in rates):
+            raise refuse("--loss-schedule", text, allowed)
+        return cls(starts, rates)
+
+    def rate(self, step: int) -> float:
+        """The loss rate of iteration ``step`` (counted from 0)."""
+        current = self.rates[0]
+        for start, rate in zip(self.starts, self.rates):
+            if start > step:
+                break
+            current = rate
+        return current
+
+
+@dataclass(frozen=True)
+class PhaseLoss:
+    """How one phase loses data, after every flag has been read: what its channel is made of.
+
+    ``model``: the channel's name. ``schedule``: the loss rate over iterations (constant for a plain rate).
+    ``lossless``: nothing can ever be lost. ``burst``: mean length of bursts; ``transitions``: the four
+    Gilbert-Elliott parameters (at most one of the two is set). ``matrix`` and ``trace``: files.
+    """
+
+    model: str
+    schedule: Schedule
+    lossless: bool = False
+    burst: float | None = None
+    transitions: tuple[float, float, float, float] | None = None
+    matrix: Path | None = None
+    trace: Path | None = None
