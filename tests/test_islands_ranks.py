@@ -90,7 +90,10 @@ def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
         "late, dropout": ({"hidden_dropout": 0.1}, LATE),
         "ema, bf16": ({"bf16": True}, {**LATE, "delay_correction": "ema"}),
         "lost": ({}, {**LATE, **LOST, "delay_correction": "none", "sync_dtype": "bf16"}),
-        "whole shards lost": ({}, {**LATE, "p_sync": 0.5, "sync_interval": 2, "sync_subset": "bernoulli", "sync_block": 5}),
+        "whole shards lost": (
+            {},
+            {**LATE, "p_sync": 0.5, "sync_interval": 2, "sync_subset": "bernoulli", "sync_block": 5},
+        ),
         "diloco": ({}, {**OUTER, "p_sync": 0.3}),
         "eager": ({"optimizer": "nadam"}, {**OUTER, "sync_method": "eager-diloco", "sync_delay": 2, **LOST}),
         "datagrams": ({}, {**LATE, **LOST, "p_sync": 0.2, "transport": "udp"}),

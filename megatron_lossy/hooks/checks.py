@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -285,19 +286,33 @@ def check_real_islands(settings: Any, config: LossyConfig) -> None:
         raise refuse("--transport", "udp", why)
 
 
-def _check_island_arguments(args: Any) -> None:
-    for name, why in (
-        ("use_checkpoint_args", "each island has a folder of its own; give the arguments again"),
-        ("exit_duration_in_mins", "islands would stop after different iterations; choose --exit-interval"),
-        ("use_precision_aware_optimizer", "its weights in float32 are its own"),
-        ("optimizer_cpu_offload", "its weights are elsewhere"),
-        ("overlap_param_gather_with_optimizer_step", "weights are gathered before they are averaged"),
-        ("hybrid_context_parallel", "its samples cannot be divided among islands"),
-        ("moe_router_enable_expert_bias", "islands would balance their experts apart"),
-        ("phase_transition_iterations", "samples of a phase cannot be divided among islands"),
-    ):
+#: Arguments of Megatron-LM that cannot go with loss, and with islands.
+_NOT_WITH_LOSS = {
+    "use_megatron_fsdp": "Megatron-FSDP shards by itself",
+    "use_torch_fsdp2": "torch FSDP shards by itself",
+    "optimizer_cuda_graph": "a captured graph repeats one draw for ever",
+    "reuse_grad_buf_for_mxfp8_param_ag": "stale parameters would live in the gradient buffer",
+}
+_NOT_WITH_ISLANDS = {
+    "use_checkpoint_args": "each island has a folder of its own; give the arguments again",
+    "exit_duration_in_mins": "islands would stop after different iterations; choose --exit-interval",
+    "use_precision_aware_optimizer": "its weights in float32 are its own",
+    "optimizer_cpu_offload": "its weights are elsewhere",
+    "overlap_param_gather_with_optimizer_step": "weights are gathered before they are averaged",
+    "hybrid_context_parallel": "its samples cannot be divided among islands",
+    "moe_router_enable_expert_bias": "islands would balance their experts apart",
+    "phase_transition_iterations": "samples of a phase cannot be divided among islands",
+}
+
+
+def _refuse_arguments(args: Any, refused: Mapping[str, str], what: str) -> None:
+    for name, why in refused.items():
         if getattr(args, name, None):
-            raise UsageError(f"--{name.replace('_', '-')}: cannot go with --islands ({why}); turn it off")
+            raise UsageError(f"--{name.replace('_', '-')}: cannot go with {what} ({why}); turn it off")
+
+
+def _check_island_arguments(args: Any) -> None:
+    _refuse_arguments(args, _NOT_WITH_ISLANDS, "--islands")
     if getattr(args, "dataloader_type", None) == "external":
         raise refuse("--dataloader-type", "external", "its samples cannot be divided among islands")
 
@@ -321,14 +336,7 @@ def check_arguments(args: Any, config: LossyConfig) -> None:
             "such checkpoints hold no replicas, and a run that resumes from one would not continue bit for bit; "
             "omit it or --save-replicas",
         )
-    for name, why in (
-        ("use_megatron_fsdp", "Megatron-FSDP shards by itself"),
-        ("use_torch_fsdp2", "torch FSDP shards by itself"),
-        ("optimizer_cuda_graph", "a captured graph repeats one draw for ever"),
-        ("reuse_grad_buf_for_mxfp8_param_ag", "stale parameters would live in the gradient buffer"),
-    ):
-        if getattr(args, name, False):
-            raise UsageError(f"--{name.replace('_', '-')}: cannot go with loss ({why}); turn it off")
+    _refuse_arguments(args, _NOT_WITH_LOSS, "loss")
     check_loss_per_token(args, config)
     check_reports(args, config)
     if _full_iteration_graph(args):
