@@ -50,6 +50,18 @@ def made_with(program: str, argv: Sequence[str]) -> list[str]:
     ]
 
 
+def heading(title: str, result: dict[str, Any], what: str) -> list[str]:
+    """The first lines of what :func:`run_ranks` writes; ``what`` was run, beside the model."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    model = f"{result['parameters'] / 1e6:.1f} M parameters"
+    return [
+        f"# {title}, {result['date']}",
+        "",
+        f"`{result['command'].strip()}`: {model}, {what}. {result['hardware']}. {versions}.",
+        "",
+    ]
+
+
 def write_results(folder: str | Path, name: str, **contents: str) -> None:
     """Write ``contents``, texts by suffix, to ``folder``/``name``.suffix, replacing older ones."""
     folder = Path(folder)

@@ -5,12 +5,11 @@
 Islands of one rank each (docs/islands.md), which train the GPT of benchmarks.step_overhead. Variants take turns, several steps
 each, so that what travels during a step does so during one of its own; the order rotates. The ratio of each is the median over
 rounds of the time of its steps over the baseline's in the same round. Bytes are what the loopback interface carried meanwhile,
-by the kernel's counter, with the headers of IP and TCP, beside what the closed form says that the islands send.
+by the kernel's counter, with the headers of IP and TCP, beside what the islands' metric says that they send.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -20,13 +19,11 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.common import RESULTS, run_ranks
-from benchmarks.step_overhead import Settings, Trainer, compare, spread
-from megatron_lossy import theory
+from benchmarks.common import heading, run_ranks
+from benchmarks.step_overhead import Settings, Trainer, compare, make_parser, settings_from, spread
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.sync import IslandWorld
-from megatron_lossy.sync.mean import DTYPES
 
 BASELINE = "megatron-core"
 _FEW = {"sync_method": "parameters", "sync_fraction": 0.05}
@@ -83,16 +80,6 @@ class Island(Trainer):
         for _ in range(self._settings.steps):
             self.step()
 
-    @property
-    def sent(self) -> float | None:
-        """MB that all islands together send in a step, by the closed form."""
-        if self.lossy is None:
-            return None
-        config = self.lossy.config
-        elements = sum(parameter.numel() for parameter in self.model.parameters()) * config.sync_fraction
-        one = theory.bytes_sent(round(elements), config.islands, DTYPES[config.sync_dtype].itemsize)
-        return config.islands * one / 1e6
-
 
 def _made_already(**_: Any) -> None:
     """The group of this island is there; a variant only needs a store of its own."""
@@ -107,30 +94,32 @@ def run(settings: IslandSettings) -> dict[str, Any]:
     """Everything, on every rank; the result of the first island counts."""
     trainers = {name: Island(settings, flags) for name, flags in VARIANTS.items()}
     times = compare(trainers, "steps", settings.rounds, warm_up=-(-LATEST // settings.steps))
+    metrics = {name: one.lossy.metrics() for name, one in trainers.items() if one.lossy}
     return {
         "command": " ".join(["python -m benchmarks.island_step", *sys.argv[1:]]),
         "settings": asdict(settings),
         "parameters": sum(parameter.numel() for parameter in trainers[BASELINE].model.parameters()),
         "steps": times,
         "megabytes": {
-            name: {"sent": one.sent, "carried": one.carried / settings.steps / 1e6} for name, one in trainers.items()
+            name: {
+                "sent": settings.islands * metrics[name]["sync bytes"] / 1e6 if name in metrics else None,
+                "carried": one.carried / settings.steps / 1e6,
+            }
+            for name, one in trainers.items()
         },
-        "wait": {name: one.lossy.metrics().get("sync wait") for name, one in trainers.items() if one.lossy},
+        "wait": {name: found["sync wait"] for name, found in metrics.items()},
     }
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     settings, count = result["settings"], result["settings"]["steps"]
+    what = (
+        f"{settings['islands']} islands of one rank, {settings['sequence'] * settings['micro_batch']} tokens per rank and "
+        f"step, {settings['rounds']} rounds of {count} steps"
+    )
     lines = [
-        f"# Islands in a step, {result['date']}",
-        "",
-        f"`{result['command'].strip()}`: {result['parameters'] / 1e6:.1f} M parameters, {settings['islands']} islands of one "
-        f"rank, {settings['sequence'] * settings['micro_batch']} tokens per rank and step, {settings['rounds']} rounds of "
-        f"{count} steps. {result['hardware']}. "
-        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        + ".",
-        "",
+        *heading("Islands in a step", result, what),
         "| variant | step, s | ratio (quartiles) | waited in a step, s | MB in a step, all islands | on loopback |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
@@ -146,30 +135,15 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Start the islands."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--islands", type=int, default=IslandSettings.islands)
+    parser = make_parser(__doc__, IslandSettings, "islands", "layers", "hidden", "bf16")
     parser.add_argument("--steps", type=int, default=IslandSettings.steps, help="that a variant makes at a time")
-    parser.add_argument("--rounds", type=int, default=IslandSettings.rounds)
-    parser.add_argument("--layers", type=int, default=IslandSettings.layers)
-    parser.add_argument("--hidden", type=int, default=IslandSettings.hidden)
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--out", default=RESULTS)
     arguments = parser.parse_args()
     with usage_errors("island_step"):
         if arguments.islands < 2:
             raise refuse("--islands", arguments.islands, "must be at least 2: one exchanges nothing")
-        if arguments.rounds < 4:
-            raise refuse("--rounds", arguments.rounds, "must be at least 4, for quartiles")
+        settings = settings_from(IslandSettings, arguments)
         if arguments.steps < 1:
             raise refuse("--steps", arguments.steps, "must be at least 1")
-    settings = IslandSettings(
-        rounds=arguments.rounds,
-        islands=arguments.islands,
-        steps=arguments.steps,
-        layers=arguments.layers,
-        hidden=arguments.hidden,
-        bf16=arguments.bf16,
-    )
     name = f"island_step_{arguments.islands}_islands"
     run_ranks(arguments.islands, run, settings, table, name, arguments.out, islands=arguments.islands)
 

@@ -10,7 +10,6 @@ the monitors are timed by themselves too, and divided by the median step.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import statistics
@@ -20,8 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.common import RESULTS, run_ranks
-from benchmarks.step_overhead import Settings, Trainer, compare, lossy_config
+from benchmarks.common import heading, run_ranks
+from benchmarks.step_overhead import Settings, Trainer, compare, lossy_config, make_parser, settings_from
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.monitor import Drift, ExchangeMonitor
 
@@ -102,14 +101,9 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
+    what = f"{result['ranks']} ranks, p = {result['settings']['p']}, {result['settings']['rounds']} rounds"
     lines = [
-        f"# Overhead of monitors, {result['date']}",
-        "",
-        f"`{result['command']}`: {result['parameters'] / 1e6:.1f} M parameters, {result['ranks']} ranks, "
-        f"p = {result['settings']['p']}, {result['settings']['rounds']} rounds. {result['hardware']}. "
-        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        + ".",
-        "",
+        *heading("Overhead of monitors", result, what),
         (
             "| unit | step without, s | ratio with (quartiles) | ratio with drift in every step | "
             f"ratio with drift every {INTERVAL} steps | the calls alone, share of a step |"
@@ -135,19 +129,14 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Start the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, Settings, "layers", "hidden")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--layers", type=int, default=Settings.layers)
-    parser.add_argument("--hidden", type=int, default=Settings.hidden)
-    parser.add_argument("--out", default=RESULTS)
+    parser.set_defaults(rounds=40)
     arguments = parser.parse_args()
     with usage_errors("monitor_overhead"):
         if arguments.ranks < 2:
             raise refuse("--ranks", arguments.ranks, "must be at least 2: one rank loses nothing")
-        if arguments.rounds < 4:
-            raise refuse("--rounds", arguments.rounds, "must be at least 4, for quartiles")
-    settings = Settings(rounds=arguments.rounds, layers=arguments.layers, hidden=arguments.hidden)
+        settings = settings_from(Settings, arguments)
     run_ranks(arguments.ranks, run, settings, table, "monitor_overhead", arguments.out)
 
 

@@ -14,13 +14,12 @@ what a model says of the same overhead: no measurement.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.common import RESULTS, run_ranks
-from benchmarks.step_overhead import Settings, Trainer, compare, spread
+from benchmarks.common import heading, run_ranks
+from benchmarks.step_overhead import Settings, Trainer, compare, make_parser, settings_from, spread
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.theory.divergence import overhead
@@ -83,15 +82,12 @@ def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     settings = result["settings"]
     interval = settings["interval"]
+    what = (
+        f"{result['ranks']} ranks, {settings['sequence'] * settings['micro_batch']} tokens per rank and step, "
+        f"{settings['rounds']} rounds of {interval} steps"
+    )
     lines = [
-        f"# Overhead of keeping replicas equal, {result['date']}",
-        "",
-        f"`{result['command'].strip()}`: {result['parameters'] / 1e6:.1f} M parameters, {result['ranks']} ranks, "
-        f"{settings['sequence'] * settings['micro_batch']} tokens per rank and step, {settings['rounds']} rounds of "
-        f"{interval} steps. {result['hardware']}. "
-        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        + ".",
-        "",
+        *heading("Overhead of keeping replicas equal", result, what),
         "| variant | step, s | ratio (quartiles) | averages in all |",
         "| --- | --- | --- | --- |",
     ]
@@ -119,31 +115,18 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Start the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, ReplicaSettings, "layers", "hidden", "bf16")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=ReplicaSettings.rounds)
     parser.add_argument(
         "--interval", type=int, default=ReplicaSettings.interval, help="updates between synchronisations"
     )
-    parser.add_argument("--layers", type=int, default=ReplicaSettings.layers)
-    parser.add_argument("--hidden", type=int, default=ReplicaSettings.hidden)
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--out", default=RESULTS)
     arguments = parser.parse_args()
     with usage_errors("param_sync"):
         if arguments.ranks < 2:
             raise refuse("--ranks", arguments.ranks, "must be at least 2: one rank is equal to itself")
-        if arguments.rounds < 4:
-            raise refuse("--rounds", arguments.rounds, "must be at least 4, for quartiles")
+        settings = settings_from(ReplicaSettings, arguments)
         if arguments.interval < 1:
             raise refuse("--interval", arguments.interval, "must be at least 1")
-    settings = ReplicaSettings(
-        rounds=arguments.rounds,
-        interval=arguments.interval,
-        layers=arguments.layers,
-        hidden=arguments.hidden,
-        bf16=arguments.bf16,
-    )
     run_ranks(arguments.ranks, run, settings, table, f"param_sync_{arguments.ranks}_ranks", arguments.out)
 
 

@@ -16,13 +16,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import RESULTS, run_ranks
+from benchmarks.common import RESULTS, heading, run_ranks
 from megatron_lossy import device
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import refuse, usage_errors
@@ -273,15 +273,12 @@ def spread(part: dict[str, float]) -> str:
 
 def table(result: dict) -> str:
     """The result as Markdown."""
+    what = (
+        f"{result['ranks']} ranks, {result['tokens per rank and step']} tokens per rank and step, "
+        f"p = {result['settings']['p']}, {result['settings']['rounds']} rounds"
+    )
     lines = [
-        f"# Overhead of loss, {result['date']}",
-        "",
-        f"`{result['command'].strip()}`: {result['parameters'] / 1e6:.1f} M parameters, {result['ranks']} ranks, "
-        f"{result['tokens per rank and step']} tokens per rank and step, p = {result['settings']['p']}, "
-        f"{result['settings']['rounds']} rounds. {result['hardware']}. "
-        + ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        + ".",
-        "",
+        *heading("Overhead of loss", result, what),
         "| variant | step, s | step, ratio (quartiles) | exchanges alone, s | ratio (quartiles) | kept / lost bytes of a gather |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
@@ -299,21 +296,34 @@ def table(result: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def make_parser(doc: str | None, kind: type[Settings], *names: str) -> argparse.ArgumentParser:
+    """With ``--rounds`` and ``--out``, and a flag for each of ``names``, fields of ``kind``."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("rounds", *names):
+        default = getattr(kind, name)
+        options: dict[str, Any] = {"action": "store_true"} if isinstance(default, bool) else {"type": int}
+        parser.add_argument(f"--{name}", default=default, **options)
+    parser.add_argument("--out", default=RESULTS)
+    return parser
+
+
+def settings_from(kind: type[Settings], arguments: argparse.Namespace) -> Any:
+    """A ``kind`` with what ``arguments`` say of its fields. Raises :class:`UsageError`."""
+    if arguments.rounds < 4:
+        raise refuse("--rounds", arguments.rounds, "must be at least 4, for quartiles")
+    return kind(**{field.name: getattr(arguments, field.name) for field in fields(kind) if field.name in arguments})
+
+
 def main() -> None:
     """Start the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, Settings, "bf16")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=Settings.rounds)
-    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--overlap", action="store_true", help="overlap the gradient reduce with the backward pass")
-    parser.add_argument("--out", default=RESULTS)
     arguments = parser.parse_args()
     with usage_errors("step_overhead"):
         if arguments.ranks < 1:
             raise refuse("--ranks", arguments.ranks, "must be at least 1")
-        if arguments.rounds < 4:
-            raise refuse("--rounds", arguments.rounds, "must be at least 4, for quartiles")
-    settings = Settings(rounds=arguments.rounds, bf16=arguments.bf16, overlap=arguments.overlap)
+        settings = settings_from(Settings, arguments)
     run_ranks(arguments.ranks, run, settings, table, "step_overhead", arguments.out)
 
 

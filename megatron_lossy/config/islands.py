@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import refuse
-from ..flags import as_text, flag, flag_name
+from ..flags import as_text, flag, flag_name, refuse_unused
 
 #: Exchanges between islands: what they send goes to the owners of its mean, and the means go back to them.
 SYNC_PHASES = ("sync-reduce", "sync-gather")
@@ -188,8 +188,8 @@ class IslandFlags:
             ),
         }
         for name, (used, needs) in uses.items():
-            default = IslandFlags.__dataclass_fields__[name].default
-            self._need(name, used or getattr(self, name) == default, f"needs {needs}")
+            if not used:
+                refuse_unused(self, name, f"needs {needs}")
 
     def _check_speeds(self, speeds: tuple[float, ...]) -> None:
         if len(speeds) != self.islands or not all(0 < speed < math.inf for speed in speeds):

@@ -65,4 +65,4 @@ class Subset:
         if self._block == 1:
             return blocks
         elements = (blocks[:, None] * self._block + np.arange(self._block)).reshape(-1)
-        return elements[elements < self.size]
+        return elements[: np.searchsorted(elements, self.size)]  # they rise, and only the last block may be cut
