@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import socket
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -79,23 +80,43 @@ def run_ranks(
     name: str,
     out: str,
     islands: int = 1,
+    launches: int = 1,
 ) -> None:
     """``run(settings)`` in that many processes; the result of rank 0 is printed as ``table`` and written to ``out``.
 
-    ``islands``: in which the processes are worlds of their own. In the result are added: ``date``, ``ranks``, ``hardware`` and
-    ``versions``.
+    ``islands``: in which the processes are worlds of their own. ``launches``: how often to start them anew. The ``times`` of a
+    result, seconds by work and variant, are joined over launches; else the last launch counts. In the result are added:
+    ``date``, ``ranks``, ``launches``, ``device``, ``hardware`` and ``versions``.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.multiprocessing.spawn(_rank, (ranks, run, settings, table, name, out, islands), nprocs=ranks)
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(launches):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            path = Path(folder) / f"{number}.json"
+            torch.multiprocessing.spawn(_rank, (ranks, run, settings, islands, path), nprocs=ranks)
+            results.append(json.loads(path.read_text()))
+    result = joined(results) | {"launches": launches}
+    text = table(result)
+    print("\n" + text)
+    stem = f"{name}_{result['device']}_{result['date']}"
+    write_results(out, stem, md=text, json=json.dumps(result, indent=1) + "\n")
 
 
-def _rank(
-    rank: int, ranks: int, run: Callable, settings: Any, table: Callable, name: str, out: str, islands: int
-) -> None:
+def joined(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The last of ``results``, with the ``times`` of all."""
+    times: dict[str, dict[str, list[float]]] = {}
+    for result in results:
+        for work, variants in result.get("times", {}).items():
+            for name, seconds in variants.items():
+                times.setdefault(work, {}).setdefault(name, []).extend(seconds)
+    return results[-1] | ({"times": times} if times else {})
+
+
+def _rank(rank: int, ranks: int, run: Callable, settings: Any, islands: int, path: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     device.prepare()
     if device.device_type() != "cuda":
@@ -111,11 +132,14 @@ def _rank(
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
     result = run(settings)
-    result |= {"date": today(), "ranks": ranks, "hardware": machine(), "versions": versions()}
+    result |= {
+        "date": today(),
+        "ranks": ranks,
+        "device": device.device_type(),
+        "hardware": machine(),
+        "versions": versions(),
+    }
     if rank == 0:
-        text = table(result)
-        print("\n" + text)
-        stem = f"{name}_{device.device_type()}_{result['date']}"
-        write_results(out, stem, md=text, json=json.dumps(result, indent=1) + "\n")
+        write_text(path, json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

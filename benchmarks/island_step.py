@@ -20,16 +20,27 @@ import psutil
 import torch
 
 from benchmarks.common import heading, run_ranks
-from benchmarks.step_overhead import Settings, Trainer, compare, make_parser, settings_from, spread
+from benchmarks.step_overhead import (
+    AGAIN,
+    BASELINE,
+    Settings,
+    Trainer,
+    compare,
+    make_parser,
+    ratios,
+    settings_from,
+    spread,
+    turns,
+)
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.sync import IslandWorld
 
-BASELINE = "megatron-core"
 _FEW = {"sync_method": "parameters", "sync_fraction": 0.05}
 #: Flags by variant; None is unhooked megatron-core.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     BASELINE: None,
+    AGAIN: None,
     "5 %, at once": _FEW,
     "5 %, 10 late, mixing": _FEW | {"sync_delay": 10},
     "5 %, 10 late, ema": _FEW | {"sync_delay": 10, "delay_correction": "ema"},
@@ -99,7 +110,7 @@ def run(settings: IslandSettings) -> dict[str, Any]:
         "command": " ".join(["python -m benchmarks.island_step", *sys.argv[1:]]),
         "settings": asdict(settings),
         "parameters": sum(parameter.numel() for parameter in trainers[BASELINE].model.parameters()),
-        "steps": times,
+        "times": {"steps": times},
         "megabytes": {
             name: {
                 "sent": settings.islands * metrics[name]["sync bytes"] / 1e6 if name in metrics else None,
@@ -116,14 +127,14 @@ def table(result: dict[str, Any]) -> str:
     settings, count = result["settings"], result["settings"]["steps"]
     what = (
         f"{settings['islands']} islands of one rank, {settings['sequence'] * settings['micro_batch']} tokens per rank and "
-        f"step, {settings['rounds']} rounds of {count} steps"
+        f"step, {turns(result)} of {count} steps"
     )
     lines = [
         *heading("Islands in a step", result, what),
         "| variant | step, s | ratio (quartiles) | waited in a step, s | MB in a step, all islands | on loopback |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name, part in result["steps"].items():
+    for name, part in ratios(result["times"]["steps"]).items():
         wait, megabytes = result["wait"].get(name), result["megabytes"][name]
         cells = [name, f"{part['seconds'] / count:.3f}", spread(part)]
         cells.append("" if wait is None else f"{wait:.4f}")
@@ -145,7 +156,7 @@ def main() -> None:
         if arguments.steps < 1:
             raise refuse("--steps", arguments.steps, "must be at least 1")
     name = f"island_step_{arguments.islands}_islands"
-    run_ranks(arguments.islands, run, settings, table, name, arguments.out, islands=arguments.islands)
+    run_ranks(arguments.islands, run, settings, table, name, arguments.out, arguments.islands, arguments.launches)
 
 
 if __name__ == "__main__":

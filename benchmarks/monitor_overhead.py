@@ -20,12 +20,24 @@ from typing import Any
 import torch.distributed as dist
 
 from benchmarks.common import heading, run_ranks
-from benchmarks.step_overhead import Settings, Trainer, compare, lossy_config, make_parser, settings_from
+from benchmarks.step_overhead import (
+    Settings,
+    Trainer,
+    compare,
+    lossy_config,
+    make_parser,
+    ratios,
+    settings_from,
+    spread,
+    turns,
+)
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.monitor import Drift, ExchangeMonitor
 
 UNITS = {"shard": {"loss_unit": "shard"}, "packet 4 KiB": {"loss_unit": "packet", "packet_bytes": 4096}}
 INTERVAL = 50
+#: Steps between measurements of drift, by variant; 0: never, None: without any monitor.
+VARIANTS = {"off": None, "on": 0, "drift in every step": 1}
 COUNTING, DRIFT, RECORD = "counting, every step", f"drift, every {INTERVAL} steps", "a record, every log interval"
 
 
@@ -76,32 +88,24 @@ class Monitored(Trainer):
 
 def run(settings: Settings) -> dict[str, Any]:
     """Everything, on every rank; the result of rank 0 counts."""
-    results = {}
+    times, calls = {}, {}
     for unit, flags in UNITS.items():
-        variants = {"off": None, "on": 0, "drift in every step": 1}
-        trainers = {name: Monitored(settings, flags, drift) for name, drift in variants.items()}
-        steps = compare(trainers, "step", settings.rounds)
-        on, always = steps["on"]["ratio"], steps["drift in every step"]["ratio"]
-        calls = trainers["drift in every step"].seconds_of_calls(settings.rounds)
-        monitoring = calls[COUNTING] + calls[DRIFT] / INTERVAL + calls[RECORD]
-        results[unit] = {
-            "steps": steps,
-            f"ratio with drift every {INTERVAL} steps": on + (always - on) / INTERVAL,
-            "seconds of calls": calls,
-            "share of a step": monitoring / steps["off"]["seconds"],
-        }
+        trainers = {name: Monitored(settings, flags, drift) for name, drift in VARIANTS.items()}
+        times[unit] = compare(trainers, "step", settings.rounds)
+        calls[unit] = trainers["drift in every step"].seconds_of_calls(settings.rounds)
     model = trainers["off"].model
     return {
         "command": " ".join(["python -m benchmarks.monitor_overhead", *sys.argv[1:]]),
         "settings": dataclasses.asdict(settings),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "units": results,
+        "times": times,
+        "seconds of calls": calls,
     }
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    what = f"{result['ranks']} ranks, p = {result['settings']['p']}, {result['settings']['rounds']} rounds"
+    what = f"{result['ranks']} ranks, p = {result['settings']['p']}, {turns(result)}"
     lines = [
         *heading("Overhead of monitors", result, what),
         (
@@ -110,19 +114,20 @@ def table(result: dict[str, Any]) -> str:
         ),
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for unit, values in result["units"].items():
-        on, always = values["steps"]["on"], values["steps"]["drift in every step"]
+    for unit, calls in result["seconds of calls"].items():
+        steps = ratios(result["times"][unit])
+        off, on, always = (steps[name] for name in VARIANTS)
+        monitoring = calls[COUNTING] + calls[DRIFT] / INTERVAL + calls[RECORD]
+        seldom = on["ratio"] + (always["ratio"] - on["ratio"]) / INTERVAL
+        share = 100 * monitoring / off["seconds"]
         lines.append(
-            f"| {unit} | {values['steps']['off']['seconds']:.3f} "
-            f"| {on['ratio']:.4f} ({on['lower quartile']:.4f} to {on['upper quartile']:.4f}) "
-            f"| {always['ratio']:.4f} "
-            f"| {values[f'ratio with drift every {INTERVAL} steps']:.4f} | {100 * values['share of a step']:.3f} % |"
+            f"| {unit} | {off['seconds']:.3f} | {spread(on)} | {always['ratio']:.3f} | {seldom:.3f} | {share:.3f} % |"
         )
     lines += ["", "With a record after every step. Milliseconds of the calls alone:", ""]
-    calls = [COUNTING, DRIFT, RECORD]
-    lines += ["| unit | " + " | ".join(calls) + " |", "| --- |" + " --- |" * len(calls)]
-    for unit, values in result["units"].items():
-        cells = [f"{1e3 * values['seconds of calls'][name]:.2f}" for name in calls]
+    names = [COUNTING, DRIFT, RECORD]
+    lines += ["| unit | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
+    for unit, calls in result["seconds of calls"].items():
+        cells = [f"{1e3 * calls[name]:.2f}" for name in names]
         lines.append(f"| {unit} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -137,7 +142,7 @@ def main() -> None:
         if arguments.ranks < 2:
             raise refuse("--ranks", arguments.ranks, "must be at least 2: one rank loses nothing")
         settings = settings_from(Settings, arguments)
-    run_ranks(arguments.ranks, run, settings, table, "monitor_overhead", arguments.out)
+    run_ranks(arguments.ranks, run, settings, table, "monitor_overhead", arguments.out, launches=arguments.launches)
 
 
 if __name__ == "__main__":

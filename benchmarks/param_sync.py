@@ -19,12 +19,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.common import heading, run_ranks
-from benchmarks.step_overhead import Settings, Trainer, compare, make_parser, settings_from, spread
+from benchmarks.step_overhead import (
+    AGAIN,
+    BASELINE,
+    Settings,
+    Trainer,
+    compare,
+    make_parser,
+    ratios,
+    settings_from,
+    spread,
+    turns,
+)
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.theory.divergence import overhead
 
-BASELINE = "megatron-core"
 #: Seconds of an iteration of ResNet-50, by workers: DSGD, PAFT-Sync, PAFT.
 TABLE_1 = {4: (0.201, 0.243, 0.237), 8: (0.212, 0.254, 0.244), 16: (0.228, 0.276, 0.253), 32: (0.333, 0.411, 0.373)}
 
@@ -43,6 +53,7 @@ def variants(interval: int) -> dict[str, dict[str, Any] | None]:
     averages = {"param_sync_interval": interval, "param_sync_always": True}
     return {
         BASELINE: None,
+        AGAIN: None,
         f"H = {interval}, nothing to send": {"param_sync_interval": interval},
         "check and repair, nothing to repair": {"replica_check": "repair"},
         f"H = {interval}": averages,
@@ -73,7 +84,7 @@ def run(settings: ReplicaSettings) -> dict[str, Any]:
         "command": " ".join(["python -m benchmarks.param_sync", *sys.argv[1:]]),
         "settings": asdict(settings),
         "parameters": sum(parameter.numel() for parameter in trainers[BASELINE].model.parameters()),
-        "steps": times,
+        "times": {"steps": times},
         "synchronisations": syncs,
     }
 
@@ -84,14 +95,14 @@ def table(result: dict[str, Any]) -> str:
     interval = settings["interval"]
     what = (
         f"{result['ranks']} ranks, {settings['sequence'] * settings['micro_batch']} tokens per rank and step, "
-        f"{settings['rounds']} rounds of {interval} steps"
+        f"{turns(result)} of {interval} steps"
     )
     lines = [
         *heading("Overhead of keeping replicas equal", result, what),
         "| variant | step, s | ratio (quartiles) | averages in all |",
         "| --- | --- | --- | --- |",
     ]
-    for name, part in result["steps"].items():
+    for name, part in ratios(result["times"]["steps"]).items():
         syncs = f"{result['synchronisations'][name]:.0f}" if name in result["synchronisations"] else ""
         lines.append(f"| {name} | {part['seconds'] / interval:.3f} | {spread(part)} | {syncs} |")
     bound = 100 * overhead(interval, 4, 4)
@@ -127,7 +138,8 @@ def main() -> None:
         settings = settings_from(ReplicaSettings, arguments)
         if arguments.interval < 1:
             raise refuse("--interval", arguments.interval, "must be at least 1")
-    run_ranks(arguments.ranks, run, settings, table, f"param_sync_{arguments.ranks}_ranks", arguments.out)
+    name = f"param_sync_{arguments.ranks}_ranks"
+    run_ranks(arguments.ranks, run, settings, table, name, arguments.out, launches=arguments.launches)
 
 
 if __name__ == "__main__":

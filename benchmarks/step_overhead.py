@@ -6,6 +6,9 @@ Every variant trains the same GPT (at least 20 M parameters, at most 256 tokens 
 variants take turns, one step each, and the order rotates; the ratio of each is the median over rounds of its time
 over the baseline's in the same round. The exchanges alone are timed the same way. Peak extra memory of a gather is
 compared with the bytes really lost in it.
+
+The baseline is there twice: its ratio to itself says what a ratio is worth. A part of that is where in memory a variant happens
+to lie; --launches starts all processes anew, and joins the rounds.
 """
 
 from __future__ import annotations
@@ -28,9 +31,13 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.sync import IslandWorld
 
+BASELINE = "megatron-core"
+#: A second model of the baseline.
+AGAIN = "megatron-core again"
 #: Variant: loss flags; None is unhooked megatron-core.
 VARIANTS: dict[str, dict | None] = {
-    "megatron-core": None,
+    BASELINE: None,
+    AGAIN: None,
     "shard": {"loss_unit": "shard"},
     "bucket": {"loss_unit": "bucket"},
     "packet 4 KiB": {"loss_unit": "packet", "packet_bytes": 4096},
@@ -189,13 +196,8 @@ def _build(settings: Settings):
     return model, optimizer
 
 
-def compare(
-    trainers: Mapping[str, Trainer], work: str, rounds: int, warm_up: int = 3, against: Mapping[str, str] | None = None
-) -> dict[str, dict[str, Any]]:
-    """Median seconds and median ratio to the first variant, the variants taking turns.
-
-    ``work``: the method to time. ``against``: variants that are also compared with another one than the first.
-    """
+def compare(trainers: Mapping[str, Trainer], work: str, rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """Seconds by variant and round, the variants taking turns. ``work``: the method to time."""
     times: dict[str, list[float]] = {name: [] for name in trainers}
     names = list(trainers)
     for turn in range(warm_up + rounds):
@@ -206,10 +208,13 @@ def compare(
                 times[name].append(seconds)
         if os.environ["RANK"] == "0":  # of all islands, where there are some
             print(f"\r{work}: round {turn + 1} of {warm_up + rounds}", end="", file=sys.stderr, flush=True)
-    result = {name: ratio(times[name], times[names[0]]) for name in names}
-    for name, other in (against or {}).items():
-        result[name]["over"] = {"what": other, **ratio(times[name], times[other])}
-    return result
+    return times
+
+
+def ratios(times: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    """:func:`ratio` of each variant to the first."""
+    first = next(iter(times.values()))
+    return {name: ratio(seconds, first) for name, seconds in times.items()}
 
 
 def ratio(mine: list[float], others: list[float]) -> dict[str, float]:
@@ -251,17 +256,15 @@ def run(settings: Settings) -> dict:
         name: Trainer(settings, None if flags is None else lossy_config(settings, flags))
         for name, flags in VARIANTS.items()
     }
-    steps = compare(trainers, "step", settings.rounds, against=AGAINST)
-    exchanges = compare(trainers, "exchange", settings.rounds, against=AGAINST)
+    times = {work: compare(trainers, work, settings.rounds) for work in ("step", "exchange")}
     memory = {name: gather_memory(trainer) for name, trainer in trainers.items()}
-    parameters = sum(parameter.numel() for parameter in trainers["megatron-core"].model.parameters())
+    parameters = sum(parameter.numel() for parameter in trainers[BASELINE].model.parameters())
     return {
         "command": "python -m benchmarks.step_overhead " + " ".join(sys.argv[1:]),
         "settings": asdict(settings),
         "tokens per rank and step": settings.tokens,
         "parameters": parameters,
-        "step": steps,
-        "exchanges alone": exchanges,
+        "times": times,
         "memory of one gather": memory,
     }
 
@@ -275,42 +278,55 @@ def table(result: dict) -> str:
     """The result as Markdown."""
     what = (
         f"{result['ranks']} ranks, {result['tokens per rank and step']} tokens per rank and step, "
-        f"p = {result['settings']['p']}, {result['settings']['rounds']} rounds"
+        f"p = {result['settings']['p']}, {turns(result)}"
     )
+    times = result["times"]
+    steps, exchanges, memories = ratios(times["step"]), ratios(times["exchange"]), result["memory of one gather"]
     lines = [
         *heading("Overhead of loss", result, what),
         "| variant | step, s | step, ratio (quartiles) | exchanges alone, s | ratio (quartiles) | kept / lost bytes of a gather |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name in result["step"]:
-        step, exchange, memory = (result[key][name] for key in ("step", "exchanges alone", "memory of one gather"))
+    for name, memory in memories.items():
         cells = [name]
-        for part in (step, exchange):
+        for part in (steps[name], exchanges[name]):
             cells.append(f"{part['seconds']:.3f}")
             cells.append(spread(part))
         cells.append(f"{memory['ratio']:.4f}" if memory else "")
         lines.append("| " + " | ".join(cells) + " |")
-    for name in AGAINST:
-        over = result["step"][name]["over"]
-        lines += ["", f"A step of {name!r} over one of {over['what']!r}: {spread(over)}."]
+    for name, other in AGAINST.items():
+        over = ratio(times["step"][name], times["step"][other])
+        lines += ["", f"A step of {name!r} over one of {other!r}: {spread(over)}."]
     return "\n".join(lines) + "\n"
 
 
+def turns(result: dict[str, Any]) -> str:
+    """How often every variant had its turn, for a sentence."""
+    count, launches = result["settings"]["rounds"], result["launches"]
+    return f"{count} rounds" if launches == 1 else f"{launches} launches of {count} rounds"
+
+
 def make_parser(doc: str | None, kind: type[Settings], *names: str) -> argparse.ArgumentParser:
-    """With ``--rounds`` and ``--out``, and a flag for each of ``names``, fields of ``kind``."""
+    """With ``--rounds``, ``--launches`` and ``--out``, and a flag for each of ``names``, fields of ``kind``."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("rounds", *names):
         default = getattr(kind, name)
         options: dict[str, Any] = {"action": "store_true"} if isinstance(default, bool) else {"type": int}
         parser.add_argument(f"--{name}", default=default, **options)
+    parser.add_argument(
+        "--launches", type=int, default=1, help="how often to start all ranks anew, with so many rounds each"
+    )
     parser.add_argument("--out", default=RESULTS)
     return parser
 
 
 def settings_from(kind: type[Settings], arguments: argparse.Namespace) -> Any:
     """A ``kind`` with what ``arguments`` say of its fields. Raises :class:`UsageError`."""
-    if arguments.rounds < 4:
-        raise refuse("--rounds", arguments.rounds, "must be at least 4, for quartiles")
+    for name in ("rounds", "launches"):
+        if getattr(arguments, name) < 1:
+            raise refuse(f"--{name}", getattr(arguments, name), "must be at least 1")
+    if arguments.rounds * arguments.launches < 4:
+        raise refuse("--rounds", arguments.rounds, "must be at least 4 in all launches, for quartiles")
     return kind(**{field.name: getattr(arguments, field.name) for field in fields(kind) if field.name in arguments})
 
 
@@ -324,7 +340,7 @@ def main() -> None:
         if arguments.ranks < 1:
             raise refuse("--ranks", arguments.ranks, "must be at least 1")
         settings = settings_from(Settings, arguments)
-    run_ranks(arguments.ranks, run, settings, table, "step_overhead", arguments.out)
+    run_ranks(arguments.ranks, run, settings, table, "step_overhead", arguments.out, launches=arguments.launches)
 
 
 if __name__ == "__main__":
