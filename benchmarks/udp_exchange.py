@@ -161,8 +161,8 @@ def run(args: argparse.Namespace) -> tuple[list[Cell], list[Share], list[str]]:
     config, names, notes = our_config(args.flags), args.contestants, []
     rows = choose(args.parts, args.rtt, args.loss, args.megabytes, args.quick)
     cells, shares = [], []
-    for wire, of_wire in itertools.groupby(rows, key=lambda row: row.wire):
-        with Lab(None if wire else Link(), seed=args.seed) as lab, contextlib.ExitStack() as stack:
+    for (wire, offload), of_wire in itertools.groupby(rows, key=lambda row: (row.wire, row.offload)):
+        with Lab(None if wire else Link(), seed=args.seed, offload=offload) as lab, contextlib.ExitStack() as stack:
             chosen, lines = available(lab, names)
             notes += [line for line in lines if line not in notes]
             field = Field(lab, chosen, config)

@@ -170,7 +170,8 @@ def table_of(cells: Sequence[Cell]) -> str:
     """A line of CSV for each cell."""
     text = io.StringIO()
     out = csv.writer(text, lineterminator="\n")
-    row_fields = ("part", "megabytes", "rtt", "loss", "burst", "rate", "queue", "reorder", "duplicate", "wire", "ranks")
+    row_fields = ["part", "megabytes", "rtt", "loss", "burst", "rate", "queue", "reorder", "duplicate"]
+    row_fields += ["wire", "offload", "ranks"]
     measured = ("exchanges", "median ms", "minimum ms", "P95 ms", "P99 ms", "CPU s per GB")
     losses = ("packets", "lost on the link", "overflowed", "share not received", "over seconds")
     out.writerow([*row_fields, "contestant", "phase", *measured, *losses])

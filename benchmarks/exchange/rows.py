@@ -17,7 +17,7 @@ class Row:
     """A link, the same in both directions, and the megabytes (10^6 bytes) that a rank sends over it in an exchange.
 
     ``rtt`` in ms, ``rate`` in Mbit/s, ``queue`` in ms of that rate. ``wire``: no emulated link but a pair of veth
-    devices. With ``ranks`` of more than 2 half of them are on each node.
+    devices; without ``offload`` these send packets of the MTU (:class:`Lab`). With ``ranks`` of more than 2 half of them are on each node.
     """
 
     part: str
@@ -30,6 +30,7 @@ class Row:
     reorder: float = 0.0
     duplicate: float = 0.0
     wire: bool = False
+    offload: bool = True
     ranks: int = 2
 
     @property
@@ -40,7 +41,7 @@ class Row:
     @property
     def setting(self) -> tuple[object, ...]:
         """What connections must not outlive: rows that differ in nothing of it are measured over the same ones."""
-        return self.wire, self.ranks, self.rtt, self.rate, self.queue
+        return self.wire, self.offload, self.ranks, self.rtt, self.rate, self.queue
 
     @property
     def ideal(self) -> float | None:
@@ -57,6 +58,8 @@ class Row:
 
     def __str__(self) -> str:
         words = [f"{self.megabytes:g} MB", "wire" if self.wire else f"{self.rtt:g} ms"]
+        if not self.offload:
+            words.append("no offload")
         if self.ranks > 2:
             words.append(f"{self.ranks} ranks")
         if self.rate is not None:
@@ -77,7 +80,11 @@ def _grid(rtts: Sequence[float], losses: Sequence[float], megabytes: Sequence[fl
 
 #: The rows by part, in the order in which they are measured: harder ones after easier ones.
 PARTS: dict[str, list[Row]] = {
-    "wire": [Row("wire", 0, 0, size, wire=True, ranks=ranks) for ranks, size in ((2, 4), (2, 40), (8, 40))],
+    "wire": [
+        Row("wire", 0, 0, size, wire=True, offload=offload, ranks=ranks)
+        for offload in (True, False)
+        for ranks, size in ((2, 4), (2, 40), (8, 40))
+    ],
     "grid": _grid(RTTS, LOSSES, MEGABYTES),
     "bursts": [Row("bursts", 20, loss, 4, burst=8) for loss in (0.01, 0.1)],
     # Queues of 0.1 and of 1 bandwidth-delay product.

@@ -40,6 +40,19 @@ __all__ = ["INTERFACE", "Counters", "Lab", "Link", "Missing", "check_lab", "end_
 _MAX_NODES = 64
 
 
+#: What makes a device send packets of the MTU.
+_NO_OFFLOAD = dict.fromkeys(
+    (
+        "tx-tcp-segmentation",
+        "tx-tcp-ecn-segmentation",
+        "tx-tcp-mangleid-segmentation",
+        "tx-tcp6-segmentation",
+        "tx-udp-segmentation",
+    ),
+    False,
+) | {"rx-gro": True}
+
+
 class Missing(RuntimeError):
     """What a lab needs and is not there; the text is one line."""
 
@@ -163,12 +176,21 @@ def _emulator() -> int:
 class Lab:
     """Nodes in ``sites``, whose numbers of nodes are given, with ``link`` from each site to each other.
 
-    ``link`` of ``None`` joins two nodes by a pair of veth devices, without an emulator: as fast as this machine is.
+    ``link`` of ``None`` joins two nodes by a pair of veth devices, without an emulator: as fast as this machine is. These hand
+    on 64 KB in one piece, which no cable does; without ``offload`` the sender cuts what it sends into packets of the
+    MTU, and the receiver joins them again where it can.
     Raises :class:`Missing` on entry where there can be no lab.
     """
 
-    def __init__(self, link: Link | None, sites: Sequence[int] = (1, 1), mtu: int = 1500, seed: int = 1) -> None:
-        self._link, self._mtu, self._seed = link, mtu, seed
+    def __init__(
+        self,
+        link: Link | None,
+        sites: Sequence[int] = (1, 1),
+        mtu: int = 1500,
+        seed: int = 1,
+        offload: bool = True,
+    ) -> None:
+        self._link, self._mtu, self._seed, self._offload = link, mtu, seed, offload
         self._site = [site for site, nodes in enumerate(sites) for _ in range(nodes)]
         self._sites = len(sites)
         if not 1 <= len(self._site) <= _MAX_NODES:
@@ -185,6 +207,9 @@ class Lab:
                 stack.callback(self.nodes[-1].close)
             if self._link is None:
                 self.nodes[0].join_by_wire(self.nodes[1])
+                if not self._offload:
+                    for node in self.nodes:
+                        node.set_features(_NO_OFFLOAD)
             else:
                 self._emulate(self._link, stack)
             for node in self.nodes:

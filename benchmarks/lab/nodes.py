@@ -10,17 +10,20 @@ import ctypes
 import fcntl
 import os
 import signal
+import socket
 import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_SIOCETHTOOL, _COUNT_STRINGS, _STRINGS, _SET_FEATURES, _FEATURES = 0x8946, 0x37, 0x1B, 0x3B, 4
+_STRING_BYTES = 32
 _NETWORK = "/proc/thread-self/ns/net"
 #: Seconds that processes have to end by themselves, and that a busy machine may take to kill them.
 _GRACE, _KILL = 5.0, 10.0
@@ -71,6 +74,31 @@ class Node:
     def join_by_wire(self, other: Node) -> None:
         """A pair of veth devices, called :data:`INTERFACE` at both ends."""
         self.ip(f"link add {INTERFACE} type veth peer name {INTERFACE} netns {other.do(threading.get_native_id)}")
+
+    def set_features(self, features: Mapping[str, bool]) -> None:
+        """Switch ``features`` of :data:`INTERFACE` on or off, by ethtool's names of them (``ethtool -K``)."""
+
+        def call(any_socket: socket.socket, request: bytes) -> bytes:
+            buffer = ctypes.create_string_buffer(request, len(request))
+            where = struct.pack("16sQ16x", INTERFACE.encode(), ctypes.addressof(buffer))
+            fcntl.ioctl(any_socket, _SIOCETHTOOL, where)
+            return buffer.raw
+
+        def set_features() -> None:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+                counted = call(any_socket, struct.pack("IIQI", _COUNT_STRINGS, 0, 1 << _FEATURES, 0))
+                [count] = struct.unpack("I", counted[-4:])
+                head = struct.pack("III", _STRINGS, _FEATURES, count)
+                text = call(any_socket, head + bytes(_STRING_BYTES * count))[len(head) :]
+                places = range(0, len(text), _STRING_BYTES)
+                names = [text[place : place + _STRING_BYTES].partition(b"\0")[0].decode() for place in places]
+                valid = sum(1 << names.index(name) for name in features)
+                wanted = sum(1 << names.index(name) for name, on in features.items() if on)
+                blocks = -(-count // 32)
+                words = [word >> 32 * block & 0xFFFFFFFF for block in range(blocks) for word in (valid, wanted)]
+                call(any_socket, struct.pack(f"II{len(words)}I", _SET_FEATURES, blocks, *words))
+
+        self.do(set_features)
 
     def configure(self, mtu: int) -> None:
         """Addresses for :data:`INTERFACE`, which is there, and for the loopback."""
