@@ -6,8 +6,8 @@
 As root, on Linux (benchmarks/lab); elsewhere it says what is missing. Two ranks in two network namespaces train the
 model of configs/tiny with each transport, one after the other. It prints the time of an iteration, the part of it
 that is communication, and when each run reached a validation loss that all of them reach. Gloo over TCP Reno trains a
-few iterations only: it computes what gloo over BBR does, bit for bit, and is too slow for more. Islands average 5 % of
-their parameters, 10 iterations late; alone, they exchange nothing.
+few iterations only: it computes what gloo over BBR does, bit for bit, and is too slow for more. Islands average 25 % of
+their parameters, an iteration late: as much and as soon as such a link lets them. Alone, they exchange nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_lossy.files import replace_file, write_text
 
 _UDP = ("--transport", "udp", "--loss-unit", "packet", "--udp-interface", INTERFACE)
 _ISLANDS = ("--islands", "2", "--sync-method")
-_AVERAGED = (*_ISLANDS, "parameters", "--sync-fraction", "0.05", "--sync-delay", "10")
+_AVERAGED = (*_ISLANDS, "parameters", "--sync-fraction", "0.25", "--sync-delay", "1")
 #: What can be trained: TCP's congestion control, and flags.
 RUNS = {
     "gloo bbr": ("bbr", ()),
@@ -50,11 +50,13 @@ RUNS = {
 }
 _DEFAULT = ("gloo bbr", "gloo reno", "udp")
 KINDS = ("grad", "param", "other")
+#: Of these, and of waiting for averages of islands, is made what the table calls exchanges.
+EXCHANGES = ("grad", "param", "sync")
 #: The first iterations warm up.
 SKIPPED = 2
 _EXPLANATION = (
     "Medians over iterations. Exchanges: the reduce-scatter of the gradients and the all-gather of the parameters, "
-    "from when the last rank comes to them. Other communication: what else an iteration waits for, such as the norm "
+    "from when the last rank comes to them; of islands also what an iteration waits for an average. Other communication: what else an iteration waits for, such as the norm "
     "of the gradients; it goes over TCP in every run. The time to the same loss is the number of iterations, times "
     "that of an iteration."
 )
@@ -85,6 +87,7 @@ class Run:
         valid = {record["iteration"]: record["lm loss"] for record in records if record["kind"] == "valid"}
         times = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
         communication = {kind: np.min([one[kind] for one in times], axis=0) for kind in KINDS}
+        communication["sync"] = np.array([train[iteration].get("sync wait", 0.0) for iteration in sorted(train)])
         seconds = {iteration: record["seconds"] for iteration, record in train.items()}
         losses = {iteration: record["lm loss"] for iteration, record in train.items()}
         return cls(name, max(train), seconds, losses, valid, communication)
@@ -123,7 +126,7 @@ def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run
         lab.sysctl("net.ipv4.tcp_congestion_control", control)
     flags = ["--config", args.config, "--train-iters", str(iterations), "--log-interval", "1"]
     flags += ["--eval-interval", str(args.eval_interval), "--lr-decay-iters", str(args.iterations)]
-    flags += ["--lr-warmup-iters", str(args.iterations // 10)]
+    flags += ["--lr-warmup-iters", str(args.iterations // 10), *shlex.split(args.train_flags)]
     if iterations < args.iterations:
         flags += ["--eval-iters", "0"]
     with socket.socket() as probe:
@@ -163,7 +166,7 @@ def table(runs: Sequence[Run], target: float | None, header: Sequence[str]) -> t
         step = steps.get(run.name, steps.get("gloo bbr") if run.name == "gloo reno" else None)
         last = f"{run.valid[max(run.valid)]:.3f}" if run.valid else "as with bbr"
         reached = "" if step is None else f"{step * run.iteration_ms / 1e3:.1f} s ({step:.0f} iterations)"
-        exchanges, other = run.communication_ms("grad", "param"), run.communication_ms("other")
+        exchanges, other = run.communication_ms(*EXCHANGES), run.communication_ms("other")
         rows.append([run.name, f"{run.iteration_ms:.0f}", f"{exchanges:.0f}", f"{other:.0f}", last, reached])
     head, *body = rows
     lines = ["# Training over a wide-area link", "", *(f"- {line}" for line in header), ""]
@@ -196,7 +199,7 @@ def picture(runs: Sequence[Run], target: float | None, path: Path) -> None:
     names = [run.name for run in runs]
     bottom = np.zeros(len(runs))
     parts = {
-        "exchanges": [run.communication_ms("grad", "param") for run in runs],
+        "exchanges": [run.communication_ms(*EXCHANGES) for run in runs],
         "other communication": [run.communication_ms("other") for run in runs],
     }
     parts["the rest"] = [run.iteration_ms - sum(values[i] for values in parts.values()) for i, run in enumerate(runs)]
@@ -233,6 +236,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--iterations", type=int, default=200, metavar="N", help="to train (default 200)")
     parser.add_argument("--reno-iterations", type=int, default=5, metavar="N", help="over Reno (default 5; 0: none)")
     parser.add_argument("--eval-interval", type=int, default=20, metavar="N", help="default 20")
+    parser.add_argument(
+        "--train-flags", default="", help="more flags of every run, as one word: '--global-batch-size 8'"
+    )
     parser.add_argument("--flags", default="", help="more flags of the run over UDP, as one word: '--udp-cipher none'")
     parser.add_argument("--out", default="runs/wan", metavar="FOLDER", help="for runs and results (default runs/wan)")
     parser.add_argument("--replace", action="store_true", help="write over the results that are there")
