@@ -6,6 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.hooks.main_vector import Segment, Vector
+from megatron_lossy.sync import Places
+
+CPU = torch.device("cpu")
 
 
 @settings(deadline=None)
@@ -24,18 +27,23 @@ def test_blocks_are_read_and_written_wherever_segments_end(lengths, block, data)
         expected[start : start + length] = main.numpy()
         inside[start : start + length] = True
         start += length
-    vector = Vector(segments, size, torch.device("cpu"), block)
+    vector = Vector(segments, size, CPU)
     np.testing.assert_array_equal(vector.read(None), expected)
     for _ in range(3):
         blocks = data.draw(st.sets(st.integers(0, (size - 1) // block), min_size=1))
         elements = np.array([one for number in sorted(blocks) for one in range(number * block, (number + 1) * block)])
         elements = elements[elements < size]
-        places = torch.from_numpy(elements)
+        places = Places(np.array(sorted(blocks)), block, size, CPU)
+        np.testing.assert_array_equal(places.elements, elements)
         np.testing.assert_array_equal(vector.read(places), expected[elements])
         values = torch.randn(len(places))
         vector.write(places, values)
         expected[elements] = np.where(inside[elements], values.numpy(), 0)
         np.testing.assert_array_equal(vector.read(None), expected)
+        plain = torch.arange(size)
+        np.testing.assert_array_equal(places.read(plain), elements)
+        places.write(plain, -plain[elements])
+        np.testing.assert_array_equal(plain, np.where(np.isin(np.arange(size), elements), -1, 1) * np.arange(size))
     if rounded_too:
         for one in segments:
             assert torch.equal(one.rounded, one.main.bfloat16())

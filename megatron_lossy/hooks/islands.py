@@ -30,6 +30,8 @@ from .versions import data_parallel_rank, pipeline_stage
 
 #: Exchanges that cross at once at most, each over connections of its own.
 _LANES = 4
+#: Elements of an exchange at most, about, from which the deviation is known.
+_SAMPLE = 2**16
 
 
 @dataclass
@@ -118,7 +120,7 @@ class RankIslands:
         buckets = [bucket for buffer in one.buffers for bucket in buffer.buckets]
         group = one.buffers[0].data_parallel_group
         weights = [bucket.param_data for bucket in buckets]
-        vector = shard_vector([one], buckets, weights, group.rank(), group.size(), config.sync_block)
+        vector = shard_vector([one], buckets, weights, group.rank(), group.size())
         # Tensor-parallel ranks choose and lose alike, for the sake of the parameters of which all have a copy.
         stream = Stream("islands", data_parallel_rank(chunk), pipeline_stage(chunk), number)
         subset = Subset(config, vector.size, self.world.seed, stream)
@@ -147,9 +149,10 @@ class RankIslands:
             observer.observe(delivery)
 
     def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
-        distance = mean.values - sent[0]
+        stride = mean.values.numel() // _SAMPLE | 1  # odd, so that it does not follow blocks
+        distance = mean.values[::stride] - sent[0, ::stride]
         if mean.arrived is not None:
-            distance = distance[mean.arrived[0]]
+            distance = distance[mean.arrived[0, ::stride]]
         self.monitor.used(seconds, float(distance.dot(distance)), distance.numel())
 
     @property

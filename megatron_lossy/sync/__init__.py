@@ -7,6 +7,7 @@ one. Islands, training jobs of their own, average some of their parameters by a 
 from .mean import Crossing, InMemory, Mean
 from .methods import check_islands, make_rule, notes_on_averaging
 from .peers import Handle, LocalPeers, Peers, RankPeers
+from .places import Part, Places
 from .ranks import BetweenRanks, Reliable
 from .repair import Compared, compare, repair
 from .replicas import FullReplicas, Gradients, Mismatch
@@ -29,7 +30,9 @@ __all__ = [
     "LocalPeers",
     "Mean",
     "Mismatch",
+    "Part",
     "Peers",
+    "Places",
     "RankPeers",
     "Reliable",
     "Replica",

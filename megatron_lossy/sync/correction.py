@@ -61,12 +61,12 @@ class MovingAverage(Rule):
 
     def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
         progress, c = self.progress[island], self.coefficient(back.step)
-        before = progress if back.places is None else progress.index_select(0, back.places)
+        before = progress if back.places is None else back.places.read(progress)
         after = back.where_arrived((now - back.sent).mul_(c).add_((1 - c) * before), before)
         if back.places is None:
             progress.copy_(after)
         else:
-            progress.index_copy_(0, back.places, after)
+            back.places.write(progress, after)
         return back.where_arrived(back.mean + after, now)
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from .mean import Crossing, Done, Mean, Pending
+from .places import Places
 from .rule import Back, Rule
 from .subset import Subset
 
@@ -22,10 +23,10 @@ from .subset import Subset
 class Weights(Protocol):
     """A vector of an island: its main weights in float32, as the optimizer has them."""
 
-    def read(self, places: torch.Tensor | None) -> torch.Tensor:
-        """A copy [k] of the elements ``places`` int64[k], rising; ``None``: all."""
+    def read(self, places: Places | None) -> torch.Tensor:
+        """A copy [k] of the elements at ``places``; ``None``: all."""
 
-    def write(self, places: torch.Tensor | None, values: torch.Tensor) -> None:
+    def write(self, places: Places | None, values: torch.Tensor) -> None:
         """Put ``values`` [k] there, and into the weights that are computed with."""
 
 
@@ -35,7 +36,7 @@ class Flight:
 
     number: int
     step: int
-    places: torch.Tensor | None
+    places: Places | None
     sent: torch.Tensor
     pending: Pending
 
@@ -83,7 +84,7 @@ class Rounds:
         return None if begun is None else begun.sent.shape[1]
 
     def _begin(self, number: int, step: int, weights: Sequence[Weights]) -> Flight | None:
-        places = self._places(number)
+        places = self._subset.places(number, self._device)
         now = [one.read(places) for one in weights]
         payloads = [self.rule.payload(island, vector) for island, vector in enumerate(now)]
         sent = torch.stack(payloads) if len(payloads) > 1 else payloads[0][None]
@@ -100,10 +101,6 @@ class Rounds:
             back = Back(flight.sent[island], mean.values, arrived, places, step)
             one.write(places, self.rule.apply(island, one.read(places), back))
 
-    def _places(self, number: int) -> torch.Tensor | None:
-        elements = self._subset.elements(number)
-        return None if elements is None else torch.from_numpy(elements).to(self._device)
-
     def state_dict(self) -> dict[str, Any]:
         """What is under way, waited for, and the state of the rule."""
         flights = []
@@ -115,7 +112,7 @@ class Rounds:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
         self.flights = [
-            Flight(number, step, self._places(number), sent, Done(Mean(values, arrived)))
+            Flight(number, step, self._subset.places(number, self._device), sent, Done(Mean(values, arrived)))
             for number, step, sent, values, arrived in state["flights"]
         ]
         self.rule.load_state_dict(state["rule"])

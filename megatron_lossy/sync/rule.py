@@ -8,19 +8,21 @@ from typing import Any, ClassVar
 
 import torch
 
+from .places import Places
+
 
 @dataclass(frozen=True)
 class Back:
     """What came back to an island of one exchange.
 
     ``sent``, ``mean`` float32[k]: what it sent, and the mean of all. ``arrived`` bool[k]: where the mean is here; ``None``:
-    everywhere. ``places`` int64[k]: which elements these are; ``None``: all. ``step``: the iteration that has just been made.
+    everywhere. ``places``: which elements these are; ``None``: all. ``step``: the iteration that has just been made.
     """
 
     sent: torch.Tensor
     mean: torch.Tensor
     arrived: torch.Tensor | None
-    places: torch.Tensor | None
+    places: Places | None
     step: int
 
     def where_arrived(self, there: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:

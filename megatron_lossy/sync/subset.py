@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from ..channel.draws import subset_numbers
 from ..config import LossyConfig
 from ..errors import refuse
 from ..exchange import Exchange, Stream
+from .places import Places
 
 
 class Subset:
@@ -33,15 +35,11 @@ class Subset:
             raise refuse("--sync-block", self._block, why)
         self._partition: tuple[int, list[np.ndarray]] | None = None
 
-    def elements(self, number: int) -> np.ndarray | None:
-        """int64[k], rising: the elements of round ``number`` (from 0); ``None``: all of them."""
+    def places(self, number: int, device: torch.device) -> Places | None:
+        """The elements of round ``number`` (from 0), for a vector on ``device``; ``None``: all of them."""
         if self._fraction == 1:
             return None
-        if self._kind == "bernoulli":
-            threshold = np.uint64(min(int(self._fraction * 2.0**64), 2**64 - 1))
-            return self._of_blocks(np.flatnonzero(self._numbers(number) < threshold))
-        cycle, part = divmod(number, self._parts)
-        return self._of_blocks(self._parts_of(0 if self._kind == "cyclic" else cycle)[part])
+        return Places(self._chosen(number), self._block, self.size, device)
 
     @property
     def most(self) -> int:
@@ -49,6 +47,14 @@ class Subset:
         if self._fraction == 1 or self._kind == "bernoulli":
             return self.size
         return min(self.size, -(-self._blocks // self._parts) * self._block)
+
+    def _chosen(self, number: int) -> np.ndarray:
+        """int64[n], rising: the blocks of a round."""
+        if self._kind == "bernoulli":
+            threshold = np.uint64(min(int(self._fraction * 2.0**64), 2**64 - 1))
+            return np.flatnonzero(self._numbers(number) < threshold)
+        cycle, part = divmod(number, self._parts)
+        return self._parts_of(0 if self._kind == "cyclic" else cycle)[part]
 
     def _parts_of(self, cycle: int) -> list[np.ndarray]:
         """The blocks of each part."""
@@ -60,9 +66,3 @@ class Subset:
 
     def _numbers(self, number: int) -> np.ndarray:
         return subset_numbers(self._seed, Exchange("sync-reduce", self._stream, number), self._blocks)
-
-    def _of_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        if self._block == 1:
-            return blocks
-        elements = (blocks[:, None] * self._block + np.arange(self._block)).reshape(-1)
-        return elements[: np.searchsorted(elements, self.size)]  # they rise, and only the last block may be cut

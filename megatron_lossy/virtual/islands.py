@@ -94,7 +94,7 @@ class VirtualIslands(Run):
     def _vector(self, island: int, shard: int) -> Vector:
         inner = inner_optimizers(self._optimizers[island])
         kept, shards = self._kept[island], self.clusters[0].workers
-        return shard_vector(inner, self._buckets, kept, shard, shards, self.config.sync_block)
+        return shard_vector(inner, self._buckets, kept, shard, shards)
 
     @property
     def _buckets(self) -> list[Any]:

@@ -8,7 +8,7 @@ import torch
 
 from ...config import LossyConfig
 from ...exchange import Stream
-from ...sync import InMemory, Rounds, Subset, make_rule
+from ...sync import InMemory, Places, Rounds, Subset, make_rule
 
 STREAM = Stream("islands")
 Act = Callable[[int, torch.Tensor], object]
@@ -20,13 +20,16 @@ class Row:
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
 
-    def read(self, places: torch.Tensor | None) -> torch.Tensor:
+    def read(self, places: Places | None) -> torch.Tensor:
         """As :meth:`megatron_lossy.sync.Weights.read`."""
-        return self.values.clone() if places is None else self.values[places]
+        return self.values.clone() if places is None else places.read(self.values)
 
-    def write(self, places: torch.Tensor | None, values: torch.Tensor) -> None:
+    def write(self, places: Places | None, values: torch.Tensor) -> None:
         """As :meth:`megatron_lossy.sync.Weights.write`."""
-        self.values[slice(None) if places is None else places] = values
+        if places is None:
+            self.values.copy_(values)
+        else:
+            places.write(self.values, values)
 
 
 def rounds_of(config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) -> tuple[Rounds, list[Row]]:

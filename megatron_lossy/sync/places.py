@@ -1,0 +1,108 @@
+"""Which elements of a vector an exchange carries: blocks of consecutive ones, so that few numbers say it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+
+class Part(NamedTuple):
+    """Chosen elements within a stretch of a vector.
+
+    ``where``: among all that are chosen. ``first``: of the stretch. ``rows`` int64[n]: which rows of ``width`` elements, from
+    ``first`` on; ``None``: the elements from ``first`` on, one after the other.
+    """
+
+    where: slice
+    first: int
+    width: int
+    rows: torch.Tensor | None
+
+    def read(self, stretch: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy what is chosen of ``stretch`` to its place in ``values`` [k], all that is chosen."""
+        out, there = values[self.where], self._of(stretch)
+        if self.rows is None:
+            out.copy_(there)
+        else:  # faster than brackets
+            torch.index_select(there, 0, self.rows, out=out.view(len(self.rows), *there.shape[1:]))
+
+    def write(self, stretch: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy its part of ``values`` [k] into ``stretch``."""
+        new, there = values[self.where].to(stretch.dtype), self._of(stretch)
+        if self.rows is None:
+            there.copy_(new)
+        else:
+            there.index_copy_(0, self.rows, new.view(len(self.rows), *there.shape[1:]))
+
+    def _of(self, stretch: torch.Tensor) -> torch.Tensor:
+        if self.rows is None:
+            return stretch[self.first : self.first + self.where.stop - self.where.start]
+        if self.width == 1:  # rows of one element as they are, which is faster
+            return stretch
+        count = (len(stretch) - self.first) // self.width
+        return stretch[self.first : self.first + count * self.width].view(count, self.width)
+
+
+class Places:
+    """Elements of a vector of ``size``: the ``blocks`` int64[n], rising, of ``width`` consecutive ones; the last may be cut."""
+
+    def __init__(self, blocks: np.ndarray, width: int, size: int, device: torch.device) -> None:
+        self._blocks, self._width, self._size = torch.from_numpy(blocks).to(device), width, size
+        self._count = len(blocks) * width
+        if len(blocks):
+            self._count -= max(0, (int(blocks[-1]) + 1) * width - size)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def elements(self) -> torch.Tensor:
+        """int64[k], rising."""
+        device = self._blocks.device
+        elements = self._blocks[:, None] * self._width + torch.arange(self._width, device=device)
+        return elements.reshape(-1)[: self._count]
+
+    def read(self, vector: torch.Tensor) -> torch.Tensor:
+        """A copy [k] of these elements of ``vector`` [size]."""
+        values = torch.empty(self._count, dtype=vector.dtype, device=vector.device)
+        for part in self._whole:
+            part.read(vector, values)
+        return values
+
+    def write(self, vector: torch.Tensor, values: torch.Tensor) -> None:
+        """Put ``values`` [k] there."""
+        for part in self._whole:
+            part.write(vector, values)
+
+    @cached_property
+    def _whole(self) -> list[Part]:
+        return [part for _, part in self.parts([(0, self._size)])]
+
+    def parts(self, stretches: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Part]]:
+        """What is chosen of each of ``stretches``, from an element to another one, with the number of the stretch."""
+        width = self._width
+        edges = [(start // width, -(-start // width), stop // width, -(-stop // width)) for start, stop in stretches]
+        bounds = torch.searchsorted(self._blocks, torch.tensor(edges, device=self._blocks.device)).tolist()
+        for number, (start, stop) in enumerate(stretches):
+            begin, low, high, _ = edges[number]
+            first, second, third, last = bounds[number]
+            if low > high:  # within one block
+                if first < second:
+                    yield number, self._run(first, start - begin * width, stop - start, 0)
+                continue
+            if first < second:
+                yield number, self._run(first, start - begin * width, low * width - start, 0)
+            if second < third:
+                where = slice(second * width, third * width)
+                yield number, Part(where, low * width - start, width, self._blocks[second:third] - low)
+            if third < last:
+                yield number, self._run(third, 0, stop - high * width, high * width - start)
+
+    def _run(self, index: int, offset: int, length: int, first: int) -> Part:
+        """``length`` elements of the block ``index`` from ``offset`` on, which are those from ``first`` on of a stretch."""
+        start = index * self._width + offset
+        return Part(slice(start, start + length), first, self._width, None)
