@@ -49,8 +49,9 @@ RUNS = {
     "islands udp": ("bbr", (*_AVERAGED, *_UDP)),
 }
 _DEFAULT = ("gloo bbr", "gloo reno", "udp")
+#: What a rank measures of itself (benchmarks.wan_rank).
 KINDS = ("grad", "param", "other")
-#: Of these, and of waiting for averages of islands, is made what the table calls exchanges.
+#: What the table calls exchanges; "sync" is waiting for an average of islands, by their metrics.
 EXCHANGES = ("grad", "param", "sync")
 #: The first iterations warm up.
 SKIPPED = 2
