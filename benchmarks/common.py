@@ -72,6 +72,13 @@ def write_results(folder: str | Path, name: str, **contents: str) -> None:
     print(f"wrote {folder / name}." + ", .".join(contents))
 
 
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def run_ranks(
     ranks: int,
     run: Callable[[Any], dict],
@@ -92,10 +99,7 @@ def run_ranks(
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(launches):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
             path = Path(folder) / f"{number}.json"
             torch.multiprocessing.spawn(_rank, (ranks, run, settings, islands, path), nprocs=ranks)
             results.append(json.loads(path.read_text()))

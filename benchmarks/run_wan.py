@@ -19,7 +19,6 @@ import itertools
 import json
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.common import made_with
+from benchmarks.common import free_port, made_with
 from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
 from megatron_lossy.device.environment import without_ranks
 from megatron_lossy.errors import refuse, usage_errors
@@ -57,8 +56,8 @@ EXCHANGES = ("grad", "param", "sync")
 SKIPPED = 2
 _EXPLANATION = (
     "Medians over iterations. Exchanges: the reduce-scatter of the gradients and the all-gather of the parameters, "
-    "from when the last rank comes to them; of islands also what an iteration waits for an average. Other communication: what else an iteration waits for, such as the norm "
-    "of the gradients; it goes over TCP in every run. The time to the same loss is the number of iterations, times "
+    "from when the last rank comes to them; of islands also what an iteration waits for an average. Other "
+    "communication: what else an iteration waits for, such as the norm of the gradients; it goes over TCP in every run. The time to the same loss is the number of iterations, times "
     "that of an iteration."
 )
 _COLOURS = dict(zip(RUNS, ("#1f77b4", "#17becf", "#d62728", "#7f7f7f", "#2ca02c", "#9467bd"), strict=True))
@@ -130,12 +129,9 @@ def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run
     flags += ["--lr-warmup-iters", str(args.iterations // 10), *shlex.split(args.train_flags)]
     if iterations < args.iterations:
         flags += ["--eval-iters", "0"]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     common = without_ranks() | {
         "MASTER_ADDR": lab.address(0),
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(len(lab.nodes)),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",

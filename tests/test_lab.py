@@ -9,7 +9,6 @@ import struct
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -262,17 +261,13 @@ def test_without_an_emulator():
 @needs_lab
 @pytest.mark.parametrize(("offload", "packets"), [(True, 1), (False, 10)])
 def test_a_wire_without_offload_carries_packets_of_the_mtu(offload, packets):
-    def sent():
-        lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
-        return int(next(line.partition(":")[2].split() for line in lines if nodes.INTERFACE in line)[9])
-
     with Lab(None, offload=offload) as lab, sockets(lab) as (out, into):
         send(out, range(1))  # by now both know each other's hardware address
         assert receive(into)
-        before = lab.nodes[0].do(sent)
+        before = lab.nodes[0].counter(9)
         out.setsockopt(SOL_UDP, UDP_SEGMENT, 1000)
         out.send(bytes(10_000))
-        assert lab.nodes[0].do(sent) - before == packets
+        assert lab.nodes[0].counter(9) - before == packets
 
 
 def state():

@@ -17,7 +17,8 @@ class Row:
     """A link, the same in both directions, and the megabytes (10^6 bytes) that a rank sends over it in an exchange.
 
     ``rtt`` in ms, ``rate`` in Mbit/s, ``queue`` in ms of that rate. ``wire``: no emulated link but a pair of veth
-    devices; without ``offload`` these send packets of the MTU (:class:`Lab`). With ``ranks`` of more than 2 half of them are on each node.
+    devices; without ``offload`` these send packets of the MTU (:class:`Lab`). With ``ranks`` of more than 2 half of
+    them are on each node.
     """
 
     part: str
