@@ -9,6 +9,7 @@ from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.files import write_text
 from megatron_lossy.study.theory.islands import growth_per_iteration, speed
+from megatron_lossy.sync.correction import critical_gain, stability_bound
 
 OUT = Path(__file__).parent.parent / "benchmarks" / "results" / "averaging.md"
 GAIN = 0.5  # the paper's first coefficient
@@ -39,11 +40,11 @@ def row(fraction: float, delay: int, subset: str) -> list[str]:
     uncorrected = replace(config, delay_correction="none")
     return [
         f"{100 * fraction:g} %, {delay}, {subset}",
-        str(config.overlap),
-        f"{theory.stability_bound(config.overlap):.3f}",
+        f"{fraction * delay:g} on average" if drawn else str(config.overlap),
+        f"{stability_bound(config):.3f}",
         f"{growth_per_iteration(ema):.4f}" if delay else "-",
-        f"{theory.critical_gain(config.overlap):.3f}",
-        f"{growth_per_iteration(config):.4f}" if config.overlap else "-",
+        f"{critical_gain(config):.3f}",
+        f"{growth_per_iteration(config):.4f}" if config.overlap or (drawn and delay) else "-",
         known,
         f"{speed(uncorrected):.3f}",
         f"{speed(config):.3f}",

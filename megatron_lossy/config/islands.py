@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 from ..errors import refuse
@@ -10,11 +11,26 @@ from ..flags import as_text, flag, flag_name, refuse_unused
 
 #: Exchanges between islands: what they send goes to the owners of its mean, and the means go back to them.
 SYNC_PHASES = ("sync-reduce", "sync-gather")
-#: Of a job whose folders are those of its run, on islands of real ranks.
-ISLAND_FOLDER = "island_{}"
+#: The file that names the latest checkpoint of a folder: Megatron's.
+TRACKER = "latest_checkpointed_iteration.txt"
 #: Where the mean weights are, beside those or in the folder of virtual islands.
 CONSENSUS_FOLDER = "consensus"
 _DILOCO = ("diloco", "eager-diloco")
+
+
+def folder_of_island(path: str | os.PathLike[str], island: int) -> str:
+    """Where ``island``, of real ranks, has what the run has in ``path``."""
+    return os.path.join(path, f"island_{island}")
+
+
+def folder_to_load(path: str | os.PathLike[str], island: int) -> str:
+    """Where ``island`` finds its checkpoint if ``--load`` is ``path``.
+
+    A checkpoint in ``path`` itself is where all islands start from, until they have their own there.
+    """
+    own = folder_of_island(path, island)
+    start, continued = (os.path.isfile(os.path.join(folder, TRACKER)) for folder in (path, own))
+    return os.fspath(path) if start and not continued else own
 
 
 @dataclass(frozen=True)
@@ -33,7 +49,11 @@ class IslandFlags:
         "an outer optimizer; that with a mean that is one round late; or none",
         choices=("gradients", "parameters", *_DILOCO, "none"),
     )
-    sync_fraction: float = flag(1.0, "parameters: share of the elements in an exchange, in (0, 1]", metavar="F")
+    sync_fraction: float = flag(
+        1.0,
+        "parameters: share of the elements in an exchange, in (0, 1]; cyclic and partition take one in 1/F, rounded up",
+        metavar="F",
+    )
     sync_interval: int = flag(1, "iterations between two exchanges", metavar="K")
     sync_delay: int = flag(0, "iterations from an exchange to the use of its mean", metavar="TAU")
     sync_subset: str = flag(
@@ -93,9 +113,19 @@ class IslandFlags:
         return math.ceil(1 / self.sync_fraction - 1e-9)
 
     @property
+    def share(self) -> float:
+        """Of the elements, in an exchange; with ``bernoulli`` on average."""
+        return self.sync_fraction if self.sync_subset == "bernoulli" else 1 / self.parts
+
+    @property
     def overlap(self) -> int:
-        """q: later exchanges of an element that are under way when one comes back."""
-        return self.sync_delay // (self.parts * self.sync_interval)
+        """q: later exchanges of an element that are under way when one comes back; with ``bernoulli`` at least about."""
+        return self.rounds_under_way // self.parts
+
+    @property
+    def rounds_under_way(self) -> int:
+        """Later exchanges, of any elements, that are under way when one comes back."""
+        return self.sync_delay // self.sync_interval
 
     @property
     def gain(self) -> float | None:

@@ -438,7 +438,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
             return []
         if self.sync_method == "none":
             return [f"{self.islands} islands that exchange nothing"]
-        what = f"{self.islands} islands, {self.sync_method}, {100 * self.sync_fraction:g} % of them"
+        what = f"{self.islands} islands, {self.sync_method}, {100 * self.share:.3g} % of them"
         when = f"every {self.sync_interval} iterations, used after {self.sync_delay}"
         return [f"{what} {when}, lost {self.label(SYNC_PHASES[0])}"]
 

@@ -15,7 +15,13 @@ import torch
 
 from .. import theory
 from ..config import LossyConfig
+from ..errors import refuse
+from ..flags import as_text
 from .rule import Back, Rule
+
+# Of the bound of equal gaps, where they vary between 1 and 2n - 1 exchanges (``partition``). With n from 2 to 40 and a delay of
+# n - 1 deviations grow from a gain of 1.25 to 1.4 on, instead of 2; with more overlap the bound is nearer to that of equal gaps.
+_IRREGULAR = 0.6
 
 
 class NoCorrection(Rule):
@@ -76,11 +82,40 @@ class MovingAverage(Rule):
         self.progress.copy_(state["progress"])
 
 
-def make_correction(config: LossyConfig, islands: int, size: int, steps: int, device: torch.device) -> Rule:
-    """The rule of ``--delay-correction`` for ``islands`` of this process and a vector of ``size`` elements."""
+def check_known_end(config: LossyConfig, steps: int | None) -> None:
+    """Raise :class:`UsageError` for a coefficient that falls until the end of a run whose length is not known."""
+    first, last = config.ema_coefficient
+    if config.delay_correction == "ema" and first != last and steps is None:
+        why = "falls until --train-iters, which is not known (--train-samples?); give that, or the same number twice"
+        raise refuse("--ema-coefficient", as_text(config.ema_coefficient), why)
+
+
+def make_correction(config: LossyConfig, islands: int, size: int, steps: int | None, device: torch.device) -> Rule:
+    """The rule of ``--delay-correction`` for ``islands`` of this process and a vector of ``size`` elements.
+
+    ``steps``: length of the run, if known.
+    """
+    check_known_end(config, steps)
     if config.delay_correction == "none":
         return NoCorrection()
     if config.delay_correction == "mixing":
-        return Mixing(theory.critical_gain(config.overlap) if config.gain is None else config.gain)
+        return Mixing(critical_gain(config) if config.gain is None else config.gain)
     first, last = config.ema_coefficient
-    return MovingAverage(islands, size, first, last, config.ema_hold_iters, steps, device)
+    return MovingAverage(islands, size, first, last, config.ema_hold_iters, steps or 0, device)
+
+
+def critical_gain(config: LossyConfig) -> float:
+    """``--mixing-gain auto``: about the fastest, and without oscillation."""
+    if config.sync_subset == "bernoulli":
+        return theory.critical_gain_drawn(config.sync_fraction, config.rounds_under_way)
+    return theory.critical_gain(config.overlap)
+
+
+def stability_bound(config: LossyConfig) -> float:
+    """The gain from which on deviations may grow."""
+    if config.sync_subset == "bernoulli":
+        return theory.stability_bound_drawn(config.sync_fraction, config.rounds_under_way)
+    bound = theory.stability_bound(config.overlap)
+    return bound * (
+        _IRREGULAR if config.sync_subset == "partition" and config.parts > 1 and config.rounds_under_way else 1
+    )

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from .. import theory
 from ..config import LossyConfig
+from ..config.islands import SYNC_PHASES
 from ..errors import refuse
+from ..exchange import Stream
 from ..flags import as_text
 from ..transport import check_ranks
-from .correction import make_correction
+from .correction import check_known_end, make_correction, stability_bound
+from .mean import networks_between
 from .outer import make_outer
 from .rule import Rule
 
-# Of the bound where an element's gaps vary: with independent draws at 5 % and a delay of 50, a gain of 0.5 diverges
-# though the bound of equal gaps is 0.618.
-_IRREGULAR = 0.7
 #: Exchanges of an element below which a moving average has not settled.
 _SETTLES = 10
 
 
-def make_rule(config: LossyConfig, weights: torch.Tensor, steps: int) -> Rule:
-    """The rule for islands of this process with ``weights`` [islands, size], in a run of ``steps`` iterations."""
+def make_rule(config: LossyConfig, weights: torch.Tensor, steps: int | None) -> Rule:
+    """The rule for islands of this process with ``weights`` [islands, size], in a run of ``steps`` iterations, if known."""
     if config.sync_method == "parameters":
         return make_correction(config, *weights.shape, steps, weights.device)
     return make_outer(config, weights)
@@ -45,12 +44,39 @@ def check_islands(config: LossyConfig, workers: int, train_iters: int | None, vi
         raise refuse("--transport", "udp", "needs real ranks: virtual workers exchange in memory; choose pieces")
     if not virtual:
         _check_real(config)
+    if config.sync_method == "eager-diloco":
+        _check_reliable(config)
+    if config.sync_method != "none":
+        networks_between(config, Stream("islands"), train_iters)
     if config.transport != "udp":
         check_ranks(config, workers // islands)
-    if train_iters is not None and not config.iterations(train_iters):
-        raise refuse("--train-iters", train_iters, "leaves the slowest island without an iteration")
+    if train_iters is not None:
+        _check_length(config, train_iters)
     if config.sync_method == "parameters":
+        check_known_end(config, train_iters)
         check_averaging(config)
+
+
+def _check_length(config: LossyConfig, train_iters: int) -> None:
+    """Raise :class:`UsageError` for a run that is over before a mean is used."""
+    steps = config.iterations(train_iters)
+    if not steps:
+        raise refuse("--train-iters", train_iters, "leaves the slowest island without an iteration")
+    if config.sync_method == "none":
+        return
+    if config.sync_interval > steps:
+        raise refuse("--sync-interval", config.sync_interval, f"must be at most {steps}, the iterations of the run")
+    latest = steps - config.sync_interval
+    if config.sync_delay > latest:
+        why = f"must be at most {latest}, for the first mean to be used in a run of {steps} iterations"
+        raise refuse("--sync-delay", config.sync_delay, why)
+
+
+def _check_reliable(config: LossyConfig) -> None:
+    """Raise :class:`UsageError` where means may be lost: outer weights that have come apart stay so, and go on."""
+    if config.transport == "udp" or not all(config.phase(phase).lossless for phase in SYNC_PHASES):
+        why = "cannot lose exchanges (--p-sync, traces, --transport udp): nothing would pull islands together again"
+        raise refuse("--sync-method", "eager-diloco", f"{why}; choose diloco")
 
 
 def _check_real(config: LossyConfig) -> None:
@@ -68,11 +94,9 @@ def _check_real(config: LossyConfig) -> None:
 
 
 def check_averaging(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` for a gain that diverges (:func:`megatron_lossy.theory.stability_bound`)."""
-    bound, many = theory.stability_bound(config.overlap), _overlap(config)
-    if config.sync_subset != "cyclic":
-        bound, many = _IRREGULAR * bound, f"{many} and --sync-subset {config.sync_subset}"
-    allowed = f"diverges: must be below {bound:.3g} with {many}"
+    """Raise :class:`UsageError` for a gain with which islands would drift apart."""
+    bound = stability_bound(config)
+    allowed = f"diverges: must be below {bound:.3g} with {_under_way(config)}"
     if config.delay_correction == "ema" and config.ema_coefficient[0] >= bound:
         raise refuse("--ema-coefficient", as_text(config.ema_coefficient), allowed)
     if config.delay_correction == "mixing" and config.gain is not None and config.gain >= bound:
@@ -81,12 +105,12 @@ def check_averaging(config: LossyConfig) -> None:
 
 def notes_on_averaging(config: LossyConfig, steps: int) -> list[str]:
     """What is allowed and unlikely to be wanted in a run of ``steps`` iterations, in lines."""
-    if not config.averages or config.sync_method != "parameters" or config.delay_correction == "none":
+    if not config.averages or config.sync_method != "parameters":
         return []
     notes = []
     if config.overlap:
-        smaller = 1 / (config.sync_delay // config.sync_interval + 1)
-        notes.append(f"{_overlap(config)}; with --sync-fraction of at most {smaller:.3g} there is none")
+        smaller = 1 / (config.rounds_under_way + 1)
+        notes.append(f"{_under_way(config)}; with --sync-fraction of at most {smaller:.3g} there is none")
     visits = steps // (config.parts * config.sync_interval)
     if config.delay_correction == "ema" and visits < _SETTLES:
         notes.append(
@@ -95,5 +119,11 @@ def notes_on_averaging(config: LossyConfig, steps: int) -> list[str]:
     return notes
 
 
-def _overlap(config: LossyConfig) -> str:
-    return f"{config.overlap} later exchanges of an element under way (--sync-delay {config.sync_delay})"
+def _under_way(config: LossyConfig) -> str:
+    if config.sync_subset == "bernoulli":
+        average = config.sync_fraction * config.rounds_under_way
+        many, subset = f"{average:.3g} later exchanges of an element on average", " and --sync-subset bernoulli"
+    else:
+        many = f"{config.overlap} later exchanges of an element"
+        subset = " and --sync-subset partition" if config.sync_subset == "partition" else ""
+    return f"{many} under way (--sync-delay {config.sync_delay}){subset}"

@@ -6,11 +6,12 @@ step of SGD with Nesterov momentum along their distance to the mean of the islan
 ``eager-diloco`` (Kale, Douillard and Donchev, arXiv:2502.12996): the mean is used K iterations later; an island takes the
 mean distance of the round before with its own part in it replaced by its own distance of now,
 
-    mean(before) + (own - own before) / M,
+    mean(before) + (own - own before) / M.
 
-and its own alone in the first round, or where no mean arrived. The abstract and summaries say this much; the algorithm as
-it is printed there could not be compared. What *AsyncMesh* calls its special case is another rule, and slower
-(docs/islands.md).
+In the first round nothing was before. So everybody's progress comes to count once, for each island; with all of its own in the first
+round an island would for ever be (1 - 1/M) of that away from the others, many times so with momentum. Nothing ever pulls outer
+weights together that have come apart: a mean must not be lost. The abstract and summaries say as much as the formula; the
+algorithm as it is printed there could not be compared. What *AsyncMesh* calls its special case is another rule, and slower (docs/islands.md).
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class EagerDiLoCo(DiLoCo):
         return self.outer[island] - now
 
     def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
-        own = self.payload(island, now)
-        distance = back.where_arrived(back.mean + (own - back.sent) / self._islands, own)
+        own = self.payload(island, now) / self._islands
+        distance = back.where_arrived(back.mean + own - back.sent / self._islands, own)
         return self._step(island, replace(back, mean=self.outer[island] - distance, arrived=None))
 
 

@@ -59,13 +59,6 @@ class Places:
     def __len__(self) -> int:
         return self._count
 
-    @property
-    def elements(self) -> torch.Tensor:
-        """int64[k], rising."""
-        device = self._blocks.device
-        elements = self._blocks[:, None] * self._width + torch.arange(self._width, device=device)
-        return elements.reshape(-1)[: self._count]
-
     def read(self, vector: torch.Tensor) -> torch.Tensor:
         """A copy [k] of these elements of ``vector`` [size]."""
         values = torch.empty(self._count, dtype=vector.dtype, device=vector.device)

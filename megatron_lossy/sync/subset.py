@@ -24,14 +24,16 @@ class Subset:
 
     def __init__(self, config: LossyConfig, size: int, seed: int, stream: Stream) -> None:
         self._kind, self._fraction, self._parts = config.sync_subset, config.sync_fraction, config.parts
-        self._block, self._seed, self._stream = config.sync_block, seed, stream
+        self._block, self._seed, self.stream = config.sync_block, seed, stream
         self.size = size
         self._blocks = -(-size // config.sync_block)
         if self._fraction * size < config.islands:
-            why = f"of {size} elements is less than one for each of {config.islands} islands to average"
+            least = f"must be at least {config.islands / size:.3g}"
+            why = f"of {size} elements is less than one for each of {config.islands} islands to average; {least}"
             raise refuse("--sync-fraction", self._fraction, why)
         if self._kind != "bernoulli" and self._blocks < self._parts:
-            why = f"makes {self._blocks} blocks of {size} elements, fewer than {self._parts} parts"
+            most = (size - 1) // (self._parts - 1)
+            why = f"makes {self._blocks} blocks of {size} elements, fewer than {self._parts} parts; must be at most {most}"
             raise refuse("--sync-block", self._block, why)
         self._partition: tuple[int, list[np.ndarray]] | None = None
 
@@ -65,4 +67,4 @@ class Subset:
         return self._partition[1]
 
     def _numbers(self, number: int) -> np.ndarray:
-        return subset_numbers(self._seed, Exchange("sync-reduce", self._stream, number), self._blocks)
+        return subset_numbers(self._seed, Exchange("sync-reduce", self.stream, number), self._blocks)

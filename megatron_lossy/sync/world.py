@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.distributed.rendezvous import rendezvous
 
-from ..config.islands import ISLAND_FOLDER
 from ..errors import refuse
 
 _store: Any = None  # of all ranks that were launched; its server must not be started twice
@@ -62,10 +61,6 @@ class IslandWorld:
     def patience(self) -> float:
         """Seconds after which a rank gives up on another one."""
         return self._timeout.total_seconds()
-
-    def folder(self, path: str) -> str:
-        """The folder of this island in ``path``."""
-        return os.path.join(path, ISLAND_FOLDER.format(self.island))
 
     def store(self, name: str) -> Any:
         """What the ranks with this one's place in every island write to, and nobody else. ``name``: of its use, unique."""

@@ -10,11 +10,13 @@ from .averaging import (
     contraction,
     contraction_drawn,
     critical_gain,
+    critical_gain_drawn,
     deviation,
     growth,
     removed,
     speed_uncorrected,
     stability_bound,
+    stability_bound_drawn,
 )
 from .delay import delayed_step_bound
 from .drift import (
@@ -55,6 +57,7 @@ __all__ = [
     "contraction",
     "contraction_drawn",
     "critical_gain",
+    "critical_gain_drawn",
     "delayed_step_bound",
     "deviation",
     "drift_between",
@@ -75,6 +78,7 @@ __all__ = [
     "settling_steps",
     "speed_uncorrected",
     "stability_bound",
+    "stability_bound_drawn",
     "stability_limit",
     "survivors",
     "weights",

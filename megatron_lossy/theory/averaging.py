@@ -3,7 +3,7 @@
 An element is exchanged once in n rounds of K iterations (``cyclic``, ``partition``), or with probability f in each
 (``bernoulli``), and the mean is used tau iterations later. q = floor(tau / (n K)) later exchanges of the element are then
 under way. What corrects the delay is a feedback of gain g (alpha of ``mixing``, lambda of ``ema``): per visit the deviation
-of an island from the mean follows x(k+1) = x(k) - g x(k-q).
+of an island from the mean follows x(k+1) = x(k) - g x(k-q), if an element's gaps are equal.
 """
 
 from __future__ import annotations
@@ -33,6 +33,35 @@ def critical_gain(overlap: int) -> float:
     if overlap < 0:
         raise ValueError(f"overlap = {overlap}: must be at least 0")
     return overlap**overlap / (overlap + 1) ** (overlap + 1)
+
+
+def stability_bound_drawn(fraction: float, delay: int) -> float:
+    """The same for ``bernoulli``, of the mean square of deviations; ``delay``: floor(tau/K), exchanges of any elements.
+
+    x(t+1) = x(t) - g b x(t-tau) per exchange, with b = 1 with probability f; b is independent of x(t-tau), so that this is
+    the mean's x(t+1) = x(t) - g f x(t-tau) with noise of variance g^2 f (1-f) E x(t-tau)^2. The square of that recursion's response to
+    an impulse adds up to (1 + sin c)/(2 sin a cos c) with 2 sin(a/2) = g f and c = a (tau + 1/2): autocovariances follow
+    r(k) = r(k-1) - g f r(tau+1-k), which cos(ak) and sin(ak) solve. Noise dies out if it begets less than itself:
+    tan(a/2) tan(pi/4 + c/2) < f/(1-f). With f = 1 that is the bound of fixed gaps, without delay 2.
+    """
+    _check_drawn(fraction, delay)
+    low, high = 0.0, math.pi / (2 * delay + 1)  # where c is pi/2, beyond which the mean diverges
+    for _ in range(60):
+        a = (low + high) / 2
+        begets = (1 - fraction) * math.tan(a / 2) * math.tan(math.pi / 4 + a * (delay + 0.5) / 2)
+        low, high = (a, high) if begets < fraction else (low, a)
+    return 2 * math.sin(low / 2) / fraction
+
+
+def critical_gain_drawn(fraction: float, delay: int) -> float:
+    """:func:`critical_gain` of the mean for ``bernoulli``, at most 1; ``delay`` as in :func:`stability_bound_drawn`."""
+    _check_drawn(fraction, delay)
+    return min(1.0, critical_gain(delay) / fraction)
+
+
+def _check_drawn(fraction: float, delay: int) -> None:
+    if not 0 < fraction <= 1 or delay < 0:
+        raise ValueError(f"fraction = {fraction}, delay = {delay}: must be in (0, 1], and at least 0")
 
 
 def growth(gain: float, overlap: int) -> float:
