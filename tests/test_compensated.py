@@ -10,7 +10,7 @@ from megatron_lossy import hooks, theory
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
-from megatron_lossy.hooks.runtime import own_shard
+from megatron_lossy.hooks.buckets import own_shard
 from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather
 from megatron_lossy.transport.counted import Counted
@@ -66,7 +66,7 @@ def record(rank, tiny, config, steps):
                     "key": (slot.group.stream.name, slot.bucket),
                     "rank": slot.group.rank,
                     "main": slot.group.rules["param"][slot.bucket].weights().numpy().copy(),
-                    "own": own_shard(slot.group, bucket).float().numpy().copy(),
+                    "own": own_shard(bucket, slot.group.rank, slot.group.size).float().numpy().copy(),
                     "old": old.float().numpy().copy(),
                     "new": bucket.param_data.float().numpy().copy(),
                     "arrived": slot.group.delivery("param", lossy.update).incoming(

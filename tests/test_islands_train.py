@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +11,12 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.islands import TRACKER
 from megatron_lossy.errors import UsageError
+from megatron_lossy.hooks.checks import check_real_islands
 from megatron_lossy.sync import check_islands
 from megatron_lossy.train.config import TrainConfig
-from megatron_lossy.train.saved import latest_iteration
+from megatron_lossy.train.saved import check_folders, in_folders_of_island, latest_iteration
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
 
@@ -149,7 +153,7 @@ CONTINUED = {
     "speeds": ({"train_iters": 16}, {**ISLANDS, "sync_delay": 1, "island_speeds": (3.0, 2.0, 1.0, 2.0)}),
     "eager": (
         {"optimizer": "nadam"},
-        {"islands": 4, "sync_method": "eager-diloco", "sync_interval": 2, "sync_delay": 2, "p_sync": 0.2},
+        {"islands": 4, "sync_method": "eager-diloco", "sync_interval": 2, "sync_delay": 2},
     ),
 }
 
@@ -245,7 +249,7 @@ def look_at_losses(rank: int, config: dict, loss: dict) -> None:
         ({"virtual_workers": 6}, ISLANDS, "--islands 4: must divide the 6 virtual workers"),
         ({}, {**ISLANDS, "p_grad": 0.1}, "data-parallel size 1: one rank exchanges nothing"),
         (
-            {},
+            {"train_iters": 60},
             {**ISLANDS, "sync_fraction": 0.05, "sync_delay": 50, "mixing_gain": "0.7"},
             "--mixing-gain 0.7: diverges",
         ),
@@ -253,6 +257,18 @@ def look_at_losses(rank: int, config: dict, loss: dict) -> None:
             {"train_iters": 3},
             {**ISLANDS, "island_speeds": (20.0, 20.0, 20.0, 1.0)},
             "--train-iters 3: leaves the slowest island without an iteration",
+        ),
+        ({"train_iters": 8}, {**ISLANDS, "sync_interval": 9}, "--sync-interval 9: must be at most 8"),
+        ({"train_iters": 8}, {**ISLANDS, "sync_interval": 2, "sync_delay": 7}, "--sync-delay 7: must be at most 6"),
+        (
+            {},
+            {"islands": 4, "sync_method": "eager-diloco", "sync_interval": 2, "sync_delay": 2, "p_sync": 0.1},
+            "--sync-method eager-diloco: cannot lose exchanges",
+        ),
+        (
+            {},
+            {**ISLANDS, "loss_model": ("bernoulli", "bernoulli", "trace", "trace"), "trace": "/nowhere"},
+            "--trace /nowhere",
         ),
     ],
 )
@@ -262,6 +278,35 @@ def test_flags_that_do_not_fit(settings, loss, line):
         virtual = config.virtual_workers is not None
         check_islands(LossyConfig(**loss), config.virtual_workers or 4, config.train_iters, virtual)
     assert str(error.value).startswith(line)
+
+
+def test_where_an_island_finds_its_checkpoint(tmp_path):
+    """In the folder of the run until it has one of its own: one that was started from a checkpoint can be continued."""
+    config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0, "load": str(tmp_path), "save": "out"})
+    own = tmp_path / "island_1"
+    assert in_folders_of_island(config, 1).load == str(own)
+    (tmp_path / TRACKER).write_text("4")
+    assert in_folders_of_island(config, 1).load == str(tmp_path)
+    own.mkdir()
+    (own / TRACKER).write_text("8")
+    continued = in_folders_of_island(config, 1)
+    assert (continued.load, continued.save) == (str(own), os.path.join("out", "island_1"))
+    assert in_folders_of_island(config, 0).load == str(tmp_path)
+
+
+def test_a_mean_needs_a_place(data):
+    config = TrainConfig(**SMALL | data)
+    with pytest.raises(UsageError, match="^--save-consensus on: needs --save$"):
+        check_folders(config, LossyConfig(**ISLANDS, save_consensus=True))
+
+
+def test_outer_weights_are_saved_or_not_asked_for():
+    config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0, "save": "out"})
+    outer = LossyConfig(islands=2, sync_method="diloco")
+    with pytest.raises(UsageError, match="^--sync-method diloco: keeps its outer weights .* --save-replicas only"):
+        check_real_islands(config, outer)
+    check_real_islands(config, dataclasses.replace(outer, save_replicas=True))
+    check_real_islands(dataclasses.replace(config, save=None), outer)
 
 
 def test_checkpoints_of_others_are_refused(data, tmp_path):

@@ -84,3 +84,8 @@ def used_ranges(buffer: Any, bucket: Any) -> np.ndarray:
     """int64[k, 2]: where parameters are in ``bucket`` of Megatron's ``buffer``; the rest is padding."""
     ranges = [buffer.param_index_map[parameter][:2] for parameter in bucket.params_list]
     return np.array(sorted(ranges), dtype=np.int64).reshape(-1, 2) - bucket.offset
+
+
+def own_shard(bucket: Any, rank: int, size: int) -> torch.Tensor:
+    """[shard]: the part of the parameters of ``bucket`` that ``rank`` of its group of ``size`` owns."""
+    return bucket.param_data.chunk(size)[rank]

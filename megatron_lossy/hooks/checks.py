@@ -264,12 +264,21 @@ def check_ddp(ddp: Any, config: LossyConfig) -> None:
         raise UsageError(
             "--fp8-param-gather with parameter loss: stale bytes would be read at new scales; turn one off"
         )
+    if quantized and config.averages:
+        raise UsageError(
+            f"--fp8-param-gather: cannot go with --islands ({_NOT_WITH_ISLANDS['fp8_param_gather']}); turn it off"
+        )
 
 
 def check_real_islands(settings: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` for what cannot be on islands of real ranks. ``settings``: of Megatron or ours."""
     if not config.averages:
         return
+    if config.sync_method in ("diloco", "eager-diloco") and settings.save and not config.save_replicas:
+        why = (
+            "keeps its outer weights in a checkpoint with --save-replicas only; give it too, or leave it and --save out"
+        )
+        raise refuse("--sync-method", config.sync_method, why)
     instances = getattr(settings, "num_distributed_optimizer_instances", 1)
     if instances > 1:
         why = "several ranks of an island would send the same; must be 1 with --islands"
@@ -295,6 +304,8 @@ _NOT_WITH_LOSS = {
 }
 _NOT_WITH_ISLANDS = {
     "use_checkpoint_args": "each island has a folder of its own; give the arguments again",
+    "use_mp_args_from_checkpoint_args": "each island has a folder of its own; give the arguments again",
+    "fp8_param_gather": "weights of 8 bits cannot be averaged",
     "exit_duration_in_mins": "islands would stop after different iterations; choose --exit-interval",
     "use_precision_aware_optimizer": "its weights in float32 are its own",
     "optimizer_cpu_offload": "its weights are elsewhere",
@@ -311,8 +322,10 @@ def _refuse_arguments(args: Any, refused: Mapping[str, str], what: str) -> None:
             raise UsageError(f"--{name.replace('_', '-')}: cannot go with {what} ({why}); turn it off")
 
 
-def _check_island_arguments(args: Any) -> None:
+def _check_island_arguments(args: Any, config: LossyConfig) -> None:
     _refuse_arguments(args, _NOT_WITH_ISLANDS, "--islands")
+    if config.save_consensus and not args.save:
+        raise refuse("--save-consensus", "on", "needs --save")
     if getattr(args, "dataloader_type", None) == "external":
         raise refuse("--dataloader-type", "external", "its samples cannot be divided among islands")
 
@@ -323,7 +336,7 @@ def check_arguments(args: Any, config: LossyConfig) -> None:
         return
     check_owners(config)
     if config.averages:
-        _check_island_arguments(args)
+        _check_island_arguments(args, config)
         check_real_islands(args, config)
     check_boundaries(args, config)
     if _layer_wise(args):

@@ -13,19 +13,16 @@ import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import device
-from ..config.islands import CONSENSUS_FOLDER
+from ..config.islands import CONSENSUS_FOLDER, folder_of_island, folder_to_load
 from ..ledger import Patch, Takes
 from .islands import RankIslands
 
-#: The file that names the latest checkpoint of a folder.
-TRACKER = "latest_checkpointed_iteration.txt"
-_FOLDERS = ("save", "load", "tensorboard_dir")
+_FOLDERS = ("save", "tensorboard_dir", "non_persistent_global_ckpt_dir")
 _UNTIL = "Megatron knows of jobs beside its own"
 
 
@@ -89,16 +86,14 @@ def signals_received(islands: RankIslands, original: Callable, handler: Any) -> 
 
 
 def before_validation(islands: RankIslands, args: Any) -> None:
-    """Before Megatron checks its arguments: let its folders be those of the island. Once.
-
-    A checkpoint that is in the folder of ``--load`` itself is where all islands start from.
-    """
+    """Before Megatron checks its arguments: let its folders be those of the island. Once."""
     if getattr(args, "megatron_lossy_island", None) is None:
-        args.megatron_lossy_island = islands.world.island
+        args.megatron_lossy_island = island = islands.world.island
         for name in _FOLDERS:
-            folder = getattr(args, name, None)
-            if folder and not (name == "load" and Path(folder, TRACKER).is_file()):
-                setattr(args, name, islands.world.folder(folder))
+            if folder := getattr(args, name, None):
+                setattr(args, name, folder_of_island(folder, island))
+        if args.load:
+            args.load = folder_to_load(args.load, island)
 
 
 @contextlib.contextmanager

@@ -24,12 +24,14 @@ from ..run import Run
 from ..sync import BetweenRanks, IslandWorld, Reliable, Rounds, Subset, make_rule
 from ..sync.mean import DTYPES, Mean
 from ..sync.world import Meeting
-from .buckets import buckets_by_stream
+from .buckets import buckets_by_stream, own_shard
 from .main_vector import Vector, shard_vector
 from .versions import data_parallel_rank, pipeline_stage
 
 #: Exchanges that cross at once at most, each over connections of its own.
 _LANES = 4
+#: Iterations between two questions whether to stop, of islands that exchange nothing, and until the answer.
+_ASKS = 10
 #: Elements of an exchange at most, about, from which the deviation is known.
 _SAMPLE = 2**16
 
@@ -64,6 +66,7 @@ class RankIslands:
         self._hooks: list[Any] = []
         self._made: set[int] = set()  # shards whose exchanges of this iteration are made
         self._asked: list[tuple[int, Any]] = []
+        self._answered: int | None = None  # the iteration for which the others were asked last, or need not be
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -91,13 +94,17 @@ class RankIslands:
     def agree(self, value: int) -> int:
         """The largest ``value`` that any island gave when the exchange began whose turn it is now; 0 before.
 
-        Call it after every iteration. It waits for others no more than exchanges do.
+        Call it once for every iteration. It waits for others no more than exchanges do.
         """
-        step = self._run.iteration - 1
-        if (step + 1) % self._config.sync_interval == 0:
+        interval, delay = self._config.sync_interval, self._config.sync_delay
+        if self._config.sync_method == "none":  # there are no exchanges to go by
+            interval = delay = _ASKS
+        step = self._run.iteration - 1 if self._answered is None else self._answered + 1
+        self._answered = step  # which an asynchronous pipeline knows only when it has made others
+        if (step + 1) % interval == 0:
             self._asked.append((step, self._control.begin_max(value)))
         largest = 0
-        while self._asked and self._asked[0][0] + self._config.sync_delay <= step:
+        while self._asked and self._asked[0][0] + delay <= step:
             largest = max(largest, self._asked.pop(0)[1]())
         return largest
 
@@ -110,21 +117,36 @@ class RankIslands:
 
     def _built(self) -> list[_Shard]:
         if self._shards is None:
-            optimizers = [one for one in self._optimizers() if one.optimizer is not None]
-            exchanging = optimizers if self._config.sync_method != "none" else []
-            self._shards = [self._build(number, one) for number, one in enumerate(exchanging)]
+            self._shards = [self._build(number, one) for number, one in enumerate(self._exchanging)]
         return self._shards
 
-    def _build(self, number: int, one: Any) -> _Shard:
-        config, chunk = self._config, self._chunks()[0]
+    def check(self) -> None:
+        """Raise :class:`UsageError` if there are too few weights to exchange. There must be an optimizer."""
+        for number, one in enumerate(self._exchanging):
+            self._subset(self._vector(one), number)
+
+    @property
+    def _exchanging(self) -> list[Any]:
+        """Those of the optimizers that have weights, if these are exchanged."""
+        own = [one for one in self._optimizers() if one.optimizer is not None]
+        return own if self._config.sync_method != "none" else []
+
+    def _vector(self, one: Any) -> Vector:
         buckets = [bucket for buffer in one.buffers for bucket in buffer.buckets]
         group = one.buffers[0].data_parallel_group
         weights = [bucket.param_data for bucket in buckets]
-        vector = shard_vector([one], buckets, weights, group.rank(), group.size())
+        return shard_vector([one], buckets, weights, group.rank(), group.size())
+
+    def _subset(self, vector: Vector, number: int) -> Subset:
         # Tensor-parallel ranks choose and lose alike, for the sake of the parameters of which all have a copy.
+        chunk = self._chunks()[0]
         stream = Stream("islands", data_parallel_rank(chunk), pipeline_stage(chunk), number)
-        subset = Subset(config, vector.size, self.world.seed, stream)
-        lanes = min(_LANES, max(1, config.sync_delay // config.sync_interval))
+        return Subset(self._config, vector.size, self.world.seed, stream)
+
+    def _build(self, number: int, one: Any) -> _Shard:
+        config, vector = self._config, self._vector(one)
+        subset = self._subset(vector, number)
+        lanes = min(_LANES, max(1, config.rounds_under_way))
         names = [f"{number}/{lane}" for lane in range(lanes)]
         carriers: list[Any] = []
         if config.transport == "udp":
@@ -136,9 +158,9 @@ class RankIslands:
                 carriers.append(link)
         else:
             carriers += [Reliable(self.world.meet(name)) for name in names]
-        crossing = BetweenRanks(config, stream, self.world.island, carriers, self._run.steps, self._tell)
+        crossing = BetweenRanks(config, subset.stream, self.world.island, carriers, self._run.steps, self._tell)
         with torch.no_grad():
-            rule = make_rule(config, vector.read(None)[None], self._run.steps or 0)
+            rule = make_rule(config, vector.read(None)[None], self._run.steps)
         interval, delay = config.sync_interval, config.sync_delay
         rounds = Rounds(subset, rule, crossing, interval, delay, self._run.device, self._note)
         self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
@@ -173,7 +195,9 @@ class RankIslands:
         """Let all ranks of the island have the shards as they are."""
         with torch.no_grad():
             for bucket, group in self._buckets:
-                dist.all_gather_into_tensor(bucket.param_data, _own(bucket, group).clone(), group=group)
+                dist.all_gather_into_tensor(
+                    bucket.param_data, own_shard(bucket, group.rank(), group.size()).clone(), group=group
+                )
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -182,7 +206,7 @@ class RankIslands:
         with torch.no_grad():
             kept = [bucket.param_data.clone() for bucket, _ in self._buckets]
             for bucket, group in self._buckets:
-                mean = self._control.total(_own(bucket, group).float()) / self._config.islands
+                mean = self._control.total(own_shard(bucket, group.rank(), group.size()).float()) / self._config.islands
                 dist.all_gather_into_tensor(bucket.param_data, mean.to(bucket.param_data.dtype), group=group)
         try:
             yield
@@ -226,8 +250,3 @@ class RankIslands:
             hook.remove()
         for shard in self._shards or ():
             shard.crossing.close()
-
-
-def _own(bucket: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    """[shard]: this rank's part of the parameters of ``bucket``."""
-    return bucket.param_data.chunk(group.size())[group.rank()]

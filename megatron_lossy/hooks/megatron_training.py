@@ -17,6 +17,7 @@ import torch
 
 from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
+from ..config.islands import TRACKER
 from ..delivery_log.errors import check_recorded_errors
 from ..delivery_log.writer import claim_delivery_log
 from ..errors import usage_errors
@@ -185,9 +186,7 @@ def _expert_data_parallel_ranks(args: Any) -> int:
 def _claim_delivery_log(args: Any, config: LossyConfig, ranks: int) -> None:
     load, save = getattr(args, "load", None), getattr(args, "save", None)
     same = load and save and os.path.realpath(load) == os.path.realpath(save)
-    resumes = (
-        bool(load) and (same or Path(load, island_training.TRACKER).is_file()) and not getattr(args, "finetune", False)
-    )
+    resumes = bool(load) and (same or Path(load, TRACKER).is_file()) and not getattr(args, "finetune", False)
     claim_delivery_log(config, ranks, resumes, {name: getattr(args, name, None) for name in _RUN})
 
 

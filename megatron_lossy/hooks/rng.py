@@ -26,6 +26,11 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
+def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """Random states of torch, read to any device, where it wants them."""
+    return {name: on_cpu(value) if isinstance(value, dict) else value.cpu() for name, value in state.items()}
+
+
 def set_rng_state(state: dict[str, Any]) -> None:
     """Restore :func:`rng_state`."""
     from megatron.core import tensor_parallel

@@ -23,7 +23,7 @@ from ..run import Run
 from ..sync import FullReplicas, IslandWorld
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
 from .boundaries import Boundaries
-from .buckets import apart, bucket_sizes, buckets_by_stream, replicated_units
+from .buckets import apart, bucket_sizes, buckets_by_stream, own_shard, replicated_units
 from .checks import check_ddp
 from .complete import check_exchanged, check_registered, warn_of_lossless, warn_of_reliable_boundaries
 from .islands import RankIslands
@@ -174,7 +174,9 @@ class Lossy(Run):
             attach(bucket.grad_data, Slot(group, number))
             attach(bucket.param_data, Slot(group, number))
             if group.compensates:
-                group.rules["param"][number].weights = self._main_weights(bucket, own_shard(group, bucket))
+                group.rules["param"][number].weights = self._main_weights(
+                    bucket, own_shard(bucket, group.rank, group.size)
+                )
         if self.config.errs and len(full_ranks) > 1:
             owner = members[group.rank]
             group.errors = errors_of_owner(
@@ -263,7 +265,7 @@ class Lossy(Run):
         for ddp in self.chunks if self.config.param_send == "compensated" else ():
             for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
                 if group.compensates:
-                    group.before_update([own_shard(group, bucket) for _, bucket in pairs])
+                    group.before_update([own_shard(bucket, group.rank, group.size) for _, bucket in pairs])
                     self._agree(group, pairs[0][0].data_parallel_group)
 
     def _agree(self, group: LossyGroup, process_group: dist.ProcessGroup) -> None:
@@ -390,7 +392,9 @@ class Lossy(Run):
         put_back = slot.group.put_stale_aside(slot.bucket, bucket.param_data, self.update)
         if put_back is not None:
             group = bucket_group.intra_distributed_optimizer_instance_group
-            dist.all_gather_into_tensor(bucket.param_data, own_shard(slot.group, bucket), group=group)
+            dist.all_gather_into_tensor(
+                bucket.param_data, own_shard(bucket, slot.group.rank, slot.group.size), group=group
+            )
         return put_back
 
     # --- saved replicas --------------------------------------------------------------------------------------------
@@ -476,11 +480,6 @@ class Lossy(Run):
         for group, by_bucket in lost.items():
             if self.update is not None and not group.lossless("param"):
                 group.restore(self.update, by_bucket)
-
-
-def own_shard(group: LossyGroup, bucket: Any) -> torch.Tensor:
-    """[shard]: this rank's part of the parameters of ``bucket``."""
-    return bucket.param_data.chunk(group.size)[group.rank]
 
 
 def _bucket_groups(ddp: Any) -> list[Any]:

@@ -51,6 +51,12 @@ def _check_training(plan: Plan) -> None:
     from ..hooks.checks import check_pipeline, check_real_islands  # which imports torch
     from ..sync import check_islands
 
+    if plan.lossy.async_pipeline and not plan.launch.trainer:
+        raise refuse(
+            "--async-pipeline",
+            "on",
+            "needs --program train; Megatron-LM's loop flushes the pipeline in every iteration",
+        )
     check_pipeline(plan.train, plan.lossy)
     virtual = plan.train.virtual_workers is not None
     workers = plan.train.data_parallel_size(plan.launch.accelerators)

@@ -18,8 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..config import LossyConfig
+from ..config.islands import SYNC_PHASES
 
 _FLOAT32, _PLACE = 4, 8
+#: What of it is saved.
+BETWEEN = ("averages under way", "correction", "outer optimizer")
 
 
 def old_weights(lossy: LossyConfig, stages: Sequence[int], compute: int, workers: int) -> float:
@@ -44,8 +47,8 @@ def between_islands(lossy: LossyConfig, elements: float, islands: int) -> dict[s
     """Bytes by component of what ``islands``, those of one process, keep of averages of ``elements`` each."""
     if lossy.sync_method == "none":
         return {}
-    sent = lossy.sync_fraction * (lossy.sync_delay // lossy.sync_interval + 1) * elements
-    means = islands if lossy.p_sync else 1
+    sent = lossy.share * (lossy.rounds_under_way + 1) * elements
+    means = 1 if all(lossy.phase(phase).lossless for phase in SYNC_PHASES) else islands
     found = {"averages under way": sent * ((islands + means) * _FLOAT32 + (_PLACE if lossy.sync_fraction < 1 else 0))}
     kept = 2 if lossy.sync_method in ("diloco", "eager-diloco") else 0
     if lossy.sync_method == "parameters" and lossy.delay_correction == "ema":

@@ -40,7 +40,7 @@ from ..config import LossyConfig
 from ..registry import CHANNELS, GRAD_RECOVERIES
 from ..train.config import TrainConfig
 from .devices import GIB, Device
-from .island_memory import between_islands, of_islands, old_weights
+from .island_memory import BETWEEN, between_islands, of_islands, old_weights
 
 #: Bytes for the driver's context, communication buffers, workspaces, and what fragmentation wastes: an assumption.
 RESERVED = 6 * GIB
@@ -90,13 +90,18 @@ def tokens(config: TrainConfig) -> int:
 
 def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> float:
     """Size of a checkpoint: per parameter weight, copy in fp32 and two moments; with --save-replicas of every rank
-    what it has put aside besides. With islands every one has its own, and the first one's is there twice."""
-    compute = 2 if config.bf16 else 4
-    total = parameters(config, layout.vocab_size) * (compute + 12.0) * (1 + lossy.islands * lossy.averages)
-    if lossy.save_replicas:
-        loss = estimate(config, lossy, layout, device).components
-        total += layout.world_size * sum(loss.get(name, 0.0) for name in _SAVED)
-    return total
+    what it has put aside besides. With islands every one has its own; of virtual ones the first one's is there twice, and what is
+    under way between them is saved always."""
+    compute, virtual = 2 if config.bf16 else 4, config.virtual_workers is not None
+    weights = parameters(config, layout.vocab_size)
+    total = weights * (compute + 12.0) * (lossy.islands + virtual if lossy.averages else 1)
+    if lossy.save_consensus:
+        total += weights * compute
+    aside = estimate(config, lossy, layout, device).components
+    saved = _SAVED if lossy.save_replicas else ()
+    if lossy.save_replicas or virtual:
+        saved += BETWEEN
+    return total + layout.world_size * sum(aside.get(name, 0.0) for name in saved)
 
 
 def seconds(config: TrainConfig, world_size: int, tokens_per_second: float) -> float:

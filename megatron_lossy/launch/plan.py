@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import LossyConfig, given
-from ..config.islands import ISLAND_FOLDER
+from ..config.islands import folder_of_island
 from ..errors import ArgumentParser, UsageError, refuse
 from ..flags import add_flags, flag_name, from_namespace
 from ..train.arguments import configurations, make_parser, setting_arguments
@@ -58,7 +58,7 @@ class Plan:
         """The run's folder, or those of its islands in it."""
         if self.islands == 1:
             return [self.folder]
-        return [self.folder / ISLAND_FOLDER.format(island) for island in range(self.islands)]
+        return [Path(folder_of_island(self.folder, island)) for island in range(self.islands)]
 
     @property
     def mock_data(self) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from ..config import LossyConfig, given
+from ..config.islands import TRACKER
 from ..errors import refuse
 from ..files import write_text
 from ..flags import incidental_fields
@@ -29,7 +30,6 @@ from ..report import Run
 from ..report.read import read_run
 from ..train.config import TrainConfig
 from ..train.metrics import METRICS_FILE
-from ..train.saved import TRACKER
 
 CONFIG, STATE, LOG = "config.yaml", "cell.json", "train.log"
 COMPLETE, DIVERGED = "complete", "diverged"

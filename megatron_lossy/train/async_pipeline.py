@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel.schedules import forward_step as megatron_f
 from .. import device
 from ..config import LossyConfig
 from ..hooks.checks import check_asynchronous
-from ..hooks.rng import rng_state, set_rng_state
+from ..hooks.rng import on_cpu, rng_state, set_rng_state
 from ..hooks.versions import backward_step, optimizers
 from ..pipeline import Pass, Stage, Stash, Version
 from .config import TrainConfig
@@ -234,7 +234,7 @@ class StageWorkers(Workers):
         now = rng_state()  # which the last forward pass leaves again
         for number, saved in enumerate(state["under way"]):
             if saved["drawn from"] is not None:
-                set_rng_state(now | _on_cpu(saved["drawn from"]))
+                set_rng_state(now | on_cpu(saved["drawn from"]))
             received = None if saved["input"] is None else saved["input"].requires_grad_()
             version = None if saved["version"] is None else versions[saved["version"]]
             micro = number % state["micro batches"]
@@ -245,8 +245,3 @@ class StageWorkers(Workers):
 def _torch_only(state: dict[str, Any] | None) -> dict[str, Any] | None:
     """Of :func:`rng_state` what layers draw from."""
     return None if state is None else {name: state[name] for name in ("torch", "tracker", "device") if name in state}
-
-
-def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    """Where torch wants random states, on any device."""
-    return {name: _on_cpu(value) if isinstance(value, dict) else value.cpu() for name, value in state.items()}

@@ -157,6 +157,8 @@ class _Run:
             cluster = lossy if isinstance(lossy, VirtualRun) else None
             self.workers = Workers(config, self.model, cluster, *self._island())
             self.optimizer, self.scheduler = build_optimizer(config, self.model)
+        if self.islands is not None:
+            self.islands.check()
         self.checkpoints = Checkpoints(self.model, self.optimizer, self.scheduler, lossy)
         self.iterations = lossy_config.iterations(config.train_iters)
         self.progress = Progress()

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..config import LossyConfig
-from ..config.islands import ISLAND_FOLDER
+from ..config.islands import TRACKER, folder_of_island, folder_to_load
 from ..errors import cannot, refuse
 from ..files import check_folder, write_text, writing
 from ..flags import difference, flag_name, identity, of_flags
 from .config import SHAPE, TrainConfig
 from .metrics import METRICS_FILE
 
-TRACKER = "latest_checkpointed_iteration.txt"
 SETTINGS = "settings.json"
 
 
@@ -49,15 +48,12 @@ def settings_of(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None)
 
 
 def in_folders_of_island(config: TrainConfig, island: int) -> TrainConfig:
-    """``config`` with what the run reads and writes in folders of ``island`` within those that it names.
-
-    A checkpoint that is in the folder of ``--load`` itself is where all islands start from.
-    """
-    named = {name: getattr(config, name) for name in ("save", "load", "metrics_dir", "tensorboard_dir")}
-    if config.load and latest_iteration(config.load) is not None:
-        del named["load"]
-    within = ISLAND_FOLDER.format(island)
-    return dataclasses.replace(config, **{name: os.path.join(path, within) for name, path in named.items() if path})
+    """``config`` with what the run reads and writes in folders of ``island`` within those that it names."""
+    named = {name: getattr(config, name) for name in ("save", "metrics_dir", "tensorboard_dir")}
+    folders = {name: folder_of_island(path, island) for name, path in named.items() if path}
+    if config.load:
+        folders["load"] = folder_to_load(config.load, island)
+    return dataclasses.replace(config, **folders)
 
 
 def same_folder(a: str | None, b: str | None) -> bool:
@@ -68,6 +64,8 @@ def same_folder(a: str | None, b: str | None) -> bool:
 def check_folders(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None = None) -> None:
     """Raise :class:`UsageError` if a folder cannot be used, or holds another run, or a checkpoint that does not fit."""
     resuming = same_folder(config.save, config.load)
+    if lossy.save_consensus and config.save is None:
+        raise refuse("--save-consensus", "on", "needs --save")
     for flag in ("save", "metrics_dir", "tensorboard_dir", "data_cache_path"):
         check_folder(flag_name(TrainConfig, flag), getattr(config, flag))
     for flag, folder in (("--save", config.save), ("--metrics-dir", config.metrics_dir)):

@@ -22,12 +22,13 @@ from ..errors import refuse
 from ..exchange import Stream
 from ..hooks.buckets import bucket_sizes
 from ..hooks.main_vector import Vector, shard_vector
-from ..hooks.rng import rng_state, set_rng_state
+from ..hooks.rng import on_cpu, rng_state, set_rng_state
 from ..hooks.versions import optimizers as inner_optimizers
 from ..monitor import load_states, states_of
 from ..monitor.islands import IslandMonitor
 from ..run import Run
 from ..sync import InMemory, Rounds, Subset, make_rule
+from ..sync.mean import DTYPES
 from ..transport import LossyGroup
 from .cluster import VirtualCluster
 from .island_state import RANDOM, island_state, load_island_state, load_islands, save_islands
@@ -134,7 +135,7 @@ class VirtualIslands(Run):
         for rounds, vectors, crossing in zip(self._rounds, self._vectors, self._crossings, strict=True):
             count = rounds.after_iteration(self.iteration, vectors)
             if count is not None:
-                itemsize = 2 if self.config.sync_dtype == "bf16" else 4
+                itemsize = DTYPES[self.config.sync_dtype].itemsize
                 self._monitor.exchanged(theory.bytes_sent(count, len(self.clusters), itemsize))
                 self._tell(crossing)
         for cluster, one in zip(self.clusters, successful, strict=True):
@@ -274,7 +275,7 @@ class VirtualIslands(Run):
             load_island_state(inner_optimizers(optimizer), scheduler, kept, state)
         for rounds, state in zip(self._rounds, saved["rounds"], strict=True):
             rounds.load_state_dict(state)
-        self._random = saved["random"]
+        self._random = {island: on_cpu(random) for island, random in saved["random"].items()}
         super().load_replicas(folder)
 
 
