@@ -23,7 +23,7 @@ from ..delivery_log.writer import claim_delivery_log
 from ..errors import usage_errors
 from ..flags import add_flags
 from ..ledger import Patch, Takes
-from ..sync import check_islands
+from ..sync import check_islands, notes_on_averaging
 from ..transport import check_channels, check_ranks
 from . import island_training
 from .checks import check_arguments
@@ -153,6 +153,8 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
     lossy.steps = lossy.steps or args.train_iters
     if args.rank == 0 and (islands is None or islands.world.island == 0):
         print(f"loss: {lossy.config.describe()} | data-parallel ranks {ranks}", flush=True)
+        for note in notes_on_averaging(lossy.config, lossy.steps):
+            print(f"note: {note}", flush=True)
     if islands is not None:
         island_training.enter(islands, args)
     return result

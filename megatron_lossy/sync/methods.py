@@ -103,16 +103,16 @@ def check_averaging(config: LossyConfig) -> None:
         raise refuse("--mixing-gain", config.mixing_gain, allowed)
 
 
-def notes_on_averaging(config: LossyConfig, steps: int) -> list[str]:
-    """What is allowed and unlikely to be wanted in a run of ``steps`` iterations, in lines."""
+def notes_on_averaging(config: LossyConfig, steps: int | None) -> list[str]:
+    """What is allowed and unlikely to be wanted in a run of ``steps`` iterations, if known, in lines."""
     if not config.averages or config.sync_method != "parameters":
         return []
     notes = []
     if config.overlap:
         smaller = 1 / (config.rounds_under_way + 1)
         notes.append(f"{_under_way(config)}; with --sync-fraction of at most {smaller:.3g} there is none")
-    visits = steps // (config.parts * config.sync_interval)
-    if config.delay_correction == "ema" and visits < _SETTLES:
+    visits = None if steps is None else steps // (config.parts * config.sync_interval)
+    if config.delay_correction == "ema" and visits is not None and visits < _SETTLES:
         notes.append(
             f"--delay-correction ema: an element is exchanged {visits} times in this run; its average never settles"
         )
