@@ -211,8 +211,9 @@ def test_the_bound_is_where_the_largest_root_leaves_the_unit_circle():
 
 @pytest.mark.parametrize("delay", [0, 3, 9])
 @pytest.mark.parametrize("gain", ["auto", "0.3"])
-def test_mixing_leaves_the_mean_alone(gain, delay):
-    config = flags(sync_fraction=0.25, sync_delay=delay, mixing_gain=gain)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_mixing_leaves_the_mean_alone(gain, delay, dtype):
+    config = flags(sync_fraction=0.25, sync_delay=delay, mixing_gain=gain, sync_dtype=dtype)
     weights, local = start(), noise(3)
     alone = start()
     simulate(config, weights, 50, local)
@@ -510,6 +511,24 @@ def test_messages_in_16_bits_are_rounded_and_weights_are_not():
     mixed = flags(sync_dtype="bf16", sync_delay=3, sync_fraction=0.25)
     weights = simulate(mixed, start(), 20, noise(1))
     assert not torch.equal(weights, weights.bfloat16().float())
+
+
+@pytest.mark.parametrize("fraction", [1, 0.1])
+@pytest.mark.parametrize("how", [{}, {"delay_correction": "ema"}, {"sync_delay": 1, "mixing_gain": "0.5"}], ids=str)
+def test_steps_smaller_than_the_rounding_of_messages_are_made(how, fraction):
+    """Of weights of 1, whose neighbours in bf16 are 1/128 apart, by 1/1000 in an iteration."""
+    config = flags(sync_dtype="bf16", sync_fraction=fraction, **how)
+
+    def drift(step, weights):
+        weights += 1e-3
+
+    before = torch.ones(4, 200) + 0.01 * start(1, 200)
+    after = simulate(config, before.clone(), 300, drift)
+    made = (after - before).mean().item() / 0.3
+    assert made == pytest.approx(1, abs=0.03)
+    assert spread(after).abs().max() < 4 / 128
+    replaced = simulate(flags(sync_dtype="bf16", delay_correction="none"), before.clone(), 300, drift)
+    assert (replaced - before).mean().item() < 0.03  # all of it is rounded away in each iteration
 
 
 # --- state -----------------------------------------------------------------------------------------------------------------

@@ -90,6 +90,7 @@ def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
         "late, dropout": ({"hidden_dropout": 0.1}, LATE),
         "ema, bf16": ({"bf16": True}, {**LATE, "delay_correction": "ema"}),
         "lost": ({}, {**LATE, **LOST, "delay_correction": "none", "sync_dtype": "bf16"}),
+        "rounded": ({}, {**LATE, **LOST, "sync_dtype": "bf16"}),
         "whole shards lost": (
             {},
             {**LATE, "p_sync": 0.5, "sync_interval": 2, "sync_subset": "bernoulli", "sync_block": 5},
@@ -156,7 +157,7 @@ def test_exchanges_of_skipped_iterations(data, tmp_path):
 
 CONTINUED = {
     "late": ({}, {**LATE, **LOST, **INSIDE, "grad_recovery": "previous"}),
-    "ema": ({"bf16": True}, {**LATE, "delay_correction": "ema", "sync_interval": 2}),
+    "ema": ({"bf16": True}, {**LATE, "delay_correction": "ema", "sync_interval": 2, "sync_dtype": "bf16"}),
     "eager": ({"optimizer": "nadam"}, {**OUTER, "sync_method": "eager-diloco", "sync_delay": 2}),
 }
 

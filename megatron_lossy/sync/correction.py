@@ -34,6 +34,8 @@ class NoCorrection(Rule):
 class Mixing(Rule):
     """w + gain (mean - sent)."""
 
+    keeps_rest = True
+
     def __init__(self, gain: float) -> None:
         self.gain = gain
 
@@ -51,6 +53,8 @@ class MovingAverage(Rule):
 
     ``size``: elements of the vector. ``steps``: length of the run.
     """
+
+    keeps_rest = True
 
     def __init__(
         self, islands: int, size: int, first: float, last: float, hold: int, steps: int, device: torch.device

@@ -24,10 +24,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Mean(NamedTuple):
-    """``values`` [k]: the owners' means. ``arrived`` bool[islands of this process, k], or ``None``: all of it everywhere."""
+    """``values`` [k]: the owners' means. ``arrived`` bool[islands of this process, k], or ``None``: all of it everywhere.
+
+    ``owed`` [islands of this process, k], or ``None`` where nothing was rounded: what an owner adds to its own copy of a mean, so
+    that all islands together get what the mean was before it was rounded.
+    """
 
     values: torch.Tensor
     arrived: torch.Tensor | None
+    owed: torch.Tensor | None = None
 
 
 class Pending(Protocol):
@@ -38,7 +43,9 @@ class Pending(Protocol):
 
 
 class Crossing(Protocol):
-    """How what islands send becomes a mean."""
+    """How what islands send becomes a mean. ``dtype``: of what crosses."""
+
+    dtype: torch.dtype
 
     def begin(self, step: int, sent: torch.Tensor) -> Pending:
         """Begin the exchange of ``sent`` float32[islands of this process, k], keyed by the iteration ``step``."""
@@ -59,7 +66,7 @@ class InMemory:
 
     def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
         self._config, self._stream = config, stream
-        self._dtype = DTYPES[config.sync_dtype]
+        self.dtype = DTYPES[config.sync_dtype]
         self._networks = networks_between(config, stream, steps)
         self.deliveries: list[Delivery] = []
 
@@ -67,21 +74,25 @@ class InMemory:
         islands, count = sent.shape
         shard = -(-count // islands)
         crossing = torch.zeros(islands, islands * shard, device=sent.device)
-        crossing[:, :count] = sent.to(self._dtype)
+        crossing[:, :count] = sent.to(self.dtype)
         present = finite_rows(sent)
-        parts, _ = cut([shard], [self._dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
+        parts, _ = cut([shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
         delivered = [self._arrived(phase, step, parts, present) for phase in SYNC_PHASES]
         lossless = all(delivery is None for delivery in delivered)
         self.deliveries = [delivery for delivery in delivered if delivery is not None]
         reduced, gathered = (
             None if delivery is None else elements_of(delivery.arrived, parts[0], sent.device) for delivery in delivered
         )
-        values = mean_of(crossing.view(islands, islands, shard), reduced).to(self._dtype).float().view(-1)[:count]
+        exact = mean_of(crossing.view(islands, islands, shard), reduced)  # [owners, shard]
+        rounded = exact.to(self.dtype).float()
+        values, owed = rounded.view(-1)[:count], None
+        if self.dtype != torch.float32:
+            owed = torch.diag_embed((islands * (exact - rounded)).T).permute(1, 2, 0).reshape(islands, -1)[:, :count]
         if lossless:
-            return Done(Mean(values, None))
+            return Done(Mean(values, None, owed))
         if gathered is None:
             gathered = torch.ones(islands, islands, shard, dtype=torch.bool, device=sent.device)
-        return Done(Mean(values, gathered.reshape(islands, -1)[:, :count]))
+        return Done(Mean(values, gathered.reshape(islands, -1)[:, :count], owed))
 
     def _arrived(self, phase: str, step: int, parts: Sequence[BucketUnits], present: np.ndarray) -> Delivery | None:
         """What arrives in ``phase``; ``None``: everything. Of an island that is not ``present`` nobody gets anything."""

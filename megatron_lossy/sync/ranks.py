@@ -84,7 +84,7 @@ class BetweenRanks:
         told: Callable[[Delivery], None],
     ) -> None:
         self._config, self._stream, self._island = config, stream, island
-        self._dtype = DTYPES[config.sync_dtype]
+        self.dtype = DTYPES[config.sync_dtype]
         self._networks = networks_between(config, stream, steps)
         self._told = told
         self.carriers = list(carriers)
@@ -96,13 +96,13 @@ class BetweenRanks:
         [own], islands = sent, self._config.islands
         shard = -(-len(own) // islands)
         present = bool(finite([own]))
-        pieces = torch.empty(islands * shard, dtype=self._dtype, pin_memory=own.is_cuda)
+        pieces = torch.empty(islands * shard, dtype=self.dtype, pin_memory=own.is_cuda)
         if present:
             pieces[: len(own)].copy_(own)
             pieces[len(own) :].zero_()
         else:  # which tells the others that nothing comes from here
             pieces.fill_(torch.nan)
-        [units], _ = cut([shard], [self._dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
+        [units], _ = cut([shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
         arrived = [self._arrived(phase, step, units, present) for phase in SYNC_PHASES]
         turn, self._begun = self._begun % len(self.carriers), self._begun + 1
         carrier = self.carriers[turn]
@@ -137,7 +137,8 @@ class BetweenRanks:
         rows = received.float()
         reduced = _complete(rows, units, drawn[0], arrived)
         here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
-        mean = mean_of(rows[:, None], here)[0].to(self._dtype)
+        exact = mean_of(rows[:, None], here)[0]
+        mean = exact.to(self.dtype)
         if drawn[0] is not None and not drawn[0][self._island].any():  # this island has no weights that are numbers
             mean.fill_(torch.nan)
         gathered, arrived = carrier.gather(mean)
@@ -145,7 +146,12 @@ class BetweenRanks:
         complete = _complete(values, units, drawn[1], arrived)
         lossless = complete.all() and drawn[0] is None and drawn[1] is None
         back = None if lossless else elements_of(complete[None], units, values.device)[0].reshape(-1)
-        return Crossed(Mean(values.reshape(-1), back), [reduced, complete])
+        owed = None
+        if self.dtype != torch.float32:
+            owed = torch.zeros_like(values)
+            owed[self._island] = self._config.islands * (exact - mean.float())
+            owed = owed.reshape(1, -1)
+        return Crossed(Mean(values.reshape(-1), back, owed), [reduced, complete])
 
     def close(self) -> None:
         """There are no more exchanges."""
@@ -177,11 +183,11 @@ class Waiting:
     def wait(self) -> Mean:
         """Its result, which is kept. Raises what went wrong on the way: another island that is gone, for example."""
         if self._mean is None:
-            (values, arrived), crossed = self._future.result()
+            (values, arrived, owed), crossed = self._future.result()
             if self._tell is not None:
                 self._tell(crossed)
-            count = len(self._own)
+            count, device = len(self._own), self._own.device
             if arrived is not None:
-                arrived = arrived[None, :count].to(self._own.device)
-            self._mean = Mean(values[:count].to(self._own.device), arrived)
+                arrived = arrived[None, :count].to(device)
+            self._mean = Mean(values[:count].to(device), arrived, None if owed is None else owed[:, :count].to(device))
         return self._mean

@@ -90,6 +90,8 @@ class Rounds:
         sent = torch.stack(payloads) if len(payloads) > 1 else payloads[0][None]
         if not sent.shape[1]:  # of a subset that is drawn
             return None
+        # As it crosses: what rounding takes away is then progress that an island keeps, until it has become enough to cross.
+        sent = sent.to(self._crossing.dtype).float()
         flight = Flight(number, step, places, sent, self._crossing.begin(step, sent))
         self.flights.append(flight)
         return flight
@@ -98,7 +100,10 @@ class Rounds:
         places = flight.places
         for island, one in enumerate(weights):
             arrived = None if mean.arrived is None else mean.arrived[island]
-            back = Back(flight.sent[island], mean.values, arrived, places, step)
+            values = mean.values
+            if mean.owed is not None and self.rule.keeps_rest:
+                values = values + mean.owed[island]
+            back = Back(flight.sent[island], values, arrived, places, step)
             one.write(places, self.rule.apply(island, one.read(places), back))
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,13 +111,13 @@ class Rounds:
         flights = []
         for flight in self.flights:
             mean = flight.pending.wait()
-            flights.append((flight.number, flight.step, flight.sent, mean.values, mean.arrived))
+            flights.append((flight.number, flight.step, flight.sent, *mean))
         return {"flights": flights, "rule": self.rule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
         self.flights = [
-            Flight(number, step, self._subset.places(number, self._device), sent, Done(Mean(values, arrived)))
-            for number, step, sent, values, arrived in state["flights"]
+            Flight(number, step, self._subset.places(number, self._device), sent, Done(Mean(*mean)))
+            for number, step, sent, *mean in state["flights"]
         ]
         self.rule.load_state_dict(state["rule"])

@@ -35,6 +35,8 @@ class Rule(ABC):
 
     #: Whether something is done at every exchange, also when no mean has come back yet.
     always: ClassVar[bool] = False
+    #: Whether an island keeps what it is off what it sent, so that what rounding takes from a mean can stay with its owner.
+    keeps_rest: ClassVar[bool] = False
 
     def payload(self, island: int, now: torch.Tensor) -> torch.Tensor:
         """What ``island`` sends: [k] for its weights ``now`` [k]. It may be the same tensor."""
