@@ -6,7 +6,7 @@ Every rank has all of the optimizer. The gradients of a bucket are all-reduced w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -95,9 +95,13 @@ def add_up_of(stream: Stream, bucket: Any) -> Callable[[np.ndarray], np.ndarray]
     return lambda sums: peers.gather(sums[None]).sum(axis=0)
 
 
-def main_parameters(optimizers: Iterable[Any]) -> dict[torch.nn.Parameter, tuple[torch.Tensor, torch.optim.Optimizer]]:
-    """By the model's parameter: what is updated, in float32, and torch's optimizer that does it."""
-    result: dict[torch.nn.Parameter, tuple[torch.Tensor, torch.optim.Optimizer]] = {}
+#: By the model's parameter: what is updated, in float32, and torch's optimizer that does it.
+Mains = dict[torch.nn.Parameter, tuple[torch.Tensor, torch.optim.Optimizer]]
+
+
+def main_parameters(optimizers: Iterable[Any]) -> Mains:
+    """Of all parameters that are updated."""
+    result: Mains = {}
     for one in optimizers:
         if one.optimizer is None:  # a stage without parameters of a kind
             continue
@@ -123,11 +127,15 @@ def moments_of(mains: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) 
     return moments, others
 
 
-def renew(optimizers: Iterable[Any]) -> None:
-    """Let the model have what its optimizers have in float32."""
-    for one in optimizers:
-        if hasattr(one, "float16_groups"):
-            one._copy_main_params_to_model_params()
+def renew(streams: Iterable[ReplicaStream], names: Collection[str], mains: Mains) -> None:
+    """Let the parameters of those of ``streams`` with one of ``names`` have what their optimizers have in float32.
+
+    As Megatron copies all of them: main parameters of other streams may hold sums.
+    """
+    for one in streams:
+        for parameter in one.parameters if one.stream.name in names else ():
+            if parameter in mains and mains[parameter][0] is not parameter:
+                parameter.data.copy_(mains[parameter][0].data)
 
 
 def total(values: np.ndarray) -> np.ndarray:
@@ -176,8 +184,7 @@ class RankReplica:
     def together(self) -> FullReplicas:
         """This replica and its peers, once the optimizer exists."""
         if self._together is None:
-            optimizers = self._optimizers()
-            mains = main_parameters(optimizers)
+            mains = main_parameters(self._optimizers())
             gradients = [
                 Gradients(one.stream, peers, partial(_read, one))
                 for one, peers in zip(self._streams, self._peers, strict=True)
@@ -188,8 +195,9 @@ class RankReplica:
             ]
             aside = [model for model, (main, _) in mains.items() if model is not main]
             self._together = FullReplicas(
-                self._config, gradients, copies, total, partial(renew, optimizers), [lambda: [p.data for p in aside]]
-            )
+                self._config, gradients, copies, total, lambda names: renew(self._streams, names, mains),
+                [lambda: [p.data for p in aside]],
+            )  # fmt: skip
         return self._together
 
     # --- an iteration ----------------------------------------------------------------------------------------------
@@ -254,7 +262,7 @@ def _read(one: ReplicaStream) -> list[list[list[torch.Tensor]]]:
     return [[[bucket.grad_data, *main_gradients(bucket)] for bucket in one.buckets]]
 
 
-def _replica(one: ReplicaStream, mains: dict[torch.nn.Parameter, tuple[torch.Tensor, Any]]) -> Replica:
+def _replica(one: ReplicaStream, mains: Mains) -> Replica:
     own = [mains[parameter] for parameter in one.parameters if parameter in mains]
     tensors = [main for main, _ in own]
 

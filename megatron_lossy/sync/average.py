@@ -16,6 +16,8 @@ from .peers import Handle, Peers
 
 #: Elements that are exchanged at once: what a copy of them costs in memory.
 PIECE = 2**22
+#: Elements from which a tensor is exchanged by itself, in place, where that can be. Copies are of smaller ones.
+ALONE = 2**18
 #: Coordinates from which divergence is estimated where replicas are overwritten while they are averaged.
 SAMPLE = 2048
 
@@ -123,7 +125,7 @@ def pieces(replicas: Sequence[Sequence[torch.Tensor]], in_place: bool = False) -
     flats = [[tensor.detach().view(-1) for tensor in replica] for replica in replicas]
     population = sum(map(len, flats[0]))
     stride = max(1, population // SAMPLE) | 1  # odd, so that it does not follow the columns of a matrix
-    size = 2**18 if in_place else PIECE  # copies are of small tensors only
+    size = ALONE if in_place else PIECE
     runs: list[list[torch.Tensor]] = [[] for _ in flats]
     held = 0
     for k, first in enumerate(flats[0]):

@@ -7,7 +7,7 @@ are compared, and repaired; what was averaged meanwhile arrives; the update; a s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class FullReplicas:
     """The replicas of this process, of N that all update everything. All verbs are collective calls of the whole world.
 
     ``gradients``, ``copies``: of each stream. ``total``: adds up float64[k] over all processes of the world. ``renew``: makes the
-    model's weights those of the main parameters. ``models``: of each local replica, weights that are copies of main parameters.
+    model's weights of the named streams those of the main parameters. ``models``: of each local replica, weights that are copies of main parameters.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class FullReplicas:
         gradients: Sequence[Gradients],
         copies: Sequence[Copies],
         total: Callable[[np.ndarray], np.ndarray],
-        renew: Callable[[], None],
+        renew: Callable[[Collection[str]], None],
         models: Sequence[Callable[[], Sequence[torch.Tensor]]],
     ) -> None:
         self._config = config
@@ -106,8 +106,9 @@ class FullReplicas:
 
     def finished(self, gradient: Sequence[Sequence[float]] | None) -> None:
         """The update has been made."""
-        if self._synchroniser.finished(gradient):
-            self._renew()
+        changed = self._synchroniser.finished(gradient)
+        if changed:
+            self._renew(changed)
 
     def take(self) -> list[Mismatch | Synced]:
         """What has happened since the last call. Mismatches are told by the process that has the first replica."""
@@ -141,7 +142,7 @@ class FullReplicas:
             kept = self._keep() if differ else []
             if differ:
                 Synchroniser(_ONCE, self._copies, self._total).finished()
-                self._renew()
+                self._renew([one.name for one in self._copies])
         try:
             yield
         finally:

@@ -97,6 +97,11 @@ class _Part:
     divergence: Divergence = field(default_factory=Divergence)
     not_finite: int = 0
 
+    @property
+    def changed(self) -> bool:
+        """Whether parameters were set to something else already, so that none are on the way."""
+        return self.target is not None and not self.parameters
+
 
 @dataclass
 class _Flight:
@@ -108,7 +113,7 @@ class Synchroniser:
     """Keeps the replicas of some streams together. All verbs are collective calls of the whole world.
 
     ``total``: adds up float64[k] over all processes of the world, so that pipeline stages and tensor-parallel ranks
-    decide alike. Verbs return whether parameters of this process may have changed, so that copies of them must be renewed.
+    decide alike.
     """
 
     def __init__(self, config: SyncFlags, streams: Sequence[Copies], total: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -129,28 +134,34 @@ class Synchroniser:
         due = self._flight is not None if self._config.param_sync_overlap else self._since + 1 >= self.interval.current
         return self._config.synchronises and self.interval.needs_gradient and due
 
-    def finished(self, gradient: Sequence[Sequence[float]] | None = None) -> bool:
+    def finished(self, gradient: Sequence[Sequence[float]] | None = None) -> list[str]:
         """An update has succeeded. Launch a synchronisation if it is due, and without overlap end it.
 
         ``gradient``: if it is wanted, of each stream and local replica |g|^2 of the local gradient before its reduction.
+        Returns the streams whose parameters may have changed, so that copies of them must be renewed: not those under
+        way, which hold sums where they are averaged in place.
         """
         self._since += 1
         if not self._config.synchronises or self._since < self.interval.current:
-            return False
+            return []
         assert self._flight is None
         flight = self._launch()
         self._since = 0
+        changed = [stream.name for stream, part in zip(self._streams, flight.parts, strict=True) if part.changed]
         if self._config.param_sync_overlap:
             self._flight = flight
-            return any(part.kind == "majority" for part in flight.parts)
-        return self._end(flight, gradient)
+        else:
+            self._end(flight, gradient)
+        return changed
 
-    def arrive(self, gradient: Sequence[Sequence[float]] | None = None) -> bool:
-        """The next update is about to be made: end what is under way. ``gradient``: as of :meth:`finished`."""
-        if self._flight is None:
-            return False
-        flight, self._flight = self._flight, None
-        return self._end(flight, gradient)
+    def arrive(self, gradient: Sequence[Sequence[float]] | None = None) -> None:
+        """The next update, which renews all copies, is about to be made: end what is under way.
+
+        ``gradient``: as of :meth:`finished`.
+        """
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self._end(flight, gradient)
 
     def take(self) -> list[Synced]:
         """What has happened since the last call."""
@@ -239,7 +250,7 @@ class Synchroniser:
         local = len(stream.replicas) / stream.peers.size
         return Divergence(0.0, local * float(torch.stack(squares).sum()))
 
-    def _end(self, flight: _Flight, gradient: Sequence[Sequence[float]] | None) -> bool:
+    def _end(self, flight: _Flight, gradient: Sequence[Sequence[float]] | None) -> None:
         for stream, part in zip(self._streams, flight.parts, strict=True):
             norms = []
             for piece in part.parameters + part.moments:
@@ -254,7 +265,6 @@ class Synchroniser:
                 assert part.target is not None
                 piece.write(stream.peers, part.target)
         self._decide(flight, gradient)
-        return any(part.kind in ("majority", "mean", "first") for part in flight.parts)
 
     def _decide(self, flight: _Flight, gradient: Sequence[Sequence[float]] | None) -> None:
         apart = sum(part.divergence.apart for part in flight.parts)

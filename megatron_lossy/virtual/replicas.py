@@ -8,7 +8,7 @@ do, bit for bit; of more up to rounding, since ranks add up in another order.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..delivery_log.errors import recorded_events
 from ..errors import refuse
 from ..exchange import Exchange
 from ..hooks.buckets import bucket_sizes
-from ..hooks.replicated import ReplicaStream, main_parameters, renew, streams_of, total
+from ..hooks.replicated import Mains, ReplicaStream, main_parameters, renew, streams_of, total
 from ..sync import Copies, FullReplicas, Gradients, LocalPeers
 from ..transport import LossyGroup
 from .base import VirtualRun
@@ -203,16 +203,17 @@ class VirtualReplicas(VirtualRun):
                 gradients.append(Gradients(one.stream, self._peers, partial(self._own_of, number)))
                 copies.append(Copies(one.stream.name, self._peers, replicas))
             models = [partial(self._states.copies, worker) for worker in range(self.workers)]
-            self._together = FullReplicas(self.config, gradients, copies, total, self._renew, models)
+            renews = partial(self._renew, mains)
+            self._together = FullReplicas(self.config, gradients, copies, total, renews, models)
         return self._together
 
     def _own_of(self, stream: int) -> list[list[list[torch.Tensor]]]:
         return [[[buffer] for buffer in own] for own in self._own[stream]]
 
-    def _renew(self) -> None:
+    def _renew(self, mains: Mains, names: Collection[str]) -> None:
         for worker in range(self.workers):
             with self._replica(worker):
-                renew(self._optimizers())
+                renew(self._replica_streams, names, mains)
 
     def owner_weights(self, model_chunks: Any) -> contextlib.AbstractContextManager[None]:
         """Within this context the model has the mean of the workers that are finite."""

@@ -1,0 +1,91 @@
+"""What is seen of full replicas while a synchronisation is under way, in one process and in Megatron on ranks."""
+
+import torch
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.sync import Copies, FullReplicas, LocalPeers, Replica, average
+from tests.ranks import run_ranks
+from tests.tiny_gpt import TinyGPT
+
+OVERLAP = {"param_sync_interval": 1, "param_sync_overlap": True}
+
+
+class Replicas:
+    """Main parameters of N replicas in some streams, one tensor in each, and what the model has of them in bfloat16."""
+
+    def __init__(self, mains, moments=None, **flags):
+        self.mains = mains
+        self.model = {name: [main.bfloat16() for main in own] for name, own in mains.items()}
+        self.count = len(next(iter(mains.values())))
+        copies = []
+        for name, own in mains.items():
+            replicas = [
+                Replica(lambda main=main: [main], lambda k=k: [moments[k]] if moments else [], aside=True)
+                for k, main in enumerate(own)
+            ]
+            copies.append(Copies(name, LocalPeers(self.count), replicas))
+        models = [lambda k=k: [own[k] for own in self.model.values()] for k in range(self.count)]
+        self.together = FullReplicas(LossyConfig(**flags), [], copies, lambda sums: sums, self.renew, models)
+
+    def renew(self, names):
+        for name in names:
+            for main, copy in zip(self.mains[name], self.model[name], strict=True):
+                copy.copy_(main)
+
+
+def weights(shifts):
+    """A replica for each of ``shifts``, as long as what is averaged in place."""
+    start = torch.randn(2 * average.ALONE, generator=torch.Generator().manual_seed(1))
+    return [start + shift for shift in shifts]
+
+
+def test_a_majority_in_a_stream_leaves_the_model_of_another_alone():
+    outvoted = weights([0, 0, 0])
+    outvoted[0][5] += 1
+    toy = Replicas({"dense": outvoted, "expert": weights([0, 0.25, 0.5])}, **OVERLAP)
+    before = [copy.clone() for copy in toy.model["expert"]]
+    toy.together.finished(None)
+    assert all(map(torch.equal, toy.model["expert"], before))
+    assert torch.equal(toy.model["dense"][0], toy.model["dense"][1])
+
+
+def two_streams(rank):
+    """Of a model with experts: weights before and after an update that launches a mean of these and heals the others."""
+    from megatron_lossy import hooks
+    from megatron_lossy.sync.peers import Handle, RankPeers
+    from tests.tiny_gpt import build
+
+    average.ALONE = 16
+    add = RankPeers.sum_
+
+    def sum_at_once(self, tensors):
+        add(self, tensors).wait()  # so that sums are there while it is under way
+        return Handle()
+
+    RankPeers.sum_ = sum_at_once
+    lossy = hooks.install(LossyConfig(**OVERLAP))
+    run = build(TinyGPT(distributed_optimizer=False, experts=2, expert=2, dtype="bf16", lr=1e-6))
+    run.step(0)
+    with torch.no_grad():
+        for one in lossy.replica.together._copies:
+            for main in one.parameters()[0]:
+                if "expert" in one.name:
+                    main += 1 + one.peers.local[0] / 16
+                elif rank == 0:
+                    main += 1
+    run.step(1)
+    after = run.weights()
+    lossy.uninstall()
+    return after
+
+
+def test_a_majority_in_a_stream_leaves_the_model_of_another_alone_on_ranks():
+    """Of six ranks with two experts, of which each has one: six replicas of all else, and three of each expert."""
+    for rank, after in enumerate(run_ranks(two_streams, 6)):
+        experts = [name for name in after if ".experts." in name and name.endswith("weight")]
+        assert experts
+        for name, weight in after.items():
+            if name in experts:
+                assert abs(weight.mean() - 1 - rank // 2 / 16) < 0.05, name
+            elif name.endswith("weight") and "norm" not in name:
+                assert abs(weight.mean()) < 0.05, name
