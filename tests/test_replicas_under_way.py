@@ -1,5 +1,6 @@
 """What is seen of full replicas while a synchronisation is under way, in one process and in Megatron on ranks."""
 
+import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
@@ -47,6 +48,20 @@ def test_a_majority_in_a_stream_leaves_the_model_of_another_alone():
     toy.together.finished(None)
     assert all(map(torch.equal, toy.model["expert"], before))
     assert torch.equal(toy.model["dense"][0], toy.model["dense"][1])
+
+
+@pytest.mark.parametrize("source", ["mean", "first"])
+@pytest.mark.parametrize("state", ["params", "all"])
+def test_a_replica_that_is_not_finite_is_healed_before_it_computes(source, state):
+    mains, moments = weights([0, 0.25]), weights([0, 0])
+    mains[1][0] = torch.nan
+    toy = Replicas({"dense": mains}, moments, param_sync_source=source, param_sync_state=state, **OVERLAP)
+    toy.together.finished(None)
+    assert torch.equal(toy.model["dense"][1], toy.model["dense"][0])
+    assert torch.equal(toy.model["dense"][1], weights([0])[0].bfloat16())
+    toy.together.arrive(None)
+    [happened] = toy.together.take()
+    assert happened.kinds == {"dense": source} and happened.not_finite == 1 and happened.divergence == 0
 
 
 def two_streams(rank):

@@ -4,7 +4,8 @@ PAFT, Algorithms 1 and 2. Before each synchronisation every replica tells a fing
 
 1. All are equal: nothing is sent or changed. The mean of equal numbers is not that number from three on.
 2. More than half are equal and finite: the lowest of them sends its parameters and optimizer state to all, at once.
-3. Else all are set to the mean of those that are finite. Those that are not get the optimizer state of one that is, too.
+3. Else all are set to the mean of those that are finite. Those that are not get the optimizer state of one that is, too,
+   and then all of it happens at once.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ class Synchroniser:
             # Equal replicas have a length too: a stream that has not drifted makes r of all smaller.
             length = self._length(stream) if kind == "equal" else Divergence()
             return _Part(kind, None, divergence=length, not_finite=lost)
-        overlaps = self._config.param_sync_overlap and target.kind != "majority"
+        # A replica that is not finite would spoil the gradients of all others before the next update.
+        overlaps = self._config.param_sync_overlap and target.kind != "majority" and not lost
         part = _Part(target.kind, target, not_finite=lost)
         in_place = overlaps and all(replica.aside for replica in stream.replicas)
         part.parameters, norms = self._exchange(peers, target, pieces(stream.parameters(), in_place), overlaps)
