@@ -64,6 +64,30 @@ def test_a_replica_that_is_not_finite_is_healed_before_it_computes(source, state
     assert happened.kinds == {"dense": source} and happened.not_finite == 1 and happened.divergence == 0
 
 
+def test_evaluation_and_checkpoints_have_the_weights_that_are_under_way():
+    """All of which are averaged in place, so that only the copies differ."""
+    toy = Replicas({"dense": weights([0, 0.25, 0.5])}, weights([0, 0, 0]), param_sync_state="all", **OVERLAP)
+    toy.together.finished(None)
+    before = [copy.clone() for copy in toy.model["dense"]]
+    with toy.together.averaged():
+        for main, copy in zip(toy.mains["dense"], toy.model["dense"], strict=True):
+            assert torch.allclose(main, weights([0.25])[0], atol=1e-5) and torch.equal(copy, main.bfloat16())
+    assert all(map(torch.equal, toy.model["dense"], before))
+    toy.together.arrive(None)
+    assert toy.together.take()[0].divergence > 0
+
+
+def test_evaluation_and_checkpoints_have_the_mean_also_of_a_majority():
+    """Of the stream that differs; equal replicas are left alone to the last bit."""
+    outvoted, equal = weights([0, 0, 0]), weights([0, 0, 0])
+    outvoted[2] += 3
+    toy = Replicas({"dense": outvoted, "expert": equal})
+    with toy.together.averaged():
+        assert torch.allclose(outvoted[0], weights([1])[0], atol=1e-5)
+        assert all(torch.equal(one, weights([0])[0]) for one in equal)
+    assert torch.equal(outvoted[0], weights([0])[0])
+
+
 def two_streams(rank):
     """Of a model with experts: weights before and after an update that launches a mean of these and heals the others."""
     from megatron_lossy import hooks

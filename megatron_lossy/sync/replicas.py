@@ -137,11 +137,12 @@ class FullReplicas:
         """
         with torch.no_grad():
             self._synchroniser.state_dict()  # ends what is in flight
-            equal = [compare(one.peers, _whole(one)).equal for one in self._copies]
-            differ = self._total(np.array([float(not all(equal))]))[0] > 0
+            apart = [one for one in self._copies if not compare(one.peers, _whole(one)).equal]
+            # Of what is in flight the model's weights know nothing yet.
+            differ = self._total(np.array([float(bool(apart) or self._synchroniser.moves)]))[0] > 0
             kept = self._keep() if differ else []
             if differ:
-                Synchroniser(_ONCE, self._copies, self._total).finished()
+                Synchroniser(_ONCE, apart, self._total).finished()
                 self._renew([one.name for one in self._copies])
         try:
             yield
@@ -195,7 +196,7 @@ class FullReplicas:
         self._mismatches.clear()
 
 
-_ONCE = SyncFlags(param_sync_interval=1, param_sync_state="all")
+_ONCE = SyncFlags(param_sync_interval=1, param_sync_state="all", param_sync_always=True)
 
 
 def _everything(one: Copies) -> list[list[torch.Tensor]]:

@@ -135,6 +135,11 @@ class Synchroniser:
         due = self._flight is not None if self._config.param_sync_overlap else self._since + 1 >= self.interval.current
         return self._config.synchronises and self.interval.needs_gradient and due
 
+    @property
+    def moves(self) -> bool:
+        """Whether parameters of this process are on the way: main parameters may be sums, and the model has them from before."""
+        return self._flight is not None and any(part.parameters for part in self._flight.parts)
+
     def finished(self, gradient: Sequence[Sequence[float]] | None = None) -> list[str]:
         """An update has succeeded. Launch a synchronisation if it is due, and without overlap end it.
 
