@@ -1,10 +1,13 @@
 """What is seen of full replicas while a synchronisation is under way, in one process and in Megatron on ranks."""
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.monitor.drift import SAMPLE
 from megatron_lossy.sync import Copies, FullReplicas, LocalPeers, Replica, average
+from megatron_lossy.sync.monitor import ReplicaMonitor
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT
 
@@ -86,6 +89,38 @@ def test_evaluation_and_checkpoints_have_the_mean_also_of_a_majority():
         assert torch.allclose(outvoted[0], weights([1])[0], atol=1e-5)
         assert all(torch.equal(one, weights([0])[0]) for one in equal)
     assert torch.equal(outvoted[0], weights([0])[0])
+
+
+def test_the_drift_is_not_looked_at_while_parameters_are_sums():
+    mains = weights([0, 0.25, 0.5])
+    toy = Replicas({"dense": mains}, drift_interval=1, **OVERLAP)
+    monitor = ReplicaMonitor(lambda: toy.together, 1)
+
+    def look():
+        monitor.finish_iteration(0, True, list)
+        return monitor.metrics()["replica divergence"]
+
+    apart = look()
+    assert apart == pytest.approx(np.sqrt(0.125 / 3 / (1 + 0.25**2)), rel=0.1)
+    toy.together.finished(None)
+    assert look() == apart
+    toy.together.arrive(None)
+    monitor.happened(0, toy.together.take())
+    assert monitor.metrics()["replica divergence"] == pytest.approx(apart, rel=1e-6)  # of the same sample
+    assert look() == 0
+
+
+def test_a_sample_does_not_follow_the_columns_of_a_matrix():
+    numbers = torch.arange(32768 * 1024, dtype=torch.int32)
+    places = average.sampled(numbers, average.stride_of(len(numbers)))
+    assert len(places) == pytest.approx(SAMPLE, rel=0.01)
+    assert len(set((places % 1024).tolist())) == 1024
+    one = torch.zeros(32768, 1024)
+    one[:, 1::2] = 1
+    pair = [[one.view(-1)], [torch.zeros(32768 * 1024)]]
+    copies = [Copies("dense", LocalPeers(2), [Replica(lambda own=own: own) for own in pair])]
+    together = FullReplicas(LossyConfig(), [], copies, lambda sums: sums, lambda names: None, [])
+    assert together.divergence() == pytest.approx(1, rel=0.01)
 
 
 def two_streams(rank):

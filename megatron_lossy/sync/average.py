@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..monitor.drift import SAMPLE
 from .peers import Handle, Peers
 
 #: Elements that are exchanged at once: what a copy of them costs in memory.
 PIECE = 2**22
 #: Elements from which a tensor is exchanged by itself, in place, where that can be. Copies are of smaller ones.
 ALONE = 2**18
-#: Coordinates from which divergence is estimated where replicas are overwritten while they are averaged.
-SAMPLE = 2048
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Piece:
         self._runs = runs
         self.in_place = in_place and len(runs[0]) == 1
         self._stride = stride if self.in_place else 1
-        self._before = [self._sampled(replica[0]).clone() for replica in runs] if self.in_place else []
+        self._before = [sampled(replica[0], self._stride).clone() for replica in runs] if self.in_place else []
         self.result: list[torch.Tensor] = []
         self._handle = Handle()
         self._divisor = 1
@@ -90,7 +89,7 @@ class Piece:
         for k, number in enumerate(peers.local):
             if not target.chosen[number]:
                 continue
-            result = self._sampled(self.result[k])
+            result = sampled(self.result[k], self._stride)
             before = self._before[k] if self.in_place else torch.cat(list(self._runs[k]))
             scale = len(self.result[k]) / max(1, len(result))
             apart.append(_norm(result - before) * scale**0.5)
@@ -116,15 +115,21 @@ class Piece:
         self.result = [replica[0] for replica in self._runs] if self.in_place else state["result"]
         self._before = state["before"]
 
-    def _sampled(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self._stride // 2 :: self._stride]
+
+def stride_of(population: int) -> int:
+    """Between the coordinates from which the divergence of ``population`` is estimated, about :data:`SAMPLE`."""
+    return max(1, population // SAMPLE) | 1  # odd, so that it does not follow the columns of a matrix
+
+
+def sampled(flat: torch.Tensor, stride: int) -> torch.Tensor:
+    """Every ``stride``-th element of ``flat``, from half a stride on."""
+    return flat[stride // 2 :: stride]
 
 
 def pieces(replicas: Sequence[Sequence[torch.Tensor]], in_place: bool = False) -> Iterator[Piece]:
     """The tensors of each local replica, which must be contiguous, in pieces of at most :data:`PIECE` elements."""
     flats = [[tensor.detach().view(-1) for tensor in replica] for replica in replicas]
-    population = sum(map(len, flats[0]))
-    stride = max(1, population // SAMPLE) | 1  # odd, so that it does not follow the columns of a matrix
+    stride = stride_of(sum(map(len, flats[0])))
     size = ALONE if in_place else PIECE
     runs: list[list[torch.Tensor]] = [[] for _ in flats]
     held = 0

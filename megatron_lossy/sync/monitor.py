@@ -11,9 +11,6 @@ from ..monitor.window import Window
 from .replicas import FullReplicas, Mismatch
 from .synchroniser import Synced
 
-#: Coordinates of a stream from which the divergence is estimated.
-SAMPLE = 2048
-
 
 class ReplicaMonitor(Observer):
     """``replicas()``: the full replicas, or ``None`` with the distributed optimizer. ``interval``: iterations between looks."""
@@ -43,7 +40,8 @@ class ReplicaMonitor(Observer):
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
         replicas = self._replicas()
         if replicas is not None and self._interval and (iteration + 1) % self._interval == 0:
-            self._divergence = replicas.divergence(SAMPLE)
+            seen = replicas.divergence()
+            self._divergence = self._divergence if seen is None else seen
 
     def restart(self, iteration: int) -> None:
         self._window.clear()

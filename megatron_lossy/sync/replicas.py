@@ -17,6 +17,7 @@ import torch
 from ..config import LossyConfig
 from ..config.sync import SyncFlags
 from ..exchange import Stream
+from .average import sampled, stride_of
 from .peers import Peers
 from .repair import Buckets, compare, repair
 from .synchroniser import Copies, Synced, Synchroniser
@@ -156,11 +157,16 @@ class FullReplicas:
         held += [tensor for model in self._models for tensor in model()]
         return [(tensor, tensor.clone()) for tensor in held]
 
-    def divergence(self, sample: int) -> float:
-        """r: the distance of replicas from their mean, in units of the length of the mean, over a sample of the coordinates."""
+    def divergence(self) -> float | None:
+        """r: the distance of replicas from their mean, in units of the length of the mean, over a sample of the coordinates.
+
+        ``None`` while a synchronisation is under way, which then tells r, and leaves no replica to look at.
+        """
+        if self._synchroniser.under_way:
+            return None
         apart = mean = 0.0
         for one in self._copies:
-            rows = np.stack([_sampled(parameters, sample) for parameters in one.parameters()])
+            rows = np.stack([_sampled(parameters) for parameters in one.parameters()])
             values = one.peers.gather(rows)
             center = values.mean(axis=0)
             local = len(one.replicas) / one.peers.size
@@ -212,10 +218,10 @@ def _copy(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> No
         tensor.copy_(value)
 
 
-def _sampled(parameters: Sequence[torch.Tensor], count: int) -> np.ndarray:
-    """float64[at most count + number of tensors]: coordinates spread evenly over ``parameters``."""
-    stride = max(1, sum(tensor.numel() for tensor in parameters) // count)
-    parts = [tensor.detach().view(-1)[stride // 2 :: stride] for tensor in parameters]
+def _sampled(parameters: Sequence[torch.Tensor]) -> np.ndarray:
+    """float64: about :data:`SAMPLE` coordinates spread evenly over ``parameters``."""
+    stride = stride_of(sum(tensor.numel() for tensor in parameters))
+    parts = [sampled(tensor.detach().view(-1), stride) for tensor in parameters]
     return torch.cat(parts).cpu().double().numpy()
 
 

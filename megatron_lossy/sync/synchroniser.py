@@ -136,6 +136,11 @@ class Synchroniser:
         return self._config.synchronises and self.interval.needs_gradient and due
 
     @property
+    def under_way(self) -> bool:
+        """Whether a synchronisation is: in all processes alike."""
+        return self._flight is not None
+
+    @property
     def moves(self) -> bool:
         """Whether parameters of this process are on the way: main parameters may be sums, and the model has them from before."""
         return self._flight is not None and any(part.parameters for part in self._flight.parts)
