@@ -180,3 +180,32 @@ def test_experts_of_several_ranks_may_be_all_that_loses():
     assert megatron_training._expert_data_parallel_ranks(args) == 2
     args.num_experts = None
     assert megatron_training._expert_data_parallel_ranks(args) == 1
+
+
+def refused(config, **settings):
+    """The line with which Megatron's arguments ``settings``, without the distributed optimizer, are refused; "" if not."""
+    arguments = types.SimpleNamespace(**{"optimizer": "adam", "use_distributed_optimizer": False, **settings})
+    try:
+        check_arguments(arguments, config)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+NOISE = {"grad_error": "gaussian", "grad_error_relative": 1.0}
+
+
+def test_full_replicas_that_can_differ_have_no_loss_scale():
+    repaired = LossyConfig(**NOISE, replica_check="repair")
+    alike = LossyConfig(**NOISE, grad_error_at="reduce")
+    for settings, line in (
+        ({"bf16": True, "loss_scale": 64.0}, "--loss-scale 64: without the distributed optimizer"),
+        ({"fp16": True, "loss_scale": 64.0}, "--fp16 with --loss-scale 64: without"),
+        ({"fp16": True, "loss_scale": None}, "--fp16 on: without"),
+        ({"fp16": True}, "--fp16 on: without"),  # as a model knows it
+        ({"bf16": True, "loss_scale": None}, ""),
+        ({"loss_scale": 64.0}, ""),  # Megatron scales none in float32
+    ):
+        for flags in (NOISE, {"p_grad": 0.1, "allow_divergence": True}, {"param_sync_interval": 2}):
+            assert refused(LossyConfig(**flags), **settings).startswith(line), settings
+        assert refused(repaired, **settings) == refused(alike, **settings) == ""

@@ -280,6 +280,56 @@ def test_a_rare_error_leaves_the_clean_run_bit_for_bit(hits, clean):
         assert told["metrics"]["gradient mismatches"] == len(hits)
 
 
+SCALED = {"constant": full(dtype="bf16", loss_scale=64.0, **BUCKETS), "dynamic": full(dtype="fp16", **BUCKETS)}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_repaired_replicas_skip_the_same_updates(kind):
+    """None here, though a gradient of one is infinite."""
+    clean = run_ranks(on_ranks, 3, [("plain", SCALED[kind], None)], 4)
+    hits = [(1, 1, 0, float("inf")), (2, 2, 1, float("nan"))]
+    for told, expected in zip(run_ranks(hit_once, 3, 3, SCALED[kind], hits, "repair", 4), clean, strict=True):
+        same({k: told[k] for k in TRAINED}, {k: expected["plain"][k] for k in TRAINED})
+
+
+def overflows(rank, tiny, config):
+    """Of each iteration, of which the second is made to overflow, whether it was an update and was averaged; the weights."""
+    from megatron_lossy import hooks
+    from tests.tiny_gpt import build
+
+    lossy = hooks.install(config)
+    run = build(tiny)
+    success, averaged = [], []
+    for step in range(4):
+        success.append(run.step(step, overflow_on=0 if step == 1 else None)["success"])
+        averaged.append(lossy.metrics()["param syncs"])
+    return success, averaged, run.weights()
+
+
+def test_an_update_that_all_skip_does_not_count():
+    config = changed(param_sync_interval=3, param_sync_always=True, replica_check="repair")
+    told = run_ranks(overflows, 3, SCALED["constant"], config)
+    for success, averaged, weights in told:
+        assert success == [True, False, True, True] and averaged == [0, 0, 0, 1]
+        same(weights, told[0][2])
+
+
+@pytest.mark.parametrize("flags", [{}, {"grad_error": "none", "param_sync_interval": 1}, {"replica_check": "log"}])
+@pytest.mark.parametrize("kind", SCALED)
+def test_replicas_that_would_skip_different_updates_are_refused(kind, flags):
+    """The model does not know of a constant scale: the optimizer does."""
+    config = dataclasses.replace(NOISE, **(flags | ({"grad_error_relative": None} if "grad_error" in flags else {})))
+    line = {"constant": "--loss-scale 64: ", "dynamic": "--fp16 on: "}[kind]
+    with pytest.raises(RankFailed, match=line + "without the distributed optimizer, replicas that differ would skip"):
+        run_ranks(on_ranks, 2, [("", SCALED[kind], config)], 1)
+
+
+def test_virtual_workers_share_no_loss_scale():
+    config = changed(replica_check="repair")
+    with pytest.raises(RankFailed, match="--loss-scale 64: replicas of virtual workers would change it"):
+        run_ranks(virtually, 1, 2, [("", SCALED["constant"], config)], 1)
+
+
 #: Micro-batches are added up in float32, gradients reduced in bfloat16: the optimizer reads copies of what was reduced.
 APART = {"param_name_patterns_for_fp32_local_accumulation": ("all",)}
 
@@ -329,24 +379,23 @@ PARALLEL = {
     "tensor": (2, 4, {"tensor": 2}),
     "tensor, bf16": (2, 4, {"tensor": 2, "dtype": "bf16"}),
     "experts": (2, 4, {"experts": 4, "expert": 2}),
-    "loss scale": (3, 3, {"loss_scale": 64.0, "dtype": "bf16"}),
 }
 
 
-def overflows(rank, tiny, config, looks):
+def looked_at(rank, tiny, config, looks):
     """What there is after so many steps, by their number."""
     from megatron_lossy import hooks
     from tests.tiny_gpt import build
 
     lossy = hooks.install(config)
     run = build(tiny)
-    scaled, told, found = tiny.loss_scale is not None, [], {}
+    found = {}
     for step in range(max(looks)):
-        told.append(run.step(step, overflow_on=0 if scaled and step == 1 else None)["success"])
+        run.step(step)
         if step + 1 in looks:
             with lossy.owner_weights(run.model):
                 mean = run.weights()
-            found[step + 1] = {"weights": run.weights(), "mean": mean, "success": list(told)}
+            found[step + 1] = {"weights": run.weights(), "mean": mean}
     return found
 
 
@@ -356,10 +405,8 @@ def test_replicas_are_equal_after_a_synchronisation(name):
     replicas, ranks, settings = PARALLEL[name]
     tiny = full(**settings)
     config = changed(param_sync_interval=3, param_sync_state="all")
-    found = run_ranks(overflows, ranks, tiny, config, (3, 4))
-    states = {steps: [of_rank[steps] for of_rank in found] for steps in (3, 4)}
-    scaled = tiny.loss_scale is not None
-    together, apart = (states[4], states[3]) if scaled else (states[3], states[4])
+    found = run_ranks(looked_at, ranks, tiny, config, (3, 4))
+    together, apart = ([of_rank[steps] for of_rank in found] for steps in (3, 4))
     groups = _replicas_of(name, replicas, ranks)
     for group in groups:
         for rank in group[1:]:
@@ -367,17 +414,15 @@ def test_replicas_are_equal_after_a_synchronisation(name):
             mine, theirs = apart[rank]["weights"], apart[group[0]]["weights"]
             assert any((mine[k] != theirs[k]).any() for k in theirs)
             same(apart[rank]["mean"], apart[group[0]]["mean"])
-    if scaled:
-        assert states[4][0]["success"] == [True, False, True, True]  # the skipped one does not count
     if name == "pipeline, tied":
         for first, last in ((0, 2), (1, 3)):
-            tied = states[4][first]["weights"]["embedding.word_embeddings.weight"]
-            np.testing.assert_array_equal(tied, states[4][last]["weights"]["output_layer.weight"])
+            tied = apart[first]["weights"]["embedding.word_embeddings.weight"]
+            np.testing.assert_array_equal(tied, apart[last]["weights"]["output_layer.weight"])
     if name.startswith("tensor"):
         for first, second in ((0, 1), (2, 3)):
-            for parameter, value in states[4][first]["weights"].items():
+            for parameter, value in apart[first]["weights"].items():
                 if "layernorm" in parameter:
-                    np.testing.assert_array_equal(value, states[4][second]["weights"][parameter])
+                    np.testing.assert_array_equal(value, apart[second]["weights"][parameter])
 
 
 def _replicas_of(name, replicas, ranks):

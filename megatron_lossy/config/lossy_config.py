@@ -376,9 +376,17 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
 
     @property
     def replicates(self) -> bool:
-        """True if something is asked for that needs full replicas: each rank with all of the optimizer."""
+        """True if something is asked for that needs full replicas: each rank with all of the optimizer.
+
+        Recorded errors do not by themselves, wherever they were recorded: what hits owners can be replayed with shards.
+        """
         apart = self.errs and self.grad_error != "trace" and self.grad_error_at == "broadcast"
         return apart or self.synchronises or self.replica_check != "none" or self.allow_divergence
+
+    @property
+    def drives_apart(self) -> bool:
+        """Whether full replicas can receive different gradients: with errors of their own, or where some are lost."""
+        return (self.errs and self.grad_error_at == "broadcast") or not self.untouched("grad")
 
     def untouched(self, phase: str) -> bool:
         """Whether the exchanges of ``phase`` are Megatron's own: nothing is lost, and nothing else carries them."""

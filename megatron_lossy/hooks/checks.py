@@ -74,10 +74,11 @@ def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> No
             raise refuse("--grad-error-std", config.grad_error_std, why + "choose --grad-error-relative")
         if config.param_sync_rule == "snr":
             raise refuse("--param-sync-rule", "snr", why + "choose divergence")
-    if getattr(settings, "fp16", False) and getattr(settings, "loss_scale", 1.0) is None:
-        raise UsageError(
-            "--fp16 without --loss-scale and the distributed optimizer: replicas would skip different updates; choose --bf16"
-        )
+    scale = getattr(settings, "loss_scale", None)
+    if getattr(settings, "fp16", False):
+        check_loss_scale(config, "--fp16", "on" if scale is None else f"with --loss-scale {scale:g}")
+    elif getattr(settings, "bf16", False) and scale:
+        check_loss_scale(config, "--loss-scale", f"{scale:g}")
     if getattr(settings, "optimizer_cpu_offload", False):
         raise UsageError("--optimizer-cpu-offload: replicas are averaged where they are; turn it off")
     hashes = getattr(settings, "check_weight_hash_across_dp_replicas_interval", None)
@@ -85,6 +86,13 @@ def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> No
         raise refuse(
             "--check-weight-hash-across-dp-replicas-interval", hashes, "ends runs whose replicas differ; turn it off"
         )
+
+
+def check_loss_scale(config: LossyConfig, flag: str, value: str) -> None:
+    """Raise :class:`UsageError` if replicas could disagree on what overflows. ``flag``, ``value``: what scales the loss."""
+    if (config.drives_apart or config.synchronises) and config.replica_check != "repair":
+        why = "without the distributed optimizer, replicas that differ would skip different updates; choose --bf16 alone, "
+        raise refuse(flag, value, why + "or --replica-check repair")
 
 
 def _refuse_with_shards(config: LossyConfig) -> None:

@@ -24,7 +24,7 @@ from ..sync import FullReplicas, IslandWorld
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
 from .boundaries import Boundaries
 from .buckets import apart, bucket_sizes, buckets_by_stream, own_shard, replicated_units
-from .checks import check_ddp
+from .checks import check_ddp, check_loss_scale
 from .complete import check_exchanged, check_registered, warn_of_lossless, warn_of_reliable_boundaries
 from .islands import RankIslands
 from .lossy_all_reduce import shard_size
@@ -250,7 +250,10 @@ class Lossy(Run):
             check_exchanged(self.groups, "param", self.update)
 
     def add_optimizer(self, optimizer: Any) -> None:
-        """Note an optimizer under construction."""
+        """Note an optimizer that has been made. Raises :class:`UsageError` if its loss scale cannot go with full replicas."""
+        scaler = getattr(optimizer, "grad_scaler", None)
+        if scaler is not None and self.replica is not None:
+            check_loss_scale(self.config, "--loss-scale", f"{scaler.scale.item():g}")
         self._optimizers = [*(known for known in self._optimizers if known() is not None), weakref.ref(optimizer)]
 
     def living_optimizers(self) -> list[Any]:

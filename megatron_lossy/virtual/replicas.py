@@ -49,9 +49,7 @@ class VirtualReplicas(VirtualRun):
         self._together: FullReplicas | None = None
         self._lossy: list[LossyReduction] = []  # by stream, where gradients are lost
         #: Whether workers can ever differ.
-        self.differ = workers > 1 and (
-            (config.grad_error_at == "broadcast" and config.errs) or not config.untouched("grad")
-        )
+        self.differ = workers > 1 and config.drives_apart
         self.after_update.append(lambda _: self._finished())
 
     # --- building ------------------------------------------------------------------------------------------------
@@ -146,6 +144,9 @@ class VirtualReplicas(VirtualRun):
 
     def _make_states(self) -> None:
         if self.differ and self._states is None:
+            if self.loss_scale() is not None:
+                why = "replicas of virtual workers would change it in turns; needs real ranks, or --bf16 alone"
+                raise refuse("--loss-scale", f"{self._unit():g}", why)
             self._states = TrainingStates(self._parameters, self._optimizers(), self.workers)
 
     def _reduce(self, worker: int, into: list[list[torch.Tensor]], scale: float | None) -> None:
