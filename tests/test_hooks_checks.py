@@ -11,7 +11,7 @@ import torch
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import Lossy, check_version, megatron_training
-from megatron_lossy.hooks.checks import check_arguments, check_ddp
+from megatron_lossy.hooks.checks import check_arguments, check_ddp, check_optimizer
 
 
 @pytest.mark.parametrize("version", ["0.10.0", "0.21.0", "1.0", "unknown"])
@@ -209,3 +209,18 @@ def test_full_replicas_that_can_differ_have_no_loss_scale():
         for flags in (NOISE, {"p_grad": 0.1, "allow_divergence": True}, {"param_sync_interval": 2}):
             assert refused(LossyConfig(**flags), **settings).startswith(line), settings
         assert refused(repaired, **settings) == refused(alike, **settings) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"param_send": "compensated"}, "--param-send compensated: no parameters are sent"),
+        ({"param_priority": "change", "loss_unit": "packet"}, "--param-priority change: no parameters are sent"),
+    ],
+)
+def test_an_all_reduce_sends_no_parameters(flags, line):
+    """Its second half carries gradients, which flags about parameters would change."""
+    config = LossyConfig(p_grad=0.1, allow_divergence=True, **flags)
+    with pytest.raises(UsageError, match="^" + line):
+        check_optimizer(types.SimpleNamespace(), config, distributed=False)
+    check_optimizer(types.SimpleNamespace(), LossyConfig(p_grad=0.1, **flags), distributed=True)

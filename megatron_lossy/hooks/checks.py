@@ -9,7 +9,7 @@ import torch
 
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
-from ..flags import as_text
+from ..flags import as_text, refuse_unused
 from ..pipeline import elements_of
 from ..registry import GRAD_RECOVERIES
 from ..transport import check_owners
@@ -66,6 +66,9 @@ def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> No
             raise refuse("--p-grad", as_text(config.p_grad), why)
         if config.transport == "udp":
             raise refuse("--transport", "udp", "carries no all-reduce; " + off + "; choose pieces or torch")
+        for name in ("param_send", "param_lag", "param_priority", "param_priority_fraction"):
+            why = "no parameters are sent, and the second half of an all-reduce is no place for it; " + off
+            refuse_unused(config, name, why)
     if config.loses_at_boundaries:
         raise refuse("--p-act", f"{config.p_act:g} and --p-act-grad {config.p_act_grad:g}", off)
     if getattr(settings, "calculate_per_token_loss", False):
