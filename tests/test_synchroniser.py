@@ -12,6 +12,8 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.sync import Copies, LocalPeers, RankPeers, Replica, Synchroniser
+from megatron_lossy.sync.average import pieces
+from megatron_lossy.sync.fingerprint import fingerprint, finite
 from tests.full_replicas import SIZES, FullReplicas
 from tests.ranks import run_ranks
 
@@ -323,6 +325,47 @@ def test_streams_decide_together_and_those_of_one_replica_do_nothing():
     dense = np.array([4.0] + [3.0] * 7)
     assert happened.divergence == pytest.approx(np.sqrt(1.0 / ((dense**2).sum() + 72)))
     assert not synchroniser.finished()  # all are equal
+
+
+def test_tensors_on_several_devices():
+    """As of torch's AdamW on an accelerator, whose step is on the CPU. The device "meta" has shapes and no values."""
+    moments = [torch.zeros(5000, device="meta"), torch.zeros(3, device="meta")]
+    replica = [*moments, torch.tensor(1.0), torch.tensor(2.0)]
+    assert fingerprint(replica).device.type == finite(replica).device.type == "meta"
+    made = [[view for run in piece._runs for view in run] for piece in pieces([replica])]
+    assert [[view.device.type for view in views] for views in made] == [["meta", "meta"], ["cpu", "cpu"]]
+
+
+def _staged(rank):
+    """What a collective is given of a CPU tensor where it needs another device, and what becomes of it."""
+    given = []
+
+    class Work:
+        def wait(self):
+            there.fill_(7)
+
+    def begin(tensor, **_):
+        given.append(str(tensor.device))
+        return Work()
+
+    peers = RankPeers(None, "meta")
+    tensor, there = torch.tensor([1.0]), torch.zeros(1)
+    torch.Tensor.to, to = lambda self, device: there if self is tensor else to(self, device), torch.Tensor.to
+    torch.distributed.all_reduce = torch.distributed.broadcast = begin
+    results = []
+    for handle in (lambda: peers.sum_([tensor]), lambda: peers.broadcast_([tensor], 0)):
+        tensor.fill_(1)
+        handle = handle()
+        results.append(tensor.item())
+        handle.wait()
+        results.append(tensor.item())
+    peers.sum_([torch.zeros(1, device="meta")])
+    return results, given
+
+
+def test_what_is_elsewhere_is_exchanged_where_the_group_needs_it():
+    [(results, given)] = run_ranks(_staged, 1)
+    assert results == [1, 7, 1, 7] and given == ["cpu", "cpu", "meta"]
 
 
 REFUSED = [

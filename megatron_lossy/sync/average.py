@@ -51,7 +51,7 @@ class Divergence:
 class Piece:
     """Some consecutive elements of the tensors of each local replica, on the way.
 
-    ``runs``: of each local replica flat views of one dtype, alike. ``in_place``: exchange the only run itself, which must
+    ``runs``: of each local replica flat views of one dtype on one device, alike. ``in_place``: exchange the only run itself, which must
     not be read before the end; divergence is then that of every ``stride``-th coordinate, scaled up.
     """
 
@@ -135,7 +135,7 @@ def pieces(replicas: Sequence[Sequence[torch.Tensor]], in_place: bool = False) -
     held = 0
     for k, first in enumerate(flats[0]):
         alone = in_place and len(first) >= size
-        if runs[0] and (alone or held + len(first) > size or runs[0][0].dtype != first.dtype):
+        if runs[0] and (alone or held + len(first) > size or _kind(runs[0][0]) != _kind(first)):
             yield Piece(runs, in_place, stride)
             runs, held = [[] for _ in flats], 0
         for start in range(0, len(first), PIECE):
@@ -167,6 +167,10 @@ def measured(target: Target, norms: Sequence[tuple[torch.Tensor, torch.Tensor] |
     n = int(target.chosen.sum())
     factor = {"mean": 1.0, "majority": 1 - 1 / n, "first": 0.5}[target.kind]
     return Divergence(factor * apart / n, mean / n)
+
+
+def _kind(flat: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return flat.dtype, flat.device  # some optimizers have their step on the CPU, wherever their moments are
 
 
 def _norm(flat: torch.Tensor) -> torch.Tensor:

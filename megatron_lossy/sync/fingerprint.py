@@ -19,14 +19,15 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def fingerprint(buffers: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """int64, without dimensions, on the device of ``buffers``: equal if all bits of all of them are.
+    """int64, without dimensions, on ``device``, by default that of the first buffer: equal if all bits of all of them are.
 
-    Any dtypes and lengths; contiguous. Different contents have the same fingerprint with a probability of about 2^-64.
-    ``device``: where to put the fingerprint of nothing.
+    Any dtypes, lengths and devices; contiguous. Different contents have the same fingerprint with a probability of about
+    2^-64.
     """
     if not buffers:
         return torch.zeros((), dtype=torch.int64, device=device)
-    return _mixed(torch.stack([_of_one(buffer) for buffer in buffers]), 0).sum()
+    device = device or buffers[0].device
+    return _mixed(torch.stack([_of_one(buffer).to(device) for buffer in buffers]), 0).sum()
 
 
 def _of_one(buffer: torch.Tensor) -> torch.Tensor:
@@ -89,10 +90,11 @@ def _signed(word: int) -> int:
 
 
 def finite(buffers: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """bool, without dimensions: whether every value of ``buffers`` is finite. Integers are."""
+    """bool, without dimensions, on ``device`` as of :func:`fingerprint`: whether every value is finite. Integers are."""
     # Both are NaN if a value is. A norm, or isfinite() of every value, takes ten times as long on a CPU.
+    device = device or (buffers[0].device if buffers else None)
     extremes = [
-        extreme.float()
+        extreme.float().to(device)
         for buffer in buffers
         if buffer.is_floating_point() and buffer.numel()
         for extreme in torch.aminmax(buffer.detach())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ class Peers(ABC):
 
 
 class RankPeers(Peers):
-    """One replica on each rank of a process group, on ``device``."""
+    """One replica on each rank of a process group. ``device``: where its collectives need tensors; others are copied there."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> None:
         self.group = group or dist.group.WORLD
@@ -67,12 +68,25 @@ class RankPeers(Peers):
         return torch.stack(everyone).cpu().numpy().view(rows.dtype)
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> Handle:
-        [tensor] = tensors
-        return Handle(dist.all_reduce(tensor, group=self.group, async_op=True).wait)
+        return self._exchange(tensors, partial(dist.all_reduce, group=self.group, async_op=True))
 
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int) -> Handle:
+        return self._exchange(
+            tensors, partial(dist.broadcast, src=self._ranks[source], group=self.group, async_op=True)
+        )
+
+    def _exchange(self, tensors: Sequence[torch.Tensor], begin: Callable[[torch.Tensor], dist.Work]) -> Handle:
         [tensor] = tensors
-        return Handle(dist.broadcast(tensor, self._ranks[source], group=self.group, async_op=True).wait)
+        if tensor.device.type == self._device.type:
+            return Handle(begin(tensor).wait)
+        there = tensor.to(self._device)
+        work = begin(there)
+
+        def end() -> None:
+            work.wait()
+            tensor.copy_(there)
+
+        return Handle(end)
 
 
 class LocalPeers(Peers):
