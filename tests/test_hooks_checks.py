@@ -11,7 +11,7 @@ import torch
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import Lossy, check_version, megatron_training
-from megatron_lossy.hooks.checks import check_arguments, check_ddp, check_optimizer
+from megatron_lossy.hooks.checks import check_arguments, check_ddp, check_optimizer, check_tied_replicas
 
 
 @pytest.mark.parametrize("version", ["0.10.0", "0.21.0", "1.0", "unknown"])
@@ -224,3 +224,19 @@ def test_an_all_reduce_sends_no_parameters(flags, line):
     with pytest.raises(UsageError, match="^" + line):
         check_optimizer(types.SimpleNamespace(), config, distributed=False)
     check_optimizer(types.SimpleNamespace(), LossyConfig(p_grad=0.1, **flags), distributed=True)
+
+
+def test_stages_with_a_tied_embedding_have_at_most_two_replicas_to_average():
+    line = "--pipeline-model-parallel-size 2: two stages have a copy of a tied embedding, which {} would round apart"
+    for flags, what in (
+        ({"param_sync_interval": 2}, "--param-sync-interval"),
+        ({"replica_check": "repair"}, "--replica-check repair"),
+        ({"replica_check": "log"}, None),
+    ):
+        for replicas, stages, untied in ((3, 2, False), (2, 2, False), (3, 1, False), (3, 2, True)):
+            settings = types.SimpleNamespace(
+                pipeline_model_parallel_size=stages, untie_embeddings_and_output_weights=untied
+            )
+            wrong = what and (replicas, stages, untied) == (3, 2, False)
+            with pytest.raises(UsageError, match=line.format(what)) if wrong else contextlib.nullcontext():
+                check_tied_replicas(settings, LossyConfig(**flags), replicas)

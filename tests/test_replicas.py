@@ -432,6 +432,12 @@ def test_replicas_are_equal_after_a_synchronisation(name):
                     np.testing.assert_array_equal(value, apart[second]["weights"][parameter])
 
 
+def test_copies_of_a_tied_embedding_are_not_averaged_apart():
+    tiny = full(pipeline=2, accumulation=2)
+    with pytest.raises(RankFailed, match="--pipeline-model-parallel-size 2: two stages have a copy .* with 3 replicas"):
+        run_ranks(on_ranks, 6, [("", tiny, LossyConfig(param_sync_interval=1))], 1)
+
+
 def _replicas_of(name, replicas, ranks):
     """Lists of global ranks that have the same parameters."""
     if name.startswith("tensor"):

@@ -91,6 +91,31 @@ def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> No
         )
 
 
+def _tied(settings: Any) -> bool:
+    """Whether the output layer is the embedding. ``settings``: of Megatron-LM or ours."""
+    untied = getattr(settings, "untie_embeddings_and_output_weights", False)
+    return getattr(settings, "share_embeddings_and_output_weights", not untied)
+
+
+def check_tied_replicas(settings: Any, config: LossyConfig, replicas: int, ddp: Any = None) -> None:
+    """Raise :class:`UsageError` where stages would make different weights of the copies of a tied embedding.
+
+    Each adds up its own, among other parameters: sums of more than two replicas round otherwise there. ``settings``: of
+    Megatron or ours. ``ddp``: a model chunk with settings that do not know whether it is tied.
+    """
+    stages = getattr(settings, "pipeline_model_parallel_size", None) or 1
+    if stages == 1 or replicas < 3 or not (config.synchronises or config.replica_check == "repair"):
+        return
+    if _tied(settings) if ddp is None else _shares_embedding(ddp):
+        what = "--param-sync-interval" if config.synchronises else "--replica-check repair"
+        why = f"two stages have a copy of a tied embedding, which {what} would round apart with {replicas} replicas; "
+        raise refuse("--pipeline-model-parallel-size", stages, why + "give --untie-embeddings-and-output-weights")
+
+
+def _shares_embedding(ddp: Any) -> bool:
+    return any(getattr(module, "share_embeddings_and_output_weights", False) for module in ddp.module.modules())
+
+
 def check_loss_scale(config: LossyConfig, flag: str, value: str) -> None:
     """Raise :class:`UsageError` if replicas could disagree on what overflows. ``flag``, ``value``: what scales the loss."""
     if (config.drives_apart or config.synchronises) and config.replica_check != "repair":
@@ -205,10 +230,9 @@ def _check_real_stages(settings: Any, config: LossyConfig) -> None:
 def check_asynchronous(ddp: Any) -> None:
     """Raise :class:`UsageError` for a model chunk that cannot be in an asynchronous pipeline."""
     settings = ddp.config
-    tied = any(getattr(module, "share_embeddings_and_output_weights", False) for module in ddp.module.modules())
     graphs = [getattr(settings, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")]
     for wrong, what, why in (
-        (tied, "--share-embeddings-and-output-weights", _TIED),
+        (_shares_embedding(ddp), "--share-embeddings-and-output-weights", _TIED),
         (settings.fp16, "--fp16", "an overflow in one stage would have to stop all others; choose --bf16"),
         (getattr(settings, "num_moe_experts", None), "--num-experts", "its balance of load is counted over all stages"),
         (
@@ -295,9 +319,7 @@ def check_real_islands(settings: Any, config: LossyConfig) -> None:
         why = "several ranks of an island would send the same; must be 1 with --islands"
         raise refuse("--num-distributed-optimizer-instances", instances, why)
     stages = getattr(settings, "pipeline_model_parallel_size", None) or 1
-    untied = getattr(settings, "untie_embeddings_and_output_weights", False)
-    tied = getattr(settings, "share_embeddings_and_output_weights", not untied)
-    if tied and stages > 1:
+    if stages > 1 and _tied(settings):
         why = "two stages have a copy of a tied embedding, which --islands would average apart; untie it"
         raise refuse("--pipeline-model-parallel-size", stages, why)
     tensor = getattr(settings, "tensor_model_parallel_size", None) or 1

@@ -26,7 +26,7 @@ from ..ledger import Patch, Takes
 from ..sync import check_islands, notes_on_averaging
 from ..transport import check_channels, check_ranks
 from . import island_training
-from .checks import check_arguments
+from .checks import check_arguments, check_tied_replicas
 from .islands import RankIslands
 from .rng import rng_state, set_rng_state
 from .runtime import Lossy
@@ -141,6 +141,7 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
     ranks = _data_parallel_ranks(args) * (1 if islands is None else islands.world.islands)
     with usage_errors():
         check_arguments(args, lossy.config)
+        check_tied_replicas(args, lossy.config, ranks)
         check_error_ranks(lossy.config, ranks)
         check_recorded_errors(lossy.config)
         if islands is None:

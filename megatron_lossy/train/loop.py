@@ -27,7 +27,14 @@ from ..data import build_tokenizer, epochs
 from ..delivery_log.errors import check_recorded_errors
 from ..delivery_log.writer import claim_delivery_log
 from ..flags import identity
-from ..hooks.checks import check_boundaries, check_loss_per_token, check_optimizer, check_pipeline, check_real_islands
+from ..hooks.checks import (
+    check_boundaries,
+    check_loss_per_token,
+    check_optimizer,
+    check_pipeline,
+    check_real_islands,
+    check_tied_replicas,
+)
 from ..run import Run
 from ..sync import IslandWorld, check_islands, notes_on_averaging
 from ..transport import check_channels, check_owners, check_ranks
@@ -79,6 +86,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_boundaries(config, lossy_config)
     check_pipeline(config, lossy_config)
     check_optimizer(config, lossy_config, config.use_distributed_optimizer)
+    check_tied_replicas(config, lossy_config, config.data_parallel_size(ranks))
     check_error_ranks(lossy_config, config.data_parallel_size(ranks))
     check_recorded_errors(lossy_config)
     virtual = config.virtual_workers is not None
