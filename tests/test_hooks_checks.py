@@ -211,6 +211,21 @@ def test_full_replicas_that_can_differ_have_no_loss_scale():
         assert refused(repaired, **settings) == refused(alike, **settings) == ""
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+def test_sums_over_tokens_take_no_absolute_noise(distributed):
+    settings = types.SimpleNamespace(calculate_per_token_loss=True)
+    burst = {"grad_error_burst_interval": 5, "grad_error_burst_std": 0.25}
+    for flags, line in (
+        ({"grad_error_std": 0.5}, "--grad-error-std 0.5: gradients are sums"),
+        ({"grad_error_std": 0.5, **burst}, "--grad-error-std 0.5: gradients are sums"),
+        (burst, "--grad-error-burst-std 0.25: gradients are sums"),
+        ({"grad_error_relative": 0.0, **burst}, None),
+    ):
+        config = LossyConfig(grad_error="gaussian", grad_error_at="reduce", **flags)
+        with pytest.raises(UsageError, match="^" + line) if line else contextlib.nullcontext():
+            check_optimizer(settings, config, distributed)
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [

@@ -463,6 +463,27 @@ def test_errors_of_owners_with_the_distributed_optimizer(lossy):
     assert any((plain[0][name] != value).any() for name, value in ranks[0].items())
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_errors_of_owners_are_in_units_of_what_ranks_have(per_token):
+    """Virtual workers add up what ranks divide by their number before the sum, unless gradients are sums over tokens."""
+    tiny = TinyGPT(per_token_loss=per_token)
+    ranks = run_ranks(noise_of_owners, 2, tiny)
+    [virtual] = run_ranks(noise_of_owners, 1, tiny, 2)
+    assert ranks[0] == ranks[1] == pytest.approx(virtual, rel=1e-5)
+
+
+def noise_of_owners(rank, tiny, workers=None):
+    from megatron_lossy import hooks
+    from megatron_lossy.virtual import VirtualCluster
+    from tests.tiny_gpt import build
+
+    config = changed(grad_error_at="reduce")
+    lossy = hooks.install(config) if workers is None else VirtualCluster(config, workers)
+    run = build(tiny, *([] if workers is None else [lossy]))
+    run.step(0)
+    return lossy.metrics()["error rms"]
+
+
 def owned(rank, tiny, config, steps):
     from megatron_lossy import hooks
     from tests.tiny_gpt import build

@@ -52,6 +52,8 @@ def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> No
 
     ``distributed``: whether the optimizer is sharded.
     """
+    if getattr(settings, "calculate_per_token_loss", False):
+        _refuse_with_sums(config)
     if distributed:
         _refuse_with_shards(config)
         return
@@ -71,12 +73,6 @@ def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> No
             refuse_unused(config, name, why)
     if config.loses_at_boundaries:
         raise refuse("--p-act", f"{config.p_act:g} and --p-act-grad {config.p_act_grad:g}", off)
-    if getattr(settings, "calculate_per_token_loss", False):
-        why = "gradients are sums over tokens where errors hit them, with --calculate-per-token-loss; "
-        if config.grad_error_std:
-            raise refuse("--grad-error-std", config.grad_error_std, why + "choose --grad-error-relative")
-        if config.param_sync_rule == "snr":
-            raise refuse("--param-sync-rule", "snr", why + "choose divergence")
     scale = getattr(settings, "loss_scale", None)
     if getattr(settings, "fp16", False):
         check_loss_scale(config, "--fp16", "on" if scale is None else f"with --loss-scale {scale:g}")
@@ -89,6 +85,16 @@ def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> No
         raise refuse(
             "--check-weight-hash-across-dp-replicas-interval", hashes, "ends runs whose replicas differ; turn it off"
         )
+
+
+def _refuse_with_sums(config: LossyConfig) -> None:
+    why = "gradients are sums over tokens where errors hit them, with --calculate-per-token-loss; "
+    if config.grad_error == "gaussian" and config.grad_error_relative is None:
+        std, burst = config.grad_error_std, config.grad_error_burst_std
+        flag, value = ("--grad-error-std", std) if std else ("--grad-error-burst-std", burst)
+        raise refuse(flag, value, why + "choose --grad-error-relative")
+    if config.param_sync_rule == "snr":
+        raise refuse("--param-sync-rule", "snr", why + "choose divergence")
 
 
 def _tied(settings: Any) -> bool:

@@ -37,7 +37,7 @@ from typing import Any
 from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
-from ..hooks.checks import check_optimizer, check_pipeline
+from ..hooks.checks import check_optimizer, check_pipeline, check_tied_replicas
 from ..report.scalars import AXES, check_names, needs_drift
 from ..shipped import find_config
 from ..sync import check_islands
@@ -158,6 +158,7 @@ class Design:
                 check_channels(loss, train.data_parallel_size(self.processes), train.train_iters)
                 check_ranks(loss, train.data_parallel_size(self.processes))
                 check_optimizer(train, loss, train.use_distributed_optimizer)
+                check_tied_replicas(train, loss, train.data_parallel_size(self.processes))
                 check_error_ranks(loss, train.data_parallel_size(self.processes))
                 if not train.virtual_workers:
                     check_owners(loss)

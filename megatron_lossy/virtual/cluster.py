@@ -17,7 +17,7 @@ import torch
 
 from ..config import LossyConfig
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
-from ..hooks.checks import check_asynchronous
+from ..hooks.checks import check_asynchronous, check_optimizer
 from ..ledger import Ledger, Patch
 from ..transport import LossyGroup
 from .base import VirtualRun
@@ -58,9 +58,12 @@ class VirtualCluster(VirtualRun):
         return buffers_for(self.workers)
 
     def _add(self, ddp: Any) -> None:
+        check_optimizer(ddp.config, self.config, distributed=True)
+        # Ranks divide by their number before the sum, but for gradients that are sums over tokens.
+        unit = 1.0 if ddp.config.calculate_per_token_loss else float(self.workers)
         for name, _, pairs in buckets_by_stream(ddp):
             stream = StreamBuckets(
-                self.config, pairs, name, self.workers, self.steps, self._optimizers, self._members, self._ranks
+                self.config, pairs, name, self.workers, unit, self.steps, self._optimizers, self._members, self._ranks
             )
             self._streams.append(stream)
         stages = self.config.virtual_stages or 1

@@ -29,7 +29,8 @@ _PIECE = 2**17
 class StreamBuckets:
     """The buckets of one stream: their losses and rules for every worker, the sum, and the replicas.
 
-    ``pairs``: Megatron's (buffer, bucket) in canonical order. ``workers``: how many. ``steps``: length of the run, if
+    ``pairs``: Megatron's (buffer, bucket) in canonical order. ``workers``: how many. ``unit``: of the sums of their gradients
+    in units of what ranks would have there. ``steps``: length of the run, if
     known. ``optimizers``: gives Megatron's, once they exist. ``members``: the workers' ranks among ``ranks``; by default
     there are no others. Raises :class:`UsageError` where the loss flags do not fit.
     """
@@ -40,6 +41,7 @@ class StreamBuckets:
         pairs: list[Any],
         stream: Stream,
         workers: int,
+        unit: float,
         steps: int | None,
         optimizers: Callable[[], list[Any]],
         members: range | None = None,
@@ -59,7 +61,7 @@ class StreamBuckets:
             corruption = make_corruption(config, recorded_events(config))
             for rank, group in enumerate(self.groups):
                 group.errors = errors_of_owner(config, corruption, stream, pairs, workers, rank, rank)
-                group.gradient_unit = float(workers)  # nothing is divided before the sum
+                group.gradient_unit = unit
         self.sums = [torch.empty_like(bucket.grad_data) for bucket in buckets]
         # Where owners add up pieces they do so in float32, and round once.
         wide = config.transport == "pieces"
