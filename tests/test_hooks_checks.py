@@ -255,3 +255,18 @@ def test_stages_with_a_tied_embedding_have_at_most_two_replicas_to_average():
             wrong = what and (replicas, stages, untied) == (3, 2, False)
             with pytest.raises(UsageError, match=line.format(what)) if wrong else contextlib.nullcontext():
                 check_tied_replicas(settings, LossyConfig(**flags), replicas)
+
+
+def test_hashes_of_weights_are_compared_where_replicas_cannot_differ():
+    line = "--check-weight-hash-across-dp-replicas-interval 5: ends runs whose replicas differ"
+    lost = {"p_grad": 0.1, "param_sync_interval": 5}
+    for flags, wrong in (
+        (NOISE, True),
+        (lost, True),
+        (NOISE | {"grad_error_at": "reduce"}, False),
+        (NOISE | {"replica_check": "repair"}, False),
+        (lost | {"replica_check": "repair"}, False),
+        ({"param_sync_interval": 5}, False),
+    ):
+        told = refused(LossyConfig(**flags), check_weight_hash_across_dp_replicas_interval=5)
+        assert told.startswith(line) if wrong else told == "", flags

@@ -81,7 +81,7 @@ def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> No
     if getattr(settings, "optimizer_cpu_offload", False):
         raise UsageError("--optimizer-cpu-offload: replicas are averaged where they are; turn it off")
     hashes = getattr(settings, "check_weight_hash_across_dp_replicas_interval", None)
-    if hashes and config.errs and config.replica_check != "repair":
+    if hashes and config.drives_apart and config.replica_check != "repair":
         raise refuse(
             "--check-weight-hash-across-dp-replicas-interval", hashes, "ends runs whose replicas differ; turn it off"
         )
