@@ -79,6 +79,15 @@ def test_nothing_is_relative_to_no_gradient_or_to_an_infinite_one():
         assert digest(buffer) == digest(before)
 
 
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=str)
+def test_noise_of_any_allowed_size_can_be_added(dtype):
+    for flags, unit in (({"grad_error_std": 3e38}, 65536.0), ({"grad_error_relative": 3e38}, 1.0)):
+        [event] = model(grad_error="gaussian", **flags).events(exchange(), 0, [100], 32)
+        buffer = torch.full((100,), 1e3, dtype=dtype)
+        happened = apply(buffer, event, unit)
+        assert not torch.isfinite(buffer).all() and (buffer != 1e3).any() and happened.std > 1e38
+
+
 def test_bursts_replace_the_noise_of_every_nth_iteration():
     flags = dict(grad_error="gaussian", grad_error_burst_interval=5, grad_error_burst_std=9.0)
     base = model(grad_error_std=0.5, **flags)
@@ -247,6 +256,7 @@ REFUSED = [
     (dict(grad_error="gaussian", grad_error_std=-1.0), "--grad-error-std -1.0: must be finite"),
     (dict(grad_error="gaussian", grad_error_std=float("nan")), "--grad-error-std nan: must be finite"),
     (dict(grad_error="gaussian", grad_error_relative=float("inf")), "--grad-error-relative inf: must be"),
+    (dict(grad_error="gaussian", grad_error_std=1e39), "--grad-error-std 1e+39: must be finite in float32 (at most 3.4e+38)"),
     (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_relative=1.0), "cannot be combined with --grad-error-std"),
     (dict(grad_error="gaussian", grad_error_burst_interval=9), "--grad-error-burst-interval 9: needs --grad-error-burst-std"),
     (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_burst_std=1.0), "needs --grad-error-burst-interval"),

@@ -270,3 +270,11 @@ def test_hashes_of_weights_are_compared_where_replicas_cannot_differ():
     ):
         told = refused(LossyConfig(**flags), check_weight_hash_across_dp_replicas_interval=5)
         assert told.startswith(line) if wrong else told == "", flags
+
+
+def test_bits_are_those_of_the_gradients_that_megatron_settled_on():
+    config = LossyConfig(grad_error="bit-flip", grad_error_bits=(10, 20))
+    line = "--grad-error-bits 10 20: needs 0 <= LOW <= HIGH <= 15, the bits of a gradient"
+    assert refused(config, bf16=True, accumulate_allreduce_grads_in_fp32=False) == line
+    assert refused(config, bf16=True, accumulate_allreduce_grads_in_fp32=True) == ""
+    assert refused(config, bf16=False, accumulate_allreduce_grads_in_fp32=False) == ""

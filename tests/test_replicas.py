@@ -463,6 +463,14 @@ def test_errors_of_owners_with_the_distributed_optimizer(lossy):
     assert any((plain[0][name] != value).any() for name, value in ranks[0].items())
 
 
+def test_owners_refuse_bits_that_their_gradients_do_not_have():
+    tiny = TinyGPT(dtype="bf16", grads_in_fp32=False)
+    config = LossyConfig(grad_error="bit-flip", grad_error_bits=(20, 25), grad_error_at="reduce")
+    for train, ranks, *size in ((owned, 2), (owned_virtually, 1, 2)):
+        with pytest.raises(RankFailed, match="--grad-error-bits 20 25: needs 0 <= LOW <= HIGH <= 15"):
+            run_ranks(train, ranks, *size, tiny, config, 0)
+
+
 @pytest.mark.parametrize("per_token", [False, True])
 def test_errors_of_owners_are_in_units_of_what_ranks_have(per_token):
     """Virtual workers add up what ranks divide by their number before the sum, unless gradients are sums over tokens."""

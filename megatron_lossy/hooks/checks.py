@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..channel.corruption import check_bits
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..flags import as_text, refuse_unused
@@ -381,6 +382,9 @@ def check_arguments(args: Any, config: LossyConfig) -> None:
     if _layer_wise(args):
         raise refuse("--optimizer", args.optimizer, _LAYER_WISE)
     check_optimizer(args, config, getattr(args, "use_distributed_optimizer", False))
+    half = getattr(args, "bf16", False) or getattr(args, "fp16", False)
+    if half and getattr(args, "accumulate_allreduce_grads_in_fp32", None) is False:  # as --grad-reduce-in-bf16 asks for
+        check_bits(config, 16)
     if config.save_replicas and getattr(args, "non_persistent_ckpt_type", None):
         raise refuse(
             "--non-persistent-ckpt-type",

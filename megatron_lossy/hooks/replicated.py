@@ -76,12 +76,14 @@ def errors_of_owner(
 ) -> Errors:
     """What hits the gradients that a rank owns with the distributed optimizer: shard ``shard`` of ``shards`` of each bucket.
 
-    ``owner``: the rank in the full group, over all optimizer instances.
+    ``owner``: the rank in the full group, over all optimizer instances. Raises :class:`UsageError` for bits that gradients do
+    not have.
     """
     ranges = [
         owned_ranges(used_ranges(buffer, bucket), bucket.grad_data.numel() // shards, shard) for buffer, bucket in pairs
     ]
     width = min(8 * bucket.grad_data.element_size() for _, bucket in pairs)
+    check_bits(config, width)
     add_up = add_up_of(stream, pairs[0][1])
     return Errors(corruption, owner, ranges, width, config.delivery_log is not None, add_up)
 

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: Purposes of draws: whether an error happens, its noise, the elements and the bits that it hits.
 HAPPENS, NOISE, ELEMENTS, BITS = 16, 17, 18, 19
+#: Of float32, in which noise is drawn and added.
+LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)

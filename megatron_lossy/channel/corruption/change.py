@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .base import Event
+from .base import LARGEST, Event
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def apply(
         event = dataclasses.replace(event, std=event.std * rms / unit, relative=False)
     if not runs:
         return None
-    _add_noise(runs, event.seed, event.std * unit)
+    _add_noise(runs, event.seed, min(event.std * unit, LARGEST))  # a large unit makes it larger than torch takes
     return event
 
 

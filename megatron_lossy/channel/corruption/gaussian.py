@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from ...config.errors import ErrorFlags
 from ...errors import refuse
 from ...exchange import Exchange
 from ..draws import words
-from .base import NOISE, Corruption, Event
+from .base import LARGEST, NOISE, Corruption, Event
 
 
 class Gaussian(Corruption):
@@ -34,8 +33,8 @@ class Gaussian(Corruption):
         for flag, value in (
             ("--grad-error-std", std), ("--grad-error-relative", relative), ("--grad-error-burst-std", burst)
         ):  # fmt: skip
-            if value is not None and not 0 <= value < math.inf:
-                raise refuse(flag, value, "must be finite and at least 0")
+            if value is not None and not 0 <= value <= LARGEST:
+                raise refuse(flag, value, f"must be finite in float32 (at most {LARGEST:.3g}) and at least 0")
         if std is not None and relative is not None:
             raise refuse("--grad-error-relative", relative, "cannot be combined with --grad-error-std")
         if interval < 0:
