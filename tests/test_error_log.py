@@ -14,7 +14,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log import schema
 from megatron_lossy.delivery_log.__main__ import main
 from megatron_lossy.delivery_log.error_log import ErrorLog
-from megatron_lossy.delivery_log.errors import error_files, read_errors, read_events
+from megatron_lossy.delivery_log.errors import error_files, read_errors, read_events, recorded_events
 from megatron_lossy.delivery_log.verify_errors import verify_errors
 from megatron_lossy.delivery_log.writer import claim_delivery_log
 from megatron_lossy.errors import UsageError
@@ -249,3 +249,14 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         main(["summary", str(tmp_path)])
     assert ended.value.code == 2 and "holds errors and no deliveries" in capsys.readouterr().err
+
+
+def test_errors_are_replayed_where_they_were_recorded(tmp_path):
+    """Those of a reduction are all of rank 0, and would hit no other."""
+    for at, kind in (("reduce", "reduce"), ("broadcast", "noise")):
+        record(tmp_path / at, KINDS[kind])
+    for at, other in (("reduce", "broadcast"), ("broadcast", "reduce")):
+        trace = {"grad_error": "trace", "grad_error_trace": str(tmp_path / at)}
+        assert recorded_events(LossyConfig(**trace, grad_error_at=at))
+        with pytest.raises(UsageError, match=f"^--grad-error-at {other}: must be {at}, as of the errors in "):
+            recorded_events(LossyConfig(**trace, grad_error_at=other))

