@@ -80,7 +80,7 @@ def make_observers(
     if config.errs or config.replicates:
         observers.append(ReplicaMonitor(full_replicas, config.drift_interval))
         if config.delivery_log is not None:
-            observers.append(ErrorLog(config))
+            observers.append(ErrorLog(config, writer))
     return observers
 
 

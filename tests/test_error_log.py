@@ -19,6 +19,7 @@ from megatron_lossy.delivery_log.verify_errors import verify_errors
 from megatron_lossy.delivery_log.writer import claim_delivery_log
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
+from megatron_lossy.run import make_observers
 from megatron_lossy.sync import Mismatch, Synced
 from tests.test_delivery_log import flip_bits, rewrite, truncate
 
@@ -260,3 +261,9 @@ def test_errors_are_replayed_where_they_were_recorded(tmp_path):
         assert recorded_events(LossyConfig(**trace, grad_error_at=at))
         with pytest.raises(UsageError, match=f"^--grad-error-at {other}: must be {at}, as of the errors in "):
             recorded_events(LossyConfig(**trace, grad_error_at=other))
+
+
+def test_the_log_of_errors_is_of_the_same_writer_as_others(tmp_path):
+    config = LossyConfig(**KINDS["reduce"], p_grad=0.1, delivery_log=str(tmp_path))
+    writers = {type(one).__name__: one.rank for one in make_observers(config, writer=3) if hasattr(one, "rank")}
+    assert writers["ErrorLog"] == 3 and set(writers.values()) == {3}

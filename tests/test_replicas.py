@@ -331,6 +331,31 @@ def test_virtual_workers_refuse_what_ranks_do():
             run_ranks(train, ranks, *size, [("", full(), config)], 1)
 
 
+def memory(rank):
+    """Which of some configurations fit where there are 18 bytes for each parameter of two workers."""
+    import types
+
+    from megatron_lossy.errors import UsageError
+    from megatron_lossy.virtual import VirtualReplicas, replicas
+    from tests.tiny_gpt import build
+
+    def fits(config):
+        try:
+            return build(full(), VirtualReplicas(config, 2))
+        except UsageError as error:
+            if not str(error).startswith("--virtual-workers 2: full replicas of "):
+                raise
+            return None
+
+    elements = sum(parameter.numel() for parameter in fits(NOISE).model[0].parameters())
+    replicas.psutil = types.SimpleNamespace(virtual_memory=lambda: types.SimpleNamespace(available=36 * elements))
+    return [bool(fits(config)) for config in (NOISE, changed(replica_check="log"), LOST)]
+
+
+def test_virtual_workers_keep_gradients_in_memory_where_they_are_compared_or_lost():
+    assert run_ranks(memory, 1) == [[True, False, False]]
+
+
 def test_virtual_workers_share_no_loss_scale():
     config = changed(replica_check="repair")
     with pytest.raises(RankFailed, match="--loss-scale 64: replicas of virtual workers would change it"):

@@ -29,8 +29,9 @@ from .base import VirtualRun
 from .reduction import LossyReduction
 from .states import TrainingStates
 
-# Weights and two moments in float32, and a copy of the weights in the model's precision or of the gradients.
-_BYTES = 16
+# Of an element: weights and two moments in float32, and a copy of the weights in the model's precision or of the gradients;
+# and the gradients of a worker, where they are kept to be compared, or to stand in for what is lost.
+_BYTES, _OF_GRADIENTS = 16, 4
 
 
 class VirtualReplicas(VirtualRun):
@@ -74,7 +75,8 @@ class VirtualReplicas(VirtualRun):
 
     def _check_memory(self) -> None:
         elements = sum(parameter.numel() for parameter in self._parameters)
-        needed = elements * _BYTES * self.workers
+        kept = (self.config.replica_check != "none") + (not self.config.untouched("grad"))
+        needed = elements * (_BYTES + kept * _OF_GRADIENTS) * self.workers
         there = psutil.virtual_memory().available
         if self.device.type == "cuda":
             there = torch.cuda.mem_get_info(self.device)[0]
