@@ -278,3 +278,17 @@ def test_bits_are_those_of_the_gradients_that_megatron_settled_on():
     assert refused(config, bf16=True, accumulate_allreduce_grads_in_fp32=False) == line
     assert refused(config, bf16=True, accumulate_allreduce_grads_in_fp32=True) == ""
     assert refused(config, bf16=False, accumulate_allreduce_grads_in_fp32=False) == ""
+
+
+def test_divergence_cannot_be_allowed_with_the_distributed_optimizer():
+    """Though by itself that flag does nothing."""
+    line = "--allow-divergence on: needs replicas that each have all of the optimizer"
+    assert refused(LossyConfig(allow_divergence=True), use_distributed_optimizer=True).startswith(line)
+    assert refused(LossyConfig(allow_divergence=True)) == ""
+
+
+def test_lost_gradients_are_averaged_before_the_run_ends():
+    lost = {"p_grad": 0.1, "param_sync_interval": 6}
+    assert refused(LossyConfig(**lost), train_iters=5).startswith("--param-sync-interval 6: is above --train-iters 5")
+    assert refused(LossyConfig(**lost), train_iters=6) == refused(LossyConfig(**lost), train_iters=None) == ""
+    assert refused(LossyConfig(**lost, allow_divergence=True), train_iters=5) == ""

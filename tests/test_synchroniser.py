@@ -397,6 +397,14 @@ REFUSED = [
         dict(param_sync_interval=1, param_sync_rule="snr", param_sync_min_interval=9, param_sync_max_interval=5),
         "--param-sync-max-interval 5: must be at least --param-sync-min-interval 9",
     ),
+    (
+        dict(param_sync_interval=5000, param_sync_rule="divergence"),
+        "--param-sync-interval 5000: must be within --param-sync-min-interval 1 and --param-sync-max-interval 1000",
+    ),
+    (
+        dict(param_sync_interval=2, param_sync_rule="snr", param_sync_min_interval=3),
+        "--param-sync-interval 2: must be within --param-sync-min-interval 3",
+    ),
     (dict(replica_check="mend"), "--replica-check mend: must be one of none, log, repair, abort"),
     (dict(param_sync_interval=1, p_param=0.1), "--param-sync-interval 1: needs replicas that each update everything"),
     (dict(replica_check="log", p_param=0.1), "--replica-check log: needs replicas that each update everything"),

@@ -75,6 +75,10 @@ class SyncFlags:
         if self.param_sync_max_interval < self.param_sync_min_interval:
             least = f"must be at least --param-sync-min-interval {self.param_sync_min_interval}"
             raise refuse("--param-sync-max-interval", self.param_sync_max_interval, least)
+        low, high = self.param_sync_min_interval, self.param_sync_max_interval
+        if self.synchronises and self.param_sync_rule != "fixed" and not low <= self.param_sync_interval <= high:
+            within = f"must be within --param-sync-min-interval {low} and --param-sync-max-interval {high}"
+            raise refuse("--param-sync-interval", self.param_sync_interval, within)
         needs = {
             name: ("--param-sync-interval", self.synchronises)
             for name in SyncFlags.__dataclass_fields__

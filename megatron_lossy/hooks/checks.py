@@ -67,6 +67,10 @@ def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> No
         if not (config.synchronises or config.allow_divergence):
             why = "drives replicas apart without the distributed optimizer; needs --param-sync-interval or --allow-divergence"
             raise refuse("--p-grad", as_text(config.p_grad), why)
+        last = getattr(settings, "train_iters", None)
+        if last is not None and config.param_sync_interval > last and not config.allow_divergence:
+            why = f"is above --train-iters {last}: replicas would drift apart to the end; or give --allow-divergence"
+            raise refuse("--param-sync-interval", config.param_sync_interval, why)
         if config.transport == "udp":
             raise refuse("--transport", "udp", "carries no all-reduce; " + off + "; choose pieces or torch")
         for name in ("param_send", "param_lag", "param_priority", "param_priority_fraction"):
@@ -372,7 +376,10 @@ def _check_island_arguments(args: Any, config: LossyConfig) -> None:
 
 def check_arguments(args: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` for Megatron-LM arguments that cannot go with loss, before anything starts."""
+    distributed = getattr(args, "use_distributed_optimizer", False)
     if config.inert:
+        if distributed:
+            _refuse_with_shards(config)
         return
     check_owners(config)
     if config.averages:
@@ -381,7 +388,7 @@ def check_arguments(args: Any, config: LossyConfig) -> None:
     check_boundaries(args, config)
     if _layer_wise(args):
         raise refuse("--optimizer", args.optimizer, _LAYER_WISE)
-    check_optimizer(args, config, getattr(args, "use_distributed_optimizer", False))
+    check_optimizer(args, config, distributed)
     half = getattr(args, "bf16", False) or getattr(args, "fp16", False)
     if half and getattr(args, "accumulate_allreduce_grads_in_fp32", None) is False:  # as --grad-reduce-in-bf16 asks for
         check_bits(config, 16)
