@@ -124,6 +124,7 @@ def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
 SHARDED = {"use_distributed_optimizer": True}
 REFUSED = [
     (SHARDED, NOISE, "--grad-error-at broadcast: needs replicas"),
+    (SHARDED, {"grad_error": "trace", "grad_error_trace": "/nowhere"}, "--grad-error-at broadcast: needs replicas"),
     (SHARDED, {"param_sync_interval": 2}, "--param-sync-interval 2: needs replicas"),
     (SHARDED, {"replica_check": "log"}, "--replica-check log: needs replicas"),
     (SHARDED, {"allow_divergence": True}, "--allow-divergence on: needs replicas"),

@@ -272,7 +272,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
             raise refuse("--param-sync-interval", self.param_sync_interval, needs)
         if self.replica_check != "none":
             raise refuse("--replica-check", self.replica_check, needs)
-        if self.errs and self.grad_error != "trace" and self.grad_error_at == "broadcast":
+        if self.errs and self.grad_error_at == "broadcast":
             raise refuse("--grad-error-at", "broadcast", needs)
 
     def _check_boundaries_between(self) -> None:
@@ -376,12 +376,9 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
 
     @property
     def replicates(self) -> bool:
-        """True if something is asked for that needs full replicas: each rank with all of the optimizer.
-
-        Recorded errors do not by themselves, wherever they were recorded: what hits owners can be replayed with shards.
-        """
-        apart = self.errs and self.grad_error != "trace" and self.grad_error_at == "broadcast"
-        return apart or self.synchronises or self.replica_check != "none" or self.allow_divergence
+        """True if something is asked for that needs full replicas: each rank with all of the optimizer."""
+        own = self.errs and self.grad_error_at == "broadcast"
+        return own or self.synchronises or self.replica_check != "none" or self.allow_divergence
 
     @property
     def drives_apart(self) -> bool:
