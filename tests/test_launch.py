@@ -22,6 +22,7 @@ from megatron_lossy.launch.memory import Layout, estimate, parameters
 from megatron_lossy.launch.plan import make_plan
 from megatron_lossy.launch.rank import rank_environment
 from megatron_lossy.launch.slurm import check_job, done_iterations, job_name, run_in_job
+from megatron_lossy.train.arguments import configurations, make_parser, read_arguments
 from megatron_lossy.train.config import TrainConfig
 
 from .ranks import run_ranks
@@ -246,6 +247,45 @@ def test_flags_for_megatron(data, tmp_path):
     assert plan.layout.sequence_parallel and plan.layout.flash_attention
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--no-use-distributed-optimizer", "--param-sync-interval=4", "--replica-check=log"),
+        ("--virtual-workers=4", "--no-use-distributed-optimizer", "--global-batch-size=16"),
+        ("--p-grad=0.1", "--p-param=0.2", "--loss-unit=packet"),
+        ("--islands=2", "--sync-method=parameters", "--sync-delay=3", "--save-replicas"),
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_the_trainer_is_told_what_the_plan_says(flags, data, tmp_path):
+    sizes = ["--device=cpu", "--accelerators=1" if "virtual" in flags[0] else "--accelerators=4"]
+    plan = make_plan(arguments(TINY_FILE, data, tmp_path, *sizes, *flags))
+    check(plan, starting=False)
+    assert plan.module[0] == "megatron_lossy.train"
+    told = configurations(read_arguments(make_parser("train", ""), plan.module[1:]))
+    assert told == (plan.train, plan.lossy)
+
+
+def test_megatron_is_told_which_optimizer(data, tmp_path):
+    for flags, sharded in ((), True), (("--no-use-distributed-optimizer", "--param-sync-interval=4"), False):
+        command = arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=4", "--tokenizer=byte", *flags)
+        command[1] = "--program=pretrain_gpt.py"
+        plan = make_plan(command)
+        assert ("--use-distributed-optimizer" in plan.module) == sharded
+        found = estimate(plan.train, plan.lossy, plan.layout, plan.device).components
+        assert ("optimizer shard" in found) == sharded
+        whole = found.get("optimizer", 0) or 4 * found["optimizer shard"]
+        assert whole == 8 * found["weights"] / 4
+
+
+def test_a_run_of_islands_ends_where_the_slowest_does(data, tmp_path):
+    speeds = ["--virtual-workers=4", "--islands=4", "--sync-method=none", "--island-speeds", "2", "1", "2", "1"]
+    plan = make_plan(
+        arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=1", *speeds, "--train-iters=200")
+    )
+    assert plan.iterations == 133
+
+
 # --- wrong input ------------------------------------------------------------
 
 
@@ -269,6 +309,11 @@ def test_flags_for_megatron(data, tmp_path):
         (["--data-manifest=absent.json"], "--data-manifest absent.json: cannot be read"),
         (["--program=absent.py"], "--program absent.py: must be train or a file"),
         (["--save=x"], "--save x: cannot be given to launch"),
+        (
+            ["--p-grad=0.1", "--no-use-distributed-optimizer", "--no-overlap-param-gather"],
+            "--p-grad 0.1: drives replicas apart",
+        ),
+        (["--loss-model=trace", "--trace=absent"], "--trace absent"),
         (["--unknown-flag", "3"], "--unknown-flag 3: is no flag of python -m megatron_lossy.train"),
         (["--environment=A"], "--environment A: must be pairs NAME=VALUE"),
         (["--hostfile=h"], "--hostfile h: needs --launcher mpirun"),

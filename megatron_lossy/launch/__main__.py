@@ -62,7 +62,7 @@ def describe(plan: Plan) -> list[str]:
     tensor, pipeline = train.tensor_model_parallel_size, train.pipeline_model_parallel_size
     data = train.data_parallel_size(launch.accelerators)
     lines = [
-        f"run      {plan.folder}, from iteration {done_iterations(plan)} to {train.train_iters}",
+        f"run      {plan.folder}, from iteration {done_iterations(plan)} to {plan.iterations}",
         (
             f"ranks    {launch.accelerators} on {launch.nodes} node{'s' if launch.nodes > 1 else ''}: "
             f"data {data} x tensor {tensor} x pipeline {pipeline}"

@@ -46,23 +46,21 @@ def check(plan: Plan, starting: bool) -> None:
 
 
 def _check_training(plan: Plan) -> None:
-    if plan.lossy.islands == 1 and not plan.lossy.async_pipeline:
-        return
-    from ..hooks.checks import check_pipeline, check_real_islands  # which imports torch
-    from ..sync import check_islands
+    train, lossy = plan.train, plan.lossy
+    if plan.launch.trainer:
+        from ..train.checks import check_flags  # which imports torch
 
-    if plan.lossy.async_pipeline and not plan.launch.trainer:
-        raise refuse(
-            "--async-pipeline",
-            "on",
-            "needs --program train; Megatron-LM's loop flushes the pipeline in every iteration",
-        )
-    check_pipeline(plan.train, plan.lossy)
-    virtual = plan.train.virtual_workers is not None
-    workers = plan.train.data_parallel_size(plan.launch.accelerators)
-    check_islands(plan.lossy, workers, plan.train.train_iters, virtual)
-    if plan.lossy.averages and not virtual:
-        check_real_islands(plan.train, plan.lossy)
+        check_flags(train, lossy, plan.launch.accelerators)
+        return
+    if lossy.async_pipeline:
+        why = "needs --program train; Megatron-LM's loop flushes the pipeline in every iteration"
+        raise refuse("--async-pipeline", "on", why)
+    if lossy.islands > 1:
+        from ..hooks.checks import check_real_islands
+        from ..sync import check_islands
+
+        check_islands(lossy, train.data_parallel_size(plan.launch.accelerators), train.train_iters, virtual=False)
+        check_real_islands(train, lossy)
 
 
 def check_memory(plan: Plan) -> StageMemory:

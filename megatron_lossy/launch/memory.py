@@ -128,11 +128,12 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     batches = config.global_batch_size // config.micro_batch_size // data
     late = pipeline - 1 - stage if lossy.async_pipeline else 0
     at_once = late * batches + 1 if lossy.async_pipeline else min(pipeline - stage, batches)
-    optimizer = weights * (12 if config.bf16 else 8) / (1 if config.virtual_workers else shards)
+    sharded = config.use_distributed_optimizer and not config.virtual_workers
+    optimizer = weights * (12 if config.bf16 else 8) / (shards if sharded else 1)
     components = {
         "weights": weights * compute,
         "gradients": weights * _GRADIENT,
-        "optimizer shard": optimizer,
+        "optimizer shard" if config.use_distributed_optimizer else "optimizer": optimizer,
         "activations": at_once * _activations(config, layout, compute),
     }
     if last:

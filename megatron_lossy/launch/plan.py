@@ -54,6 +54,11 @@ class Plan:
         return self.lossy.islands if self.lossy.averages and not self.train.virtual_workers else 1
 
     @property
+    def iterations(self) -> int:
+        """Where the run ends: fewer than ``--train-iters`` if the slowest of islands makes fewer."""
+        return self.lossy.iterations(self.train.train_iters)
+
+    @property
     def job_folders(self) -> list[Path]:
         """The run's folder, or those of its islands in it."""
         if self.islands == 1:
@@ -180,7 +185,9 @@ def _program(
 
 def _trainer_arguments(config: TrainConfig) -> list[str]:
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in given(config).items()}
-    return flag_arguments({name.replace("_", "-"): value for name, value in listed.items()}, "train")
+    arguments = flag_arguments({name.replace("_", "-"): value for name, value in listed.items()}, "train")
+    # A switch that is off although it is on by default.
+    return arguments + [f"--no-{name.replace('_', '-')}" for name, value in listed.items() if value is False]
 
 
 def _rate_name(rate: float | None) -> str | None:

@@ -45,6 +45,7 @@ _SAME = (
     "clip_grad",
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "use_distributed_optimizer",
     "overlap_grad_reduce",
     "overlap_param_gather",
     "ddp_bucket_size",
@@ -66,7 +67,6 @@ _ALWAYS = {
     "position-embedding-type": "rope",
     "swiglu": True,
     "disable-bias-linear": True,
-    "use-distributed-optimizer": True,
     # What the trainer does on SIGTERM: save, and end.
     "exit-signal-handler": True,
 }

@@ -20,28 +20,18 @@ import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from .. import device, hooks
-from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
 from ..config.islands import CONSENSUS_FOLDER
 from ..data import build_tokenizer, epochs
-from ..delivery_log.errors import recorded_events
 from ..delivery_log.writer import claim_delivery_log
 from ..flags import identity
-from ..hooks.checks import (
-    check_boundaries,
-    check_loss_per_token,
-    check_optimizer,
-    check_pipeline,
-    check_real_islands,
-    check_tied_replicas,
-)
 from ..run import Run
-from ..sync import IslandWorld, check_islands, notes_on_averaging
-from ..transport import check_channels, check_owners, check_ranks
+from ..sync import IslandWorld, notes_on_averaging
 from ..virtual import VirtualCluster, VirtualIslands, VirtualReplicas, VirtualRun
 from . import parallel
 from .async_pipeline import StageWorkers
 from .checkpoint import Checkpoints
+from .checks import check_flags
 from .config import TrainConfig
 from .data import RankBatches, build_datasets
 from .evaluate import begin_mean_loss, evaluate
@@ -80,26 +70,12 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     device.take_device()
     ranks = launched_ranks()
     config.check_world(ranks)
-    check_channels(lossy_config, config.data_parallel_size(ranks), config.train_iters)
-    check_ranks(lossy_config, config.data_parallel_size(ranks))
-    check_loss_per_token(config, lossy_config)
-    check_boundaries(config, lossy_config)
-    check_pipeline(config, lossy_config)
-    check_optimizer(config, lossy_config, config.use_distributed_optimizer)
-    check_tied_replicas(config, lossy_config, config.data_parallel_size(ranks))
-    check_error_ranks(lossy_config, config.data_parallel_size(ranks))
-    recorded_events(lossy_config)  # whether they can be read
+    check_flags(config, lossy_config, ranks)
     virtual = config.virtual_workers is not None
-    check_islands(lossy_config, config.data_parallel_size(ranks), config.train_iters, virtual)
     island = None
     if lossy_config.averages and not virtual:
-        check_real_islands(config, lossy_config)
         island = IslandWorld(lossy_config.islands, config.seed)
         config = in_folders_of_island(config, island.island)
-    if config.virtual_workers:
-        VirtualRun.check(lossy_config, config.virtual_workers)
-    else:
-        check_owners(lossy_config)
     transformer_impl(config)
     if config.wandb_project:
         check_wandb(config.wandb_project)
