@@ -200,5 +200,8 @@ def _install_once(name: str, patches: Callable[[], list[Patch]]) -> None:
 
 def _close() -> None:
     atexit.unregister(_close)
-    for observer in _lossy.observers if _lossy is not None else ():
+    if _lossy is None:
+        return
+    _lossy.tell_observers(list)  # of the last iteration, of which an observed transport knows only now what arrived
+    for observer in _lossy.observers:
         observer.close()

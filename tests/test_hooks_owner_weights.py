@@ -49,12 +49,13 @@ def undisturbed(rank, tiny, config):
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("world", [1, 3])
-def test_owner_weights_do_not_disturb_training(overlap, world):
-    tiny = OVERLAPS[overlap]
-    expected = run_ranks(undisturbed, world, tiny, CONFIG)
+@pytest.mark.parametrize(("world", "send"), [(1, "plain"), (3, "plain"), (2, "compensated")])
+def test_owner_weights_do_not_disturb_training(overlap, world, send):
+    """Also where what arrived is ahead of the owners' weights."""
+    tiny, config = OVERLAPS[overlap], dataclasses.replace(CONFIG, param_send=send)
+    expected = run_ranks(undisturbed, world, tiny, config)
     stale = 0
-    for rank, (seen, final) in enumerate(run_ranks(inside_and_after, world, tiny, CONFIG)):
+    for rank, (seen, final) in enumerate(run_ranks(inside_and_after, world, tiny, config)):
         for before, owners, inside, after in seen:
             for name in owners:
                 np.testing.assert_array_equal(inside[name], owners[name])

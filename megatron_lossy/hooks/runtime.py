@@ -439,6 +439,8 @@ class Lossy(Run):
     def replica_state(self) -> Any:
         """For each bucket: which units are stale, bool[N, count], and their values; or ``None``. Of a full replica all.
 
+        Where owners send with a lead, all values of the bucket besides: what arrived is not the owners' weights either.
+
         With islands also what is under way between them.
         """
         if self.replica is not None:
@@ -449,17 +451,20 @@ class Lossy(Run):
 
     def _stale(self) -> list[Any]:
         self._finish_adding()
+        if any(group.compensates for group in self.groups):
+            self.settle()  # of what is still to be gathered nobody would have the lead again
         stale = []
         for bucket in self.buckets():
             slot = slot_of(bucket.param_data)
             delivery = slot.group.delivery("param", self.update) if self.update is not None else None
             rule = slot.group.rules["param"][slot.bucket]
             lost = rule.lost(delivery) if delivery is not None else None
-            if lost is None or not lost.mask.any():
+            whole = (bucket.param_data.clone(),) if lost is not None and slot.group.compensates else ()
+            if lost is None or not (lost.mask.any() or whole):
                 stale.append(None)
             else:
                 values = rows_for(bucket.param_data.device).take(bucket.param_data, rule.units, lost)
-                stale.append((torch.from_numpy(lost.mask), values))
+                stale.append((torch.from_numpy(lost.mask), values, *whole))
         return stale
 
     def load_replica_state(self, state: Any) -> None:
@@ -475,10 +480,12 @@ class Lossy(Run):
         for bucket, saved in zip(buckets, state, strict=True):
             if saved is None:
                 continue
-            slot, (missed, values) = slot_of(bucket.param_data), saved
+            slot, (missed, values, *whole) = slot_of(bucket.param_data), saved
             lost[slot.group][slot.bucket] = missed.cpu().numpy()
             units = slot.group.rules["param"][slot.bucket].units
             with torch.no_grad():
+                for replica in whole:
+                    bucket.param_data.copy_(replica)
                 rows = rows_for(bucket.param_data.device)
                 rows.put_(bucket.param_data, units, Lost(lost[slot.group][slot.bucket]), values)
         for group, by_bucket in lost.items():

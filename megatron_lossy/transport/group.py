@@ -327,12 +327,15 @@ class LossyGroup:
                 self.counted.begin_update()
 
     def put_stale_aside(self, bucket: int, buffer: torch.Tensor, step: int) -> Callable[[], None] | None:
-        """Before ``buffer`` is gathered reliably: keep what of it is stale since ``step``.
+        """Before ``buffer`` is gathered reliably: keep what of it is not the owners' weights since ``step``.
 
         Returns what puts it back, or ``None`` in a phase without loss.
         """
         if self.lossless("param"):
             return None
+        if self.compensates:  # what arrived is ahead of them
+            replica = buffer.clone()
+            return lambda: buffer.copy_(replica)
         delivery, rule = self.delivery("param", step), self.rules["param"][bucket]
         assert delivery is not None, "the gather of the last update is still under way"
         kept = rule.before(buffer, delivery, Reduction())
