@@ -258,6 +258,20 @@ def killed_log(rank, folder):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def test_a_stream_that_began_after_the_first_file_is_known(tmp_path):
+    """Say, of parameters, while the optimizer skipped its first updates."""
+    config, late = LossyConfig(**LOSSY), Stream(chunk=1)
+    write(tmp_path, config, 2, 2)
+    write(tmp_path, config, 2, 5, streams=(Stream(), late), first=2)
+    folder = DeliveryLogFolder(tmp_path)
+    assert late.name not in folder.ranks[0][0].meta.streams
+    assert folder.size(late.name) == 2 and (late.name, 0) in folder.writers
+    verified = run_program("megatron_lossy.delivery_log", "verify", tmp_path)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    replay = LossyConfig(loss_model=("trace",), trace=str(tmp_path))
+    Network(replay, "param", 2).channel.check("param", late, 2, None, None)
+
+
 def test_a_killed_run_loses_at_most_the_last_chunk(tmp_path):
     with pytest.raises(AssertionError, match="the process died"):
         run_ranks(killed_log, 1, tmp_path)

@@ -249,11 +249,32 @@ class DeliveryLogFolder:
         return files[number] if number >= 0 and iteration <= files[number].last else None
 
     @cached_property
+    def streams(self) -> dict[int, dict[str, dict[str, Any]]]:
+        """By rank, stream and phase the first cut that a file of the rank has. Raises :class:`BadLog` for its first file.
+
+        A file has the streams that were exchanged until it was written, so that the first one may lack some. Later ones
+        that cannot be read are left to whoever reads their rows.
+        """
+        result: dict[int, dict[str, dict[str, Any]]] = {}
+        for rank, files in self.ranks.items():
+            found = result.setdefault(rank, {})
+            for file in files:
+                try:
+                    streams = file.meta.streams
+                except BadLog:
+                    if file is files[0]:
+                        raise
+                    continue
+                for name, phases in streams.items():
+                    found[name] = phases | found.get(name, {})
+        return result
+
+    @cached_property
     def writers(self) -> dict[tuple[str, int], list[int]]:
         """By stream and destination, the ranks whose files have its rows. Raises :class:`BadLog`."""
         result: dict[tuple[str, int], list[int]] = {}
-        for rank, files in self.ranks.items():
-            for name, phases in files[0].meta.streams.items():
+        for rank, streams in self.streams.items():
+            for name, phases in streams.items():
                 for destination in {one for cut in phases.values() for one in cut.receivers}:
                     result.setdefault((name, destination), []).append(rank)
         return result
@@ -263,8 +284,8 @@ class DeliveryLogFolder:
         return max(
             (
                 1 + max(*cut.sources, *cut.receivers)
-                for files in self.ranks.values()
-                for cut in files[0].meta.streams.get(stream, {}).values()
+                for streams in self.streams.values()
+                for cut in streams.get(stream, {}).values()
             ),
             default=0,
         )

@@ -124,8 +124,8 @@ class Recorded(Channel):
                 raise self._refuse(f"has no records of {stream.name}")
             if recorded and recorded != size:
                 raise self._refuse(f"is of {recorded} ranks, but the group has {size}")
-            for files in self.folder.ranks.values():
-                cut = files[0].meta.streams.get(stream.name, {}).get(phase)
+            for streams in self.folder.streams.values():
+                cut = streams.get(stream.name, {}).get(phase)
                 if units is not None and cut is not None and cut.units != units:
                     raise self._refuse(f"has {cut.units} units per link in phase {phase}, this run has {units}")
             if recorded:

@@ -135,7 +135,7 @@ class Priority:
         import torch
 
         assert self.protection.draw is not None
-        first = self.units.first * len(buffer) + int(rows[0])
+        first = self.units.first * (len(buffer) // self.units.shard) + int(rows[0])
         drawn = self.protection.draw(exchange, self.rank, first)
         places = (drawn * (len(rows) * self.units.shard)).astype(np.int64)
         places = rows[places // self.units.shard] * self.units.shard + places % self.units.shard
