@@ -303,6 +303,18 @@ def test_where_nobody_knows_the_rate_receivers_count(trace):
     assert any(not np.array_equal(plain[0][-1][2][key], value) for key, value in ranks[0][-1][2].items())
 
 
+def test_receivers_count_from_the_start_where_a_later_rate_tells_nothing():
+    """Of bursts so long that ages of thousands of steps matter, after steps without loss."""
+    for burst, counts in ((20.0, False), (500.0, True)):
+        config = LossyConfig(
+            loss_model=("gilbert-elliott",), loss_schedule=("0:0,10:0.3",), ge_mean_burst=(burst,),
+            param_send="compensated",
+        )  # fmt: skip
+        group = group_in_memory(config, rank=1, shard=50)
+        assert (group.counted is not None) == counts
+        assert group.lead(0) == (0, 0) and (group.lead(10) == (0, 0)) == counts
+
+
 def test_counted_lag_is_that_of_the_losses():
     """600 steps of 50 packets from two senders: five standard errors (false alarm 6e-7)."""
     p = 0.4

@@ -73,6 +73,10 @@ class GilbertElliott(DrawnChannel):
         return _drift(cls(loss, seed=0).parameters(step), units)
 
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float] | None:
+        # Known in all steps or in none: whoever has to count begins with the first step.
+        lags = [_lag(self.parameters(start), units) for start in self.loss.schedule.starts if not self._quiet(start)]
+        if None in lags:
+            return None
         return (0.0, 0.0) if self._quiet(step) else _lag(self.parameters(step), units)
 
     def parameters(self, step: int) -> tuple[float, float, float, float]:
