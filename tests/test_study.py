@@ -49,6 +49,8 @@ TINY = {
     "log-interval": 1,
 }
 
+NOISE = {"grad-error": "gaussian", "grad-error-relative": 1}
+
 
 def _design(**changes) -> Design:
     fields = {
@@ -115,6 +117,45 @@ def test_a_baseline_is_what_changes_refer_to():
     for wrong in ({"lr": 1.0}, {"name": "10 %"}):
         with pytest.raises(UsageError, match="^baseline: must be a mapping with a name, which no level has"):
             _read_changed(baseline=wrong)
+
+
+FOUR = {**TINY, "num-layers": 2, "virtual-workers": 4, "global-batch-size": 4}
+_ISLANDS = {"islands": 2, "sync-method": "parameters"}
+_ASYNC = {"async-pipeline": True, "virtual-stages": 1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "level", "kept"),
+    [
+        (_ISLANDS, {"loss-schedule": "0:0.1"}, {"islands": 2, "sync_method": "parameters"}),
+        (_ISLANDS, {"transport": "pieces", "p-sync": 0.1}, {"islands": 2, "transport": "torch"}),
+        (_ISLANDS, {"ge-grad": [0.1, 0.5, 0, 1], "loss-model": "gilbert-elliott"}, {"ge_grad": None}),
+        (_ISLANDS, {"p-sync": 0.1, "loss-unit": "packet", "sync-fraction": 0.5}, {"sync_fraction": 0.5}),
+        (_ASYNC, {"loss-schedule": "0:0.1"}, {"async_pipeline": True, "virtual_stages": 1}),
+        (_ASYNC, {"p-act": 0.1, "p-act-grad": 0.1, "virtual-boundaries": [1]}, {"async_pipeline": True, "p_act": 0}),
+        (_ASYNC, {**NOISE, "grad-error-at": "reduce"}, {"async_pipeline": True, "grad_error": "none"}),
+    ],
+)
+def test_islands_and_stages_are_clean_where_changes_refer_to(settings, level, kept):
+    """A study whose own settings lose or err, for one."""
+    study = _design(settings={**FOUR, **settings, **level}, levels={"a": {}}, seeds=[1]).study()
+    [clean] = {trial.cell.loss for trial in study.trials if trial.level is None}
+    assert not clean.draws and not clean.errs and clean.transport == "torch"
+    assert {name: getattr(clean, name) for name in kept} == kept
+
+
+def test_per_link_rates_and_traces_are_not_where_changes_refer_to(tmp_path):
+    np.savetxt(tmp_path / "rates.txt", 0.1 - 0.1 * np.eye(4))
+    level = {"loss-model": ["per-link", "bernoulli"], "link-rates-grad": str(tmp_path / "rates.txt")}
+    study = _design(settings={**FOUR, **_ISLANDS}, levels={"a": level}, variants={"a": level}).study()
+    clean = {trial.cell.loss for trial in study.trials if trial.level is None}
+    assert {(loss.link_rates_grad, loss.loss_model) for loss in clean} == {(None, ("bernoulli",))}
+
+
+def test_what_changes_refer_to_must_not_lose(monkeypatch):
+    monkeypatch.setattr("megatron_lossy.study.design._KEPT", ("islands", "sync_method", "p_sync"))
+    with pytest.raises(UsageError, match="T, 0 %: what changes refer to loses or errs: 2 islands"):
+        _design(settings=TINY | _ISLANDS | {"p-sync": 0.1}).study()
 
 
 def _read_changed(**content):
@@ -199,7 +240,6 @@ def test_wrong_conditions(changes, arguments, message):
 # --- errors in gradients ---------------------------------------------------------------------------------------------
 
 REPLICAS = {**TINY, "use-distributed-optimizer": False}
-NOISE = {"grad-error": "gaussian", "grad-error-relative": 1}
 
 
 def test_levels_can_be_errors_in_gradients():

@@ -36,6 +36,8 @@ from typing import Any
 
 from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
+from ..config.islands import IslandFlags
+from ..config.pipeline import PipelineFlags
 from ..errors import UsageError, refuse
 from ..hooks.checks import check_optimizer, check_pipeline, check_tied_replicas
 from ..report.scalars import AXES, check_names, needs_drift
@@ -47,6 +49,11 @@ from .cells import Cell, make_cell
 
 # What the study sets itself, what would end a run early, or would be one folder for all cells.
 _NOT_HERE = ("save", "load", "metrics_dir", "exit_interval", "tensorboard_dir", "wandb_project", "delivery_log")
+# Islands and asynchronous stages are no losses: the run without loss has them, too.
+_KEPT = tuple(f.name for cls in (IslandFlags, PipelineFlags) for f in dataclasses.fields(cls) if f.name != "p_sync")
+# These do nothing where nothing is lost, but cells that are trained already are named by them.
+_NAMED_BY = ("loss_unit", "packet_bytes", "loss_model", "ge_mean_burst")
+_OF_A_RATE = {"bernoulli", "gilbert-elliott"}
 #: What the column of clean runs is called: in studies of loss, and of errors.
 NO_LOSS, NO_ERROR = "0 %", "no error"
 
@@ -150,6 +157,7 @@ class Design:
                 raise refuse("--islands", loss.islands, "needs --virtual-workers in a study")
             check_islands(loss, train.data_parallel_size(self.processes), train.train_iters, virtual=True)
             check_pipeline(train, loss)
+            reference = self._reference(loss)
             if level is not None:
                 if loss.lossless and not loss.errs:
                     raise UsageError("loses nothing: a level needs a loss rate, or errors in gradients")
@@ -168,8 +176,7 @@ class Design:
         for seed in self.seeds:
             seeded = dataclasses.replace(train, seed=seed)
             if level is None:
-                lossless = self._reference(loss)
-                trials.append(Trial(variant, None, seed, None, make_cell(seeded, lossless, self.processes)))
+                trials.append(Trial(variant, None, seed, None, make_cell(seeded, reference, self.processes)))
                 continue
             for loss_seed in self.loss_seeds:
                 lossy = dataclasses.replace(loss, loss_seed=loss_seed_of(seed, loss_seed))
@@ -178,12 +185,18 @@ class Design:
         return trials
 
     def _reference(self, loss: LossyConfig) -> LossyConfig:
-        """What changes refer to, in the place of ``loss``."""
+        """What changes refer to, in the place of ``loss``. Raises :class:`UsageError` if that loses or errs."""
         if self.baseline:
             return loss
-        if loss.averages or loss.async_pipeline:  # neither is a loss
-            return dataclasses.replace(loss, p_grad=0.0, p_param=0.0, p_sync=0.0)
-        return LossyConfig(eval_weights=loss.eval_weights)
+        names = ["eval_weights"]
+        if loss.averages or loss.async_pipeline:
+            names += _KEPT
+            if loss.transport != "udp" and _OF_A_RATE.issuperset(loss.loss_model):
+                names += _NAMED_BY
+        reference = LossyConfig(**{name: getattr(loss, name) for name in names})
+        if reference.draws or reference.errs:
+            raise UsageError(f"what changes refer to loses or errs: {reference.describe()}; name a baseline")
+        return reference
 
 
 def loss_seed_of(seed: int, loss_seed: int) -> int:
