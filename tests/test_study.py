@@ -193,6 +193,26 @@ def test_a_cell_is_known_by_what_matters():
     assert {name for name in settings if name.startswith(("loss", "packet", "transport", "udp"))} == {"loss-seed"}
 
 
+def test_what_decides_about_the_losses_of_a_network_is_part_of_a_cell():
+    udp = {**TINY, "transport": "udp", "udp-rate": "1gbit"}
+    del udp["virtual-workers"]
+    variants = {
+        "plain": {},
+        "slow": {"udp-rate": "10mbit"},
+        "fixed": {"udp-rate-control": "fixed"},
+        "patient": {"udp-reorder": 5},
+        "hasty": {"udp-eager-bytes": 0},
+        "small": {"udp-memory": 2**23},
+        "parity": {"udp-fec": [8, 2]},
+        "budget": {"udp-fec-budget": 5},
+        "port": {"udp-port": 29600, "udp-cipher": "none"},  # no loss is another
+    }
+    study = _design(settings=udp, levels={"udp": {}}, variants=variants, processes=2, seeds=[1], loss_seeds=[1]).study()
+    names = {trial.variant: trial.cell.name for trial in study.trials if trial.level}
+    assert names["port"] == names["plain"] and len(set(names.values())) == len(variants) - 1
+    assert len({trial.cell.name for trial in study.trials if trial.level is None}) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -20,8 +20,19 @@ from .runs import Run
 SEEDS = {"seed", "loss_seed"}
 _RATES = {"p_grad", "p_param"}
 _LOSS_FLAGS = {f.name for f in dataclasses.fields(LossyConfig)}
+#: A run may go on with others of them, but they decide what a network loses, and what arrives too late.
+NETWORK = {
+    "udp_rate",
+    "udp_rate_control",
+    "udp_reorder",
+    "udp_eager_bytes",
+    "udp_memory",
+    "udp_fec",
+    "udp_fec_budget",
+}
 # What is saved, logged and evaluated, where and when, changes no weight.
 _NO_MATTER = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas", "eval_weights"}
+_NO_MATTER -= NETWORK
 
 
 @dataclass(frozen=True)

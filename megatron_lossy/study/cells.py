@@ -27,6 +27,7 @@ from ..errors import refuse
 from ..files import write_text
 from ..flags import incidental_fields
 from ..report import Run
+from ..report.columns import NETWORK
 from ..report.read import read_run
 from ..train.config import TrainConfig
 from ..train.metrics import METRICS_FILE
@@ -53,9 +54,10 @@ class Cell:
     @property
     def settings(self) -> dict[str, Any]:
         """What makes the run what it is, where it differs from the defaults; keys are flag names without dashes."""
-        # Checkpoints of a study always hold the replicas. A run that measured no drift cannot stand for one that did.
+        # Checkpoints of a study always hold the replicas. A run that measured no drift cannot stand for one that did,
+        # nor one that sent slower, or with less parity, for one that lost more.
         incidental = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas"}
-        incidental -= {"drift_interval"}
+        incidental -= {"drift_interval", *NETWORK}
         return {name: value for name, value in self.all_settings().items() if name.replace("-", "_") not in incidental}
 
     def all_settings(self) -> dict[str, Any]:
