@@ -316,7 +316,13 @@ def test_the_share_of_a_cost_that_is_won_back():
     # Where nothing costs anything beyond its interval, and with one seed, there is nothing to win back.
     assert str(share_won_back({1: 5.0, 2: -4.0, 3: 1.0}, {1: 0.0, 2: 0.0, 3: 0.0})) == "-"
     assert str(share_won_back({1: 5.0}, {1: 0.0})) == "-"
-    assert str(share_won_back({1: 5.0, 2: 5.1}, {1: np.nan, 2: 0.0})) == "-"
+    # What diverged is not free of cost.
+    nan = np.nan
+    assert str(share_won_back({1: 5.0, 2: 5.1}, {1: nan, 2: 0.0})) == "diverged"
+    assert str(share_won_back({1: 5.0, 2: nan, 3: nan}, {1: 0.0, 2: 0.0, 3: 1.0})) == "cost diverged"
+    assert str(share_won_back({1: nan, 2: 5.0}, {1: nan, 2: 0.0})) == "diverged"
+    assert str(share_won_back({1: 5.0}, {1: nan})) == "diverged"
+    assert share_won_back({1: 5.0, 2: nan, 3: nan}, {1: 0.0, 2: 0.0, 3: 1.0}).diverged == 2
 
 
 def test_shares_are_of_the_variant_where_nothing_is_done():
@@ -332,6 +338,21 @@ def test_shares_are_of_the_variant_where_nothing_is_done():
     rows = dict(won_back(results, "train loss").rows)
     assert {name: entries[0].mean for name, entries in rows.items()} == pytest.approx(
         {"mean": 75, "fast, mean, of fast, DDP": 50}
+    )
+    [note] = won_back(results, "train loss").notes
+    assert "seeds; -: no cost beyond its 95 % interval; ±" in note
+    one = {name: run for name, run in runs.items() if name in {t.cell.name for t in study.trials if t.seed == 1}}
+    [note] = won_back(Results(study, one), "train loss").notes
+    assert "-: no cost beyond its 95 % interval, or fewer than two seeds;" in note
+    for trial in study.trials:
+        if (trial.variant, trial.level) == ("DDP", "R = 1"):
+            one[trial.cell.name] = Run("r", 0.0, 0.0, 1, 1, {}, {20: np.nan}, {}, 20)  # before an evaluation
+        elif trial.cell.name in one:
+            one[trial.cell.name].valid = {"replica": {20: 2.0}}
+    table = won_back(Results(study, one), "val loss")
+    assert (
+        str(dict(table.rows)["mean"][0]) == "cost diverged"
+        and "; cost diverged: where nothing is done a run did" in table.notes[0]
     )
     table = comparison(results, "train loss")
     assert table.headings == ("no error", "R = 1")

@@ -7,26 +7,45 @@ that of the ratio to first order: the spread over seeds of (cost - ratio x cost 
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 
-from ..report import LossTable
+from ..report import LossTable, Run
 from .summary import INTERVAL, Difference, Results, loss_metrics
 
+DIVERGED, COST_DIVERGED = "diverged", "cost diverged"
 
-def share_won_back(plain: dict[int, float], own: dict[int, float]) -> Difference:
+
+@dataclass(frozen=True)
+class Share(Difference):
+    """A share of costs in percent; ``instead``: what is printed in its place, if a run of either side diverged."""
+
+    instead: str = ""
+
+    def __str__(self) -> str:
+        return self.instead or super().__str__()
+
+
+def share_won_back(plain: dict[int, float], own: dict[int, float]) -> Share:
     """The share in percent of the costs ``plain`` that is not among the costs ``own``, both by seed.
 
-    Without runs unless the mean of ``plain`` is above 0 by its 95 % interval: else there is no cost to win back.
+    Without a value unless the mean of ``plain`` is above 0 by its 95 % interval: else there is no cost to win back.
+    With fewer than two seeds there is no interval. ``runs`` are seeds.
     """
     seeds = sorted(plain.keys() & own.keys())
+    for costs, name in ((own, DIVERGED), (plain, COST_DIVERGED)):
+        if diverged := sum(math.isnan(costs[seed]) for seed in seeds):
+            return Share(math.nan, None, None, len(seeds), diverged, instead=name)
     cost = Difference.of({seed: plain[seed] for seed in seeds})
     half = cost.half_width
-    if half is None or not cost.mean > half:  # NaN too
-        return Difference.of({})
+    if half is None or not cost.mean > half:
+        return Share.of({})
     there, here = (np.array([costs[seed] for seed in seeds]) for costs in (plain, own))
     ratio = here.mean() / there.mean()
     shares = 100 * (1 - ratio - (here - ratio * there) / there.mean())
-    return Difference.of(dict(zip(seeds, shares.tolist(), strict=True)))
+    return Share.of(dict(zip(seeds, shares.tolist(), strict=True)))
 
 
 def won_back(results: Results, metric_name: str) -> LossTable | None:
@@ -35,7 +54,11 @@ def won_back(results: Results, metric_name: str) -> LossTable | None:
     Nothing is done in the first variant, and in the first of those that have other clean runs than it: of another
     optimizer, for example.
     """
-    study, metric = results.study, loss_metrics(results)[metric_name]
+    study, loss = results.study, loss_metrics(results)[metric_name]
+
+    def metric(run: Run) -> float | None:  # one that diverged may have no evaluation
+        return math.nan if run.diverged else loss(run)
+
     if not study.errs:
         return None
     plain = {variant: _plain(results, variant) for variant in study.variants}
@@ -50,9 +73,16 @@ def won_back(results: Results, metric_name: str) -> LossTable | None:
         for variant, first in plain.items()
         if variant != first
     )
+    shares = {str(share) for _, entries in rows for share in entries}
+    seeds = min(
+        (len(results.changes(variant, level, metric)) for variant in plain for level in study.levels), default=0
+    )
+    missing = "-: no cost beyond its 95 % interval" + (", or fewer than two seeds" if seeds < 2 else "")
+    if COST_DIVERGED in shares:
+        missing += f"; {COST_DIVERGED}: where nothing is done a run did, and none of the variant"
     note = (
         f"{metric_name}: share of the cost of errors that is won back, in percent of that of {study.variants[0]!r} or of "
-        f"what is named, ratio of the means over seeds; -: no cost beyond its 95 % interval; {INTERVAL}"
+        f"what is named, ratio of the means over seeds; {missing}; {INTERVAL}"
     )
     return LossTable(study.levels, rows, (note,)) if rows else None
 
