@@ -587,6 +587,33 @@ def test_a_report_has_files_for_its_metrics_only(tmp_path, capsys):
             assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
 
 
+def test_a_report_is_not_replaced_by_that_of_other_settings(tmp_path):
+    """Two of Table 1, which have one title and one folder, for example."""
+
+    def report(**changes) -> Results:
+        study = _design(levels={"10 %": {"p": 0.1}, "20 %": {"p": 0.2}}, **changes).study()
+        run = Run("r", 0.0, 0.0, 1, 1, {}, {20: 2.0}, {"replica": {20: 2.0}}, 20)
+        return Results(study, {cell.name: run for cell in study.cells})
+
+    commands._report(report(), tmp_path, None)
+    for same in ({}, {"seeds": [3, 4]}, {"loss_seeds": [7]}, {"settings": TINY | {"drift-interval": 1}}):
+        commands._check_out(tmp_path, report(**same).study)
+    more = _design(levels={"5 %": {"p": 0.05}, "10 %": {"p": 0.1}}, variants={"": {}, "fast": {"lr": 0.1}}).study()
+    commands._check_out(tmp_path, more)
+    for changes, message in (
+        ({"lr": 0.1}, "--lr 0.001, not 0.1"),
+        ({"weight-decay": 0.5}, "--weight-decay as by default, not 0.5"),
+        ({"grad-recovery": "zero"}, "--grad-recovery as by default, not zero"),
+        ({"loss-model": ["gilbert-elliott", "bernoulli"]}, "--loss-model as by default, not gilbert-elliott bernoulli"),
+    ):
+        with pytest.raises(UsageError, match=f"holds a report with {message}; choose another folder"):
+            commands._check_out(tmp_path, report(settings=TINY | changes).study)
+    real = {name: value for name, value in FOUR.items() if name != "virtual-workers"}
+    commands._report(report(settings=real, processes=2), tmp_path, None)
+    with pytest.raises(UsageError, match="--processes 2, not 4"):
+        commands._check_out(tmp_path, report(settings=real, processes=4).study)
+
+
 def test_metrics_of_the_command_line_replace_those_of_the_file(tmp_path):
     how = commands.StudyConfig(metrics=("grad norm",))
     assert commands._study(_design(metrics=["seconds"]), how, []).metrics == ("grad norm",)

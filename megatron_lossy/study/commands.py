@@ -7,9 +7,10 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..errors import ArgumentParser, UsageError, check_package, refuse
 from ..files import check_folder, write_text
@@ -17,7 +18,7 @@ from ..flags import add_flags, flag, from_namespace
 from ..report import LossTable
 from ..report.scalars import file_name, with_predictions
 from ..train.arguments import make_parser
-from .cells import CellFolder
+from .cells import Cell, CellFolder
 from .design import Design, Study, check_metrics, check_seeds, read_design
 from .runner import Tally, run_cells
 from .scalars import scalar_tables
@@ -34,6 +35,9 @@ from .summary import (
 from .won_back import won_back
 
 SUMMARY, RUNS = "study.json", "runs.csv"
+_FIRST, _LEVEL = "settings of the first cell", "first level"
+# Reports that differ in these are of one study: more seeds, or drift measured too.
+_NO_OTHER_REPORT = {"seed", "loss-seed", "drift-interval"}
 
 
 @dataclass(frozen=True)
@@ -238,15 +242,39 @@ def _explain(tally: Tally, missing: int) -> int:
 
 
 def _check_out(out: Path, study: Study) -> None:
-    """A folder holds the report of one study."""
+    """A folder holds the report of one study, which may have got more seeds, levels or variants."""
     try:
-        title = json.loads((out / SUMMARY).read_text()).get("title")
+        summary = json.loads((out / SUMMARY).read_text())
+        title, first, level = summary.get("title"), summary.get(_FIRST), summary.get(_LEVEL)
+        pairs = [(dict(first), study.trials[0])] if first else []
+        if level:
+            place = level["variant"], level["level"]
+            pairs += [
+                (dict(level["settings"]), trial) for trial in study.trials if (trial.variant, trial.level) == place
+            ]
     except FileNotFoundError:
         return
-    except (OSError, ValueError):
+    except (AttributeError, KeyError, OSError, TypeError, ValueError):
         raise refuse("--out", out, f"{SUMMARY} there cannot be read; choose another folder") from None
     if title != study.title:
         raise refuse("--out", out, f"holds the report of another study, {title!r}; choose another folder")
+    for there, trial in pairs:
+        here = _settings(trial.cell)
+        for name in sorted((there.keys() | here.keys()) - _NO_OTHER_REPORT):
+            if there.get(name) != here.get(name):
+                values = f"--{name} {_value(there, name)}, not {_value(here, name)}"
+                raise refuse("--out", out, f"holds a report with {values}; choose another folder")
+
+
+def _settings(cell: Cell) -> dict[str, Any]:
+    """The settings of ``cell``, and its number of processes, as JSON has them."""
+    processes = {"processes": cell.processes} if cell.processes > 1 else {}
+    return json.loads(json.dumps(cell.settings | processes))
+
+
+def _value(settings: Mapping[str, Any], name: str) -> str:
+    value = settings.get(name, "as by default")
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None:
@@ -270,15 +298,17 @@ def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None
     scalars = with_predictions(study.metrics)
     for names in scalars:
         tables |= scalar_tables(results, names)
-    summary = {
+    summary: dict[str, Any] = {
         "title": study.title,
         "question": study.question,
         # What would make this report from nothing.
         "command": shlex.join(
             ["python", "-m", "megatron_lossy.study", *(a for a in sys.argv[1:] if a != "--report-only")]
         ),
-        "settings of the first cell": study.cells[0].settings,
+        _FIRST: _settings(study.trials[0].cell),
     }
+    if (trial := next((trial for trial in study.trials if trial.level is not None), None)) is not None:
+        summary[_LEVEL] = {"variant": trial.variant, "level": trial.level, "settings": _settings(trial.cell)}
     write_text(out / SUMMARY, json.dumps(summary, indent=1))
     write_text(out / RUNS, run_table(results))
     files = [out / SUMMARY, out / RUNS]
