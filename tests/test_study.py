@@ -662,6 +662,48 @@ def test_abandoned_cells_are_taken_over(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [lock.name]
 
 
+@pytest.mark.parametrize("quicker", ["takes it over", "gives a sign of life"])
+def test_of_two_who_find_a_cell_abandoned_one_takes_it(tmp_path, monkeypatch, quicker):
+    lock, old = tmp_path / f"{_folder(tmp_path).cell.name}.lock", time.time() - cells.ABANDONED - 30
+    lock.write_text("elsewhere:1")
+    os.utime(lock, (old, old))
+    mine, other = _folder(tmp_path), _folder(tmp_path)
+    judge = mine._abandoned
+
+    def judged_before_the_other():
+        found = judge()
+        if quicker == "takes it over":
+            assert other.take()
+        else:
+            os.utime(lock)
+        return found
+
+    monkeypatch.setattr(mine, "_abandoned", judged_before_the_other)
+    assert not mine.take()
+    assert lock.read_text() == (other._claim or "elsewhere:1") and [path.name for path in tmp_path.iterdir()] == [
+        lock.name
+    ]
+    assert not _folder(tmp_path).take()
+
+
+def test_a_cell_that_was_taken_over_is_not_touched(tmp_path):
+    mine, other = _folder(tmp_path), _folder(tmp_path)
+    assert mine.take()
+    lock, old = tmp_path / f"{mine.cell.name}.lock", time.time() - cells.ABANDONED - 30
+    os.utime(lock, (old, old))
+    assert other.take()  # of the same process, which is all that host and process tell
+    os.utime(lock, (old, old))
+    mine.keep()
+    assert lock.stat().st_mtime == pytest.approx(old)
+    mine.release()
+    assert lock.exists()
+    other.keep()
+    assert lock.stat().st_mtime > old + 1
+    other.release()
+    assert not lock.exists()
+    other.keep(), other.release()  # nothing is there
+
+
 # --- the commands ----------------------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,7 @@ class CellFolder:
         self.cell = cell
         self.path = Path(root) / cell.name
         self._lock = Path(root) / f"{cell.name}.lock"
+        self._claim: str | None = None  # what the lock says if this object made it
 
     @property
     def state(self) -> dict[str, Any] | None:
@@ -153,53 +154,72 @@ class CellFolder:
         self._lock.parent.mkdir(parents=True, exist_ok=True)
         if self._create():
             return True
-        if not self._abandoned():
+        if (abandoned := self._abandoned()) is None:
             return False
         aside = self._lock.with_suffix(f".{uuid.uuid4().hex}")
         try:
-            os.rename(self._lock, aside)  # only one of those who found it abandoned succeeds
-        except FileNotFoundError:
+            os.rename(self._lock, aside)
+        except FileNotFoundError:  # somebody else found it abandoned, too
             return False
+        mine = _read(aside) == abandoned
+        if not mine:  # whoever was quicker holds it already, or its holder is alive after all
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, self._lock)
         aside.unlink()
-        return self._create()
+        return mine and self._create()
 
     def keep(self) -> None:
-        """A sign of life of whoever holds the cell."""
+        """A sign of life of whoever holds the cell; none if somebody took it over."""
         with contextlib.suppress(FileNotFoundError):
-            os.utime(self._lock)
+            if self._held():
+                os.utime(self._lock)
 
     def release(self) -> None:
-        """Let others take the cell."""
-        self._lock.unlink(missing_ok=True)
+        """Let others take the cell, unless somebody took it over."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._held():
+                self._lock.unlink()
 
     def holder(self) -> str | None:
         """Who works on the cell, as host and process."""
         try:
-            return self._lock.read_text() or None
+            return self._lock.read_text().rpartition(" ")[2] or None
         except FileNotFoundError:
             return None
 
+    def _held(self) -> bool:
+        """Whether the lock is what :meth:`take` wrote here."""
+        return self._lock.read_text() == self._claim
+
     def _create(self) -> bool:
+        claim = f"{uuid.uuid4().hex} {socket.gethostname()}:{os.getpid()}"
         try:
             with open(self._lock, "x") as file:
-                file.write(f"{socket.gethostname()}:{os.getpid()}")
+                file.write(claim)
         except FileExistsError:
             return False
         except OSError:
-            self.release()  # it says of nobody that he works on the cell
+            self._lock.unlink(missing_ok=True)  # it says of nobody that he works on the cell
             raise
+        self._claim = claim
         return True
 
-    def _abandoned(self) -> bool:
+    def _abandoned(self) -> tuple[str, float] | None:
+        """The lock's text and time if whoever wrote it gives no sign of life; else None."""
         try:
-            holder, sign = self._lock.read_text(), self._lock.stat().st_mtime
+            text, sign = _read(self._lock)
         except FileNotFoundError:
-            return False
+            return None
         # By the file system's own clock: those of two machines may differ.
         probe = self._lock.with_suffix(f".{uuid.uuid4().hex}")
         probe.touch()
         silence = probe.stat().st_mtime - sign
         probe.unlink()
-        host, _, process = holder.rpartition(":")
+        host, _, process = text.rpartition(" ")[2].rpartition(":")
         dead = host == socket.gethostname() and Path("/proc/self").exists() and not Path(f"/proc/{process}").exists()
-        return silence > (2 * HEARTBEAT if dead else ABANDONED)
+        return (text, sign) if silence > (2 * HEARTBEAT if dead else ABANDONED) else None
+
+
+def _read(lock: Path) -> tuple[str, float]:
+    """Text and time of a lock."""
+    return lock.read_text(), lock.stat().st_mtime
