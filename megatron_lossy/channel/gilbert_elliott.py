@@ -24,6 +24,8 @@ from .base import DrawnChannel
 
 _CHAIN, _LOSS, _START = 1, 2, 3  # purposes of draws
 
+_Lags = dict[tuple[float, float, float, float], tuple[float, float]]
+
 
 class GilbertElliott(DrawnChannel):
     """Loses units in bursts; from four parameters, or from a (scheduled) mean rate and a mean burst length."""
@@ -34,6 +36,7 @@ class GilbertElliott(DrawnChannel):
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
         super().__init__(loss, seed, together)
         self._ends: dict[tuple[str, Stream, int], _Ends] = {}
+        self._lags: dict[int, _Lags | None] = {}  # by units
 
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
@@ -73,11 +76,23 @@ class GilbertElliott(DrawnChannel):
         return _drift(cls(loss, seed=0).parameters(step), units)
 
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float] | None:
-        # Known in all steps or in none: whoever has to count begins with the first step.
-        lags = [_lag(self.parameters(start), units) for start in self.loss.schedule.starts if not self._quiet(start)]
-        if None in lags:
+        if units not in self._lags:
+            self._lags[units] = self._lags_of_all(units)
+        lags = self._lags[units]
+        if lags is None:
             return None
-        return (0.0, 0.0) if self._quiet(step) else _lag(self.parameters(step), units)
+        return (0.0, 0.0) if self._quiet(step) else lags[self.parameters(step)]
+
+    def _lags_of_all(self, units: int) -> _Lags | None:
+        """By parameters, of all steps that lose; ``None`` if one is not known: whoever has to count begins with the first step."""
+        found: _Lags = {}
+        for start in self.loss.schedule.starts:
+            if not self._quiet(start):
+                lag = _lag(self.parameters(start), units)
+                if lag is None:
+                    return None
+                found[self.parameters(start)] = lag
+        return found
 
     def parameters(self, step: int) -> tuple[float, float, float, float]:
         """(PGB, PBG, loss when good, loss when bad) of ``step``."""
