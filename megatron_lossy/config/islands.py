@@ -108,6 +108,11 @@ class IslandFlags:
         return self.islands > 1 and self.sync_method != "gradients"
 
     @property
+    def has_outer_optimizer(self) -> bool:
+        """Whether islands have outer weights and a momentum of them."""
+        return self.sync_method in _DILOCO
+
+    @property
     def parts(self) -> int:
         """n: exchanges until every element has had its turn; with ``bernoulli`` on average."""
         return math.ceil(1 / self.sync_fraction - 1e-9)
@@ -172,7 +177,7 @@ class IslandFlags:
         _ = self.gain
         self._need("outer_lr", 0 < self.outer_lr < math.inf, "must be a positive number")
         self._need("outer_momentum", 0 <= self.outer_momentum < 1, "must be in [0, 1)")
-        if self.sync_method in _DILOCO:
+        if self.has_outer_optimizer:
             self._need("sync_fraction", self.sync_fraction == 1, f"must be 1 with --sync-method {self.sync_method}")
         if self.sync_method == "diloco":
             self._need("sync_delay", self.sync_delay == 0, "must be 0 with --sync-method diloco; see eager-diloco")
@@ -214,7 +219,7 @@ class IslandFlags:
             ),
             "mixing_gain": (corrected and self.delay_correction == "mixing", "--delay-correction mixing"),
             **dict.fromkeys(
-                ("outer_lr", "outer_momentum"), (method in _DILOCO, "--sync-method diloco or eager-diloco")
+                ("outer_lr", "outer_momentum"), (self.has_outer_optimizer, "--sync-method diloco or eager-diloco")
             ),
         }
         for name, (used, needs) in uses.items():

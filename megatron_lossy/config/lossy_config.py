@@ -272,7 +272,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
             raise refuse("--param-sync-interval", self.param_sync_interval, needs)
         if self.replica_check != "none":
             raise refuse("--replica-check", self.replica_check, needs)
-        if self.errs and self.grad_error_at == "broadcast":
+        if self.errs_apart:
             raise refuse("--grad-error-at", "broadcast", needs)
 
     def _check_boundaries_between(self) -> None:
@@ -375,15 +375,19 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         return dataclasses.replace(self, **reset, **grad)
 
     @property
+    def errs_apart(self) -> bool:
+        """Whether each rank has errors of its own."""
+        return self.errs and self.grad_error_at == "broadcast"
+
+    @property
     def replicates(self) -> bool:
         """True if something is asked for that needs full replicas: each rank with all of the optimizer."""
-        own = self.errs and self.grad_error_at == "broadcast"
-        return own or self.synchronises or self.replica_check != "none" or self.allow_divergence
+        return self.errs_apart or self.synchronises or self.replica_check != "none" or self.allow_divergence
 
     @property
     def drives_apart(self) -> bool:
         """Whether full replicas can receive different gradients: with errors of their own, or where some are lost."""
-        return (self.errs and self.grad_error_at == "broadcast") or not self.untouched("grad")
+        return self.errs_apart or not self.untouched("grad")
 
     def untouched(self, phase: str) -> bool:
         """Whether the exchanges of ``phase`` are Megatron's own: nothing is lost, and nothing else carries them."""

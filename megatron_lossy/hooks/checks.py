@@ -320,7 +320,7 @@ def check_real_islands(settings: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` for what cannot be on islands of real ranks. ``settings``: of Megatron or ours."""
     if not config.averages:
         return
-    if config.sync_method in ("diloco", "eager-diloco") and settings.save and not config.save_replicas:
+    if config.has_outer_optimizer and settings.save and not config.save_replicas:
         why = (
             "keeps its outer weights in a checkpoint with --save-replicas only; give it too, or leave it and --save out"
         )

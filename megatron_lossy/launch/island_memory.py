@@ -50,7 +50,7 @@ def between_islands(lossy: LossyConfig, elements: float, islands: int) -> dict[s
     sent = lossy.share * (lossy.rounds_under_way + 1) * elements
     means = 1 if all(lossy.phase(phase).lossless for phase in SYNC_PHASES) else islands
     found = {"averages under way": sent * ((islands + means) * _FLOAT32 + (_PLACE if lossy.sync_fraction < 1 else 0))}
-    kept = 2 if lossy.sync_method in ("diloco", "eager-diloco") else 0
+    kept = 2 if lossy.has_outer_optimizer else 0
     if lossy.sync_method == "parameters" and lossy.delay_correction == "ema":
         kept = 1
     if kept:

@@ -186,8 +186,8 @@ def _program(
 def _trainer_arguments(config: TrainConfig) -> list[str]:
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in given(config).items()}
     arguments = flag_arguments({name.replace("_", "-"): value for name, value in listed.items()}, "train")
-    # A switch that is off although it is on by default.
-    return arguments + [f"--no-{name.replace('_', '-')}" for name, value in listed.items() if value is False]
+    # Those leave out switches that are off although they are on by default.
+    return arguments + setting_arguments({name: value for name, value in listed.items() if value is False})
 
 
 def _rate_name(rate: float | None) -> str | None:

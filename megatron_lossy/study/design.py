@@ -34,17 +34,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
 from ..config.islands import IslandFlags
 from ..config.pipeline import PipelineFlags
 from ..errors import UsageError, refuse
-from ..hooks.checks import check_optimizer, check_pipeline, check_tied_replicas
+from ..hooks.checks import check_pipeline
 from ..report.scalars import AXES, check_names, needs_drift
 from ..shipped import find_config
 from ..sync import check_islands
 from ..train.arguments import configurations, make_parser, read_arguments, read_yaml, setting_arguments
-from ..transport import check_channels, check_owners, check_ranks
+from ..train.checks import check_flags
 from .cells import Cell, make_cell
 
 # What the study sets itself, what would end a run early, or would be one folder for all cells.
@@ -163,13 +162,7 @@ class Design:
                     raise UsageError("loses nothing: a level needs a loss rate, or errors in gradients")
                 if not loss.drift_interval and (name := next(filter(needs_drift, self.metrics), None)):
                     raise refuse("metrics:", repr(name), "is recorded with drift-interval only, which is 0")
-                check_channels(loss, train.data_parallel_size(self.processes), train.train_iters)
-                check_ranks(loss, train.data_parallel_size(self.processes))
-                check_optimizer(train, loss, train.use_distributed_optimizer)
-                check_tied_replicas(train, loss, train.data_parallel_size(self.processes))
-                check_error_ranks(loss, train.data_parallel_size(self.processes))
-                if not train.virtual_workers:
-                    check_owners(loss)
+                check_flags(train, loss, self.processes)
         except UsageError as error:
             raise UsageError(f"{self.title}, {where}: {error}") from None
         trials = []

@@ -119,7 +119,5 @@ def stability_bound(config: LossyConfig) -> float:
     """The gain from which on deviations may grow."""
     if config.sync_subset == "bernoulli":
         return theory.stability_bound_drawn(config.sync_fraction, config.rounds_under_way)
-    bound = theory.stability_bound(config.overlap)
-    return bound * (
-        _IRREGULAR if config.sync_subset == "partition" and config.parts > 1 and config.rounds_under_way else 1
-    )
+    irregular = config.sync_subset == "partition" and config.parts > 1 and config.rounds_under_way
+    return theory.stability_bound(config.overlap) * (_IRREGULAR if irregular else 1)

@@ -87,7 +87,7 @@ class InMemory:
         rounded = exact.to(self.dtype).float()
         values, owed = rounded.view(-1)[:count], None
         if self.dtype != torch.float32:
-            owed = torch.diag_embed((islands * (exact - rounded)).T).permute(1, 2, 0).reshape(islands, -1)[:, :count]
+            owed = owed_to(range(islands), exact - rounded, islands)[:, :count]
         if lossless:
             return Done(Mean(values, None, owed))
         if gathered is None:
@@ -130,6 +130,14 @@ def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
         total += one
     count = len(sent) if arrived is None else arrived.sum(dim=1).clamp_(min=1)
     return total / count
+
+
+def owed_to(owners: Sequence[int], rest: torch.Tensor, islands: int) -> torch.Tensor:
+    """:attr:`Mean.owed` [owners, islands x shard] of ``owners``, from whose means rounding took ``rest`` [owners, shard]."""
+    owed = torch.zeros(len(owners), islands, rest.shape[1], device=rest.device)
+    for row, owner in enumerate(owners):
+        owed[row, owner] = islands * rest[row]
+    return owed.flatten(1)
 
 
 def finite_rows(rows: torch.Tensor) -> np.ndarray:

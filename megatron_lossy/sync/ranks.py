@@ -19,7 +19,7 @@ from ..config.islands import SYNC_PHASES
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut
 from ..transport.drawn import draw
 from .fingerprint import finite
-from .mean import DTYPES, Mean, elements_of, finite_rows, mean_of, networks_between
+from .mean import DTYPES, Mean, elements_of, finite_rows, mean_of, networks_between, owed_to
 from .world import Meeting
 
 
@@ -148,9 +148,7 @@ class BetweenRanks:
         back = None if lossless else elements_of(complete[None], units, values.device)[0].reshape(-1)
         owed = None
         if self.dtype != torch.float32:
-            owed = torch.zeros_like(values)
-            owed[self._island] = self._config.islands * (exact - mean.float())
-            owed = owed.reshape(1, -1)
+            owed = owed_to([self._island], (exact - mean.float())[None], self._config.islands)
         return Crossed(Mean(values.reshape(-1), back, owed), [reduced, complete])
 
     def close(self) -> None:

@@ -31,12 +31,16 @@ def channel_of(config: LossyConfig, phase: str) -> Channel:
     return make_channel(config, phase)
 
 
-def check_ranks(config: LossyConfig, size: int) -> None:
-    """Raise :class:`UsageError` if a data-parallel size of ``size`` can lose nothing, though ``config`` wants loss."""
+def check_ports(config: LossyConfig) -> None:
+    """Raise :class:`UsageError` if the last rank of this node would have a UDP port that there is not."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if config.udp_port + ranks_here - 1 > 65535:
         allowed = f"must be at most {65536 - ranks_here}: each of the {ranks_here} ranks of a node takes the next one"
         raise refuse("--udp-port", config.udp_port, allowed)
+
+
+def check_ranks(config: LossyConfig, size: int) -> None:
+    """Raise :class:`UsageError` if a data-parallel size of ``size`` can lose nothing, though ``config`` wants loss."""
     over_udp = config.transport == "udp" and config.act_transport != "udp"
     wanted = over_udp or any(not config.phase(phase).lossless for phase in PHASES)
     if size == 1 and wanted and not (config.lossy_self and not config.phase("grad").lossless):
