@@ -225,26 +225,26 @@ def test_the_lead_follows_the_loss_model(tmp_path):
     assert nodes
 
 
-def virtual(rank, tiny, config, steps):
+def virtual(rank, tiny, config, steps, skipped=()):
     from megatron_lossy.virtual import VirtualCluster
 
     cluster = VirtualCluster(config, 2)
     run = build(dataclasses.replace(tiny, overlap_param_gather=False), cluster)
     history = []
     for step in range(steps):
-        told = run.step(step)
+        told = run.step(step, overflow_on=0 if step in skipped else None)
         with cluster.owner_weights(run.model):
             owned = run.replica_buffers()
         history.append((told["loss"], told["grad_norm"], run.all_replica_buffers(), owned))
     return history
 
 
-def real(rank, tiny, config, steps):
+def real(rank, tiny, config, steps, skipped=()):
     hooks.install(config)
     run = build(tiny)
     history = []
     for step in range(steps):
-        told = run.step(step)
+        told = run.step(step, overflow_on=0 if step in skipped else None)
         if tiny.overlap_param_gather:
             run.gather()
         history.append((told["loss"], told["grad_norm"], run.replica_buffers(), run.owner_buffers()))
@@ -301,6 +301,13 @@ def test_where_nobody_knows_the_rate_receivers_count(trace):
     assert_virtual_is_real(both, ranks)
     plain = run_ranks(real, 2, tiny, dataclasses.replace(trace, param_send="plain"), 8)
     assert any(not np.array_equal(plain[0][-1][2][key], value) for key, value in ranks[0][-1][2].items())
+
+
+def test_a_skipped_update_counts_nothing(trace):
+    tiny = TinyGPT(loss_scale=8.0, **OVERLAPPED)
+    ranks = run_ranks(real, 2, tiny, trace, 7, (3, 4))
+    [both] = run_ranks(virtual, 1, tiny, trace, 7, (3, 4))
+    assert_virtual_is_real(both, ranks)
 
 
 def test_receivers_count_from_the_start_where_a_later_rate_tells_nothing():

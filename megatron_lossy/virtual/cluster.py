@@ -144,6 +144,7 @@ class VirtualCluster(VirtualRun):
             successful = bool(result[0])
             for stream in self._streams:
                 if successful:
+                    stream.add_up()
                     stream.choose(self.iteration)
                 stream.versions.after_update(successful, stream.lost(self.iteration))
             if successful:
@@ -160,8 +161,6 @@ class VirtualCluster(VirtualRun):
         super().begin_update()
         for leads in self._leads:
             leads.before_update()
-        for stream in self._streams:
-            stream.add_up()
 
     @property
     def _leads(self) -> list[Leads]:
