@@ -357,7 +357,7 @@ class Run(ABC):
 
 def _identity_of(config: LossyConfig) -> dict[str, str]:
     flags = {
-        flag_name(LossyConfig, name): _content(value) if name in _FILES and value else as_text(value)
+        flag_name(LossyConfig, name): _content(name, value) if name in _FILES and value else as_text(value)
         for name, value in identity(config).items()
         if name not in _OF_NO_MATTER
     }
@@ -366,13 +366,16 @@ def _identity_of(config: LossyConfig) -> dict[str, str]:
     return flags
 
 
-def _content(value: str) -> str:
+def _content(name: str, value: str) -> str:
     """What tells the file, or the folder of a delivery log, from others, wherever it lies."""
     path = Path(value)
-    if path.is_dir():
-        described = repr(sorted((file.name, file.stat().st_size) for file in path.iterdir())).encode()
-    else:
-        described = path.read_bytes()
+    try:
+        if path.is_dir():
+            described = repr(sorted((file.name, file.stat().st_size) for file in path.iterdir())).encode()
+        else:
+            described = path.read_bytes()
+    except OSError as error:
+        raise refuse(flag_name(LossyConfig, name), value, f"cannot be read: {error.strerror}") from None
     return f"SHA-256 {hashlib.sha256(described).hexdigest()[:16]}"
 
 

@@ -45,6 +45,13 @@ def full(command: str, line: str, limit: int = 200, **more) -> Case:
 
 TRAIN = [
     Case("--p-grad 1.0", "--p-grad 1.0: must be in [0, 1)"),
+    Case("--p-grad 0.1 --ge-mean-burst 16", "--ge-mean-burst 16.0: needs --loss-model gilbert-elliott, not bernoulli"),
+    Case("--p-grad 0.1 --ranks-per-node 2", "--ranks-per-node 2: needs --lossy-links inter-node, not all"),
+    Case(
+        "--p-grad 0.1 --loss-unit packet --packet-bytes 3",
+        "--packet-bytes 3: must hold at least one element of 4 bytes",
+        ranks=2,
+    ),
     Case("--p-act 1.0", "--p-act 1.0: must be in [0, 1)"),
     Case("--p-act 0.1", "--p-act 0.1: nothing is sent with one pipeline stage; needs more of them, or --virtual-boun"),
     Case("--p-act 0.1 --virtual-boundaries 2", "--virtual-boundaries 2: must be layers from 1 to 1 of the 2"),

@@ -48,6 +48,8 @@ def test_no_flags_give_the_defaults_and_no_loss():
         (["--loss-schedule", "often"], "--loss-schedule often"),
         (["--lossy-self", "--grad-recovery", "renormalize-remote"], "--lossy-self"),
         (["--loss-model", "trace", "--trace", "x", "--loss-correlation", "source"], "--loss-correlation source"),
+        (["--ge-mean-burst", "16"], "--ge-mean-burst 16.0: needs --loss-model gilbert-elliott, not bernoulli"),
+        (["--ranks-per-node", "8"], "--ranks-per-node 8: needs --lossy-links inter-node, not all"),
     ],
 )
 def test_a_wrong_value_is_named(arguments, named):
@@ -79,15 +81,47 @@ def test_the_table_of_flags_has_every_flag():
     assert "| 1234 |" in table and "| off |" in table and "| 0.0 |" in table
 
 
-def test_a_lead_without_lost_parameters_is_said_to_do_nothing():
-    lossless = LossyConfig(param_send="compensated").describe()
-    assert lossless == (
-        "none, the exchanges are Megatron's own; --param-send compensated does nothing, since no parameter is lost"
-    )
+def test_bursts_of_one_phase_of_two_are_used():
+    assert parse("--loss-model", "bernoulli", "gilbert-elliott", "--ge-mean-burst", "8").ge_mean_burst == (8.0,)
+    gradients = LossyConfig(p_grad=0.1, loss_model=("bernoulli", "gilbert-elliott"), ge_mean_burst=(8.0,)).all_reduced()
+    assert gradients.phase("param") == gradients.phase("grad") == LossyConfig(p_grad=0.1).phase("grad")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"param_send": "compensated"}, "--param-send compensated does nothing, since no parameter is lost"),
+        (
+            {"loss_unit": "packet", "param_priority": "change", "lossy_self": True, "grad_recovery": "zero"},
+            (
+                "--grad-recovery zero and --lossy-self do nothing, since no gradient is lost; "
+                "--param-priority change does nothing, since no parameter is lost"
+            ),
+        ),
+        ({"transport": "pieces", "lossy_self": True}, "--lossy-self does nothing, since no gradient is lost"),
+        (
+            {"virtual_boundaries": (2, 4), "act_fec_low": (8, 1)},
+            "--act-fec-low 8 1 and --virtual-boundaries 2 4 do nothing, since nothing between stages is lost",
+        ),
+        ({"loss_correlation": "source"}, "--loss-correlation source does nothing, since no losses are drawn"),
+    ],
+)
+def test_what_does_nothing_since_nothing_is_lost_is_said(flags, said):
+    assert LossyConfig(**flags).describe().endswith("; " + said)
+    assert "nothing" not in LossyConfig(**flags, p_grad=0.1, p_param=0.1, p_act=0.1).describe()
+
+
+def test_packets_of_another_unit_are_said_to_do_nothing():
+    shards = LossyConfig(p_grad=0.1, packet_bytes=1024).describe()
+    assert shards.endswith("; simulated; --packet-bytes 1024 does nothing, since the unit of loss is a shard")
+    assert "nothing" not in LossyConfig(p_grad=0.1, packet_bytes=1024, loss_unit="packet").describe()
+
+
+def test_what_does_nothing_in_one_phase_is_not_called_a_part_of_what_is_lost():
     gradients = LossyConfig(p_grad=0.1, param_send="compensated").describe()
     assert gradients.endswith("; simulated; --param-send compensated does nothing, since no parameter is lost")
-    assert "sent compensated, lag auto" in LossyConfig(p_param=0.1, param_send="compensated").describe()
-    assert "does nothing" not in LossyConfig(p_param=0.1, param_send="compensated").describe()
+    parameters = LossyConfig(p_param=0.1, param_send="compensated", grad_recovery="zero").describe()
+    assert "sent compensated, lag auto" in parameters and "recovery" not in parameters.split("; --grad-recovery")[0]
 
 
 @pytest.mark.parametrize(

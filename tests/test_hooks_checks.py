@@ -11,7 +11,7 @@ import torch
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import Lossy, check_version, megatron_training
-from megatron_lossy.hooks.checks import check_arguments, check_ddp, check_optimizer, check_tied_replicas
+from megatron_lossy.hooks.checks import check_arguments, check_ddp, check_optimizer, check_tied_replicas, check_units
 
 
 @pytest.mark.parametrize("version", ["0.10.0", "0.21.0", "1.0", "unknown"])
@@ -102,6 +102,24 @@ def test_checkpoints_that_hold_no_replicas_cannot_go_with_saved_ones(kind):
     check_arguments(arguments, LossyConfig(p_param=0.1))
     with pytest.raises(UsageError, match=f"^--non-persistent-ckpt-type {kind}: such checkpoints hold no replicas"):
         check_arguments(arguments, LossyConfig(p_param=0.1, save_replicas=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "needed"),
+    [
+        ({}, {"p_grad": 0.1}, 4),
+        ({"bf16": True}, {"p_grad": 0.1}, 4),
+        ({"bf16": True, "accumulate_allreduce_grads_in_fp32": False}, {"p_grad": 0.1}, 2),
+        ({"bf16": True, "accumulate_allreduce_grads_in_fp32": False}, {"islands": 2, "sync_method": "parameters"}, 4),
+    ],
+)
+def test_packets_hold_an_element_of_all_that_crosses(settings, flags, needed):
+    arguments = types.SimpleNamespace(**settings)
+    check_units(arguments, LossyConfig(**flags, loss_unit="packet", packet_bytes=needed))
+    with pytest.raises(
+        UsageError, match=f"^--packet-bytes {needed - 1}: must hold at least one element of {needed} by"
+    ):
+        check_units(arguments, LossyConfig(**flags, loss_unit="packet", packet_bytes=needed - 1))
 
 
 def test_a_trace_is_checked_against_the_sizes_that_megatron_settled_on(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import torch
 
 from megatron_lossy import hooks, run
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
 from megatron_lossy.monitor import Observer
 from tests.ranks import RankFailed, run_ranks
 from tests.test_hooks_owner_weights import CONFIG, save_and_go_on
@@ -159,3 +160,11 @@ def test_replicas_of_a_later_version_are_refused(tmp_path):
 def test_a_run_without_loss_has_no_observers():
     assert run.make_observers(LossyConfig()) == []
     assert len(run.make_observers(LossyConfig(p_grad=0.1, drift_interval=3))) == 2
+
+
+def test_a_trace_that_cannot_be_read_is_named_where_replicas_are_saved(tmp_path):
+    from megatron_lossy.virtual import VirtualCluster
+
+    config = LossyConfig(loss_model=("trace",), trace=str(tmp_path / "none.npz"), save_replicas=True)
+    with pytest.raises(UsageError, match="^--trace .*none.npz: cannot be read: No such file or directory$"):
+        VirtualCluster(config, 2)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UsageError, refuse
-from ..flags import as_text, check_choice, flag, flag_name, in_unit_interval
+from ..flags import as_text, check_choice, flag, flag_name, in_unit_interval, refuse_unused
 from ..registry import CHANNELS, GRAD_RECOVERIES
 from .boundaries import BoundaryFlags
 from .errors import ErrorFlags
@@ -49,6 +49,11 @@ def _depends(config: LossyConfig, name: str) -> bool:
         return getattr(dataclasses.replace(config, **others), name) != getattr(config, name)
     except UsageError:
         return True
+
+
+def _after(value: Any) -> str:
+    """What follows a flag's name on the command line to give it ``value``."""
+    return "" if value is True else f" {as_text(value)}"
 
 
 @dataclass(frozen=True)
@@ -208,6 +213,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
             raise refuse("--drift-interval", self.drift_interval, "must be at least 0")
         if not 0 <= self.loss_seed < 2**64:
             raise refuse("--loss-seed", self.loss_seed, "must be in [0, 2^64 - 1]")
+        self._check_unused()
         self.check_recovery(self.loss_unit)
         self.check_boundaries()
         self._check_boundaries_between()
@@ -232,6 +238,21 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
             object.__setattr__(self, "act_packet_bytes", self.packet_bytes if self.act_transport == "udp" else 4096)
         check_choice(self, "loss_unit")
         self.resolve_recovery()
+
+    def _check_unused(self) -> None:
+        """Raise :class:`UsageError` for a flag that could not do anything with the others, whatever is lost.
+
+        What does nothing only because nothing is lost, or because it is lost in other units, is no error, so that these can
+        be swept while the others stay; :meth:`describe` says it.
+        """
+        needs = {
+            "ge_mean_burst": ("loss_model", "gilbert-elliott" in self.loss_model, "gilbert-elliott"),
+            "ranks_per_node": ("lossy_links", self.lossy_links == "inter-node", "inter-node"),
+        }
+        for name, (other, used, value) in needs.items():
+            if not used:
+                why = f"needs {flag_name(LossyConfig, other)} {value}, not {as_text(getattr(self, other))}"
+                refuse_unused(self, name, why)
 
     def _check_udp(self) -> None:
         """Raise :class:`UsageError` for what cannot be over a network: it loses packets, and knows of no others' losses."""
@@ -364,12 +385,13 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
     def all_reduced(self) -> LossyConfig:
         """The flags of both halves of an all-reduce, which loses ``--p-grad`` twice, without those of replicas."""
         reset: dict[str, Any] = {f.name: f.default for cls in (ErrorFlags, SyncFlags) for f in dataclasses.fields(cls)}
+        bursts = self.loss_model[0] == "gilbert-elliott"
         grad: dict[str, Any] = {
             "p_param": self.p_grad,
             "ge_param": self.ge_grad,
             "link_rates_param": self.link_rates_grad,
             "loss_model": self.loss_model[:1],
-            "ge_mean_burst": self.ge_mean_burst[:1],
+            "ge_mean_burst": self.ge_mean_burst[:1] if bursts else LossyConfig.ge_mean_burst,
             "loss_schedule": None if self.loss_schedule is None else self.loss_schedule[:1],
         }
         return dataclasses.replace(self, **reset, **grad)
@@ -393,15 +415,17 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         """Whether the exchanges of ``phase`` are Megatron's own: nothing is lost, and nothing else carries them."""
         return self.transport == "torch" and self.phase(phase).lossless
 
+    def _loses(self, phase: str) -> bool:
+        """Whether anything of ``phase`` can be lost, by drawing or by a network."""
+        return self.transport == "udp" or not self.phase(phase).lossless
+
     def label(self, phase: str) -> str:
         """What the losses of ``phase`` are called: a rate in percent, or what replaces a rate."""
         return CHANNELS.load(self.of_phase("loss_model", phase)).label(dataclasses.asdict(self), phase)
 
     def describe(self) -> str:
         """What is lost, and what is done about it."""
-        idle = self.param_send != "plain" and self.transport != "udp" and self.phase("param").lossless
-        unused = [f"--param-send {self.param_send} does nothing, since no parameter is lost"] if idle else []
-        unused = [*filter(None, (self.describe_errors(), self.describe_sync())), *unused]
+        unused = [*filter(None, (self.describe_errors(), self.describe_sync())), *self._describe_idle()]
         if self.lossless:
             return "; ".join(["none, the exchanges are Megatron's own", *unused])
         if all(self.untouched(phase) for phase in PHASES):
@@ -420,15 +444,17 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         parts = [
             *drawn,
             f"unit {self.loss_unit}" + (f" of {self.packet_bytes} bytes" if self.loss_unit == "packet" else ""),
-            f"recovery {self.grad_recovery}",
         ]
-        if self.grad_priority != "none":
+        loses = {phase: self._loses(phase) for phase in PHASES}
+        if loses["grad"]:
+            parts.append(f"recovery {self.grad_recovery}")
+        if self.grad_priority != "none" and loses["grad"]:
             parts.append(
                 f"priority {self.grad_priority} {self.grad_priority_fraction:g} of a {self.grad_priority_scope}"
             )
-        if self.param_priority != "none":
+        if self.param_priority != "none" and loses["param"]:
             parts.append(f"priority of parameters by {self.param_priority} {self.param_priority_fraction:g}")
-        if self.param_send != "plain" and not idle:
+        if self.param_send != "plain" and loses["param"]:
             parts.append(f"parameters sent {self.param_send}, lag {self.param_lag}")
         if self.loss_correlation != "independent":
             parts.append(f"correlated by {self.loss_correlation}")
@@ -441,6 +467,26 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
             self.transport
         ]
         return "; ".join([*parts, crossing, *unused])
+
+    def _describe_idle(self) -> list[str]:
+        """Which flags that were given do nothing as what they are about is not lost, or in other units."""
+        drawn = any(not self.phase(phase).lossless for phase in PHASES + SYNC_PHASES)
+        of_boundaries = {f.name for f in dataclasses.fields(BoundaryFlags)} - {"p_act", "p_act_grad", "act_transport"}
+        about = {
+            "no gradient is lost": (self._loses("grad"), {"grad_recovery", "grad_priority", "lossy_self"}),
+            "no parameter is lost": (self._loses("param"), {"param_send", "param_priority"}),
+            "nothing between stages is lost": (self.loses_at_boundaries, of_boundaries),
+            "no losses are drawn": (drawn, {"loss_correlation"}),
+            f"the unit of loss is a {self.loss_unit}": (self.loss_unit == "packet", {"packet_bytes"}),
+        }
+        settings = given(self)
+        result = []
+        for why, (used, names) in about.items():
+            idle = [] if used else [name for name in settings if name in names]
+            if idle:
+                flags = [flag_name(LossyConfig, name) + _after(settings[name]) for name in idle]
+                result.append(f"{' and '.join(flags)} {'does' if len(idle) == 1 else 'do'} nothing, since {why}")
+        return result
 
     def _describe_islands(self) -> list[str]:
         if not self.averages:

@@ -10,9 +10,11 @@ import torch
 from ..channel.corruption import check_bits
 from ..config import LossyConfig
 from ..errors import UsageError, refuse
+from ..exchange import cut
 from ..flags import as_text, refuse_unused
 from ..pipeline import elements_of
 from ..registry import GRAD_RECOVERIES
+from ..sync.mean import DTYPES
 from ..transport import check_owners
 from .versions import dense_buffers, main_gradients, pipeline_groups
 
@@ -31,6 +33,24 @@ def _full_iteration_graph(config: Any) -> bool:
     scope = getattr(config, "cuda_graph_scope", None) or ()
     scopes = [scope] if isinstance(scope, str) else scope
     return any("full_iteration" in str(getattr(item, "name", item)) for item in scopes)
+
+
+def _half(settings: Any) -> bool:
+    """Whether weights have 16 bits."""
+    return bool(getattr(settings, "bf16", False) or getattr(settings, "fp16", False))
+
+
+def _half_gradients(settings: Any) -> bool:
+    """Whether gradients are reduced with 16 bits, as ``--grad-reduce-in-bf16`` asks for."""
+    return _half(settings) and getattr(settings, "accumulate_allreduce_grads_in_fp32", None) is False
+
+
+def check_units(settings: Any, config: LossyConfig) -> None:
+    """Raise :class:`UsageError` where a packet could not hold one element. ``settings``: of Megatron or ours."""
+    itemsizes = [2 if _half_gradients(settings) else 4, 2 if _half(settings) else 4]
+    if config.averages:
+        itemsizes.append(DTYPES[config.sync_dtype].itemsize)
+    cut([1] * len(itemsizes), itemsizes, config.loss_unit, config.packet_bytes)
 
 
 def check_loss_per_token(settings: Any, config: LossyConfig) -> None:
@@ -389,8 +409,8 @@ def check_arguments(args: Any, config: LossyConfig) -> None:
     if _layer_wise(args):
         raise refuse("--optimizer", args.optimizer, _LAYER_WISE)
     check_optimizer(args, config, distributed)
-    half = getattr(args, "bf16", False) or getattr(args, "fp16", False)
-    if half and getattr(args, "accumulate_allreduce_grads_in_fp32", None) is False:  # as --grad-reduce-in-bf16 asks for
+    check_units(args, config)
+    if _half_gradients(args):
         check_bits(config, 16)
     if config.save_replicas and getattr(args, "non_persistent_ckpt_type", None):
         raise refuse(

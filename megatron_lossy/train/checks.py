@@ -12,6 +12,7 @@ from ..hooks.checks import (
     check_pipeline,
     check_real_islands,
     check_tied_replicas,
+    check_units,
 )
 from ..sync import check_islands
 from ..transport import check_channels, check_owners, check_ports, check_ranks
@@ -25,6 +26,8 @@ def check_flags(config: TrainConfig, lossy: LossyConfig, ranks: int) -> None:
     check_channels(lossy, size, config.train_iters)
     check_ports(lossy)
     check_ranks(lossy, size)
+    if not lossy.lossless:
+        check_units(config, lossy)
     check_loss_per_token(config, lossy)
     check_boundaries(config, lossy)
     check_pipeline(config, lossy)
