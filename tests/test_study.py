@@ -19,6 +19,7 @@ from megatron_lossy.study import cells, commands, paper
 from megatron_lossy.study.cells import CellFolder
 from megatron_lossy.study.design import Design, loss_seed_of, read_design
 from megatron_lossy.study.figures import _quantities, plot_comparison, plot_scalar
+from megatron_lossy.study.runner import run_cells
 from megatron_lossy.study.scalars import scalar_tables
 from megatron_lossy.study.summary import (
     Results,
@@ -662,6 +663,21 @@ def test_abandoned_cells_are_taken_over(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [lock.name]
 
 
+def test_trainers_that_a_killed_study_left_behind_keep_others_out_of_their_folder(tmp_path):
+    folder = _folder(tmp_path)
+    folder.write_config()
+    with folder.open_log() as log:
+        left = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=log)
+    try:
+        tally = run_cells([folder.cell], tmp_path, 1)
+        assert tally.elsewhere == ["trainers of a study that was killed"] and not tally.failed
+        assert folder.open_log() is None and folder.holder() is None
+    finally:
+        left.communicate(b"\n")
+    with folder.open_log() as log:
+        assert not log.closed
+
+
 @pytest.mark.parametrize("quicker", ["takes it over", "gives a sign of life"])
 def test_of_two_who_find_a_cell_abandoned_one_takes_it(tmp_path, monkeypatch, quicker):
     lock, old = tmp_path / f"{_folder(tmp_path).cell.name}.lock", time.time() - cells.ABANDONED - 30
@@ -788,6 +804,24 @@ def test_a_killed_cell_goes_on_if_it_got_further(tmp_path):
     assert output.count("was ended by SIGKILL at iteration") == 1 and output.count("exit status -9") == 2, output
     ((run, _),) = _losses(tmp_path).values()
     assert list(run) == list(range(1, 201))
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_no_failed_cell(tmp_path):
+    settings = {**TINY, "train-iters": 200, "save-interval": 20, "eval-iters": 0}
+    del settings["virtual-workers"]
+    file = _study_file(tmp_path, settings=settings, processes=2)
+    study = _report(tmp_path, str(file), "--jobs", "1", fresh=True)
+    deadline = time.monotonic() + 100
+    while not list(tmp_path.glob("cells/*/latest_checkpointed_iteration.txt")):
+        assert time.monotonic() < deadline and study.poll() is None, study.communicate()[0]
+        time.sleep(0.02)
+    _, rank = psutil.Process(study.pid).children()[0].children()
+    rank.kill()
+    output = study.communicate(timeout=200)[0]
+    assert "was ended by the end of a rank at iteration" in output and study.returncode == 0, output
+    for run, _ in _losses(tmp_path).values():
+        assert list(run) == list(range(1, 201))
 
 
 def test_a_failed_cell_does_not_stop_the_others(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ import uuid
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -131,6 +132,21 @@ class CellFolder:
         text = yaml.safe_dump(self.cell.all_settings(), sort_keys=False)
         write_text(self.path / CONFIG, text)
         return self.path / CONFIG
+
+    def open_log(self) -> IO[bytes] | None:
+        """The file for what trainers print; ``None`` while some of a study that was killed still train in this folder.
+
+        It is locked as long as anyone has it open, so also by them.
+        """
+        log = open(self.path / LOG, "ab")
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.close()
+            return None
+        except OSError:  # the file system has no locks
+            pass
+        return log
 
     def finish(self, status: str, seconds: float, **facts: Any) -> None:
         """Record that the run is over, and drop its checkpoints: a study needs only its losses."""

@@ -1,7 +1,7 @@
 """Runs the cells of a study: several at once, each in processes of its own, as far as nobody else works on them.
 
-A cell that fails does not stop the others. One that a signal ended (out of memory, a crash) goes on from its last
-checkpoint as long as it gets further each time. Interrupted cells save a checkpoint and continue next time.
+A cell that fails does not stop the others. One that a signal ended (out of memory, a crash), or of several processes one
+of which ended, goes on from its last checkpoint as long as it gets further each time. Interrupted cells save a checkpoint and continue next time.
 """
 
 from __future__ import annotations
@@ -127,10 +127,14 @@ class _Runner:
             return
         try:
             config = folder.write_config()
-            log = open(folder.path / LOG, "ab")
+            log = folder.open_log()
         except OSError:
             folder.release()
             raise
+        if log is None:
+            folder.release()
+            self._tally.elsewhere.append("trainers of a study that was killed")
+            return
         slot = self._slots.pop()
         process = subprocess.Popen(
             self._command(folder, config),
@@ -175,10 +179,13 @@ class _Runner:
             elif status == 1 and (folder.path / METRICS_FILE).is_file() and folder.result().diverged:
                 folder.finish(DIVERGED, seconds)
             elif not self._stop.is_set():
-                saved = (latest_iteration(folder.path) or 0) if status < 0 else 0
+                # Of several ranks torchrun does not say how they ended.
+                killed = _signal_name(-status) if status < 0 else "the end of a rank"
+                crashed = status < 0 or folder.cell.processes > 1
+                saved = (latest_iteration(folder.path) or 0) if crashed else 0
                 if saved > job.first:
                     print(
-                        f"cell {folder.cell.name} was ended by {_signal_name(-status)} at iteration "
+                        f"cell {folder.cell.name} was ended by {killed} at iteration "
                         f"{folder.iterations}: going on from iteration {saved}",
                         flush=True,
                     )
