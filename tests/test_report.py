@@ -130,8 +130,10 @@ def test_a_run_that_diverged_has_no_validation_loss(tmp_path):
     write_run(tmp_path / "a", 0.3, [2.0] * 20, {"replica": 2.0})
     with open(tmp_path / "a" / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "iteration": 21, "lm loss": null}\n')
+    write_run(tmp_path / "b", 0.1, [math.nan] * 5)
     found = cells(loss_table(read_runs(tmp_path)))
-    assert str(found["val loss", "30 %"]) == str(found["train loss", "30 %"]) == "diverged"
+    for rate in ("30 %", "10 %"):  # after an evaluation, and before any
+        assert str(found["val loss", rate]) == str(found["train loss", rate]) == "diverged"
 
 
 def test_notes_say_what_the_reader_must_know(tmp_path):

@@ -1,6 +1,7 @@
 """Studies: what a file means, cells that run once, and the statistics against plain NumPy."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from megatron_lossy.study.figures import _quantities, plot_comparison, plot_scal
 from megatron_lossy.study.runner import run_cells
 from megatron_lossy.study.scalars import scalar_tables
 from megatron_lossy.study.summary import (
+    Difference,
     Results,
     against_best,
     comparison,
@@ -482,6 +484,7 @@ def test_unfinished_and_diverged_runs():
     assert str(comparison(diverged, "train loss").rows[0][1][1]) == "diverged in 1 of 3 runs"
     assert str(comparison(_results({("10 %", 1, 1): 2.0}), "train loss").rows[0][1][0]) == "-"
     assert list(loss_metrics(results)) == ["train loss", "train PPL", "val loss", "val PPL"]
+    assert str(Difference.of({1: 1.0, 2: math.nan})) == "diverged" and str(Difference.of({})) == "-"
 
 
 def test_the_papers_changes_follow_from_its_losses():

@@ -96,11 +96,11 @@ class Run:
         return float(np.mean(last)) if last else math.nan
 
     def valid_loss(self, weights: str) -> float | None:
-        """Loss of the last evaluation with ``weights``; NaN if the run diverged since; None if there was none."""
+        """Loss of the last evaluation with ``weights``; NaN if the run diverged, before any or since; None if there was none."""
         losses = self.valid.get(weights)
-        if not losses:
-            return None
-        return math.nan if self.diverged else losses[max(losses)]
+        if self.diverged and (losses or not self.valid):
+            return math.nan
+        return losses[max(losses)] if losses else None
 
     def recorded(self, name: str) -> dict[int, float]:
         """The scalar ``name`` by iteration, empty if it was never recorded; ``lm loss`` is the training loss."""

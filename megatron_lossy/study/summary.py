@@ -33,7 +33,10 @@ _T += (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
 
 @dataclass(frozen=True)
 class Difference(Entry):
-    """A difference in percent, or in points of it; printed with its sign, standard error and 95 % interval."""
+    """A difference in percent, or in points of it; printed with its sign, standard error and 95 % interval.
+
+    ``diverged``: seeds of which one of both sides did.
+    """
 
     @classmethod
     def of(cls, by_seed: Mapping[int, float]) -> Difference:
@@ -50,7 +53,7 @@ class Difference(Entry):
 
     def __str__(self) -> str:
         if not self.runs or math.isnan(self.mean):
-            return "-"
+            return "diverged" if self.diverged else "-"
         half = self.half_width
         if half is None:
             return f"{self.mean:+.2f}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..report import LossTable, Run
+from ..report import LossTable
 from .summary import INTERVAL, Difference, Results, loss_metrics
 
 DIVERGED, COST_DIVERGED = "diverged", "cost diverged"
@@ -54,11 +54,7 @@ def won_back(results: Results, metric_name: str) -> LossTable | None:
     Nothing is done in the first variant, and in the first of those that have other clean runs than it: of another
     optimizer, for example.
     """
-    study, loss = results.study, loss_metrics(results)[metric_name]
-
-    def metric(run: Run) -> float | None:  # one that diverged may have no evaluation
-        return math.nan if run.diverged else loss(run)
-
+    study, metric = results.study, loss_metrics(results)[metric_name]
     if not study.errs:
         return None
     plain = {variant: _plain(results, variant) for variant in study.variants}
