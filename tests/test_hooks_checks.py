@@ -260,7 +260,7 @@ def test_an_all_reduce_sends_no_parameters(flags, line):
 
 
 def test_stages_with_a_tied_embedding_have_at_most_two_replicas_to_average():
-    line = "--pipeline-model-parallel-size 2: two stages have a copy of a tied embedding, which {} would round apart"
+    line = "--pipeline-model-parallel-size 2: two stages have a copy of the embedding, which {} would round apart"
     for flags, what in (
         ({"param_sync_interval": 2}, "--param-sync-interval"),
         ({"replica_check": "repair"}, "--replica-check repair"),
@@ -273,6 +273,11 @@ def test_stages_with_a_tied_embedding_have_at_most_two_replicas_to_average():
             wrong = what and (replicas, stages, untied) == (3, 2, False)
             with pytest.raises(UsageError, match=line.format(what)) if wrong else contextlib.nullcontext():
                 check_tied_replicas(settings, LossyConfig(**flags), replicas)
+    predicting = types.SimpleNamespace(
+        pipeline_model_parallel_size=2, untie_embeddings_and_output_weights=True, mtp_num_layers=1
+    )
+    with pytest.raises(UsageError, match=line.format("--param-sync-interval")):
+        check_tied_replicas(predicting, LossyConfig(param_sync_interval=2), 3)
 
 
 def test_hashes_of_weights_are_compared_where_replicas_cannot_differ():

@@ -296,7 +296,7 @@ def test_losses_are_recorded_and_replayed(data, tmp_path):
         (
             {"pipeline_model_parallel_size": 2, "share_embeddings_and_output_weights": True},
             TWO,
-            "--pipeline-model-parallel-size 2: two stages have a copy of a tied embedding",
+            "--pipeline-model-parallel-size 2: two stages have a copy of the embedding",
         ),
         (
             {"num_distributed_optimizer_instances": 2},

@@ -19,6 +19,7 @@ from ..transport import check_owners
 from .versions import dense_buffers, main_gradients, pipeline_groups
 
 _TIED = "the first and the last stage would add up a gradient, and wait for each other"
+_ONE_EMBEDDING = "give --untie-embeddings-and-output-weights, and no --mtp-num-layers"
 _LAYER_WISE = "layer-wise optimizers gather differently; choose adam or sgd"
 
 
@@ -122,10 +123,15 @@ def _refuse_with_sums(config: LossyConfig) -> None:
         raise refuse("--param-sync-rule", "snr", why + "choose divergence")
 
 
-def _tied(settings: Any) -> bool:
-    """Whether the output layer is the embedding. ``settings``: of Megatron-LM or ours."""
+def _copies_embedding(settings: Any, ddp: Any = None) -> bool:
+    """Whether the last of several stages has a copy of the embedding: as its output layer, or to predict more tokens.
+
+    ``settings``: of Megatron-LM or ours; or of the model chunk ``ddp``, which alone know not whether it is tied.
+    """
     untied = getattr(settings, "untie_embeddings_and_output_weights", False)
-    return getattr(settings, "share_embeddings_and_output_weights", not untied)
+    tied = getattr(settings, "share_embeddings_and_output_weights", not untied)
+    shares = tied if ddp is None else _shares_embedding(ddp)
+    return bool(shares or getattr(settings, "mtp_num_layers", None))
 
 
 def check_tied_replicas(settings: Any, config: LossyConfig, replicas: int, ddp: Any = None) -> None:
@@ -137,10 +143,10 @@ def check_tied_replicas(settings: Any, config: LossyConfig, replicas: int, ddp: 
     stages = getattr(settings, "pipeline_model_parallel_size", None) or 1
     if stages == 1 or replicas < 3 or not (config.synchronises or config.replica_check == "repair"):
         return
-    if _tied(settings) if ddp is None else _shares_embedding(ddp):
+    if _copies_embedding(settings, ddp):
         what = "--param-sync-interval" if config.synchronises else "--replica-check repair"
-        why = f"two stages have a copy of a tied embedding, which {what} would round apart with {replicas} replicas; "
-        raise refuse("--pipeline-model-parallel-size", stages, why + "give --untie-embeddings-and-output-weights")
+        why = f"two stages have a copy of the embedding, which {what} would round apart with {replicas} replicas; "
+        raise refuse("--pipeline-model-parallel-size", stages, why + _ONE_EMBEDDING)
 
 
 def _shares_embedding(ddp: Any) -> bool:
@@ -350,8 +356,8 @@ def check_real_islands(settings: Any, config: LossyConfig) -> None:
         why = "several ranks of an island would send the same; must be 1 with --islands"
         raise refuse("--num-distributed-optimizer-instances", instances, why)
     stages = getattr(settings, "pipeline_model_parallel_size", None) or 1
-    if stages > 1 and _tied(settings):
-        why = "two stages have a copy of a tied embedding, which --islands would average apart; untie it"
+    if stages > 1 and _copies_embedding(settings):
+        why = "two stages have a copy of the embedding, which --islands would average apart; " + _ONE_EMBEDDING
         raise refuse("--pipeline-model-parallel-size", stages, why)
     tensor = getattr(settings, "tensor_model_parallel_size", None) or 1
     if config.transport == "udp" and tensor > 1:
