@@ -65,6 +65,17 @@ def test_one_rank_is_told_that_nothing_is_lost():
     assert told == [named.format(phase) for phase in ("grad", "param")]
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [({"param_sync_interval": 1}, "--param-sync-interval"), ({"replica_check": "log"}, "--replica-check")],
+)
+def test_one_replica_is_told_that_it_has_no_others(flags, named):
+    config = LossyConfig(**flags)
+    [told] = run_ranks(steps, 1, "as always", TinyGPT(distributed_optimizer=False), config)
+    assert told == [f"{named} does nothing: there is one data-parallel rank"]
+    assert run_ranks(steps, 2, "as always", TinyGPT(distributed_optimizer=False), config) == [[], []]
+
+
 def test_experts_of_one_rank_are_named():
     tiny = TinyGPT(expert=2, experts=4)
     told = run_ranks(steps, 2, "as always", tiny, BOTH)

@@ -57,6 +57,13 @@ def warn_of_reliable_boundaries(nodes: Sequence[int]) -> None:
         )
 
 
+def warn_of_one_replica(config: LossyConfig, replicas: int) -> None:
+    """Say, on the first rank, that there are none to average or to compare if a stream has only one of ``replicas``."""
+    if replicas == 1 and (config.synchronises or config.replica_check != "none") and dist.get_rank() == 0:
+        what = "--param-sync-interval" if config.synchronises else "--replica-check"
+        logger.warning("%s does nothing: there is one data-parallel rank", what)
+
+
 def _why(group: LossyGroup) -> str:
     return (
         "its group has one rank"

@@ -25,7 +25,13 @@ from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nod
 from .boundaries import Boundaries
 from .buckets import apart, bucket_sizes, buckets_by_stream, own_shard, replicated_units
 from .checks import check_ddp, check_loss_scale, check_tied_replicas
-from .complete import check_exchanged, check_registered, warn_of_lossless, warn_of_reliable_boundaries
+from .complete import (
+    check_exchanged,
+    check_registered,
+    warn_of_lossless,
+    warn_of_one_replica,
+    warn_of_reliable_boundaries,
+)
 from .islands import RankIslands
 from .lossy_all_reduce import shard_size
 from .main_weights import MainWeights
@@ -128,7 +134,10 @@ class Lossy(Run):
             self.after_update.append(lambda _: self.replica.finished())
         known = len(self.replica.streams)
         self.replica.add(ddp)
-        check_tied_replicas(ddp.config, self.config, self.replica.streams[known].group.size(), ddp)
+        replicas = self.replica.streams[known].group.size()
+        check_tied_replicas(ddp.config, self.config, replicas, ddp)
+        if not known:
+            warn_of_one_replica(self.config, replicas)
         lossy = [] if self.config.untouched("grad") else self.replica.streams[known:]
         self._chunks[ddp] = [self._add_all_reduces(one) for one in lossy]
 
