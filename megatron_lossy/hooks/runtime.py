@@ -149,9 +149,19 @@ class Lossy(Run):
         gradients = [bucket.grad_data for bucket in one.buckets]
         specs = [BucketSpec(shard_size(len(flat), size), flat.dtype, flat.dtype) for flat in gradients]
         group = LossyGroup.among(config, specs, networks, range(size), rank, one.stream, self.steps, one.group)
+        self._share_copies(group, one.pairs, tensor_group(one.stream.kind == "expert"))
         for number, flat in enumerate(gradients):
             attach(flat, Slot(group, number))
         return group
+
+    @staticmethod
+    def _share_copies(group: LossyGroup, pairs: Sequence[tuple[Any, Any]], tensor: dist.ProcessGroup | None) -> None:
+        if tensor is None:
+            return
+        for number, (buffer, bucket) in enumerate(pairs):
+            cut = {phase: group.transport.cut[phase][number] for phase in PHASES}
+            copies = {phase: replicated_units(buffer, bucket, units, group.size) for phase, units in cut.items()}
+            group.share_copies(number, copies, tensor)
 
     def _on_one_node(self, peer: int) -> bool:
         return self._nodes is not None and self._nodes[dist.get_rank()] == self._nodes[peer]
@@ -176,11 +186,8 @@ class Lossy(Run):
         ]
         networks = {phase: self._network(phase, full, full_ranks) for phase in PHASES}
         group = LossyGroup.among(self.config, specs, networks, members, dist.get_rank(part), stream, self.steps, part)
-        for number, (buffer, bucket) in enumerate(buckets):
-            if group.transport.observed and tensor is not None:
-                for phase in PHASES:
-                    replicated = replicated_units(buffer, bucket, group.transport.cut[phase][number], group.size)
-                    group.transport.agree(phase, number, replicated, tensor)
+        self._share_copies(group, buckets, tensor)
+        for number, (_, bucket) in enumerate(buckets):
             attach(bucket.grad_data, Slot(group, number))
             attach(bucket.param_data, Slot(group, number))
             if group.compensates:

@@ -70,6 +70,8 @@ class Priority:
         self.protection = protection
         self.units = units
         self.rank = rank
+        #: bool[N, count], by destination: units that always are of high priority, whatever is in them; None for none.
+        self.always: np.ndarray | None = None
         #: Of the latest exchange.
         self.told = Told()
         self._sums = np.zeros((0, units.count))
@@ -118,7 +120,10 @@ class Priority:
 
     def _high(self, buffer: torch.Tensor, sizes: np.ndarray, crossing: np.ndarray, exchange: Exchange) -> np.ndarray:
         # A lost infinity in a residual would be added again, and the step rejected, for ever.
-        high = ~np.isfinite(sizes) & crossing[:, None]
+        high = ~np.isfinite(sizes)
+        if self.always is not None:
+            high |= self.always
+        high &= crossing[:, None]
         whole = self.protection.scope == "bucket"
         scopes = [np.flatnonzero(crossing)] if whole else [np.array([one]) for one in np.flatnonzero(crossing)]
         for rows in scopes if self.protection.kind != "none" else ():

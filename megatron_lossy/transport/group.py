@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -179,6 +179,19 @@ class LossyGroup:
             dtypes = {phase: [getattr(bucket, f"{phase}_dtype") for bucket in buckets] for phase in PHASES}
             return cls(config, open_transport(config, dtypes, networks, stream, members, rank, parts, group))
         return cls(config, CollectiveTransport(networks, stream, members, rank, parts))
+
+    def share_copies(self, bucket: int, replicated: Mapping[str, np.ndarray], tensor: dist.ProcessGroup) -> None:
+        """Let the ranks of ``tensor``, which have copies of the same parameters in a bucket, lose the same of them.
+
+        ``replicated``: by phase, bool[N, count], units with such parameters, by shard. Drawn losses are the same anyway; but
+        what a sender chooses depends on what else is in a unit, which they have each to themselves.
+        """
+        for phase, units in replicated.items():
+            if self.transport.observed:
+                self.transport.agree(phase, bucket, units, tensor)
+        priority = self.rules["grad"][bucket].priority
+        if priority is not None:
+            priority.always = replicated["grad"]
 
     # --- exchanges -----------------------------------------------------------------------------------------------
 

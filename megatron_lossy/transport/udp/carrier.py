@@ -265,9 +265,9 @@ class UdpTransport(PieceTransport):
         _, made = self._delivery(exchange)
         if bucket in made:  # made again: it crosses reliably, and what did not arrive is known
             return
-        if (exchange.phase, bucket) in self._agreements:  # copies of a parameter must lose the same: nothing
-            copies, _ = self._agreements[exchange.phase, bucket]
-            must = must | (copies if exchange.phase == "grad" else copies[self.rank])
+        if exchange.phase == "param" and ("param", bucket) in self._agreements:  # copies must lose the same: nothing
+            copies, _ = self._agreements["param", bucket]
+            must = must | copies[self.rank]
         self._must[exchange, bucket] = must
 
     def reports(self, exchange: Exchange, bucket: int, seconds: float) -> np.ndarray | None:
