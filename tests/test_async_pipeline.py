@@ -15,6 +15,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.checks import check_pipeline
 from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.train.saved import check_folders
 from tests.programs import start_ranks
 from tests.ranks import run_ranks
 from tests.stage_reference import in_whole, observed_run, reference
@@ -187,6 +188,29 @@ def test_resumed_run_equals_uninterrupted_one(data, tmp_path, ranks, settings, l
     assert checkpoint_bytes(once, 8) == checkpoint_bytes(twice, 8)
     assert saved_replicas(once, 8) == saved_replicas(twice, 8)
     assert not loss or whole["valid"]["replica"] != whole["valid"]["owner"]
+
+
+def test_a_run_with_other_samples_cannot_continue_what_is_under_way(data, tmp_path):
+    """Activations of one sample would meet the labels of another."""
+    base = TINY | data | {"pipeline_model_parallel_size": 2, "eval_iters": 0}
+    flags = ASYNC | {"save_replicas": True}
+    once = base | {"save": str(tmp_path / "once"), "load": str(tmp_path / "once")}
+    run_ranks(train_runs, 2, (once | {"exit_interval": 5}, flags))
+    go_on = base | {"load": str(tmp_path / "once"), "save": str(tmp_path / "twice")}
+    lossy = LossyConfig(**flags)
+    check_folders(TrainConfig(**go_on), lossy)
+    changes = {"train_iters": 9, "seed": 2, "global_batch_size": 4, "micro_batch_size": 1, "seq_length": 16}
+    for name, value in changes.items():
+        config = TrainConfig(**go_on | {name: value})
+        assert value != base.get(name)
+        line = f"^--save-replicas with --load .*: --{name.replace('_', '-')} was .* there and is {value} here: other samples"
+        with pytest.raises(UsageError, match=line):
+            check_folders(config, lossy)
+        check_folders(config, LossyConfig(**ASYNC))
+    with pytest.raises(UsageError, match="the data had other contents: other samples were under way"):
+        check_folders(TrainConfig(**go_on), lossy, ["other"])
+    run_ranks(train_runs, 2, (once, flags))
+    check_folders(TrainConfig(**go_on | {"train_iters": 9}), lossy)  # nothing is under way at the end
 
 
 @pytest.mark.slow

@@ -259,7 +259,7 @@ def _check_real_stages(settings: Any, config: LossyConfig) -> None:
     if instances > 1:
         why = "must be 1 with --async-pipeline, whose gradient norms are over the ranks of a stage"
         raise refuse("--num-distributed-optimizer-instances", instances, why)
-    if config.save_replicas and config.weight_stashing == "off":
+    if config.save_replicas and config.weight_stashing == "off" and settings.pipeline_model_parallel_size > 1:
         why = "cannot compute again what is under way without the weights it began with; needs --weight-stashing on"
         raise refuse("--save-replicas", "on", why)
 

@@ -51,8 +51,9 @@ class Entry:
         if self.error is not None:
             text += f" ± {self._number(self.error, of_error=True)}"
         if self.change is not None:
-            error = f" ± {self.change_error:.2f}" if self.change_error is not None else ""
-            text += f" ({self.change:+.2f}{error} %)"
+            style = ".2f" if abs(self.change) < 10000 else ".1e"
+            error = f" ± {self.change_error:{style}}" if self.change_error is not None else ""
+            text += f" ({self.change:+{style}}{error} %)"
         return text
 
     def _number(self, value: float, of_error: bool = False) -> str:

@@ -20,6 +20,8 @@ from .config import SHAPE, TrainConfig
 from .metrics import METRICS_FILE
 
 SETTINGS = "settings.json"
+# What fixes which sample is which.
+_SAMPLES = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "seed")
 
 
 def iteration_folder(folder: str | os.PathLike, iteration: int) -> Path:
@@ -80,7 +82,7 @@ def check_folders(config: TrainConfig, lossy: LossyConfig, data: list[Any] | Non
         if not resuming:
             raise refuse(flag, folder, "holds a run with these settings; --load it as well to continue")
     if config.load and latest_iteration(config.load) is not None:
-        _check_shape(config)
+        _check_loaded(config, lossy, data)
     elif config.load and not resuming:
         what = f"has no {TRACKER}, which names a checkpoint" if os.path.isdir(config.load) else "is no folder"
         raise refuse("--load", config.load, f"{what}; to start a run, leave it out or give the folder of --save")
@@ -119,7 +121,7 @@ def _other_run(there: dict[str, Any], here: dict[str, Any]) -> str | None:
     return None
 
 
-def _check_shape(config: TrainConfig) -> None:
+def _check_loaded(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> None:
     settings = _read_settings("--load", config.load)
     if settings is None:
         raise refuse("--load", config.load, f"holds no checkpoint of this program: no {SETTINGS}")
@@ -128,3 +130,15 @@ def _check_shape(config: TrainConfig) -> None:
         there, here = saved.shape()[name], config.shape()[name]
         if there != here:
             raise refuse("--load", config.load, f"{flag_name(TrainConfig, name)} was {there} there and is {here} here")
+    # Of samples that are under way between stages one has the activations, and another their labels.
+    under_way = config.pipeline_model_parallel_size > 1 and latest_iteration(config.load) != saved.train_iters
+    if not (lossy.async_pipeline and lossy.save_replicas and under_way):
+        return
+    changed = {flag_name(TrainConfig, name): (getattr(saved, name), getattr(config, name)) for name in _SAMPLES}
+    if data is not None:
+        changed["the data"] = (settings["data"], json.loads(json.dumps(data)))
+    for what, (there, here) in changed.items():
+        if there != here:
+            values = f"{what} was {there} there and is {here} here" if what.startswith("--") else f"{what} had other contents"
+            why = f"{values}: other samples were under way between stages; without the flag the pipe fills again"
+            raise refuse("--save-replicas", f"with --load {config.load}", why)
