@@ -49,7 +49,10 @@ COMPARED = TINY | dict(
 def furthest(real, expected):
     """The largest difference of any weight after any iteration."""
     pairs = [
-        (a[name], b[name]) for one, other in zip(real, expected, strict=True) for a, b in zip(one, other) for name in b
+        (a[name], b[name])
+        for one, other in zip(real, expected, strict=True)
+        for a, b in zip(one, other, strict=True)
+        for name in b
     ]
     assert pairs
     return max(float(np.abs(a - b).max()) for a, b in pairs)

@@ -62,22 +62,35 @@ def test_between_iterations_no_message_is_under_way(stages, iterations, micro_ba
             assert sent == received
 
 
+@pytest.mark.parametrize("of", ["a pair", "a rank"])
 @settings(deadline=None)
 @given(**PIPES)
-def test_nobody_waits_for_ever_where_messages_of_a_pair_run_one_after_another(stages, iterations, micro_batches, start):
-    """As NCCL runs them: a message is over when both ends have begun it, and all earlier ones of the pair are over."""
+def test_nobody_waits_for_ever_where_messages_run_one_after_another(of, stages, iterations, micro_batches, start):
+    """As NCCL runs them: a message is over when both ends have begun it and all earlier ones of the pair, or of each rank."""
     start %= iterations
-    begun = {}  # (stage, neighbour): its messages, in order
+    counts, queues, done = {}, {}, set()  # begun by (stage, neighbour); not yet over, in order, by end
 
-    def over(a, b, index):
-        return all(len(begun.get(ends, [])) > index for ends in ((a, b), (b, a)))
+    def ends(low, high, _):
+        return [(low, high), (high, low)] if of == "a pair" else [low, high]
+
+    def first_everywhere(message):
+        return all(queues.get(end, [None])[:1] == [message] for end in ends(*message))
+
+    def over(message):
+        while ready := [queue[0] for queue in queues.values() if queue and first_everywhere(queue[0])]:
+            for end in ends(*ready[0]):
+                queues[end].pop(0)
+            done.add(ready[0])
+        return message in done
 
     def run(number):
         stage, inputs = Stage(number, stages), []
 
         def begin(neighbour):
-            begun.setdefault((number, neighbour), []).append(None)
-            return neighbour, len(begun[number, neighbour]) - 1
+            index = counts[number, neighbour] = counts.get((number, neighbour), -1) + 1
+            message = (*sorted((number, neighbour)), index)
+            queues.setdefault((number, neighbour) if of == "a pair" else number, []).append(message)
+            return message
 
         for passes in program(stage, iterations, micro_batches, start):
             everything = []
@@ -101,7 +114,7 @@ def test_nobody_waits_for_ever_where_messages_of_a_pair_run_one_after_another(st
     while running:
         moved = False
         for number in list(running):
-            while waiting[number] is None or over(number, *waiting[number]):
+            while waiting[number] is None or over(waiting[number]):
                 moved = True
                 waiting[number] = next(running[number], "end")
                 if waiting[number] == "end":

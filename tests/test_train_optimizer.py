@@ -80,7 +80,7 @@ def test_momentum_is_checked():
 
 @pytest.mark.parametrize("step_in_group", [True, False])
 def test_nadam_is_torchs_with_decoupled_decay(step_in_group):
-    """Bit for bit, through 60 steps with a learning rate that changes, and after its state was saved and loaded."""
+    """Within rounding, through 60 steps with a learning rate that changes, and after its state was saved and loaded."""
     import torch
 
     from megatron_lossy.train.nadam import NAdamW

@@ -139,6 +139,10 @@ def _check_loaded(config: TrainConfig, lossy: LossyConfig, data: list[Any] | Non
         changed["the data"] = (settings["data"], json.loads(json.dumps(data)))
     for what, (there, here) in changed.items():
         if there != here:
-            values = f"{what} was {there} there and is {here} here" if what.startswith("--") else f"{what} had other contents"
+            values = (
+                f"{what} was {there} there and is {here} here"
+                if what.startswith("--")
+                else f"{what} had other contents"
+            )
             why = f"{values}: other samples were under way between stages; without the flag the pipe fills again"
             raise refuse("--save-replicas", f"with --load {config.load}", why)

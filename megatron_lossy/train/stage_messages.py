@@ -1,7 +1,7 @@
 """Messages between the stages of an asynchronous pipeline: activations to the next one, their gradients to the previous.
 
 Sends and receives of a pair of stages are begun in one order at both ends (:meth:`megatron_lossy.pipeline.Stage.passes`),
-as NCCL needs it, which runs those of a pair one after another.
+as NCCL needs it, which runs those of a pair one after another, or all of a rank.
 """
 
 from __future__ import annotations
