@@ -11,7 +11,15 @@ import torch
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import Lossy, check_version, megatron_training
-from megatron_lossy.hooks.checks import check_arguments, check_ddp, check_optimizer, check_tied_replicas, check_units
+from megatron_lossy.hooks.checks import (
+    check_arguments,
+    check_boundaries,
+    check_ddp,
+    check_optimizer,
+    check_reports,
+    check_tied_replicas,
+    check_units,
+)
 
 
 @pytest.mark.parametrize("version", ["0.10.0", "0.21.0", "1.0", "unknown"])
@@ -120,6 +128,46 @@ def test_packets_hold_an_element_of_all_that_crosses(settings, flags, needed):
         UsageError, match=f"^--packet-bytes {needed - 1}: must hold at least one element of {needed} by"
     ):
         check_units(arguments, LossyConfig(**flags, loss_unit="packet", packet_bytes=needed - 1))
+
+
+def test_gradients_that_are_reported_late_are_still_those_that_were_sent():
+    udp = LossyConfig(transport="udp", grad_recovery="error-feedback")
+    late = LossyConfig(transport="udp", grad_recovery="error-feedback", udp_deadline="50")
+    zero = LossyConfig(transport="udp", grad_recovery="zero", grad_priority="packet-mean")
+    tied = {"pipeline_model_parallel_size": 2}
+    for settings, config, line in (
+        ({"calculate_per_token_loss": True}, udp, "--grad-recovery error-feedback with --transport udp: is told late"),
+        ({"calculate_per_token_loss": True}, zero, None),
+        (tied, udp, "--grad-recovery error-feedback with --transport udp: is told late what was lost, when two stages"),
+        (tied, zero, None),
+        (tied | {"untie_embeddings_and_output_weights": True}, udp, None),
+        (
+            tied | {"untie_embeddings_and_output_weights": True, "mtp_num_layers": 1},
+            udp,
+            "--grad-recovery error-feedback",
+        ),
+        ({"tensor_model_parallel_size": 2}, udp, None),
+        ({"tensor_model_parallel_size": 2}, late, "--udp-deadline 50: would keep other residuals"),
+    ):
+        with pytest.raises(UsageError, match=f"^{line}") if line else contextlib.nullcontext():
+            check_reports(types.SimpleNamespace(**settings), config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"cuda_graph_impl": "local"}, "CUDA graphs of layers: would lose the same or nothing"),
+        ({"enable_cuda_graph": True}, "CUDA graphs of layers"),
+        ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm on: runs layers in parts"),
+    ],
+)
+def test_virtual_boundaries_are_where_layers_are_called(settings, line):
+    arguments = types.SimpleNamespace(num_layers=4, pipeline_model_parallel_size=1, cuda_graph_impl="none")
+    config = LossyConfig(p_act=0.1, virtual_boundaries=(2,))
+    check_boundaries(arguments, config)
+    vars(arguments).update(settings)
+    with pytest.raises(UsageError, match=f"^{line}"):
+        check_boundaries(arguments, config)
 
 
 def test_a_trace_is_checked_against_the_sizes_that_megatron_settled_on(tmp_path, monkeypatch):

@@ -168,3 +168,31 @@ def test_a_trace_that_cannot_be_read_is_named_where_replicas_are_saved(tmp_path)
     config = LossyConfig(loss_model=("trace",), trace=str(tmp_path / "none.npz"), save_replicas=True)
     with pytest.raises(UsageError, match="^--trace .*none.npz: cannot be read: No such file or directory$"):
         VirtualCluster(config, 2)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"grad_recovery": "error-feedback", "loss_unit": "packet", "packet_bytes": 256},
+        {"grad_recovery": "previous"},
+        {"param_send": "compensated", "param_lag": "0.7,0.5"},
+    ],
+    ids=lambda flags: flags.get("grad_recovery", "compensated"),
+)
+def test_a_run_that_loads_a_checkpoint_keeps_nothing_of_what_it_did_before(flags):
+    [(first, later, again)] = run_ranks(kept, 1, LossyConfig(p_grad=0.4, p_param=0.4, **flags))
+    assert again == first != later
+
+
+def kept(rank, config):
+    """What the rules of a virtual run keep: at first, after three steps, and when a checkpoint was loaded."""
+    from megatron_lossy.virtual import VirtualCluster
+
+    cluster = VirtualCluster(config, 2)
+    model = build(OVERLAPPED, cluster)
+    told = [repr([group.state_dict() for group in cluster.groups])]
+    for step in range(3):
+        model.step(step)
+    told.append(repr([group.state_dict() for group in cluster.groups]))
+    cluster.set_iteration(0)
+    return *told, repr([group.state_dict() for group in cluster.groups])

@@ -476,6 +476,10 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
             "no gradient is lost": (self._loses("grad"), {"grad_recovery", "grad_priority", "lossy_self"}),
             "no parameter is lost": (self._loses("param"), {"param_send", "param_priority"}),
             "nothing between stages is lost": (self.loses_at_boundaries, of_boundaries),
+            "no packet has priority": (
+                self.transport != "udp" or self.at_sender or self.param_priority != "none",
+                {"udp_fec", "udp_fec_budget"},
+            ),
             "no losses are drawn": (drawn, {"loss_correlation"}),
             f"the unit of loss is a {self.loss_unit}": (self.loss_unit == "packet", {"packet_bytes"}),
         }

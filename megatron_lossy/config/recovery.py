@@ -27,7 +27,9 @@ class RecoveryFlags:
         "mean is above a quantile of single values (the literal rule of SMART); default none, with error-feedback packet-mean",
         choices=("none", "packet-mean", "element-quantile"),
     )
-    grad_priority_fraction: float = flag(0.01, "packet-mean: share of the packets, in [0, 1]", metavar="K")
+    grad_priority_fraction: float = flag(
+        0.01, "share of the packets, or of the values above the quantile, in [0, 1]", metavar="K"
+    )
     grad_priority_scope: str = flag(
         "bucket",
         "what the share is of: all that a rank sends of a bucket, or what it sends of it to each destination",
@@ -106,9 +108,9 @@ class RecoveryFlags:
         needs = {
             "grad_residual_bound": (self.at_sender, "--grad-priority"),
             **dict.fromkeys(
-                ("grad_priority_fraction", "grad_priority_scope", "grad_priority_sample"),
-                (self.grad_priority != "none", "--grad-priority"),
+                ("grad_priority_fraction", "grad_priority_scope"), (self.grad_priority != "none", "--grad-priority")
             ),
+            "grad_priority_sample": (self.grad_priority == "element-quantile", "--grad-priority element-quantile"),
             "param_priority_fraction": (self.param_priority != "none", "--param-priority change"),
         }
         for name, (used, what) in needs.items():

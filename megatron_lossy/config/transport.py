@@ -85,7 +85,7 @@ class TransportFlags:
     udp_fec: tuple[str, ...] = flag(
         ("auto",),
         "udp: parity for packets of high priority: C packets for every B of them, which are copies if C is larger; or auto, as "
-        "much as the loss asks for",
+        "much as the loss of the other packets asks for",
         type=str,
         nargs="+",
         metavar="auto | B C",
@@ -123,7 +123,8 @@ class TransportFlags:
             raise refuse("--udp-eager-bytes", self.udp_eager_bytes, "must be at least 0")
         if self.udp_memory < max(2**20, self.udp_eager_bytes):
             raise refuse("--udp-memory", self.udp_memory, "must be at least 2^20 and --udp-eager-bytes")
-        _ = self.udp_fec_code
+        if self.udp_fec_code is not None:
+            refuse_unused(self, "udp_fec_budget", "needs --udp-fec auto")
         if not 0 <= self.udp_fec_budget <= 100:
             raise refuse("--udp-fec-budget", self.udp_fec_budget, "must be percent in [0, 100]")
         if not 1 <= self.udp_peer_timeout < math.inf:

@@ -54,6 +54,11 @@ def check_units(settings: Any, config: LossyConfig) -> None:
     cut([1] * len(itemsizes), itemsizes, config.loss_unit, config.packet_bytes)
 
 
+def _layer_graphs(settings: Any) -> bool:
+    graphs = (getattr(settings, name, False) for name in ("enable_cuda_graph", "external_cuda_graph"))
+    return any(graphs) or (getattr(settings, "cuda_graph_impl", None) or "none") != "none"
+
+
 def check_loss_per_token(settings: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` for a rule that adds sums over different numbers of tokens. ``settings``: of Megatron."""
     adds = not config.untouched("grad") and GRAD_RECOVERIES.load(config.grad_recovery).carries_over
@@ -84,6 +89,8 @@ def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> No
     off = "needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"
     if not config.phase("param").lossless:
         raise refuse("--p-param", as_text(config.p_param), off)
+    if config.transport == "udp":
+        raise refuse("--transport", "udp", "carries no all-reduce; " + off + "; choose pieces or torch")
     if not config.untouched("grad"):
         if not (config.synchronises or config.allow_divergence):
             why = "drives replicas apart without the distributed optimizer; needs --param-sync-interval or --allow-divergence"
@@ -92,13 +99,11 @@ def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> No
         if last is not None and config.param_sync_interval > last and not config.allow_divergence:
             why = f"is above --train-iters {last}: replicas would drift apart to the end; or give --allow-divergence"
             raise refuse("--param-sync-interval", config.param_sync_interval, why)
-        if config.transport == "udp":
-            raise refuse("--transport", "udp", "carries no all-reduce; " + off + "; choose pieces or torch")
         for name in ("param_send", "param_lag", "param_priority", "param_priority_fraction"):
             why = "no parameters are sent, and the second half of an all-reduce is no place for it; " + off
             refuse_unused(config, name, why)
     if config.loses_at_boundaries:
-        raise refuse("--p-act", f"{config.p_act:g} and --p-act-grad {config.p_act_grad:g}", off)
+        raise refuse(*_boundary_loss(config), off)
     scale = getattr(settings, "loss_scale", None)
     if getattr(settings, "fp16", False):
         check_loss_scale(config, "--fp16", "on" if scale is None else f"with --loss-scale {scale:g}")
@@ -172,15 +177,25 @@ def _refuse_with_shards(config: LossyConfig) -> None:
         raise refuse("--grad-error-at", config.grad_error_at, _FULL + "choose reduce: an error of an owner's shard")
 
 
-def check_reports(settings: Any, config: LossyConfig) -> None:
-    """Raise :class:`UsageError` where Megatron changes gradients that may have to be sent again. ``settings``: of Megatron."""
-    feeds_back = config.at_sender and config.transport == "udp"
-    if feeds_back and getattr(settings, "calculate_per_token_loss", False):
-        raise refuse(
-            "--grad-recovery",
-            f"{config.grad_recovery} with --transport udp",
-            "is told late what was lost, when --calculate-per-token-loss has scaled it; omit that flag",
+def check_reports(settings: Any, config: LossyConfig, ddp: Any = None) -> None:
+    """Raise :class:`UsageError` where Megatron changes gradients that may have to be sent again.
+
+    ``settings``: of Megatron. ``ddp``: a model chunk, whose settings do not know whether the embedding is tied.
+    """
+    if config.grad_recovery != "error-feedback" or config.transport != "udp":
+        return
+    what = f"{config.grad_recovery} with --transport udp"
+    if getattr(settings, "calculate_per_token_loss", False):
+        why = "is told late what was lost, when --calculate-per-token-loss has scaled it; omit that flag"
+        raise refuse("--grad-recovery", what, why)
+    if (getattr(settings, "pipeline_model_parallel_size", None) or 1) > 1 and _copies_embedding(settings, ddp):
+        why = "is told late what was lost, when two stages have added up the gradients of the embedding; "
+        raise refuse("--grad-recovery", what, why + _ONE_EMBEDDING)
+    if (getattr(settings, "tensor_model_parallel_size", None) or 1) > 1 and config.udp_deadline_seconds is not None:
+        why = (
+            "would keep other residuals on each tensor-parallel rank, with --grad-recovery error-feedback; must be off"
         )
+        raise refuse("--udp-deadline", config.udp_deadline, why)
 
 
 def check_torch(config: LossyConfig) -> None:
@@ -193,6 +208,13 @@ def check_torch(config: LossyConfig) -> None:
         )
 
 
+def _boundary_loss(config: LossyConfig) -> tuple[str, Any]:
+    """A flag that loses something between stages, and its value."""
+    if config.act_transport == "udp":
+        return "--act-transport", "udp"
+    return ("--p-act", config.p_act) if config.p_act else ("--p-act-grad", config.p_act_grad)
+
+
 def check_boundaries(settings: Any, config: LossyConfig) -> None:
     """Raise :class:`UsageError` where stage boundaries cannot lose what ``config`` says. ``settings``: of Megatron or ours."""
     if not config.loses_at_boundaries:
@@ -202,10 +224,8 @@ def check_boundaries(settings: Any, config: LossyConfig) -> None:
     if virtual is None:
         if stages == 1:
             why = "nothing is sent with one pipeline stage; needs more of them"
-            if config.act_transport == "udp":
-                raise refuse("--act-transport", "udp", why)
-            flag, rate = ("--p-act", config.p_act) if config.p_act else ("--p-act-grad", config.p_act_grad)
-            raise refuse(flag, rate, f"{why}, or --virtual-boundaries")
+            either = "" if config.act_transport == "udp" else ", or --virtual-boundaries"
+            raise refuse(*_boundary_loss(config), why + either)
     else:
         text = as_text(virtual)
         if stages is not None and stages > 1:
@@ -218,6 +238,13 @@ def check_boundaries(settings: Any, config: LossyConfig) -> None:
             raise refuse(
                 "--recompute-granularity", "full", "--virtual-boundaries would lose other packets in the recomputation"
             )
+        if _layer_graphs(settings):
+            raise UsageError(
+                "CUDA graphs of layers: would lose the same or nothing, with --virtual-boundaries; turn them off"
+            )
+        if getattr(settings, "overlap_moe_expert_parallel_comm", False):
+            why = "runs layers in parts, between which --virtual-boundaries lose nothing; turn it off"
+            raise refuse("--overlap-moe-expert-parallel-comm", "on", why)
     if getattr(settings, "use_ring_exchange_p2p", False):
         raise refuse("--use-ring-exchange-p2p", "on", "nothing can be lost at stage boundaries with it; turn it off")
     if getattr(settings, "mtp_standalone", False):
@@ -252,9 +279,8 @@ def check_pipeline(settings: Any, config: LossyConfig) -> None:
 
 def _check_real_stages(settings: Any, config: LossyConfig) -> None:
     if config.loses_at_boundaries and config.virtual_boundaries is None:
-        rate = config.p_act or config.p_act_grad
         why = "cannot be with --async-pipeline, whose messages between stages are its own"
-        raise refuse("--p-act" if config.p_act else "--p-act-grad", rate, why)
+        raise refuse(*_boundary_loss(config), why)
     instances = settings.num_distributed_optimizer_instances
     if instances > 1:
         why = "must be 1 with --async-pipeline, whose gradient norms are over the ranks of a stage"
@@ -267,7 +293,6 @@ def _check_real_stages(settings: Any, config: LossyConfig) -> None:
 def check_asynchronous(ddp: Any) -> None:
     """Raise :class:`UsageError` for a model chunk that cannot be in an asynchronous pipeline."""
     settings = ddp.config
-    graphs = [getattr(settings, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")]
     for wrong, what, why in (
         (_shares_embedding(ddp), "--share-embeddings-and-output-weights", _TIED),
         (settings.fp16, "--fp16", "an overflow in one stage would have to stop all others; choose --bf16"),
@@ -278,7 +303,7 @@ def check_asynchronous(ddp: Any) -> None:
             "a stage would have weights of several ages",
         ),
         (
-            any(graphs) or getattr(settings, "cuda_graph_impl", "none") != "none",
+            _layer_graphs(settings),
             "CUDA graphs",
             "a captured graph has one version of the weights; turn them off",
         ),
@@ -328,7 +353,7 @@ def check_ddp(ddp: Any, config: LossyConfig) -> None:
             "--reuse-grad-buf-for-mxfp8-param-ag: stale parameters would live in the gradient buffer; turn it off"
         )
     check_loss_per_token(ddp.config, config)
-    check_reports(ddp.config, config)
+    check_reports(ddp.config, config, ddp)
     if _full_iteration_graph(ddp.config):
         raise UsageError("--cuda-graph-scope full_iteration: a captured graph repeats one draw for ever; turn it off")
     quantized = any(buffer.param_dtype == torch.uint8 for buffer in dense_buffers(ddp) + ddp.expert_parallel_buffers)

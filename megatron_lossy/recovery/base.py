@@ -78,6 +78,9 @@ class Rule(ABC):
     def finish_step(self, step: int, successful: bool) -> None:
         """``step`` is over; ``successful``: the optimizer used its gradients. It may have had no exchange here."""
 
+    def restart(self) -> None:
+        """Forget what is kept between steps: it is of another run than the one that goes on."""
+
     def state_dict(self) -> dict[str, Any]:
         """What must be saved for a run to continue bit for bit."""
         return {}

@@ -99,6 +99,11 @@ class Compensated(Stale):
             if mine.data_ptr() != sent.data_ptr():
                 mine.copy_(own)
 
+    def restart(self) -> None:
+        super().restart()
+        self._updated = self._leads = False
+        self._step = None
+
     def state_dict(self) -> dict[str, Any]:
         lead = self._lead.clone() if self._leads and self._lead is not None else None
         return {"lead": lead, "step": self._step}

@@ -110,6 +110,10 @@ class ErrorFeedback(GradRecovery):
             self._payloads.pop(step, None)
         self._pending, self._added = None, []
 
+    def restart(self) -> None:
+        self._residuals, self._added, self._payloads, self.late = [], [], {}, []
+        self._pending = self._ages = self._sent = None
+
     def state_dict(self) -> dict[str, Any]:
         import torch
 
@@ -122,8 +126,7 @@ class ErrorFeedback(GradRecovery):
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        self._residuals, self._added, self._payloads, self.late = [], [], {}, []
-        self._pending = self._ages = None
+        self.restart()
         if state:
             self._residuals = [
                 (Lost(lost.cpu().numpy()), [tuple(part.to(device) for part in parts) for parts in saved])

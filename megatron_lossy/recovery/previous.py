@@ -101,6 +101,9 @@ class Previous(GradRecovery):
                 step,
             )
 
+    def restart(self) -> None:
+        self._kept, self._received, self._pending, self._step = {}, None, None, None
+
     def state_dict(self) -> dict[str, Any]:
         import torch
 

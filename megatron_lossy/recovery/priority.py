@@ -226,9 +226,9 @@ def _sums(view: torch.Tensor) -> torch.Tensor:
     """float32[N, units]: sums of |values| of ``view`` [N, units, elements]."""
     import torch
 
-    # vector_norm adds one after another on a CPU, and takes longer.
+    # Elsewhere |values| of a whole bucket would be in memory; on a CPU this adds one after another, and takes longer.
     if view.device.type != "cpu":
-        return view.abs().sum(dim=-1, dtype=torch.float32)
+        return torch.linalg.vector_norm(view, ord=1, dim=-1, dtype=torch.float32)
     # As many units at a time as a core's cache holds: the values are read once, and nothing is written back.
     _, units, elements = view.shape
     most = max(1, _CACHED_BYTES // (elements * view.element_size()))

@@ -43,6 +43,10 @@ class Stale(Rule):
         """Units of the bucket that are stale after ``delivery``."""
         return delivery.lost_here(self.units)
 
+    def restart(self) -> None:
+        if self.priority is not None:
+            self.priority.restart()
+
     def state_dict(self) -> dict[str, Any]:
         return {} if self.priority is None else self.priority.state_dict()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -421,10 +422,11 @@ class LossyGroup:
 
     def finish_step(self, step: int, successful: bool) -> None:
         """Tell the recovery rules whether the optimizer used the gradients of ``step``."""
+        until = time.monotonic() + _PATIENCE
         for bucket, rule in enumerate(self.rules["grad"]):
             if rule.at_sender and rule.sent_in(step):
-                exchange = Exchange("grad", self.stream, step)
-                rule.reported(step, self.transport.reports(exchange, bucket, _PATIENCE))
+                exchange, left = Exchange("grad", self.stream, step), max(until - time.monotonic(), 0.0)
+                rule.reported(step, self.transport.reports(exchange, bucket, left))
         self._told = [rule.priority.take_told() for rule in self.rules["grad"] if rule.priority is not None]
         for rules in self.rules.values():
             for rule in rules:
@@ -435,11 +437,11 @@ class LossyGroup:
         self.transport.close()
 
     def restart(self) -> None:
-        """All replicas are equal."""
+        """All replicas are equal, and begin as those of a checkpoint that was loaded."""
         self._made_last = Latest()
-        for rule in self.rules["param"]:
-            if rule.priority is not None:
-                rule.priority.restart()
+        for rules in self.rules.values():
+            for rule in rules:
+                rule.restart()
 
     def state_dict(self) -> dict[str, list[Any]]:
         """The states of the rules, by phase, and what was counted."""

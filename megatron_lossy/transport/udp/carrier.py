@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ...coding.adaptive import AdaptiveCode
+from ...coding.xor import Layout
 from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ...recovery.rows import IndexedRows, Saved
 from ..base import Collective, Transfer
@@ -321,8 +322,10 @@ class Code:
         if self._fixed is not None or not high:
             return self._fixed or (1, 0)
         block = self._adaptive.block
-        most = int(self._budget * must.shape[1] / high * block)
-        return block, min(self._adaptive.parity(high), most)
+        parity, most = self._adaptive.parity(high), self._budget * must.shape[1]
+        while parity and Layout(high, block, parity).parities > most:
+            parity -= 1
+        return block, parity
 
     def report(self, lost: np.ndarray, must: np.ndarray) -> None:
         """``lost`` bool[D, count] did not arrive: of what need not, as often as the network loses something."""
