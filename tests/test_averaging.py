@@ -19,6 +19,7 @@ from megatron_lossy.study.theory.islands import STREAM, rounds_of, simulate, spr
 from megatron_lossy.sync import InMemory, Subset, make_rule
 from megatron_lossy.sync.correction import stability_bound
 from megatron_lossy.sync.methods import check_averaging, notes_on_averaging
+from megatron_lossy.virtual.islands import _squares as squares_of
 
 
 def flags(**settings):
@@ -657,3 +658,12 @@ def test_speeds_share_out_the_iterations():
     assert sum(config.local_iterations(island, iterations) for island in range(4)) == 4 * 1050
     assert [config.local_iterations(island, 3) for island in range(4)] == [30, 24, 3, 6]
     assert flags().iterations(1050) == 1050
+
+
+@pytest.mark.parametrize("islands", [2, 3, 8])
+def test_how_far_islands_are_apart(islands):
+    """Not at all where they are equal, although the mean of eight equal numbers may be rounded."""
+    vectors = torch.randn(islands, 1000, generator=torch.Generator().manual_seed(5))
+    assert squares_of([vectors[0]] * islands) == 0
+    wide = vectors.double().numpy()
+    assert squares_of(list(vectors)) == pytest.approx(((wide - wide.mean(axis=0)) ** 2).sum(), rel=1e-6)

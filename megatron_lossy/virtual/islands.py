@@ -280,6 +280,7 @@ class VirtualIslands(Run):
 
 
 def _squares(vectors: Sequence[torch.Tensor]) -> float:
-    """The sum of squared distances of ``vectors`` to their mean."""
-    together = torch.stack([vector.float() for vector in vectors])
-    return float((together - together.mean(dim=0)).square().sum())
+    """The sum of squared distances of ``vectors`` to their mean; exactly 0 for equal ones, whose mean may be rounded."""
+    first = vectors[0].float()
+    apart = torch.stack([vector.float() - first for vector in vectors])
+    return float((apart - apart.mean(dim=0)).square().sum())
