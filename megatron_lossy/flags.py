@@ -148,8 +148,8 @@ def flag_table(cls: type) -> str:
         default = "" if f.default is None else as_text(f.default)
         if isinstance(f.default, bool):
             default = "on" if f.default else "off"
-        text = options["help"].replace("%%", "%").replace("|", "\\|")
-        rows.append(f"| `{flag_name(cls, f.name)}{value}` | {default} | {text} |")
+        cells = (f"`{flag_name(cls, f.name)}{value}`", default, options["help"].replace("%%", "%"))
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
 

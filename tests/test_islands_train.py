@@ -13,10 +13,12 @@ import torch
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.islands import TRACKER
 from megatron_lossy.errors import UsageError
+from megatron_lossy.exchange import Stream
 from megatron_lossy.hooks.checks import check_real_islands
 from megatron_lossy.sync import check_islands
 from megatron_lossy.train.config import TrainConfig
 from megatron_lossy.train.saved import check_folders, in_folders_of_island, latest_iteration
+from megatron_lossy.transport.network import channel_of
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
 
@@ -218,6 +220,19 @@ def test_losses_between_islands_are_recorded_and_replayed(data, tmp_path):
         assert "sync-reduce, islands-e0-s0-c0, 2 ranks" in text and "sync-gather, islands-e1-s0-c0" in text
 
 
+def test_what_islands_lost_alone_is_replayed_alone(data, tmp_path):
+    pytest.importorskip("pyarrow")
+    log = str(tmp_path / "log")
+    loss = {**ISLANDS, "islands": 2, "sync_fraction": 0.25, "p_sync": 0.4}
+    again = {**loss, "p_sync": 0.0, "trace": log, "loss_model": ("bernoulli", "bernoulli", "trace", "trace")}
+    first = train_all(data, tmp_path, {"first": ({}, {**loss, "delivery_log": log})})["first"]
+    replayed = train_all(data, tmp_path, {"again": ({}, again)})["again"]
+    assert losses_of(first) == losses_of(replayed) and weights_of(first) == weights_of(replayed)
+    everywhere = LossyConfig(**{**again, "loss_model": ("trace",)})
+    with pytest.raises(UsageError, match="has no records of dense-.*; --loss-model takes a value for each exchange"):
+        channel_of(everywhere, "grad").check("grad", Stream(), 2, 10, 8)
+
+
 def test_islands_lose_other_things(data, tmp_path):
     loss = {**LOSS, **ISLANDS, "islands": 2, "sync_method": "none"}
     run_ranks(look_at_losses, 1, SMALL | data | {"save": str(tmp_path / "run")}, loss)
@@ -292,6 +307,15 @@ def test_where_an_island_finds_its_checkpoint(tmp_path):
     continued = in_folders_of_island(config, 1)
     assert (continued.load, continued.save) == (str(own), os.path.join("out", "island_1"))
     assert in_folders_of_island(config, 0).load == str(tmp_path)
+
+
+def test_a_mean_is_no_checkpoint_to_continue_from(tmp_path):
+    folder = tmp_path / "consensus"
+    (folder / "iter_0000008").mkdir(parents=True)
+    (folder / TRACKER).write_text("8")
+    config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0, "load": str(folder)})
+    with pytest.raises(UsageError, match="has mean weights alone .--save-consensus., for --finetune of Megatron-LM"):
+        check_folders(config, LossyConfig())
 
 
 def test_a_mean_needs_a_place(data):

@@ -136,6 +136,20 @@ def test_a_run_that_diverged_has_no_validation_loss(tmp_path):
         assert str(found["val loss", rate]) == str(found["train loss", rate]) == "diverged"
 
 
+def test_islands_of_a_run_are_one_run(tmp_path):
+    """Their training losses are averaged; the validation is that of the mean already."""
+    islands = {"islands": 2, "sync_method": "parameters", "p_sync": 0.2}
+    for island, loss in enumerate((2.0, 4.0)):
+        write_run(tmp_path / "run" / f"island_{island}", 0.0, [loss] * 20, {"consensus": 2.5}, **islands)
+    write_run(tmp_path / "other", 0.0, [1.0] * 20)
+    for runs in (read_runs(tmp_path), read_runs(tmp_path / "run")):
+        [run] = [run for run in runs if "islands" in run.config]
+        assert run.name == "run" and run.train_loss == 3.0 and run.valid_loss("consensus") == 2.5
+    found = cells(loss_table(read_runs(tmp_path)))
+    assert str(found["train loss", "0 %, islands 2, p-sync 0.2, sync-method parameters"]).startswith("3.000")
+    assert str(found["train loss", "0 %"]) == "1.000"
+
+
 def test_notes_say_what_the_reader_must_know(tmp_path):
     write_run(tmp_path / "a", 0.1, [2.0] * 20)
     notes = "\n".join(loss_table(read_runs(tmp_path)).notes)

@@ -600,10 +600,19 @@ def test_a_report_is_not_replaced_by_that_of_other_settings(tmp_path):
         return Results(study, {cell.name: run for cell in study.cells})
 
     commands._report(report(), tmp_path, None)
-    for same in ({}, {"seeds": [3, 4]}, {"loss_seeds": [7]}, {"settings": TINY | {"drift-interval": 1}}):
+    larger = {"seeds": [1, 2, 3, 4]}, {"loss_seeds": [1, 2, 7]}, {"settings": TINY | {"drift-interval": 1}}
+    for same in ({}, *larger):
         commands._check_out(tmp_path, report(**same).study)
-    more = _design(levels={"5 %": {"p": 0.05}, "10 %": {"p": 0.1}}, variants={"": {}, "fast": {"lr": 0.1}}).study()
-    commands._check_out(tmp_path, more)
+    levels, variants = {"5 %": {"p": 0.05}, "10 %": {"p": 0.1}, "20 %": {"p": 0.2}}, {"": {}, "fast": {"lr": 0.1}}
+    commands._check_out(tmp_path, _design(levels=levels, variants=variants).study())
+    del levels["20 %"]
+    for smaller, missing in (
+        (report(seeds=[1]).study, "0 %, seed 2"),
+        (report(loss_seeds=[1]).study, "10 %, seed 1, loss seed 1002"),
+        (_design(levels=levels).study(), "20 %, seed 1, loss seed 1001"),
+    ):
+        with pytest.raises(UsageError, match=f"holds a larger report, with .*{missing}; choose another folder"):
+            commands._check_out(tmp_path, smaller)
     for changes, message in (
         ({"lr": 0.1}, "--lr 0.001, not 0.1"),
         ({"weight-decay": 0.5}, "--weight-decay as by default, not 0.5"),

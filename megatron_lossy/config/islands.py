@@ -18,7 +18,7 @@ CONSENSUS_FOLDER = "consensus"
 _DILOCO = ("diloco", "eager-diloco")
 
 
-def folder_of_island(path: str | os.PathLike[str], island: int) -> str:
+def folder_of_island(path: str | os.PathLike[str], island: int | str) -> str:
     """Where ``island``, of real ranks, has what the run has in ``path``."""
     return os.path.join(path, f"island_{island}")
 

@@ -65,7 +65,8 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
     loss_model: tuple[str, ...] = flag(
         ("bernoulli",),
         "who loses what: independent losses, bursts, a rate per link, or a recorded trace; "
-        "one value for both phases, or two: gradients, parameters",
+        "one value for both phases, or two: gradients, parameters; with --islands also four: then what goes to owners of means, "
+        "and means",
         type=str,
         nargs="+",
         choices=CHANNELS,

@@ -121,7 +121,8 @@ class Recorded(Channel):
             stream = self._recorded(stream)
             recorded = self.folder.size(stream.name)
             if units is not None and not recorded:
-                raise self._refuse(f"has no records of {stream.name}")
+                models = "; --loss-model takes a value for each exchange: bernoulli bernoulli trace trace replays those of islands"
+                raise self._refuse(f"has no records of {stream.name}{models if self._of_islands(phase) else ''}")
             if recorded and recorded != size:
                 raise self._refuse(f"is of {recorded} ranks, but the group has {size}")
             for streams in self.folder.streams.values():
@@ -132,6 +133,11 @@ class Recorded(Channel):
                 self._check_steps(stream, recorded, steps)
         except BadLog as error:
             raise self._refuse(error) from None
+
+    def _of_islands(self, phase: str) -> bool:
+        """Whether the recorded run lost something between islands alone."""
+        recorded = next(files[0].meta for files in self.folder.ranks.values()).config
+        return recorded.averages and recorded.phase(phase).lossless
 
     def _check_steps(self, stream: Stream, size: int, steps: int | None) -> None:
         for writer in {self._writer(stream, rank) for rank in range(size)}:

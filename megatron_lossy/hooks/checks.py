@@ -71,7 +71,10 @@ def check_loss_per_token(settings: Any, config: LossyConfig) -> None:
         )
 
 
-_FULL = "needs replicas that each have all of the optimizer; with the distributed optimizer "
+_FULL = (
+    "needs replicas that each have all of the optimizer (in the trainer --no-use-distributed-optimizer); with the distributed "
+    "optimizer "
+)
 
 
 def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> None:
@@ -91,14 +94,14 @@ def check_optimizer(settings: Any, config: LossyConfig, distributed: bool) -> No
         raise refuse("--p-param", as_text(config.p_param), off)
     if config.transport == "udp":
         raise refuse("--transport", "udp", "carries no all-reduce; " + off + "; choose pieces or torch")
+    last = getattr(settings, "train_iters", None)
+    if last is not None and config.param_sync_interval > last and not config.allow_divergence:
+        why = f"is above --train-iters {last}: replicas would drift apart to the end; or give --allow-divergence"
+        raise refuse("--param-sync-interval", config.param_sync_interval, why)
     if not config.untouched("grad"):
         if not (config.synchronises or config.allow_divergence):
             why = "drives replicas apart without the distributed optimizer; needs --param-sync-interval or --allow-divergence"
             raise refuse("--p-grad", as_text(config.p_grad), why)
-        last = getattr(settings, "train_iters", None)
-        if last is not None and config.param_sync_interval > last and not config.allow_divergence:
-            why = f"is above --train-iters {last}: replicas would drift apart to the end; or give --allow-divergence"
-            raise refuse("--param-sync-interval", config.param_sync_interval, why)
         for name in ("param_send", "param_lag", "param_priority", "param_priority_fraction"):
             why = "no parameters are sent, and the second half of an all-reduce is no place for it; " + off
             refuse_unused(config, name, why)

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..config import LossyConfig
 from ..config.errors import ErrorFlags
+from ..config.islands import IslandFlags
 from ..config.sync import SyncFlags
 from ..flags import incidental_fields, of_flags
 from ..train.config import TrainConfig
@@ -92,9 +93,9 @@ def _settings(run: Run, differing: Set[str]) -> tuple[str, ...]:
 
 
 def _of_replicas(run: Run) -> set[str]:
-    """Flags of errors in gradients, and of what keeps replicas equal, that were given."""
+    """Flags of errors in gradients, of what keeps replicas equal, and of islands, that were given."""
     found = set()
-    for cls in (ErrorFlags, SyncFlags):
+    for cls in (ErrorFlags, SyncFlags, IslandFlags):
         flags, defaults = of_flags(cls, run.config), cls()
         found |= {f.name for f in dataclasses.fields(cls) if getattr(flags, f.name) != getattr(defaults, f.name)}
     return found

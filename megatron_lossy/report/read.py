@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from ..config.islands import folder_of_island
 from ..errors import cannot, refuse
 from ..train.metrics import METRICS_FILE
 from .megatron_logs import read_megatron_run
@@ -17,10 +20,11 @@ from .runs import Run, RunRecorder
 def read_runs(folder: str | Path) -> list[Run]:
     """The runs in the folders of ``folder``, least loss first, or that in ``folder`` itself. Raises :class:`UsageError`.
 
-    Of each folder its ``metrics.jsonl``, or else what Megatron-LM logged there.
+    Of each folder its ``metrics.jsonl``, or those of the islands of one run, or else what Megatron-LM logged there.
     """
     folder = Path(folder)
-    inside = [] if (folder / METRICS_FILE).is_file() else sorted(path for path in folder.glob("*") if path.is_dir())
+    one = (folder / METRICS_FILE).is_file() or _islands(folder)
+    inside = [] if one else sorted(path for path in folder.glob("*") if path.is_dir())
     runs = [run for path in inside if (run := _read_folder(path)) is not None]
     if not runs and (run := _read_folder(folder)) is not None:
         runs = [run]
@@ -35,7 +39,23 @@ def read_runs(folder: str | Path) -> list[Run]:
 
 def _read_folder(path: Path) -> Run | None:
     metrics = path / METRICS_FILE
-    return read_run(metrics) if metrics.is_file() else read_megatron_run(path)
+    if metrics.is_file():
+        return read_run(metrics)
+    islands = [found for island in _islands(path) if (found := read_run(island / METRICS_FILE)) is not None]
+    return _together(islands, path.name) if islands else read_megatron_run(path)
+
+
+def _islands(path: Path) -> list[Path]:
+    """The folders of the islands of one run of real ranks, the first one first."""
+    found = [folder for folder in path.glob(folder_of_island("", "*")) if (folder / METRICS_FILE).is_file()]
+    return sorted(found, key=lambda folder: (len(folder.name), folder.name))
+
+
+def _together(islands: list[Run], name: str) -> Run:
+    """The run of ``islands``: the mean of their training losses; all else as the first one has it."""
+    common = set(islands[0].train).intersection(*(island.train for island in islands))
+    train = {iteration: fmean(island.train[iteration] for island in islands) for iteration in sorted(common)}
+    return replace(islands[0], name=name, train=train)
 
 
 def read_run(path: Path) -> Run | None:

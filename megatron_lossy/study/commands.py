@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import shlex
@@ -264,6 +265,24 @@ def _check_out(out: Path, study: Study) -> None:
             if there.get(name) != here.get(name):
                 values = f"--{name} {_value(there, name)}, not {_value(here, name)}"
                 raise refuse("--out", out, f"holds a report with {values}; choose another folder")
+    _check_smaller(out, study)
+
+
+def _check_smaller(out: Path, study: Study) -> None:
+    """Raise :class:`UsageError` if the report in ``out`` has a run that ``study`` has no place for."""
+    try:
+        rows = list(csv.DictReader((out / RUNS).read_text().splitlines()))
+        there = [(row["variant"], row["level"], row["seed"], row["loss seed"]) for row in rows]
+    except (KeyError, OSError):  # of an earlier version
+        return
+    here = set()
+    for trial in study.trials:
+        loss_seed = str(trial.cell.loss.loss_seed) if trial.level else ""
+        here.add((trial.variant, trial.level or study.baseline, str(trial.seed), loss_seed))
+    for variant, level, seed, loss_seed in there:
+        if (variant, level, seed, loss_seed) not in here:
+            what = ", ".join(filter(None, (variant, level, f"seed {seed}", loss_seed and f"loss seed {loss_seed}")))
+            raise refuse("--out", out, f"holds a larger report, with {what}; choose another folder")
 
 
 def _settings(cell: Cell) -> dict[str, Any]:

@@ -214,7 +214,9 @@ def _design(content: Mapping[Any, Any], folder: Path) -> Design:
     content = {str(key).replace("-", "_"): value for key, value in content.items()}
     known = {field.name for field in dataclasses.fields(Design)}
     if unknown := sorted(set(content) - known):
-        raise UsageError(f"unknown key {unknown[0].replace('_', '-')}: must be one of {', '.join(sorted(known))}")
+        raise UsageError(
+            f"unknown key {unknown[0].replace('_', '-')}: must be one of {', '.join(sorted(known)).replace('_', '-')}"
+        )
     if not content.get("title"):
         raise UsageError("needs a title")
     if not content.get("levels") and not content.get("variants"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..data import check_blend, is_weight
 from ..errors import UsageError, refuse
-from ..flags import flag, flag_name
+from ..flags import flag, flag_name, refuse_unused
 
 # What fixes the shapes of the saved weights.
 SHAPE = (
@@ -189,6 +189,8 @@ class TrainConfig:
         for name in ("weight_decay", "clip_grad", "init_method_std", "nadam_momentum_decay"):
             value = getattr(self, name)
             self._check(name, value is None or 0 <= value < math.inf, "must be at least 0")
+        if self.optimizer != "sgd":
+            refuse_unused(self, "sgd_momentum", f"needs --optimizer sgd, not {self.optimizer}")
         if self.nadam_momentum_decay is not None and self.optimizer != "nadam":
             raise refuse("--nadam-momentum-decay", self.nadam_momentum_decay, "needs --optimizer nadam")
         for name in ("adam_eps", "norm_epsilon", "rotary_base"):

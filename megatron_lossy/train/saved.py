@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import LossyConfig
-from ..config.islands import TRACKER, folder_of_island, folder_to_load
+from ..config.islands import CONSENSUS_FOLDER, TRACKER, folder_of_island, folder_to_load
 from ..errors import cannot, refuse
 from ..files import check_folder, write_text, writing
 from ..flags import difference, flag_name, identity, of_flags
@@ -78,7 +78,8 @@ def check_folders(config: TrainConfig, lossy: LossyConfig, data: list[Any] | Non
             continue
         other = _other_run(settings, settings_of(config, lossy, data))
         if other:
-            raise refuse(flag, folder, f"holds another run ({other}); choose another folder")
+            go_on = f"; to go on from it with other settings, --load it and {flag} elsewhere" if resuming else ""
+            raise refuse(flag, folder, f"holds another run ({other}); choose another folder{go_on}")
         if not resuming:
             raise refuse(flag, folder, "holds a run with these settings; --load it as well to continue")
     if config.load and latest_iteration(config.load) is not None:
@@ -123,6 +124,9 @@ def _other_run(there: dict[str, Any], here: dict[str, Any]) -> str | None:
 
 def _check_loaded(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> None:
     settings = _read_settings("--load", config.load)
+    if settings is None and Path(config.load).name == CONSENSUS_FOLDER:
+        why = "has mean weights alone (--save-consensus), for --finetune of Megatron-LM; load the run's own checkpoint"
+        raise refuse("--load", config.load, why)
     if settings is None:
         raise refuse("--load", config.load, f"holds no checkpoint of this program: no {SETTINGS}")
     saved = of_flags(TrainConfig, settings["train"])

@@ -44,9 +44,12 @@ def check_ranks(config: LossyConfig, size: int) -> None:
     over_udp = config.transport == "udp" and config.act_transport != "udp"
     wanted = over_udp or any(not config.phase(phase).lossless for phase in PHASES)
     if size == 1 and wanted and not (config.lossy_self and not config.phase("grad").lossless):
+        if config.averages and not over_udp:
+            why = "islands of one worker exchange no gradients and no parameters; choose fewer, or --p-sync for what they average"
+            raise refuse("--islands", config.islands, why)
         raise UsageError(
             "data-parallel size 1: one rank exchanges nothing, so that nothing can be lost; start at least two "
-            "(torchrun --nproc-per-node 2 …), or set no loss rate and no --transport udp"
+            "(torchrun --nproc-per-node 2 …, or --virtual-workers), or set no loss rate and no --transport udp"
         )
 
 
