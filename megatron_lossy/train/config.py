@@ -156,7 +156,7 @@ class TrainConfig:
     save: str | None = flag(None, "folder to write checkpoints to", metavar="FOLDER", incidental=True)
     load: str | None = flag(
         None,
-        "folder with the checkpoint to continue from; that of --save may have none yet",
+        "folder with the checkpoint to continue from, whose learning-rate schedule goes on; that of --save may have none yet",
         metavar="FOLDER",
         incidental=True,
     )
