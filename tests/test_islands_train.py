@@ -262,7 +262,7 @@ def look_at_losses(rank: int, config: dict, loss: dict) -> None:
         ({"virtual_workers": None}, {**ISLANDS, "island_speeds": (1.0,) * 4}, "--island-speeds 1.0 1.0 1.0 1.0: needs"),
         ({}, {**ISLANDS, "transport": "udp"}, "--transport udp: needs real ranks"),
         ({"virtual_workers": 6}, ISLANDS, "--islands 4: must divide the 6 virtual workers"),
-        ({}, {**ISLANDS, "p_grad": 0.1}, "data-parallel size 1: one rank exchanges nothing"),
+        ({}, {**ISLANDS, "p_grad": 0.1}, "--islands 4: islands of one worker exchange no gradients and no parameters"),
         (
             {"train_iters": 60},
             {**ISLANDS, "sync_fraction": 0.05, "sync_delay": 50, "mixing_gain": "0.7"},

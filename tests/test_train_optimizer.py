@@ -73,7 +73,7 @@ def test_sgd():
 
 
 def test_momentum_is_checked():
-    config = TrainConfig(**TINY, data="stdlib")
+    config = TrainConfig(**TINY, data="stdlib", optimizer="sgd")
     with pytest.raises(UsageError, match="--sgd-momentum 1.0: must be in"):
         dataclasses.replace(config, sgd_momentum=1.0)
 
