@@ -375,8 +375,11 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
     @property
     def draws(self) -> bool:
         """Whether losses are drawn, or a network has its own: whether ``loss_seed`` can matter, or a repetition."""
-        drawn = any(not self.phase(phase).lossless for phase in PHASES + SYNC_PHASES)
-        return drawn or self.loses_at_boundaries or self.transport != "torch"
+        return self._draws_exchanges or self.loses_at_boundaries or self.transport != "torch"
+
+    @property
+    def _draws_exchanges(self) -> bool:
+        return any(not self.phase(phase).lossless for phase in PHASES + SYNC_PHASES)
 
     @property
     def inert(self) -> bool:
@@ -471,7 +474,6 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
 
     def _describe_idle(self) -> list[str]:
         """Which flags that were given do nothing as what they are about is not lost, or in other units."""
-        drawn = any(not self.phase(phase).lossless for phase in PHASES + SYNC_PHASES)
         of_boundaries = {f.name for f in dataclasses.fields(BoundaryFlags)} - {"p_act", "p_act_grad", "act_transport"}
         about = {
             "no gradient is lost": (self._loses("grad"), {"grad_recovery", "grad_priority", "lossy_self"}),
@@ -481,7 +483,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
                 self.transport != "udp" or self.at_sender or self.param_priority != "none",
                 {"udp_fec", "udp_fec_budget"},
             ),
-            "no losses are drawn": (drawn, {"loss_correlation"}),
+            "no losses are drawn": (self._draws_exchanges, {"loss_correlation"}),
             f"the unit of loss is a {self.loss_unit}": (self.loss_unit == "packet", {"packet_bytes"}),
         }
         settings = given(self)

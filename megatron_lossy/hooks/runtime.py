@@ -156,7 +156,7 @@ class Lossy(Run):
 
     @staticmethod
     def _share_copies(group: LossyGroup, pairs: Sequence[tuple[Any, Any]], tensor: dist.ProcessGroup | None) -> None:
-        if tensor is None:
+        if tensor is None or not group.chooses_copies:
             return
         for number, (buffer, bucket) in enumerate(pairs):
             cut = {phase: group.transport.cut[phase][number] for phase in PHASES}

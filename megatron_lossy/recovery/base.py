@@ -130,6 +130,9 @@ class GradRecovery(Rule):
             self.final = lost = self.priority.spare(buffer, lost, delivery.exchange)
         return self.remove(buffer, lost, delivery, reduction)
 
+    def restart(self) -> None:
+        self._sent, self.late = None, []
+
     def sent_in(self, step: int) -> bool:
         """Whether nobody has said yet what arrived of what was sent in ``step``."""
         return self._sent is not None and self._sent[0] == step

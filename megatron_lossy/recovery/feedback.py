@@ -111,8 +111,9 @@ class ErrorFeedback(GradRecovery):
         self._pending, self._added = None, []
 
     def restart(self) -> None:
-        self._residuals, self._added, self._payloads, self.late = [], [], {}, []
-        self._pending = self._ages = self._sent = None
+        super().restart()
+        self._residuals, self._added, self._payloads = [], [], {}
+        self._pending = self._ages = None
 
     def state_dict(self) -> dict[str, Any]:
         import torch

@@ -102,6 +102,7 @@ class Previous(GradRecovery):
             )
 
     def restart(self) -> None:
+        super().restart()
         self._kept, self._received, self._pending, self._step = {}, None, None, None
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Runs the cells of a study: several at once, each in processes of its own, as far as nobody else works on them.
 
 A cell that fails does not stop the others. One that a signal ended (out of memory, a crash), or of several processes one
-of which ended, goes on from its last checkpoint as long as it gets further each time. Interrupted cells save a checkpoint and continue next time.
+of which ended, goes on from its last checkpoint as long as it gets further each time. Interrupted cells save a checkpoint
+and continue next time.
 """
 
 from __future__ import annotations

@@ -138,15 +138,10 @@ def _check_loaded(config: TrainConfig, lossy: LossyConfig, data: list[Any] | Non
     under_way = config.pipeline_model_parallel_size > 1 and latest_iteration(config.load) != saved.train_iters
     if not (lossy.async_pipeline and lossy.save_replicas and under_way):
         return
-    changed = {flag_name(TrainConfig, name): (getattr(saved, name), getattr(config, name)) for name in _SAMPLES}
-    if data is not None:
-        changed["the data"] = (settings["data"], json.loads(json.dumps(data)))
-    for what, (there, here) in changed.items():
-        if there != here:
-            values = (
-                f"{what} was {there} there and is {here} here"
-                if what.startswith("--")
-                else f"{what} had other contents"
-            )
-            why = f"{values}: other samples were under way between stages; without the flag the pipe fills again"
-            raise refuse("--save-replicas", f"with --load {config.load}", why)
+    here = settings_of(config, lossy, data)
+    changed = difference(TrainConfig, settings["train"], {name: here["train"][name] for name in _SAMPLES})
+    if changed is None and data is not None and settings["data"] != here["data"]:
+        changed = "the data had other contents"
+    if changed:
+        why = f"{changed}: other samples were under way between stages; without the flag the pipe fills again"
+        raise refuse("--save-replicas", f"with --load {config.load}", why)

@@ -181,6 +181,11 @@ class LossyGroup:
             return cls(config, open_transport(config, dtypes, networks, stream, members, rank, parts, group))
         return cls(config, CollectiveTransport(networks, stream, members, rank, parts))
 
+    @property
+    def chooses_copies(self) -> bool:
+        """Whether copies of a parameter could lose different things: to a network, or as their senders choose."""
+        return self.transport.observed or any(rule.at_sender for rule in self.rules["grad"])
+
     def share_copies(self, bucket: int, replicated: Mapping[str, np.ndarray], tensor: dist.ProcessGroup) -> None:
         """Let the ranks of ``tensor``, which have copies of the same parameters in a bucket, lose the same of them.
 

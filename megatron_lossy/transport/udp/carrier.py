@@ -322,7 +322,8 @@ class Code:
         if self._fixed is not None or not high:
             return self._fixed or (1, 0)
         block = self._adaptive.block
-        parity, most = self._adaptive.parity(high), self._budget * must.shape[1]
+        most = self._budget * must.shape[1]
+        parity = min(self._adaptive.parity(high), int(most / high * block))
         while parity and Layout(high, block, parity).parities > most:
             parity -= 1
         return block, parity
