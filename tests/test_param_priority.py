@@ -202,7 +202,7 @@ def hurried(rank, config, steps):
     return losses, waiting
 
 
-def test_ranks_with_tensor_parallel_copies_train():
+def test_with_tensor_parallel_copies_reports_are_forgotten():
     for losses, waiting in run_ranks(hurried, 4, dataclasses.replace(UDP, udp_deadline="200"), 5):
         assert np.isfinite(losses).all()
         assert waiting <= 2  # what was reported is asked for, and forgotten

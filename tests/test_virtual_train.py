@@ -87,14 +87,11 @@ def test_two_workers_train_as_two_ranks_bit_for_bit(data, tmp_path):
 
 
 @pytest.mark.parametrize(("workers", "batch"), [(3, 6), pytest.param(4, 8, marks=pytest.mark.slow)])
-def test_more_workers_train_as_ranks_within_rounding(tmp_path, workers, batch):
+def test_more_workers_train_as_ranks_within_rounding(tmp_path, data, workers, batch):
     """Losses and gradient norms, over 8 iterations of learning rate 0.01, within a few units of float32's last place.
 
     A wrong weight shows in the norm at once, where clipping and Adam take it out of the losses.
     """
-    # A text that never changes: of another one a gradient may be rounding alone, of which Adam makes a whole step.
-    run_ranks(write_data, 1, str(tmp_path), "LICENSE")
-    data = {"data_path": (str(tmp_path / "train"),), "valid_data_path": (str(tmp_path / "valid"),)}
     settings = {"global_batch_size": batch, "eval_iters": 1}
     cases = {
         "shards": (settings, {**LOSS, "eval_weights": "both"}),
