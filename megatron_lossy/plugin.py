@@ -200,8 +200,5 @@ def _install_once(name: str, patches: Callable[[], list[Patch]]) -> None:
 
 def _close() -> None:
     atexit.unregister(_close)
-    if _lossy is None:
-        return
-    _lossy.tell_observers(list)  # of the last iteration, of which an observed transport knows only now what arrived
-    for observer in _lossy.observers:
-        observer.close()
+    if _lossy is not None:
+        _lossy.close_observers()

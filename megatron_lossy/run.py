@@ -287,11 +287,15 @@ class Run(ABC):
         """What the observers have measured since the last call (docs/monitors.md). A collective call."""
         return metrics_of(self.observers)
 
-    def uninstall(self) -> None:
-        """The run is over: close the observers."""
+    def close_observers(self) -> None:
+        """Their records are complete, with those of the last iteration, of which a transport may know only now."""
         self.tell_observers(list)  # nobody may be there any more to look at replicas together
         for observer in self.observers:
             observer.close()
+
+    def uninstall(self) -> None:
+        """The run is over: close the observers."""
+        self.close_observers()
         for group in self.groups:
             group.close()
 

@@ -97,7 +97,7 @@ class Recorded(Channel):
 
     def _check_flags(self, config: LossyConfig) -> None:
         metas = [files[0].meta for files in self.folder.ranks.values()]
-        recorded = metas[0].config
+        self._config = recorded = metas[0].config
         for meta in metas[1:]:
             if meta.config != recorded:
                 raise self._refuse(f"ranks {metas[0].rank} and {meta.rank} have records of different runs")
@@ -136,8 +136,7 @@ class Recorded(Channel):
 
     def _of_islands(self, phase: str) -> bool:
         """Whether the recorded run lost something between islands alone."""
-        recorded = next(files[0].meta for files in self.folder.ranks.values()).config
-        return recorded.averages and recorded.phase(phase).lossless
+        return self._config.averages and self._config.phase(phase).lossless
 
     def _check_steps(self, stream: Stream, size: int, steps: int | None) -> None:
         for writer in {self._writer(stream, rank) for rank in range(size)}:

@@ -422,8 +422,7 @@ def _refuse_arguments(args: Any, refused: Mapping[str, str], what: str) -> None:
 
 def _check_island_arguments(args: Any, config: LossyConfig) -> None:
     _refuse_arguments(args, _NOT_WITH_ISLANDS, "--islands")
-    if config.save_consensus and not args.save:
-        raise refuse("--save-consensus", "on", "needs --save")
+    config.check_save(args.save)
     if getattr(args, "dataloader_type", None) == "external":
         raise refuse("--dataloader-type", "external", "its samples cannot be divided among islands")
 

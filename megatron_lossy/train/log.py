@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 #: What is said of weights that are not the replicas'.
-WHOSE = {"owner": " with the owners' weights", "consensus": " with the mean weights of islands"}
+WHOSE = {"owner": " with the owners' weights", "consensus": " with the mean weights"}
 
 
 def train_line(record: dict[str, Any], train_iters: int, global_batch_size: int) -> str:
