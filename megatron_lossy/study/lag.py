@@ -93,7 +93,7 @@ def report(lag: Lag, beta1: float, p: float, burst: float | None) -> list[str]:
         f"  --param-send compensated   a lead of {_words(lead)}, found by itself; the limit is {sent:.2f} again",
         f"  --adam-beta1 {best:.2f}          less momentum; the limit without a lead is {stability_limit(best, lag):.2f}",
         "  --loss-unit packet         where the network loses packets: small units average the age",
-        "  --loss-schedule 0:0,K:P    no loss in the first third of training, where a lag costs most",
+        "  --loss-schedule 0:0,K:P    no loss in the first third of training, say",
     ]
     return lines
 
