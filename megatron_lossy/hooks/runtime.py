@@ -14,16 +14,14 @@ import torch
 import torch.distributed as dist
 
 from ..channel.corruption import make_corruption
-from ..config import PHASES, LossyConfig
+from ..config import LossyConfig
 from ..delivery_log.errors import recorded_events
-from ..exchange import Lost, Stream
 from ..ledger import Ledger
-from ..recovery import rows_for
 from ..run import Run
 from ..sync import FullReplicas, IslandWorld
-from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
+from ..transport import LossyGroup
 from .boundaries import Boundaries
-from .buckets import apart, bucket_sizes, buckets_by_stream, own_shard, replicated_units
+from .buckets import bucket_sizes, buckets_by_stream, own_shard
 from .checks import check_ddp, check_loss_scale, check_tied_replicas
 from .complete import (
     check_exchanged,
@@ -32,24 +30,21 @@ from .complete import (
     warn_of_one_replica,
     warn_of_reliable_boundaries,
 )
+from .exchanges import Exchanges
 from .islands import RankIslands
-from .lossy_all_reduce import shard_size
-from .main_weights import MainWeights
-from .replicated import RankReplica, ReplicaStream, errors_of_owner
+from .replicated import RankReplica
 from .sampling import RankSampler
-from .seam import Slot, all_reduce, attach, slot_of
+from .seam import all_reduce, slot_of
+from .stale import load_stale_state, stale_state
 from .versions import (
     data_parallel_rank,
     innermost,
     model_chunk,
     number_model_chunk,
     parallel_sizes,
-    pipeline_stage,
-    tensor_group,
 )
 
 if TYPE_CHECKING:
-    import numpy as np
     from megatron.core.distributed import DistributedDataParallel
 
 logger = logging.getLogger(__name__)
@@ -78,16 +73,15 @@ class Lossy(Run):
         self._depth = 0
         self._successful = False
         self._chunks: weakref.WeakKeyDictionary[Any, list[LossyGroup]] = weakref.WeakKeyDictionary()
-        self._networks: dict[tuple[str, tuple[int, ...]], Network] = {}
-        self._nodes: list[int] | None = None  # of all ranks of the world
         self._all_reduced = False  # the gradients of this iteration
         self._told_all_reduce = False
         self._adding: dict[LossyGroup, tuple[torch.Tensor, Any]] = {}  # sums that are under way
         self._checked = False  # that all that is updated is exchanged
-        #: With ``--p-act`` or ``--p-act-grad``.
-        self.boundaries = Boundaries(self, self._on_one_node) if config.loses_at_boundaries else None
-        self._restored: int | None = None  # the update whose gather was made before a checkpoint
         self._corruption = make_corruption(config, recorded_events(config))
+        self.exchanges = Exchanges(config, world, self._corruption, self.living_optimizers)
+        #: With ``--p-act`` or ``--p-act-grad``.
+        self.boundaries = Boundaries(self, self.exchanges.on_one_node) if config.loses_at_boundaries else None
+        self._restored: int | None = None  # the update whose gather was made before a checkpoint
         #: Without the distributed optimizer, from the first model chunk on.
         self.replica: RankReplica | None = None
 
@@ -108,11 +102,9 @@ class Lossy(Run):
         if self.config.inert:
             return
         check_ddp(ddp, self.config)
-        if self.config.lossy_links == "inter-node" and self._nodes is None:
-            # Over all ranks, so before anything that only some of them have.
-            self._nodes = find_nodes(None, self.config.ranks_per_node)
-            if self.boundaries is not None:
-                warn_of_reliable_boundaries(self._nodes)
+        # Over all ranks, so before anything that only some of them have.
+        if self.exchanges.find_nodes() and self.boundaries is not None:
+            warn_of_reliable_boundaries(self.exchanges.nodes)
         if self.config.act_transport == "udp" and self.boundaries.links is None:
             from ..transport.udp.stages import StageLinks
 
@@ -121,10 +113,7 @@ class Lossy(Run):
         if not ddp.ddp_config.use_distributed_optimizer:
             self._add_replica(ddp)
             return
-        self._chunks[ddp] = [
-            self._add_group(buckets, full, stream, pipeline_stage(ddp))
-            for stream, full, buckets in buckets_by_stream(ddp)
-        ]
+        self._chunks[ddp] = self.exchanges.of_shards(ddp, self.steps)
         if self.boundaries is not None and self.config.virtual_boundaries is not None:
             self.boundaries.attach(ddp, functools.partial(data_parallel_rank, ddp))
 
@@ -139,80 +128,7 @@ class Lossy(Run):
         if not known:
             warn_of_one_replica(self.config, replicas)
         lossy = [] if self.config.untouched("grad") else self.replica.streams[known:]
-        self._chunks[ddp] = [self._add_all_reduces(one) for one in lossy]
-
-    def _add_all_reduces(self, one: ReplicaStream) -> LossyGroup:
-        config, size, rank = self.config.all_reduced(), one.group.size(), one.group.rank()
-        ranks = dist.get_process_group_ranks(one.group)
-        nodes = None if self._nodes is None else [self._nodes[rank] for rank in ranks]
-        networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
-        gradients = [bucket.grad_data for bucket in one.buckets]
-        specs = [BucketSpec(shard_size(len(flat), size), flat.dtype, flat.dtype) for flat in gradients]
-        group = LossyGroup.among(config, specs, networks, range(size), rank, one.stream, self.steps, one.group)
-        self._share_copies(group, one.pairs, tensor_group(one.stream.kind == "expert"))
-        for number, flat in enumerate(gradients):
-            attach(flat, Slot(group, number))
-        return group
-
-    @staticmethod
-    def _share_copies(group: LossyGroup, pairs: Sequence[tuple[Any, Any]], tensor: dist.ProcessGroup | None) -> None:
-        if tensor is None or not group.chooses_copies:
-            return
-        for number, (buffer, bucket) in enumerate(pairs):
-            cut = {phase: group.transport.cut[phase][number] for phase in PHASES}
-            copies = {phase: replicated_units(buffer, bucket, units, group.size) for phase, units in cut.items()}
-            group.share_copies(number, copies, tensor)
-
-    def _on_one_node(self, peer: int) -> bool:
-        return self._nodes is not None and self._nodes[dist.get_rank()] == self._nodes[peer]
-
-    def _add_group(
-        self, buckets: Sequence[tuple[Any, Any]], full: dist.ProcessGroup, stream: Stream, stage: int
-    ) -> LossyGroup:
-        tensor = tensor_group(stream.kind == "expert")
-        if self.config.transport == "udp" or "trace" in self.config.loss_model:
-            stream = apart(stream, stage, tensor)
-        part = buckets[0][0].data_parallel_group  # of one optimizer instance
-        if buckets[0][0].ddp_config.average_in_collective and not self.config.untouched("grad"):
-            check_average("--ddp-average-in-collective", part)
-        full_ranks = dist.get_process_group_ranks(full)
-        before = (
-            0 if self.islands is None else self.islands.world.island * len(full_ranks)
-        )  # no two islands lose the same
-        members = [before + full_ranks.index(rank) for rank in dist.get_process_group_ranks(part)]
-        specs = [
-            BucketSpec(bucket.grad_data.numel() // len(members), bucket.grad_data.dtype, bucket.param_data.dtype)
-            for _, bucket in buckets
-        ]
-        networks = {phase: self._network(phase, full, full_ranks) for phase in PHASES}
-        group = LossyGroup.among(self.config, specs, networks, members, dist.get_rank(part), stream, self.steps, part)
-        self._share_copies(group, buckets, tensor)
-        for number, (_, bucket) in enumerate(buckets):
-            attach(bucket.grad_data, Slot(group, number))
-            attach(bucket.param_data, Slot(group, number))
-            if group.compensates:
-                group.rules["param"][number].weights = self._main_weights(
-                    bucket, own_shard(bucket, group.rank, group.size)
-                )
-        if self.config.errs and len(full_ranks) > 1:
-            owner = members[group.rank]
-            group.errors = errors_of_owner(
-                self.config, self._corruption, stream, buckets, len(members), group.rank, owner
-            )
-        return group
-
-    def _main_weights(self, bucket: Any, own: torch.Tensor) -> Callable[[], torch.Tensor]:
-        # The optimizer comes after DDP.
-        found = functools.cache(lambda: MainWeights(self.living_optimizers(), bucket, own))
-        return lambda: found()()
-
-    def _network(self, phase: str, full: dist.ProcessGroup, full_ranks: list[int]) -> Network:
-        key = (phase, tuple(full_ranks))
-        if key not in self._networks:
-            nodes = None if self._nodes is None else [self._nodes[rank] for rank in full_ranks]
-            islands = 1 if self.islands is None else self.islands.world.islands
-            self._networks[key] = Network(self.config, phase, islands * len(full_ranks), nodes)
-        return self._networks[key]
+        self._chunks[ddp] = [self.exchanges.of_replica(one, self.steps) for one in lossy]
 
     @property
     def chunks(self) -> list[DistributedDataParallel]:
@@ -433,7 +349,7 @@ class Lossy(Run):
             f"optimizer instances of {stream.name}": full.size() // pairs[0][0].data_parallel_group.size()
             for stream, full, pairs in streams
         }
-        nodes = {} if self._nodes is None else {"nodes of the ranks": " ".join(map(str, self._nodes))}
+        nodes = {} if self.exchanges.nodes is None else {"nodes of the ranks": " ".join(map(str, self.exchanges.nodes))}
         islands = {} if self.islands is None else self.islands.identity()
         sizes = {"world size": dist.get_world_size(), **islands, **parallel_sizes(), **nodes}
         return {**sizes, **instances, **bucket_sizes([(stream, pairs) for stream, _, pairs in streams])}
@@ -453,12 +369,7 @@ class Lossy(Run):
             self.islands.check_iteration(iteration)
 
     def replica_state(self) -> Any:
-        """For each bucket: which units are stale, bool[N, count], and their values; or ``None``. Of a full replica all.
-
-        Where owners send with a lead, all values of the bucket besides: what arrived is not the owners' weights either.
-
-        With islands also what is under way between them.
-        """
+        """See :func:`stale_state`; of a full replica all. With islands also what is under way between them."""
         if self.replica is not None:
             return self.replica.together.state_dict()
         if self.islands is not None:
@@ -469,19 +380,7 @@ class Lossy(Run):
         self._finish_adding()
         if any(group.compensates for group in self.groups):
             self.settle()  # of what is still to be gathered nobody would have the lead again
-        stale = []
-        for bucket in self.buckets():
-            slot = slot_of(bucket.param_data)
-            delivery = slot.group.delivery("param", self.update) if self.update is not None else None
-            rule = slot.group.rules["param"][slot.bucket]
-            lost = rule.lost(delivery) if delivery is not None else None
-            whole = (bucket.param_data.clone(),) if lost is not None and slot.group.compensates else ()
-            if lost is None or not (lost.mask.any() or whole):
-                stale.append(None)
-            else:
-                values = rows_for(bucket.param_data.device).take(bucket.param_data, rule.units, lost)
-                stale.append((torch.from_numpy(lost.mask), values, *whole))
-        return stale
+        return stale_state(self.buckets(), self.update)
 
     def load_replica_state(self, state: Any) -> None:
         if self.replica is not None:
@@ -491,22 +390,7 @@ class Lossy(Run):
             self.islands.load_state_dict(state["islands"])
             state = state["stale"]
         self._restored = self.update
-        buckets = self.buckets()
-        lost: dict[LossyGroup, dict[int, np.ndarray]] = {group: {} for group in self.groups}
-        for bucket, saved in zip(buckets, state, strict=True):
-            if saved is None:
-                continue
-            slot, (missed, values, *whole) = slot_of(bucket.param_data), saved
-            lost[slot.group][slot.bucket] = missed.cpu().numpy()
-            units = slot.group.rules["param"][slot.bucket].units
-            with torch.no_grad():
-                for replica in whole:
-                    bucket.param_data.copy_(replica)
-                rows = rows_for(bucket.param_data.device)
-                rows.put_(bucket.param_data, units, Lost(lost[slot.group][slot.bucket]), values)
-        for group, by_bucket in lost.items():
-            if self.update is not None and not group.lossless("param"):
-                group.restore(self.update, by_bucket)
+        load_stale_state(self.buckets(), self.groups, self.update, state)
 
 
 def _bucket_groups(ddp: Any) -> list[Any]:
