@@ -67,8 +67,9 @@ class IslandFlags:
     delay_correction: str = flag(
         "mixing",
         "parameters: what becomes of progress since the exchange began: none of it is kept; a moving average of it is added "
-        "to the mean (ema); or the weights move towards the mean by what they were off it then (mixing)",
-        choices=("none", "ema", "mixing"),
+        "to the mean (ema); the weights move towards the mean by a share of what they were off it then (mixing); or by all of that, "
+        "less what other means have moved them since (smith)",
+        choices=("none", "ema", "mixing", "smith"),
     )
     ema_coefficient: tuple[float, ...] = flag(
         (0.5, 0.01),
@@ -126,6 +127,12 @@ class IslandFlags:
     def overlap(self) -> int:
         """q: later exchanges of an element that are under way when one comes back; with ``bernoulli`` at least about."""
         return self.rounds_under_way // self.parts
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether an element can be in an exchange while it is in another."""
+        # With equal gaps (cyclic) only if q is not 0; with drawn ones two may follow each other.
+        return bool(self.overlap or (self.sync_subset != "cyclic" and self.rounds_under_way and self.parts > 1))
 
     @property
     def rounds_under_way(self) -> int:

@@ -8,7 +8,8 @@ of an element in computing. In copies of the weights:
 - islands: c M weights beside those in the model, and M - 1 more optimizers;
 - averages under way: floor(tau/K) + 1 times f copies in float32 of what each island sent, and of the mean, which is one for
   all islands of a process unless some of it is lost; and where they belong, in 8 bytes each, unless f is 1;
-- the moving average of ``ema`` M copies in float32, the outer weights and momentum of DiLoCo 2 M.
+- the moving average of ``ema`` M copies in float32, the outer weights and momentum of DiLoCo 2 M;
+- what means have moved of ``smith`` M copies in float32, and as much of it again as was sent, where exchanges overlap.
 
 A rank of an island has one island, and of all of this its shard of the optimizer.
 """
@@ -53,6 +54,9 @@ def between_islands(lossy: LossyConfig, elements: float, islands: int) -> dict[s
     kept = 2 if lossy.has_outer_optimizer else 0
     if lossy.sync_method == "parameters" and lossy.delay_correction == "ema":
         kept = 1
+    if lossy.sync_method == "parameters" and lossy.delay_correction == "smith" and lossy.may_overlap:
+        kept = 1
+        found["averages under way"] += sent * islands * _FLOAT32
     if kept:
         found["correction" if kept == 1 else "outer optimizer"] = kept * islands * elements * _FLOAT32
     return found

@@ -3,7 +3,8 @@
 ``none``: the weights become the mean (Eq. 5; without delay Eq. 4, SPARTA). ``ema``: a moving average of the progress is
 added to it (Eq. 6 and 7). ``mixing``: the weights move by a gain towards where the mean says they should have been; with
 gain 1 that is the ablation of section 5.4, and DaSGD. It keeps nothing between exchanges and leaves the mean over
-islands as it is.
+islands as it is. ``smith`` is mixing with gain 1 that leaves out what means have moved since the exchange began: the feedback
+then has no delay, and cannot diverge (O. J. M. Smith's predictor, 1957).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .. import theory
 from ..config import LossyConfig
 from ..errors import refuse
 from ..flags import as_text
+from .places import Places
 from .rule import Back, Rule
 
 # Of the bound of equal gaps, where they vary between 1 and 2n - 1 exchanges (``partition``). With n from 2 to 40 and a delay of
@@ -46,6 +48,49 @@ class Mixing(Rule):
         else:
             mixed = torch.add(now, back.mean - back.sent, alpha=self.gain)
         return back.where_arrived(mixed, now)
+
+
+class SmithPredictor(Rule):
+    """w + (mean - sent) - (what means have moved w by since it was sent).
+
+    An island's deviation from the mean when it sent, mean - sent, is not what it is now: its own progress has come to it, which
+    nobody else knows yet, and what exchanges that began earlier have taken from it meanwhile, which this rule remembers. So
+    every mean takes all that is known of a deviation, and takes it once. ``size``: elements of the vector.
+    """
+
+    keeps_rest = True
+
+    def __init__(self, islands: int, size: int, device: torch.device) -> None:
+        self.moved = torch.zeros(islands, size, device=device)
+        self._moved_before: dict[int, torch.Tensor] = {}  # by the iteration after which an exchange began
+
+    def begin(self, step: int, places: Places | None) -> None:
+        rows = [self._moved_at(island, places) for island in range(len(self.moved))]
+        self._moved_before[step] = torch.stack(rows)
+
+    def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
+        before = self._moved_before[back.begun][island]
+        if island == len(self.moved) - 1:
+            del self._moved_before[back.begun]
+        moved = self._moved_at(island, back.places)
+        known = moved - before
+        after = back.where_arrived(back.mean - back.sent + before, moved)
+        if back.places is None:
+            self.moved[island] = after
+        else:
+            back.places.write(self.moved[island], after)
+        # As mixing with gain 1 where nothing was under way, to the bit.
+        return back.where_arrived((now - back.sent).add_(back.mean).sub_(known), now)
+
+    def _moved_at(self, island: int, places: Places | None) -> torch.Tensor:
+        return self.moved[island].clone() if places is None else places.read(self.moved[island])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moved": self.moved, "moved before": dict(self._moved_before)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moved.copy_(state["moved"])
+        self._moved_before = {step: values.to(self.moved.device) for step, values in state["moved before"].items()}
 
 
 class MovingAverage(Rule):
@@ -104,6 +149,8 @@ def make_correction(config: LossyConfig, islands: int, size: int, steps: int | N
         return NoCorrection()
     if config.delay_correction == "mixing":
         return Mixing(critical_gain(config) if config.gain is None else config.gain)
+    if config.delay_correction == "smith":
+        return SmithPredictor(islands, size, device) if config.may_overlap else Mixing(1.0)
     first, last = config.ema_coefficient
     return MovingAverage(islands, size, first, last, config.ema_hold_iters, steps or 0, device)
 

@@ -108,9 +108,12 @@ def notes_on_averaging(config: LossyConfig, steps: int | None) -> list[str]:
     if not config.averages or config.sync_method != "parameters":
         return []
     notes = []
-    if config.overlap:
+    if config.overlap and config.delay_correction != "smith":
         smaller = 1 / (config.rounds_under_way + 1)
-        notes.append(f"{_under_way(config)}; with --sync-fraction of at most {smaller:.3g} there is none")
+        notes.append(
+            f"{_under_way(config)}; with --sync-fraction of at most {smaller:.3g} there is none, and --delay-correction smith "
+            "knows of them"
+        )
     visits = None if steps is None else steps // (config.parts * config.sync_interval)
     if config.delay_correction == "ema" and visits is not None and visits < _SETTLES:
         notes.append(

@@ -92,6 +92,7 @@ class Rounds:
             return None
         # As it crosses: what rounding takes away is then progress that an island keeps, until it has become enough to cross.
         sent = sent.to(self._crossing.dtype).float()
+        self.rule.begin(step, places)
         flight = Flight(number, step, places, sent, self._crossing.begin(step, sent))
         self.flights.append(flight)
         return flight
@@ -103,7 +104,7 @@ class Rounds:
             values = mean.values
             if mean.owed is not None and self.rule.keeps_rest:
                 values = values + mean.owed[island]
-            back = Back(flight.sent[island], values, arrived, places, step)
+            back = Back(flight.sent[island], values, arrived, places, flight.step, step)
             one.write(places, self.rule.apply(island, one.read(places), back))
 
     def state_dict(self) -> dict[str, Any]:

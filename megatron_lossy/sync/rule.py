@@ -16,13 +16,15 @@ class Back:
     """What came back to an island of one exchange.
 
     ``sent``, ``mean`` float32[k]: what it sent, and the mean of all. ``arrived`` bool[k]: where the mean is here; ``None``:
-    everywhere. ``places``: which elements these are; ``None``: all. ``step``: the iteration that has just been made.
+    everywhere. ``places``: which elements these are; ``None``: all. ``begun``: the iteration after which it was sent; ``step``: the
+    one that has just been made.
     """
 
     sent: torch.Tensor
     mean: torch.Tensor
     arrived: torch.Tensor | None
     places: Places | None
+    begun: int
     step: int
 
     def where_arrived(self, there: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
@@ -41,6 +43,9 @@ class Rule(ABC):
     def payload(self, island: int, now: torch.Tensor) -> torch.Tensor:
         """What ``island`` sends: [k] for its weights ``now`` [k]. It may be the same tensor."""
         return now
+
+    def begin(self, step: int, places: Places | None) -> None:
+        """An exchange begins after iteration ``step``, of the elements at ``places``."""
 
     @abstractmethod
     def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:

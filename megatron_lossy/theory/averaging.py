@@ -106,6 +106,18 @@ def deviation(fraction: float, variance: float, islands: int, before: bool = Fal
     return (1.0 if before else 1 - fraction) / fraction * variance * (1 - 1 / islands)
 
 
+def deviation_predicted(fraction: float, interval: int, delay: int, drawn: bool) -> float:
+    """What is left of the squared distance of an island to the mean, after each iteration, with ``smith`` and no loss.
+
+    In squared deviations that white local steps make in one iteration. A mean takes all that was there when it was sent, and
+    leaves what came since: tau iterations, and those since the exchange was begun that was used last: (n K - 1)/2 on
+    average with fixed gaps, and (1/f - 1) K + (K - 1)/2 where elements are drawn. No rule can know of the last tau.
+    """
+    if drawn:
+        return delay + (1 / fraction - 1) * interval + (interval - 1) / 2
+    return delay + (math.ceil(1 / fraction - 1e-9) * interval - 1) / 2
+
+
 def removed(loss: float, islands: int) -> float:
     """The share of the squared deviation that one exchange with ``loss`` in both halves removes; 1 - loss for large M.
 

@@ -74,10 +74,29 @@ def growth_per_iteration(config: LossyConfig, steps: int = 800, size: int = 400)
     squares = []
     for step in range(steps):
         rounds.after_iteration(step, rows)
-        squares.append(spread(weights).square().sum().item())
+        squares.append(spread(weights).double().square().sum().item())
     quarter = steps // 4
     early, late = max(squares[quarter : 2 * quarter]), max(squares[3 * quarter :])
     return float((late / early) ** (0.25 / quarter))
+
+
+def deviation(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
+    """The squared distance of islands to their mean, over the second half of ``steps``, under white local steps.
+
+    Relative to what one iteration of such steps makes of it.
+    """
+    random = torch.Generator().manual_seed(0)
+    squares: list[float] = []
+
+    def walk(step: int, weights: torch.Tensor) -> None:
+        weights += torch.randn(weights.shape, generator=random)
+
+    def look(step: int, weights: torch.Tensor) -> None:
+        squares.append(spread(weights).square().mean().item())
+
+    simulate(config, torch.zeros(config.islands, size), steps, walk, look)
+    late = squares[steps // 2 :]
+    return sum(late) / len(late) / (1 - 1 / config.islands)
 
 
 def speed(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
