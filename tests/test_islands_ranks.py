@@ -89,6 +89,7 @@ def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
         "at once": ({}, TWO),
         "late, dropout": ({"hidden_dropout": 0.1}, LATE),
         "ema, bf16": ({"bf16": True}, {**LATE, "delay_correction": "ema"}),
+        "smith": ({}, {**LATE, **LOST, "sync_fraction": 0.5, "delay_correction": "smith"}),
         "lost": ({}, {**LATE, **LOST, "delay_correction": "none", "sync_dtype": "bf16"}),
         "rounded": ({}, {**LATE, **LOST, "sync_dtype": "bf16"}),
         "whole shards lost": (
@@ -158,6 +159,7 @@ def test_exchanges_of_skipped_iterations(data, tmp_path):
 CONTINUED = {
     "late": ({}, {**LATE, **LOST, **INSIDE, "grad_recovery": "previous"}),
     "ema": ({"bf16": True}, {**LATE, "delay_correction": "ema", "sync_interval": 2, "sync_dtype": "bf16"}),
+    "smith": ({}, {**LATE, **LOST, "sync_fraction": 1.0, "delay_correction": "smith"}),
     "eager": ({"optimizer": "nadam"}, {**OUTER, "sync_method": "eager-diloco", "sync_delay": 2}),
 }
 

@@ -148,6 +148,7 @@ CONTINUED = {
         {"bf16": True},
         {**ISLANDS, "sync_fraction": 0.5, "sync_delay": 1, "delay_correction": "ema", "p_sync": 0.3},
     ),
+    "smith": ({}, {**ISLANDS, "sync_fraction": 0.5, "sync_delay": 3, "delay_correction": "smith"}),
     "lossy inside": (
         {},
         {**LOSS, **ISLANDS, "islands": 2, "sync_fraction": 0.5, "sync_delay": 2, "grad_recovery": "previous"},

@@ -120,6 +120,10 @@ def test_what_islands_and_stages_add():
     assert found["islands"] == 4 * 2 * weights + 3 * 12 * weights
     assert found["averages under way"] == pytest.approx(11 * 0.05 * (5 * 4 + 8) * weights)
     assert components(**islands, delay_correction="ema")["correction"] == 4 * 4 * weights
+    predicted = components(**islands | {"sync_delay": 50}, delay_correction="smith")
+    assert predicted["averages under way"] == pytest.approx(51 * 0.05 * (9 * 4 + 8) * weights)
+    assert predicted["correction"] == 4 * 4 * weights
+    assert components(**islands, delay_correction="smith") == found  # nothing is under way twice
     assert components(islands=4, sync_method="diloco", sync_interval=9)["outer optimizer"] == 2 * 4 * 4 * weights
     stages = {"async_pipeline": True, "virtual_stages": 4}
     layers = 8 * (4096 * (4 * 4096 + 3 * 11008) + 2 * 4096)
