@@ -67,8 +67,8 @@ class IslandFlags:
     delay_correction: str = flag(
         "mixing",
         "parameters: what becomes of progress since the exchange began: none of it is kept; a moving average of it is added "
-        "to the mean (ema); the weights move towards the mean by a share of what they were off it then (mixing); or by all of that, "
-        "less what other means have moved them since (smith)",
+        "to the mean (ema); the weights move towards the mean by a share of what they were off it then (mixing); or by a share "
+        "of that less what other means have moved them since (smith)",
         choices=("none", "ema", "mixing", "smith"),
     )
     ema_coefficient: tuple[float, ...] = flag(
@@ -81,8 +81,8 @@ class IslandFlags:
     ema_hold_iters: int = flag(1000, "ema: iterations with the first coefficient", metavar="N")
     mixing_gain: str = flag(
         "auto",
-        "mixing: share of the way to the mean, in (0, 2); auto: the fastest without oscillation, by how many exchanges of an "
-        "element are under way at once",
+        "mixing, smith: share of the way to the mean, in (0, 2); auto: of mixing the fastest without oscillation, by how many "
+        "exchanges of an element are under way at once, of smith 1, and less if some of these may be lost",
         metavar="{auto,A}",
     )
     outer_lr: float = flag(0.7, "diloco, eager-diloco: learning rate of the outer optimizer", metavar="LR")
@@ -229,7 +229,10 @@ class IslandFlags:
                 ("ema_coefficient", "ema_hold_iters"),
                 (corrected and self.delay_correction == "ema", "--delay-correction ema"),
             ),
-            "mixing_gain": (corrected and self.delay_correction == "mixing", "--delay-correction mixing"),
+            "mixing_gain": (
+                corrected and self.delay_correction in ("mixing", "smith"),
+                "--delay-correction mixing or smith",
+            ),
             **dict.fromkeys(
                 ("outer_lr", "outer_momentum"), (self.has_outer_optimizer, "--sync-method diloco or eager-diloco")
             ),

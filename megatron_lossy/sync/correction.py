@@ -3,8 +3,8 @@
 ``none``: the weights become the mean (Eq. 5; without delay Eq. 4, SPARTA). ``ema``: a moving average of the progress is
 added to it (Eq. 6 and 7). ``mixing``: the weights move by a gain towards where the mean says they should have been; with
 gain 1 that is the ablation of section 5.4, and DaSGD. It keeps nothing between exchanges and leaves the mean over
-islands as it is. ``smith`` is mixing with gain 1 that leaves out what means have moved since the exchange began: the feedback
-then has no delay, and cannot diverge (O. J. M. Smith's predictor, 1957).
+islands as it is. ``smith`` is mixing that leaves out what means have moved since the exchange began: the feedback then has no
+delay, and cannot diverge (O. J. M. Smith's predictor, 1957).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from .. import theory
 from ..config import LossyConfig
+from ..config.islands import SYNC_PHASES
 from ..errors import refuse
 from ..flags import as_text
 from .places import Places
@@ -51,16 +52,17 @@ class Mixing(Rule):
 
 
 class SmithPredictor(Rule):
-    """w + (mean - sent) - (what means have moved w by since it was sent).
+    """w + gain ((mean - sent) - what means have moved w by since it was sent).
 
     An island's deviation from the mean when it sent, mean - sent, is not what it is now: its own progress has come to it, which
     nobody else knows yet, and what exchanges that began earlier have taken from it meanwhile, which this rule remembers. So
-    every mean takes all that is known of a deviation, and takes it once. ``size``: elements of the vector.
+    every mean takes of what is known of a deviation, and nothing is taken twice. ``size``: elements of the vector.
     """
 
     keeps_rest = True
 
-    def __init__(self, islands: int, size: int, device: torch.device) -> None:
+    def __init__(self, gain: float, islands: int, size: int, device: torch.device) -> None:
+        self.gain = gain
         self.moved = torch.zeros(islands, size, device=device)
         self._moved_before: dict[int, torch.Tensor] = {}  # by the iteration after which an exchange began
 
@@ -74,13 +76,18 @@ class SmithPredictor(Rule):
             del self._moved_before[back.begun]
         moved = self._moved_at(island, back.places)
         known = moved - before
-        after = back.where_arrived(back.mean - back.sent + before, moved)
+        off = back.mean - back.sent - known
+        after = back.where_arrived(torch.add(moved, off, alpha=self.gain), moved)
         if back.places is None:
             self.moved[island] = after
         else:
             back.places.write(self.moved[island], after)
-        # As mixing with gain 1 where nothing was under way, to the bit.
-        return back.where_arrived((now - back.sent).add_(back.mean).sub_(known), now)
+        # As mixing where nothing was under way, to the bit.
+        if self.gain == 1:
+            corrected = (now - back.sent).add_(back.mean).sub_(known)
+        else:
+            corrected = torch.add(now, off, alpha=self.gain)
+        return back.where_arrived(corrected, now)
 
     def _moved_at(self, island: int, places: Places | None) -> torch.Tensor:
         return self.moved[island].clone() if places is None else places.read(self.moved[island])
@@ -150,7 +157,8 @@ def make_correction(config: LossyConfig, islands: int, size: int, steps: int | N
     if config.delay_correction == "mixing":
         return Mixing(critical_gain(config) if config.gain is None else config.gain)
     if config.delay_correction == "smith":
-        return SmithPredictor(islands, size, device) if config.may_overlap else Mixing(1.0)
+        gain = predictor_gain(config) if config.gain is None else config.gain
+        return SmithPredictor(gain, islands, size, device) if config.may_overlap else Mixing(gain)
     first, last = config.ema_coefficient
     return MovingAverage(islands, size, first, last, config.ema_hold_iters, steps or 0, device)
 
@@ -160,6 +168,22 @@ def critical_gain(config: LossyConfig) -> float:
     if config.sync_subset == "bernoulli":
         return theory.critical_gain_drawn(config.sync_fraction, config.rounds_under_way)
     return theory.critical_gain(config.overlap)
+
+
+def predictor_gain(config: LossyConfig) -> float:
+    """``--mixing-gain auto`` of ``smith``: 1 without loss, and 1/(1 + p q) with a loss rate of p; p = 1 if it is not known.
+
+    A mean of those who arrived is off that of all, and this error is no deviation, so that nothing corrects it: the mean over
+    islands makes a step of it. Rounds that overlap do not know of each other's. Its mean square is about proportional to p and
+    to the deviation, whose age is as q + 1/2 in visits; this gain keeps it near what it is with q = 0, below the noise of the
+    islands' own steps (tests/test_averaging.py).
+    """
+    known = config.transport != "udp"
+    if known and all(config.phase(phase).lossless for phase in SYNC_PHASES):
+        return 1.0
+    lost = config.p_sync if known and config.p_sync else 1.0
+    drawn = config.sync_subset == "bernoulli"
+    return 1 / (1 + lost * (config.share * config.rounds_under_way if drawn else config.overlap))
 
 
 def stability_bound(config: LossyConfig) -> float:
