@@ -501,7 +501,8 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         if self.sync_method == "none":
             return [f"{self.islands} islands that exchange nothing"]
         what = f"{self.islands} islands, {self.sync_method}, {100 * self.share:.3g} % of them"
-        when = f"every {self.sync_interval} iterations, used after {self.sync_delay}"
+        correction = f" ({self.delay_correction})" if self.sync_method == "parameters" and self.sync_delay else ""
+        when = f"every {self.sync_interval} iterations, used after {self.sync_delay}{correction}"
         return [f"{what} {when}, lost {self.label(SYNC_PHASES[0])}"]
 
     def _describe_pipeline(self) -> list[str]:
