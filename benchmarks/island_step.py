@@ -37,6 +37,7 @@ from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.sync import IslandWorld
 
 _FEW = {"sync_method": "parameters", "sync_fraction": 0.05}
+_MUCH = {"sync_method": "parameters", "sync_fraction": 0.25, "sync_block": 128, "sync_delay": 10}
 #: Flags by variant; None is unhooked megatron-core.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     BASELINE: None,
@@ -47,6 +48,9 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "5 %, 10 late, mixing, bf16": _FEW | {"sync_delay": 10, "sync_dtype": "bf16"},
     "5 %, 10 late, mixing, blocks of 128": _FEW | {"sync_delay": 10, "sync_block": 128},
     "1 %, 10 late, mixing": _FEW | {"sync_fraction": 0.01, "sync_delay": 10},
+    # Where three exchanges of an element are under way at once.
+    "25 %, 10 late, mixing, blocks of 128": _MUCH,
+    "25 %, 10 late, smith, blocks of 128": _MUCH | {"delay_correction": "smith"},
 }
 #: Steps after which every variant uses means.
 LATEST = 12
