@@ -129,6 +129,11 @@ class IslandFlags:
         return self.rounds_under_way // self.parts
 
     @property
+    def mean_overlap(self) -> float:
+        """:attr:`overlap`, with ``bernoulli`` on average."""
+        return self.share * self.rounds_under_way if self.sync_subset == "bernoulli" else self.overlap
+
+    @property
     def may_overlap(self) -> bool:
         """Whether an element can be in an exchange while it is in another."""
         # With equal gaps (cyclic) only if q is not 0; with drawn ones two may follow each other.

@@ -382,6 +382,11 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         return any(not self.phase(phase).lossless for phase in PHASES + SYNC_PHASES)
 
     @property
+    def sync_lossless(self) -> bool:
+        """Whether nothing that islands exchange can be lost."""
+        return self.transport != "udp" and all(self.phase(phase).lossless for phase in SYNC_PHASES)
+
+    @property
     def inert(self) -> bool:
         """True if nothing at all is done: no loss, no error, no check and no averaging."""
         return self.lossless and not self.errs and not self.synchronises and self.replica_check == "none"

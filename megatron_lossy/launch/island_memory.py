@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..config import LossyConfig
-from ..config.islands import SYNC_PHASES
 
 _FLOAT32, _PLACE = 4, 8
 #: What of it is saved.
@@ -49,7 +48,7 @@ def between_islands(lossy: LossyConfig, elements: float, islands: int) -> dict[s
     if lossy.sync_method == "none":
         return {}
     sent = lossy.share * (lossy.rounds_under_way + 1) * elements
-    means = 1 if all(lossy.phase(phase).lossless for phase in SYNC_PHASES) else islands
+    means = 1 if lossy.sync_lossless else islands
     found = {"averages under way": sent * ((islands + means) * _FLOAT32 + (_PLACE if lossy.sync_fraction < 1 else 0))}
     kept = 2 if lossy.has_outer_optimizer else 0
     if lossy.sync_method == "parameters" and lossy.delay_correction == "ema":

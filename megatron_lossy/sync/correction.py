@@ -16,10 +16,9 @@ import torch
 
 from .. import theory
 from ..config import LossyConfig
-from ..config.islands import SYNC_PHASES
 from ..errors import refuse
 from ..flags import as_text
-from .places import Places
+from .places import Places, read_at, write_at
 from .rule import Back, Rule
 
 # Of the bound of equal gaps, where they vary between 1 and 2n - 1 exchanges (``partition``). With n from 2 to 40 and a delay of
@@ -64,24 +63,20 @@ class SmithPredictor(Rule):
     def __init__(self, gain: float, islands: int, size: int, device: torch.device) -> None:
         self.gain = gain
         self.moved = torch.zeros(islands, size, device=device)
-        self._moved_before: dict[int, torch.Tensor] = {}  # by the iteration after which an exchange began
+        # Of each island, by the iteration after which an exchange began.
+        self._moved_before: dict[int, list[torch.Tensor]] = {}
 
     def begin(self, step: int, places: Places | None) -> None:
-        rows = [self._moved_at(island, places) for island in range(len(self.moved))]
-        self._moved_before[step] = torch.stack(rows)
+        self._moved_before[step] = [row.clone() if places is None else places.read(row) for row in self.moved]
 
     def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
         before = self._moved_before[back.begun][island]
         if island == len(self.moved) - 1:
             del self._moved_before[back.begun]
-        moved = self._moved_at(island, back.places)
+        moved = read_at(self.moved[island], back.places)
         known = moved - before
         off = back.mean - back.sent - known
-        after = back.where_arrived(torch.add(moved, off, alpha=self.gain), moved)
-        if back.places is None:
-            self.moved[island] = after
-        else:
-            back.places.write(self.moved[island], after)
+        write_at(self.moved[island], back.places, back.where_arrived(torch.add(moved, off, alpha=self.gain), moved))
         # As mixing where nothing was under way, to the bit.
         if self.gain == 1:
             corrected = (now - back.sent).add_(back.mean).sub_(known)
@@ -89,15 +84,13 @@ class SmithPredictor(Rule):
             corrected = torch.add(now, off, alpha=self.gain)
         return back.where_arrived(corrected, now)
 
-    def _moved_at(self, island: int, places: Places | None) -> torch.Tensor:
-        return self.moved[island].clone() if places is None else places.read(self.moved[island])
-
     def state_dict(self) -> dict[str, Any]:
         return {"moved": self.moved, "moved before": dict(self._moved_before)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.moved.copy_(state["moved"])
-        self._moved_before = {step: values.to(self.moved.device) for step, values in state["moved before"].items()}
+        device = self.moved.device
+        self._moved_before = {step: [row.to(device) for row in rows] for step, rows in state["moved before"].items()}
 
 
 class MovingAverage(Rule):
@@ -123,12 +116,9 @@ class MovingAverage(Rule):
 
     def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
         progress, c = self.progress[island], self.coefficient(back.step)
-        before = progress if back.places is None else back.places.read(progress)
+        before = read_at(progress, back.places)
         after = back.where_arrived((now - back.sent).mul_(c).add_((1 - c) * before), before)
-        if back.places is None:
-            progress.copy_(after)
-        else:
-            back.places.write(progress, after)
+        write_at(progress, back.places, after)
         return back.where_arrived(back.mean + after, now)
 
     def state_dict(self) -> dict[str, Any]:
@@ -178,12 +168,10 @@ def predictor_gain(config: LossyConfig) -> float:
     to the deviation, whose age is as q + 1/2 in visits; this gain keeps it near what it is with q = 0, below the noise of the
     islands' own steps (tests/test_averaging.py).
     """
-    known = config.transport != "udp"
-    if known and all(config.phase(phase).lossless for phase in SYNC_PHASES):
+    if config.sync_lossless:
         return 1.0
-    lost = config.p_sync if known and config.p_sync else 1.0
-    drawn = config.sync_subset == "bernoulli"
-    return 1 / (1 + lost * (config.share * config.rounds_under_way if drawn else config.overlap))
+    lost = config.p_sync if config.p_sync and config.transport != "udp" else 1.0
+    return 1 / (1 + lost * config.mean_overlap)
 
 
 def stability_bound(config: LossyConfig) -> float:

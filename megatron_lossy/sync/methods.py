@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..config import LossyConfig
-from ..config.islands import SYNC_PHASES
 from ..errors import refuse
 from ..exchange import Stream
 from ..flags import as_text
@@ -74,7 +73,7 @@ def _check_length(config: LossyConfig, train_iters: int) -> None:
 
 def _check_reliable(config: LossyConfig) -> None:
     """Raise :class:`UsageError` where means may be lost: outer weights that have come apart stay so, and go on."""
-    if config.transport == "udp" or not all(config.phase(phase).lossless for phase in SYNC_PHASES):
+    if not config.sync_lossless:
         why = "cannot lose exchanges (--p-sync, traces, --transport udp): nothing would pull islands together again"
         raise refuse("--sync-method", "eager-diloco", f"{why}; choose diloco")
 
@@ -124,8 +123,10 @@ def notes_on_averaging(config: LossyConfig, steps: int | None) -> list[str]:
 
 def _under_way(config: LossyConfig) -> str:
     if config.sync_subset == "bernoulli":
-        average = config.sync_fraction * config.rounds_under_way
-        many, subset = f"{average:.3g} later exchanges of an element on average", " and --sync-subset bernoulli"
+        many, subset = (
+            f"{config.mean_overlap:.3g} later exchanges of an element on average",
+            " and --sync-subset bernoulli",
+        )
     else:
         many = f"{config.overlap} later exchanges of an element"
         subset = " and --sync-subset partition" if config.sync_subset == "partition" else ""

@@ -99,3 +99,16 @@ class Places:
         """``length`` elements of the block ``index`` from ``offset`` on, which are those from ``first`` on of a stretch."""
         start = index * self._width + offset
         return Part(slice(start, start + length), first, self._width, None)
+
+
+def read_at(vector: torch.Tensor, places: Places | None) -> torch.Tensor:
+    """The elements [k] of ``vector`` at ``places``; of ``None`` the vector itself."""
+    return vector if places is None else places.read(vector)
+
+
+def write_at(vector: torch.Tensor, places: Places | None, values: torch.Tensor) -> None:
+    """Put ``values`` [k] there; ``None``: everywhere."""
+    if places is None:
+        vector.copy_(values)
+    else:
+        places.write(vector, values)

@@ -9,6 +9,7 @@ import torch
 from ...config import LossyConfig
 from ...exchange import Stream
 from ...sync import InMemory, Places, Rounds, Subset, make_rule
+from ...sync.places import write_at
 
 STREAM = Stream("islands")
 Act = Callable[[int, torch.Tensor], object]
@@ -26,10 +27,7 @@ class Row:
 
     def write(self, places: Places | None, values: torch.Tensor) -> None:
         """As :meth:`megatron_lossy.sync.Weights.write`."""
-        if places is None:
-            self.values.copy_(values)
-        else:
-            places.write(self.values, values)
+        write_at(self.values, places, values)
 
 
 def rounds_of(config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) -> tuple[Rounds, list[Row]]:
