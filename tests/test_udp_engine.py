@@ -305,23 +305,10 @@ class Relay:
         self.stop = False
         self.threads = [threading.Thread(target=self._carry, args=(rank,), daemon=True) for rank in range(2)]
 
-    def store(self, store, rank):
-        """``store``, in which everybody but ``rank`` itself has the address of the relay."""
-        relay = self
-
-        class Between:
-            set = store.set
-
-            @staticmethod
-            def get(key):
-                value = store.get(key)
-                if "/hello/" not in key or key.endswith(f"/{rank}"):
-                    return value
-                hello = session.Hello.decode(value, 0, "")
-                relay.engines.append((int(key[-1]), hello.port))
-                return session.Hello(**(hello.__dict__ | {"port": relay.ports[rank]})).encode()
-
-        return Between
+    def stands_for(self, rank, engine):
+        """Let ``engine`` say that it is where the relay is."""
+        self.engines.append((rank, engine.port))
+        engine.port = self.ports[1 - rank]
 
     def _carry(self, rank):
         """What ``rank`` sends comes to its socket, and leaves from the other's."""
@@ -367,7 +354,8 @@ def test_what_is_said_to_be_lost_is_what_a_relay_lost():
 
         def run(rank):
             with Engine(UdpSettings(reorder=0.1), "127.0.0.1") as engine:
-                channel = engine.open("dense", rank, 2, relay.store(store, rank), "p", buckets)
+                relay.stands_for(rank, engine)
+                channel = engine.open("dense", rank, 2, store, "p", buckets)
                 result = {}
                 for step in range(20):
                     for phase in buckets:
@@ -460,7 +448,8 @@ def test_a_rank_that_is_not_reached_is_named_on_all_ranks(monkeypatch):
 
         def run(rank):
             with Engine(UdpSettings(), "127.0.0.1") as engine:
-                engine.open("dense", rank, 2, relay.store(store, rank), "p", BUCKETS)
+                relay.stands_for(rank, engine)
+                engine.open("dense", rank, 2, store, "p", BUCKETS)
 
         errors = in_threads(2, run)
     for error in errors:

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 
 QUIET = {"received": 100_000, "overflow": 0, "early_dropped": 0, "bad_tag": 0}
-ENGINE = {"malformed": 2, "foreign": 3, "socket_overflow": 5}
+ENGINE = {"malformed": 2, "foreign": 3, "socket_overflow": 5, "too_big": 8, "send_failed": 9, "unreachable": 1}
 PEER = {
     "sent": 10,
     "received": 20,
@@ -31,6 +31,7 @@ def test_counters_of_peers_and_socket_are_added_up():
     found = totals([PEER, PEER], ENGINE)
     assert found["sent"] == 20 and found["units_lost"] == 2 and found["overflow"] == 5
     assert found["refused"] == 2 * (6 + 7) + 2 + 3 and found["bad_tag"] == 14
+    assert (found["too_big"], found["send_failed"], found["unreachable"]) == (8, 9, 1)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,8 @@ def test_counters_of_peers_and_socket_are_added_up():
         ({"overflow": 101}, 0, ["overflow"]),
         ({"early_dropped": 1}, 0, ["early"]),
         ({"bad_tag": 1}, 0, ["tag"]),
+        ({"too_big": 1}, 0, ["too big"]),
+        ({"send_failed": 1}, 0, ["send"]),
         ({}, 100, ["loss"]),
     ],
 )

@@ -36,7 +36,7 @@ static struct channel *open_channel(struct engine *e, uint32_t rank)
             fail(__LINE__);
     for (uint32_t i = 0; i < RANKS; i++) {
         struct sockaddr_in a = address_of((int)i);
-        if (i != rank && ml_member(c, i, (struct sockaddr *)&a, sizeof a, i, WINDOW, WINDOW, 100, 1 << 20, key, key, 0))
+        if (i != rank && ml_member(c, i, (struct sockaddr *)&a, sizeof a, i, WINDOW, WINDOW, 1 << 20, key, key, 0))
             fail(__LINE__);
     }
     ml_open(c);
@@ -183,7 +183,7 @@ int main(int count_of_arguments, char **arguments)
                 case 1: size = draw(size + 1); break;
                 case 2: while (size < 200 && draw(8)) datagram[size++] = (uint8_t)draw(256); break;
                 case 3: datagram[draw(HEADER)] = (uint8_t)(draw(2) ? 0xFF : draw(256)); break;
-                case 4: datagram[0] = (uint8_t)(0x10 | draw(10)); break;
+                case 4: datagram[0] = (uint8_t)(VERSION << 4 | draw(12)); break;
                 case 5: put32(datagram + 24, draw(3) ? draw(UNITS + 2) : UINT32_MAX - draw(3)); break;
                 default: put32(datagram + 16, step + draw(12) - 4); put16(datagram + 20, (uint16_t)draw(BUCKETS + 1));
                 }

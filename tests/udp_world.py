@@ -79,6 +79,7 @@ class Node:
             delay_based=self.delay_based,
         )
         self.engine = self.lib.ml_create(ctypes.byref(settings), None, 0, 0, 0, (ctypes.c_int64 * 3)())
+        self.lib.ml_promise(self.engine, self.window, self.window)
         counts = [len(self.buckets.get(phase, ())) for phase in packet.PHASES]
         self.channel = self.lib.ml_channel(self.engine, CHANNEL, self.rank, self.size, *counts, self.packet)
         for phase, number in packet.PHASES.items():
@@ -89,7 +90,7 @@ class Node:
         for peer in range(self.size):
             if peer != self.rank:
                 where = address(peer)
-                windows = (self.window, self.window, self.window)
+                windows = (self.window, self.window)
                 assert not self.lib.ml_member(
                     self.channel, peer, where, len(where), peer, *windows, self.eager, self.key, self.key, 0
                 )
@@ -169,9 +170,10 @@ class Node:
 
     def outcome(self, exchange: Exchange, source: int) -> tuple[int, int, bool]:
         """Units missing when the end was known, those after repair, and whether they were asked for."""
-        out = (ctypes.c_uint32 * 3)()
-        self.lib.ml_outcome(exchange.handle, source, out)
-        return out[0], out[1], bool(out[2])
+        out = np.empty((self.size, 3), np.uint32)
+        self.lib.ml_outcomes(exchange.handle, out.ctypes.data)
+        raw, residual, again = out[source].tolist()
+        return raw, residual, bool(again)
 
     def handle(self, now: int, source: int, datagram: bytes) -> str:
         verdict = VERDICTS[self.lib.ml_handle(self.engine, address(source), datagram, len(datagram), now)]

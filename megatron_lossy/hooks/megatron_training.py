@@ -24,7 +24,7 @@ from ..errors import usage_errors
 from ..flags import add_flags
 from ..ledger import Patch, Takes
 from ..sync import check_islands, notes_on_averaging
-from ..transport import check_channels, check_ports, check_ranks
+from ..transport import check_channels, check_ranks, check_udp
 from . import island_training
 from .checks import check_arguments, check_tied_replicas
 from .islands import RankIslands
@@ -144,7 +144,7 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
         check_tied_replicas(args, lossy.config, ranks)
         check_error_ranks(lossy.config, ranks)
         recorded_events(lossy.config)  # whether they can be read
-        check_ports(lossy.config)
+        check_udp(lossy.config)
         if islands is None:
             check_ranks(lossy.config, max(ranks, _expert_data_parallel_ranks(args)))
         else:

@@ -15,7 +15,7 @@ from ..hooks.checks import (
     check_units,
 )
 from ..sync import check_islands
-from ..transport import check_channels, check_owners, check_ports, check_ranks
+from ..transport import check_channels, check_owners, check_ranks, check_udp
 from ..virtual import VirtualRun
 from .config import TrainConfig
 
@@ -24,7 +24,7 @@ def check_flags(config: TrainConfig, lossy: LossyConfig, ranks: int) -> None:
     """Raise :class:`UsageError` for what cannot be on ``ranks`` ranks, into which ``config`` must divide."""
     size = config.data_parallel_size(ranks)
     check_channels(lossy, size, config.train_iters)
-    check_ports(lossy)
+    check_udp(lossy)
     check_ranks(lossy, size)
     if not lossy.lossless:
         check_units(config, lossy)

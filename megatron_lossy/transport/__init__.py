@@ -2,7 +2,7 @@
 
 from .base import Transfer, Transport
 from .group import BucketSpec, LossyGroup, cut_buckets
-from .network import Network, check_channels, check_owners, check_ports, check_ranks, find_nodes
+from .network import Network, check_channels, check_owners, check_ranks, check_udp, find_nodes
 from .ops import check_average, lossy_all_gather, lossy_reduce_scatter
 
 __all__ = [
@@ -14,8 +14,8 @@ __all__ = [
     "check_average",
     "check_channels",
     "check_owners",
-    "check_ports",
     "check_ranks",
+    "check_udp",
     "cut_buckets",
     "find_nodes",
     "lossy_all_gather",

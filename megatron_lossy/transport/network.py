@@ -19,6 +19,7 @@ from ..config import PHASES, LossyConfig
 from ..delivery_log.replay import Recorded
 from ..errors import UsageError, refuse
 from ..exchange import Exchange, Stream
+from .key_file import read_key_file
 
 _NOTHING = "no link leaves a node, and nothing can be lost"
 
@@ -31,8 +32,9 @@ def channel_of(config: LossyConfig, phase: str) -> Channel:
     return make_channel(config, phase)
 
 
-def check_ports(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` if the last rank of this node would have a UDP port that there is not."""
+def check_udp(config: LossyConfig) -> None:
+    """Raise :class:`UsageError` if the last rank of this node would have a UDP port that there is not, or for the key file."""
+    read_key_file(config.udp_key_file)
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if config.udp_port + ranks_here - 1 > 65535:
         allowed = f"must be at most {65536 - ranks_here}: each of the {ranks_here} ranks of a node takes the next one"

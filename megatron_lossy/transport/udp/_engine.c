@@ -8,7 +8,9 @@
  *
  *   receiver: posted, no END yet      READY 0 until END or everything arrived        (also asks for a lost END)
  *             all arrived, or END and the reorder window passed, or the deadline     READY 1: done, once and on request
- *   sender:   up to `eager` bytes, then waits for READY; DATA; END until READY 1 comes back
+ *   sender:   up to `eager` bytes, then ASK until READY; DATA; END until READY 1 comes back
+ *
+ * A receiver answers ASK with READY 0 or 1, and not at all before it has posted.
  *
  * So each side of each wait repeats what the other may have lost, at intervals that double up to a second: a process
  * that is stopped finds a short queue when it goes on. Lost DATA is not repeated.
@@ -67,15 +69,19 @@ typedef int64_t ns;
 #define SECOND ((ns)1000000000)
 #define NEVER INT64_MAX
 
-enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK };
-enum { VERSION = 1, HEADER = 28, TAG = 16, REPORT_BYTES = 32, PHASES = 2 };
+enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK };
+enum { VERSION = 2, HEADER = 28, TAG = 16, REPORT_BYTES = 40, PHASES = 2 };
 enum { LARGEST = 65507, SEGMENTS = 64, BATCH_BYTES = 65000, RECEIVE = 32, RECEIVE_BYTES = 65536 };
 enum { AHEAD = 8, CONTROLS = 8192, FORCED = 4, REPEATS = 12, REPLIES = 64 /* in a millisecond, to a rank */ };
 enum { REPORTS = 4, RESENDS = 4096, AGAIN = 2 /* the tag of what is sent again */ };
-enum { SILENT = 1, REFUSED, LEFT }; /* why a channel failed */
+enum { SILENT = 1, REFUSED, LEFT, DEAF }; /* why a channel failed */
+enum { DEAF_STEPS = 10, DEAF_UNITS = 100 };
+enum { REPLAY_BITS = 8192, REPLAY_WORDS = REPLAY_BITS / 64 };
 #define ALL UINT32_MAX /* in END, in the place of a list: every unit must arrive */
 #define JUMP ((uint64_t)1 << 20)    /* numbers that a flow cannot skip: no window is so large */
 #define SLOWEST SECOND              /* between repetitions of one control datagram */
+#define BELIEVED (3 * SECOND)       /* of silence: then a host that refuses datagrams is believed */
+#define AT_LEAST_EVERY (10 * MS)    /* timers, however much comes in */
 
 static ns clock_now(void)
 {
@@ -295,7 +301,7 @@ static int cipher_open(void *cipher, const uint8_t *header, const uint8_t *text,
     X(segmented) X(gathered)
 #define MEMBER_COUNTERS(X) \
     X(sent) X(received) X(units) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) \
-    X(repeated) X(by_deadline) X(ends) X(readies) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
+    X(repeated) X(by_deadline) X(ends) X(readies) X(asks) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
 
 #define FIELD(name) uint64_t name;
 #define NAME(name) #name ","
@@ -326,6 +332,7 @@ struct flow {
     ns top_at, heard, refused_at;
     uint32_t unreported, threshold, report_count, refused;
     ns report_at;
+    uint64_t seen[REPLAY_WORDS]; /* which of the last REPLAY_BITS numbers came; a ring */
 };
 
 struct dest {
@@ -335,7 +342,7 @@ struct dest {
     uint32_t rank, position;
     uint64_t eager; /* bytes sent without READY */
     uint8_t wanted, ready, sent, done;
-    ns end_at, end_wait;
+    ns end_at, end_wait, ask_at, ask_wait;
     /* Of a bucket with reports: units that must arrive, and their bytes; what did not, a bit each, in parts. */
     uint32_t *must, musts, code, parities, parity, parts_heard;
     uint8_t *copies, *lost, *heard;
@@ -351,8 +358,9 @@ struct source {
     uint8_t *to, *row; /* row: of `arrived`, or our own before the exchange is posted */
     struct early *early, *parity;
     uint32_t got;
-    uint8_t expected, over, ended, own_row, twice; /* twice: asked once, of two times in a row */
-    ns ended_at, ready_at, ready_wait;
+    uint8_t expected, over, ended, own_row, full; /* full: a datagram of the bucket's length came */
+    uint8_t twice;                                /* asked once, of two times in a row */
+    ns ended_at, ready_at, ready_wait, told_at; /* told_at: when the first part of its END came; 0: not yet */
     uint32_t *must, musts, code, parts_told; /* what END says */
     uint8_t *told;
     ns nack_at, nack_wait;
@@ -413,6 +421,10 @@ struct member {
     uint8_t probed, confirmed, gone;
     uint32_t replies;
     ns probe_at, probe_until, replies_at;
+    /* Since the last datagram of full length: steps, and their units, of which none came although their end was known. */
+    uint32_t deaf_steps, deaf_units, deaf_step;
+    uint8_t deaf_phase;
+    ns full_at; /* when that datagram came */
     struct resend *resend; /* a ring of RESENDS */
     uint32_t resend_first, resend_last;
     struct member_counters count;
@@ -462,6 +474,7 @@ struct engine {
     uint32_t control_first, control_last;
     ns free_at, alive_at, timers_at, blocked_until;
     uint32_t wire_overhead, overflow_seen;
+    uint32_t window, limit; /* DATA that this process's buffer holds for each other one: with ease, and at most */
     size_t early;
     uint64_t orders;
     struct engine_counters count;
@@ -629,7 +642,7 @@ static struct exchange *exchange_new(struct channel *c, int phase, uint32_t step
         x->dests[i].x = x;
         x->dests[i].rank = i;
         x->sources[i].ready_at = NEVER;
-        x->dests[i].end_at = NEVER;
+        x->dests[i].end_at = x->dests[i].ask_at = NEVER;
     }
     if (early)
         early_charge(x, size);
@@ -787,11 +800,31 @@ static void done_said(struct member *m, int phase, uint32_t step, uint32_t bucke
         control(e, m, READY, &x, 1 + part);
 }
 
+static void channel_fail(struct channel *c, uint32_t culprit, int reason);
+
+/* Its end came and nothing of full length: by chance, or since no such datagram passes any more. Buckets of one step count
+ * once, for one outage takes all that are under way. */
+static void count_deaf(struct exchange *x, uint32_t i)
+{
+    const struct source *s = &x->sources[i];
+    struct member *m = &x->channel->members[i];
+    if (!s->ended || s->full || x->in_bytes < x->bucket->unit)
+        return;
+    m->deaf_units += (uint32_t)(x->in_bytes / x->bucket->unit);
+    if (!m->deaf_steps || m->deaf_step != x->step || m->deaf_phase != x->phase)
+        m->deaf_steps++;
+    m->deaf_step = x->step;
+    m->deaf_phase = x->phase;
+    if (m->deaf_steps >= DEAF_STEPS && m->deaf_units >= DEAF_UNITS)
+        channel_fail(x->channel, i, DEAF);
+}
+
 static void source_over(struct exchange *x, uint32_t i, ns now)
 {
     struct source *s = &x->sources[i];
     struct member *m = &x->channel->members[i];
     s->over = 1;
+    count_deaf(x, i);
     s->ready_at = NEVER;
     m->count.units += x->in;
     m->count.lost += x->bucket->units - s->got;
@@ -1061,6 +1094,7 @@ static void dest_ready(struct dest *d)
         m->eager -= d->eager;
     has_posted(m, d->x);
     d->ready = 1;
+    d->ask_at = NEVER;
     d->x->channel->engine->blocked_until = 0;
 }
 
@@ -1158,6 +1192,7 @@ static int take_data(struct channel *c, struct member *m, int phase, uint32_t st
     }
     struct source *s = &x->sources[m->rank];
     int verdict = TAKEN;
+    s->full |= size == x->bucket->unit;
     if (!x->posted) {
         if (!may_come(c, phase, x->bucket, step, 1))
             verdict = LATE;
@@ -1217,8 +1252,8 @@ static int end_part(struct exchange *x, struct source *s, uint32_t part, const u
         || (s->told && (s->musts != count || s->code != code)))
         return -1;
     if (!s->told) {
-        size_t charge = parts + (size_t)count * 4;
-        if (!early_room(x->channel, charge))
+        size_t charge = x->posted ? 0 : parts + (size_t)count * 4; /* of what waits here peers take no memory */
+        if (charge && !early_room(x->channel, charge))
             return 0;
         s->told = calloc(1, parts);
         s->must = malloc((size_t)count * 4 + 1);
@@ -1271,6 +1306,7 @@ static int take_end(struct channel *c, struct member *m, int phase, uint32_t ste
     }
     if (s->ended)
         return DUPLICATE;
+    s->told_at = s->told_at ? s->told_at : now;
     if (x->bucket->reports) {
         int result = end_part(x, s, part, payload, size);
         if (result < 0) {
@@ -1334,6 +1370,18 @@ static int take_ready(struct channel *c, struct member *m, int phase, uint32_t s
     return TAKEN;
 }
 
+/* It waits for our READY, which may have been lost. */
+static int take_ask(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, ns now)
+{
+    const struct exchange *x = find(c, phase, step, bucket);
+    m->count.asks++;
+    if (x && x->posted && x->sources[m->rank].expected && !x->sources[m->rank].over)
+        control(c->engine, m, READY, x, 0);
+    else if ((x && x->posted) || !may_come(c, phase, &c->bucket[phase][bucket], step, 1))
+        say_done(m, phase, step, bucket, now);
+    return TAKEN;
+}
+
 /* It lacks units that must arrive. */
 static int take_nack(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, uint32_t count,
                      const uint8_t *payload)
@@ -1370,6 +1418,7 @@ static int take_parity(struct channel *c, struct member *m, int phase, uint32_t 
             return EARLY_DROPPED;
     }
     struct source *s = &x->sources[m->rank];
+    s->full = 1;
     if (s->over || (x->posted && !s->expected))
         return LATE;
     if (index < s->parities_room && s->parities[index / 8] >> index % 8 & 1)
@@ -1479,6 +1528,9 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *p, ns no
     uint64_t datagrams = get64(p), bytes = get64(p + 8), top = get64(p + 16);
     if (top > f->number || datagrams > UINT64_MAX / 2 || bytes > UINT64_MAX / 2)
         return MALFORMED;
+    uint32_t most = (uint32_t)((f->mask + 1) / 4); /* what `sent` has room for */
+    f->window = (uint32_t)least(greatest(get32(p + 32), 1), most);
+    f->limit = (uint32_t)least(greatest(get32(p + 36), 1), most);
     if (top == 0 || top < f->reported_top)
         return TAKEN;
     const struct stamp *stamp = &f->sent[(top - 1) & f->mask];
@@ -1522,6 +1574,11 @@ static void flow_back(struct engine *e, const struct flow *f, ns now)
                 s->ready_at = least(s->ready_at, now + s->ready_wait);
                 exchange_due(x, s->ready_at);
             }
+            if (d->ask_at != NEVER) {
+                d->ask_wait = ready_base(f);
+                d->ask_at = least(d->ask_at, now + d->ask_wait);
+                exchange_due(x, d->ask_at);
+            }
             if (d->end_at != NEVER) {
                 d->end_wait = MS;
                 d->end_at = least(d->end_at, now + d->end_wait);
@@ -1530,12 +1587,29 @@ static void flow_back(struct engine *e, const struct flow *f, ns now)
         }
 }
 
+/* Whether a number came before, or is older than the window. Before `top` moves. A ring of words as in RFC 6479: the one that
+ * begins anew may not be one that is still asked about, so that the window has 64 numbers less than the ring. */
+static int replayed(struct flow *f, uint64_t number)
+{
+    if (number + REPLAY_BITS - 64 < f->top)
+        return 1;
+    if (number >= f->top) {
+        uint64_t last = number / 64, first = f->top ? (f->top - 1) / 64 + 1 : 0;
+        for (uint64_t k = 0; first + k <= last && k < REPLAY_WORDS; k++)
+            f->seen[(first + k) % REPLAY_WORDS] = 0;
+    }
+    uint64_t *seen = &f->seen[number / 64 % REPLAY_WORDS], bit = (uint64_t)1 << number % 64;
+    int again = (*seen & bit) != 0;
+    *seen |= bit;
+    return again;
+}
+
 static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *p, size_t n, ns now)
 {
     uint32_t tag = tag_bytes(e);
     e->count.datagrams_received++;
     e->count.bytes_received += n;
-    if (n < HEADER + tag || n > LARGEST || p[0] >> 4 != VERSION || (p[0] & 15) < DATA || (p[0] & 15) > NACK
+    if (n < HEADER + tag || n > LARGEST || p[0] >> 4 != VERSION || (p[0] & 15) < DATA || (p[0] & 15) > ASK
         || p[1] & 0xf8 || p[23]) {
         e->count.malformed++;
         return MALFORMED;
@@ -1568,6 +1642,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             break;
         case PARITY: fits = b->reports && index / 255 < b->units && size == b->unit; break;
         case NACK: fits = b->reports && index && index <= list_room(e) && size == 4 * index; break;
+        case ASK: fits = !index && !size; break;
         case REPORT: fits = !index && size == REPORT_BYTES; break;
         case ALIVE: fits = index <= 1 && !size; break;
         default: fits = index <= 2 && size <= e->set.packet;
@@ -1584,6 +1659,10 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             return BAD_TAG;
         }
         payload = e->scratch;
+        if (replayed(f, number)) {
+            m->count.duplicate++;
+            return DUPLICATE;
+        }
     }
     m->count.received++;
     f->received++;
@@ -1603,6 +1682,10 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     }
     if (type == DATA || type == END || type == PROBE || type == PARITY)
         report_later(e, f, now);
+    if (keyed && size && size == c->bucket[phase][bucket].unit && (type == DATA || type == PARITY)) {
+        m->full_at = now;
+        m->deaf_steps = m->deaf_units = 0;
+    }
     switch (type) {
     case DATA: verdict = take_data(c, m, phase, step, bucket, index, payload, size, p[1] & 7, now); break;
     case END:
@@ -1611,6 +1694,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     case READY: verdict = take_ready(c, m, phase, step, bucket, index, payload, size, now); break;
     case PARITY: verdict = take_parity(c, m, phase, step, bucket, index, payload, size); break;
     case NACK: verdict = take_nack(c, m, phase, step, bucket, index, payload); break;
+    case ASK: verdict = take_ask(c, m, phase, step, bucket, now); break;
     case REPORT:
         if ((verdict = take_report(e, f, payload, now)) == MALFORMED)
             m->count.malformed++;
@@ -1772,6 +1856,8 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
             put64(report + 16, f->top);
             put32(report + 24, (uint32_t)least((now - f->top_at) / US, UINT32_MAX));
             put32(report + 28, (uint32_t)(f->top_at / US));
+            put32(report + 32, e->window);
+            put32(report + 36, e->limit);
             payload = report;
             size = REPORT_BYTES;
         }
@@ -1816,6 +1902,16 @@ static int may_begin(const struct member *m, const struct dest *d)
     if (m->any_posted[d->x->phase] && (int32_t)(d->x->step - m->posted[d->x->phase]) > AHEAD)
         return 0; /* it would not be kept */
     return m->eager + unit_bytes(b, b->order ? b->order[d->position] : d->position) <= m->eager_limit;
+}
+
+/* Its READY may have been lost, and where a deadline has passed nothing else would come. */
+static void ask_later(const struct member *m, struct dest *d, ns now)
+{
+    if (d->ask_at != NEVER)
+        return;
+    d->ask_wait = greatest(2 * round_trip(m->flow), 20 * MS);
+    d->ask_at = now + d->ask_wait;
+    exchange_due(d->x, d->ask_at);
 }
 
 /* How many datagrams of a bucket's length go out together. */
@@ -1884,9 +1980,13 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
         other = m->queue[0];
     }
     if (!may_begin(m, d)) {
+        ask_later(m, d, now);
         d = other;
-        if (!d || !may_begin(m, d))
+        if (!d || !may_begin(m, d)) {
+            if (d)
+                ask_later(m, d, now);
             return 0;
+        }
     }
     if (now < f->free_at) {
         e->blocked_until = least(e->blocked_until, f->free_at);
@@ -1974,6 +2074,11 @@ static void exchange_timers(struct exchange *x, ns now)
         struct member *m = &c->members[i];
         if (!s->expected || s->over)
             continue;
+        if (s->told_at && m->flow->heard > now - 2 * SECOND
+            && now - greatest(greatest(s->told_at, m->full_at), x->posted_at) >= e->set.peer_timeout) {
+            channel_fail(c, i, DEAF); /* what must arrive is asked for, and nothing comes but what is short */
+            return;
+        }
         ns ends = s->ended ? s->ended_at + reorder_window(e, m->flow) : NEVER;
         uint32_t missing = now >= ends && now < x->deadline && s->musts ? lacks(x, i) : 0;
         if (missing) {
@@ -1997,7 +2102,15 @@ static void exchange_timers(struct exchange *x, ns now)
     }
     for (uint32_t i = 0; x->unacknowledged && i < c->size; i++) {
         struct dest *d = &x->dests[i];
-        if (!d->wanted || !d->sent || d->done)
+        if (!d->wanted || d->done)
+            continue;
+        if (now >= d->ask_at) {
+            control(e, &c->members[i], ASK, x, 0);
+            d->ask_wait = least(2 * d->ask_wait, SLOWEST);
+            d->ask_at = now + d->ask_wait;
+        }
+        at = least(at, d->ask_at);
+        if (!d->sent)
             continue;
         if (now >= d->end_at) {
             end_said(e, &c->members[i], d);
@@ -2040,8 +2153,12 @@ static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
     if (alive)
         control(e, speaker(f), ALIVE, NULL, 0);
     for (struct member *m = f->members; m; m = m->next) {
-        if (now - f->heard >= e->set.peer_timeout || f->refused >= 3) {
-            int silent = f->refused < 3;
+        /* Anybody can forge an ICMP message: it is believed where silence says the same. */
+        int refused = f->refused >= 3 && now - f->heard >= least(BELIEVED, e->set.peer_timeout);
+        if (f->refused >= 3 && !refused)
+            due(e, f->heard + BELIEVED);
+        if (now - f->heard >= e->set.peer_timeout || refused) {
+            int silent = !refused;
             if (!m->gone && !m->channel->closing)
                 channel_fail(m->channel, m->rank, silent ? SILENT : REFUSED);
             for (struct exchange *x = e->live, *next; x; x = next) { /* nobody will acknowledge any more */
@@ -2168,6 +2285,13 @@ API int ml_reported(struct channel *c, int phase, uint32_t bucket)
     return 0;
 }
 
+/* Datagrams after which a REPORT is due. */
+static uint32_t report_threshold(const struct engine *e)
+{
+    uint32_t quarter = e->window / 4;
+    return quarter > 256 ? 256 : quarter ? quarter : 1;
+}
+
 static struct flow *flow_find(struct engine *e, const struct sockaddr *to, socklen_t to_size, uint64_t instance)
 {
     for (struct flow *f = e->flows; f; f = f->next)
@@ -2179,16 +2303,17 @@ static struct flow *flow_find(struct engine *e, const struct sockaddr *to, sockl
     memcpy(&f->to, to, to_size);
     f->to_size = to_size;
     f->instance = instance;
-    f->window = f->limit = f->threshold = UINT32_MAX;
+    f->window = f->limit = UINT32_MAX;
+    f->threshold = report_threshold(e);
     f->report_at = NEVER;
     rate_init(&f->rate, 4e6, e->set.rate, !e->set.delay_based);
     return f;
 }
 
-/* `window`, `limit`: DATA that the peer's buffer holds for us; `ours`: that ours holds for it; `eager`: bytes that it
- * keeps of what it has not posted. Before ml_open. */
+/* `window`, `limit`: DATA that the peer's buffer holds for us, until its REPORTs say otherwise; `eager`: bytes that it keeps of
+ * what it has not posted. Before ml_open. */
 API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, uint32_t to_size, uint64_t instance,
-                  uint32_t window, uint32_t limit, uint32_t ours, uint64_t eager, const uint8_t *key_out, const uint8_t *key_in, ns now)
+                  uint32_t window, uint32_t limit, uint64_t eager, const uint8_t *key_out, const uint8_t *key_in, ns now)
 {
     struct engine *e = c->engine;
     struct member *m = &c->members[rank];
@@ -2210,8 +2335,6 @@ API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, u
     }
     f->window = window < f->window ? window : f->window;
     f->limit = limit < f->limit ? limit : f->limit;
-    f->threshold = ours / 4 < f->threshold ? ours / 4 : f->threshold;
-    f->threshold = f->threshold > 256 ? 256 : f->threshold ? f->threshold : 1;
     f->heard = at(now);
     if (e->set.cipher && (!(m->seal = cipher_new(key_out, 1)) || !(m->open = cipher_new(key_in, 0))))
         goto out;
@@ -2232,6 +2355,21 @@ API void ml_open(struct channel *c)
     c->open = 1;
     c->next = e->channels;
     e->channels = c;
+    due(e, 0);
+    release(e);
+}
+
+/* DATA that each other process may have on the way here, now that there are so many of them; REPORTs tell. */
+API void ml_promise(struct engine *e, uint32_t window, uint32_t limit)
+{
+    acquire(e);
+    e->window = window;
+    e->limit = limit;
+    for (struct flow *f = e->flows; f; f = f->next) {
+        f->threshold = report_threshold(e);
+        f->report_count = 0;
+        f->report_at = 0;
+    }
     due(e, 0);
     release(e);
 }
@@ -2430,14 +2568,17 @@ API int ml_reports(struct exchange *x, uint8_t *lost)
     return result;
 }
 
-/* Of what had to arrive of a source: units missing when its end was known, after repair, and whether they were asked for. */
-API void ml_outcome(struct exchange *x, uint32_t rank, uint32_t *out)
+/* `out` [size][3], of what had to arrive of each source: units missing when its end was known, after repair, and whether they
+ * were asked for. */
+API void ml_outcomes(struct exchange *x, uint32_t *out)
 {
     acquire(x->channel->engine);
-    const struct source *s = &x->sources[rank];
-    out[0] = s->raw;
-    out[1] = s->residual;
-    out[2] = s->again;
+    for (uint32_t i = 0; i < x->channel->size; i++, out += 3) {
+        const struct source *s = &x->sources[i];
+        out[0] = s->raw;
+        out[1] = s->residual;
+        out[2] = s->again;
+    }
     release(x->channel->engine);
 }
 
@@ -2503,7 +2644,8 @@ API void ml_engine_counters(struct engine *e, uint64_t *out)
     release(e);
 }
 
-/* rate (bytes/s), least round trip (s), lost share that is not ours, delivery rate, outstanding DATA */
+/* rate (bytes/s), least round trip (s), lost share that is not ours, delivery rate, outstanding DATA; how much of that its buffer
+ * holds for us: with ease, and at most */
 API void ml_member_rate(struct channel *c, uint32_t rank, double *out)
 {
     acquire(c->engine);
@@ -2513,6 +2655,8 @@ API void ml_member_rate(struct channel *c, uint32_t rank, double *out)
     out[2] = f->rate.foreign;
     out[3] = f->rate.greatest;
     out[4] = (double)(f->data - f->reported);
+    out[5] = f->window;
+    out[6] = f->limit;
     release(c->engine);
 }
 
@@ -2686,7 +2830,7 @@ static void *run(void *argument)
     struct engine *e = argument;
     struct output o = {.bytes = 0};
     uint32_t sent = 0; /* of `o` */
-    ns retry_at = 0;
+    ns retry_at = 0, timed_at = 0;
     pthread_mutex_lock(&e->lock);
     for (;;) {
         /* A clock that is read before the socket is found empty: no timer may run out before what came in time. */
@@ -2697,10 +2841,12 @@ static void *run(void *argument)
             drained = !receive(e);
             give_way(e);
         }
-        if (drained)
-            timers(e, before);
-        else
+        if (drained || before - timed_at >= AT_LEAST_EVERY) {
+            timers(e, drained ? before : before - AT_LEAST_EVERY); /* what came in time may still be waiting to be read */
+            timed_at = before;
+        } else {
             reports(e, before);
+        }
         int stopping = atomic_load(&e->stop);
         int busy = !drained;
         for (int i = 0; i < 4; i++) {
@@ -2769,6 +2915,7 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
         goto failed;
     e->set = *set;
     e->gso = 1;
+    e->window = e->limit = UINT32_MAX;
     e->timers_at = 0;
     pthread_mutex_init(&e->lock, NULL);
     pthread_mutex_init(&e->tell, NULL);
@@ -2830,6 +2977,13 @@ failed:
         free(e);
     }
     return NULL;
+}
+
+/* In a child process, which has neither the thread nor a lock that it may trust: the sockets belong to the parent. */
+API void ml_forked(struct engine *e)
+{
+    close(e->socket);
+    close(e->wake);
 }
 
 /* Channels must be closed, and nobody may call or wait any more. */

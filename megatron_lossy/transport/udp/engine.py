@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,9 @@ LEAST_WINDOW = 8
 
 #: Of a receive buffer, as the kernel counts: below this the user is told; and what gives more, 4 MiB asked for.
 LITTLE_BUFFER, MORE_BUFFER = 8 * MIB, "sysctl -w net.core.rmem_max=4194304"
+
+#: What :meth:`Channel.rates` says, in the order of the engine.
+_RATES = ("rate", "rtt_min", "foreign_loss", "delivered", "outstanding", "window", "limit")
 
 Pointers = Sequence[int | None]
 
@@ -67,9 +71,11 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("member_counter_names", text),
         ("create", pointer, ctypes.POINTER(_Settings), pointer, u32, i, i, ctypes.POINTER(i64)),
         ("free", None, pointer),
+        ("forked", None, pointer),
         ("channel", pointer, pointer, u32, u32, u32, u32, u32, u32),
         ("bucket", None, pointer, i, u32, u64, u32),
-        ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u32, u64, text, text, i64),
+        ("promise", None, pointer, u32, u32),
+        ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u64, text, text, i64),
         ("open", None, pointer),
         ("probe", None, pointer, i64),
         ("probed", i, pointer, u32),
@@ -77,7 +83,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("close", None, pointer, i64),
         ("copies", i, pointer, i, u32, pointer, u32, pointer),
         ("post", i, pointer, i, u32, u32, u64, pointer, pointer, i64, u32, pointer, u32, i64, ctypes.POINTER(pointer)),
-        ("outcome", None, pointer, u32, ctypes.POINTER(u32)),
+        ("outcomes", None, pointer, pointer),
         ("reported", i, pointer, i, u32),
         ("send", i, pointer, i, u32, u32, u64, pointer, pointer, u32, u32, ctypes.POINTER(pointer)),
         ("reports", i, pointer, pointer),
@@ -176,6 +182,7 @@ class Engine:
         if not self._engine:
             raise self._refusal(result[2], settings.port + local_rank)
         atexit.register(self.close, 0.0)  # its thread must not outlive the memory that it reads
+        _alive.add(self)
         self.port: int = result[0]
         #: Bytes of the receive buffer, as the kernel counts them.
         self.granted: int = result[1]
@@ -238,9 +245,26 @@ class Engine:
             called: what the ranks are called in messages, by their number.
         """
         names = range(size) if called is None else called
-        channel = Channel(self, name, rank, size, store, prefix, buckets, peers, alike, reported, phases, names)
-        self._channels.append(channel)
-        return channel
+        return Channel(self, name, rank, size, store, prefix, buckets, peers, alike, reported, phases, names)
+
+    @property
+    def closed(self) -> bool:
+        """Whether no channel can be opened any more."""
+        return not self._engine
+
+    def windows(self, more: int = 0) -> tuple[int, int]:
+        """:func:`windows` of each process that sends here, over all channels, and of ``more`` processes."""
+        return windows(self.granted, self.datagram, len(self.senders) + more)
+
+    @property
+    def senders(self) -> set[str]:
+        """The processes that send here, over all channels, by their instance."""
+        return {channel.hellos[peer].instance for channel in self._channels if channel.hellos for peer in channel.peers}
+
+    def promise(self) -> None:
+        """Tell all senders how much of the buffer is each one's, now that a channel was opened or closed."""
+        if self._engine:
+            self._lib.ml_promise(self._engine, *self.windows())
 
     def counters(self) -> dict[str, int]:
         """Of the socket, and of datagrams that belong to no rank; none of a closed engine."""
@@ -256,9 +280,19 @@ class Engine:
         for channel in list(self._channels):
             channel.close(linger)
         if self._engine:
-            self._lib.ml_free(self._engine)
-            self._engine = None
+            engine, self._engine = self._engine, None
+            self._lib.ml_free(engine)
             atexit.unregister(self.close)
+
+    def _forked(self) -> None:
+        """This is a child process: without the thread, and the sockets are the parent's."""
+        atexit.unregister(self.close)
+        engine, self._engine = self._engine, None
+        if engine:
+            self._lib.ml_forked(engine)
+        for channel in self._channels:
+            channel._forked()
+        self._channels.clear()
 
     def __enter__(self) -> Engine:
         return self
@@ -314,13 +348,19 @@ class Channel:
         self._reported = frozenset(reported)
         if reported and settings.packet_bytes < UDP_REPORT_BYTES:
             raise ValueError(f"reports need packets of {UDP_REPORT_BYTES} bytes at least, not {settings.packet_bytes}")
+        #: What all ranks have said of themselves, once they have.
+        self.hellos: list[session.Hello] = []
         drawn = _first_draws(store, f"{prefix}/random", rank)
         alike += repr(sorted(reported))
-        self._hellos = self._meet(store, prefix, session.digest_buckets(buckets, alike, self.phases))
-        self._channel = self._create(session.channel_id(drawn, name), buckets)
+        self.hellos = self._meet(store, prefix, session.digest_buckets(buckets, alike, self.phases))
+        secrets = session.Secrets(name, session.channel_id(drawn, name), self.hellos, settings.key)
+        self._channel = self._create(secrets, buckets)
+        engine._channels.append(self)
+        engine.promise()
         self._lib.ml_open(self._channel)
         try:
-            _all(store, f"{prefix}/opened", rank, size, b"1")
+            proofs = _all(store, f"{prefix}/opened", rank, size, secrets.proof(rank))
+            secrets.check(proofs)
             self._reach(store, prefix)
         except BaseException:
             self.close(linger=0.0)
@@ -328,20 +368,21 @@ class Channel:
 
     def _meet(self, store: session.Store, prefix: str, buckets: str) -> list[session.Hello]:
         engine, settings = self._engine, self._engine.settings
-        window, limit = windows(engine.granted, engine.datagram, len(self.peers))
-        if window == LEAST_WINDOW and len(self.peers) * window * charge(engine.datagram) > engine.granted:
-            needed = len(self.peers) * window * charge(engine.datagram) // 2
+        window, limit = engine.windows(len(self.peers))  # some may be counted twice; REPORTs say how much it is
+        senders = len(engine.senders) + len(self.peers)
+        if window == LEAST_WINDOW and senders * window * charge(engine.datagram) > engine.granted:
+            needed = senders * window * charge(engine.datagram) // 2
             engine.log(
-                f"udp: {len(self.peers)} senders may overflow the receive buffer of {engine.address}:{engine.port}: "
+                f"udp: {senders} senders may overflow the receive buffer of {engine.address}:{engine.port}: "
                 f"sysctl -w net.core.rmem_max={needed}"
             )
-        key = os.urandom(16).hex()
+        random = os.urandom(16).hex()
         hello = session.Hello(
             address=engine.address,
             port=engine.port,
             instance=f"{engine.instance:016x}",
-            key=key,
-            proof=session.prove(settings.key, key),
+            random=random,
+            proof=session.prove(settings.key, random),
             buckets=buckets,
             size=self.size,
             protocol=session.PROTOCOL,
@@ -353,14 +394,15 @@ class Channel:
         )
         texts = _all(store, f"{prefix}/hello", self.rank, self.size, hello.encode())
         hellos = [session.Hello.decode(text, rank, self.name) for rank, text in enumerate(texts)]
+        hellos[self.rank] = hello  # not what the store says of it: who can write there could bring back an old random
         session.check_agreement(self.name, hellos, settings.key)
         return hellos
 
-    def _create(self, number: int, buckets: session.Buckets) -> int:
-        engine, hellos, key = self._engine, self._hellos, self._engine.settings.key
+    def _create(self, secrets: session.Secrets, buckets: session.Buckets) -> int:
+        engine = self._engine
         counts = [len(buckets.get(phase, ())) for phase in self.phases]
         channel = self._lib.ml_channel(
-            engine._engine, number, self.rank, self.size, *counts, engine.settings.packet_bytes
+            engine._engine, secrets.channel, self.rank, self.size, *counts, engine.settings.packet_bytes
         )
         if not channel:
             raise MemoryError(f"channel {self.name}")
@@ -370,16 +412,12 @@ class Channel:
                 if phase in self._reported and self._lib.ml_reported(channel, index, bucket):
                     self._lib.ml_close(channel, -1)
                     raise MemoryError(f"reports of channel {self.name}")
-        ours, _ = windows(engine.granted, engine.datagram, len(self.peers))
         for peer in self.peers:
-            hello = hellos[peer]
+            hello = self.hellos[peer]
             packed = pack_address(hello.address, hello.port)
-            keys = (
-                session.flow_key(hellos[self.rank], key, number, self.rank, peer),
-                session.flow_key(hello, key, number, peer, self.rank),
-            )
+            keys = secrets.key(self.rank, peer), secrets.key(peer, self.rank)
             where = (packed, len(packed), int(hello.instance, 16))
-            if self._lib.ml_member(channel, peer, *where, hello.window, hello.limit, ours, hello.eager, *keys, -1):
+            if self._lib.ml_member(channel, peer, *where, hello.window, hello.limit, hello.eager, *keys, -1):
                 self._lib.ml_close(channel, -1)
                 raise MemoryError(f"rank {peer} of channel {self.name}")
         return channel
@@ -392,19 +430,25 @@ class Channel:
             time.sleep(0.001)
         heard = [r not in self.peers or bool(self._lib.ml_probed(self._channel, r) & 1) for r in range(self.size)]
         rows = _all(store, f"{prefix}/heard", self.rank, self.size, bytes(heard))
-        session.check_reached(self.name, self._hellos, [[bool(x) for x in row] for row in rows], self._engine.datagram)
+        session.check_reached(self.name, self.hellos, [[bool(x) for x in row] for row in rows], self._engine.datagram)
 
     @contextmanager
-    def _using(self) -> Iterator[None]:
+    def _using(self, transfer: Transfer | None = None) -> Iterator[None]:
+        """Meanwhile the channel is not closed, and ``transfer`` keeps its handle."""
         with self._lock:
             if self._channel is None:
                 raise RuntimeError(f"channel {self.name} is closed")
             self._users += 1
+            if transfer is not None:
+                transfer._users += 1
         try:
             yield
         finally:
             with self._lock:
                 self._users -= 1
+                if transfer is not None:
+                    transfer._users -= 1
+                    transfer._release()
                 self._lock.notify_all()
 
     def _pointers(self, pointers: Pointers) -> ctypes.Array:
@@ -552,13 +596,15 @@ class Channel:
             1: f"no datagram for {self._engine.settings.peer_timeout:g} s, process gone or UDP blocked",
             2: "its host refuses datagrams, process gone",
             3: "it has closed the channel",
+            4: f"no datagram of {self._engine.datagram:,} bytes comes from it any more, and shorter ones do: the MTU of the path "
+            "has fallen; lower --packet-bytes",
         }
         rank = culprit.value
-        return PeerLost(f"rank {self.called[rank]} of {self.name} ({self._hellos[rank].where}): {why[reason]}")
+        return PeerLost(f"rank {self.called[rank]} of {self.name} ({self.hellos[rank].where}): {why[reason]}")
 
     def where(self, rank: int) -> str:
         """Address and port of ``rank``."""
-        return self._hellos[rank].where
+        return self.hellos[rank].where
 
     def counters(self) -> dict[int, dict[str, int]]:
         """Of each peer; of a closed channel, those that it had then."""
@@ -574,7 +620,8 @@ class Channel:
         return result
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """Towards each peer: bytes per second; seconds; the share lost that is not ours; what arrived of late.
+        """Towards each peer: bytes per second; seconds; the share lost that is not ours; what arrived of late; DATA on the way, and
+        how much of it its buffer holds for this process.
 
         Of a closed channel, as it was then.
         """
@@ -583,9 +630,9 @@ class Channel:
         result = {}
         with self._using():
             for peer in self.peers:
-                values = (ctypes.c_double * 5)()
+                values = (ctypes.c_double * len(_RATES))()
                 self._lib.ml_member_rate(self._channel, peer, values)
-                result[peer] = dict(zip(("rate", "rtt_min", "foreign_loss", "delivered", "outstanding"), values))
+                result[peer] = dict(zip(_RATES, values))
         return result
 
     def close(self, linger: float = 5.0) -> None:
@@ -602,14 +649,27 @@ class Channel:
                 return
             while self._users:
                 self._lock.wait()
-            transfers = list(self._transfers.values())
         if linger > 0:
             self._lib.ml_linger(channel, int(linger * SECOND))
-        for transfer in transfers:
-            transfer._drop()
         self._lib.ml_close(channel, -1)
+        self._ended()
+        self._engine.promise()
+
+    def _ended(self) -> None:
+        """The engine has forgotten the channel, and its exchanges: memory that it read and wrote may go."""
+        for transfer in list(self._transfers.values()):
+            transfer._ended()
+        self._transfers.clear()
         if self in self._engine._channels:
             self._engine._channels.remove(self)
+
+    def _forked(self) -> None:
+        """This is a child process, in which nobody holds the lock."""
+        self._final = {}, {}
+        self._lock, self._users, self._channel = threading.Condition(), 0, None
+        for transfer in list(self._transfers.values()):
+            transfer._ended()
+        self._transfers.clear()
 
 
 class Outcome(NamedTuple):
@@ -633,6 +693,8 @@ class Transfer:
         self._channel = channel
         self._lib = channel._lib
         self._handle: ctypes.c_void_p | None = None
+        self._users, self._dropped = 0, False
+        self._outcomes: np.ndarray | None = None  # [N, 3]
         self._sending = self._all_sent = False
         self._reports = False  # are still wanted
 
@@ -641,11 +703,19 @@ class Transfer:
         return f"{self._channel.phases[phase]} {step}, bucket {bucket} of {self._channel.name}"
 
     def _drop(self) -> None:
+        """Nobody will ask the engine for it. Called with the channel's lock."""
         self._channel._transfers.pop(self.key, None)
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._lib.ml_release(handle)
-        self.keep = None
+        self._dropped = True
+        self._release()
+
+    def _release(self) -> None:
+        """Give the handle back, if it was dropped and nobody uses it. Called with the channel's lock."""
+        if self._dropped and not self._users and self._handle is not None:
+            self._lib.ml_release(self._handle)
+            self._ended()
+
+    def _ended(self) -> None:
+        self._handle = self.keep = None
 
     def _forget(self) -> None:
         """A later step has begun. Called with the channel's lock."""
@@ -670,11 +740,11 @@ class Transfer:
         return self.arrived
 
     def outcome(self, source: int) -> Outcome:
-        """What became of what had to arrive from ``source``; as long as the exchange is not forgotten."""
-        values = (ctypes.c_uint32 * 3)()
-        with self._channel._using():
-            self._lib.ml_outcome(self._handle, source, values)
-        return Outcome(values[0], values[1], bool(values[2]))
+        """What became of what had to arrive from ``source``, of a reported phase; once it has been waited for."""
+        if self._outcomes is None:
+            raise ValueError(f"{self}: has no outcome before it is waited for, and only where senders choose")
+        raw, residual, again = self._outcomes[source].tolist()
+        return Outcome(raw, residual, bool(again))
 
     def all_sent(self) -> bool:
         """Whether nothing is read from the sources any more. Raises :class:`PeerLost`."""
@@ -697,8 +767,8 @@ class Transfer:
         channel = self._channel
         phase, bucket, _ = self.key
         lost = np.empty((channel.size, channel._units[channel.phases[phase]][bucket]), np.bool_)
-        with channel._using():
-            if not self._reports:
+        with channel._using(self):
+            if not self._reports or self._handle is None:
                 raise ValueError(f"{self}: no reports are left")
             result = self._lib.ml_reports(self._handle, lost.ctypes.data)
         if result < 0:
@@ -711,8 +781,8 @@ class Transfer:
         return lost
 
     def _missing(self) -> str:
-        with self._channel._using():
-            rank = self._lib.ml_missing(self._handle)
+        with self._channel._using(self):
+            rank = -1 if self._handle is None else self._lib.ml_missing(self._handle)
         return (
             "not posted" if rank < 0 else f"waits for rank {self._channel.called[rank]} ({self._channel.where(rank)})"
         )
@@ -721,7 +791,9 @@ class Transfer:
         until = None if timeout is None else time.monotonic() + timeout
         while not (self._all_sent if what else self.took is not None):
             rest = _SLICE if until is None else min(max(until - time.monotonic(), 0.0), _SLICE)
-            with self._channel._using():
+            with self._channel._using(self):
+                if self._all_sent if what else self.took is not None:
+                    break  # another thread has seen it
                 if self._handle is None:
                     raise ValueError(f"{self}: its other half never began")
                 result = self._lib.ml_wait(self._handle, what, int(rest * SECOND))
@@ -740,10 +812,25 @@ class Transfer:
             if what:
                 self._all_sent = True
             elif self.took is None:
+                if channel.phases[self.key[0]] in channel._reported:
+                    self._outcomes = np.empty((channel.size, 3), np.uint32)
+                    self._lib.ml_outcomes(self._handle, self._outcomes.ctypes.data)
                 self.took = self._lib.ml_took(self._handle) / SECOND
                 channel._took.setdefault(self.key[:2], deque(maxlen=_HISTORY)).append(self.took)
             if self.took is not None and self._all_sent and not self._reports:
                 self._drop()
+
+
+#: Engines of this process.
+_alive: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for engine in list(_alive):
+        engine._forked()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _first_draws(store: session.Store, key: str, rank: int) -> bytes:

@@ -25,6 +25,9 @@ _COLUMNS = {
     "early_dropped": "early_dropped",
     "refused": "refused",
     "overflow": "socket_overflow",
+    "too_big": "too_big",
+    "send_failed": "send_failed",
+    "unreachable": "unreachable",
     "sent_again": "resent",
     "put_together": "repaired",
 }
@@ -40,7 +43,8 @@ def totals(peers: Sequence[Mapping[str, int]], engine: Mapping[str, int]) -> Cou
     for peer in peers:
         found.update(peer)
     found["refused"] = found["malformed"] + found["bad_tag"] + engine["malformed"] + engine["foreign"]
-    found["socket_overflow"] = engine["socket_overflow"]
+    for name in ("socket_overflow", "too_big", "send_failed", "unreachable"):
+        found[name] = engine[name]
     return Counter({column: found[name] for column, name in _COLUMNS.items()}) + Counter(bad_tag=found["bad_tag"])
 
 
@@ -57,6 +61,13 @@ def advice(now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
             f"{now['early_dropped']} datagrams came before this rank asked for them and did not fit --udp-memory: raise "
             "it, or lower --udp-eager-bytes"
         )
+    if now["too_big"]:
+        result["too big"] = (
+            f"{now['too_big']} datagrams were larger than the MTU of this host's interface and were not sent: lower "
+            "--packet-bytes"
+        )
+    if now["send_failed"]:
+        result["send"] = f"{now['send_failed']} datagrams could not be sent: look at this host's routes and firewall"
     if now["bad_tag"]:
         result["tag"] = (
             f"{now['bad_tag']} datagrams failed authentication and were dropped: somebody else sends to this port, or "

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-VERSION = 1
-DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK = range(1, 9)
+VERSION = 2
+DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK = range(1, 10)
 PHASES = {"grad": 0, "param": 1}
 TAG_BYTES = 16
 
@@ -18,20 +18,30 @@ HEADER = np.dtype(
         ("source", "<u2"),  # rank in the channel
         ("channel", "<u4"),
         ("number", "<u8"),  # counts the datagrams from one process to another; the nonce
-        ("step", "<u4"),
+        ("step", "<u4"),  # counts the exchanges of a phase and bucket; not the iteration
         ("bucket", "<u2"),
         ("phase", "u1"),
         ("attempt", "u1"),  # 0
         # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 1 for the
-        # last. PARITY: which. NACK: how many units it names.
+        # last. PARITY: which. NACK: how many units it names. ASK: 0.
         ("index", "<u4"),
     ]
 )
 assert HEADER.itemsize == 28
 
 #: Payload of a REPORT: what has come from its addressee, the highest number + 1, how many µs ago that came, and the
-#: clock of the reporter (µs) then.
-REPORT_PAYLOAD = np.dtype([("datagrams", "<u8"), ("bytes", "<u8"), ("top", "<u8"), ("since", "<u4"), ("clock", "<u4")])
+#: clock of the reporter (µs) then; DATA that the addressee may have on the way: with ease, and at most.
+REPORT_PAYLOAD = np.dtype(
+    [
+        ("datagrams", "<u8"),
+        ("bytes", "<u8"),
+        ("top", "<u8"),
+        ("since", "<u4"),
+        ("clock", "<u4"),
+        ("window", "<u4"),
+        ("limit", "<u4"),
+    ]
+)
 
 
 #: In front of the units that must arrive, u4 each, in the payload of an END of a bucket with reports: how many in all
@@ -68,6 +78,8 @@ def decode(datagram: bytes) -> tuple[int, int, dict[str, int], bytes]:
     return int(header["kind"]) >> 4, int(header["kind"]) & 15, fields, datagram[HEADER.itemsize :]
 
 
-def report(datagrams: int, size: int, top: int, since: int = 0, clock: int = 0) -> bytes:
+def report(
+    datagrams: int, size: int, top: int, since: int = 0, clock: int = 0, window: int = 2**32 - 1, limit: int = 2**32 - 1
+) -> bytes:
     """The payload of a REPORT."""
-    return np.array((datagrams, size, top, since, clock), REPORT_PAYLOAD).tobytes()
+    return np.array((datagrams, size, top, since, clock, window, limit), REPORT_PAYLOAD).tobytes()

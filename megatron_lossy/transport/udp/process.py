@@ -8,14 +8,13 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch.distributed as dist
 
 from ...config import LossyConfig
-from ...errors import cannot
 from ...exchange import BucketUnits, Stream
 from ..drawn import Networks
+from ..key_file import read_key_file
 from .address import find_address
 from .carrier import Code, Dtypes, UdpTransport
 from .engine import Engine
@@ -27,13 +26,7 @@ _engines: dict[UdpSettings, Engine] = {}
 
 
 def settings_of(config: LossyConfig) -> UdpSettings:
-    """What the flags ask for. Raises :class:`UsageError` if the key file cannot be read."""
-    key = None
-    if config.udp_key_file is not None:
-        try:
-            key = Path(config.udp_key_file).read_bytes()
-        except OSError as error:
-            raise cannot("--udp-key-file", config.udp_key_file, "read", error) from None
+    """What the flags ask for. Raises :class:`UsageError` if the key file cannot be read, or is none."""
     return UdpSettings(
         interface=config.udp_interface,
         port=config.udp_port,
@@ -44,7 +37,7 @@ def settings_of(config: LossyConfig) -> UdpSettings:
         eager_bytes=config.udp_eager_bytes,
         memory=config.udp_memory,
         cipher=config.udp_cipher,
-        key=key,
+        key=read_key_file(config.udp_key_file),
         peer_timeout=config.udp_peer_timeout,
         packet_bytes=config.packet_bytes,
     )
@@ -53,7 +46,7 @@ def settings_of(config: LossyConfig) -> UdpSettings:
 def engine_for(config: LossyConfig) -> Engine:
     """This process's engine with these flags; it lives until the process ends or :func:`close_engines`."""
     settings = settings_of(config)
-    if settings not in _engines:
+    if settings not in _engines or _engines[settings].closed:  # in a child process
         address = find_address(settings.interface, os.environ.get("MASTER_ADDR", "127.0.0.1"))
         _engines[settings] = Engine(
             settings,

@@ -13,7 +13,7 @@ from ...errors import UsageError
 from .packet import PHASES
 
 #: Of the datagrams and of what stands in the store.
-PROTOCOL = 3
+PROTOCOL = 4
 #: For each phase, of each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
 
@@ -33,7 +33,7 @@ class Hello:
     address: str
     port: int
     instance: str  # of the process, hexadecimal
-    key: str  # random, hexadecimal
+    random: str  # of this channel, hexadecimal
     proof: str  # that it has the same --udp-key-file
     buckets: str  # their digest
     size: int
@@ -72,17 +72,50 @@ def channel_id(drawn: bytes, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(drawn + name.encode(), digest_size=4).digest(), "little")
 
 
-def prove(file_key: bytes | None, key: str) -> str:
-    """That one has the key file, for those who have it too."""
-    return hmac.new(file_key or b"", b"megatron-lossy proof" + bytes.fromhex(key), hashlib.sha256).hexdigest()
+def prove(file_key: bytes | None, random: str) -> str:
+    """That one has the key file, for those who have it too. Who replays it gains nothing: :meth:`Secrets.proof` is new."""
+    return _mac(file_key or b"", b"megatron-lossy proof", bytes.fromhex(random)).hex()
 
 
-def flow_key(hello: Hello, file_key: bytes | None, channel: int, source: int, destination: int) -> bytes:
-    """HKDF-SHA256: the key of what ``source``, who said ``hello``, sends to ``destination``."""
-    secret = bytes.fromhex(hello.key) + (file_key or b"")
-    info = b"".join(number.to_bytes(4, "little") for number in (channel, source, destination))
-    extracted = hmac.new(b"megatron-lossy udp 1", secret, hashlib.sha256).digest()
-    return hmac.new(extracted, info + b"\x01", hashlib.sha256).digest()[:16]
+class Secrets:
+    """The keys of a channel, from what every rank has said, and from the key file.
+
+    The order is that of Noise's NNpsk0, without its Diffie-Hellman: the key file, the transcript, then the randoms of both
+    ends. ``hellos[rank]`` must be what this rank made itself, not what the store gives back: with its own fresh random no key, and so
+    no pair of key and nonce, comes a second time, whatever the store replays. What others said stands in the transcript: who changes
+    an address, a port or a window there changes every key, and :meth:`check` says so.
+    """
+
+    def __init__(self, name: str, channel: int, hellos: Sequence[Hello], file_key: bytes | None) -> None:
+        self.channel = channel
+        self._name = name
+        self._hellos = list(hellos)
+        said = b"".join(hashlib.sha256(hello.encode()).digest() for hello in hellos)
+        prologue = f"{PROTOCOL} {channel} {name}".encode()
+        self._chain = _mac(_mac(b"megatron-lossy udp 2", file_key or b""), hashlib.sha256(prologue).digest() + said)
+
+    def key(self, source: int, destination: int) -> bytes:
+        """HKDF-SHA256: 16 bytes for AES-128, of what ``source`` sends to ``destination``."""
+        randoms = b"".join(bytes.fromhex(self._hellos[rank].random) for rank in (source, destination))
+        info = b"".join(number.to_bytes(4, "little") for number in (self.channel, source, destination))
+        return _mac(_mac(self._chain, randoms), info + b"\x01")[:16]
+
+    def proof(self, rank: int) -> bytes:
+        """That ``rank`` has heard the same of all, and has the key file."""
+        return _mac(self._chain, b"heard", rank.to_bytes(4, "little"))
+
+    def check(self, proofs: Sequence[bytes]) -> None:
+        """Raise :class:`UsageError` unless all ranks have the ``proofs`` of having heard the same."""
+        for rank, proof in enumerate(proofs):
+            if not hmac.compare_digest(proof, self.proof(rank)):
+                raise UsageError(
+                    f"--transport udp: rank {rank} of {self._name} ({self._hellos[rank].where}) has heard other addresses, "
+                    "keys or windows than this rank: somebody else writes to the store of --master-addr"
+                )
+
+
+def _mac(key: bytes, *texts: bytes) -> bytes:
+    return hmac.new(key, b"".join(texts), hashlib.sha256).digest()
 
 
 #: Field, how it is called, and the flag that sets it.
@@ -108,7 +141,7 @@ def check_agreement(name: str, hellos: Sequence[Hello], file_key: bytes | None) 
                 f"--udp-interface: rank 0 of {name} has the address {first.address} and rank {rank} {hello.address}: "
                 "all must be IPv4 or all IPv6"
             )
-        if not hmac.compare_digest(hello.proof, prove(file_key, hello.key)):
+        if not hmac.compare_digest(hello.proof, prove(file_key, hello.random)):
             other = "another key than this rank" if file_key else "a key, and this rank has none"
             raise UsageError(f"--udp-key-file: rank {rank} of {name} ({hello.where}) has {other}")
     places: dict[tuple[str, int], int] = {}

@@ -1,0 +1,334 @@
+"""How long memory, handles, sockets and threads of the engine live: closing under load, two waits, fork, ICMP, timers."""
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings, build
+from megatron_lossy.transport.udp.engine import windows
+from tests.test_udp_engine import UNIT, FolderStore, Ranks, Store, in_threads
+
+BIG = 4000 * UNIT
+HUGE = 20_000 * UNIT
+NEEDS_RAW = pytest.mark.skipif(
+    not hasattr(socket, "SOCK_RAW") or os.geteuid() != 0, reason="forging ICMP needs a raw socket, and so root"
+)
+
+
+def run_program(text):
+    """A program of its own: what it touches after the end of memory kills it, not the tests."""
+    return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+
+
+# ---- Memory ----
+
+CLOSES = f"""
+import mmap, time
+import numpy as np
+from megatron_lossy.transport.udp import Engine, UdpSettings
+from tests.test_udp_engine import Store, in_threads
+
+BIG, BUCKETS = {HUGE}, 4
+
+class Mapped:
+    '''Memory that is unmapped when nobody holds it: who touches it then dies.'''
+    def __init__(self):
+        self.memory = mmap.mmap(-1, 2 * BIG)
+        self.array = np.frombuffer(self.memory, np.uint8)
+        self.array[::4096] = 1  # so that it takes a while to give it back
+    def __del__(self):
+        del self.array
+        self.memory.close()
+
+for turn in range(6):
+    store = Store()
+    settings = UdpSettings(rate=200e6, rate_control="fixed")
+    engines = [Engine(settings, "127.0.0.1", [].append) for _ in range(2)]
+    buckets = {{"grad": [(BIG, {UNIT})] * BUCKETS}}
+    channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, str(turn), buckets))
+    for r in range(2):
+        for bucket in range(BUCKETS):
+            mine = Mapped()
+            into, out = mine.array.ctypes.data, mine.array.ctypes.data + BIG
+            channels[r].post("grad", 0, bucket, [into if k != r else None for k in range(2)]).keep = mine
+            channels[r].send("grad", 0, bucket, [out if k != r else None for k in range(2)])
+            del mine
+    time.sleep(0.01 * turn)
+    in_threads(2, lambda r: engines[r].close(0.0))
+print("closed")
+"""
+
+
+def test_memory_is_not_touched_after_closing_with_data_on_the_way():
+    done = run_program(CLOSES)
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr[-2000:]
+
+
+def test_memory_goes_after_the_engine_has_forgotten_the_exchange():
+    """The same without a race: in which order ``close`` does it."""
+    order = []
+
+    class Memory:
+        def __del__(self):
+            order.append("memory")
+
+    class Calls:
+        def __init__(self, library):
+            self.library = library
+
+        def __getattr__(self, name):
+            order.append(name)
+            return getattr(self.library, name)
+
+    with Ranks(2) as ranks:
+        channel = ranks.dense[0]
+        transfer, _ = ranks.post(0, "grad", 0, 0)
+        transfer.keep = Memory()
+        del transfer
+        channel._lib = Calls(channel._lib)
+        channel.close(0.0)
+    assert order.index("ml_close") < order.index("memory")
+
+
+# ---- Handles ----
+
+
+def test_an_outcome_outlives_a_later_post():
+    """Also one that was posted before it was asked for, as asynchronous stages do."""
+    buckets = {"grad": [(20 * UNIT, UNIT)]}
+    store, engines = Store(), [Engine(UdpSettings(), "127.0.0.1") for _ in range(2)]
+    try:
+        channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, "p", buckets, reported=("grad",)))
+        data, pieces = np.ones((2, 20 * UNIT), np.uint8), np.zeros((2, 2, 20 * UNIT), np.uint8)
+        posted = []
+        for step in range(2):
+            posted.append(channels[0].post("grad", step, 0, [None, pieces[step, 1].ctypes.data]))
+            channels[1].send("grad", step, 0, [data[0].ctypes.data, None], np.ones((2, 20), bool))
+            posted[step].wait(20)
+        channels[0].post("grad", 2, 0, [None, pieces[0, 1].ctypes.data])
+        assert posted[0].outcome(1) == (0, 0, False)
+        late = channels[0].post("grad", 3, 0, [None, pieces[1, 1].ctypes.data])
+        with pytest.raises(ValueError, match="grad 3, bucket 0 of x: has no outcome before it is waited for"):
+            late.outcome(1)
+    finally:
+        in_threads(2, lambda r: engines[r].close(0.0))
+
+
+def test_two_threads_may_wait_for_one_transfer():
+    """The first that sees the end gives the handle back; the other may be inside the engine with it."""
+    with Ranks(2, buckets={"grad": [(UNIT, UNIT)]}) as ranks:
+        for step in range(60):
+            transfer, _ = ranks.post(0, "grad", step, 0)
+            ranks.send(0, "grad", step, 0)
+            gate = threading.Barrier(5)
+
+            def wait(rank, transfer=transfer, gate=gate, step=step):
+                gate.wait(20)
+                if rank == 4:
+                    other, _ = ranks.post(1, "grad", step, 0)
+                    ranks.send(1, "grad", step, 0)
+                    return other.wait(20).all()
+                transfer.sent(20)
+                return transfer.wait(20).all()
+
+            assert in_threads(5, wait) == [True] * 5
+
+
+# ---- Fork ----
+
+FORKS = """
+import os, sys, time
+from megatron_lossy.transport.udp import Engine, UdpSettings
+from tests.test_udp_engine import Store, in_threads
+store, engines = Store(), [Engine(UdpSettings(), "127.0.0.1") for _ in range(2)]
+channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, "p", {"grad": [(1000, 100)]}))
+
+def sockets():
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return {name for name in (os.readlink(link) for link in links if os.path.islink(link)) if name.startswith("socket:")}
+
+held = sockets()
+child = os.fork()
+if not child:
+    assert len(held) == 2 and not held & sockets(), (held, sockets())
+    assert engines[0].closed and engines[0].counters() == {} and channels[0].counters() == {}
+    try:
+        channels[0].post("grad", 0, 0, [None, None])
+    except RuntimeError as error:
+        assert "is closed" in str(error)
+    sys.exit(7)  # with all that runs at the end of a program
+_, status = os.waitpid(child, 0)
+in_threads(2, lambda r: engines[r].close())
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_ends_and_holds_no_socket():
+    done = run_program(FORKS)
+    assert (done.returncode, done.stdout) == (0, "7\n"), done.stderr[-2000:]
+
+
+def test_a_killed_rank_is_noticed_though_its_child_lives(tmp_path):
+    """A data loader's worker that outlives it must not keep its port open."""
+    program = """
+import os, sys, time
+from megatron_lossy.transport.udp import Engine, UdpSettings
+from tests.test_udp_engine import FolderStore
+engine = Engine(UdpSettings(), "127.0.0.1")
+channel = engine.open("x", 1, 2, FolderStore(sys.argv[1]), "p", {"grad": [(1000, 100)]})
+child = os.fork()
+if not child:
+    time.sleep(60)
+    os._exit(0)
+print(child, flush=True)
+time.sleep(60)
+"""
+    with Engine(UdpSettings(peer_timeout=300), "127.0.0.1") as engine:
+        other = subprocess.Popen([sys.executable, "-c", program, tmp_path], stdout=subprocess.PIPE, text=True)
+        try:
+            channel = engine.open("x", 0, 2, FolderStore(tmp_path), "p", {"grad": [(1000, 100)]})
+            child = int(other.stdout.readline())
+            os.kill(other.pid, signal.SIGKILL)
+            other.wait()
+            memory = np.zeros(1000, np.uint8)
+            transfer = channel.post("grad", 0, 0, [None, memory.ctypes.data])
+            try:
+                # Its host refuses: without that it would be the timeout of 300 s.
+                with pytest.raises(PeerLost, match="its host refuses datagrams, process gone"):
+                    transfer.wait(60)
+                os.kill(child, 0)  # lives
+            finally:
+                os.kill(child, signal.SIGKILL)
+        finally:
+            other.kill()
+            other.wait()
+
+
+# ---- ICMP ----
+
+
+def unreachable(source, destination):
+    """An ICMP message of ``destination``'s host: the UDP datagram from port ``source`` found nobody."""
+
+    def checksum(data):
+        total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+        while total >> 16:
+            total = (total & 0xFFFF) + (total >> 16)
+        return ~total & 0xFFFF
+
+    loopback = socket.inet_aton("127.0.0.1")
+    inner = struct.pack("!BBHHHBBH4s4s", 0x45, 0, 36, 0, 0, 64, socket.IPPROTO_UDP, 0, loopback, loopback)
+    inner += struct.pack("!HHHH", source, destination, 16, 0) + bytes(8)
+    head = struct.pack("!BBHI", 3, 3, 0, 0)
+    return struct.pack("!BBHI", 3, 3, checksum(head + inner), 0) + inner
+
+
+@NEEDS_RAW
+def test_forged_icmp_does_not_end_a_channel():
+    """Both sides are there and idle: whoever claims that a port is closed is not believed."""
+    with Ranks(2) as ranks, socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as forger:
+        ranks.exchange("grad", 0, 0)
+        for _ in range(30):
+            forger.sendto(unreachable(ranks.engines[0].port, ranks.engines[1].port), ("127.0.0.1", 0))
+            time.sleep(0.1)  # those of one burst count once
+        assert ranks.engines[0].counters()["unreachable"] >= 10
+        assert all(arrived.all() for arrived in ranks.exchange("grad", 1, 0))
+
+
+# ---- Timers while the socket is never empty ----
+
+FLOODED = r"""
+#define _GNU_SOURCE
+#include <sys/socket.h>
+static int always_something(int fd, struct mmsghdr *messages, unsigned int count, int flags, struct timespec *timeout);
+#define recvmmsg always_something
+#include "{source}"
+static int always_something(int fd, struct mmsghdr *messages, unsigned int count, int flags, struct timespec *timeout)
+{{
+    (void)fd, (void)count, (void)flags, (void)timeout;
+    struct sockaddr_in *from = messages[0].msg_hdr.msg_name;
+    *from = (struct sockaddr_in){{.sin_family = AF_INET}};
+    messages[0].msg_hdr.msg_controllen = 0;
+    messages[0].msg_hdr.msg_flags = 0;
+    messages[0].msg_len = 7; /* somebody's noise */
+    return 1;
+}}
+int main(void)
+{{
+    struct settings set = {{.rate = 1e9, .reorder = MS, .peer_timeout = 300 * SECOND, .eager = 1 << 20, .memory = 1 << 20, .packet = 64}};
+    struct sockaddr_in here = {{.sin_family = AF_INET}}, there = {{.sin_family = AF_INET, .sin_port = htons(9)}};
+    here.sin_addr.s_addr = there.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    int64_t result[3];
+    struct engine *e = ml_create(&set, (struct sockaddr *)&here, sizeof here, 1 << 16, 0, result);
+    struct channel *c = ml_channel(e, 7, 0, 2, 1, 0, 64);
+    ml_bucket(c, 0, 0, 640, 64);
+    if (ml_member(c, 1, (struct sockaddr *)&there, sizeof there, 1, 100, 100, 1 << 20, NULL, NULL, -1))
+        return 2;
+    ml_open(c);
+    static uint8_t memory[640], arrived[20];
+    uint8_t *to[2] = {{NULL, memory}};
+    struct exchange *x;
+    if (ml_post(c, 0, 0, 0, 0, to, arrived, 20 * MS, 0, NULL, 0, -1, &x))
+        return 3;
+    int late = ml_wait(x, 0, 20 * SECOND);
+    ml_close(c, -1);
+    ml_free(e);
+    return late;
+}}
+"""
+
+
+def test_deadlines_pass_while_the_socket_is_never_empty(tmp_path):
+    compiler = build.compiler()
+    if compiler is None:
+        pytest.skip("no C compiler")
+    source, program = tmp_path / "flooded.c", tmp_path / "flooded"
+    source.write_text(FLOODED.format(source=Path(build.SOURCE)))
+    subprocess.run([compiler, "-std=gnu11", "-O1", "-pthread", "-o", program, source, "-ldl"], check=True)
+    assert subprocess.run([program], timeout=60).returncode == 0
+
+
+# ---- Receive windows ----
+
+
+def test_all_channels_together_promise_the_buffer_once():
+    """Rank 0 is in two channels with two others each: what all may have on the way fits its buffer."""
+    members = {"a": [0, 1, 2], "b": [0, 3, 4], "c": [0, 1, 3]}
+    store, engines = Store(), [Engine(UdpSettings(socket_buffer=1 << 20), "127.0.0.1") for _ in range(5)]
+    buckets = {"grad": [(100 * UNIT, UNIT)]}
+    try:
+        channels = {}
+
+        def run(rank):
+            for name, ranks in members.items():
+                if rank in ranks:
+                    channels[name, rank] = engines[rank].open(name, ranks.index(rank), 3, store, name, buckets)
+
+        assert in_threads(5, run) == [None] * 5
+        promised = engines[0].windows()
+        assert promised == windows(engines[0].granted, engines[0].datagram, 4)
+        # And the others come to know, whichever channel they heard of first.
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            told = [channels[name, rank].rates() for name, rank in channels if rank]
+            seen = [(rates[0]["window"], rates[0]["limit"]) for rates in told if 0 in rates]
+            if seen == [promised] * len(seen):
+                break
+            time.sleep(0.05)
+        assert seen == [promised] * len(seen) and len(seen) == 6
+        in_threads(5, lambda rank: [c.close(0.0) for (name, r), c in channels.items() if name == "b" and r == rank])
+        assert (
+            engines[0].windows() == windows(engines[0].granted, engines[0].datagram, 3)
+            and engines[0].windows()[0] > promised[0]
+        )
+    finally:
+        in_threads(5, lambda rank: engines[rank].close(0.0))

@@ -1,0 +1,280 @@
+"""What the protocol does when the way is cut, narrowed, or replayed: it goes on, or says what is wrong. No sockets, no clock."""
+
+import random
+
+import numpy as np
+import pytest
+
+from megatron_lossy.transport.udp import packet
+from megatron_lossy.transport.udp.engine import SECOND
+from megatron_lossy.transport.udp.packet import ASK, DATA, END, NACK, READY, encode
+from tests.test_udp_protocol import UNIT, check, exchange_all, pieces
+from tests.udp_world import CHANNEL, MS, Node, World, fields_of
+
+DEAF = 4
+
+
+def exchange(world, step, deadline=0, phase="grad"):
+    """One exchange of all ranks in which a late one loses; what they posted, sent, and the handles of what they sent."""
+    shard, _ = world.nodes[0].buckets[phase][0]
+    sent = [pieces(node.rank, node.size, shard, step) for node in world.nodes]
+    posted = [node.post(world.now, phase, step, 0, deadline=deadline) for node in world.nodes]
+    return posted, sent, [node.send(phase, step, 0, sent[node.rank]) for node in world.nodes]
+
+
+def all_sent(world, handles):
+    return all(node.lib.ml_wait(handle, 1, 0) == 0 for node, handle in zip(world.nodes, handles))
+
+
+# ---- A sender that waits for READY ----
+
+
+@pytest.mark.parametrize("cut", [50 * MS, 400 * MS, 5 * SECOND])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_one_way_cut_and_a_deadline_stop_nobody(cut, side):
+    """READY 1 is said once when the deadline passes. The sender that missed it is at its eager limit, and asks."""
+    end = [None]
+    link = lambda source, destination, datagram, now: [] if source == side and now < end[0] else [now + 2 * MS]
+    with World(2, {"grad": [(60 * UNIT, UNIT)]}, link, eager=4 * UNIT) as world:
+        end[0] = world.now + cut
+        for step in range(3):
+            posted, sent, handles = exchange(world, step, deadline=100 * MS)
+            world.run(lambda: all(x.over_at for x in posted) and all_sent(world, handles))  # noqa: B023
+            check(world, "grad", 0, posted, sent)
+        world.run(lambda: world.now > end[0], 20 * SECOND)
+        resumed = world.now
+        world.run_for(3 * SECOND)  # whoever was told to wait for a second has asked by then
+        posted, sent, handles = exchange(world, 10, deadline=5 * SECOND)
+        world.run(lambda: all(x.over_at for x in posted) and all_sent(world, handles), SECOND)
+        assert all(x.arrived.all() for x in posted) and world.now > resumed
+        assert sum(node.counters(1 - node.rank)["asks"] for node in world.nodes) > 0
+
+
+def test_a_receiver_that_skips_a_step_is_not_waited_for():
+    """It never asks for step 1. Its sender has nothing from it that would say so."""
+    with World(2, {"grad": [(60 * UNIT, UNIT)]}, eager=4 * UNIT) as world:
+        first, second = world.nodes
+        sent = [pieces(0, 2, 60 * UNIT, step) for step in range(3)]
+        handles = []
+        for step in range(3):
+            handles.append(first.send("grad", step, 0, sent[step]))
+            if step != 1:
+                second.post(world.now, "grad", step, 0)
+        last = second.exchanges["grad", 2, 0]
+        world.run(lambda: last.over_at and all_sent(world, handles[2:]), 5 * SECOND)
+        assert last.arrived.all() and all(first.lib.ml_wait(handle, 1, 0) == 0 for handle in handles)
+
+
+def test_who_is_asked_says_its_state():
+    """READY 0 while it waits, READY 1 when it is done, and nothing before it has posted."""
+    node = Node(0, 2, {"grad": [(3 * UNIT, UNIT)]})
+    now, number = SECOND, iter(range(100))
+
+    def ask(step):
+        node.produce_all(now)
+        asked = encode(ASK, source=1, channel=CHANNEL, step=step, number=next(number))
+        assert node.handle(now, 1, asked) == "taken"
+        said = [packet.decode(datagram) for _, datagram in node.produce_all(now)]
+        return [(fields["step"], fields["index"]) for _, kind, fields, _ in said if kind == READY]
+
+    assert ask(1) == []
+    node.post(now, "grad", 1, 0)
+    assert ask(1) == [(1, 0)]
+    assert ask(0) == [(0, 1)]  # passed
+    now += 5 * MS
+    for unit in range(3):
+        node.handle(
+            now, 1, encode(DATA, bytes(UNIT), source=1, channel=CHANNEL, step=1, index=unit, number=next(number))
+        )
+    assert ask(1) == [(1, 1)]
+    assert ask(2) == []
+    node.close()
+
+
+def test_a_rank_that_is_far_ahead_asks_seldom():
+    """At intervals that double, and begin anew with each sign of life, of which there is one a second."""
+    asked = []
+
+    def link(source, destination, datagram, now):
+        if fields_of(datagram)[0] == ASK:
+            asked.append(now)
+        return [now + MS]
+
+    with World(2, {"grad": [(60 * UNIT, UNIT)]}, link, eager=4 * UNIT) as world:
+        world.nodes[0].send("grad", 0, 0, pieces(0, 2, 60 * UNIT))
+        world.run_for(20 * SECOND)
+    assert 20 <= len(asked) <= 200
+
+
+# ---- A way on which large datagrams do not pass any more ----
+
+
+def narrow(limit):
+    """A link whose MTU falls: larger datagrams vanish from a time on."""
+    since = [2**62]
+    link = lambda source, destination, datagram, now: (
+        [] if len(datagram) > limit and now >= since[0] and source == 0 else [now + MS]
+    )
+    return link, since
+
+
+def test_a_path_whose_mtu_falls_is_named():
+    """Exchanges end, since END is short; without an error training would go on with nothing."""
+    link, since = narrow(60)
+    with World(2, {"grad": [(30 * UNIT + 9, UNIT)]}, link) as world:
+        for step in range(3):
+            posted, _, _ = exchange(world, step)
+            world.run(lambda: all(x.over_at for x in posted))  # noqa: B023
+        since[0] = world.now
+        second = world.nodes[1]
+        for step in range(3, 13):
+            assert second.failed() == (0, 0), step
+            posted, _, _ = exchange(world, step)
+            world.run(lambda: all(x.over_at for x in posted) or second.failed()[0])  # noqa: B023
+            if not second.failed()[0]:
+                assert posted[1].arrived[0].sum() == 1  # the short unit at the end passes
+        assert second.failed() == (DEAF, 0) and world.nodes[0].failed() == (0, 0)
+
+
+def test_few_units_in_a_row_are_bad_luck():
+    """A bucket of a single unit loses all of it often; what is short anyway says nothing."""
+    link, since = narrow(60)
+    since[0] = 0
+    with World(2, {"grad": [(UNIT, UNIT)], "param": [(UNIT - 1, UNIT)]}, link) as world:
+        for step in range(60):
+            for phase in ("grad", "param"):
+                posted, _, _ = exchange(world, step, phase=phase)
+                world.run(lambda: all(x.over_at for x in posted))  # noqa: B023
+        assert world.nodes[1].failed() == (0, 0)
+
+
+def test_an_outage_of_many_buckets_is_not_taken_for_a_narrow_path():
+    """All that is under way loses everything at once; it counts as one step."""
+    cut = [False]
+    link = lambda source, destination, datagram, now: [] if cut[0] and source == 0 else [now + MS]
+    with World(2, {"grad": [(20 * UNIT, UNIT)] * 40}, link) as world:
+        for step in range(12):
+            cut[0] = True
+            begun = [exchange_all(world, "grad", step, bucket)[0] for bucket in range(40)]
+            world.run_for(50 * MS)
+            cut[0] = False
+            world.run(lambda: all(x.over_at for xs in begun for x in xs))  # noqa: B023
+            if step % 6 == 5:  # one comes through
+                posted, _ = exchange_all(world, "grad", 100 + step, 0)
+                world.run(lambda: all(x.over_at for x in posted))  # noqa: B023
+                break
+        assert world.nodes[1].failed() == (0, 0)
+
+
+def test_what_must_arrive_and_cannot_is_not_asked_for_for_ever():
+    """Its sender lives and sends it again and again; after the peers' timeout it counts as gone."""
+    link, since = narrow(60)
+    since[0] = 0
+    with World(2, {"grad": [(30 * UNIT, UNIT)]}, link, reported=("grad",), peer_timeout=5 * SECOND) as world:
+        first, second = world.nodes
+        second.post(world.now, "grad", 0, 0)
+        first.send("grad", 0, 0, pieces(0, 2, 30 * UNIT), np.ones((2, 30), bool))
+        begun = world.now
+        world.run(lambda: second.failed()[0], 20 * SECOND)
+        assert second.failed() == (DEAF, 0) and world.now - begun >= 5 * SECOND
+
+
+# ---- END lists and memory ----
+
+
+def test_the_list_of_what_must_arrive_is_taken_though_no_memory_is_left():
+    """Of an exchange that waits here: its memory is asked for by this rank, not by peers."""
+    buckets = {"grad": [(600 * UNIT, UNIT)] * 9}
+    node = Node(0, 2, buckets, reported=("grad",), memory=20_000, packet=1408)
+    number = iter(range(10_000))
+    for bucket in range(1, 9):  # what nobody has asked for yet fills the pool
+        for unit in range(600):
+            node.handle(SECOND, 1, encode(
+                DATA, bytes(UNIT), source=1, channel=CHANNEL, bucket=bucket, index=unit, number=next(number)
+            ))  # fmt: skip
+    assert node.counters(1)["early_dropped"] > 100
+    posted = node.post(SECOND, "grad", 0, 0)
+    must = list(range(0, 600, 2))
+    room = 1408 // 4 - 2
+    for part in range(-(-len(must) // room)):
+        payload = np.array([len(must), 0, *must[part * room : (part + 1) * room]], "<u4").tobytes()
+        end = encode(END, payload, source=1, channel=CHANNEL, index=600 + part, number=next(number))
+        assert node.handle(SECOND, 1, end) == "taken"
+    node.timers(SECOND + 20 * MS)
+    asked = [packet.decode(datagram) for _, datagram in node.produce_all(SECOND + 20 * MS)]
+    assert sum(fields["index"] for _, kind, fields, _ in asked if kind == NACK) == 300
+    for unit in must:
+        node.handle(SECOND + 21 * MS, 1, encode(
+            DATA, bytes(UNIT), source=1, channel=CHANNEL, index=unit, number=next(number)
+        ))  # fmt: skip
+    node.timers(SECOND + 60 * MS)
+    assert posted.over_at and posted.arrived[1].sum() == 300
+    node.close()
+
+
+# ---- Replay ----
+
+
+def test_numbers_are_taken_once():
+    """Sealed datagrams in an order far from theirs, some of them several times: as a set that remembers would do."""
+    generator = random.Random(5)
+    units = 3000
+    node, other = (
+        Node(rank, 2, {"grad": [(units * UNIT, UNIT)] * 8}, cipher=True, window=10**5, eager=1 << 24)
+        for rank in range(2)
+    )
+    for bucket in range(8):
+        node.post(SECOND, "grad", 0, bucket)
+        other.send("grad", 0, bucket, pieces(1, 2, units * UNIT, bucket))
+    sealed, now = [], SECOND
+    for _ in range(200):
+        now += MS
+        sealed += [datagram for _, datagram in other.produce_all(now)]
+    assert len(sealed) > 8 * units
+    numbers = [fields_of(datagram)[1]["number"] for datagram in sealed]
+    order = sorted(range(len(sealed)), key=lambda k: k + generator.choice([0, 40, 3000, 12_000]) * generator.random())
+    order = [k for k in order for _ in range(generator.choice([1, 1, 2]))]
+    order += generator.sample(range(len(sealed)), 500)  # and once more at the end: an attacker
+    ring = 8192 - 64
+    seen, top, again = set(), 0, 0
+    for k in order:
+        fresh = numbers[k] not in seen and numbers[k] + ring >= top
+        before = node.counters(1)["received"]
+        node.handle(now, 1, sealed[k])
+        assert node.counters(1)["received"] - before == fresh, numbers[k]
+        if fresh:
+            seen.add(numbers[k])
+            top = max(top, numbers[k] + 1)
+        again += not fresh
+    assert again > 3000 and len(seen) > 10_000
+    node.close()
+    other.close()
+
+
+def test_a_replayed_request_costs_nothing():
+    """A NACK asks for many units; who replays it would have them sent as often as he likes."""
+    buckets = {"grad": [(100 * UNIT, UNIT)]}
+    lost = [True]
+    nacks = []
+
+    def link(source, destination, datagram, now):
+        kind, _ = fields_of(datagram)
+        if kind == NACK:
+            nacks.append(datagram)
+            lost[0] = False
+        return [] if kind == DATA and lost[0] else [now + MS]
+
+    with World(2, buckets, link, cipher=True, reported=("grad",), packet=1408) as world:
+        first, second = world.nodes
+        posted = second.post(world.now, "grad", 0, 0)
+        handle = first.send("grad", 0, 0, pieces(0, 2, 100 * UNIT), np.ones((2, 100), bool))
+        world.run(lambda: len(nacks) > 0)
+        world.run_for(MS)
+        resent = [first.counters(1)["resent"]]
+        for _ in range(100):
+            assert first.handle(world.now, 1, nacks[0]) == "duplicate"
+        first.produce_all(world.now)
+        resent.append(first.counters(1)["resent"])
+        assert resent[1] - resent[0] <= 100
+        world.run(lambda: posted.over_at and posted.arrived.all(), 5 * SECOND)
+        assert first.lib.ml_wait(handle, 1, 0) == 0

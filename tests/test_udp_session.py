@@ -1,0 +1,154 @@
+"""The keys of a channel, and the store over which ranks meet: who can write there learns nothing and changes nothing unseen."""
+
+import dataclasses
+import hashlib
+import hmac
+import json
+import logging
+
+import pytest
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.transport.key_file import _say_open, read_key_file
+from megatron_lossy.transport.udp import Engine, UdpSettings, session
+from megatron_lossy.transport.udp.process import settings_of
+from tests.test_udp_engine import BUCKETS, Store, in_threads
+
+HELLOS = [
+    session.Hello(
+        address="127.0.0.1", port=1000 + rank, instance=f"{rank:016x}", random=f"{rank + 1:032x}", proof="", buckets="b",
+        size=3, protocol=session.PROTOCOL, packet_bytes=1408, cipher="aes-128-gcm", eager=1, window=2, limit=3,
+    )
+    for rank in range(3)
+]  # fmt: skip
+SECRET = b"0123456789abcdef"
+
+
+def test_keys_are_those_of_the_description():
+    """The key file, the transcript, the randoms of both ends: written down once more with hashlib alone."""
+
+    def mac(key, text):
+        return hmac.new(key, text, hashlib.sha256).digest()
+
+    said = b"".join(hashlib.sha256(json.dumps(dataclasses.asdict(hello)).encode()).digest() for hello in HELLOS)
+    prologue = hashlib.sha256(f"{session.PROTOCOL} 77 dense".encode()).digest()
+    chain = mac(mac(b"megatron-lossy udp 2", SECRET), prologue + said)
+    extracted = mac(chain, bytes.fromhex(HELLOS[2].random + HELLOS[0].random))
+    info = b"".join(number.to_bytes(4, "little") for number in (77, 2, 0))
+    assert session.Secrets("dense", 77, HELLOS, SECRET).key(2, 0) == mac(extracted, info + b"\x01")[:16]
+
+
+def test_everything_that_was_said_changes_every_key():
+    """The key file too, and the direction."""
+
+    def keys(name="dense", channel=77, hellos=HELLOS, secret=SECRET):
+        secrets = session.Secrets(name, channel, hellos, secret)
+        return {secrets.key(source, destination) for source in range(3) for destination in range(3)}
+
+    known = keys()
+    assert len(known) == 9
+    others = [keys(name="expert"), keys(channel=78), keys(secret=None), keys(secret=SECRET + b"0")]
+    for field in dataclasses.fields(session.Hello):
+        old = getattr(HELLOS[1], field.name)
+        new = old + 1 if isinstance(old, int) else "f" * len(old or "f")
+        others.append(keys(hellos=[HELLOS[0], dataclasses.replace(HELLOS[1], **{field.name: new}), HELLOS[2]]))
+    for other in others:
+        assert not known & other
+
+
+class Replaying(Store):
+    """Of an attacker who writes to it: some keys keep what they had in an earlier session."""
+
+    def __init__(self, earlier, keeps):
+        super().__init__()
+        self.earlier, self.keeps = earlier, keeps
+
+    def get(self, key):
+        if self.keeps(key):
+            return self.earlier.values[key]
+        return super().get(key)
+
+
+def opened(store, secret=None, stores=None):
+    """Two ranks open a channel; their keys, or what was raised."""
+    made = {}
+
+    def run(rank):
+        class Kept(session.Secrets):
+            def __init__(self, *args):
+                super().__init__(*args)
+                made[rank] = self.key(rank, 1 - rank)
+
+        engine = Engine(UdpSettings(key=secret), "127.0.0.1")
+        with engine:
+            original, session.Secrets = session.Secrets, session.Secrets
+            try:
+                channel = engine.open("dense", rank, 2, (stores or [store] * 2)[rank], "p", BUCKETS)
+            finally:
+                session.Secrets = original
+            made[rank] = session.Secrets(
+                "dense", session.channel_id(store.values["p/random"], "dense"), channel.hellos, secret
+            ).key(rank, 1 - rank)
+
+    return in_threads(2, run), made
+
+
+def test_a_store_that_replays_an_old_session_brings_back_no_key():
+    """All old hellos, as rank 0 reads them: its own random is not taken from there."""
+    first = Store()
+    assert opened(first, SECRET)[0] == [None, None]
+    second = Replaying(first, lambda key: "/hello/" in key)
+    errors, _ = opened(second, SECRET)
+    assert all(isinstance(error, UsageError) for error in errors)
+    assert all("somebody else writes to the store" in str(error) and "\n" not in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    "change", [{"window": 1}, {"limit": 10**6}, {"eager": 0}, {"port": 9}, {"address": "127.0.0.2"}], ids=str
+)
+def test_who_changes_what_a_rank_has_said_is_noticed(change):
+    """Before any exchange: what reached rank 1 is not what rank 0 has said."""
+    store = Store()
+
+    class Changed:
+        set = staticmethod(store.set)
+
+        @staticmethod
+        def get(key):
+            value = store.get(key)
+            return json.dumps(json.loads(value) | change).encode() if key.endswith("/hello/0") else value
+
+    errors, _ = opened(store, SECRET, [store, Changed])
+    assert all(isinstance(error, UsageError) and "has heard other addresses" in str(error) for error in errors)
+
+
+# ---- The key file ----
+
+
+@pytest.mark.parametrize("size", [0, 5, 15])
+def test_a_file_that_is_too_short_for_a_secret_is_refused(tmp_path, size):
+    path = tmp_path / "key"
+    path.write_bytes(bytes(size))
+    config = LossyConfig(transport="udp", udp_key_file=str(path))
+    with pytest.raises(UsageError, match=rf"--udp-key-file {path}: has {size} bytes, .*16 at least: head -c 32"):
+        settings_of(config)
+
+
+def test_a_file_that_others_can_read_is_said_once(tmp_path, caplog):
+    path = tmp_path / "key"
+    path.write_bytes(SECRET)
+    path.chmod(0o640)
+    _say_open.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert read_key_file(str(path)) == read_key_file(str(path)) == SECRET
+    assert [record.getMessage() for record in caplog.records] == [
+        f"--udp-key-file {path}: other users of this host may read it (mode 640); chmod 600 {path}"
+    ]
+    caplog.clear()
+    path.chmod(0o600)
+    with caplog.at_level(logging.WARNING):
+        assert read_key_file(str(path)) == SECRET and read_key_file(None) is None
+    assert not caplog.records
+    with pytest.raises(UsageError, match=f"--udp-key-file {tmp_path / 'none'}: cannot be read"):
+        read_key_file(str(tmp_path / "none"))
