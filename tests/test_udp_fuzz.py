@@ -1,4 +1,4 @@
-"""Mutated datagrams against the engine, with sanitizers: nothing but whole units is written, and memory stays bounded."""
+"""The engine in C with sanitizers: against mutated datagrams, and against callers at random."""
 
 import subprocess
 from pathlib import Path
@@ -7,32 +7,42 @@ import pytest
 
 from megatron_lossy.transport.udp import build
 
-DRIVER = Path(__file__).with_name("udp_fuzz.c")
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def fuzz(tmp_path_factory):
+def run(tmp_path_factory):
+    """Runs a driver of this folder with the engine inside; its last line."""
     compiler = build.compiler()
     if compiler is None:
         pytest.skip("no C compiler")
-    program = tmp_path_factory.mktemp("fuzz") / "fuzz"
-    command = [compiler, "-std=gnu11", "-O1", "-g", "-pthread", "-o", program, DRIVER, "-ldl"]
-    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    if subprocess.run([*command, *sanitizers], capture_output=True).returncode:
-        subprocess.run(command, check=True)  # they are packages of their own on some systems
+    folder = tmp_path_factory.mktemp("fuzz")
 
-    def run(count, seed, cipher):
-        done = subprocess.run([program, str(count), str(seed), str(int(cipher))], capture_output=True, text=True)
+    def run(driver, *arguments):
+        program = folder / driver
+        if not program.exists():
+            command = [compiler, "-std=gnu11", "-O1", "-g", "-pthread", "-o", program, HERE / f"{driver}.c", "-ldl"]
+            sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+            if subprocess.run([*command, *sanitizers], capture_output=True).returncode:
+                subprocess.run(command, check=True)  # they are packages of their own on some systems
+        done = subprocess.run([program, *map(str, arguments)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
-        words = done.stdout.replace("bad tag", "bad-tag").replace("early dropped", "dropped").split(":")[1].split()
-        return dict(zip(words[::2], map(int, words[1::2])))
+        return done.stdout
 
     return run
 
 
+def mutated(run, count, seed, cipher):
+    """What became of ``count`` datagrams."""
+    words = run("udp_fuzz", count, seed, int(cipher)).replace("bad tag", "bad-tag").replace("early dropped", "dropped")
+    words = words.split(":")[1].split()
+    return dict(zip(words[::2], map(int, words[1::2])))
+
+
 @pytest.mark.parametrize("cipher", [False, True])
-def test_mutated_datagrams_change_nothing(fuzz, cipher):
-    verdicts = fuzz(100_000, 1, cipher)
+def test_mutated_datagrams_change_nothing(run, cipher):
+    """Nothing but whole units is written, and memory stays bounded."""
+    verdicts = mutated(run, 100_000, 1, cipher)
     assert sum(verdicts.values()) == 100_000
     assert min(verdicts[name] for name in ("taken", "malformed", "foreign", "duplicate", "early")) > 1000
     assert (verdicts["bad-tag"] > 1000) == cipher
@@ -40,5 +50,24 @@ def test_mutated_datagrams_change_nothing(fuzz, cipher):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cipher", [False, True])
-def test_ten_million_mutated_datagrams_change_nothing(fuzz, cipher):
-    fuzz(10_000_000, 2, cipher)
+def test_ten_million_mutated_datagrams_change_nothing(run, cipher):
+    mutated(run, 10_000_000, 2, cipher)
+
+
+def at_random(run, operations, seed, cipher):
+    """What callers did, and what became of it."""
+    words = run("udp_stateful", operations, seed, int(cipher)).split()
+    return dict(zip(words[::2], map(int, words[1::2])))
+
+
+@pytest.mark.parametrize("cipher", [False, True])
+def test_callers_at_random_lose_no_memory_and_wait_for_nothing_for_ever(run, cipher):
+    """They skip steps, set deadlines, stop, are cut off, and close in the middle; buffers go as soon as they may."""
+    for seed in range(2):
+        counts = at_random(run, 3000, seed, cipher)
+        assert min(counts[name] for name in ("over", "open-at-close", "closes", "cuts", "lost")) > 5
+
+
+@pytest.mark.slow
+def test_two_hundred_thousand_operations_of_callers_at_random(run):
+    at_random(run, 200_000, 9, cipher=True)

@@ -395,6 +395,7 @@ struct exchange {
     uint32_t step;
     uint16_t number;
     uint8_t phase, posted, sending, over;
+    uint8_t rows_gone; /* it was over, and nobody had a handle: a later one is not of who owns what `row` points to */
     int handles;
     uint32_t open, unsent, unacknowledged; /* sources not over; destinations not sent to, or that have not said done */
     ns posted_at, over_at, deadline, due;
@@ -768,6 +769,7 @@ static void exchange_over(struct exchange *x, ns now)
 {
     struct engine *e = x->channel->engine;
     early_release(x);
+    x->rows_gone = !x->handles;
     pthread_mutex_lock(&e->tell);
     x->over = 1;
     x->over_at = now;
@@ -897,6 +899,7 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
     b->posted = step;
     b->any_posted = 1;
     newest(c, phase, step);
+    x->handles++;
     x->posted = 1;
     x->in = units_of(b, terms->length);
     x->in_bytes = terms->length ? terms->length : b->shard;
@@ -952,7 +955,6 @@ static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, ui
     early_release(x);
     if (--x->open == 0)
         exchange_over(x, now);
-    x->handles++;
     *handle = x;
     forget_passed(c, phase, b);
     return 0;
@@ -1200,7 +1202,7 @@ static int take_data(struct channel *c, struct member *m, int phase, uint32_t st
             verdict = early_keep(x, m, unit, bytes, size);
     } else if (!s->expected) {
         verdict = LATE;
-    } else if (s->over && !x->handles) { /* `row` was the caller's, who may have freed it */
+    } else if (s->over && x->rows_gone) {
         verdict = s->got == x->bucket->units ? DUPLICATE : LATE;
     } else if (s->row[unit]) {
         verdict = DUPLICATE;
@@ -2521,7 +2523,8 @@ API int ml_copies(struct channel *c, int phase, uint32_t bucket, const uint32_t 
 
 /* 0 and a handle; -1 failed, -2 not a later step, -3 no memory. Of what must arrive of a source `tolerance` units may be
  * missing for good. `dropped` [drops]: units, and after all of them parities, that count as lost when they come. */
-/* `length`: bytes of each message, if fewer than the bucket has; 0 for all. */
+/* `length`: bytes of each message, if fewer than the bucket has; 0 for all. `to` is written until ml_wait says that it is over;
+ * `arrived` is read as long as somebody has a handle of the exchange. Neither is touched in a closed or failed channel. */
 API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint64_t length, uint8_t *const *to,
                 uint8_t *arrived, ns deadline, uint32_t tolerance, const uint8_t *dropped, uint32_t drops, ns now,
                 struct exchange **handle)
@@ -2620,6 +2623,7 @@ API void ml_release(struct exchange *x)
     struct engine *e = x->channel->engine;
     acquire(e);
     x->handles--;
+    x->rows_gone |= !x->handles && x->over;
     exchange_settle(x);
     release(e);
 }
