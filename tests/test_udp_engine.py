@@ -239,15 +239,27 @@ def test_a_late_rank_loses_nothing():
         time.sleep(2)
         assert not posted[0][0].done()
         assert ranks.dense[1].counters()[0]["early"] == 64
-        begun = time.monotonic()
         posted_late = [ranks.post(1, "grad", 0, bucket) for bucket in range(3)]
         for bucket in range(3):
             ranks.send(1, "grad", 0, bucket)
         for bucket in range(3):
             assert ranks.check(0, "grad", 0, bucket, *posted[bucket]).all()
             assert ranks.check(1, "grad", 0, bucket, *posted_late[bucket]).all()
-        assert time.monotonic() - begun < 10
         assert ranks.lost() == 0
+
+
+def test_what_comes_early_over_all_channels_is_within_the_memory():
+    """Each channel alone would have room."""
+    names = tuple("abcdef")
+    with Ranks(2, names=names, memory=1 << 20) as ranks:
+        for name in names:
+            ranks.send(0, "grad", 0, 0, name)
+        until = time.monotonic() + 30
+        while not sum(ranks.channels[name][1].counters()[0]["early_dropped"] for name in names):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert (1 << 19) < ranks.engines[1].counters()["early_most"] <= 1 << 20
 
 
 def test_each_receiver_says_what_it_keeps_early():
@@ -589,7 +601,7 @@ def _process(rank, size, folder, steps, pause, results):
                 time.sleep(pause)
             results.put((rank, lost))
     except PeerLost as error:
-        results.put((rank, f"{time.monotonic()} {error}"))
+        results.put((rank, str(error)))
     except BaseException as error:
         results.put((rank, repr(error)))
         raise
@@ -630,13 +642,10 @@ def test_a_killed_process_is_named_by_all_others_at_once(processes):
     """Its host refuses datagrams; nobody waits for the timeout."""
     start, result = processes
     ranks = start(3, 100_000, 0.001)
-    killed_at = time.monotonic()
     ranks[1].kill()
     for _ in range(2):
         rank, message = result()
-        at, _, message = message.partition(" ")
-        assert rank in (0, 2)
-        assert float(at) - killed_at < 10
+        assert rank in (0, 2) and "no datagram for" not in message
         assert message.startswith("rank 1 of dense (127.0.0.1:") or "it has closed the channel" in message
 
 
