@@ -13,7 +13,7 @@ from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.seam import slot_of
-from megatron_lossy.transport import BucketSpec, LossyGroup, check_average, lossy_reduce_scatter
+from megatron_lossy.transport import BucketSpec, LossyGroup, check_average, lossy_reduce_scatter, ops
 from tests import contract
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build, missing
@@ -283,8 +283,8 @@ def test_changing_loss_scale_with_previous():
 
 def average_that_sums(rank):
     """Gloo sums where it should average, as that of torch 2.5 to 2.8 does: in an own loop, and under Megatron."""
-    original = dist.reduce_scatter_tensor
-    dist.reduce_scatter_tensor = lambda *args, **kwargs: original(*args, **kwargs | {"op": dist.ReduceOp.SUM})
+    original = ops.reduce_scatter_single
+    ops.reduce_scatter_single = lambda *args, **kwargs: original(*args, **kwargs | {"op": dist.ReduceOp.SUM})
     config = LossyConfig(p_grad=0.1)
     with pytest.raises(UsageError) as of_loop:
         group = LossyGroup.create(config, [BucketSpec(4)])

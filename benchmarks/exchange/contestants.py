@@ -27,6 +27,7 @@ import torch.distributed as dist
 from benchmarks.exchange.timeouts import Timeouts
 from benchmarks.lab import INTERFACE, Lab
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.device.collectives import all_gather_single, reduce_scatter_single
 from megatron_lossy.flags import add_flags, from_namespace
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 
@@ -82,10 +83,10 @@ class Gloo:
         _join_world(rank, addresses, port)
 
     def reduce_scatter(self, shard: torch.Tensor, buffer: torch.Tensor) -> None:
-        dist.reduce_scatter_tensor(shard, buffer)
+        reduce_scatter_single(shard, buffer)
 
     def all_gather(self, buffer: torch.Tensor, shard: torch.Tensor) -> None:
-        dist.all_gather_into_tensor(buffer, shard)
+        all_gather_single(buffer, shard)
 
     def lost(self) -> float:
         return 0.0

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .. import theory
+from ..device.collectives import all_gather_single
 from ..errors import UsageError, refuse
 from ..exchange import Delivery, Stream
 from ..monitor.islands import IslandMonitor
@@ -195,9 +195,7 @@ class RankIslands:
         """Let all ranks of the island have the shards as they are."""
         with torch.no_grad():
             for bucket, group in self._buckets:
-                dist.all_gather_into_tensor(
-                    bucket.param_data, own_shard(bucket, group.rank(), group.size()).clone(), group=group
-                )
+                all_gather_single(bucket.param_data, own_shard(bucket, group.rank(), group.size()).clone(), group=group)
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -207,7 +205,7 @@ class RankIslands:
             kept = [bucket.param_data.clone() for bucket, _ in self._buckets]
             for bucket, group in self._buckets:
                 mean = self._control.total(own_shard(bucket, group.rank(), group.size()).float()) / self._config.islands
-                dist.all_gather_into_tensor(bucket.param_data, mean.to(bucket.param_data.dtype), group=group)
+                all_gather_single(bucket.param_data, mean.to(bucket.param_data.dtype), group=group)
         try:
             yield
         finally:

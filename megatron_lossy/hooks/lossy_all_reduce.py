@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..device.collectives import all_gather_single, reduce_scatter_single
 from ..ledger import Patch
 from ..run import Run
 from ..transport import Transfer
@@ -61,10 +62,10 @@ def all_reduce(
         return original(tensor, op=op, group=group, async_op=async_op)
 
     def scatter(output: torch.Tensor, input: torch.Tensor) -> Any:
-        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
+        return reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
 
     def gather(output: torch.Tensor, input: torch.Tensor) -> Any:
-        return dist.all_gather_into_tensor(output, input, group=group, async_op=True)
+        return all_gather_single(output, input, group=group, async_op=True)
 
     return begun(slot.group, begin(run, slot, tensor, op == dist.ReduceOp.AVG, scatter, gather))
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..channel.corruption import make_corruption
 from ..config import LossyConfig
 from ..delivery_log.errors import recorded_events
+from ..device.collectives import all_gather_single
 from ..ledger import Ledger
 from ..run import Run
 from ..sync import FullReplicas, IslandWorld
@@ -328,9 +329,7 @@ class Lossy(Run):
         put_back = slot.group.put_stale_aside(slot.bucket, bucket.param_data, self.update)
         if put_back is not None:
             group = bucket_group.intra_distributed_optimizer_instance_group
-            dist.all_gather_into_tensor(
-                bucket.param_data, own_shard(bucket, slot.group.rank, slot.group.size), group=group
-            )
+            all_gather_single(bucket.param_data, own_shard(bucket, slot.group.rank, slot.group.size), group=group)
         return put_back
 
     # --- saved replicas --------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..device.collectives import all_gather_single
 from ..exchange import units_of
 from ..recovery.copies import to_device
 from ..transport import LossyGroup
@@ -40,7 +41,7 @@ class RankSampler:
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
         mine = self._values(places)
         values = mine.new_empty(self.workers * mine.numel())
-        dist.all_gather_into_tensor(values, mine, group=self._process_group)
+        all_gather_single(values, mine, group=self._process_group)
         return values.double().cpu().numpy().reshape(self.workers, -1)
 
     def _values(self, places: Sequence[np.ndarray]) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import device
+from ..device.collectives import all_gather_single
 
 
 class Window:
@@ -60,5 +61,5 @@ def of_all_ranks(values: np.ndarray) -> np.ndarray:
         return values[None].copy()
     mine = torch.from_numpy(values.view(np.uint8)).to(device.current_device())
     rows = torch.empty(world * mine.numel(), dtype=torch.uint8, device=mine.device)
-    dist.all_gather_into_tensor(rows, mine)
+    all_gather_single(rows, mine)
     return rows.cpu().numpy().view(np.float64).reshape(world, -1)

@@ -17,6 +17,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from ..device.collectives import all_gather_single, reduce_scatter_single
 from ..errors import refuse
 from .base import Transfer
 from .group import LossyGroup
@@ -49,7 +50,7 @@ def lossy_reduce_scatter(
         check_average("op=ReduceOp.AVG", group)
 
     def collective() -> dist.Work | None:
-        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
+        return reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
 
     return _finish(lossy.reduce_scatter(bucket, input, output, step, collective, averaged), async_op)
 
@@ -66,7 +67,7 @@ def check_average(flag: str, group: dist.ProcessGroup | None) -> None:
     if dist.get_backend(group) != "gloo" or group in _averages:
         return
     mean = torch.empty(1)
-    dist.reduce_scatter_tensor(mean, torch.ones(dist.get_world_size(group)), op=dist.ReduceOp.AVG, group=group)
+    reduce_scatter_single(mean, torch.ones(dist.get_world_size(group)), op=dist.ReduceOp.AVG, group=group)
     if mean.item() != 1:
         raise refuse(flag, "over gloo", f"torch {torch.__version__} sums instead of averaging; do without")
     _averages.add(group)
@@ -92,7 +93,7 @@ def lossy_all_gather(
     """
 
     def collective() -> dist.Work | None:
-        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
+        return all_gather_single(output, input, group=group, async_op=async_op)
 
     transfer = lossy.all_gather(bucket, output, input, step, collective)
     return _finish(transfer.then(lambda _: lossy.keep_sent(bucket, input)), async_op)
