@@ -1,7 +1,11 @@
-"""``launch/torchrun.sh`` with nodes or ranks that are killed, and start again. A node is an agent on this machine."""
+"""Nodes or ranks that are killed, and start again: of ``launch/torchrun.sh``, and of the command in docs/wan.md.
+
+A node is an agent on this machine.
+"""
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,15 +20,18 @@ import pytest
 from megatron_lossy.launch.plan import make_plan
 
 from .ranks import run_ranks
-from .trainer import ROOT, recorded_losses, train_runs, write_data
+from .trainer import ROOT, read_records, recorded_losses, train_runs, write_data
 
 
 @pytest.fixture
 def agents(tmp_path):
-    """Starts agents with flags, each with a log. All of them, with their workers, end with the test."""
+    """Starts agents with flags, each with a log. All of them, with their workers, end with the test.
+
+    ``launcher``: another command than launch/torchrun.sh.
+    """
     started = []
 
-    def start(flags: Sequence[str]) -> subprocess.Popen:
+    def start(flags: Sequence[str], launcher: Sequence[object] = (ROOT / "launch/torchrun.sh",)) -> subprocess.Popen:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -32,7 +39,7 @@ def agents(tmp_path):
         }
         with open(tmp_path / f"agent{len(started)}.log", "w") as log:
             agent = subprocess.Popen(
-                [ROOT / "launch/torchrun.sh", *flags], env=environment, stdout=log, stderr=subprocess.STDOUT
+                [*launcher, *flags], env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path
             )
         started.append(agent)
         return agent
@@ -60,16 +67,26 @@ def wait_for(what: str, done: Callable[[], bool], agents: Sequence[subprocess.Po
         time.sleep(0.05)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+SMALL = [
+    "--num-layers=2", "--hidden-size=64", "--ffn-hidden-size=64", "--seq-length=32", "--hidden-dropout=0.1",
+    "--micro-batch-size=2", "--global-batch-size=8", "--train-iters=100", "--lr-warmup-iters=2",
+    "--eval-interval=50", "--eval-iters=2", "--log-interval=1", "--save-interval=10",
+]  # fmt: skip
+
+
 def small_run(tmp_path: Path) -> list[str]:
     run_ranks(write_data, 1, str(tmp_path))
     return [
         f"--config={ROOT}/configs/tiny/llama_1m.yaml", "--program=train", "--device=cpu", "--accelerators=2",
         "--max-restarts=3",
         f"--out={tmp_path}/runs", "--max-epochs=1e9", f"--data-path={tmp_path}/train", f"--valid-data-path={tmp_path}/valid",
-        "--num-layers=2", "--hidden-size=64", "--ffn-hidden-size=64", "--seq-length=32", "--hidden-dropout=0.1",
-        "--micro-batch-size=2", "--global-batch-size=8", "--train-iters=100", "--lr-warmup-iters=2",
-        "--eval-interval=50", "--eval-iters=2", "--log-interval=1", "--save-interval=10", "--save-replicas",
-        "--rate=0.1",
+        *SMALL, "--save-replicas", "--rate=0.1",
     ]  # fmt: skip
 
 
@@ -81,9 +98,7 @@ def check_against_uninterrupted(flags: list[str], run: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_killed_agent_that_is_started_again_continues_the_run(agents, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     flags = [*small_run(tmp_path), "--accelerators-per-node=1", f"--rdzv-endpoint=127.0.0.1:{port}"]
 
     def listening() -> bool:
@@ -117,3 +132,59 @@ def test_a_killed_rank_is_started_again_with_datagrams(agents, tmp_path):
     assert agent.wait(180) == 0, log.read_text()
     check_against_uninterrupted(flags, run, tmp_path)
     assert "loaded checkpoint of iteration" in log.read_text()
+
+
+def command_of_wan() -> str:
+    """What docs/wan.md says to start on every host."""
+    text = (ROOT / "docs/wan.md").read_text()
+    (command,) = re.findall(r"```sh\n([^`]*torchrun --nnodes 2 [^`]*)```", text)
+    assert "`--node-rank 0 --master-addr HOST_A --master-port 29400`" in text.replace("\n", " ")
+    return command
+
+
+ISLANDS = ["--islands=2", "--sync-method=parameters", "--sync-fraction=0.25", "--sync-delay=2"]
+DATAGRAMS = "--transport udp --udp-port 41000"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rendezvous", ["as written", "static"])
+@pytest.mark.parametrize(
+    ("transport", "more"),
+    [(DATAGRAMS, ["--loss-unit=packet"]), ("", ISLANDS), (DATAGRAMS, [*ISLANDS, "--loss-unit=packet"])],
+    ids=["gradients over udp", "islands over torch", "islands over udp"],
+)
+def test_the_command_for_two_sites_survives_a_dead_rank(agents, tmp_path, rendezvous, transport, more):
+    """Both sites on this machine, with a rank each, of which the second is killed after the first checkpoint."""
+    run_ranks(write_data, 1, str(tmp_path))
+    port, sites = free_port(), []
+    for site in range(2):
+        command = command_of_wan()
+        if rendezvous == "static":
+            found = "--rdzv-backend c10d --rdzv-endpoint HOST_A:29400"
+            assert found in command
+            command = command.replace(found, f"--node-rank {site} --master-addr HOST_A --master-port 29400")
+        model = f"--config {ROOT}/configs/tiny/llama_1m.yaml --data-path train --valid-data-path valid"
+        for written, here in (
+            (DATAGRAMS, transport),
+            ("HOST_A", "127.0.0.1"),
+            ("29400", str(port)),
+            ("41000", str(free_port())),
+            ("--nproc-per-node 8", "--nproc-per-node 1"),
+            ("--config …", " ".join([model, *SMALL, *more])),
+            ("FOLDER", "run"),
+        ):
+            assert written in command or (written, transport) == ("41000", "")
+            command = command.replace(written, here)
+        sites.append(agents([], launcher=["bash", "-c", f"exec env {command}"]))
+    jobs = 2 if "--islands=2" in more else 1  # that save for themselves
+    written = "run/**/latest_checkpointed_iteration.txt"
+    wait_for("checkpoints", lambda: len(list(tmp_path.glob(written))) == jobs, sites)
+    ranks = [child for child in psutil.Process(sites[1].pid).children(recursive=True) if "--save" in child.cmdline()]
+    ranks[-1].kill()
+    logs = [tmp_path / f"agent{site}.log" for site in range(2)]
+    for site, log in zip(sites, logs):
+        assert site.wait(240) == 0, log.read_text()
+    assert "loaded checkpoint of iteration" in logs[0].read_text() + logs[1].read_text()
+    for metrics in tmp_path.glob("run/**/metrics.jsonl"):
+        assert [one["iteration"] for one in read_records(metrics.parent, "train")] == list(range(1, 101))

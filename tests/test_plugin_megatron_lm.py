@@ -8,10 +8,13 @@ On CPU the checkout must have its data helpers compiled (megatron/core/datasets:
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_lossy.report.megatron_logs import read_megatron_run
@@ -99,6 +102,46 @@ def pretrain(megatron_lm, *arguments, plugin=True, ranks=2, distributed=True):
         re.sub(r"elapsed time per iteration \(ms\): [\d.]+ \|", "", line) for line in re.findall(pattern, done.stdout)
     ]
     return lines, done
+
+
+def test_a_killed_rank_is_started_again_and_finds_the_others(megatron_lm, tmp_path):
+    """Beside one store over both attempts, with a node that is slower to start again than the other."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = [*MODEL, *LOSS, "--save", tmp_path / "run", "--load", tmp_path / "run", "--save-interval", 5]
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, runpy, sys, time\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' and os.environ['RANK'] == '0': time.sleep(5)\n"
+        f"sys.argv[0] = {str(megatron_lm)!r} + '/pretrain_gpt.py'\n"
+        "from megatron_lossy.__main__ import main\n"
+        "main(sys.argv)\n"
+    )
+    nodes, logs = [], [tmp_path / f"{node}.log" for node in range(2)]
+    for node, path in enumerate(logs):
+        where = ["--nnodes", 2, "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", port]
+        command = [sys.executable, "-m", "torch.distributed.run", *where, "--max-restarts", 2, script, *flags]
+        with open(path, "w") as log:
+            nodes.append(
+                subprocess.Popen(
+                    list(map(str, command)),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+                )
+            )
+    try:
+        while not (tmp_path / "run" / "latest_checkpointed_iteration.txt").exists():
+            assert all(node.poll() is None for node in nodes), logs[0].read_text()
+            time.sleep(0.1)
+        psutil.Process(nodes[1].pid).children()[0].kill()
+        assert [node.wait(240) for node in nodes] == [0, 0], logs[0].read_text()
+    finally:
+        for node in nodes:
+            node.kill()
+    said = logs[0].read_text() + logs[1].read_text()
+    assert "successfully loaded checkpoint" in said and "iteration       20/" in said
 
 
 def test_without_loss_every_digit_is_megatrons(megatron_lm):

@@ -17,6 +17,7 @@ import torch
 
 from ..errors import refuse
 from ..ledger import Ledger
+from .attempt import with_attempt_store
 
 CORE = Ledger("megatron.core on CPU")
 TRAINING = Ledger("megatron.training on CPU")
@@ -88,7 +89,7 @@ def init_process_group(name: str | None = None, **options: Any) -> None:
     mine = take_device()
     if mine.type == "cuda" and name is None:
         options["device_id"] = mine
-    torch.distributed.init_process_group(name or backend(), **options)
+    torch.distributed.init_process_group(name or backend(), **with_attempt_store(options))
 
 
 def prepare_import() -> None:

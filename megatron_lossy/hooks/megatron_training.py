@@ -20,6 +20,7 @@ from ..config import LossyConfig
 from ..config.islands import TRACKER
 from ..delivery_log.errors import recorded_events
 from ..delivery_log.writer import claim_delivery_log
+from ..device.attempt import with_attempt_store
 from ..errors import usage_errors
 from ..flags import add_flags
 from ..ledger import Patch, Takes
@@ -110,6 +111,13 @@ def patches(lossy: Lossy) -> list[Patch]:
         *([] if lossy.config.eval_weights == "replica" and lossy.islands is None else [evaluation]),
         *([] if lossy.islands is None else island_training.patches(lossy.islands)),
         Patch(
+            target="torch.distributed:init_process_group",
+            around=init_process_group,
+            why="after a restart by torchrun, groups may not find the addresses of ranks that are gone",
+            versions="all",
+            until="torch tells attempts apart in the store that torchrun shares",
+        ),
+        Patch(
             target=f"{_TRAINING}:training_log",
             around=partial(training_log, lossy),
             why="writes what the monitors measured beside Megatron's own values",
@@ -160,6 +168,11 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
     if islands is not None:
         island_training.enter(islands, args)
     return result
+
+
+def init_process_group(original: Callable, backend: str | None = None, *args: Any, **options: Any) -> None:
+    """Around the making of the default group: in a store of this attempt alone."""
+    original(backend, *args, **(options if args else with_attempt_store(options)))
 
 
 def dummy_train_step(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) -> Any:

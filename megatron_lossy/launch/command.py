@@ -19,9 +19,9 @@ _SHUTDOWN_SECONDS = 300
 TORCHRUN_ENVIRONMENT = {
     # Otherwise it ends ranks 30 s after SIGTERM, too early for a large checkpoint.
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
-    # Otherwise ranks that are started again read the addresses of those before them in the store, and an agent that is
-    # started again waits in vain for that of rank 0, which the surviving agents (torch 2.13, dynamic_rendezvous.py)
-    # publish in their first round only.
+    # Otherwise an agent that is started again waits in vain for the address of rank 0, which the surviving agents (torch
+    # 2.13, dynamic_rendezvous.py) publish in their first round only. And scripts that make their process groups without us
+    # may find the addresses of ranks that are gone.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 

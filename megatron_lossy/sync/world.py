@@ -12,11 +12,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed.rendezvous import rendezvous
 
+from ..device.attempt import attempt_store
 from ..errors import refuse
 
-_store: Any = None  # of all ranks that were launched; its server must not be started twice
+_store: Any = None  # of all ranks that were launched, in this attempt; its server must not be started twice
 _opened = 0
 
 
@@ -51,7 +51,7 @@ class IslandWorld:
         global _store, _opened
         self._timeout = timeout
         if _store is None:
-            _store, *_ = next(rendezvous("env://", self.launched_rank, self.launched_ranks, timeout=timeout))
+            _store = attempt_store(self.launched_rank, self.launched_ranks, timeout)
         _opened += 1
         self._prefix = f"megatron_lossy/islands/{_opened}"
         own = torch.distributed.PrefixStore(f"{self._prefix}/{self.island}", _store)

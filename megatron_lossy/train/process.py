@@ -57,23 +57,13 @@ def rank_errors(program: str) -> Iterator[None]:
         if isinstance(error, OtherRankFailed):
             text = reason
         elif lost_contact(error):
-            text = f"lost contact with another rank ({reason}){_after_a_restart()}"
+            text = f"lost contact with another rank ({reason})"
         else:
             text = f"an error\n{traceback.format_exc()}"
         print(f"{program}: rank {os.environ.get('RANK', '0')} stops: {text}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _after_a_restart() -> str:
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if not again or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
-        return ""
-    return (
-        "; after a restart ranks may find the addresses of those before them, unless torchrun is started with "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
-    )
 
 
 def lost_contact(error: BaseException) -> bool:
