@@ -9,6 +9,9 @@
   nobody reads any more (``| head``), by SIGPIPE, without a word. A pipe or socket of a library is no such output.
 
 Anything else is a defect of ours, and shows its traceback. Programs wrap their main function in :func:`usage_errors`.
+
+torchrun ends the ranks of a node when one has failed, and prints a report. The rank that failed first tells it why
+(:func:`tell_torchrun`). The others end without a word, and torchrun does not report them.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import argparse
 import contextlib
 import errno
 import importlib.util
+import json
 import os
 import select
 import signal
@@ -121,6 +125,31 @@ def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
         _end_by(signal.SIGINT)
 
 
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def tell_torchrun(text: str, follows: bool = False) -> None:
+    """Let the report of torchrun, if it started this rank, name ``text`` as the failure of this rank.
+
+    ``follows``: from the failure of another rank. torchrun takes the earliest failure, in whole seconds, for the root cause.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    more = {"py_callstack": text, "timestamp": str(int(time.time()) + follows)}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": text, "extraInfo": more}}, file)
+
+
+def let_launcher_end(seconds: float) -> None:
+    """Wait for the launcher, which ends this rank if another one has failed before it: then there is nothing to tell."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    time.sleep(seconds)
+
+
 def _first_of_node() -> bool:
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 
@@ -134,6 +163,7 @@ def _end(line: str, status: int) -> NoReturn:
     with contextlib.suppress(OSError):  # standard output may be on the disk that is full
         sys.stdout.flush()
     if not _first_of_node():
-        time.sleep(_GRACE)
+        let_launcher_end(_GRACE)
+    tell_torchrun(line)
     print(line, file=sys.stderr, flush=True)
     os._exit(status)

@@ -13,11 +13,12 @@ import atexit
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .config import LossyConfig
-from .errors import ArgumentParser, UsageError, refuse, usage_errors
+from .errors import ArgumentParser, UsageError, refuse, tell_torchrun, usage_errors
 from .flags import add_flags, from_namespace
 
 if TYPE_CHECKING:
@@ -130,6 +131,11 @@ def running() -> Iterator[None]:
     with usage_errors():
         try:
             yield
+        except (UsageError, OSError):
+            raise
+        except Exception:
+            tell_torchrun(traceback.format_exc())
+            raise
         finally:
             _close()
 

@@ -13,7 +13,7 @@ from .. import __version__
 def without_ranks() -> dict[str, str]:
     """The environment for a child process that is no rank: this process's own, without its place among the ranks."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in names}
+    return {k: v for k, v in os.environ.items() if k not in names and not k.startswith("TORCHELASTIC_")}
 
 
 def processor() -> str:

@@ -64,7 +64,7 @@ def shell(command: list[str], environment: Mapping[str, str]) -> str:
 
 def _torchrun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     launch = plan.launch
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(launch.nodes)]
+    command = [sys.executable, "-m", "megatron_lossy.launch.agent", "--nnodes", str(launch.nodes)]
     command += ["--nproc-per-node", str(ranks_of_node(plan))]
     if launch.nodes == 1 and launch.rdzv_endpoint is None:
         command.append("--standalone")

@@ -40,7 +40,7 @@ from .log import Console, Silent
 from .metrics import check_wandb, perplexity
 from .model import build_model, transformer_impl
 from .optimizer import build_optimizer, lr_scale
-from .process import launched_ranks
+from .process import launched_ranks, told_to_end
 from .records import Progress, open_writers
 from .saved import check_folders, in_folders_of_island, latest_iteration, same_folder, write_settings
 from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
@@ -265,6 +265,8 @@ class _Run:
 
     def _on_signal(self, number: int, _: Any) -> None:
         self.stop = number
+        if number == signal.SIGTERM:
+            told_to_end()
         if number == signal.SIGINT:
             # Whoever is impatient ends this rank at once. A second Ctrl-C at torchrun arrives as SIGTERM.
             for again in (signal.SIGINT, signal.SIGTERM):

@@ -9,7 +9,13 @@ import traceback
 import warnings
 from collections.abc import Iterator
 
-from ..errors import UsageError, is_unread, machine_error
+from ..errors import UsageError, is_unread, let_launcher_end, machine_error, tell_torchrun, under_torchrun
+
+#: Seconds by which a rank that lost contact leaves torchrun time to notice who failed.
+_NOTICE = 2.0
+#: And seconds between ranks of a node, of which the first to speak is the only one.
+_BETWEEN = 0.3
+_told_to_end = False
 
 
 def launched_ranks() -> int:
@@ -39,12 +45,18 @@ class OtherRankFailed(RuntimeError):
     """Another rank says what went wrong, and this one cannot go on without it."""
 
 
+def told_to_end() -> None:
+    """SIGTERM came. Under torchrun that is mostly because another rank failed; what fails on this one then, follows from it."""
+    global _told_to_end
+    _told_to_end = True
+
+
 @contextlib.contextmanager
 def rank_errors(program: str) -> Iterator[None]:
     """After an error, end the process with status 1 at once: leaving process groups in order waits for the others.
 
     When a rank dies the others lose contact with it; they say so in a line. What :func:`usage_errors` reports passes.
-    Any other error shows its traceback.
+    Any other error shows its traceback. Under torchrun one rank of a node speaks.
     """
     try:
         yield
@@ -54,16 +66,29 @@ def rank_errors(program: str) -> Iterator[None]:
         if failed := machine_error(error):
             raise failed from None
         reason = " ".join(str(error).split())[:200]
+        follows = True
         if isinstance(error, OtherRankFailed):
             text = reason
         elif lost_contact(error):
             text = f"lost contact with another rank ({reason})"
         else:
-            text = f"an error\n{traceback.format_exc()}"
-        print(f"{program}: rank {os.environ.get('RANK', '0')} stops: {text}", file=sys.stderr)
+            text, follows = f"an error\n{traceback.format_exc()}", False
+        if under_torchrun():
+            _leave_to_the_first(follows)
+        text = f"{program}: rank {os.environ.get('RANK', '0')} stops: {text}"
+        tell_torchrun(text, follows)
+        print(text, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _leave_to_the_first(follows: bool) -> None:
+    """Let one rank of this node tell what happened: the one that failed by itself, or the first that lost contact."""
+    if follows and _told_to_end:
+        sys.stdout.flush()
+        os._exit(0)
+    let_launcher_end(_NOTICE * follows + _BETWEEN * int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def lost_contact(error: BaseException) -> bool:
