@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -345,6 +346,33 @@ def test_islands_of_different_checkpoints_are_refused(data, tmp_path):
     first = (base | {"save": folder, "save_interval": 4}, LATE)
     then = (base | {"load": folder, "train_iters": 12}, LATE)
     run_ranks(load_apart, 2, first, then, grouped=False)
+
+
+def lose_the_last_checkpoint(rank: int, first: tuple[dict, dict], then: tuple[dict, dict]) -> str:
+    """As an island that was killed before it had saved, where the others had."""
+    train_runs(rank, first)
+    if rank == 2:
+        folder = Path(first[0]["save"], "island_1")
+        (folder / "latest_checkpointed_iteration.txt").write_text("4")
+        shutil.rmtree(folder / "iter_0000008")
+    return train_runs(rank, then)[1]
+
+
+def test_an_island_that_was_killed_while_it_saved_takes_the_others_back(data, tmp_path):
+    base, folder = SMALL | data | {"train_iters": 12, "save_interval": 4}, str(tmp_path / "run")
+    loss = {**LATE, "save_replicas": True}
+    run_ranks(train_runs, 4, (base | {"save": str(tmp_path / "whole")}, loss), grouped=False)
+    settings = base | {"save": folder, "load": folder}
+    said = run_ranks(
+        lose_the_last_checkpoint, 4, (settings | {"exit_interval": 8}, loss), (settings, loss), grouped=False
+    )
+    assert "islands had saved iterations 8, 4: all go on from 4\n" in said[0]
+    for island in ("island_0", "island_1"):
+        assert weights_of(tmp_path / "whole" / island) == weights_of(Path(folder, island))
+        records = [
+            [timeless(r) for r in read_records(run / island, "train")] for run in (tmp_path / "whole", Path(folder))
+        ]
+        assert records[0] == records[1] and len(records[0]) == 12
 
 
 def test_all_islands_start_from_a_checkpoint_of_none(data, tmp_path):

@@ -42,6 +42,7 @@ from .model import build_model, transformer_impl
 from .optimizer import build_optimizer, lr_scale
 from .process import launched_ranks, told_to_end
 from .records import Progress, open_writers
+from .rewind import rewind
 from .saved import check_folders, in_folders_of_island, latest_iteration, same_folder, write_settings
 from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
 from .workers import Workers
@@ -361,6 +362,9 @@ class _Run:
         folder = self.config.load
         if folder is None:
             return False
+        goes_on = self.islands is not None and same_folder(self.config.save, folder)
+        if goes_on and (rewound := rewind(folder, self.islands)):
+            self.console.note(f"  {rewound}")
         if latest_iteration(folder) is None:
             self.console.note(f"no checkpoint in {folder}: starting from random weights")
             self.lossy.set_iteration(0)  # what a killed run recorded before its first checkpoint no longer counts
