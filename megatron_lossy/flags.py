@@ -156,3 +156,8 @@ def flag_table(cls: type) -> str:
 def as_text(value: Any) -> str:
     """The value of a flag as it is written on the command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def as_flag(cls: Any, name: str, value: Any) -> str:
+    """The flag of the field ``name`` of ``cls`` as the command line has it with ``value``."""
+    return flag_name(cls, name) + ("" if value is True else f" {as_text(value)}")

@@ -154,6 +154,7 @@ STUDIES = [
 ]
 SWEEP = [
     Case("--rates 0.1 0.1 --out new FLAGS", "--rates 0.1 0.1: must differ from each other"),
+    Case("--rates 0 0.1 --out new FLAGS", "--rates 0.1: data-parallel size 1: one rank exchanges nothing"),
     Case("--rates 0 --out new --save new FLAGS", "--save new: cannot be given to a sweep"),
     Case("--rates 0 --out text.txt FLAGS", "--save text.txt/p_0.00: must be a folder that can be written to; /"),
     Case("--rates 0.1 --out runs FLAGS", "--out runs/p_0.10: holds a run of 2 ranks, not 4", ranks=4),

@@ -243,6 +243,28 @@ def test_wrong_study_files(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(
+    ("settings", "variant", "message"),
+    [
+        ({"p": 0.1}, {}, "T, v, 0 %: --p-grad 0.1 --p-param 0.1: needs levels"),
+        ({"loss-unit": "packet"}, {"p-grad": 0.1}, "--p-grad 0.1 --loss-unit packet: needs levels"),
+        ({"islands": 2, "sync-method": "parameters"}, {"p-sync": 0.1}, "T, v, 0 %: --p-sync 0.1: needs levels"),
+        ({"use-distributed-optimizer": False}, NOISE, "--grad-error gaussian --grad-error-relative 1.0: needs levels"),
+        ({"use-distributed-optimizer": False, "param-sync-interval": 2}, {}, "--param-sync-interval 2: needs levels"),
+    ],
+)
+def test_no_loss_is_dropped_without_a_word(settings, variant, message):
+    with pytest.raises(UsageError, match=message):
+        _design(settings=TINY | settings, variants={"v": variant}, levels={}).study()
+
+
+def test_no_loss_of_the_command_line_is_dropped_without_a_word():
+    with pytest.raises(UsageError, match="T, v, 0 %: --p-grad 0.1: needs levels"):
+        _design(variants={"v": {}}, levels={}).study(["--p-grad", "0.1"])
+    idle = _design(variants={"v": {}}, levels={}).study(["--loss-unit", "packet", "--loss-seed", "3"])
+    assert idle.cells == _design(variants={"v": {}}, levels={}).study().cells
+
+
+@pytest.mark.parametrize(
     ("changes", "arguments", "message"),
     [
         ({"levels": {"a": {"p": 1.5}}}, [], "T, a: --p-grad 1.5: must be in"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UsageError, refuse
-from ..flags import as_text, check_choice, flag, flag_name, in_unit_interval, refuse_unused
+from ..flags import as_flag, as_text, check_choice, flag, flag_name, in_unit_interval, refuse_unused
 from ..registry import CHANNELS, GRAD_RECOVERIES
 from .boundaries import BoundaryFlags
 from .errors import ErrorFlags
@@ -49,11 +49,6 @@ def _depends(config: LossyConfig, name: str) -> bool:
         return getattr(dataclasses.replace(config, **others), name) != getattr(config, name)
     except UsageError:
         return True
-
-
-def _after(value: Any) -> str:
-    """What follows a flag's name on the command line to give it ``value``."""
-    return "" if value is True else f" {as_text(value)}"
 
 
 @dataclass(frozen=True)
@@ -496,7 +491,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         for why, (used, names) in about.items():
             idle = [] if used else [name for name in settings if name in names]
             if idle:
-                flags = [flag_name(LossyConfig, name) + _after(settings[name]) for name in idle]
+                flags = [as_flag(LossyConfig, name, settings[name]) for name in idle]
                 result.append(f"{' and '.join(flags)} {'does' if len(idle) == 1 else 'do'} nothing, since {why}")
         return result
 

@@ -34,10 +34,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import LossyConfig
+from ..config import LossyConfig, given
 from ..config.islands import IslandFlags
 from ..config.pipeline import PipelineFlags
 from ..errors import UsageError, refuse
+from ..flags import as_flag, incidental_fields
 from ..hooks.checks import check_pipeline
 from ..report.scalars import AXES, check_names, needs_drift
 from ..shipped import find_config
@@ -157,6 +158,8 @@ class Design:
             check_islands(loss, train.data_parallel_size(self.processes), train.train_iters, virtual=True)
             check_pipeline(train, loss)
             reference = self._reference(loss)
+            if level is None and not self.levels:
+                _check_nothing_dropped(loss, reference)
             if level is not None:
                 if loss.lossless and not loss.errs:
                     raise UsageError("loses nothing: a level needs a loss rate, or errors in gradients")
@@ -190,6 +193,21 @@ class Design:
         if reference.draws or reference.errs:
             raise UsageError(f"what changes refer to loses or errs: {reference.describe()}; name a baseline")
         return reference
+
+
+def _check_nothing_dropped(loss: LossyConfig, reference: LossyConfig) -> None:
+    """Raise :class:`UsageError` where ``loss`` does what only levels do, and there are none: ``reference`` would run."""
+    if not (loss.draws or loss.errs or loss.synchronises or loss.replica_check != "none"):
+        return
+    passed_over = incidental_fields(LossyConfig) | {"loss_seed", "save_replicas"}
+    dropped = [
+        as_flag(LossyConfig, name, value)
+        for name, value in given(loss).items()
+        if name not in passed_over and value != getattr(reference, name)
+    ]
+    if dropped:
+        allowed = "needs levels, for example 'levels: {lossy: {}}'; without levels a study is of runs without loss"
+        raise UsageError(f"{' '.join(dropped)}: {allowed}")
 
 
 def loss_seed_of(seed: int, loss_seed: int) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 from ..config import LossyConfig
 from ..errors import UsageError, check_package, refuse, usage_errors
 from ..train.arguments import configurations, make_parser, read_arguments
+from ..train.checks import check_flags
 from ..train.config import TrainConfig
 from ..train.log import WHOSE, Console, clock
 from ..train.metrics import METRICS_FILE
@@ -66,6 +67,8 @@ def plan(namespace: argparse.Namespace) -> list[Rate]:
     rates = [_rate(base, lossy, rate, namespace.out) for rate in namespace.rates]
     check_package("matplotlib", "--out", namespace.out, "matplotlib")
     for rate in rates:
+        _check(rate)
+    for rate in rates:
         check_folders(rate.config, rate.lossy_config)
         _check_ranks(rate)
     return rates
@@ -92,6 +95,14 @@ def _rate(base: TrainConfig, lossy: LossyConfig, rate: float, out: str) -> Rate:
         )
     except UsageError as error:
         raise UsageError(f"--rates {rate}: {error}") from None
+
+
+def _check(rate: Rate) -> None:
+    """Whatever would end the run of ``rate`` at its start, found before another has trained."""
+    try:
+        check_flags(rate.config, rate.lossy_config, launched_ranks())
+    except UsageError as error:
+        raise UsageError(f"--rates {rate.rate:g}: {error}") from None
 
 
 def _check_ranks(rate: Rate) -> None:
