@@ -3,6 +3,7 @@
 python -m megatron_lossy.study FILE.yaml …    run the study in a file, and report it (docs/study.md)
 python -m megatron_lossy.study table1 …       the paper's Table 1, Figures 1 and 2
 python -m megatron_lossy.study lag --p P …    how late replicas are, and what to set (docs/lag.md)
+python -m megatron_lossy.study link …         which method fits a link between sites (docs/choosing.md)
 python -m megatron_lossy.study fct FILE.yaml  how long messages take between data centers (docs/fct.md)
 torchrun … -m megatron_lossy.study sweep …    one training at several loss rates, in one launch
 """
@@ -31,11 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(__doc__)
             if arguments:
                 return
-            raise UsageError("needs a study file, table1, lag, fct or sweep")
+            raise UsageError("needs a study file, table1, lag, link, fct or sweep")
         if arguments[0] == "lag":
             from . import lag
 
             lag.main(arguments[1:])
+            return
+        if arguments[0] == "link":
+            from . import link
+
+            link.main(arguments[1:])
             return
         if arguments[0] == "fct":
             from . import fct

@@ -32,6 +32,7 @@ from .drift import (
     settling_steps,
 )
 from .lag import Lag, Lead, lead, mean_lag, stability_limit
+from .link import gradient_bytes, gradient_seconds, least_delay, parts
 from .recovery import (
     Weights,
     error_feedback_residual,
@@ -69,10 +70,14 @@ __all__ = [
     "drift_to_owner",
     "error_feedback_residual",
     "error_feedback_variance",
+    "gradient_bytes",
+    "gradient_seconds",
     "growth",
     "lead",
+    "least_delay",
     "mean_lag",
     "no_survivor",
+    "parts",
     "previous_long_run",
     "previous_staleness",
     "removed",
