@@ -13,6 +13,7 @@ their parameters, an iteration late: as much and as soon as such a link lets the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
 import itertools
@@ -21,6 +22,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,8 @@ from benchmarks.lab import INTERFACE, Lab, Link, Missing, end_in_order, wait
 from megatron_lossy.device.environment import without_ranks
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file, write_text
+from megatron_lossy.train.log import clock
+from megatron_lossy.train.metrics import METRICS_FILE
 
 _UDP = ("--transport", "udp", "--loss-unit", "packet", "--udp-interface", INTERFACE)
 _ISLANDS = ("--islands", "2", "--sync-method")
@@ -63,6 +67,12 @@ _EXPLANATION = (
 _COLOURS = dict(zip(RUNS, ("#1f77b4", "#17becf", "#d62728", "#7f7f7f", "#2ca02c", "#9467bd"), strict=True))
 
 
+def metrics_file(folder: Path) -> Path:
+    """The metrics of the run in ``folder``: of islands each writes its own."""
+    island = folder / "island_0"
+    return (island if island.exists() else folder) / METRICS_FILE
+
+
 @dataclass
 class Run:
     """What came out of one training. ``seconds`` of an iteration by iteration, ``communication`` [kind][iteration].
@@ -80,9 +90,7 @@ class Run:
 
     @classmethod
     def read(cls, name: str, folder: Path, ranks: int) -> Run:
-        island = folder / "island_0"  # of islands each writes its own
-        metrics = (island if island.exists() else folder) / "metrics.jsonl"
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        records = [json.loads(line) for line in metrics_file(folder).read_text().splitlines()]
         train = {record["iteration"]: record for record in records if record["kind"] == "train"}
         valid = {record["iteration"]: record["lm loss"] for record in records if record["kind"] == "valid"}
         times = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(ranks)]
@@ -145,11 +153,40 @@ def train(lab: Lab, name: str, iterations: int, args: argparse.Namespace) -> Run
             command += ["--metrics-dir", str(folder), *transport]
             environment = common | {"RANK": str(rank)}
             started.append(lab.start(rank, command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-        status = wait(started)
+        status = wait(started, meanwhile=Progress(name, folder, iterations).tell)
     if status:
         tail = "\n".join((folder / "log.txt").read_text().splitlines()[-15:])
         raise RuntimeError(f"{name}: status {status}; the end of {folder / 'log.txt'}:\n{tail}")
     return Run.read(name, folder, len(lab.nodes))
+
+
+class Progress:
+    """A line now and then while a run trains, with an estimate of what is left of it."""
+
+    def __init__(self, name: str, folder: Path, iterations: int, seconds_between: float = 20.0) -> None:
+        self._name, self._folder, self._iterations = name, folder, iterations
+        self._between = seconds_between
+        self._started = self._told = time.monotonic()
+
+    def tell(self) -> None:
+        """Print a line if the last one was long ago."""
+        now = time.monotonic()
+        if now - self._told < self._between:
+            return
+        self._told = now
+        done, elapsed = self._done(), now - self._started
+        left = f"about {clock(elapsed / done * (self._iterations - done))} left" if done else "starting"
+        print(f"{self._name}: iteration {done}/{self._iterations}, elapsed {clock(elapsed)}, {left}", flush=True)
+
+    def _done(self) -> int:
+        """Iterations that the run has recorded."""
+        with contextlib.suppress(OSError):
+            lines = metrics_file(self._folder).read_text().splitlines()
+            for line in reversed(lines):
+                with contextlib.suppress(ValueError):  # the last line may be unfinished
+                    if "iteration" in (record := json.loads(line)):
+                        return int(record["iteration"])
+        return 0
 
 
 def table(runs: Sequence[Run], target: float | None, header: Sequence[str]) -> tuple[list[list[str]], str]:

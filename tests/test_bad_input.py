@@ -146,13 +146,23 @@ STUDIES = [
     Case("study.yaml --jobs 0", "--jobs 0: must be at least 1"),
     Case("study.yaml --cells text.txt", "--cells text.txt: must be a folder that can be written to; it is no folder"),
     Case("study.yaml --out text.txt", "--out text.txt: must be a folder that can be written to; it is no folder"),
+    Case("study.yaml --out runs", "--out runs: holds a run (runs/p_0.10/metrics.jsonl); choose another folder for the"),
+    Case("study.yaml --out runs/p_0.10", "--out runs/p_0.10: holds a run (runs/p_0.10/metrics.jsonl); choose another"),
+    Case("study.yaml --cells new --out new", "--out new: is the folder of --cells; choose another"),
     Case("study.yaml --out other", "--out other: holds the report of another study, 'Theirs'"),
     Case("study.yaml", "--out runs/study: needs the package matplotlib", cripple="without=matplotlib"),
     full("study.yaml --cells cells", "cells/*/config.yaml: File too large"),
     Case("table1 --rates 1.5 FLAGS", "--rates 1.5: must be in [0, 1)"),
+    Case(
+        "table1", "Training under packet loss, 0 %: --config: needs a file, for example configs/tiny/llama_1m.yaml, or"
+    ),
     Case("table1 --p-grad 0.1 FLAGS", "--p-grad: cannot be given to a sweep over --rates"),
 ]
 SWEEP = [
+    Case(
+        "--rates 0 --out new --lr 1",
+        "--config: needs a file, for example configs/tiny/llama_1m.yaml, or all of what is",
+    ),
     Case("--rates 0.1 0.1 --out new FLAGS", "--rates 0.1 0.1: must differ from each other"),
     Case("--rates 0 0.1 --out new FLAGS", "--rates 0.1: data-parallel size 1: one rank exchanges nothing"),
     Case("--rates 0 --out new --save new FLAGS", "--save new: cannot be given to a sweep"),

@@ -143,3 +143,17 @@ def test_what_is_given_makes_the_same_configuration_again(flags):
     config = LossyConfig(**flags)
     assert LossyConfig(**given(config)) == config
     assert given(LossyConfig()) == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "lost"),
+    [
+        ({}, "lost 0 %"),
+        ({"p_sync": 0.1}, "lost 10 %"),
+        ({"transport": "udp"}, "lost what the network loses"),
+        ({"transport": "udp", "p_sync": 0.1}, "lost 10 % and what the network loses"),
+    ],
+)
+def test_the_first_line_of_islands_says_what_they_lose(flags, lost):
+    said = LossyConfig(islands=2, sync_method="parameters", **flags).describe().split("; ")
+    assert next(part for part in said if part.startswith("2 islands")).endswith(f", {lost}")

@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 #: The README's own example of a rule.
 [RULE] = re.findall(r"```python\n(# my_rule.py\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
+[PYPROJECT] = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
 CHANNEL = '''
 """Loses everything between ranks in every other step."""
 
@@ -88,6 +90,19 @@ def test_both_are_used_from_the_command_line(installed, tmp_path):
     assert [record["loss rate grad"] for record in records] == [0, 1, 0, 1]
     table = run(installed, "-m", "megatron_lossy.report", tmp_path)
     assert table.returncode == 0 and "g 50 % / p 0 %" in table.stdout, table.stdout + table.stderr
+
+
+def test_the_readmes_package_can_be_installed(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    (source / "my_rule.py").write_text(RULE)
+    (source / "pyproject.toml").write_text(PYPROJECT)
+    (source / "notes.py").touch()  # another file beside it does no harm
+    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", target]
+    done = run(source, *pip, source)
+    assert done.returncode == 0, done.stderr
+    rule = "from megatron_lossy.registry import GRAD_RECOVERIES as G; print(G.load('half').__module__)"
+    assert run(target, "-c", rule).stdout == "my_rule\n"
 
 
 def test_what_is_wrong_is_one_line(installed):

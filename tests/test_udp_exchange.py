@@ -173,3 +173,22 @@ def test_the_example_of_the_documentation(tmp_path):
         done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         assert "validation loss at iteration 3" in done.stdout and "link from site 0 to site 1" in done.stderr
+
+
+def test_a_training_over_the_link_says_how_far_it_is(tmp_path, capsys):
+    often, seldom = (run_wan.Progress("islands", tmp_path, 10, between) for between in (0.0, 3600.0))
+    seldom.tell()
+    assert capsys.readouterr().out == ""
+    often.tell()
+    assert capsys.readouterr().out == "islands: iteration 0/10, elapsed 0:00, starting\n"
+    (tmp_path / "island_0").mkdir()
+    records = '{"kind": "run"}\n{"kind": "train", "iteration": 4}\n{"kind": "tr'
+    (tmp_path / "island_0/metrics.jsonl").write_text(records)
+    often.tell()
+    assert capsys.readouterr().out.startswith("islands: iteration 4/10, elapsed 0:00, about 0:00 left")
+
+
+def test_waiting_for_programs_of_the_lab_does_something_meanwhile():
+    calls = []
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"])
+    assert lab.wait([sleeper], meanwhile=lambda: calls.append(1)) == 0 and len(calls) > 1

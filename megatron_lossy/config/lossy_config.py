@@ -503,7 +503,11 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         what = f"{self.islands} islands, {self.sync_method}, {100 * self.share:.3g} % of them"
         correction = f" ({self.delay_correction})" if self.sync_method == "parameters" and self.sync_delay else ""
         when = f"every {self.sync_interval} iterations, used after {self.sync_delay}{correction}"
-        return [f"{what} {when}, lost {self.label(SYNC_PHASES[0])}"]
+        lost = f"lost {self.label(SYNC_PHASES[0])}"
+        if self.transport == "udp":
+            drawn = not all(self.phase(phase).lossless for phase in SYNC_PHASES)
+            lost = f"{lost} and what the network loses" if drawn else "lost what the network loses"
+        return [f"{what} {when}, {lost}"]
 
     def _describe_pipeline(self) -> list[str]:
         if not self.async_pipeline:

@@ -167,7 +167,7 @@ def _program(
     only_megatron = flag_arguments(of_file, "megatron") + from_command_line
     if "--mock-data" in only_megatron and not known.data_path:
         known.data = "stdlib"  # a trainer needs some data; Megatron-LM will not see it
-    known.save = known.load = str(folder)
+    known.config, known.save, known.load = file, str(folder), str(folder)
     known.tensorboard_dir = str(folder / "tensorboard")
     train, lossy = configurations(known)
     if launch.trainer:

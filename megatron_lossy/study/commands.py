@@ -19,6 +19,7 @@ from ..flags import add_flags, flag, from_namespace
 from ..report import LossTable
 from ..report.scalars import file_name, with_predictions
 from ..train.arguments import make_parser
+from ..train.metrics import METRICS_FILE
 from .cells import Cell, CellFolder
 from .design import Design, Study, check_metrics, check_seeds, read_design
 from .runner import Tally, run_cells
@@ -188,6 +189,7 @@ def _study(design: Design, how: StudyConfig, arguments: Sequence[str]) -> Study:
 
 def _run(study: Study, how: StudyConfig, out: Path, rates: dict[str, float] | None) -> int:
     check_folder("--out", out)
+    _check_no_runs(out, how.cells)
     _check_out(out, study)
     if how.list:
         _list(study, how.cells)
@@ -240,6 +242,16 @@ def _explain(tally: Tally, missing: int) -> int:
     elif tally.elsewhere:
         print(f"{len(tally.elsewhere)} cells are trained by others: {', '.join(sorted(set(tally.elsewhere)))}")
     return 1 if tally.failed or tally.interrupted else 0
+
+
+def _check_no_runs(out: Path, cells: str) -> None:
+    """A report is not written among runs, which a study that is named after their folder would do."""
+    if out.resolve() == Path(cells).resolve():
+        raise refuse("--out", out, "is the folder of --cells; choose another")
+    if (out / SUMMARY).exists():
+        return  # a report that is there already
+    if run := next(iter([*out.glob(METRICS_FILE), *out.glob(f"*/{METRICS_FILE}")]), None):
+        raise refuse("--out", out, f"holds a run ({run}); choose another folder for the report")
 
 
 def _check_out(out: Path, study: Study) -> None:

@@ -18,7 +18,7 @@ from ..config import LossyConfig
 from ..errors import ArgumentParser, UsageError, cannot, refuse
 from ..flags import add_flags, flag_name, from_namespace
 from ..shipped import find_config
-from .config import TrainConfig
+from .config import REQUIRED, TrainConfig
 
 
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
@@ -70,6 +70,10 @@ def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
 def configurations(namespace: argparse.Namespace) -> tuple[TrainConfig, LossyConfig]:
     """The two configurations in a namespace. Raises :class:`UsageError`."""
+    missing = [flag_name(TrainConfig, name) for name in REQUIRED if getattr(namespace, name) is None]
+    if missing and namespace.config is None:
+        why = "needs a file, for example configs/tiny/llama_1m.yaml, or all of what is missing:"
+        raise UsageError(f"--config: {why} {' '.join(missing)}")
     return from_namespace(TrainConfig, namespace), from_namespace(LossyConfig, namespace)
 
 

@@ -181,7 +181,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in _POSITIVE:
             value = getattr(self, name)
-            if value is None and name in _REQUIRED:
+            if value is None and name in REQUIRED:
                 raise UsageError(f"{flag_name(TrainConfig, name)}: needs a value, here or in the --config file")
             self._check(name, value is None or value >= 1, "must be at least 1")
         self._check("lr", self.lr is not None and 0 < self.lr < math.inf, "must be a positive number")
@@ -319,7 +319,8 @@ class TrainConfig:
         }
 
 
-_REQUIRED = (
+#: What has no default.
+REQUIRED = (
     "num_layers",
     "hidden_size",
     "num_attention_heads",
@@ -334,7 +335,7 @@ _ONE_DEVICE = (
     "num_distributed_optimizer_instances",
 )
 _POSITIVE = (
-    *_REQUIRED,
+    *REQUIRED,
     "ffn_hidden_size",
     "num_query_groups",
     "make_vocab_size_divisible_by",
