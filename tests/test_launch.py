@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -579,6 +580,57 @@ def test_asynchronous_stages_are_checked_before_anything_starts(data, tmp_path):
         check(make_plan([*command, *flags]), starting=False)
     with pytest.raises(UsageError, match="--virtual-stages 2: needs --virtual-workers"):
         check(make_plan([*command, "--virtual-stages=2"]), starting=False)
+
+
+def _errors(*command) -> list[str]:
+    """What the launcher prints, in a process of its own as it ends its process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_lossy.launch", *map(str, command)], capture_output=True, text=True, cwd=ROOT
+    )
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and all(line.startswith("megatron_lossy.launch: error: ") for line in lines), (
+        done.stderr
+    )
+    return [line.removeprefix("megatron_lossy.launch: error: ") for line in lines]
+
+
+def test_all_that_is_missing_is_told_at_once():
+    said = _errors("--config=configs/llama2_7b/llama2_7b.yaml", "--tokenizer=sentencepiece:none", "--dry-run")
+    starts = [
+        "--program: needs",
+        "--out: needs",
+        "--device: needs",
+        "--data-path: needs",
+        "--eval-iters 10: needs",
+        "--tok",
+    ]
+    assert len(said) == len(starts) and all(line.startswith(start) for line, start in zip(said, starts)), said
+
+
+def test_all_that_is_wrong_is_told_at_once(tmp_path):
+    wrong = ["--device=a100-40gb", "--program=none.py", "--tokenizer=sentencepiece:none", f"--out={tmp_path}"]
+    wrong += ["--data-path=none", "--valid-data-path=no", "--dry-run"]
+    said = _errors("--config=configs/llama2_7b/cuda_dp64.yaml", *wrong)
+    starts = ["--device a100-40gb: has", "--program none.py: must", "--tokenizer sentencepiece:none: there is no such"]
+    starts += ["--data-path none: there is no", "--valid-data-path no: there is no"]
+    assert len(said) == len(starts) and all(line.startswith(start) for line, start in zip(said, starts)), said
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*/gaudi3_*.yaml")), ids=lambda path: path.stem)
+def test_our_trainer_cannot_run_on_the_megatron_of_a_gaudi(file, data, tmp_path):
+    with pytest.raises(UsageError, match="--program train: needs megatron-core 0.16; HabanaAI's forks"):
+        check(make_plan(arguments(file, data, tmp_path)), starting=False)
+
+
+def test_a_dry_run_looks_at_the_version_of_megatron(data, tmp_path, monkeypatch):
+    core = tmp_path / "path/megatron/core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise ImportError('it is not imported')")
+    (core / "package_info.py").write_text("__version__ = '0.13.1'")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(origin=str(core / "__init__.py")))
+    plan = make_plan(arguments(TINY_FILE, data, tmp_path, "--device=cpu", "--accelerators=2"))
+    with pytest.raises(UsageError, match="megatron-core 0.13.1: is not supported; use at least 0.16"):
+        check(plan, starting=False)
 
 
 def test_gaudi_needs_the_fork(data, tmp_path, monkeypatch):

@@ -414,7 +414,7 @@ def test_wrong_yaml(tmp_path, text, message):
     ("change", "ranks", "message"),
     [
         ({"lr": math.nan}, 1, "--lr nan: must be a positive number"),
-        ({"lr": None}, 1, "--lr None: must be a positive number"),
+        ({"lr": None}, 1, "--lr: needs a value, here or in the --config file"),
         ({"train_iters": None}, 1, "--train-iters: needs a value, here or in the --config file"),
         ({"hidden_dropout": 1.0}, 1, "--hidden-dropout 1.0: must be in [0, 1)"),
         ({"num_query_groups": 3}, 1, "--num-query-groups 3: must divide --num-attention-heads 4"),

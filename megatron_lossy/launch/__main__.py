@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..errors import UsageError, usage_errors
 from .checks import check, check_memory, epochs_of
@@ -13,13 +14,14 @@ from .command import TORCHRUN_ENVIRONMENT, container, launch_command, shell
 from .devices import GIB
 from .memory import checkpoint_bytes, parameters, seconds, tokens
 from .plan import PROGRAM, Plan, make_plan
+from .problems import Collector, Problems
 from .slurm import check_job, done_iterations, run_in_job
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Check the run, then start it, or print it."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    with usage_errors(PROGRAM):
+    with usage_errors(PROGRAM), _all_problems():
         in_job = "SLURM_JOB_ID" in os.environ and "SLURM_NTASKS" in os.environ
         plan = make_plan(arguments, int(os.environ["SLURM_NTASKS"]) if in_job else None)
         start, srun = not plan.launch.dry_run, plan.launch.launcher == "srun"
@@ -45,6 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.execvpe(command[0], command, environment)
 
 
+@contextlib.contextmanager
+def _all_problems() -> Iterator[None]:
+    """Print all but the last of several errors, and raise that."""
+    try:
+        yield
+    except Problems as several:
+        for error in several.found[:-1]:
+            print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        raise several.found[-1] from None
+
+
 def _check_in_container(plan: Plan, arguments: list[str]) -> None:
     """Data, tokenizer and Megatron are checked where the ranks will see them."""
     inside = ["srun", "--nodes", "1", "--ntasks", "1", *container(plan)]
@@ -53,7 +66,10 @@ def _check_in_container(plan: Plan, arguments: list[str]) -> None:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no output"]
         errors = [line.partition("error: ")[2] for line in lines if f"{PROGRAM}: error: " in line]
-        raise UsageError(errors[-1] if errors else f"--container-image {plan.launch.container_image}: {lines[-1]}")
+        problems = Collector()
+        for error in errors or [f"--container-image {plan.launch.container_image}: {lines[-1]}"]:
+            problems.note(UsageError(error))
+        problems.finish()
 
 
 def describe(plan: Plan) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +15,12 @@ from ..errors import UsageError, refuse
 from ..files import check_folder
 from ..train.saved import check_folders, in_folders_of_island, latest_iteration
 from .command import check_shape, ranks_of_node
-from .devices import GIB
+from .devices import GIB, Device
 from .memory import StageMemory, estimate, tokens
 from .nodes import check_devices
 from .plan import Plan
+from .problems import Collector
+from .tokenizer import check_tokenizer
 
 
 def check(plan: Plan, starting: bool) -> None:
@@ -24,23 +28,33 @@ def check(plan: Plan, starting: bool) -> None:
 
     ``starting``: this node is one that will train, so that it must have the accelerators.
     """
-    check_shape(plan)
-    plan.train.check_world(plan.launch.accelerators)
-    _check_training(plan)
-    check_memory(plan)
+    problems = Collector()
+    with problems.noting():
+        check_shape(plan)
+        plan.train.check_world(plan.launch.accelerators)
+        _check_training(plan)
+        check_memory(plan)
     if starting:
-        check_devices(plan.device.kind, ranks_of_node(plan))
-    check_folder("--out", plan.folder)
-    if plan.launch.trainer:
-        for island in range(plan.islands):
-            check_folders(plan.train if plan.islands == 1 else in_folders_of_island(plan.train, island), plan.lossy)
-    elif not Path(plan.launch.program).is_file():
-        raise refuse(
-            "--program", plan.launch.program, "must be train or a file, for example Megatron-LM's pretrain_gpt.py"
-        )
-    for folder in plan.job_folders:
-        latest_iteration(folder)
-    check_data(plan)
+        with problems.noting():
+            check_devices(plan.device.kind, ranks_of_node(plan))
+    with problems.noting():
+        check_folder("--out", plan.folder)
+        if plan.launch.trainer:
+            for island in range(plan.islands):
+                check_folders(plan.train if plan.islands == 1 else in_folders_of_island(plan.train, island), plan.lossy)
+        for folder in plan.job_folders:
+            latest_iteration(folder)
+    with problems.noting():
+        if plan.launch.trainer:
+            check_trainer(plan.device)
+        elif not Path(plan.launch.program).is_file():
+            allowed = "must be train or a file, for example Megatron-LM's pretrain_gpt.py"
+            raise refuse("--program", plan.launch.program, allowed)
+    with problems.noting():
+        check_tokenizer(plan.train.tokenizer)
+    with problems.noting():
+        check_data(plan)
+    problems.finish()
     if not plan.launch.trainer:
         check_megatron(plan)
 
@@ -63,6 +77,27 @@ def _check_training(plan: Plan) -> None:
         check_real_islands(train, lossy)
 
 
+def check_trainer(device: Device) -> None:
+    """Raise :class:`UsageError` unless the Megatron of this machine is one that ``megatron_lossy.train`` can train with.
+
+    Without importing it, and not at all where there is none: on a login node.
+    """
+    from ..hooks.versions import OLDEST_FOR_TRAIN, check_version  # which imports torch
+
+    if device.kind == "hpu":
+        oldest = ".".join(map(str, OLDEST_FOR_TRAIN))
+        why = f"needs megatron-core {oldest}; HabanaAI's forks for Gaudi are older: give pretrain_gpt.py of such a fork"
+        raise refuse("--program", "train", why)
+    try:
+        found = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:
+        return
+    if found is not None and found.origin is not None:
+        info = Path(found.origin).with_name("package_info.py")
+        if info.is_file():
+            check_version(runpy.run_path(str(info))["__version__"], OLDEST_FOR_TRAIN)
+
+
 def check_memory(plan: Plan) -> StageMemory:
     """The pipeline stage that needs most. Raises :class:`UsageError` if the device has less."""
     found = estimate(plan.train, plan.lossy, plan.layout, plan.device)
@@ -78,15 +113,16 @@ def check_memory(plan: Plan) -> StageMemory:
 
 
 def check_data(plan: Plan) -> None:
-    """Raise :class:`UsageError` unless data, tokenizer and manifest are there and agree."""
-    _check_tokenizer(plan.train.tokenizer)
+    """Raise :class:`UsageError` unless data and manifest are there, and agree with the tokenizer."""
     if plan.train.data is not None or plan.mock_data:
         return
-    tokenizer = plan.train.tokenizer
+    tokenizer, problems = plan.train.tokenizer, Collector()
     for flag, prefix in plan.train.data_sets():
-        made = check_files(prefix, flag)
-        if made is not None and _vocabulary(made.tokenizer) != _vocabulary(tokenizer):
-            raise refuse("--tokenizer", tokenizer, f"{prefix} was made with --tokenizer {made.tokenizer}")
+        with problems.noting():
+            made = check_files(prefix, flag)
+            if made is not None and _vocabulary(made.tokenizer) != _vocabulary(tokenizer):
+                raise refuse("--tokenizer", tokenizer, f"{prefix} was made with --tokenizer {made.tokenizer}")
+    problems.finish()
     if plan.launch.data_manifest is not None:
         check_manifest(plan.launch.data_manifest, [prefix for _, prefix in plan.train.data_sets()])
     if (seen := epochs_of(plan)) > plan.launch.max_epochs:
@@ -108,21 +144,6 @@ def epochs_of(plan: Plan) -> float | None:
 def _vocabulary(tokenizer: str) -> str:
     """One vocabulary can have several names: a file, or a model of the Hub. Only byte is certainly another."""
     return "byte" if tokenizer == "byte" else "other"
-
-
-def _check_tokenizer(name: str) -> None:
-    """The tokenizer must lie on a disk: 64 ranks must not fetch it at once, maybe without a network."""
-    kind, _, source = name.partition(":")
-    if kind == "sentencepiece" and not os.path.isfile(source):
-        raise refuse("--tokenizer", name, "there is no such model file")
-    if kind == "hf" and not os.path.isdir(source):
-        cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface"), "hub"))
-        if not (cache.expanduser() / f"models--{source.replace('/', '--')}").is_dir():
-            raise refuse(
-                "--tokenizer",
-                name,
-                f"is neither a folder nor in {cache}; download it once, or give hf:FOLDER or sentencepiece:FILE",
-            )
 
 
 def check_megatron(plan: Plan) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..errors import UsageError, refuse
 from ..flags import flag, flag_name
 from .devices import DEVICES
+from .problems import Collector
 
 LAUNCHERS = ("torchrun", "srun", "mpirun")
 
@@ -84,12 +85,16 @@ class LaunchConfig:
     dry_run: bool = flag(False, "check everything, print the exact command and environment, and start nothing")
 
     def __post_init__(self) -> None:
-        if self.program is None:
-            raise UsageError("--program: needs a value, pretrain_gpt.py of a checkout of Megatron-LM, or train")
-        if self.out is None:
-            raise UsageError("--out: needs a value, the folder of the runs")
-        if self.device is None:
-            raise UsageError(f"--device: needs a value, one of {', '.join(DEVICES)}")
+        missing = Collector()
+        for name, what in (
+            ("program", "pretrain_gpt.py of a checkout of Megatron-LM, or train"),
+            ("out", "the folder of the runs"),
+            ("device", f"one of {', '.join(DEVICES)}"),
+        ):
+            if getattr(self, name) is None:
+                missing.note(UsageError(f"--{name}: needs a value, {what}"))
+        missing.finish()
+        assert self.device is not None
         if self.device not in DEVICES:  # from a file, argparse's own check does not see the default
             raise refuse("--device", self.device, f"must be one of {', '.join(DEVICES)}")
         for name in ("accelerators", "accelerators_per_node", "vocab_size", "master_port"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from ..train.config import TrainConfig
 from .devices import DEVICES, ENVIRONMENT, Device
 from .memory import Layout
 from .options import LaunchConfig
+from .problems import Collector
 from .recipe import Recipe, flag_arguments, read_recipe
+from .tokenizer import check_tokenizer
 from .translate import loss_arguments, megatron_arguments
 
 PROGRAM = "megatron_lossy.launch"
@@ -113,15 +116,22 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
     if first.config is None:
         raise UsageError("--config: needs a value, for example configs/llama2_7b/cuda_dp64.yaml")
     recipe = read_recipe(first.config)
-    launch, rest = _launch_config(parser, recipe, first.config, arguments)
+    missing = Collector()
+    with missing.noting():
+        launch, rest = _launch_config(parser, recipe, first.config, arguments)
+    if missing.found:
+        _note_missing_of_training(missing, recipe, first.config, parser.parse_known_args(arguments)[1])
+        missing.finish()
     if launch.launcher != "srun":
         tasks = None
     if launch.accelerators is None:
         if tasks is None:
-            raise UsageError("--accelerators: needs a value, here or under launch: in the --config file")
+            missing.note(UsageError("--accelerators: needs a value, here or under launch: in the --config file"))
         launch = replace(launch, accelerators=tasks)
     elif tasks is not None and tasks != launch.accelerators and not launch.dry_run:
         raise refuse("--accelerators", launch.accelerators, f"must be the {tasks} tasks of the Slurm job")
+    _note_missing_of_training(missing, recipe, first.config, rest)
+    missing.finish()
     folder = Path(launch.out) / (_rate_name(launch.chosen_rate) or Path(first.config).stem)
     train, lossy, module, only_megatron = _program(launch, recipe, first.config, rest, folder)
     given = dict(pair.split("=", 1) for pair in launch.environment or ())
@@ -143,13 +153,31 @@ def _launch_config(
     return from_namespace(LaunchConfig, namespace), rest
 
 
+def _note_missing_of_training(missing: Collector, recipe: Recipe, file: str, rest: list[str]) -> None:
+    """Note what the flags of the training lack, as far as they can be read."""
+    with contextlib.suppress(UsageError):
+        settings = _settings(recipe, file)
+        known, others = make_parser(f"python -m {PROGRAM}", "").parse_known_args([*settings, *rest])
+        if "--mock-data" in others or recipe.megatron.get("mock-data"):
+            known.data = "stdlib"
+        for error in TrainConfig.missing(vars(known)):
+            missing.note(error)
+        if missing.found:  # otherwise it is checked with all else
+            with missing.noting():
+                check_tokenizer(known.tokenizer)
+
+
+def _settings(recipe: Recipe, file: str) -> list[str]:
+    try:
+        return setting_arguments(recipe.settings)
+    except UsageError as error:
+        raise UsageError(f"--config {file}: {error}") from None
+
+
 def _program(
     launch: LaunchConfig, recipe: Recipe, file: str, rest: list[str], folder: Path
 ) -> tuple[TrainConfig, LossyConfig, list[str], list[str]]:
-    try:
-        settings = setting_arguments(recipe.settings)
-    except UsageError as error:
-        raise UsageError(f"--config {file}: {error}") from None
+    settings = _settings(recipe, file)
     parser = make_parser(f"python -m {PROGRAM}", "")
     given, from_command_line = parser.parse_known_args(rest)
     for name in _FROM_OUT:

@@ -7,6 +7,7 @@ those of :class:`megatron_lossy.config.LossyConfig`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,10 +180,10 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
+        if missing := self.missing(vars(self)):
+            raise missing[0]
         for name in _POSITIVE:
             value = getattr(self, name)
-            if value is None and name in REQUIRED:
-                raise UsageError(f"{flag_name(TrainConfig, name)}: needs a value, here or in the --config file")
             self._check(name, value is None or value >= 1, "must be at least 1")
         self._check("lr", self.lr is not None and 0 < self.lr < math.inf, "must be a positive number")
         self._check("min_lr", 0 <= self.min_lr <= self.lr, f"must be from 0 to --lr {self.lr:g}")
@@ -233,12 +234,19 @@ class TrainConfig:
             raise refuse("--ddp-average-in-collective", "on", "cannot be combined with --calculate-per-token-loss")
         if self.data and (self.data_path or self.valid_data_path):
             raise refuse("--data", self.data, "cannot be combined with --data-path or --valid-data-path")
-        if not self.data and not self.data_path:
-            raise UsageError("--data-path: needs a value, here or in the --config file")
         check_blend("--data-path", self.data_path or ())
         check_blend("--valid-data-path", self.valid_data_path or ())
-        if self.eval_iters and not self.data and not self.valid_data_path:
-            raise refuse("--eval-iters", self.eval_iters, "needs --valid-data-path, or --eval-iters 0")
+
+    @classmethod
+    def missing(cls, values: Mapping[str, Any]) -> list[UsageError]:
+        """An error for each flag that needs a value and has none in ``values``."""
+        names = [name for name in (*REQUIRED, "lr") if values[name] is None]
+        if not values["data"] and not values["data_path"]:
+            names.append("data_path")
+        found = [UsageError(f"{flag_name(cls, name)}: needs a value, here or in the --config file") for name in names]
+        if values["eval_iters"] and not values["data"] and not values["valid_data_path"]:
+            found.append(refuse("--eval-iters", values["eval_iters"], "needs --valid-data-path, or --eval-iters 0"))
+        return found
 
     def _check(self, name: str, fine: bool, allowed: str) -> None:
         if not fine:
