@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Mapping
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from typing import Any, TypeVar
 
@@ -103,6 +105,24 @@ def _flag_fields(cls: Any) -> list[dataclasses.Field[Any]]:
     return sorted(fields, key=lambda f: f.name in inherited)
 
 
+def did_you_mean(words: Iterable[str], known: Iterable[str]) -> str:
+    """What to say after ``words`` that are no names: the nearest of those that are; empty if none is near."""
+    names = {name.lstrip("-"): name for name in known}
+    close = [difflib.get_close_matches(word.partition("=")[0].lstrip("-"), names, n=1) for word in words]
+    found = list(dict.fromkeys(names[near[0]] for near in close if near))
+    return f", did you mean {' and '.join(found)}" if found else ""
+
+
+def _with_hint(parser: argparse.ArgumentParser, refuse_as: Callable[[str], Any], message: str) -> Any:
+    """As ``parser.error``, with the flags that unknown ones may be meant for."""
+    head, _, unknown = message.partition("unrecognized arguments: ")
+    if unknown and not head:
+        message += did_you_mean(
+            (word for word in unknown.split() if word.startswith("--")), parser._option_string_actions
+        )
+    return refuse_as(message)
+
+
 def add_flags(
     parser: Parser,
     cls: type,
@@ -114,6 +134,8 @@ def add_flags(
 
     Absent flags are absent from the namespace's meaning too: defaults are those of ``cls``. ``only``: which fields.
     """
+    if "error" not in vars(parser):
+        parser.error = functools.partial(_with_hint, parser, parser.error)  # type: ignore[method-assign]
     group = parser.add_argument_group(title, description)
     for f in _flag_fields(cls):
         if not only(f.name):

@@ -45,6 +45,8 @@ def full(command: str, line: str, limit: int = 200, **more) -> Case:
 
 TRAIN = [
     Case("--p-grad 1.0", "--p-grad 1.0: must be in [0, 1)"),
+    Case("--p-grads 0.1 --sav=3", "unrecognized arguments: --p-grads 0.1 --sav=3, did you mean --p-grad and --save"),
+    Case("--xyzzy 0.1", "unrecognized arguments: --xyzzy 0.1\n"),
     Case("--p-grad 0.1 --ge-mean-burst 16", "--ge-mean-burst 16.0: needs --loss-model gilbert-elliott, not bernoulli"),
     Case("--p-grad 0.1 --ranks-per-node 2", "--ranks-per-node 2: needs --lossy-links inter-node, not all"),
     Case(
@@ -127,6 +129,7 @@ TRAIN = [
     ),
 ]
 DATA = [
+    Case("--inpt x", "unrecognized arguments: --inpt x, did you mean --input"),
     Case("--input none.txt --output-prefix new", "--input none.txt: cannot be read: No such file or directory"),
     Case("--input empty --output-prefix new", "--input empty: holds no file"),
     Case("--input text.txt --output-prefix data/train", "--output-prefix data/train: data/train.bin exists already"),
@@ -143,6 +146,8 @@ DATA = [
 STUDIES = [
     Case("none.yaml", "STUDY none.yaml: cannot be read: No such file or directory"),
     Case("text.txt", "STUDY text.txt: must be a mapping"),
+    Case("study.yaml --job 1", "unrecognized arguments: --job, did you mean --jobs"),
+    Case("table1 --p-gred 0.1 FLAGS", "unrecognized arguments: --p-gred, did you mean --p-grad"),
     Case("study.yaml --jobs 0", "--jobs 0: must be at least 1"),
     Case("study.yaml --cells text.txt", "--cells text.txt: must be a folder that can be written to; it is no folder"),
     Case("study.yaml --out text.txt", "--out text.txt: must be a folder that can be written to; it is no folder"),
@@ -190,6 +195,10 @@ DELIVERY_LOG = [
     full("plot log --out new.png", "new.png: File too large"),
 ]
 LAUNCH = [
+    Case(
+        f"{SEVEN_B} --data stdlib --dry-run --acelerators 8",
+        "--acelerators 8: is no flag of python -m megatron_lossy.train, did you mean --accelerators",
+    ),
     Case("--config configs", "--config configs: cannot be read: No such file or directory"),
     Case("", "--config: needs a value, for example configs/llama2_7b/cuda_dp64.yaml"),
     Case("--config none.yaml", "--config none.yaml: cannot be read: No such file or directory"),

@@ -157,3 +157,19 @@ def test_what_is_given_makes_the_same_configuration_again(flags):
 def test_the_first_line_of_islands_says_what_they_lose(flags, lost):
     said = LossyConfig(islands=2, sync_method="parameters", **flags).describe().split("; ")
     assert next(part for part in said if part.startswith("2 islands")).endswith(f", {lost}")
+
+
+def test_megatrons_parser_says_what_unknown_flags_may_be_meant_for(capsys):
+    """It prints its usage, and its own error; both stay."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--use-flash-attn", action="store_true")
+    add_flags(add_flags(parser, LossyConfig, "loss"), LossyConfig, "again", only=lambda name: False)
+    for words, said in (
+        (["--p-grade", "0.1"], "unrecognized arguments: --p-grade 0.1, did you mean --p-grad\n"),
+        (["--use-flash-atn"], "unrecognized arguments: --use-flash-atn, did you mean --use-flash-attn\n"),
+        (["--xyzzy", "1"], "unrecognized arguments: --xyzzy 1\n"),
+        (["--p-grad", "much"], "argument --p-grad: invalid float value: 'much'\n"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert capsys.readouterr().err.endswith(said)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..config import LossyConfig, given
 from ..config.islands import folder_of_island
 from ..errors import ArgumentParser, UsageError, refuse
-from ..flags import add_flags, flag_name, from_namespace
+from ..flags import add_flags, did_you_mean, flag_name, from_namespace
 from ..train.arguments import configurations, make_parser, setting_arguments
 from ..train.config import TrainConfig
 from .devices import DEVICES, ENVIRONMENT, Device
@@ -200,7 +200,10 @@ def _program(
     train, lossy = configurations(known)
     if launch.trainer:
         if from_command_line:
-            raise UsageError(f"{' '.join(from_command_line)}: is no flag of python -m megatron_lossy.train")
+            flags = [word for word in from_command_line if word.startswith("--")]
+            known = [*parser._option_string_actions, *make_parser_of_launch()._option_string_actions]
+            why = f"is no flag of python -m megatron_lossy.train{did_you_mean(flags, known)}"
+            raise UsageError(f"{' '.join(from_command_line)}: {why}")
         return train, lossy, ["megatron_lossy.train", *_trainer_arguments(train), *loss_arguments(lossy)], []
     for flag in _UNKNOWN_SIZES:
         if _value(only_megatron, flag) not in (None, "1"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ArgumentParser, UsageError, check_package, refuse
 from ..files import check_folder, write_text
-from ..flags import add_flags, flag, from_namespace
+from ..flags import add_flags, did_you_mean, flag, from_namespace
 from ..report import LossTable
 from ..report.scalars import file_name, with_predictions
 from ..train.arguments import make_parser
@@ -175,6 +175,9 @@ def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[a
         if argument.startswith("--"):
             target = own if argument.split("=")[0] in flags else rest
         target.append(argument)
+    known = flags | training._option_string_actions.keys()
+    if unknown := [word for word in rest if word.startswith("--") and word.split("=")[0] not in known]:
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(unknown, known)}")
     namespace = parser.parse_args(own)
     training.parse_args(rest)
     return namespace, rest

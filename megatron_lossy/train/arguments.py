@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import yaml
 
 from ..config import LossyConfig
 from ..errors import ArgumentParser, UsageError, cannot, refuse
-from ..flags import add_flags, flag_name, from_namespace
+from ..flags import add_flags, did_you_mean, flag_name, from_namespace
 from ..shipped import find_config
 from .config import REQUIRED, TrainConfig
 
@@ -104,9 +103,7 @@ def setting_arguments(settings: Mapping[str, Any]) -> list[str]:
     for key, value in settings.items():
         name = str(key).replace("-", "_")
         if name not in flags:
-            close = difflib.get_close_matches(name, flags, n=1)
-            hint = f", did you mean {close[0].replace('_', '-')}" if close else ""
-            raise UsageError(f"unknown key {key}{hint}")
+            raise UsageError(f"unknown key {key}{did_you_mean([name], flags).replace('_', '-')}")
         arguments += _one_setting(key, *flags[name], value)
     return arguments
 
