@@ -16,12 +16,14 @@ Config = TypeVar("Config")
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 
 
-def flag(default: Any, help: str, *, incidental: bool = False, **argparse_options: Any) -> Any:
+def flag(
+    default: Any, help: str, *, incidental: bool = False, group: str | None = None, **argparse_options: Any
+) -> Any:
     """A dataclass field that is also a command-line flag ``--name-with-dashes``.
 
     ``argparse_options`` go to ``ArgumentParser.add_argument``; ``flag="--x"`` overrides the name. A
     default of ``False`` or ``True`` makes a switch. ``incidental``: it changes no weight and no loss of a run, only what is
-    written where and when.
+    written where and when. ``group``: the heading that begins with it in help and documentation, and holds until the next.
     """
     options = dict(argparse_options, help=help)
     if isinstance(default, bool):
@@ -30,7 +32,7 @@ def flag(default: Any, help: str, *, incidental: bool = False, **argparse_option
         options["type"] = type(default)
     if isinstance(default, list):
         raise TypeError("use a tuple for a default of several values")
-    return field(default=default, metadata={"flag": options, "incidental": incidental})
+    return field(default=default, metadata={"flag": options, "incidental": incidental, "group": group})
 
 
 def incidental_fields(cls: type) -> set[str]:
@@ -105,6 +107,16 @@ def _flag_fields(cls: Any) -> list[dataclasses.Field[Any]]:
     return sorted(fields, key=lambda f: f.name in inherited)
 
 
+def flag_groups(cls: Any) -> dict[str, list[dataclasses.Field[Any]]]:
+    """The flags of ``cls`` by their headings; those before the first one are under an empty heading."""
+    groups: dict[str, list[dataclasses.Field[Any]]] = {}
+    heading = ""
+    for f in _flag_fields(cls):
+        heading = f.metadata["group"] or heading
+        groups.setdefault(heading, []).append(f)
+    return groups
+
+
 def did_you_mean(words: Iterable[str], known: Iterable[str]) -> str:
     """What to say after ``words`` that are no names: the nearest of those that are; empty if none is near."""
     names = {name.lstrip("-"): name for name in known}
@@ -130,19 +142,21 @@ def add_flags(
     description: str | None = None,
     only: Callable[[str], bool] = lambda name: True,
 ) -> Parser:
-    """Add the flags of the dataclass ``cls`` to ``parser`` as a group of their own. Returns ``parser``.
+    """Add the flags of the dataclass ``cls`` to ``parser``, in groups whose titles begin with ``title``. Returns ``parser``.
 
     Absent flags are absent from the namespace's meaning too: defaults are those of ``cls``. ``only``: which fields.
     """
     if "error" not in vars(parser):
         parser.error = functools.partial(_with_hint, parser, parser.error)  # type: ignore[method-assign]
-    group = parser.add_argument_group(title, description)
-    for f in _flag_fields(cls):
-        if not only(f.name):
+    for heading, fields in flag_groups(cls).items():
+        chosen = [f for f in fields if only(f.name)]
+        if not chosen:
             continue
-        options = dict(f.metadata["flag"])
-        name = options.pop("flag", flag_name(cls, f.name))
-        group.add_argument(name, dest=f.name, default=f.default, **options)
+        group = parser.add_argument_group(f"{title}: {heading}" if heading else title, description)
+        for f in chosen:
+            options = dict(f.metadata["flag"])
+            name = options.pop("flag", flag_name(cls, f.name))
+            group.add_argument(name, dest=f.name, default=f.default, **options)
     return parser
 
 
@@ -155,10 +169,17 @@ def from_namespace(cls: type[Config], namespace: argparse.Namespace) -> Config:
     return cls(**values)
 
 
-def flag_table(cls: type) -> str:
-    """The flags of ``cls`` as a Markdown table: flag, default, meaning."""
+def flag_tables(cls: type, level: str = "###") -> str:
+    """The flags of ``cls`` as Markdown, a table for each heading."""
+    return "\n\n".join(
+        f"{level} {heading[:1].upper()}{heading[1:]}\n\n{flag_table(cls, heading)}" for heading in flag_groups(cls)
+    )
+
+
+def flag_table(cls: type, heading: str | None = None) -> str:
+    """The flags of ``cls``, or those under ``heading``, as a Markdown table: flag, default, meaning."""
     rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
-    for f in _flag_fields(cls):
+    for f in _flag_fields(cls) if heading is None else flag_groups(cls)[heading]:
         options = f.metadata["flag"]
         value = ""
         if options.get("choices"):

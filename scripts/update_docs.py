@@ -20,7 +20,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.islands import IslandFlags
 from megatron_lossy.config.pipeline import PipelineFlags
 from megatron_lossy.files import write_text
-from megatron_lossy.flags import flag_table
+from megatron_lossy.flags import flag_groups, flag_table, flag_tables
 from megatron_lossy.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +36,8 @@ def current(text: str) -> str:
 
 def _content(kind: str, name: str) -> str:
     if kind == "flags":
-        return flag_table(_FLAGS[name]) + "\n"
+        cls = _FLAGS[name]
+        return (flag_tables(cls) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
     if kind == "list":
         return _questions(ROOT / "configs" / name)
     return (ROOT / "benchmarks/results" / name).read_text(encoding="utf-8")

@@ -1,18 +1,46 @@
 """Flags: one source, allowed values, one-line errors."""
 
 import argparse
+import dataclasses
 import math
+import re
 
 import pytest
 
 from megatron_lossy.config import LossyConfig, Schedule, given
 from megatron_lossy.errors import UsageError
-from megatron_lossy.flags import add_flags, flag_table, from_namespace
+from megatron_lossy.flags import add_flags, flag_groups, flag_table, flag_tables, from_namespace
+from megatron_lossy.train.config import TrainConfig
 
 
 def parse(*arguments):
     parser = add_flags(argparse.ArgumentParser(), LossyConfig, "loss")
     return from_namespace(LossyConfig, parser.parse_args(arguments))
+
+
+@pytest.mark.parametrize("cls", [LossyConfig, TrainConfig])
+def test_flags_are_grouped_by_mechanism(cls):
+    groups = flag_groups(cls)
+    assert "" not in groups and len(groups) >= 7
+    assert max(len(fields) for fields in groups.values()) <= 20
+    assert sorted(f.name for fields in groups.values() for f in fields) == sorted(
+        f.name for f in dataclasses.fields(cls)
+    )
+    parser = add_flags(argparse.ArgumentParser(prog="p"), cls, "ours", "as elsewhere")
+    titles = [group.title for group in parser._action_groups if group.title.startswith("ours")]
+    assert titles == [f"ours: {heading}" for heading in groups]
+    headings = re.findall(r"^### (.*)$", flag_tables(cls), re.MULTILINE)
+    assert [heading.lower() for heading in headings] == list(groups)
+    table = flag_table(cls).splitlines()
+    assert sorted(table) == sorted(
+        table[:2] + [row for row in flag_tables(cls).splitlines() if row.startswith("| `--")]
+    )
+
+
+def test_flags_of_one_mechanism_are_under_its_name():
+    groups = {f.name: heading for heading, fields in flag_groups(LossyConfig).items() for f in fields}
+    assert groups["p_sync"] == groups["sync_delay"] == "islands" and groups["udp_rate"] == "transport"
+    assert groups["p_grad"] == groups["loss_seed"] == "what is lost" != groups["delivery_log"]
 
 
 def test_no_flags_give_the_defaults_and_no_loss():

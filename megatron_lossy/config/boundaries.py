@@ -22,6 +22,7 @@ class BoundaryFlags:
         "mean loss rate of activations between pipeline stages, in [0, 1): independent losses of packets, whatever "
         "--loss-model says (docs/boundaries.md)",
         metavar="P",
+        group="between pipeline stages",
     )
     p_act_grad: float = flag(
         0.0, "mean loss rate of gradients of activations between pipeline stages, in [0, 1)", metavar="P"

@@ -18,6 +18,7 @@ class ErrorFlags:
         "what happens to a reduced gradient: nothing; Gaussian noise; flipped bits; or the recorded errors of another run "
         "(docs/corruption.md)",
         choices=GRAD_ERRORS,
+        group="errors in gradients",
     )
     grad_error_std: float | None = flag(
         None,

@@ -42,6 +42,7 @@ class IslandFlags:
         "complete training jobs, each with data, optimizer state, clipping and learning-rate clock of its own, that exchange "
         "parameters as --sync-method says (docs/islands.md)",
         metavar="M",
+        group="islands",
     )
     sync_method: str = flag(
         "gradients",

@@ -55,7 +55,9 @@ def _depends(config: LossyConfig, name: str) -> bool:
 class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFlags, BoundaryFlags, RecoveryFlags):
     """Every loss flag. Raises :class:`UsageError` where a value is not allowed."""
 
-    p_grad: float = flag(0.0, "mean loss rate of the gradient reduce-scatter, in [0, 1)", metavar="P")
+    p_grad: float = flag(
+        0.0, "mean loss rate of the gradient reduce-scatter, in [0, 1)", metavar="P", group="what is lost"
+    )
     p_param: float = flag(0.0, "mean loss rate of the parameter all-gather, in [0, 1)", metavar="P")
     loss_model: tuple[str, ...] = flag(
         ("bernoulli",),
@@ -143,6 +145,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         "evaluate each worker's own, possibly stale, replica; the owners' weights; their mean over islands (consensus); or "
         "replicas and one of these on the same batches (both); default replica, with islands consensus",
         choices=("replica", "owner", "consensus", "both"),
+        group="evaluation, checkpoints, drift",
     )
     save_replicas: bool = flag(
         False,
@@ -161,6 +164,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         "folder for a record of every loss decision, in Parquet (docs/delivery_log.md); --trace replays it",
         metavar="FOLDER",
         incidental=True,
+        group="delivery log",
     )
     delivery_log_bitmaps: bool = flag(
         False,

@@ -20,6 +20,7 @@ class RecoveryFlags:
         "the last gradient received from that sender; zeros; or zeros, with what was lost added to what its sender sends "
         "next (docs/smart.md)",
         choices=GRAD_RECOVERIES,
+        group="recovery",
     )
     grad_priority: str = flag(
         None,

@@ -20,6 +20,7 @@ class SyncFlags:
         "full replicas: updates after which their parameters are set to their mean; 0 never; with a rule other than fixed, "
         "the first interval (docs/corruption.md)",
         metavar="H",
+        group="full replicas",
     )
     param_sync_rule: str = flag(
         "fixed",

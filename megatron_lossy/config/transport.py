@@ -24,6 +24,7 @@ class TransportFlags:
         "how the exchanges cross: Megatron's collectives, minus what a channel draws; pieces, the same over an all-to-all, "
         "summed by the owner in the order of ranks; or udp, datagrams that may really be lost (docs/transport.md)",
         choices=("torch", "pieces", "udp"),
+        group="transport",
     )
     udp_interface: str | None = flag(
         None,

@@ -24,6 +24,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     """A parser of every training and loss flag, and ``--config``."""
     parser = ArgumentParser(
         prog=prog,
+        usage=f"{prog} [--config FILE.yaml] [flags]",  # not the names of all
         description=description,
         epilog="A switch that is on, or that the YAML file sets, is unset by --no-NAME, for example --no-bf16.",
         allow_abbrev=False,

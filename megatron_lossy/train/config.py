@@ -35,7 +35,7 @@ SHAPE = (
 class TrainConfig:
     """Every flag but the loss flags. Raises :class:`UsageError` where a value is not allowed."""
 
-    num_layers: int | None = flag(None, "transformer layers", type=int, metavar="N")
+    num_layers: int | None = flag(None, "transformer layers", type=int, metavar="N", group="model")
     hidden_size: int | None = flag(None, "hidden size", type=int, metavar="N")
     ffn_hidden_size: int | None = flag(
         None,
@@ -68,13 +68,15 @@ class TrainConfig:
     )
     bf16: bool = flag(False, "train in bfloat16, with gradients and main weights in fp32")
 
-    micro_batch_size: int | None = flag(None, "samples per rank and forward pass", type=int, metavar="N")
+    micro_batch_size: int | None = flag(
+        None, "samples per rank and forward pass", type=int, metavar="N", group="batches and length"
+    )
     global_batch_size: int | None = flag(None, "samples per iteration over all ranks", type=int, metavar="N")
     train_iters: int | None = flag(None, "iterations to train", type=int, metavar="N")
     seed: int = flag(1234, "seed of initial weights, data order and dropout", metavar="SEED")
     calculate_per_token_loss: bool = flag(False, "divide the loss by all tokens of the global batch")
 
-    lr: float | None = flag(None, "highest learning rate", type=float, metavar="LR")
+    lr: float | None = flag(None, "highest learning rate", type=float, metavar="LR", group="optimizer")
     min_lr: float = flag(0.0, "lowest learning rate after the decay", metavar="LR")
     lr_decay_style: str = flag(
         "cosine",
@@ -103,7 +105,7 @@ class TrainConfig:
     adam_eps: float = flag(1e-8, "Adam's epsilon", metavar="E")
     clip_grad: float = flag(1.0, "clip the gradient to this norm; 0 does not clip", metavar="NORM")
 
-    tensor_model_parallel_size: int = flag(1, "ranks that share each layer", metavar="N")
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer", metavar="N", group="parallelism")
     pipeline_model_parallel_size: int = flag(1, "stages of layers, each on its own ranks", metavar="N")
     use_distributed_optimizer: bool = flag(
         True,
@@ -134,6 +136,7 @@ class TrainConfig:
         "text that every machine has, prepared on first use under --data-cache-path, instead of --data-path and "
         "--valid-data-path: the source of Python's standard library",
         choices=("stdlib",),
+        group="data",
     )
     data_path: tuple[str, ...] | None = flag(
         None,
@@ -152,7 +155,7 @@ class TrainConfig:
         incidental=True,
     )
 
-    eval_interval: int = flag(1000, "iterations between evaluations", metavar="N")
+    eval_interval: int = flag(1000, "iterations between evaluations", metavar="N", group="evaluation and checkpoints")
     eval_iters: int = flag(100, "global batches per evaluation; 0 never evaluates", metavar="N")
     save: str | None = flag(None, "folder to write checkpoints to", metavar="FOLDER", incidental=True)
     load: str | None = flag(
@@ -168,7 +171,9 @@ class TrainConfig:
         None, "save and exit at the first iteration divisible by this", type=int, metavar="N", incidental=True
     )
 
-    log_interval: int = flag(10, "iterations between log lines and metric records", metavar="N", incidental=True)
+    log_interval: int = flag(
+        10, "iterations between log lines and metric records", metavar="N", incidental=True, group="logs"
+    )
     metrics_dir: str | None = flag(None, "folder of metrics.jsonl; default --save", metavar="FOLDER", incidental=True)
     tensorboard_dir: str | None = flag(None, "folder of TensorBoard events", metavar="FOLDER", incidental=True)
     wandb_project: str | None = flag(None, "Weights & Biases project to log to", metavar="PROJECT", incidental=True)
