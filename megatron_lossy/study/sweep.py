@@ -67,10 +67,10 @@ def plan(namespace: argparse.Namespace) -> list[Rate]:
     rates = [_rate(base, lossy, rate, namespace.out) for rate in namespace.rates]
     check_package("matplotlib", "--out", namespace.out, "matplotlib")
     for rate in rates:
-        _check(rate)
-    for rate in rates:
         check_folders(rate.config, rate.lossy_config)
         _check_ranks(rate)
+    for rate in rates:
+        _check(rate)
     return rates
 
 
