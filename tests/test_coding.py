@@ -68,16 +68,31 @@ def test_what_can_be_told_is_told_to_the_byte(layout, size, p, seed):
 @settings(deadline=None)
 @given(layouts(), st.data())
 def test_as_many_in_a_row_as_there_are_parities(layout, data):
-    """Within a block, and if no parity is lost with them."""
+    """Wherever they begin, if no parity is lost with them: but in a short last block only as many as that has."""
     if not layout.packets:
         return
-    block = data.draw(st.integers(0, (layout.packets - 1) // layout.block))
-    first, last = block * layout.block, min((block + 1) * layout.block, layout.packets)
-    run = len(set(layout.group[first:last].tolist()))  # fewer than parities, where some are copies
-    start = data.draw(st.integers(first, max(first, last - run)))
+    run = data.draw(st.integers(1, layout.parity))
+    start = data.draw(st.integers(0, layout.packets - 1))
     lost = np.zeros(layout.packets, dtype=bool)
-    lost[start : start + min(run, last - start)] = True
-    assert not layout.residual(lost, np.zeros(layout.parities, dtype=bool)).any()
+    lost[start : start + run] = True
+    rest = layout.packets % layout.block
+    last = lost[layout.packets - rest :]
+    parities = max(1, -(-layout.parity * rest // layout.block))
+    residual = layout.residual(lost, np.zeros(layout.parities, dtype=bool))
+    assert residual.any() == (last.sum() > parities)
+    assert not residual[: layout.packets - rest].any()
+
+
+def test_a_short_last_block_mends_fewer_in_a_row():
+    """Of 13 packets in blocks of 10 with 5 parities, the last three have two."""
+    layout, none = Layout(13, 10, 5), np.zeros(7, dtype=bool)
+    assert layout.parities == 7
+
+    def residual(first, end):
+        return np.flatnonzero(layout.residual((np.arange(13) >= first) & (np.arange(13) < end), none)).tolist()
+
+    assert residual(0, 5) == residual(5, 10) == residual(7, 12) == residual(10, 12) == residual(11, 13) == []
+    assert residual(10, 13) == [10, 12]
 
 
 @pytest.mark.parametrize(("p", "block", "parity"), [(0.01, 100, 10), (0.05, 100, 34), (0.2, 100, 50), (0.05, 10, 10)])

@@ -140,6 +140,63 @@ def test_all_that_was_given_is_applied_but_for_what_is_kept(transport, flags):
         assert left > 100 and (recovered > 0) == (flags.get("grad_priority") != "none")
 
 
+# --- loops that never say that a step is over -----------------------------------------------------------------------
+
+
+def unfinished(rank, config, steps, rejected=()):
+    """How far what was applied of integers is from what was given, but for what is kept; how much that is; units lost; reports
+    that nobody asked for. The loop fills one buffer again in each step. The last two steps have no gradients.
+    """
+    size, shard = dist.get_world_size(), 5000
+    group = LossyGroup.create(config, [BucketSpec(shard)])
+    generator = torch.Generator().manual_seed(rank)
+    buffer, output = torch.empty(size * shard), torch.empty(shard)
+    given, applied, lost = torch.zeros(size * shard), torch.zeros(shard), 0
+    for step in range(steps + 2):
+        gradient = torch.randint(-9, 10, (size * shard,), generator=generator).float() * (step < steps)
+        buffer.copy_(gradient)
+        lossy_reduce_scatter(group, 0, output, buffer, step)
+        buffer.fill_(torch.nan)
+        lost += sum(told.left for told in group.told())
+        if step in rejected:
+            group.finish_step(step, False)
+            continue
+        given += gradient
+        applied += output
+    group.state_dict()
+    kept = kept_of(group.rules["grad"][0], size * shard)
+    given -= kept
+    dist.all_reduce(given)
+    difference = float((given[rank * shard : (rank + 1) * shard] - applied).abs().max())
+    group.close()
+    return difference, int(kept.count_nonzero()), lost, len(getattr(group.transport, "_unreported", ()))
+
+
+@pytest.mark.parametrize("rejected", [(), (3, 4, 9)])
+@pytest.mark.parametrize("transport", ["torch", "pieces"])
+def test_the_public_collectives_need_nobody_who_finishes_a_step(transport, rejected):
+    """Bit for bit, over integers; steps of which somebody says that they do not count do not."""
+    config = config_of(transport, packet_bytes=64, grad_priority="none", loss_schedule=("0:0.5,20:0",))
+    for difference, kept, lost, _ in run_ranks(unfinished, 2, config, 20, rejected):
+        assert difference == kept == 0 and lost > 1000
+
+
+def kept_after(rank, acts):
+    """Elements that are kept after one step and what ``acts`` name."""
+    group = LossyGroup.create(config_of(p_grad=0.9, packet_bytes=64, grad_priority="none"), [BucketSpec(5000)])
+    lossy_reduce_scatter(group, 0, torch.empty(5000), torch.ones(10000), 0)
+    for act in acts:
+        getattr(group, act)()
+    return int(kept_of(group.rules["grad"][0], 10000).count_nonzero())
+
+
+def test_a_step_that_nobody_finished_counts_when_its_state_is_saved_and_at_the_end():
+    assert run_ranks(kept_after, 2, []) == [0, 0]
+    for acts in (["state_dict"], ["close"]):
+        assert min(run_ranks(kept_after, 2, acts)) > 3000
+    assert run_ranks(kept_after, 2, ["restart", "state_dict"]) == [0, 0]
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 SHARD, PACKET, FRACTION = 2048 * 256, 1024, 0.1

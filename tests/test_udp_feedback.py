@@ -15,6 +15,7 @@ from tests.in_lab import run_in_lab
 from tests.ranks import run_ranks
 from tests.test_hooks import OVERLAPS
 from tests.test_lab import needs_lab
+from tests.test_recovery_feedback_ranks import unfinished
 from tests.tiny_gpt import TinyGPT
 from tests.udp_feedback_ranks import telescopes
 
@@ -37,6 +38,12 @@ def test_all_that_was_sent_is_applied_but_for_what_is_kept(priority):
     )
     for told in run_ranks(telescopes, 3, config, 12, skips_some):
         assert told["difference"] == 0 and told["lost"] > 0, told
+
+
+def test_the_public_collectives_need_nobody_who_finishes_a_step():
+    """And nothing is left that somebody would have to ask for."""
+    for difference, _, lost, unasked in run_ranks(unfinished, 3, HURRIED, 12):
+        assert difference == unasked == 0 and lost > 0
 
 
 @needs_lab

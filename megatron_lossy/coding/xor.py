@@ -1,9 +1,11 @@
 """Interleaved XOR parity (SMART, section 3.3): blocks of packets, and for each block a few packets of parity.
 
 A block is B packets in the order of the message, with c parities. Packet i of a block belongs to group i mod c, whose
-parity is the XOR of its bytes. So a group is whole again if no more than one of its packets, parity included, is lost;
-and c packets of data in a row are, wherever they begin within a block, as long as no parity is lost with them. A short
-last block of b packets has max(1, ceil(c b / B)) parities.
+parity is the XOR of its bytes. So a group is whole again if no more than one of its packets, parity included, is lost. A
+short last block of b packets has only max(1, ceil(c b / B)) parities.
+
+Up to c packets of data in a row come back wherever they begin, also across two blocks, as long as no parity is lost with
+them and no more of them are in a short last block than that has parities.
 
 Where a block has more parities than packets, these are copies of its packets, in their order again and again.
 """

@@ -2,12 +2,14 @@
 
 from .base import Transfer, Transport
 from .group import BucketSpec, LossyGroup, cut_buckets
+from .in_memory import LossyWorkers
 from .network import Network, check_channels, check_owners, check_ranks, check_udp, find_nodes
 from .ops import check_average, lossy_all_gather, lossy_reduce_scatter
 
 __all__ = [
     "BucketSpec",
     "LossyGroup",
+    "LossyWorkers",
     "Network",
     "Transfer",
     "Transport",

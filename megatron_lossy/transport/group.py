@@ -119,7 +119,8 @@ class LossyGroup:
         for rule in self.rules["param"] if config.param_priority != "none" else ():
             rule.priority = ParamPriority(config.param_priority_fraction, rule.units)
         self._made_last = Latest()
-        self._told: list[Told] = []
+        self._told: dict[int, Told] = {}  # by bucket
+        self._open: dict[int, int] = {}  # by bucket: a step with gradients of which nobody has said whether it counts
         #: Whether parameters are sent with a lead.
         self.compensates = config.param_send == "compensated" and not self.lossless("param")
         counts = self.compensates and config.lead is None
@@ -220,8 +221,10 @@ class LossyGroup:
 
         ``buffer`` changes in place. ``collective``: runs the reduce-scatter. ``averaged``: it divides by N
         (``ReduceOp.AVG``). ``loss_scale``: what the gradients were multiplied with. ``following``: the step of the
-        next reduce-scatter, if it is known.
+        next reduce-scatter, if it is known. A step of which nobody says how it ended (:meth:`finish_step`) counts when a
+        later one begins.
         """
+        self._begin_step(bucket, step)
         exchange = Exchange("grad", self.stream, step)
         reduction = self._reduction(exchange, averaged, loss_scale, following)
         return self._begin(exchange, bucket, self.rules["grad"][bucket], buffer, output, collective, reduction)
@@ -240,6 +243,7 @@ class LossyGroup:
         following: int | None = None,
     ) -> None:
         """``buffer`` [N * shard], the gradients of ``step``, is about to be all-reduced: all of it will arrive."""
+        self._begin_step(bucket, step)
         rule = self.rules["grad"][bucket]
         exchange, members = Exchange("grad", self.stream, step), self.transport.members
         parts = self.transport.cut["grad"]
@@ -408,7 +412,7 @@ class LossyGroup:
 
     def told(self) -> list[Told]:
         """What became of what this rank sent in the latest step that is over, bucket by bucket."""
-        return self._told
+        return [told for _, told in sorted(self._told.items(), key=lambda one: one[0])]
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -425,31 +429,64 @@ class LossyGroup:
         for step in list(rule.late):
             rule.reported(step, self.transport.reports(Exchange("grad", self.stream, step), bucket, seconds))
 
+    def keep_lost(self, bucket: int, step: int) -> None:
+        """The exchange of ``step`` is over, and its gradients may be overwritten: keep what others say that they lack."""
+        self._ask_for_report(bucket, step, _PATIENCE)
+
+    def _ask_for_report(self, bucket: int, step: int, seconds: float) -> None:
+        rule = self.rules["grad"][bucket]
+        if rule.at_sender and rule.sent_in(step):
+            rule.reported(step, self.transport.reports(Exchange("grad", self.stream, step), bucket, seconds))
+
+    def _begin_step(self, bucket: int, step: int) -> None:
+        self._count_before(bucket, step)
+        self._open[bucket] = step
+
+    def _count_before(self, bucket: int, step: float) -> None:
+        """If nobody has said how the latest step of ``bucket`` ended, and it is before ``step``, it counts."""
+        before = self._open.get(bucket)
+        if before is None or before >= step:
+            return
+        del self._open[bucket]
+        self._ask_for_report(bucket, before, 0.0)
+        rule = self.rules["grad"][bucket]
+        if rule.priority is not None:
+            self._told[bucket] = rule.priority.take_told()
+        rule.finish_step(before, True)
+
+    def _count_all(self) -> None:
+        for bucket in list(self._open):
+            self._count_before(bucket, math.inf)
+
     def finish_step(self, step: int, successful: bool) -> None:
         """Tell the recovery rules whether the optimizer used the gradients of ``step``."""
         until = time.monotonic() + _PATIENCE
-        for bucket, rule in enumerate(self.rules["grad"]):
-            if rule.at_sender and rule.sent_in(step):
-                exchange, left = Exchange("grad", self.stream, step), max(until - time.monotonic(), 0.0)
-                rule.reported(step, self.transport.reports(exchange, bucket, left))
-        self._told = [rule.priority.take_told() for rule in self.rules["grad"] if rule.priority is not None]
-        for rules in self.rules.values():
-            for rule in rules:
+        for bucket in range(len(self.rules["grad"])):
+            self._count_before(bucket, step)
+            self._open.pop(bucket, None)
+            self._ask_for_report(bucket, step, max(until - time.monotonic(), 0.0))
+        rules = enumerate(self.rules["grad"])
+        self._told = {bucket: rule.priority.take_told() for bucket, rule in rules if rule.priority is not None}
+        for phase in self.rules.values():
+            for rule in phase:
                 rule.finish_step(step, successful)
 
     def close(self) -> None:
         """There are no more exchanges."""
+        self._count_all()
         self.transport.close()
 
     def restart(self) -> None:
         """All replicas are equal, and begin as those of a checkpoint that was loaded."""
         self._made_last = Latest()
+        self._open = {}
         for rules in self.rules.values():
             for rule in rules:
                 rule.restart()
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """The states of the rules, by phase, and what was counted."""
+        """The states of the rules, by phase, and what was counted. The latest step counts, if nobody has said otherwise."""
+        self._count_all()
         for bucket in range(len(self.rules["grad"])):
             self._ask_for_late_reports(bucket, math.inf)
         counted = {} if self.counted is None else {"counted": [self.counted.state_dict()]}
@@ -457,6 +494,7 @@ class LossyGroup:
 
     def load_state_dict(self, state: dict[str, list[Any]], device: torch.device) -> None:
         """Restore :meth:`state_dict`, with tensors on ``device``."""
+        self._open = {}
         state = dict(state)
         if self.counted is not None and (counted := state.pop("counted", None)):
             self.counted.load_state_dict(*counted)

@@ -35,13 +35,16 @@ def lossy_reduce_scatter(
 ) -> Transfer | None:
     """Reduce-scatter in which some units do not arrive. The configured rule recovers the result.
 
+    A step counts when a later one begins, when the state of ``lossy`` is saved, and when that is closed. For a step whose
+    result is not used, call ``lossy.finish_step(step, False)`` before the next one.
+
     Args:
         lossy: says what ``group`` loses, and what is done about it.
         bucket: the number of the bucket.
         output: [shard], of any floating dtype. It receives the recovered sum (SUM, the default) or mean (AVG) of this
             rank's shard. It may be this rank's part of ``input``.
         input: [N * shard], of the same dtype. It is changed in place: what will not arrive is removed from it.
-        step: the iteration, from 0. It must be the same on all ranks.
+        step: the iteration, from 0. It must be the same on all ranks, and grow.
     """
     averaged = op == dist.ReduceOp.AVG
     if not averaged and op != dist.ReduceOp.SUM:
@@ -52,7 +55,8 @@ def lossy_reduce_scatter(
     def collective() -> dist.Work | None:
         return reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)
 
-    return _finish(lossy.reduce_scatter(bucket, input, output, step, collective, averaged), async_op)
+    transfer = lossy.reduce_scatter(bucket, input, output, step, collective, averaged)
+    return _finish(transfer.then(lambda _: lossy.keep_lost(bucket, step)), async_op)
 
 
 _averages: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()

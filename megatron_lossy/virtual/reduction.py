@@ -12,7 +12,7 @@ from ..exchange import Delivery, Exchange
 from ..hooks.lossy_all_reduce import shard_size
 from ..hooks.replicated import ReplicaStream
 from ..transport import BucketSpec, Transfer
-from .in_memory import groups_in_memory
+from ..transport.in_memory import groups_in_memory
 
 
 class LossyReduction:

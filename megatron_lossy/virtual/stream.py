@@ -17,7 +17,7 @@ from ..exchange import Delivery, Exchange, Stream, units_of
 from ..hooks.main_weights import MainWeights
 from ..hooks.replicated import errors_of_owner
 from ..transport import BucketSpec, Transfer
-from .in_memory import groups_in_memory
+from ..transport.in_memory import groups_in_memory
 from .leads import Leads
 from .versions import Versions
 

@@ -1,0 +1,114 @@
+"""All ranks of a group in one process: they exchange in memory, and no process group is needed.
+
+    workers = LossyWorkers(LossyConfig(p_grad=0.1, p_param=0.1), [BucketSpec(shard)], 4)
+    for step in range(steps):
+        ...
+        workers.reduce_scatter(0, grad_shards, grads, step)
+        ...                                     # update every worker's own shard
+        workers.all_gather(0, replicas, param_shards, step)
+
+docs/transport.md has a whole program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..config import PHASES, LossyConfig
+from ..errors import refuse
+from ..exchange import Stream
+from ..recovery.base import ordered_sum
+from .drawn import check_links
+from .group import BucketSpec, LossyGroup, cut_buckets
+from .memory import Memory
+from .network import Network, consecutive_nodes
+
+
+def groups_in_memory(
+    config: LossyConfig, specs: Sequence[BucketSpec], stream: Stream, members: range, ranks: int, steps: int | None
+) -> tuple[Memory, list[LossyGroup]]:
+    """What the workers ``members`` of ``ranks`` exchange through, and the group of each of them.
+
+    ``steps``: length of the run, if known. Raises :class:`UsageError` where the loss flags do not fit.
+    """
+    cut = cut_buckets(config, specs)
+    nodes = None
+    if config.lossy_links == "inter-node":
+        nodes = consecutive_nodes(range(ranks), config.ranks_per_node)
+    networks = {phase: Network(config, phase, ranks, nodes) for phase in PHASES}
+    check_links(networks, stream, cut, len(members), steps)
+    memory = Memory(networks, stream, members, cut)
+    return memory, [LossyGroup(config, memory.worker(rank)) for rank in range(len(members))]
+
+
+class LossyWorkers:
+    """``workers`` ranks in one process. They lose what as many real ranks lose with the same flags.
+
+    ``buckets`` and ``steps``: as of :meth:`LossyGroup.create`. ``groups``: one of each worker. Gradients are added up in the
+    order of the workers, in float32 at least, and rounded once. Raises :class:`UsageError` where the loss flags do not fit.
+    """
+
+    def __init__(
+        self, config: LossyConfig, buckets: Sequence[BucketSpec], workers: int, steps: int | None = None
+    ) -> None:
+        for flag, value, plain in (
+            ("--transport", config.transport, ("torch", "pieces")),
+            ("--param-priority", config.param_priority, ("none",)),
+        ):
+            if value not in plain:
+                raise refuse(flag, value, f"must be {' or '.join(plain)}: workers of one process exchange in memory")
+        _, self.groups = groups_in_memory(config, buckets, Stream(), range(workers), workers, steps)
+
+    @torch.no_grad()
+    def reduce_scatter(
+        self,
+        bucket: int,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        step: int,
+        averaged: bool = False,
+    ) -> None:
+        """What :func:`lossy_reduce_scatter` does on every rank.
+
+        ``outputs``: of each worker [shard]; they receive the recovered sum, or mean if ``averaged``. ``inputs``: of each
+        worker [N * shard], changed in place.
+        """
+        pairs = zip(self.groups, inputs, outputs, strict=True)
+        transfers = [
+            group.reduce_scatter(bucket, whole, output, step, _nothing, averaged) for group, whole, output in pairs
+        ]
+        # What will not arrive has been removed from all of them.
+        for rank, output in enumerate(outputs):
+            parts = torch.stack([whole.chunk(len(inputs))[rank] for whole in inputs])
+            output.copy_(ordered_sum(parts, averaged))
+        for transfer in transfers:
+            transfer.wait()
+
+    @torch.no_grad()
+    def all_gather(
+        self, bucket: int, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], step: int
+    ) -> None:
+        """What :func:`lossy_all_gather` does on every rank.
+
+        ``outputs``: of each worker its replica [N * shard]; a unit that does not arrive keeps its old value. ``inputs``: of
+        each worker the fresh values of its shard [shard], in its replica or not.
+        """
+        pairs = zip(self.groups, outputs, inputs, strict=True)
+        transfers = [group.all_gather(bucket, replica, sent, step, _nothing) for group, replica, sent in pairs]
+        whole = torch.cat(list(inputs))  # with the leads that they are sent with
+        for replica in outputs:
+            replica.copy_(whole)
+        for transfer, group, sent in zip(transfers, self.groups, inputs, strict=True):
+            transfer.wait()
+            group.keep_sent(bucket, sent)
+
+    def finish_step(self, step: int, successful: bool) -> None:
+        """As :meth:`LossyGroup.finish_step`, for all workers."""
+        for group in self.groups:
+            group.finish_step(step, successful)
+
+
+def _nothing() -> None:
+    """All buffers are here."""
