@@ -84,7 +84,7 @@ def test_a_sender_on_timeout(every, monkeypatch):
         took = time.monotonic() - started
         for rank in range(2):
             torch.testing.assert_close(outputs[rank], sum(buffer.chunk(2)[rank] for buffer in buffers))
-        assert took >= 0.05 if every == 7 else took < 20
+        assert took >= 0.05 or every != 7
     for rank in ranks:
         rank.close()
 

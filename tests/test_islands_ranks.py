@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -208,12 +207,11 @@ def die(rank: int, run: tuple[dict, dict]) -> None:
 
 def test_others_notice_that_an_island_is_gone(data, tmp_path):
     """Also those who have nothing to do with the rank that died but through exchanges that are under way."""
-    began = time.monotonic()
     with pytest.raises(RankFailed) as failed:
         run = (SMALL | data | {"train_iters": 100, "eval_iters": 0}, {**LATE, "sync_delay": 5})
         run_ranks(die, 4, run, grouped=False)
     text = str(failed.value)
-    assert "rank 3:\nthe process died" in text and time.monotonic() - began < 60
+    assert "rank 3:\nthe process died" in text and "no result after" not in text
     assert len(re.findall(r"^rank [012]:$", text, re.MULTILINE)) >= 2 and "gloo" in text
 
 

@@ -37,6 +37,8 @@ UDP = {"transport": "udp", "act_transport": "udp", "udp_cipher": "none", "loss_u
 #: The losses of the drawn world: datagrams are dropped when they come.
 DRAWN = LossyConfig(**vars(BOTH) | UDP)
 LOSSLESS = LossyConfig(**UDP, act_packet_bytes=200)
+#: Who waited for a peer that is gone would wait longer than a test may take.
+PATIENT = LossyConfig(**UDP, act_packet_bytes=200, udp_peer_timeout=1000)
 
 
 # --- by value ------------------------------------------------------------------------------------------------------
@@ -315,29 +317,25 @@ def with_a_killed_stage(rank, tiny, config, killed):
 
 
 def test_a_killed_stage_ends_all_others():
-    """At once: its neighbour is told by its host, and those beyond by the neighbour's."""
+    """Not by waiting: its neighbour is told by its host, and those beyond by the neighbour's."""
     tiny = TinyGPT(pipeline=3, layers=3, accumulation=4, tied=False)
-    began = time.monotonic()
     with pytest.raises(RankFailed) as failure:
-        run_ranks(with_a_killed_stage, 3, tiny, LOSSLESS, 2)
-    assert time.monotonic() - began < 40
+        run_ranks(with_a_killed_stage, 3, tiny, PATIENT, 2)
     text = str(failure.value)
     assert re.search(r"PeerLost: rank 2 of stages on ranks 1 and 2 \(127.0.0.1:\d+\): its host refuses datagrams", text)
     assert re.search(r"PeerLost: rank 1 of stages on ranks 0 and 1 \(127.0.0.1:\d+\): ", text)
 
 
 def ended(rank):
-    lossy = hooks.install(LOSSLESS)
+    lossy = hooks.install(PATIENT)
     run = build(PLAIN)
     run.step(0)
-    began = time.monotonic()
     lossy.uninstall()
-    return time.monotonic() - began, lossy.boundaries.links.all[0].counters()[1 - rank]["lost"]
+    return lossy.boundaries.links.all[0].counters()[1 - rank]["lost"]
 
 
 def test_a_run_ends_in_order():
-    for seconds, lost in run_ranks(ended, 2):
-        assert seconds < 4 and lost == 0
+    assert run_ranks(ended, 2) == [0, 0]
 
 
 def test_the_trainer_sends_messages_over_udp(tmp_path):
