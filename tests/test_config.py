@@ -115,6 +115,12 @@ def test_bursts_of_one_phase_of_two_are_used():
     assert gradients.phase("param") == gradients.phase("grad") == LossyConfig(p_grad=0.1).phase("grad")
 
 
+def test_both_halves_of_an_all_reduce_have_the_schedule_of_gradients():
+    halves = LossyConfig(loss_schedule=("0:0.1,5:0", "0:0.4")).all_reduced()
+    for phase in ("grad", "param"):
+        assert [halves.phase(phase).schedule.rate(step) for step in (0, 4, 5)] == [0.1, 0.1, 0]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.delivery_log import writer
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
-from megatron_lossy.delivery_log.schema import RUN, Meta, pack, unpack
+from megatron_lossy.delivery_log.schema import RUN, Meta, file_name, pack, parse_name, unpack
 from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
@@ -293,6 +294,36 @@ def test_a_restart_drops_what_comes_after_the_checkpoint_and_nothing_else(tmp_pa
     assert set(kept) == set(range(iteration))
     write(tmp_path / "a", config, 3, 12, first=iteration or 0)
     assert table(tmp_path / "a").equals(table(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("iteration", [3, 4])
+def test_the_log_of_a_resumed_run_begins_with_its_first_iteration(tmp_path, iteration):
+    """The names of files say which iterations they cover, also those in which nothing was lost."""
+    config = LossyConfig(**LOSSY, delivery_log="later", delivery_log_chunk=4)
+    write(tmp_path, config, 3, iteration)
+    write(tmp_path, config, 3, 9, first=iteration)
+    assert [(path, *parse_name(path)[1:]) for path in sorted(tmp_path.glob("rank_*"))][-2:] == [
+        (tmp_path / file_name(0, first, last), first, last)
+        for first, last in ((iteration, iteration + 3), (iteration + 4, min(iteration + 7, 8)))
+    ]
+    assert DeliveryLogFolder(tmp_path).covered(0) == [(0, 8)]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_row_group_holds_whole_iterations(tmp_path, monkeypatch, resumed):
+    """Also where it is full in the middle of one."""
+    import pyarrow.parquet as pq
+
+    config = LossyConfig(**LOSSY, delivery_log="later", delivery_log_chunk=100)
+    monkeypatch.setattr(writer, "_GROUP_BYTES", 1)
+    streams = (Stream(), Stream("expert", 1))
+    write(tmp_path, config, 3, 4, streams=streams)
+    if resumed:
+        write(tmp_path, config, 3, 9, streams=streams, first=4)
+    [*_, path] = sorted(tmp_path.glob("rank_*"))
+    file = pq.ParquetFile(path)
+    groups = [set(file.read_row_group(group)["iteration"].to_pylist()) for group in range(file.num_row_groups)]
+    assert groups == [{step} for step in (range(4, 9) if resumed else range(4))]
 
 
 def test_a_folder_with_another_run_is_refused(tmp_path):

@@ -258,10 +258,23 @@ def test_its_state_is_all_that_there_is():
     assert torch.equal(exchange(other, grads, 3, sent[3]), torch.where(there, grads, 0.0))
 
 
-def sends_unseen(rule, grads, step):
+def test_the_age_of_what_is_kept_is_saved():
+    """The same unit is lost four times, the last time after a resume."""
+    units, lost = units_of(4, 2), np.array([[True, True], [False, True]])
+    rule = ErrorFeedback(units, 0)
+    for step in range(4):
+        if step == 3:
+            saved, rule = rule.state_dict(), ErrorFeedback(units, 0)
+            rule.load_state_dict(saved, torch.device("cpu"))
+        exchange(rule, torch.ones(2, 4), step, lost)
+        assert rule.priority.told.oldest == step + 1
+        rule.finish_step(step, True)
+
+
+def sends_unseen(rule, grads, step, scale=None):
     """What of ``grads`` [N, shard] is sent where only the network knows what will arrive."""
     buffer = grads.clone().view(-1)
-    rule.before(buffer, None, Reduction(exchange=Exchange("grad", Stream(), step)))
+    rule.before(buffer, None, Reduction(loss_scale=scale, exchange=Exchange("grad", Stream(), step)))
     return buffer.view(grads.shape)
 
 
@@ -296,6 +309,24 @@ def test_a_late_report_delays_and_drops_nothing(seed):
         rule.reported(late, unsaid.pop(late))
     assert rule.late == []
     assert torch.equal(applied + sends_unseen(rule, torch.zeros(size, shard), 99), given_)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_late_report_knows_the_loss_scale_of_what_was_sent(dtype, late):
+    """The scale is another one in each step; what is kept has none."""
+    rule, lost = ErrorFeedback(units_of(4, 2), 0), np.array([[False, False], [True, False]])
+    grads = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]], dtype=dtype)
+    assert torch.equal(sends_unseen(rule, 8 * grads, 0, torch.tensor(8.0)), 8 * grads)
+    rule.reported(0, None if late else lost)
+    rule.finish_step(0, True)
+    if late:
+        assert torch.equal(sends_unseen(rule, 4 * grads, 1, torch.tensor(4.0)), 4 * grads)
+        rule.reported(1, np.zeros_like(lost))
+        rule.finish_step(1, True)
+        rule.reported(0, lost)
+    expected = 2 * torch.tensor([[1.0, 2, 3, 4], [10, 12, 7, 8]], dtype=dtype)
+    assert torch.equal(sends_unseen(rule, 2 * grads, 2, torch.tensor(2.0)), expected)
 
 
 def test_a_rule_without_a_residual_asks_for_late_reports_too():

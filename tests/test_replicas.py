@@ -9,7 +9,9 @@ import torch
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
+from megatron_lossy.delivery_log.verify_errors import verify_errors
 from tests.ranks import RankFailed, run_ranks
+from tests.test_error_log import rows_of
 from tests.tiny_gpt import TinyGPT, missing
 
 STEPS = 6
@@ -226,6 +228,21 @@ def test_what_an_all_reduce_lost_can_be_drawn_again(tmp_path):
     assert (rows.lost[rows.phase == "param"] > 0).all() and not rows.bitmap.is_valid().to_numpy(
         zero_copy_only=False
     ).any()
+
+
+@pytest.mark.parametrize("at", ["broadcast", "reduce"])
+def test_errors_of_ranks_are_logged_as_those_of_virtual_workers(tmp_path, at):
+    """Row by row, but for digests of other gradients; and that nothing is missing the log itself can tell."""
+    rows = {}
+    for name, run, size in (("real", on_ranks, 2), ("virtual", virtually, 1)):
+        folder = tmp_path / name
+        config = changed(grad_error_rate=0.7, grad_error_at=at, delivery_log=str(folder), allow_divergence=True)
+        arguments = ([("logged", full(), config)], 4)
+        run_ranks(run, size, *(arguments if size == 2 else (2, *arguments)))
+        verdict = verify_errors(folder)
+        assert verdict.problems == [] and verdict.rows > 0
+        rows[name] = rows_of(folder)
+    assert rows["real"] == rows["virtual"]
 
 
 # --- what repair guarantees ----------------------------------------------------------------------------------------

@@ -178,6 +178,25 @@ def test_one_replica_that_is_not_finite_is_left_out(state, overlap, aside):
     assert [one.not_finite for one in toy.synchroniser.take()][:2] == [1, 0]
 
 
+@pytest.mark.parametrize("state", ["params", "all"])
+def test_a_replica_whose_moments_alone_are_not_finite_is_left_out(state):
+    """Its next update would spoil its parameters; until then they are finite."""
+    toy, others = (
+        FullReplicas(LocalPeers(3), optimizer="adam", param_sync_interval=2, param_sync_state=state, **NOISE)
+        for _ in range(2)
+    )
+    for _ in range(2):
+        if toy.iteration == 1:
+            wrong = toy.optimizers[1].state[toy.parameters[1][3]]["exp_avg_sq"]
+            wrong[7] = torch.inf  # the update divides by it, and what comes out is finite
+        toy.step()
+        others.step()
+    assert np.isfinite(toy.weights()).all()
+    [told] = toy.synchroniser.take()
+    assert told.not_finite == 1 and others.synchroniser.take()[0].not_finite == 0
+    assert all(torch.isfinite(one).all() for k in range(3) for one in toy.moments(k))
+
+
 def test_without_a_finite_replica_nothing_is_averaged(caplog):
     toy = FullReplicas(LocalPeers(2), param_sync_interval=1, **NOISE)
     for own in toy.parameters:

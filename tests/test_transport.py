@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import BucketUnits, Delivery, Exchange, Stream
@@ -256,6 +257,24 @@ def test_a_group_keeps_the_last_delivery_and_hands_it_over():
     assert not group.delivery("param", 4).arrived[0, 2, 3]
     group.restart()
     assert group.delivery("param", 4).arrived[0].sum() == arrived_of_4  # what is drawn again
+
+
+def test_errors_of_owners_grow_with_the_loss_scale():
+    """What the optimizer sees, divided by the scale, has the same error: in the path without losses, and in the other."""
+    for p in (0.0, 0.4):
+        config = LossyConfig(
+            p_grad=p, lossy_self=p > 0, allow_divergence=True, grad_error="gaussian", grad_error_std=0.5
+        )
+        seen = []
+        for scale in (None, 1.0, 8.0, torch.tensor(1024.0)):
+            group = group_in_memory(config, rank=0, size=1)
+            group.errors = Errors(make_corruption(config), 0, [np.array([[0, 8]])], 32)
+            gradient = torch.arange(8.0) * (1.0 if scale is None else scale)
+            group.reduce_scatter(0, gradient, gradient, 3, lambda: None, loss_scale=scale).wait()
+            seen.append(gradient / (1.0 if scale is None else scale))
+        assert not torch.equal(seen[0], torch.arange(8.0))
+        for other in seen[1:]:
+            torch.testing.assert_close(other, seen[0])
 
 
 class Work:

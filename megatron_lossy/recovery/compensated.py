@@ -106,11 +106,13 @@ class Compensated(Stale):
 
     def state_dict(self) -> dict[str, Any]:
         lead = self._lead.clone() if self._leads and self._lead is not None else None
-        return {"lead": lead, "step": self._step}
+        # Loops on the public collectives say right after an exchange that the next update begins.
+        before = self._before.clone() if self._updated and self._before is not None else None
+        return {"lead": lead, "before": before, "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        self._lead, self._before = state["lead"], None
-        if self._lead is not None:
-            self._lead = self._lead.to(device, copy=True)
-        self._leads, self._updated = self._lead is not None, False
+        lead, before = state["lead"], state.get("before")  # which earlier versions did not save
+        self._lead = None if lead is None else lead.to(device, copy=True)
+        self._before = None if before is None else before.to(device, copy=True)
+        self._leads, self._updated = lead is not None, before is not None
         self._step = state["step"]

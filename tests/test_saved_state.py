@@ -1,0 +1,302 @@
+"""What is saved is what a run needs: every entry of every state is taken away in turn (``saved_state.py``)."""
+
+import ast
+import copy
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.study.theory.islands import rounds_of
+from megatron_lossy.sync import LocalPeers, average
+from megatron_lossy.transport import BucketSpec, LossyWorkers
+from tests.full_replicas import FullReplicas
+from tests.saved_state import unmissed, walk
+from tests.test_transport_in_memory import SHARDS, Rank
+
+PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
+CPU = torch.device("cpu")
+
+#: Every class with a state, and the walk below, or the test, that has it.
+WALKED = {
+    "transport.group.LossyGroup": "test_groups",
+    "transport.counted.Counted": "test_groups",
+    "recovery.base.Rule": "test_groups",
+    "recovery.stale.Stale": "test_groups",
+    "recovery.compensated.Compensated": "test_groups",
+    "recovery.feedback.ErrorFeedback": "test_groups",
+    "recovery.previous.Previous": "test_groups",
+    "recovery.priority.ParamPriority": "test_saved_state_virtual.py",
+    "sync.synchroniser.Synchroniser": "test_full_replicas",
+    "sync.average.Piece": "test_full_replicas",
+    "sync.interval.Interval": "test_full_replicas",
+    "sync.replicas.FullReplicas": "test_saved_state_virtual.py",
+    "sync.monitor.ReplicaMonitor": "test_saved_state_virtual.py",
+    "sync.rounds.Rounds": "test_islands",
+    "sync.rule.Rule": "test_islands",
+    "sync.outer.DiLoCo": "test_islands",
+    "sync.correction.MovingAverage": "test_islands",
+    "sync.correction.SmithPredictor": "test_islands",
+    "virtual.versions.Versions": "test_saved_state_virtual.py",
+    "virtual.stages.Stages": "test_saved_state_virtual.py",
+    "monitor.observer.Observer": "test_saved_state_virtual.py",
+    "monitor.window.Window": "test_saved_state_virtual.py",
+    "monitor.exchanges.ExchangeMonitor": "test_saved_state_virtual.py",
+    "monitor.drift.Drift": "test_saved_state_virtual.py",
+    "monitor.priority.PriorityMonitor": "test_saved_state_virtual.py",
+    "monitor.boundaries.BoundaryMonitor": "test_saved_state_virtual.py",
+    "monitor.islands.IslandMonitor": "test_islands_train.py, saved and resumed",
+    "hooks.islands.RankIslands": "test_islands_ranks.py, saved and resumed",
+    "pipeline.stash.Stash": "test_async_pipeline.py, saved and resumed",
+    "train.async_pipeline.StageWorkers": "test_async_pipeline.py, saved and resumed",
+    "run.Pipeline": "no class of its own: what a pipeline must have",
+}
+
+
+def test_every_class_with_a_state_is_walked():
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+                found |= {f"{module}.{node.name}"} if "state_dict" in methods else set()
+    assert found == set(WALKED)
+
+
+# --- groups --------------------------------------------------------------------------------------------------------
+
+SIZE = 3
+PACKETS = {"loss_unit": "packet", "packet_bytes": 16}
+BURSTS = {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (3.0,)}
+LEAD = {"param_send": "compensated"}
+GROUPS = {
+    **{rule: PACKETS | {"grad_recovery": rule} for rule in ("renormalize", "zero", "previous")},
+    "previous of shards": {"grad_recovery": "previous", "lossy_self": True},
+    "error-feedback": PACKETS | {"grad_recovery": "error-feedback", "grad_priority": "none"},
+    "error-feedback, bursts": PACKETS | BURSTS | {"grad_recovery": "error-feedback", "grad_priority_fraction": 0.1},
+    "lead": LEAD,
+    "lead, bursts": PACKETS | BURSTS | LEAD | {"grad_recovery": "error-feedback"},
+    "lead, schedule": BURSTS | LEAD | {"loss_schedule": ("0:0.4,4:0,5:0.2",), "grad_recovery": "previous"},
+    "lead, given": LEAD | {"param_lag": "0.5,0.25", "grad_recovery": "previous"},
+    "lead, counted": PACKETS | LEAD | {"loss_model": ("trace",)},
+}
+
+
+class Groups:
+    """Workers that descend with the public collectives; what a loop of somebody's saves itself is saved beside."""
+
+    def __init__(self, config):
+        self.lossy = LossyWorkers(config, [BucketSpec(shard) for shard in SHARDS], SIZE)
+        self.ranks = [Rank(rank, SIZE, torch.float32) for rank in range(SIZE)]
+        self.step = 0
+
+    def run(self, steps):
+        history = []
+        for _ in range(steps):
+            self.one()
+            rules = [rule for group in self.lossy.groups for rule in group.rules["grad"]]
+            told = [vars(rule.priority.told) for rule in rules if rule.priority is not None]
+            leads = [group.lead(self.step) for group in self.lossy.groups]
+            history.append([[one.copy() for one in self.replicas()], copy.deepcopy(told), leads])
+        return history
+
+    def one(self):
+        for bucket in range(len(SHARDS)):
+            pieces = [one.gradients(bucket) for one in self.ranks]
+            self.lossy.reduce_scatter(bucket, [one.grads[bucket] for one in self.ranks], pieces, self.step)
+        for bucket in range(len(SHARDS)):
+            for one in self.ranks:
+                one.update(bucket)
+            replicas, owned = zip(*((one.replicas[bucket], one.owned[bucket]) for one in self.ranks), strict=True)
+            self.lossy.all_gather(bucket, replicas, owned, self.step)
+        self.step += 1
+
+    def replicas(self):
+        return [replica.numpy() for one in self.ranks for replica in one.replicas]
+
+    def state(self):
+        return copy.deepcopy([group.state_dict() for group in self.lossy.groups])
+
+    def resume(self, other, state):
+        """Go on from where ``other`` is, with ``state``."""
+        self.step = other.step
+        for mine, theirs in zip(self.ranks, other.ranks, strict=True):
+            for replica, value in zip(mine.replicas, theirs.replicas, strict=True):
+                replica.copy_(value)
+            mine.random.set_state(theirs.random.get_state())
+        for group, one in zip(self.lossy.groups, state, strict=True):
+            group.load_state_dict(one, CPU)
+
+
+def config_of(flags, folder):
+    config = {"p_grad": 0.4, "p_param": 0.4} | flags
+    if config.get("loss_model") == ("trace",) or "loss_schedule" in config:
+        del config["p_grad"], config["p_param"]
+    if config.get("loss_model") == ("trace",):
+        config["trace"] = trace(folder, SIZE, 13 + 2)
+    return LossyConfig(**config)
+
+
+def trace(folder, size, units):
+    """Of 16 steps; what was lost is often lost again, so that what is kept of a lead counts too."""
+    random, path = np.random.default_rng(3), str(folder / "trace.npz")
+    arrived = random.random((16, size, size, units)) > 0.4
+    for step in range(1, len(arrived)):
+        arrived[step] = np.where(random.random(arrived[step].shape) < 0.7, arrived[step - 1], arrived[step])
+    np.savez(path, grad=arrived, param=arrived)
+    return path
+
+
+def walk_of(make, steps, more):
+    """Of what ``make()`` gives, saved after ``steps``, that then makes ``more``."""
+    first = make()
+    fresh = first.state()
+    first.run(steps)
+    state, here = first.state(), copy.deepcopy(first)
+    expected = first.run(more)
+
+    def goes_on(changed):
+        if changed is None:
+            return expected
+        again = make()
+        again.resume(here, changed)
+        return again.run(more)
+
+    return walk(state, fresh, goes_on)
+
+
+def test_groups(tmp_path):
+    """In any case a run continues bit for bit, and the states of rules, of leads and of what was counted are all missed."""
+    results = {}
+    for name, flags in GROUPS.items():
+        config = config_of(flags, tmp_path)
+        for steps in (4, 5):
+            continues, results[f"{name}, {steps}"] = walk_of(lambda config=config: Groups(config), steps, 4)
+            assert continues, (name, steps)
+    problems = unmissed(
+        results,
+        {
+            "*/grad/*/kept": "what the next step loses, where it is known which one that is: of runs",
+            "*/param/*/step": "of an update that is sent again, which loops on the public collectives do not",
+            "*/counted/*/steps": "the same",
+            "*/counted/*/coming": "these loops do not wait for the counts of others",
+        },
+    )
+    assert not problems, problems
+
+
+# --- full replicas -------------------------------------------------------------------------------------------------
+
+ERRORS = {"grad_error": "gaussian", "grad_error_relative": 0.5}
+REPLICAS = {
+    "mean": ERRORS | {"param_sync_interval": 3},
+    "overlapped": ERRORS
+    | {"param_sync_interval": 2, "param_sync_overlap": True, "param_sync_state": "all", "optimizer": "adam"},
+    "in place": ERRORS
+    | {"param_sync_interval": 2, "param_sync_overlap": True, "param_sync_rule": "divergence", "aside": True},
+    "by divergence": ERRORS | {"param_sync_interval": 2, "param_sync_rule": "divergence"},
+    "first": ERRORS | {"param_sync_interval": 2, "param_sync_overlap": True, "param_sync_source": "first"},
+    "one is not finite": ERRORS | {"param_sync_interval": 2, "param_sync_overlap": True, "added": torch.nan},
+    "one is wrong": {"param_sync_interval": 2, "param_sync_overlap": True, "added": 3.0},
+}
+
+
+class Replicas(FullReplicas):
+    """Their parameters and optimizers are saved by others."""
+
+    def __init__(self, added=0.0, **flags):
+        super().__init__(LocalPeers(3), **flags)
+        self._added = added  # to a weight of the first one, before a synchronisation
+
+    def run(self, steps):
+        history = []
+        for _ in range(steps):
+            if self.iteration == 3:
+                self.parameters[0][0][0] += self._added
+            self.step()
+            told = [vars(one) for one in self.synchroniser.take()]
+            history.append([self.weights() if not self.synchroniser.moves else None, told])
+        return history
+
+    def state(self):
+        return copy.deepcopy(self.synchroniser.state_dict())
+
+    def resume(self, other, state):
+        self.iteration = other.iteration
+        for mine, theirs in zip(self.parameters, other.parameters, strict=True):
+            for one, value in zip(mine, theirs, strict=True):
+                one.copy_(value)
+        for mine, theirs in zip(self.optimizers, other.optimizers, strict=True):
+            mine.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        self.synchroniser.load_state_dict(state)
+
+
+def test_full_replicas(monkeypatch):
+    monkeypatch.setattr(average, "ALONE", 2**10)  # from which tensors are averaged in place
+    results = {}
+    for name, flags in REPLICAS.items():
+        for steps in (4, 5):
+            continues, results[f"{name}, {steps}"] = walk_of(lambda flags=flags: Replicas(**flags), steps, 4)
+            assert continues, (name, steps)
+    problems = unmissed(
+        results,
+        {
+            "flight/parts/*/source": "what a replica was copied from is not asked again when the copy has arrived",
+            "flight/parts/*/moments/*/before": "only the divergence of parameters is measured",
+        },
+    )
+    assert not problems, problems
+
+
+# --- islands -------------------------------------------------------------------------------------------------------
+
+LATE = {"islands": 3, "sync_method": "parameters", "sync_interval": 2, "sync_delay": 5, "sync_fraction": 0.5}
+ISLANDS = {
+    "mixing": LATE,
+    "mixing, bf16": LATE | {"sync_dtype": "bf16"},
+    "ema": LATE | {"delay_correction": "ema"},
+    "smith": LATE | {"delay_correction": "smith", "mixing_gain": "0.5", "sync_subset": "partition"},
+    "lost": LATE | {"p_sync": 0.3, "delay_correction": "smith", "mixing_gain": "0.5"},
+    "diloco": {"islands": 3, "sync_method": "diloco", "sync_interval": 3},
+    "eager": {"islands": 3, "sync_method": "eager-diloco", "sync_interval": 3, "sync_delay": 3},
+}
+
+
+class Islands:
+    """What they exchange; their weights, which drift, are saved by others."""
+
+    def __init__(self, config):
+        self.weights = torch.randn(3, 60, generator=torch.Generator().manual_seed(0))
+        self.rounds, self.rows = rounds_of(config, self.weights, 30)
+        self.step = 0
+
+    def run(self, steps):
+        history = []
+        for _ in range(steps):
+            random = torch.Generator().manual_seed(self.step)
+            self.weights.add_(torch.randn(self.weights.shape, generator=random), alpha=0.1)
+            self.rounds.after_iteration(self.step, self.rows)
+            self.step += 1
+            history.append(self.weights.clone())
+        return history
+
+    def state(self):
+        return copy.deepcopy(self.rounds.state_dict())
+
+    def resume(self, other, state):
+        self.step = other.step
+        self.weights.copy_(other.weights)
+        self.rounds.load_state_dict(state)
+
+
+def test_islands():
+    results = {}
+    for name, flags in ISLANDS.items():
+        for steps in (6, 9):
+            config = LossyConfig(**flags)
+            continues, results[f"{name}, {steps}"] = walk_of(lambda config=config: Islands(config), steps, 8)
+            assert continues, (name, steps)
+    problems = unmissed(results, {})
+    assert not problems, problems
