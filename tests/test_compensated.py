@@ -12,7 +12,7 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.hooks.buckets import own_shard
 from megatron_lossy.hooks.seam import slot_of
-from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather
+from megatron_lossy.transport import BucketSpec, LossyGroup, LossyWorkers, lossy_all_gather
 from megatron_lossy.transport.counted import Counted
 from tests.ranks import RankFailed, run_ranks
 from tests.test_hooks_owner_weights import OVERLAPS, resume, save_and_go_on
@@ -368,6 +368,45 @@ def test_replicas_of_a_plain_process_group_are_not_late(channel):
             expected = age if send == "plain" else 0.0
         error = 3.0 / np.sqrt(late.size * 1000 / 40)
         assert abs(late.mean() - expected) < 5 * error, (late.mean(), expected)
+
+
+@pytest.mark.parametrize("resumed", [None, 3, 6, 9])
+def test_a_lead_follows_a_schedule(resumed):
+    """In steps without loss nothing is ahead, and the lead begins anew; against the recursion, also after a resume."""
+    config = LossyConfig(
+        loss_model=("gilbert-elliott",),
+        loss_schedule=("0:0.4,4:0,7:0.2",),
+        ge_mean_burst=(4.0,),
+        param_send="compensated",
+    )
+    workers, shard, random = 3, 8, np.random.default_rng(5)
+    lossy = LossyWorkers(config, [BucketSpec(shard)], workers)
+    replicas = [torch.zeros(workers * shard) for _ in range(workers)]
+    owned = [replica.chunk(workers)[rank] for rank, replica in enumerate(replicas)]
+    weights, lead = np.zeros((workers, shard), np.float32), np.zeros((workers, shard), np.float32)
+    expected, ahead = np.zeros((workers, workers, shard), np.float32), []
+    for step in range(11):
+        if step == resumed:
+            saved = [group.state_dict() for group in lossy.groups]
+            lossy = LossyWorkers(config, [BucketSpec(shard)], workers)
+            for group, state in zip(lossy.groups, saved, strict=True):
+                group.load_state_dict(state, torch.device("cpu"))
+        before, weights = weights, weights + random.standard_normal(weights.shape).astype(np.float32)
+        for mine, value in zip(owned, weights, strict=True):
+            mine.copy_(torch.from_numpy(value))
+        lossy.all_gather(0, replicas, owned, step)
+        rate = 0.4 if step < 4 else 0.0 if step < 7 else 0.2
+        c, r = theory.Lag.of(rate, 4.0).lead if rate else (0.0, 0.0)
+        assert lossy.groups[0].lead(step) == pytest.approx((c, r), rel=1e-6)
+        lead = (c * (weights - before) + r * lead) * (step > 0)
+        ahead.append(np.abs(lead).max())
+        for rank, group in enumerate(lossy.groups):
+            delivery = group.delivery("param", step)
+            there = np.ones((workers, shard), dtype=bool) if delivery is None else delivery.arrived[0]
+            expected[rank] = np.where(there, weights + lead, expected[rank])
+            expected[rank, rank] = weights[rank]
+            np.testing.assert_allclose(replicas[rank].numpy().reshape(workers, shard), expected[rank], atol=1e-5)
+    assert [value > 0 for value in ahead] == [step not in (0, 4, 5, 6) for step in range(11)]
 
 
 def descend(config, gain, beta1, workers, steps):
