@@ -18,7 +18,10 @@ HEADER = np.dtype(
         ("source", "<u2"),  # rank in the channel
         ("channel", "<u4"),
         ("number", "<u8"),  # counts the datagrams from one process to another; the nonce
-        ("step", "<u4"),  # counts the exchanges of a phase and bucket that crossed as datagrams, from 0; not the iteration
+        (
+            "step",
+            "<u4",
+        ),  # counts the exchanges of a phase and bucket that crossed as datagrams, from 0; not the iteration
         ("bucket", "<u2"),
         ("phase", "u1"),
         ("attempt", "u1"),  # 0
