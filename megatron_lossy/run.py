@@ -57,8 +57,8 @@ def make_observers(
 ) -> list[Observer]:
     """The observers that the flags ask for; none where nothing can happen.
 
-    ``groups``, ``carriers``, ``full_replicas``: those of the run. ``writer``: who writes the delivery log; default this
-    process's rank.
+    ``groups``, ``carriers``, ``full_replicas``: those of the run. ``writer``: the launched rank, as whom this process writes
+    the delivery log and lines for the user; default its rank.
     """
     if config.inert:
         return []
@@ -72,7 +72,7 @@ def make_observers(
     if config.transport == "udp":
         from .transport.udp.monitor import DatagramMonitor
 
-        observers.append(DatagramMonitor(carriers))
+        observers.append(DatagramMonitor(carriers, writer))
     if config.drift_interval and not (config.lossless or config.replicates):
         observers.append(Drift(config))
     if config.delivery_log is not None and not config.lossless:

@@ -8,7 +8,7 @@ import pytest
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.report.scalars import AXES
-from megatron_lossy.transport.udp.monitor import advice, summary, totals
+from megatron_lossy.transport.udp.monitor import DatagramMonitor, advice, summary, totals
 from megatron_lossy.transport.udp.process import close_engines
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
@@ -80,6 +80,28 @@ def test_metrics_are_sums_over_ranks_since_the_last_record():
     assert lines[-1].startswith("udp, rank 0, all: sent ") and both[1][2][0].startswith("udp, rank 1, all: sent ")
     assert "dense-e0-s0-c0, ranks 0 and 1: sent" in lines[0] and "round trip" in lines[0]
     assert len(both[1][2]) == 1  # of every peer once
+
+
+def test_lines_of_islands_have_the_rank_that_was_launched(capsys):
+    """Each of them has a rank 0; peers are listed by the first of all ranks only."""
+
+    class Link:
+        name, rank = "islands dense-0", 1
+
+        def counters(self):
+            return {0: collections.Counter(sent=5)}
+
+        def rates(self):
+            return {0: {"rate": 1e6, "rtt_min": 0.001}}
+
+    for rank in (0, 2):
+        DatagramMonitor(lambda: [Link()], rank).close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "udp, islands dense-0, ranks 1 and 0",
+        "udp, rank 0, all",
+        "udp, rank 2, all",
+    ]
 
 
 def test_loss_of_a_deadline_is_counted():

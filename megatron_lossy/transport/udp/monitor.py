@@ -93,10 +93,14 @@ class Carrier(Protocol):
 
 
 class DatagramMonitor(Observer):
-    """Counts over all ranks. ``transports``: those of this process, once there are any."""
+    """Counts over all ranks. ``transports``: those of this process, once there are any.
 
-    def __init__(self, transports: Callable[[], Sequence[Carrier]]) -> None:
+    ``rank``: what this process is called, if not by its rank: islands all have a rank 0.
+    """
+
+    def __init__(self, transports: Callable[[], Sequence[Carrier]], rank: int | None = None) -> None:
         self._transports = transports
+        self._called = rank
         self._window = Window(list(_COLUMNS))
         self._counted: Counter[str] = Counter()
         self._said: set[str] = set()
@@ -121,7 +125,7 @@ class DatagramMonitor(Observer):
         for reason, line in advice(self._now(), self._much).items():
             if reason not in self._said:
                 self._said.add(reason)
-                logger.warning("rank %d: %s (said once)", _rank(), line)
+                logger.warning("rank %d: %s (said once)", self._rank(), line)
 
     def metrics(self) -> dict[str, float]:
         now = self._now()
@@ -130,12 +134,13 @@ class DatagramMonitor(Observer):
         return {f"udp {column.replace('_', ' ')}": value for column, value in self._window.close().items()}
 
     def close(self) -> None:
-        for line in summary(self._transports(), _rank()):
+        for line in summary(self._transports(), self._rank()):
             print(line, flush=True)
 
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    def _rank(self) -> int:
+        if self._called is not None:
+            return self._called
+        return dist.get_rank() if dist.is_initialized() else 0
 
 
 def summary(transports: Sequence[Carrier], rank: int) -> list[str]:
