@@ -152,7 +152,7 @@ class _Runner:
         launcher = ["-m"]
         if folder.cell.processes > 1:
             count = str(folder.cell.processes)
-            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, "-m"]
+            launcher = ["-m", "megatron_lossy.launch.agent", "--standalone", "--nproc-per-node", count, "-m"]
         where = str(folder.path)
         program = ["megatron_lossy.train", "--config", str(config), "--save", where, "--load", where]
         return [sys.executable, *launcher, *program]
@@ -180,7 +180,7 @@ class _Runner:
             elif status == 1 and (folder.path / METRICS_FILE).is_file() and folder.result().diverged:
                 folder.finish(DIVERGED, seconds)
             elif not self._stop.is_set():
-                # Of several ranks torchrun does not say how they ended.
+                # Of several ranks the agent says with a status only that one has ended.
                 killed = _signal_name(-status) if status < 0 else "the end of a rank"
                 crashed = status < 0 or folder.cell.processes > 1
                 saved = (latest_iteration(folder.path) or 0) if crashed else 0
