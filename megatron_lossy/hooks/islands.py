@@ -173,9 +173,12 @@ class RankIslands:
     def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
         stride = mean.values.numel() // _SAMPLE | 1  # odd, so that it does not follow blocks
         distance = mean.values[::stride] - sent[0, ::stride]
+        compared: torch.Tensor | int = distance.numel()
         if mean.arrived is not None:
-            distance = distance[mean.arrived[0, ::stride]]
-        self.monitor.used(seconds, float(distance.dot(distance)), distance.numel())
+            arrived = mean.arrived[0, ::stride]
+            distance = distance.where(arrived, 0.0)  # of the same shape, whatever was lost
+            compared = arrived.sum()
+        self.monitor.used(seconds, distance.dot(distance), compared)
 
     @property
     def links(self) -> list[Any]:

@@ -220,7 +220,7 @@ class RankReplica:
                 if self._peers[number].size == 1:
                     continue  # nothing is sent
                 exchange = Exchange("grad", self._streams[number].stream, step)
-                self._errors[number].hit(exchange, k, bucket.grad_data, self._unit())
+                self._errors[number].hit(exchange, k, bucket.grad_data, self._unit)
 
     def _unit(self) -> float:
         scale = self._loss_scale()

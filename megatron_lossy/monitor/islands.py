@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.islands import SYNC_PHASES
 from ..exchange import Delivery
 from .observer import Observer
 from .window import Window
+
+if TYPE_CHECKING:
+    import torch
+
+#: Measurements that are kept on the device at most: of a run that never asks.
+_UNREAD = 1000
 
 
 class IslandMonitor(Observer):
@@ -21,6 +27,7 @@ class IslandMonitor(Observer):
         lost_and_sent = [f"{phase} {column}" for phase in SYNC_PHASES for column in ("lost", "sent")]
         self._window = Window([*lost_and_sent, "exchanges", "bytes", "used", "seconds", "squares", "elements"])
         self._spread = spread
+        self._measured: list[tuple[torch.Tensor, torch.Tensor | int]] = []  # on the device, and not read yet
 
     def observe(self, delivery: Delivery) -> None:
         arrived, phase = delivery.arrived[delivery.crossing], delivery.exchange.phase
@@ -32,14 +39,27 @@ class IslandMonitor(Observer):
         """An exchange began, in which an island sends ``sent`` bytes."""
         self._window.add(exchanges=1, bytes=sent)
 
-    def used(self, seconds: float, squares: float, elements: int) -> None:
-        """A mean was used that was waited for so long; ``squares``: of distances to it, added up over ``elements``."""
-        self._window.add(used=1, seconds=seconds, squares=squares, elements=elements)
+    def used(self, seconds: float, squares: torch.Tensor, elements: torch.Tensor | int) -> None:
+        """A mean was used that was waited for so long; ``squares``: of distances to it, added up over ``elements``.
+
+        Scalars, which are read when somebody asks: to read them now would be to wait for the device.
+        """
+        self._window.add(used=1, seconds=seconds)
+        self._measured.append((squares, elements))
+        if len(self._measured) == _UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        measured, self._measured = self._measured, []
+        for squares, elements in measured:
+            self._window.add(squares=float(squares), elements=int(elements))
 
     def restart(self, iteration: int) -> None:
+        self._measured.clear()
         self._window.clear()
 
     def metrics(self) -> dict[str, float]:
+        self._read()
         total = self._window.close()
         result = {
             f"loss rate {phase}": total[f"{phase} lost"] / max(total[f"{phase} sent"], 1) for phase in SYNC_PHASES
@@ -54,6 +74,7 @@ class IslandMonitor(Observer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
+        self._read()
         return {"window": self._window.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

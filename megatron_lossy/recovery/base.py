@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ..exchange import BucketUnits, Delivery, Exchange, Lost
+from . import copies
 from .priority import Priority
 from .rows import Rows, rows_for
 
@@ -169,6 +170,7 @@ class GradRecovery(Rule):
         What is missing in ``pieces`` may have any value. They are added in the order of the sources, in float32 at
         least, and rounded once. ``kept``: what :meth:`before` returned at the sender, where it removes what is missing.
         """
+        copies.used_here((pieces,))  # which were allocated where the exchange began
         if self.from_pieces and not self.at_sender:
             kept = self.before(pieces, delivery, reduction)
         elif self.from_pieces:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..recovery import copies
+
 
 class Part(NamedTuple):
     """Chosen elements within a stretch of a vector.
@@ -51,7 +53,8 @@ class Places:
     """Elements of a vector of ``size``: the ``blocks`` int64[n], rising, of ``width`` consecutive ones; the last may be cut."""
 
     def __init__(self, blocks: np.ndarray, width: int, size: int, device: torch.device) -> None:
-        self._blocks, self._width, self._size = torch.from_numpy(blocks).to(device), width, size
+        # Here to look numbers up, which on the device would be waited for, and there to copy by.
+        self._blocks, self._rows, self._width, self._size = blocks, copies.to_device(blocks, device), width, size
         self._count = len(blocks) * width
         if len(blocks):
             self._count -= max(0, (int(blocks[-1]) + 1) * width - size)
@@ -79,7 +82,7 @@ class Places:
         """What is chosen of each of ``stretches``, from an element to another one, with the number of the stretch."""
         width = self._width
         edges = [(start // width, -(-start // width), stop // width, -(-stop // width)) for start, stop in stretches]
-        bounds = torch.searchsorted(self._blocks, torch.tensor(edges, device=self._blocks.device)).tolist()
+        bounds = np.searchsorted(self._blocks, edges).tolist()
         for number, (start, stop) in enumerate(stretches):
             begin, low, high, _ = edges[number]
             first, second, third, last = bounds[number]
@@ -91,7 +94,7 @@ class Places:
                 yield number, self._run(first, start - begin * width, low * width - start, 0)
             if second < third:
                 where = slice(second * width, third * width)
-                yield number, Part(where, low * width - start, width, self._blocks[second:third] - low)
+                yield number, Part(where, low * width - start, width, self._rows[second:third] - low)
             if third < last:
                 yield number, self._run(third, 0, stop - high * width, high * width - start)
 

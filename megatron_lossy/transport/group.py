@@ -337,9 +337,9 @@ class LossyGroup:
 
     def _hit(self, exchange: Exchange, bucket: int, output: torch.Tensor, reduction: Reduction) -> None:
         if self.errors is not None and exchange.phase == "grad":
-            scale = 1.0 if reduction.loss_scale is None else float(reduction.loss_scale)
+            scale = 1.0 if reduction.loss_scale is None else reduction.loss_scale
             with torch.no_grad():
-                self.errors.hit(exchange, bucket, output, self.gradient_unit * scale)
+                self.errors.hit(exchange, bucket, output, lambda: self.gradient_unit * float(scale))
 
     def keep_sent(self, bucket: int, sent: torch.Tensor) -> None:
         """The exchange of ``sent`` is over, and it will be updated: what :meth:`before_update` says, for one bucket."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ..exchange import BucketUnits, Delivery, Exchange
-from ..recovery import rows_for
+from ..recovery import copies, rows_for
 from .base import Collective, Transfer, Transport
 from .collective import CollectiveTransport
 
@@ -52,6 +52,7 @@ class PieceTransport(Transport):
 
         def write() -> Delivery:
             delivery = deliver()
+            copies.used_here((received,))
             with torch.no_grad(), stale_kept(buffer, self.cut["param"][bucket], delivery):
                 buffer.copy_(received)
             return delivery

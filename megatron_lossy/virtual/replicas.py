@@ -162,7 +162,7 @@ class VirtualReplicas(VirtualRun):
             for bucket, (buffer, reduced) in enumerate(zip(into[stream], sums, strict=True)):
                 buffer.copy_(reduced[: len(buffer)])
                 if self.workers > 1:  # else nothing is sent
-                    self._errors[stream][worker].hit(exchange, bucket, buffer, self._unit())
+                    self._errors[stream][worker].hit(exchange, bucket, buffer, self._unit)
                 if scale is not None:
                     buffer *= scale
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,8 +69,13 @@ class Errors:
         self._hits: dict[int, Hit] = {}
         self._spared: set[int] = set()
 
-    def hit(self, exchange: Exchange, bucket: int, buffer: torch.Tensor, unit: float = 1.0) -> None:
-        """Do to ``buffer``, the reduced gradient of ``bucket``, what happens in ``exchange``. ``unit``: see :func:`apply`."""
+    def hit(
+        self, exchange: Exchange, bucket: int, buffer: torch.Tensor, unit: Callable[[], float] = lambda: 1.0
+    ) -> None:
+        """Do to ``buffer``, the reduced gradient of ``bucket``, what happens in ``exchange``.
+
+        ``unit()``: see :func:`apply`. It is asked for only if something happens: a loss scale is on the device.
+        """
         if exchange != self._reduced:
             self._reduced, self._told = exchange, False
             drawn = self._corruption.events(exchange, self._rank, self._sizes, self._width)
@@ -79,7 +84,7 @@ class Errors:
         event = self._events.get(bucket)
         if event is None:
             return
-        happened = apply(buffer, event, unit, self._ranges[bucket], self._add_up)
+        happened = apply(buffer, event, unit(), self._ranges[bucket], self._add_up)
         if happened is None:
             self._spared.add(bucket)
             return

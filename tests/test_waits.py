@@ -1,0 +1,152 @@
+"""Nothing waits for the device where the host knows the answer, or nobody needs it yet. ``Waits`` says what is counted."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lossy.channel.corruption import Errors, make_corruption
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.hooks.islands import RankIslands
+from megatron_lossy.monitor.islands import IslandMonitor
+from megatron_lossy.recovery import copies
+from megatron_lossy.sync import Places
+from megatron_lossy.sync.mean import Mean
+from megatron_lossy.transport import BucketSpec, LossyGroup
+from tests.ranks import run_ranks
+from tests.test_replicas import BUCKETS, full
+from tests.test_streams import Graph, Streams
+from tests.test_transport import group_in_memory
+from tests.tiny_gpt import build
+from tests.waits import Waits
+
+
+def test_the_count_sees_what_waits():
+    values = torch.arange(4.0)
+    with Waits() as waits:
+        float(values[0]), values.tolist(), values[values > 1], values.nonzero()
+        values.where(values > 1, 0.0).sum()
+    assert sum(waits.found.values()) == 4, waits.found
+
+
+def test_where_an_exchange_reads_and_writes_is_looked_up_on_the_host():
+    with Waits() as waits:
+        places = Places(np.array([0, 2, 3]), 4, 15, torch.device("cpu"))
+        parts = list(places.parts([(0, 6), (6, 7), (7, 15)]))
+        places.write(torch.zeros(15), places.read(torch.arange(15.0)))
+    assert len(parts) == 3 and not waits.found, waits.found
+
+
+def mean_with_loss(seed: int, rate: float) -> tuple[torch.Tensor, Mean]:
+    random = torch.Generator().manual_seed(seed)
+    arrived = torch.rand(1, 1000, generator=random) >= rate
+    return torch.randn(1, 1000, generator=random), Mean(torch.randn(1000, generator=random), arrived)
+
+
+def test_the_distance_to_a_mean_is_read_when_somebody_asks():
+    islands = SimpleNamespace(monitor=IslandMonitor())
+    used = [mean_with_loss(seed, 0.4) for seed in range(3)]
+    with Waits() as waits:
+        for sent, mean in used:
+            RankIslands._note(islands, 0.5, sent, mean)
+    assert not waits.found, waits.found
+    distances = [(mean.values - sent[0])[mean.arrived[0]] for sent, mean in used]
+    squares, elements = (sum(sums) for sums in zip(*((float(one.dot(one)), one.numel()) for one in distances)))
+    metrics = islands.monitor.metrics()
+    assert metrics["sync deviation"] == pytest.approx(squares / elements, rel=1e-5) and metrics["sync wait"] == 0.5
+
+
+def test_the_distance_to_a_mean_is_one_graph_whatever_is_lost():
+    graphs = []
+    for seed, rate in enumerate((0.1, 0.5, 0.9, 1.0)):
+        sent, mean = mean_with_loss(seed, rate)
+        with Graph() as graph:
+            RankIslands._note(SimpleNamespace(monitor=IslandMonitor()), 0.5, sent, mean)
+        graphs.append(graph.nodes)
+    assert graphs[0] and all(graph == graphs[0] for graph in graphs)
+
+
+def test_the_loss_scale_of_a_shard_is_read_if_an_error_hits_it():
+    config = LossyConfig(grad_error="gaussian", grad_error_std=0.1, grad_error_rate=0.3)
+    group = group_in_memory(config, rank=1)
+    group.errors = Errors(make_corruption(config, []), 1, [np.array([[0, 8]])], 32)
+    scale, hits = torch.full((), 1024.0), 0
+    for step in range(40):
+        buffer, shard = torch.ones(24), torch.ones(8)
+        with Waits() as waits:
+            group.reduce_scatter(0, buffer, shard, step, lambda: None, loss_scale=scale).wait()
+        [reduction] = group.errors.take(step)
+        assert waits.found["__float__"] == len(reduction.hits)
+        hits += len(reduction.hits)
+    assert 0 < hits < 40
+
+
+def count_reads(rank, tiny, config, steps):
+    """How often the loss scale was read for errors, and what was hit."""
+    from megatron_lossy import hooks
+    from megatron_lossy.channel.corruption import Reduction
+
+    lossy = hooks.install(config)
+    run = build(tiny)
+    read, unit, hits = [], lossy.replica._unit, []
+    lossy.replica._unit = lambda: read.append(1) or unit()
+    take = lossy.replica.take
+
+    def taken(step):
+        found = take(step)
+        hits.extend(hit for one in found if isinstance(one, Reduction) for hit in one.hits)
+        return found
+
+    lossy.replica.take = taken
+    for step in range(steps):
+        run.step(step)
+    return len(read), len(hits)
+
+
+def test_the_loss_scale_of_replicas_is_read_where_an_error_hits():
+    config = LossyConfig(
+        grad_error="gaussian",
+        grad_error_relative=0.1,
+        grad_error_rate=0.4,
+        grad_error_ranks=(1,),
+        replica_check="repair",
+    )
+    (never, none), (read, hits) = run_ranks(count_reads, 2, full(dtype="bf16", loss_scale=64.0, **BUCKETS), config, 5)
+    assert (never, none) == (0, 0) and read == hits > 0
+
+
+def exchange_on_streams(rank, size, shard, config):
+    """What was read of pieces on another stream than theirs without a word, in exchanges that begin on one and end on another."""
+    streams = Streams()
+    copies.used_here = streams.used_here
+    group = LossyGroup.create(config, [BucketSpec(shard)])
+    grads, output, replica = torch.empty(size * shard), torch.empty(shard), torch.zeros(size * shard)
+    own = replica[rank * shard : (rank + 1) * shard]
+    with streams:
+        for step in range(4):
+            streams.current = f"backward {step}"
+            grads.fill_(1.0)
+            reduced = group.reduce_scatter(0, grads, output, step, lambda: None)
+            streams.current = "default"
+            reduced.wait()
+            group.finish_step(step, True)
+            own.add_(output)
+            streams.current = f"gather {step}"
+            gathered = group.all_gather(0, replica, own, step, lambda: None)
+            streams.current = "default"
+            gathered.wait()
+    group.close()
+    return streams.unannounced
+
+
+@pytest.mark.parametrize("rule", ["renormalize", "previous", "error-feedback"])
+@pytest.mark.parametrize("transport", ["pieces", "udp"])
+def test_pieces_are_announced_where_they_are_added_up(transport, rule):
+    """Else an allocator that caches gives their memory to the next exchange while the sum still reads it."""
+    lost = {"p_grad": 0.4, "p_param": 0.4, "loss_unit": "packet", "packet_bytes": 256}
+    if rule == "error-feedback" and transport == "udp":
+        lost = {**lost, "p_grad": 0.0}
+    config = LossyConfig(transport=transport, grad_recovery=rule, **lost)
+    for unannounced in run_ranks(exchange_on_streams, 2, 2, 512, config):
+        assert unannounced == []
