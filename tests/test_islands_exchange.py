@@ -12,6 +12,9 @@ import torch
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.exchange import Stream
 from megatron_lossy.sync import BetweenRanks, InMemory
+from megatron_lossy.sync import mean as means_in_memory
+from megatron_lossy.sync import ranks as means_of_ranks
+from megatron_lossy.transport.drawn import draw
 
 STREAM = Stream("islands", expert_rank=1, stage=2)
 
@@ -140,3 +143,39 @@ def test_what_a_network_loses_is_neither_added_nor_used():
         places = slice(4 * owner + 2, 4 * owner + 4)
         expected[places] = sent[1:, places].mean(dim=0)
     assert torch.allclose(means[0].values, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("gathers", ["lossy", "lossless"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_mean_to_which_nobody_sent_is_lost(dtype, gathers, monkeypatch):
+    """Its zeros would be taken for weights. Nothing of a unit reaches owner 1 here, not even its own piece."""
+    networks_between = means_in_memory.networks_between
+
+    def drawn(network, exchange, members, receivers, parts):
+        arrived = draw(network, exchange, members, receivers, parts).copy()
+        if exchange.phase == "sync-reduce":
+            arrived[np.array(receivers) == 1, :, 1] = False
+        return arrived
+
+    def networks(*args):
+        found = networks_between(*args)
+        found["sync-gather"].lossless = gathers == "lossless"
+        return found
+
+    for module in (means_in_memory, means_of_ranks):
+        monkeypatch.setattr(module, "draw", drawn)
+        monkeypatch.setattr(module, "networks_between", networks)
+    lost = {"p_sync": 0.3, "loss_unit": "packet", "packet_bytes": 16, "sync_dtype": dtype}
+    config = LossyConfig(islands=3, sync_method="parameters", **lost)
+    sent, width = torch.randn(3, 99, generator=torch.Generator().manual_seed(0)), 8 if dtype == "bf16" else 4
+    together = InMemory(config, STREAM, None)
+    expected = together.begin(0, sent).wait()
+    lost = slice(33 + width, 33 + 2 * width)
+    assert not expected.arrived[:, lost].any()
+    if gathers == "lossless":
+        assert expected.arrived[:, :33].all() and not together.deliveries[1].arrived[:, 1, 1].any()
+    means, _ = cross(config, sent, 0)
+    for island, one in enumerate(means):
+        arrived = here(one, 0)
+        assert torch.equal(arrived, expected.arrived[island]) and arrived.any()
+        assert torch.equal(one.values[arrived], expected.values[arrived])

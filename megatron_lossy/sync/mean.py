@@ -77,7 +77,7 @@ class InMemory:
         crossing[:, :count] = sent.to(self.dtype)
         present = finite_rows(sent)
         parts, _ = cut([shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
-        delivered = [self._arrived(phase, step, parts, present) for phase in SYNC_PHASES]
+        delivered = self._delivered(step, parts, present)
         lossless = all(delivery is None for delivery in delivered)
         self.deliveries = [delivery for delivery in delivered if delivery is not None]
         reduced, gathered = (
@@ -93,6 +93,16 @@ class InMemory:
         if gathered is None:
             gathered = torch.ones(islands, islands, shard, dtype=torch.bool, device=sent.device)
         return Done(Mean(values, gathered.reshape(islands, -1)[:, :count], owed))
+
+    def _delivered(self, step: int, parts: Sequence[BucketUnits], present: np.ndarray) -> list[Delivery | None]:
+        """What arrives in each phase; ``None``: everything. Means to which nobody sent are lost."""
+        reduced, gathered = (self._arrived(phase, step, parts, present) for phase in SYNC_PHASES)
+        sent = None if reduced is None else reduced.arrived.any(axis=1)  # [owners, units]
+        if sent is not None and not sent.all():
+            arrived = sent[None] & (True if gathered is None else gathered.arrived)
+            arrived, islands = np.broadcast_to(arrived, reduced.arrived.shape), reduced.sources
+            gathered = Delivery(Exchange(SYNC_PHASES[1], self._stream, step), islands, islands, arrived, parts)
+        return [reduced, gathered]
 
     def _arrived(self, phase: str, step: int, parts: Sequence[BucketUnits], present: np.ndarray) -> Delivery | None:
         """What arrives in ``phase``; ``None``: everything. Of an island that is not ``present`` nobody gets anything."""
@@ -119,7 +129,7 @@ def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> 
 
 
 def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
-    """The mean [owners, shard] of what arrived of ``sent`` float32[sources, owners, shard]; zeros where nothing did.
+    """The mean [owners, shard] of what arrived of ``sent`` float32[sources, owners, shard]; where nothing did, zeros, which are none.
 
     ``arrived`` bool[owners, sources, shard]; ``None``: all. Added up in the order of the islands.
     """

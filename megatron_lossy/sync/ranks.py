@@ -139,8 +139,9 @@ class BetweenRanks:
         here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
         exact = mean_of(rows[:, None], here)[0]
         mean = exact.to(self.dtype)
-        if drawn[0] is not None and not drawn[0][self._island].any():  # this island has no weights that are numbers
-            mean.fill_(torch.nan)
+        sent = reduced.any(axis=0)
+        if not sent.all():  # where nobody sent there is no mean, which the others are told so
+            mean.masked_fill_(~elements_of(sent[None, None], units, mean.device)[0, 0], torch.nan)
         gathered, arrived = carrier.gather(mean)
         values = gathered.float()
         complete = _complete(values, units, drawn[1], arrived)
@@ -162,8 +163,13 @@ class BetweenRanks:
 def _complete(
     rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
 ) -> np.ndarray:
-    """bool[M, units]: what of ``rows`` [M, shard] arrived and counts. Of an island that is not finite nothing does."""
-    result = np.repeat(finite_rows(rows)[:, None], units.count, axis=1)
+    """bool[M, units]: what of ``rows`` [M, shard] arrived and counts: what is not finite does not."""
+    finite = finite_rows(rows)
+    result = np.repeat(finite[:, None], units.count, axis=1)
+    for row in np.flatnonzero(~finite):
+        padded = rows.new_zeros(units.count * units.elements)
+        padded[: units.shard] = rows[row]
+        result[row] = padded.view(units.count, -1).isfinite().all(dim=1).cpu().numpy()
     for known in (drawn, arrived):
         result = result if known is None else result & known[:, : units.count]
     return result
