@@ -127,10 +127,18 @@ def enable() -> None:
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """Wrap a run. A wrong input becomes one line and exit status 2. In the end the observers' records are complete."""
+    """Wrap a run. A wrong input becomes one line and exit status 2. In the end the observers' records are complete.
+
+    A run that ends well waits for other islands, which may still need what it sent.
+    """
     with usage_errors():
         try:
             yield
+            _leave()
+        except SystemExit as ended:  # as Megatron ends a run that was told to stop
+            if not ended.code:
+                _leave()
+            raise
         except (UsageError, OSError):
             raise
         except Exception:
@@ -202,6 +210,11 @@ def _install_once(name: str, patches: Callable[[], list[Patch]]) -> None:
     ledger = _ledgers.setdefault(name, Ledger(f"megatron.training ({name})"))
     if not ledger.installed:
         ledger.install(patches())
+
+
+def _leave() -> None:
+    if _lossy is not None and _lossy.islands is not None:
+        _lossy.islands.leave()
 
 
 def _close() -> None:

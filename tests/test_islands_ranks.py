@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -237,36 +236,6 @@ def test_averaged_weights_of_gradient_descent_are_averaged_gradients(data, tmp_p
             assert mean == pytest.approx(whole, rel=3e-6), (name, kind)
         first, second = (weights_of(tmp_path / name / "islands" / f"island_{k}") for k in range(2))
         assert first == second and len(first) > 10
-
-
-def told_to_stop(rank: int, run: tuple[dict, dict]) -> None:
-    """One rank of one island gets a SIGTERM in its fourth iteration."""
-    from megatron_lossy.train.workers import Workers
-
-    iterate, made = Workers.iterate, []
-
-    def hurried(self, *args):
-        made.append(1)
-        if rank == 3 and len(made) == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return iterate(self, *args)
-
-    Workers.iterate = hurried
-    train_runs(rank, run)
-
-
-def test_islands_stop_after_the_same_iteration(data, tmp_path):
-    """A signal that reaches one rank crosses with the exchange of iteration 4, which is used in iteration 5."""
-    loss = {**LATE, "sync_interval": 2, "sync_delay": 1}
-    run_ranks(told_to_stop, 4, (SMALL | data | {"save": str(tmp_path)}, loss), grouped=False)
-    assert [latest_iteration(tmp_path / f"island_{number}") for number in range(2)] == [5, 5]
-
-
-def test_islands_that_exchange_nothing_stop_after_the_same_iteration(data, tmp_path):
-    """They ask each other in every tenth iteration, and hear it ten later."""
-    config = SMALL | data | {"save": str(tmp_path), "train_iters": 40}
-    run_ranks(told_to_stop, 4, (config, {**TWO, "sync_method": "none"}), grouped=False)
-    assert [latest_iteration(tmp_path / f"island_{number}") for number in range(2)] == [20, 20]
 
 
 def test_losses_are_recorded_and_replayed(data, tmp_path):

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from .. import theory
+from .. import device, theory
 from ..device.collectives import all_gather_single
 from ..errors import UsageError, refuse
 from ..exchange import Delivery, Stream
 from ..monitor.islands import IslandMonitor
 from ..run import Run
-from ..sync import BetweenRanks, IslandWorld, Reliable, Rounds, Subset, make_rule
+from ..sync import BetweenRanks, IslandWorld, Reliable, Rounds, Stopping, Subset, make_rule
 from ..sync.mean import DTYPES, Mean
+from ..sync.ranks import ASIDE
 from ..sync.world import Meeting
 from .buckets import buckets_by_stream, own_shard
 from .main_vector import Vector, shard_vector
@@ -30,7 +33,7 @@ from .versions import data_parallel_rank, pipeline_stage
 
 #: Exchanges that cross at once at most, each over connections of its own.
 _LANES = 4
-#: Iterations between two questions whether to stop, of islands that exchange nothing, and until the answer.
+#: Iterations between two questions whether to stop, of islands that exchange nothing.
 _ASKS = 10
 #: Elements of an exchange at most, about, from which the deviation is known.
 _SAMPLE = 2**16
@@ -65,8 +68,7 @@ class RankIslands:
         self._shards: list[_Shard] | None = None
         self._hooks: list[Any] = []
         self._made: set[int] = set()  # shards whose exchanges of this iteration are made
-        self._asked: list[tuple[int, Any]] = []
-        self._answered: int | None = None  # the iteration for which the others were asked last, or need not be
+        self._iterations = 0  # that were begun, as far as stopping is concerned
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -91,24 +93,51 @@ class RankIslands:
             self.monitor.exchanged(theory.bytes_sent(count, islands, DTYPES[self._config.sync_dtype].itemsize))
         self._made.add(number)
 
-    def agree(self, value: int) -> int:
-        """The largest ``value`` that any island gave when the exchange began whose turn it is now; 0 before.
+    def begin_agree(self, value: int) -> Callable[[], int]:
+        """An iteration begins; ``value``: the signal by which this rank was told to stop, or 0.
 
-        Call it once for every iteration. It waits for others no more than exchanges do.
+        What it returns waits for the ranks of this island, and gives the largest signal of any rank of any island if this is the
+        iteration after which all of them stop, else 0. Others are waited for only to know which one that is.
         """
-        interval, delay = self._config.sync_interval, self._config.sync_delay
-        if self._config.sync_method == "none":  # there are no exchanges to go by
-            interval = delay = _ASKS
-        step = self._run.iteration - 1 if self._answered is None else self._answered + 1
-        self._answered = step  # which an asynchronous pipeline knows only when it has made others
-        if (step + 1) % interval == 0:
-            self._asked.append((step, self._control.begin_max(value)))
-        largest = 0
-        while self._asked and self._asked[0][0] + delay <= step:
-            largest = max(largest, self._asked.pop(0)[1]())
-        return largest
+        self._stopping.hear(value)
+        self._iterations += 1
+        if self._config.sync_method == "none" and self._iterations % _ASKS == 0:  # there are no messages to hear it by
+            self._stopping.ask()
+        with self._waiting():
+            known = torch.tensor(self._stopping.begin(), dtype=torch.int32, device=device.current_device())
+        iteration, work = self._iterations, dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
+
+        def finish() -> int:
+            work.wait()
+            number, last = known.tolist()
+            self._stopping.hear(number)
+            return number if 0 < last <= iteration else 0
+
+        return finish
+
+    def agree(self, value: int) -> int:
+        """:meth:`begin_agree`, and its result."""
+        return self.begin_agree(value)()
+
+    def leave(self) -> None:
+        """The last iteration is over: wait until it is so everywhere. A collective call of all ranks of all islands."""
+        if "_stopping" not in vars(self) or not dist.is_initialized():  # nothing was exchanged, or that is over
+            return
+        with self._waiting():
+            self._stopping.leave()
+            dist.barrier()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.monitor.waited(time.perf_counter() - began)
 
     # --- building --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _stopping(self) -> Stopping:
+        return Stopping(None if self.world.rank else self.world.meet("stop"))
 
     @functools.cached_property
     def _control(self) -> Meeting:
@@ -152,13 +181,16 @@ class RankIslands:
         if config.transport == "udp":
             from ..transport.udp.islands import IslandLink  # which starts a thread
 
-            dtype, shard, patience = DTYPES[config.sync_dtype], -(-subset.most // config.islands), self.world.patience
+            dtype, patience = DTYPES[config.sync_dtype], self.world.patience
+            length = -(-subset.most // config.islands) + ASIDE
             for name in names:
-                link = IslandLink(config, name, self.world.island, self.world.store(name), shard, dtype, patience)
+                link = IslandLink(config, name, self.world.island, self.world.store(name), length, dtype, patience)
                 carriers.append(link)
         else:
             carriers += [Reliable(self.world.meet(name)) for name in names]
-        crossing = BetweenRanks(config, subset.stream, self.world.island, carriers, self._run.steps, self._tell)
+        crossing = BetweenRanks(
+            config, subset.stream, self.world.island, carriers, self._run.steps, self._tell, self._stopping
+        )
         with torch.no_grad():
             rule = make_rule(config, vector.read(None)[None], self._run.steps)
         interval, delay = config.sync_interval, config.sync_delay
@@ -207,7 +239,7 @@ class RankIslands:
         with torch.no_grad():
             kept = [bucket.param_data.clone() for bucket, _ in self._buckets]
             for bucket, group in self._buckets:
-                mean = self._control.total(own_shard(bucket, group.rank(), group.size()).float()) / self._config.islands
+                mean = self.total(own_shard(bucket, group.rank(), group.size()).float()) / self._config.islands
                 all_gather_single(bucket.param_data, mean.to(bucket.param_data.dtype), group=group)
         try:
             yield
@@ -218,7 +250,8 @@ class RankIslands:
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of ``values`` over islands. A collective call of the ranks with this one's place in every island."""
-        return self._control.total(values)
+        with self._waiting():
+            return self._control.total(values)
 
     # --- saving ----------------------------------------------------------------------------------------------------
 
@@ -235,7 +268,8 @@ class RankIslands:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """The exchanges under way, which are waited for, and the rules."""
-        return [shard.rounds.state_dict() for shard in self._built()]
+        with self._waiting():
+            return [shard.rounds.state_dict() for shard in self._built()]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Restore :meth:`state_dict`, once there is an optimizer."""

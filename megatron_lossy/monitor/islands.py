@@ -49,6 +49,10 @@ class IslandMonitor(Observer):
         if len(self._measured) == _UNREAD:
             self._read()
 
+    def waited(self, seconds: float) -> None:
+        """Other islands were waited for so long, not for a mean."""
+        self._window.add(seconds=seconds)
+
     def _read(self) -> None:
         measured, self._measured = self._measured, []
         for squares, elements in measured:
@@ -68,8 +72,9 @@ class IslandMonitor(Observer):
             result["sync bytes"] = total["bytes"] / total["exchanges"]
         if self._spread is not None:
             return result | self._spread()
+        if total["seconds"]:
+            result["sync wait"] = total["seconds"] / max(total["used"], 1)
         if total["used"]:
-            result["sync wait"] = total["seconds"] / total["used"]
             result["sync deviation"] = total["squares"] / max(total["elements"], 1)
         return result
 

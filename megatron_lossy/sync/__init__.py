@@ -13,6 +13,7 @@ from .repair import Compared, compare, repair
 from .replicas import FullReplicas, Gradients, Mismatch
 from .rounds import Rounds, Weights
 from .rule import Rule
+from .stopping import Stopping
 from .subset import Subset
 from .synchroniser import Copies, Replica, Synced, Synchroniser
 from .world import IslandWorld
@@ -38,6 +39,7 @@ __all__ = [
     "Replica",
     "Rounds",
     "Rule",
+    "Stopping",
     "Subset",
     "Synced",
     "Synchroniser",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +21,13 @@ from ..exchange import BucketUnits, Delivery, Exchange, Stream, cut
 from ..transport.drawn import draw
 from .fingerprint import finite
 from .mean import DTYPES, Mean, elements_of, finite_rows, mean_of, networks_between, owed_to
+from .stopping import Stopping
 from .world import Meeting
+
+#: Elements behind each piece and each mean, which say whether to stop.
+ASIDE = 1
+#: Integers as long as elements.
+_BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Carrier(Protocol):
@@ -71,7 +78,8 @@ class BetweenRanks:
     """This process is of island ``island``. ``carriers``: take turns, each on a thread of its own.
 
     ``told``: is told what arrives here: when an exchange begins, if that is drawn alone, else when its mean is asked for.
-    ``steps``: length of the run, if known. Raises :class:`UsageError` for a channel that cannot serve the islands.
+    ``steps``: length of the run, if known. ``stopping``: its number crosses behind every piece and every mean. Raises
+    :class:`UsageError` for a channel that cannot serve the islands.
     """
 
     def __init__(
@@ -82,11 +90,13 @@ class BetweenRanks:
         carriers: Sequence[Carrier],
         steps: int | None,
         told: Callable[[Delivery], None],
+        stopping: Stopping | None = None,
     ) -> None:
         self._config, self._stream, self._island = config, stream, island
         self.dtype = DTYPES[config.sync_dtype]
         self._networks = networks_between(config, stream, steps)
         self._told = told
+        self._stopping = stopping or Stopping()
         self.carriers = list(carriers)
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-islands") for _ in carriers]
         self._begun = 0
@@ -96,10 +106,11 @@ class BetweenRanks:
         [own], islands = sent, self._config.islands
         shard = -(-len(own) // islands)
         present = bool(finite([own]))
-        pieces = torch.empty(islands * shard, dtype=self.dtype, pin_memory=own.is_cuda)
+        pieces = torch.empty(islands, shard + ASIDE, dtype=self.dtype, pin_memory=own.is_cuda)
         if present:
-            pieces[: len(own)].copy_(own)
-            pieces[len(own) :].zero_()
+            for piece, part in zip_longest(pieces, own.split(shard), fillvalue=own[:0]):
+                piece[: len(part)].copy_(part)
+                piece[len(part) :].zero_()
         else:  # which tells the others that nothing comes from here
             pieces.fill_(torch.nan)
         [units], _ = cut([shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
@@ -108,7 +119,7 @@ class BetweenRanks:
         carrier = self.carriers[turn]
         if not carrier.observes:
             self._tell(step, units, arrived)
-        future = self._threads[turn].submit(self._cross, carrier, pieces.view(islands, shard), units, arrived)
+        future = self._threads[turn].submit(self._cross, carrier, pieces, units, arrived)
         return Waiting(future, own, partial(self._tell, step, units) if carrier.observes else None)
 
     def _tell(self, step: int, units: BucketUnits, arrived: Sequence[np.ndarray | None]) -> None:
@@ -132,18 +143,21 @@ class BetweenRanks:
     def _cross(
         self, carrier: Carrier, pieces: torch.Tensor, units: BucketUnits, drawn: Sequence[np.ndarray | None]
     ) -> Crossed:
-        """On a thread. ``pieces`` [M, shard]."""
+        """On a thread. ``pieces`` [M, shard + ASIDE]."""
+        self._say(pieces)
         received, arrived = carrier.scatter(pieces)
-        rows = received.float()
+        rows = self._heard(received, units, drawn[0], arrived)
         reduced = _complete(rows, units, drawn[0], arrived)
         here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
         exact = mean_of(rows[:, None], here)[0]
         mean = exact.to(self.dtype)
-        sent = reduced.any(axis=0)
-        if not sent.all():  # where nobody sent there is no mean, which the others are told so
-            mean.masked_fill_(~elements_of(sent[None, None], units, mean.device)[0, 0], torch.nan)
-        gathered, arrived = carrier.gather(mean)
-        values = gathered.float()
+        averaged = reduced.any(axis=0)
+        if not averaged.all():  # where nobody sent there is no mean, which the others are told so
+            mean.masked_fill_(~elements_of(averaged[None, None], units, mean.device)[0, 0], torch.nan)
+        sent = torch.cat([mean, mean.new_zeros(ASIDE)])
+        self._say(sent)
+        gathered, arrived = carrier.gather(sent)
+        values = self._heard(gathered, units, drawn[1], arrived)
         complete = _complete(values, units, drawn[1], arrived)
         lossless = complete.all() and drawn[0] is None and drawn[1] is None
         back = None if lossless else elements_of(complete[None], units, values.device)[0].reshape(-1)
@@ -151,6 +165,23 @@ class BetweenRanks:
         if self.dtype != torch.float32:
             owed = owed_to([self._island], (exact - mean.float())[None], self._config.islands)
         return Crossed(Mean(values.reshape(-1), back, owed), [reduced, complete])
+
+    def _say(self, rows: torch.Tensor) -> None:
+        """Put behind each of ``rows`` whether to stop, as bits."""
+        rows.view(_BITS[rows.element_size()])[..., -1] = self._stopping.number
+
+    def _heard(
+        self, rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
+    ) -> torch.Tensor:
+        """``rows`` [M, shard] in float32, without what others say of stopping, if it arrived: as the last elements, or in a unit
+        behind them."""
+        said = rows.view(_BITS[rows.element_size()])[:, -1].numpy()
+        if drawn is not None:
+            said = said * drawn[:, -1]
+        if arrived is not None:
+            said = said * arrived[:, units.shard // units.elements]
+        self._stopping.hear(int(said.max()))
+        return rows[:, : units.shard].float()
 
     def close(self) -> None:
         """There are no more exchanges."""

@@ -98,18 +98,13 @@ class Meeting:
             result += one
         return result.to(own.device)
 
-    def begin_max(self, value: int) -> Callable[[], int]:
-        """Begin to find the largest ``value`` of all islands; what it returns waits for it."""
-        largest = torch.tensor([value])
+    def largest(self, value: int) -> int:
+        """The largest ``value`` of all islands."""
+        result = torch.tensor([value])
         options = torch.distributed.AllreduceOptions()
         options.reduceOp = torch.distributed.ReduceOp.MAX
-        work = self._group.allreduce([largest], options)
-
-        def finish() -> int:
-            work.wait()
-            return int(largest)
-
-        return finish
+        self._group.allreduce([result], options).wait()
+        return int(result)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -171,6 +171,9 @@ class _Run:
             finished = self._train(batches)
         except Diverged as error:
             diverged = str(error)
+        else:
+            if self.islands is not None:
+                self.islands.leave()
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -246,15 +249,14 @@ class _Run:
         norm = self.workers.begin_norm(grad_norm)
 
         def finish() -> tuple[float, float, bool, int]:
-            stop = anyone_stopped()
-            if self.islands is not None:
-                stop = self.islands.agree(stop)
-            return loss(), norm(), successful, stop
+            return loss(), norm(), successful, anyone_stopped()
 
         return finish
 
     def _begin_stopping(self) -> Callable[[], int]:
         """What it returns waits for the signal that told any rank to stop, or 0: all leave after the same iteration."""
+        if self.islands is not None:
+            return self.islands.begin_agree(self.stop)
         stop = torch.tensor([self.stop], dtype=torch.int32, device=device.current_device())
         work = torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX, async_op=True)
 

@@ -5,7 +5,8 @@ Messages have one length, that of the longest exchange; shorter ones end in zero
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 
 from ...config import LossyConfig
 from ...config.islands import SYNC_PHASES
+from .engine import Transfer
 from .process import engine_for
 from .stages import patiently
 
@@ -20,7 +22,7 @@ from .stages import patiently
 class IslandLink:
     """Exchanges of this island with all others, one after another. Opening it is a collective call of one rank of each.
 
-    ``shard``: the most elements of a piece, of ``dtype``. ``store``: of these ranks, new. ``patience``: seconds after which an
+    ``shard``: the most elements of a message, of ``dtype``. ``store``: of these ranks, new. ``patience``: seconds after which an
     island counts as gone that sends nothing.
     """
 
@@ -44,6 +46,9 @@ class IslandLink:
             self.name, island, config.islands, store, name, buckets, alike=config.sync_subset, phases=SYNC_PHASES
         )
         self._begun = 0
+        self._memory, self._hurries = config.udp_memory, config.udp_deadline_seconds is not None
+        self._leaving: deque[tuple[Transfer, int]] = deque()  # with their bytes
+        self._silent: list[int] = []  # islands of whose latest message nothing came
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
         """[M, n] of ``pieces`` [M, n]: what islands sent here, zeros where nothing came; and bool[M, units]: what came."""
@@ -69,13 +74,29 @@ class IslandLink:
         received[self.rank] = rows[self.rank]
         transfer = self._channel.post(phase, self._begun, 0, self._others(list(received)))
         transfer.keep = received, sent
-        self._channel.send(phase, self._begun, 0, self._others(rows))
+        self._channel.send(phase, self._begun, 0, self._others(rows, self._left_out()))
+        self._leaving.append((transfer, sent.numel() * sent.element_size()))
         arrived = patiently(transfer.wait, self._patience).copy()
-        patiently(transfer.sent, self._patience)
+        self._silent = np.flatnonzero(~arrived.any(axis=1)).tolist()
         return received[:, :count], arrived
 
-    def _others(self, rows: Sequence[torch.Tensor]) -> list[int | None]:
-        return [None if island == self.rank else row.data_ptr() for island, row in enumerate(rows)]
+    def _left_out(self) -> list[int]:
+        """Make room for a message. Returns the islands that get none.
+
+        What an island that stands still has not taken stays here. If that becomes more than ``--udp-memory``, silent islands get
+        nothing for a while; without a deadline everybody waits for them anyway.
+        """
+        while self._leaving and self._leaving[0][0].all_sent():
+            self._leaving.popleft()
+        while sum(size for _, size in self._leaving) > self._memory:
+            if self._hurries and self._silent:
+                return self._silent
+            patiently(self._leaving.popleft()[0].sent, self._patience)
+        return []
+
+    def _others(self, rows: Sequence[torch.Tensor], left_out: Collection[int] = ()) -> list[int | None]:
+        there = [island for island in range(self._islands) if island != self.rank and island not in left_out]
+        return [row.data_ptr() if island in there else None for island, row in enumerate(rows)]
 
     def counters(self) -> dict[int, dict[str, int]]:
         """Of every other island."""

@@ -1,0 +1,245 @@
+"""Islands that are told to stop, or stand still: all end after the same iteration, and nobody waits for who is late."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lossy.hooks.islands import RankIslands
+from megatron_lossy.monitor.islands import IslandMonitor
+from megatron_lossy.sync import Stopping
+from megatron_lossy.train.saved import latest_iteration
+from tests.ranks import run_ranks
+from tests.test_islands_ranks import LATE, SMALL, TWO
+from tests.trainer import read_records, train_runs, write_data
+
+DATAGRAMS = {"transport": "udp", "udp_deadline": "100"}
+LONG = SMALL | {"train_iters": 120, "eval_iters": 0, "micro_batch_size": 2, "num_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
+
+
+def in_iteration(number: int, act) -> None:
+    """Let ``act(made)`` be called before each iteration from ``number`` on, in this process."""
+    from megatron_lossy.train.loop import _Run
+
+    step, made = _Run._step, []
+
+    def watched(self, batches):
+        made.append(1)
+        if len(made) >= number:
+            act(len(made))
+        return step(self, batches)
+
+    _Run._step = watched
+
+
+def stand_still(rank: int, folder: str, run: tuple[dict, dict], told: bool) -> int:
+    """Rank 1 stops itself in its fifth iteration. Rank 0 wakes it after 30 more of its own; or somebody does after a minute.
+
+    Returns how many iterations rank 0 made meanwhile, in the tenth of which it is ``told`` to end, or not.
+    """
+    sleeper = Path(folder, "sleeper")
+    if rank == 1:
+
+        def sleep(made: int) -> None:
+            if made == 5:
+                sleeper.with_suffix(".new").write_text(str(os.getpid()))
+                sleeper.with_suffix(".new").rename(sleeper)
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        in_iteration(5, sleep)
+        train_runs(rank, run)
+        return 0
+    slept: list[int] = []
+    woken = threading.Event()
+
+    def wake() -> None:
+        os.kill(int(sleeper.read_text()), signal.SIGCONT)
+        woken.set()
+
+    def give_up() -> None:
+        if not woken.wait(60):
+            wake()
+
+    def count(made: int) -> None:
+        if sleeper.exists() and not woken.is_set():
+            slept.append(made)
+            if told and len(slept) == 10:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if len(slept) == 30:
+                wake()
+
+    threading.Thread(target=give_up, daemon=True).start()
+    in_iteration(1, count)
+    train_runs(rank, run)
+    return len(slept)
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_others_go_on_while_an_island_stands_still(delay, data, tmp_path):
+    """Its messages are lost, and at the end everybody is where it should be."""
+    loss = {**LATE, **DATAGRAMS, "sync_delay": delay}
+    run = (LONG | data | {"save": str(tmp_path)}, loss)
+    made, _ = run_ranks(stand_still, 2, str(tmp_path), run, False, grouped=False)
+    assert made == 30
+    assert [latest_iteration(tmp_path / f"island_{number}") for number in range(2)] == [LONG["train_iters"]] * 2
+    records = read_records(tmp_path / "island_0", "train")
+    assert max(record["loss rate sync-reduce"] for record in records) == 1.0
+
+
+def test_an_island_that_stood_still_stops_with_the_others(data, tmp_path):
+    """Nobody has asked it meanwhile, and nobody has waited for it; but they do not leave it alone."""
+    run = (LONG | data | {"save": str(tmp_path)}, {**LATE, **DATAGRAMS})
+    made, _ = run_ranks(stand_still, 2, str(tmp_path), run, True, grouped=False)
+    first, second = (latest_iteration(tmp_path / f"island_{number}") for number in range(2))
+    assert made == 30 and 30 < first == second < LONG["train_iters"]
+
+
+def told_to_stop(rank: int, run: tuple[dict, dict]) -> None:
+    """The last rank gets a SIGTERM in its fourth iteration."""
+
+    def tell(made: int) -> None:
+        if rank == int(os.environ["WORLD_SIZE"]) - 1 and made == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    in_iteration(4, tell)
+    train_runs(rank, run)
+
+
+LOST = {"p_sync": 0.8, "loss_unit": "packet", "packet_bytes": 256}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "loss"),
+    [
+        (4, {}, {**LATE, "sync_interval": 2}),
+        (2, {}, {**LATE, **LOST}),
+        (2, {}, {**LATE, **LOST, **DATAGRAMS}),
+        (3, {"global_batch_size": 12}, {**LATE, **DATAGRAMS, "islands": 3}),
+        (4, {"pipeline_model_parallel_size": 2, "num_layers": 2}, {**TWO, "async_pipeline": True}),
+        (4, {"tensor_model_parallel_size": 2}, LATE),
+        (4, {}, {**TWO, "sync_method": "none"}),
+    ],
+    ids=["torch", "drawn losses", "datagrams", "three", "asynchronous pipeline", "tensor", "alone"],
+)
+def test_islands_stop_after_the_same_iteration(ranks, settings, loss, data, tmp_path):
+    """A signal to one rank of one of them crosses with what they exchange, or is asked for by those who exchange nothing."""
+    config = LONG | data | {"train_iters": 600, "save": str(tmp_path)} | settings
+    run_ranks(told_to_stop, ranks, (config, loss | {"save_consensus": True}), grouped=False)
+    found = {latest_iteration(tmp_path / f"island_{number}") for number in range(loss["islands"])}
+    assert len(found) == 1 and 4 <= found.pop() < 600
+    assert latest_iteration(tmp_path / "consensus") is not None
+
+
+# --- how they agree ---------------------------------------------------------------------------------------------------
+
+
+class Table:
+    """A meeting of islands on threads. ``broken``: the last one never comes."""
+
+    def __init__(self, islands: int) -> None:
+        self.put = [0] * islands
+        self.barrier = threading.Barrier(islands)
+
+    def seat(self, island: int):
+        return Seat(self, island)
+
+
+class Seat:
+    def __init__(self, table: Table, island: int) -> None:
+        self.table, self.island = table, island
+
+    def largest(self, value: int) -> int:
+        self.table.put[self.island] = value
+        self.table.barrier.wait(60)
+        result = max(self.table.put)
+        self.table.barrier.wait(60)
+        return result
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_stop_after_the_same_iteration_whoever_hears_it_when(seed):
+    """Islands of their own pace, told to stop when they are far apart, or not at all, of whose messages most are lost."""
+    random = np.random.default_rng(seed)
+    islands, length = int(random.integers(2, 5)), 200
+    table = Table(islands)
+    stoppings = [Stopping(table.seat(island)) for island in range(islands)]
+    told = {} if seed % 4 == 0 else {int(random.integers(islands)): int(random.integers(1, length)) for _ in range(2)}
+    pace, heard = random.uniform(0.0, 0.002, islands), random.random((islands, length, islands)) < 0.2
+
+    def run(island: int) -> tuple[int, int]:
+        mine = stoppings[island]
+        for iteration in range(1, length + 1):
+            if told.get(island) == iteration:
+                mine.hear(15)
+            number, last = mine.begin()
+            assert last == 0 or iteration <= last
+            time.sleep(pace[island])
+            for other in np.flatnonzero(heard[island, iteration - 1]):
+                mine.hear(stoppings[other].number)
+            if number and iteration == last:
+                break
+        mine.leave()
+        return iteration, mine.number
+
+    with ThreadPoolExecutor(islands) as pool:
+        ended = list(pool.map(run, range(islands)))
+    assert len({iteration for iteration, _ in ended}) == 1, ended
+    if not told:
+        assert ended[0] == (length, 0)
+    else:
+        assert ended[0][0] >= min(told.values())
+
+
+def test_who_waits_to_know_the_last_iteration_says_how_long():
+    """Of two islands, the thread of one is late with its answer."""
+    table = Table(2)
+
+    class Late(Seat):
+        def largest(self, value: int) -> int:
+            if self.island and value not in (0, 15):  # the second question
+                time.sleep(0.5)
+            return super().largest(value)
+
+    first, second = (Stopping(Late(table, island)) for island in range(2))
+    first.hear(15)
+    second.hear(15)
+    while first._most is None:
+        time.sleep(0.01)
+    islands = object.__new__(RankIslands)
+    islands.monitor = IslandMonitor()
+    with islands._waiting():
+        number, last = first.begin()
+    assert (number, last) == (15, 1)
+    islands.monitor.used(0.0, 0.0, 1)
+    assert islands.monitor.metrics()["sync wait"] > 0.3
+    pool = ThreadPoolExecutor(2)
+    list(pool.map(Stopping.leave, (first, second)))
+
+
+def test_what_goes_wrong_between_islands_is_raised_by_the_next_iteration():
+    class Broken:
+        def largest(self, value: int) -> int:
+            raise RuntimeError("connection closed by peer")
+
+    stopping = Stopping(Broken())
+    assert stopping.begin() == (0, 0)
+    stopping.hear(2)
+    stopping._thread.join()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        stopping.begin()
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        stopping.leave()
