@@ -3,12 +3,18 @@
 pytest tests/test_islands_megatron_lm.py --megatron-lm=/path/to/Megatron-LM      (about two minutes)
 """
 
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
-from tests.test_plugin_megatron_lm import pretrain
+from megatron_lossy.train.saved import latest_iteration
+from tests.test_plugin_megatron_lm import MODEL, pretrain
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.timeout(600)]
 
@@ -67,6 +73,35 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, tmp_path):
     for number in range(13, 21):
         mine, there = (sorted(one for one in lines if f" {number}/" in one) for lines in (resumed, whole))
         assert len(mine) == 2 and mine == there, number
+
+
+def test_a_signal_to_one_rank_ends_all_islands_after_the_same_iteration(megatron_lm, tmp_path):
+    """Two islands of a rank; what they exchange loses half of its packets."""
+    flags = [
+        *MODEL,
+        *LATE,
+        "--p-sync",
+        "0.5",
+        "--exit-signal-handler",
+        "--save",
+        tmp_path,
+        "--ckpt-format",
+        "torch_dist",
+    ]
+    flags[flags.index("--train-iters") + 1] = "2000"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = [*launcher, "-m", "megatron_lossy", os.path.join(megatron_lm, "pretrain_gpt.py"), *map(str, flags)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as done:
+        text = ""
+        for line in done.stdout:
+            text += line
+            if re.search(r"iteration +5/", line) and "told" not in text:
+                text += "told\n"
+                ranks = Path(f"/proc/{done.pid}/task/{done.pid}/children").read_text().split()
+                os.kill(int(ranks[-1]), signal.SIGTERM)
+    found = {latest_iteration(tmp_path / f"island_{number}") for number in range(2)}
+    assert done.returncode == 0 and len(found) == 1 and 5 <= found.pop() < 2000, text[-3000:]
 
 
 def test_what_cannot_be_right_is_refused_before_training(megatron_lm, tmp_path):
