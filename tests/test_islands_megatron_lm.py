@@ -89,6 +89,7 @@ def test_a_signal_to_one_rank_ends_all_islands_after_the_same_iteration(megatron
         "torch_dist",
     ]
     flags[flags.index("--train-iters") + 1] = "2000"
+    flags += ["--save-interval", 5000]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = [*launcher, "-m", "megatron_lossy", os.path.join(megatron_lm, "pretrain_gpt.py"), *map(str, flags)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONUNBUFFERED": "1"}
