@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_lossy.hooks.islands import RankIslands
 from megatron_lossy.monitor.islands import IslandMonitor
@@ -224,7 +225,7 @@ def test_who_waits_to_know_the_last_iteration_says_how_long():
     with islands._waiting():
         number, last = first.begin()
     assert (number, last) == (15, 1)
-    islands.monitor.used(0.0, 0.0, 1)
+    islands.monitor.used(0.0, torch.zeros(()), 1)
     assert islands.monitor.metrics()["sync wait"] > 0.3
     pool = ThreadPoolExecutor(2)
     list(pool.map(Stopping.leave, (first, second)))

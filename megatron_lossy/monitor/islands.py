@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..config.islands import SYNC_PHASES
 from ..exchange import Delivery
 from .observer import Observer
 from .window import Window
-
-if TYPE_CHECKING:
-    import torch
 
 #: Measurements that are kept on the device at most: of a run that never asks.
 _UNREAD = 1000
@@ -55,8 +54,13 @@ class IslandMonitor(Observer):
 
     def _read(self) -> None:
         measured, self._measured = self._measured, []
-        for squares, elements in measured:
-            self._window.add(squares=float(squares), elements=int(elements))
+        if not measured:
+            return
+        squares = torch.stack([one for one, _ in measured]).tolist()
+        counted = [count for _, count in measured if isinstance(count, torch.Tensor)]
+        counts = iter(torch.stack(counted).tolist() if counted else ())
+        for one, (_, count) in zip(squares, measured, strict=True):
+            self._window.add(squares=one, elements=next(counts) if isinstance(count, torch.Tensor) else count)
 
     def restart(self, iteration: int) -> None:
         self._measured.clear()
