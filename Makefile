@@ -5,7 +5,7 @@ RUN_DIR ?= runs/tiny
 # Several ranks on few cores crawl if each of them starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: run run-wan test lint test-slow test-all test-slurm bench docs compat compat-ci
+.PHONY: run run-wan test lint test-slow test-all test-slurm bench mutants docs compat compat-ci
 
 run: .venv/installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.study sweep \
@@ -36,6 +36,11 @@ test-slurm: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.step_overhead
+
+# How many small slips the tests notice: a sample, for hours, by hand. For example make mutants MUTANTS="--count 20 --jobs 2"
+mutants: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
+	$(BIN)/python scripts/mutants.py $(MUTANTS)
 
 docs: .venv/installed
 	$(BIN)/python scripts/update_docs.py

@@ -206,6 +206,17 @@ def code_loss(lost):
     return code.loss
 
 
+@pytest.mark.parametrize("reports", [[(1, 10)], [(3, 20)], [(0, 7), (2, 5)], [(400, 4096)]])
+def test_the_loss_is_where_two_standard_errors_reach_what_was_reported(reports):
+    """Wilson's bound, by its definition."""
+    code = AdaptiveCode()
+    for lost, packets in reports:
+        code.report(lost, packets)
+    lost, packets = np.sum(reports, axis=0)
+    assert code.loss > lost / packets
+    assert (code.loss - lost / packets) ** 2 == pytest.approx(2**2 * code.loss * (1 - code.loss) / packets)
+
+
 @settings(deadline=None)
 @given(st.floats(0, 0.5), st.integers(1, 5000), st.floats(0, 0.2))
 def test_more_parity_fails_less_often(p, packets, bound):

@@ -237,6 +237,29 @@ def test_settings_of_a_yaml_file_are_checked_too(monkeypatch):
         check(lambda args: args, sizes(1, 1))
 
 
+@pytest.mark.parametrize(
+    ("rank", "island", "lines"), [(0, None, 1), (1, None, 0), (0, 0, 1), (1, 0, 0), (0, 1, 0), (1, 1, 0)]
+)
+def test_one_rank_says_what_is_lost(rank, island, lines, monkeypatch, capsys):
+    """The first, and of islands the first one's."""
+    monkeypatch.setattr(megatron_training, "usage_errors", contextlib.nullcontext)
+    for module, name in (
+        (megatron_training, "_claim_delivery_log"),
+        (megatron_training, "check_islands"),
+        (megatron_training.island_training, "before_validation"),
+        (megatron_training.island_training, "enter"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    lossy = Lossy(LossyConfig(p_grad=0.1))
+    if island is not None:
+        lossy.islands = types.SimpleNamespace(world=types.SimpleNamespace(island=island, islands=2))
+    args = types.SimpleNamespace(
+        use_distributed_optimizer=True, optimizer="adam", data_parallel_size=2, train_iters=5, rank=rank
+    )
+    megatron_training.validate_args(lossy, lambda args: args, args)
+    assert capsys.readouterr().out.count("loss: ") == lines
+
+
 def test_experts_of_several_ranks_may_be_all_that_loses():
     """Tensor parallelism of 2 without that of experts: dense size 1, experts on two ranks."""
     args = types.SimpleNamespace(

@@ -85,6 +85,20 @@ def test_renormalize_remote_weighs_all_alike(size, p):
     np.testing.assert_allclose(weights[0][~heard], 1, atol=1e-6)
 
 
+def test_renormalize_remote_keeps_out_only_what_lost_something():
+    """Where everything arrived, the own gradient goes with the others: the sum is then Megatron's, to the last bit."""
+    size, network = 3, Network(LossyConfig(p_grad=0.4, loss_unit="packet", packet_bytes=4), "grad", 3)
+    [units], _ = cut([200], [4], "packet", 4)
+    end = CollectiveTransport({"grad": network}, Stream(), range(size), 1, {"grad": [units]})
+    delivery = end.foresee(Exchange("grad", Stream(), 0))
+    complete = delivery.survivors(units) == size
+    buffer = torch.ones(size * 200)
+    kept_out, _ = GRAD_RECOVERIES.load("renormalize-remote")(units, 1).before(buffer, delivery, Reduction())
+    assert complete.any() and not complete.all()
+    np.testing.assert_array_equal(kept_out.mask[0], ~complete)
+    np.testing.assert_array_equal(buffer[200:400].numpy(), complete)
+
+
 @pytest.mark.parametrize(("size", "p"), [(2, 0.2), (4, 0.4)])
 def test_zero_shrinks_the_others(size, p):
     """Expectation (g_own + (1 - p) sum of others) / N."""

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lossy.channel.corruption import Event, Hit, Reduction
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.exchange import Stream
 from megatron_lossy.monitor.drift import SAMPLE
 from megatron_lossy.sync import Copies, FullReplicas, LocalPeers, Replica, average
 from megatron_lossy.sync.monitor import ReplicaMonitor
@@ -108,6 +110,17 @@ def test_the_drift_is_not_looked_at_while_parameters_are_sums():
     monitor.happened(0, toy.together.take())
     assert monitor.metrics()["replica divergence"] == pytest.approx(apart, rel=1e-6)  # of the same sample
     assert look() == 0
+
+
+def test_the_size_of_errors_is_a_root_mean_square_over_noise():
+    monitor, stream = ReplicaMonitor(lambda: None, 0), Stream()
+    noise = [Event(0, stream, 0, 0, "gaussian", std=std) for std in (3.0, 4.0)]
+    flip = Event(0, stream, 0, 0, "bit-flip", elements=(1, 2, 3), bits=(30, 1, 9))
+    hits = tuple(Hit(event, b"") for event in (*noise, flip))
+    monitor.happened(0, [Reduction(stream, 0, (8,), 32, hits)])
+    found = monitor.metrics()
+    assert found == {"gradient errors": 3, "error rms": pytest.approx(12.5**0.5), "flipped bits": 3}
+    assert monitor.metrics() == {"gradient errors": 0}
 
 
 def test_a_sample_does_not_follow_the_columns_of_a_matrix():
