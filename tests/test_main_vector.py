@@ -1,11 +1,15 @@
 """The weights of an island as one vector, against one array."""
 
+import types
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.hooks.main_vector import Segment, Vector
+from megatron_lossy.hooks import main_vector
+from megatron_lossy.hooks.main_vector import Segment, Vector, shard_vector
 from megatron_lossy.sync import Places
 
 CPU = torch.device("cpu")
@@ -46,3 +50,32 @@ def test_blocks_are_read_and_written_wherever_segments_end(lengths, block, data)
     if rounded_too:
         for one in segments:
             assert torch.equal(one.rounded, one.main.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shard_has_its_part_of_weights_that_lie_across_its_ends(dtype, monkeypatch):
+    """Two buckets of three shards; in the first one weight lies in all of them, and the last elements are padding."""
+    sizes, starts, weights, mains = (12, 6), ([(0, 2), (2, 9)], [(0, 3), (3, 3)]), [], []
+    for size, own in zip(sizes, starts, strict=True):
+        main = torch.randn(size)
+        main[sum(own[-1]) :] = 0
+        mains.append(main)
+        weights.append(main.clone() if dtype == torch.float32 else main.bfloat16())
+    buckets = [types.SimpleNamespace(param_data=kept, number=number) for number, kept in enumerate(weights)]
+
+    def pieces(optimizers, bucket, own):
+        found = [(start, mains[bucket.number][start : start + length]) for start, length in starts[bucket.number]]
+        return found[::-1]
+
+    monkeypatch.setattr(main_vector, "main_pieces", pieces)
+    before = [main.clone() for main in mains]
+    for shard in range(3):
+        vector = shard_vector([], buckets, weights, shard, 3)
+        expected = torch.cat([main.view(3, -1)[shard] for main in before])
+        assert torch.equal(vector.read(None), expected)
+        vector.write(None, expected + 1)
+    written = weights if dtype == torch.float32 else mains
+    for kept, after, main, own in zip(weights, written, before, starts, strict=True):
+        end = sum(own[-1])
+        assert torch.equal(after[:end], main[:end] + 1)
+        assert torch.equal(kept[:end], after[:end].to(dtype))
