@@ -101,8 +101,9 @@ def run_ranks(
                 errors.update(dict.fromkeys(waiting, f"no result after {timeout} s"))
                 break
             pipes = {ranks[rank][1]: rank for rank in waiting}
-            # After a failure the others may hang in a collective: give them a moment to report as well.
-            wait = min(remaining, 2.0) if errors else remaining
+            # After a failure the others may hang in a collective: give them a while to report as well. Over UDP a rank that
+            # died is believed to be gone after 3 s of silence.
+            wait = min(remaining, 6.0) if errors else remaining
             ready = multiprocessing.connection.wait(list(pipes), timeout=wait)
             if errors and not ready:
                 break

@@ -143,6 +143,58 @@ def test_two_threads_may_wait_for_one_transfer():
             assert in_threads(5, wait) == [True] * 5
 
 
+def test_a_channel_is_closed_while_somebody_asks_for_reports():
+    """Between the engine's answer and what is made of it: also then the handle is there."""
+    buckets = {"grad": [(20 * UNIT, UNIT)]}
+    store, engines = Store(), [Engine(UdpSettings(), "127.0.0.1") for _ in range(2)]
+    channels = in_threads(2, lambda r: engines[r].open("x", r, 2, store, "p", buckets, reported=("grad",)))
+    data, pieces = np.ones((2, 20 * UNIT), np.uint8), np.zeros((2, 20 * UNIT), np.uint8)
+    channels[1].post("grad", 0, 0, [pieces[0].ctypes.data, None])
+    sent = channels[0].send("grad", 0, 0, [None, data[1].ctypes.data], np.ones((2, 20), bool))
+    sent.expects_reports()
+    answered, closing = threading.Event(), []
+
+    class Slow:
+        """The library, which takes its time to come back from the answer."""
+
+        def __init__(self, library):
+            self.library = library
+
+        def __getattr__(self, name):
+            return getattr(self.library, name)
+
+        def ml_reports(self, *args):
+            result = self.library.ml_reports(*args)
+            if not result:
+                closing.append(threading.Thread(target=channels[0].close, args=(0.0,)))
+                closing[0].start()
+                time.sleep(0.2)
+                answered.set()
+            return result
+
+    sent._lib = Slow(sent._lib)
+    while (lost := sent.reports()) is None:
+        time.sleep(0.01)
+    closing[0].join(20)
+    assert answered.is_set() and not closing[0].is_alive() and not lost[1].any()
+    in_threads(2, lambda r: engines[r].close(0.0))
+
+
+def test_an_engine_is_not_freed_while_another_thread_closes_a_channel():
+    """Who lingers still needs it."""
+    with Ranks(2, buckets={"grad": [(3000 * UNIT, UNIT)]}, eager_bytes=0) as ranks:
+        ranks.send(0, "grad", 0, 0)  # which nobody asks for
+        slow = threading.Thread(target=ranks.dense[0].close, args=(2.0,))
+        slow.start()
+        time.sleep(0.3)
+        ranks.engines[0].close(0.0)
+        assert ranks.engines[0].closed
+        slow.join(20)
+        assert not slow.is_alive()
+        with pytest.raises(RuntimeError, match="the engine of 127.0.0.1 is closed"):
+            ranks.engines[0].open("other", 0, 2, ranks.store, "q", ranks.buckets)
+
+
 # ---- Fork ----
 
 FORKS = """

@@ -91,6 +91,22 @@ def test_who_is_asked_says_its_state():
     node.close()
 
 
+@pytest.mark.parametrize("steps", [12, 40])
+def test_a_rank_that_is_far_ahead_of_one_that_computes_loses_nothing(steps):
+    """More steps than a receiver keeps: what it is asked about and has not come to is no step that it left out."""
+    with World(2, {"grad": [(3 * UNIT, UNIT)]}) as world:
+        first, second = world.nodes
+        sent = [pieces(0, 2, 3 * UNIT, step) for step in range(steps)]
+        posted = second.post(world.now, "grad", 0, 0)
+        handles = [first.send("grad", step, 0, sent[step]) for step in range(steps)]
+        world.run_for(300 * MS)
+        for step in range(steps):
+            posted = second.post(world.now, "grad", step, 0) if step else posted
+            world.run(lambda: posted.over_at, 5 * SECOND)  # noqa: B023
+            assert posted.arrived.all() and (posted.pieces[0, : 3 * UNIT] == sent[step][1]).all()
+        world.run(lambda: all(first.lib.ml_wait(handle, 1, 0) == 0 for handle in handles), SECOND)
+
+
 def test_a_rank_that_is_far_ahead_asks_seldom():
     """At intervals that double, and begin anew with each sign of life, of which there is one a second."""
     asked = []
@@ -134,6 +150,38 @@ def test_a_path_whose_mtu_falls_is_named():
             if not second.failed()[0]:
                 assert posted[1].arrived[0].sum() == 1  # the short unit at the end passes
         assert second.failed() == (DEAF, 0) and world.nodes[0].failed() == (0, 0)
+
+
+def test_a_small_bucket_that_passes_does_not_hide_it():
+    link, since = narrow(60)
+    since[0] = 0
+    with World(2, {"grad": [(30 * UNIT, UNIT), (20, 20)]}, link) as world:
+        second = world.nodes[1]
+        for step in range(10):
+            assert second.failed() == (0, 0)
+            begun = [exchange_all(world, "grad", step, bucket)[0] for bucket in range(2)]
+            world.run(lambda: all(x.over_at for xs in begun for x in xs) or second.failed()[0])  # noqa: B023
+        assert second.failed() == (DEAF, 0)
+
+
+def test_an_outage_in_which_what_must_arrive_is_under_way_is_not_taken_for_one():
+    """Nothing full has come for longer than the peers' timeout when it is over, and for most of that nothing at all."""
+    state = ["data"]
+    link = lambda source, destination, datagram, now: (
+        []
+        if source == 0 and (state[0] == "cut" or (state[0] == "data" and fields_of(datagram)[0] == DATA))
+        else [now + MS]
+    )
+    with World(2, {"grad": [(30 * UNIT, UNIT)]}, link, reported=("grad",), peer_timeout=30 * SECOND) as world:
+        first, second = world.nodes
+        posted = second.post(world.now, "grad", 0, 0)
+        first.send("grad", 0, 0, pieces(0, 2, 30 * UNIT), np.ones((2, 30), bool))
+        world.run_for(1900 * MS)
+        state[0] = "cut"
+        world.run_for(28_200 * MS)
+        state[0] = "well"
+        world.run(lambda: posted.over_at or second.failed()[0], 20 * SECOND)
+        assert second.failed() == (0, 0) and posted.arrived.all()
 
 
 def test_few_units_in_a_row_are_bad_luck():
@@ -219,15 +267,13 @@ def test_numbers_are_taken_once():
     """Sealed datagrams in an order far from theirs, some of them several times: as a set that remembers would do."""
     generator = random.Random(5)
     units = 3000
-    node, other = (
-        Node(rank, 2, {"grad": [(units * UNIT, UNIT)] * 8}, cipher=True, window=10**5, eager=1 << 24)
-        for rank in range(2)
-    )
+    settings = {"cipher": True, "window": 10**5, "eager": 1 << 24, "rate": 2e6}  # which 8,192 numbers are enough for
+    node, other = (Node(rank, 2, {"grad": [(units * UNIT, UNIT)] * 8}, **settings) for rank in range(2))
     for bucket in range(8):
         node.post(SECOND, "grad", 0, bucket)
         other.send("grad", 0, bucket, pieces(1, 2, units * UNIT, bucket))
     sealed, now = [], SECOND
-    for _ in range(200):
+    for _ in range(4000):
         now += MS
         sealed += [datagram for _, datagram in other.produce_all(now)]
     assert len(sealed) > 8 * units
@@ -249,6 +295,18 @@ def test_numbers_are_taken_once():
     assert again > 3000 and len(seen) > 10_000
     node.close()
     other.close()
+
+
+def test_a_fast_path_that_reorders_loses_nothing_to_the_window():
+    """Half of the datagrams come 10 ms later, which is 15,000 numbers at that rate."""
+    generator = random.Random(1)
+    link = lambda source, destination, datagram, now: [now + MS + generator.randrange(2) * 10 * MS]
+    settings = {"cipher": True, "rate": 2e8, "reorder": 50 * MS, "window": 10**5, "eager": 1 << 24}
+    with World(2, {"grad": [(20_000 * UNIT, UNIT)]}, link, **settings) as world:
+        posted, sent, _ = exchange(world, 0)
+        world.run(lambda: all(x.over_at for x in posted))
+        check(world, "grad", 0, posted, sent)
+        assert all(x.arrived.all() for x in posted)
 
 
 def test_a_replayed_request_costs_nothing():

@@ -70,36 +70,34 @@ class Replaying(Store):
         return super().get(key)
 
 
-def opened(store, secret=None, stores=None):
-    """Two ranks open a channel; their keys, or what was raised."""
-    made = {}
+@pytest.fixture
+def keys(monkeypatch):
+    """Every key that was made."""
+    made, original = [], session.Secrets.key
+    monkeypatch.setattr(session.Secrets, "key", lambda *args: made.append(original(*args)) or made[-1])
+    return made
+
+
+def opened(store, stores=None):
+    """Two ranks open a channel with the same secret; what was raised."""
 
     def run(rank):
-        class Kept(session.Secrets):
-            def __init__(self, *args):
-                super().__init__(*args)
-                made[rank] = self.key(rank, 1 - rank)
+        with Engine(UdpSettings(key=SECRET), "127.0.0.1") as engine:
+            engine.open("dense", rank, 2, (stores or [store] * 2)[rank], "p", BUCKETS)
 
-        engine = Engine(UdpSettings(key=secret), "127.0.0.1")
-        with engine:
-            original, session.Secrets = session.Secrets, session.Secrets
-            try:
-                channel = engine.open("dense", rank, 2, (stores or [store] * 2)[rank], "p", BUCKETS)
-            finally:
-                session.Secrets = original
-            made[rank] = session.Secrets(
-                "dense", session.channel_id(store.values["p/random"], "dense"), channel.hellos, secret
-            ).key(rank, 1 - rank)
-
-    return in_threads(2, run), made
+    return in_threads(2, run)
 
 
-def test_a_store_that_replays_an_old_session_brings_back_no_key():
-    """All old hellos, as rank 0 reads them: its own random is not taken from there."""
+@pytest.mark.parametrize("replayed", ["/hello/0", "/hello/1", "/hello/"])
+def test_a_store_that_replays_an_old_session_brings_back_no_key(keys, replayed):
+    """What a rank hears of itself is no matter; with the random number of either end alone every key is a new one."""
     first = Store()
-    assert opened(first, SECRET)[0] == [None, None]
-    second = Replaying(first, lambda key: "/hello/" in key)
-    errors, _ = opened(second, SECRET)
+    assert opened(first) == [None, None]
+    assert len(set(keys)) == 2 and len(keys) == 4  # each direction, at both ends
+    earlier = set(keys)
+    keys.clear()
+    errors = opened(Replaying(first, lambda key: replayed in key or key == "p/random"))
+    assert keys and not earlier & set(keys)
     assert all(isinstance(error, UsageError) for error in errors)
     assert all("somebody else writes to the store" in str(error) and "\n" not in str(error) for error in errors)
 
@@ -119,7 +117,7 @@ def test_who_changes_what_a_rank_has_said_is_noticed(change):
             value = store.get(key)
             return json.dumps(json.loads(value) | change).encode() if key.endswith("/hello/0") else value
 
-    errors, _ = opened(store, SECRET, [store, Changed])
+    errors = opened(store, [store, Changed])
     assert all(isinstance(error, UsageError) and "has heard other addresses" in str(error) for error in errors)
 
 

@@ -76,7 +76,7 @@ enum { AHEAD = 8, CONTROLS = 8192, FORCED = 4, REPEATS = 12, REPLIES = 64 /* in 
 enum { REPORTS = 4, RESENDS = 4096, AGAIN = 2 /* the tag of what is sent again */ };
 enum { SILENT = 1, REFUSED, LEFT, DEAF }; /* why a channel failed */
 enum { DEAF_STEPS = 10, DEAF_UNITS = 100 };
-enum { REPLAY_BITS = 8192, REPLAY_WORDS = REPLAY_BITS / 64 };
+enum { LEAST_REPLAY = 128, MOST_REPLAY = 2048 }; /* words of 64 numbers */
 #define ALL UINT32_MAX /* in END, in the place of a list: every unit must arrive */
 #define JUMP ((uint64_t)1 << 20)    /* numbers that a flow cannot skip: no window is so large */
 #define SLOWEST SECOND              /* between repetitions of one control datagram */
@@ -332,7 +332,7 @@ struct flow {
     ns top_at, heard, refused_at;
     uint32_t unreported, threshold, report_count, refused;
     ns report_at;
-    uint64_t seen[REPLAY_WORDS]; /* which of the last REPLAY_BITS numbers came; a ring */
+    uint64_t *seen, seen_words; /* which of the last numbers came, a bit each; a ring */
 };
 
 struct dest {
@@ -422,10 +422,11 @@ struct member {
     uint8_t probed, confirmed, gone;
     uint32_t replies;
     ns probe_at, probe_until, replies_at;
-    /* Since the last datagram of full length: steps, and their units, of which none came although their end was known. */
-    uint32_t deaf_steps, deaf_units, deaf_step;
-    uint8_t deaf_phase;
-    ns full_at; /* when that datagram came */
+    /* Since the last datagram of the channel's full length: steps, and their units, of which none came although their end was
+     * known, and when the last of them was over. */
+    uint32_t deaf_steps, deaf_units;
+    ns deaf_at;
+    ns full_at; /* when the last datagram of its bucket's length came */
     struct resend *resend; /* a ring of RESENDS */
     uint32_t resend_first, resend_last;
     struct member_counters count;
@@ -435,6 +436,7 @@ struct channel {
     struct engine *engine;
     struct channel *next;
     uint32_t id, rank, size, buckets[PHASES], cursor;
+    uint32_t full; /* bytes of the largest unit */
     struct bucket *bucket[PHASES];
     struct member *members;
     uint32_t newest[PHASES], probe_bytes;
@@ -804,19 +806,17 @@ static void done_said(struct member *m, int phase, uint32_t step, uint32_t bucke
 
 static void channel_fail(struct channel *c, uint32_t culprit, int reason);
 
-/* Its end came and nothing of full length: by chance, or since no such datagram passes any more. Buckets of one step count
- * once, for one outage takes all that are under way. */
-static void count_deaf(struct exchange *x, uint32_t i)
+/* Its end came and nothing of full length: by chance, or since no such datagram passes any more. Exchanges that were under way
+ * together count once, for one outage takes them all. */
+static void count_deaf(struct exchange *x, uint32_t i, ns now)
 {
     const struct source *s = &x->sources[i];
     struct member *m = &x->channel->members[i];
-    if (!s->ended || s->full || x->in_bytes < x->bucket->unit)
+    if (!s->ended || s->full || x->bucket->unit < x->channel->full || x->in_bytes < x->bucket->unit)
         return;
     m->deaf_units += (uint32_t)(x->in_bytes / x->bucket->unit);
-    if (!m->deaf_steps || m->deaf_step != x->step || m->deaf_phase != x->phase)
-        m->deaf_steps++;
-    m->deaf_step = x->step;
-    m->deaf_phase = x->phase;
+    m->deaf_steps += !m->deaf_steps || x->posted_at >= m->deaf_at;
+    m->deaf_at = now;
     if (m->deaf_steps >= DEAF_STEPS && m->deaf_units >= DEAF_UNITS)
         channel_fail(x->channel, i, DEAF);
 }
@@ -826,7 +826,7 @@ static void source_over(struct exchange *x, uint32_t i, ns now)
     struct source *s = &x->sources[i];
     struct member *m = &x->channel->members[i];
     s->over = 1;
-    count_deaf(x, i);
+    count_deaf(x, i, now);
     s->ready_at = NEVER;
     m->count.units += x->in;
     m->count.lost += x->bucket->units - s->got;
@@ -1376,10 +1376,12 @@ static int take_ready(struct channel *c, struct member *m, int phase, uint32_t s
 static int take_ask(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, ns now)
 {
     const struct exchange *x = find(c, phase, step, bucket);
+    const struct bucket *b = &c->bucket[phase][bucket];
+    int passed = c->closing || (b->any_posted && (int32_t)(step - b->posted) <= 0); /* one far ahead is still to come */
     m->count.asks++;
     if (x && x->posted && x->sources[m->rank].expected && !x->sources[m->rank].over)
         control(c->engine, m, READY, x, 0);
-    else if ((x && x->posted) || !may_come(c, phase, &c->bucket[phase][bucket], step, 1))
+    else if ((x && x->posted) || passed)
         say_done(m, phase, step, bucket, now);
     return TAKEN;
 }
@@ -1589,21 +1591,21 @@ static void flow_back(struct engine *e, const struct flow *f, ns now)
         }
 }
 
-/* Whether a number came before, or is older than the window. Before `top` moves. A ring of words as in RFC 6479: the one that
- * begins anew may not be one that is still asked about, so that the window has 64 numbers less than the ring. */
+/* DUPLICATE: a number came before; LATE: it is older than the window; else TAKEN. Before `top` moves. A ring of words as in
+ * RFC 6479: the one that begins anew may not be one that is still asked about, so that the window has 64 numbers less. */
 static int replayed(struct flow *f, uint64_t number)
 {
-    if (number + REPLAY_BITS - 64 < f->top)
-        return 1;
+    if (number + 64 * (f->seen_words - 1) < f->top)
+        return LATE;
     if (number >= f->top) {
         uint64_t last = number / 64, first = f->top ? (f->top - 1) / 64 + 1 : 0;
-        for (uint64_t k = 0; first + k <= last && k < REPLAY_WORDS; k++)
-            f->seen[(first + k) % REPLAY_WORDS] = 0;
+        for (uint64_t k = 0; first + k <= last && k < f->seen_words; k++)
+            f->seen[(first + k) % f->seen_words] = 0;
     }
-    uint64_t *seen = &f->seen[number / 64 % REPLAY_WORDS], bit = (uint64_t)1 << number % 64;
+    uint64_t *seen = &f->seen[number / 64 % f->seen_words], bit = (uint64_t)1 << number % 64;
     int again = (*seen & bit) != 0;
     *seen |= bit;
-    return again;
+    return again ? DUPLICATE : TAKEN;
 }
 
 static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *p, size_t n, ns now)
@@ -1661,9 +1663,9 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             return BAD_TAG;
         }
         payload = e->scratch;
-        if (replayed(f, number)) {
-            m->count.duplicate++;
-            return DUPLICATE;
+        if ((verdict = replayed(f, number)) != TAKEN) {
+            *(verdict == LATE ? &m->count.late : &m->count.duplicate) += 1;
+            return verdict;
         }
     }
     m->count.received++;
@@ -1674,6 +1676,8 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         f->top_at = now;
         if (now - f->heard > 200 * MS)
             flow_back(e, f, now);
+        for (struct member *one = now - f->heard > 2 * SECOND ? f->members : NULL; one; one = one->next)
+            one->full_at = now; /* while nothing came at all, nothing full could */
         f->heard = now;
         f->refused = 0;
     }
@@ -1684,9 +1688,11 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     }
     if (type == DATA || type == END || type == PROBE || type == PARITY)
         report_later(e, f, now);
-    if (keyed && size && size == c->bucket[phase][bucket].unit && (type == DATA || type == PARITY)) {
-        m->full_at = now;
-        m->deaf_steps = m->deaf_units = 0;
+    if (type == DATA || type == PARITY) {
+        if (size == c->bucket[phase][bucket].unit)
+            m->full_at = now;
+        if (size == c->full)
+            m->deaf_steps = m->deaf_units = 0;
     }
     switch (type) {
     case DATA: verdict = take_data(c, m, phase, step, bucket, index, payload, size, p[1] & 7, now); break;
@@ -2270,6 +2276,7 @@ API void ml_bucket(struct channel *c, int phase, uint32_t bucket, uint64_t shard
     b->shard = shard;
     b->unit = unit;
     b->units = b->entries = (uint32_t)((shard + unit - 1) / unit);
+    c->full = unit > c->full ? unit : c->full;
 }
 
 /* Senders of this bucket are told what did not arrive, and may name units that must. Before ml_open. */
@@ -2294,6 +2301,16 @@ static uint32_t report_threshold(const struct engine *e)
     return quarter > 256 ? 256 : quarter ? quarter : 1;
 }
 
+/* Room for all that may overtake a datagram: what is sent at full rate in 100 ms, or in the time that is waited for them. */
+static uint64_t replay_words(const struct engine *e)
+{
+    double numbers = e->set.rate * (double)greatest(e->set.reorder, 100 * MS) / 1e9 / (HEADER + e->set.packet + tag_bytes(e));
+    uint64_t words = LEAST_REPLAY;
+    while (words < MOST_REPLAY && 64.0 * (double)words < numbers)
+        words *= 2;
+    return words;
+}
+
 static struct flow *flow_find(struct engine *e, const struct sockaddr *to, socklen_t to_size, uint64_t instance)
 {
     for (struct flow *f = e->flows; f; f = f->next)
@@ -2307,6 +2324,7 @@ static struct flow *flow_find(struct engine *e, const struct sockaddr *to, sockl
     f->instance = instance;
     f->window = f->limit = UINT32_MAX;
     f->threshold = report_threshold(e);
+    f->seen_words = replay_words(e);
     f->report_at = NEVER;
     rate_init(&f->rate, 4e6, e->set.rate, !e->set.delay_based);
     return f;
@@ -2328,7 +2346,11 @@ API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, u
         f->mask = 1023;
         while (f->mask < 4 * (uint64_t)limit)
             f->mask = 2 * f->mask + 1;
-        if (!(f->sent = calloc(f->mask + 1, sizeof *f->sent))) {
+        f->sent = calloc(f->mask + 1, sizeof *f->sent);
+        f->seen = calloc(f->seen_words, sizeof *f->seen);
+        if (!f->sent || !f->seen) {
+            free(f->sent);
+            free(f->seen);
             free(f);
             goto out;
         }
@@ -3004,6 +3026,7 @@ API void ml_free(struct engine *e)
     for (struct flow *f = e->flows, *next; f; f = next) {
         next = f->next;
         free(f->sent);
+        free(f->seen);
         free(f);
     }
     if (e->socket >= 0)

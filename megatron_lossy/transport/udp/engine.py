@@ -170,6 +170,7 @@ class Engine:
         self.datagram = settings.packet_bytes + overhead(settings.cipher)
         self.rate = settings.rate or speed_of(address) / sharers
         self._channels: list[Channel] = []
+        self._lock = threading.RLock()  # of what is promised to whom
         self._lib = load()
         if settings.cipher != "none" and self._lib.ml_load_cipher():
             raise refuse("--udp-cipher", settings.cipher, "needs libcrypto.so.3 or libcrypto.so.1.1: install OpenSSL")
@@ -244,6 +245,8 @@ class Engine:
             phases: the two kinds of exchanges.
             called: what the ranks are called in messages, by their number.
         """
+        if self.closed:
+            raise RuntimeError(f"the engine of {self.address} is closed, or that of a process that forked this one")
         names = range(size) if called is None else called
         return Channel(self, name, rank, size, store, prefix, buckets, peers, alike, reported, phases, names)
 
@@ -263,8 +266,9 @@ class Engine:
 
     def promise(self) -> None:
         """Tell all senders how much of the buffer is each one's, now that a channel was opened or closed."""
-        if self._engine:
-            self._lib.ml_promise(self._engine, *self.windows())
+        with self._lock:
+            if self._engine:
+                self._lib.ml_promise(self._engine, *self.windows())
 
     def counters(self) -> dict[str, int]:
         """Of the socket, and of datagrams that belong to no rank; none of a closed engine."""
@@ -279,14 +283,16 @@ class Engine:
         """Close all channels, and the socket. ``linger``: :meth:`Channel.close`."""
         for channel in list(self._channels):
             channel.close(linger)
-        if self._engine:
+        with self._lock:
             engine, self._engine = self._engine, None
-            self._lib.ml_free(engine)
-            atexit.unregister(self.close)
+            if engine:
+                self._lib.ml_free(engine)
+                atexit.unregister(self.close)
 
     def _forked(self) -> None:
         """This is a child process: without the thread, and the sockets are the parent's."""
         atexit.unregister(self.close)
+        self._lock = threading.RLock()
         engine, self._engine = self._engine, None
         if engine:
             self._lib.ml_forked(engine)
@@ -335,6 +341,8 @@ class Channel:
         self._lib = engine._lib
         self._lock = threading.Condition()
         self._users = 0
+        self._channel: int | None = None
+        self._closer: int | None = None  # the thread that closes it; 0: that is done
         self._final: tuple[dict[int, dict[str, int]], dict[int, dict[str, float]]] | None = None  # counters, rates
         self._transfers: dict[tuple[int, int, int], Transfer] = {}
         self._took: dict[tuple[int, int], deque[float]] = {}
@@ -355,8 +363,9 @@ class Channel:
         self.hellos = self._meet(store, prefix, session.digest_buckets(buckets, alike, self.phases))
         secrets = session.Secrets(name, session.channel_id(drawn, name), self.hellos, settings.key)
         self._channel = self._create(secrets, buckets)
-        engine._channels.append(self)
-        engine.promise()
+        with engine._lock:
+            engine._channels.append(self)
+            engine.promise()
         self._lib.ml_open(self._channel)
         try:
             proofs = _all(store, f"{prefix}/opened", rank, size, secrets.proof(rank))
@@ -641,34 +650,46 @@ class Channel:
         Args:
             linger: seconds to wait until peers have what was sent; they may still be asking for it.
         """
-        if getattr(self, "_channel", None) is not None:
-            self._final = self.counters(), self.rates()
         with self._lock:
-            channel, self._channel = getattr(self, "_channel", None), None
-            if channel is None:
+            if self._closer is not None:  # its end is waited for, since the engine may be freed after this
+                while self._closer not in (0, threading.get_ident()):
+                    self._lock.wait()
                 return
-            while self._users:
-                self._lock.wait()
-        if linger > 0:
-            self._lib.ml_linger(channel, int(linger * SECOND))
-        self._lib.ml_close(channel, -1)
-        self._ended()
-        self._engine.promise()
+            if self._channel is None:  # it was never opened
+                return
+            self._closer = threading.get_ident()
+        try:
+            self._final = self.counters(), self.rates()
+            with self._lock:
+                channel, self._channel = self._channel, None
+                while self._users:
+                    self._lock.wait()
+            if linger > 0:
+                self._lib.ml_linger(channel, int(linger * SECOND))
+            self._lib.ml_close(channel, -1)
+            self._ended()
+            self._engine.promise()
+        finally:
+            with self._lock:
+                self._closer = 0
+                self._lock.notify_all()
 
     def _ended(self) -> None:
         """The engine has forgotten the channel, and its exchanges: memory that it read and wrote may go."""
         for transfer in list(self._transfers.values()):
             transfer._ended()
         self._transfers.clear()
-        if self in self._engine._channels:
-            self._engine._channels.remove(self)
+        with self._engine._lock:
+            if self in self._engine._channels:
+                self._engine._channels.remove(self)
 
     def _forked(self) -> None:
         """This is a child process, in which nobody holds the lock."""
         self._final = {}, {}
-        self._lock, self._users, self._channel = threading.Condition(), 0, None
-        for transfer in list(self._transfers.values()):
-            transfer._ended()
+        self._lock, self._users, self._channel, self._closer = threading.Condition(), 0, None, 0
+        for transfer in self._transfers.values():
+            transfer._handle = None
+            _of_parent.append(transfer.keep)  # page-locked memory is not given back by a process without the device
         self._transfers.clear()
 
 
@@ -719,10 +740,10 @@ class Transfer:
 
     def _forget(self) -> None:
         """A later step has begun. Called with the channel's lock."""
-        if self._sending and not self._all_sent:
+        if self._handle is not None and self._sending and not self._all_sent:
             self._all_sent = self._lib.ml_wait(self._handle, 1, 0) == 0
         over = self.arrived is None or self.took is not None
-        if over and (not self._sending or self._all_sent) and not self._reports:
+        if self._handle is not None and over and (not self._sending or self._all_sent) and not self._reports:
             self._drop()
 
     def done(self) -> bool:
@@ -771,13 +792,13 @@ class Transfer:
             if not self._reports or self._handle is None:
                 raise ValueError(f"{self}: no reports are left")
             result = self._lib.ml_reports(self._handle, lost.ctypes.data)
-        if result < 0:
-            raise channel.lost()
-        if result:
-            return None
-        with channel._lock:
-            self._reports = False
-            self._forget()
+            if result < 0:
+                raise channel.lost()
+            if result:
+                return None
+            with channel._lock:
+                self._reports = False
+                self._forget()
         return lost
 
     def _missing(self) -> str:
@@ -821,8 +842,9 @@ class Transfer:
                 self._drop()
 
 
-#: Engines of this process.
+#: Engines of this process, and in a child what the engines of its parent keep.
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()
+_of_parent: list[object] = []
 
 
 def _after_fork_in_child() -> None:
