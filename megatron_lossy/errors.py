@@ -145,9 +145,24 @@ def tell_torchrun(text: str, follows: bool = False) -> None:
 
 def let_launcher_end(seconds: float) -> None:
     """Wait for the launcher, which ends this rank if another one has failed before it: then there is nothing to tell."""
+
+    def ended(*_: object) -> None:
+        if not under_torchrun() or a_rank_of_this_node_ended():
+            os._exit(0)
+
     with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        signal.signal(signal.SIGTERM, ended)
     time.sleep(seconds)
+
+
+def a_rank_of_this_node_ended() -> bool:
+    """Whether torchrun, which started this rank, has lost one of those that it started beside it."""
+    import psutil  # type: ignore[import-untyped]
+
+    with contextlib.suppress(psutil.Error):
+        ranks = [one for one in psutil.Process(os.getppid()).children() if one.status() != psutil.STATUS_ZOMBIE]
+        return len(ranks) < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return True  # it is gone itself
 
 
 def _first_of_node() -> bool:

@@ -7,22 +7,24 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron_lossy import device
 from megatron_lossy.hooks.islands import RankIslands
 from megatron_lossy.monitor.islands import IslandMonitor
-from megatron_lossy.sync import Stopping
+from megatron_lossy.sync import IslandWorld, Stopping
 from megatron_lossy.train.saved import latest_iteration
 from tests.ranks import run_ranks
 from tests.test_islands_ranks import LATE, SMALL, TWO
 from tests.trainer import read_records, train_runs, write_data
 
 DATAGRAMS = {"transport": "udp", "udp_deadline": "50", "udp_peer_timeout": 120.0}
-LONG = SMALL | {"train_iters": 120, "eval_iters": 0, "micro_batch_size": 2, "num_layers": 1}
+LONG = SMALL | {"train_iters": 400, "eval_iters": 0, "micro_batch_size": 2, "num_layers": 1}
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +165,7 @@ class Seat:
     def __init__(self, table: Table, island: int) -> None:
         self.table, self.island = table, island
 
-    def largest(self, value: int) -> int:
+    def largest(self, value: int, patience: object = None) -> int:
         self.table.put[self.island] = value
         self.table.barrier.wait(60)
         result = max(self.table.put)
@@ -210,7 +212,7 @@ def test_who_waits_to_know_the_last_iteration_says_how_long():
     table = Table(2)
 
     class Late(Seat):
-        def largest(self, value: int) -> int:
+        def largest(self, value: int, patience: object = None) -> int:
             if self.island and value not in (0, 15):  # the second question
                 time.sleep(0.5)
             return super().largest(value)
@@ -231,9 +233,47 @@ def test_who_waits_to_know_the_last_iteration_says_how_long():
     list(pool.map(Stopping.leave, (first, second)))
 
 
+def hear_late(rank: int) -> tuple[int, int]:
+    """The world's time is 2 s. One island is told to stop at once, the other hears it after 5 s, and ends as much later."""
+    world = IslandWorld(2)
+    world.open(device.init_process_group, timedelta(seconds=2))
+    stopping = Stopping(world.meet("stop"))
+    if rank:
+        time.sleep(5)
+    stopping.hear(15)
+    while not (known := stopping.begin())[1]:
+        time.sleep(0.01)
+    if not rank:
+        time.sleep(5)
+    world.wait_for_first(stopping.leave)
+    return known
+
+
+def test_others_are_waited_for_longer_than_for_an_answer():
+    """They hear with their next exchange, which may be hours away, and are at their end when they are."""
+    first, second = run_ranks(hear_late, 2, grouped=False)
+    assert first == second and first[0] == 15
+
+
+def leave_late(rank: int) -> float:
+    """Of two islands of two ranks, the first rank of one is through 5 s later; the world's time is 2 s."""
+    world = IslandWorld(2)
+    world.open(device.init_process_group, timedelta(seconds=2))
+    stopping = Stopping(None if world.rank else world.meet("stop"))
+    began = time.monotonic()
+    if rank == 2:
+        time.sleep(5)
+    world.wait_for_first(stopping.leave)
+    return time.monotonic() - began
+
+
+def test_ranks_of_an_island_that_ends_early_wait_as_its_first_does():
+    assert min(run_ranks(leave_late, 4, grouped=False)) >= 4
+
+
 def test_what_goes_wrong_between_islands_is_raised_by_the_next_iteration():
     class Broken:
-        def largest(self, value: int) -> int:
+        def largest(self, value: int, patience: object = None) -> int:
             raise RuntimeError("connection closed by peer")
 
     stopping = Stopping(Broken())

@@ -53,6 +53,23 @@ def test_fractions_are_taken_as_meant(n):
     assert config.parts == n
 
 
+def test_a_fast_way_that_is_narrow_is_for_islands(capsys):
+    """A short round trip without loss says what carries the bytes, and not that there is time for them."""
+    study.main(["link", "--mbit", "100", "--rtt", "0.5", "--parameters", "7e9", "--step", "13"])
+    text = capsys.readouterr().out
+    assert "129 times the step" in text and "choose     islands: " in text and "--transport" not in text
+
+
+@pytest.mark.parametrize("step", [0.005, 0.01, 0.0125, 0.02, 0.2])
+def test_no_exchange_waits_for_a_lane(step):
+    """Four cross at once, each for a round trip at least."""
+    site = read(["--mbit", "1000", "--rtt", "50", "--loss", "0.01", "--parameters", "1e6", "--step", str(step)])
+    under_way = site.averaged / site.rate + 0.05
+    assert under_way <= 4 * site.interval * step + 1e-9
+    assert site.interval == 1 or under_way > 4 * (site.interval - 1) * step
+    assert any(flag.startswith("--sync-interval") for flag in site.flags) == (site.interval > 1)
+
+
 def test_the_worked_example(capsys):
     study.main(["link", *EXAMPLE])
     text = capsys.readouterr().out

@@ -113,6 +113,24 @@ def test_one_rank_tells_that_contact_was_lost_where_none_failed(tmp_path):
     assert line in before and f"traceback : {line}" in report and status == 1
 
 
+def test_a_rank_that_somebody_else_told_to_end_and_that_fails_is_started_again(tmp_path):
+    """It says nothing by itself, but it has not ended well."""
+    (tmp_path / "script.py").write_text(
+        BEGIN
+        + "from megatron_lossy.train.process import told_to_end\n"
+        + "with usage_errors('x'), rank_errors('x'):\n"
+        + "    if not (here / '0').exists():\n"
+        + "        at()\n"
+        + "        signal.signal(signal.SIGTERM, lambda *_: told_to_end())\n"
+        + "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        + "        raise PeerLost('rank 1: gone')\n"
+        + "    (here / 'again').touch()\n"
+    )
+    process = start(AGENT, "--max-restarts", 1, tmp_path / "script.py", ranks=1)
+    process.communicate(timeout=120)
+    assert process.returncode == 0 and (tmp_path / "again").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_agent_ends_by_the_signal_that_it_got(tmp_path, number):
     (tmp_path / "script.py").write_text(

@@ -11,6 +11,8 @@ from ..flags import as_text, flag, flag_name, refuse_unused
 
 #: Exchanges between islands: what they send goes to the owners of its mean, and the means go back to them.
 SYNC_PHASES = ("sync-reduce", "sync-gather")
+#: Exchanges of an island that cross at once at most, each over connections of its own.
+SYNC_LANES = 4
 #: The file that names the latest checkpoint of a folder: Megatron's.
 TRACKER = "latest_checkpointed_iteration.txt"
 #: Where the mean weights are, beside those or in the folder of virtual islands.

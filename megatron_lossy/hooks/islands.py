@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import device, theory
+from ..config.islands import SYNC_LANES
 from ..device.collectives import all_gather_single
 from ..errors import UsageError, refuse
 from ..exchange import Delivery, Stream
@@ -31,8 +32,6 @@ from .buckets import buckets_by_stream, own_shard
 from .main_vector import Vector, shard_vector
 from .versions import data_parallel_rank, pipeline_stage
 
-#: Exchanges that cross at once at most, each over connections of its own.
-_LANES = 4
 #: Iterations between two questions whether to stop, of islands that exchange nothing.
 _ASKS = 10
 #: Elements of an exchange at most, about, from which the deviation is known.
@@ -124,7 +123,7 @@ class RankIslands:
         if "_stopping" not in vars(self) or not dist.is_initialized():  # nothing was exchanged, or that is over
             return
         with self._waiting():
-            self._stopping.leave()
+            self.world.wait_for_first(self._stopping.leave)
             dist.barrier()
 
     @contextlib.contextmanager
@@ -175,7 +174,7 @@ class RankIslands:
     def _build(self, number: int, one: Any) -> _Shard:
         config, vector = self._config, self._vector(one)
         subset = self._subset(vector, number)
-        lanes = min(_LANES, max(1, config.rounds_under_way))
+        lanes = min(SYNC_LANES, max(1, config.rounds_under_way))
         names = [f"{number}/{lane}" for lane in range(lanes)]
         carriers: list[Any] = []
         if config.transport == "udp":

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..config.islands import SYNC_LANES
 from ..errors import ArgumentParser, refuse
 from ..theory import bytes_sent, gradient_bytes, gradient_seconds, parts
 
@@ -50,7 +51,7 @@ class Site:
     @property
     def takes_gradients(self) -> bool:
         """Whether the link has time for gradients in each iteration."""
-        return self.inside or self.gradients <= self.longer * self.step
+        return self.gradients <= self.longer * self.step
 
     @property
     def inside(self) -> bool:
@@ -68,6 +69,12 @@ class Site:
         return bytes_sent(1, self.islands, _BYTES[self.sync]) * self.parameters / self.parts[0]
 
     @property
+    def interval(self) -> int:
+        """Iterations from one exchange to the next, so that none waits for a lane."""
+        under_way = self.averaged / self.rate + self.round_trip_ms / 1e3
+        return max(1, math.ceil(under_way / (SYNC_LANES * self.step) - 1e-9))
+
+    @property
     def flags(self) -> list[str]:
         """What to set."""
         transport = [] if self.inside else ["--transport udp"]
@@ -78,6 +85,8 @@ class Site:
         if n > 1:
             flags += [f"--sync-fraction {fraction(n)}", "--sync-block 128"]
         flags.append(f"--sync-delay {delay}")
+        if self.interval > 1:
+            flags.append(f"--sync-interval {self.interval}")
         if delay >= n:
             flags.append("--delay-correction smith")
         return [*flags, *(["--sync-dtype bf16"] if self.sync == "bf16" else []), *transport]
@@ -166,6 +175,10 @@ def report(site: Site) -> list[str]:
         f"{seconds(site.averaged / site.rate + site.round_trip_ms / 1e3)}, while training goes on for "
         f"{seconds(delay * site.step)}"
     )
+    if site.interval > 1:
+        lines.append(
+            f"           {SYNC_LANES} exchanges cross at once: one in {site.interval} iterations, for which the link has time"
+        )
     what = "gradients in each iteration" if site.takes_gradients else "islands"
     lines += [f"choose     {what}: {' '.join(site.flags)}"]
     if not site.takes_gradients and n > 100:

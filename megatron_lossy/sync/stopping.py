@@ -9,11 +9,14 @@ which only threads have to give, no longer than it takes to cross. Islands that 
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 from .world import Meeting
 
 #: Beside the numbers of signals: an island that is at the end of its run.
 _OVER = 1 << 14
+#: Others may hear of it with their next exchange only, or be at their end much later. Who dies is noticed all the same.
+_PATIENCE = timedelta(days=365)
 
 
 class Stopping:
@@ -79,7 +82,7 @@ class Stopping:
             self._agree(meeting)
             with self._changed:
                 self._changed.wait_for(lambda: self._over)
-            meeting.largest(0)
+            meeting.largest(0, _PATIENCE)
         except BaseException as error:
             with self._changed:
                 self._error = error
@@ -92,12 +95,12 @@ class Stopping:
                 self._changed.wait_for(lambda: self.number or self._over or self._asked)
                 self._asked -= 1
                 known = self.number | (_OVER if self._over else 0)
-            known = meeting.largest(known)
+            known = meeting.largest(known, _PATIENCE)
         with self._changed:
             self.number = max(self.number, known % _OVER)
             self._most = self._begun
             mine = self._begun if self._over else self._begun + 1  # which begins when all of its ranks can know
-        last = meeting.largest(mine)
+        last = meeting.largest(mine, _PATIENCE)
         with self._changed:
             self._last = last
             self._changed.notify_all()

@@ -6,7 +6,9 @@ rank k of the others over host memory, in groups that the default world does not
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,6 +20,7 @@ from ..errors import refuse
 
 _store: Any = None  # of all ranks that were launched, in this attempt; its server must not be started twice
 _opened = 0
+_LOOK = 0.1  # seconds
 
 
 class IslandWorld:
@@ -62,6 +65,17 @@ class IslandWorld:
         """Seconds after which a rank gives up on another one."""
         return self._timeout.total_seconds()
 
+    def wait_for_first(self, first_is_through: Callable[[], None]) -> None:
+        """The first rank of the island calls ``first_is_through``; the others wait until that returns, however long it takes."""
+        store = torch.distributed.PrefixStore(f"{self._prefix}/{self.island}/through", _store)
+        if not self.rank:
+            first_is_through()
+            store.set("done", "1")
+            return
+        with contextlib.suppress(torch.distributed.DistError):  # who serves it leaves after all are through
+            while not store.check(["done"]):
+                time.sleep(_LOOK)
+
     def store(self, name: str) -> Any:
         """What the ranks with this one's place in every island write to, and nobody else. ``name``: of its use, unique."""
         return torch.distributed.PrefixStore(f"{self._prefix}/meet/{self.rank}/{name}", _store)
@@ -98,10 +112,12 @@ class Meeting:
             result += one
         return result.to(own.device)
 
-    def largest(self, value: int) -> int:
-        """The largest ``value`` of all islands."""
+    def largest(self, value: int, patience: timedelta | None = None) -> int:
+        """The largest ``value`` of all islands. ``patience``: how long others are waited for, if not the world's time."""
         result = torch.tensor([value])
         options = torch.distributed.AllreduceOptions()
+        if patience is not None:
+            options.timeout = patience
         options.reduceOp = torch.distributed.ReduceOp.MAX
         self._group.allreduce([result], options).wait()
         return int(result)

@@ -9,7 +9,15 @@ import traceback
 import warnings
 from collections.abc import Iterator
 
-from ..errors import UsageError, is_unread, let_launcher_end, machine_error, tell_torchrun, under_torchrun
+from ..errors import (
+    UsageError,
+    a_rank_of_this_node_ended,
+    is_unread,
+    let_launcher_end,
+    machine_error,
+    tell_torchrun,
+    under_torchrun,
+)
 
 #: Seconds by which a rank that lost contact leaves torchrun time to notice who failed.
 _NOTICE = 2.0
@@ -46,7 +54,10 @@ class OtherRankFailed(RuntimeError):
 
 
 def told_to_end() -> None:
-    """SIGTERM came. Under torchrun that is mostly because another rank failed; what fails on this one then, follows from it."""
+    """SIGTERM came. Under torchrun that is mostly because another rank failed; what fails on this one then, follows from it.
+
+    But somebody else may have sent it, and then a failure is one.
+    """
     global _told_to_end
     _told_to_end = True
 
@@ -73,22 +84,17 @@ def rank_errors(program: str) -> Iterator[None]:
             text = f"lost contact with another rank ({reason})"
         else:
             text, follows = f"an error\n{traceback.format_exc()}", False
-        if under_torchrun():
-            _leave_to_the_first(follows)
         text = f"{program}: rank {os.environ.get('RANK', '0')} stops: {text}"
+        if under_torchrun():
+            if follows and _told_to_end and a_rank_of_this_node_ended():
+                sys.stdout.flush()
+                os._exit(0)
+            let_launcher_end(_NOTICE * follows + _BETWEEN * int(os.environ.get("LOCAL_RANK", "0")))
         tell_torchrun(text, follows)
         print(text, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _leave_to_the_first(follows: bool) -> None:
-    """Let one rank of this node tell what happened: the one that failed by itself, or the first that lost contact."""
-    if follows and _told_to_end:
-        sys.stdout.flush()
-        os._exit(0)
-    let_launcher_end(_NOTICE * follows + _BETWEEN * int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def lost_contact(error: BaseException) -> bool:
