@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import stat
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ def read_key_file(path: str | None) -> bytes | None:
     if len(key) < LEAST_BYTES:
         allowed = f"has {len(key)} bytes, and a secret needs {LEAST_BYTES} at least: head -c 32 /dev/urandom > {path}"
         raise refuse("--udp-key-file", path, allowed)
-    if mode & 0o077:
+    if mode & 0o077 and os.environ.get("LOCAL_RANK", "0") == "0":  # one rank of a host says so
         _say_open(path, mode)
     return key
 
