@@ -195,6 +195,29 @@ def test_an_engine_is_not_freed_while_another_thread_closes_a_channel():
             ranks.engines[0].open("other", 0, 2, ranks.store, "q", ranks.buckets)
 
 
+def test_who_waits_sleeps_in_the_engine():
+    """A fifth of a second at a time, for signals; not in a loop that asks again and again."""
+    with Ranks(2) as ranks:
+        transfer, _ = ranks.post(0, "grad", 0, 0)
+        asked = []
+
+        class Counted:
+            def __init__(self, library):
+                self.library = library
+
+            def __getattr__(self, name):
+                return getattr(self.library, name)
+
+            def ml_wait(self, *args):
+                asked.append(args)
+                return self.library.ml_wait(*args)
+
+        transfer._lib = Counted(transfer._lib)
+        with pytest.raises(TimeoutError):
+            transfer.wait(1.0)
+        assert len(asked) < 20
+
+
 # ---- Fork ----
 
 FORKS = """
