@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings, build
-from megatron_lossy.transport.udp.engine import windows
+from megatron_lossy.transport.udp.engine import load, windows
 from tests.test_udp_engine import UNIT, FolderStore, Ranks, Store, in_threads
 
 BIG = 4000 * UNIT
@@ -27,6 +27,17 @@ NEEDS_RAW = pytest.mark.skipif(
 def run_program(text):
     """A program of its own: what it touches after the end of memory kills it, not the tests."""
     return subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+
+
+class Instead:
+    """The compiled engine: notes in ``used`` what is asked for by name, and has other functions in the place of some."""
+
+    def __init__(self, library, used, **others):
+        self.library, self.used, self.others = library, used, others
+
+    def __getattr__(self, name):
+        self.used.append(name)
+        return self.others.get(name) or getattr(self.library, name)
 
 
 # ---- Memory ----
@@ -81,20 +92,12 @@ def test_memory_goes_after_the_engine_has_forgotten_the_exchange():
         def __del__(self):
             order.append("memory")
 
-    class Calls:
-        def __init__(self, library):
-            self.library = library
-
-        def __getattr__(self, name):
-            order.append(name)
-            return getattr(self.library, name)
-
     with Ranks(2) as ranks:
         channel = ranks.dense[0]
         transfer, _ = ranks.post(0, "grad", 0, 0)
         transfer.keep = Memory()
         del transfer
-        channel._lib = Calls(channel._lib)
+        channel._lib = Instead(channel._lib, order)
         channel.close(0.0)
     assert order.index("ml_close") < order.index("memory")
 
@@ -154,25 +157,16 @@ def test_a_channel_is_closed_while_somebody_asks_for_reports():
     sent.expects_reports()
     answered, closing = threading.Event(), []
 
-    class Slow:
-        """The library, which takes its time to come back from the answer."""
+    def slow(*args):
+        result = load().ml_reports(*args)
+        if not result:
+            closing.append(threading.Thread(target=channels[0].close, args=(0.0,)))
+            closing[0].start()
+            time.sleep(0.2)
+            answered.set()
+        return result
 
-        def __init__(self, library):
-            self.library = library
-
-        def __getattr__(self, name):
-            return getattr(self.library, name)
-
-        def ml_reports(self, *args):
-            result = self.library.ml_reports(*args)
-            if not result:
-                closing.append(threading.Thread(target=channels[0].close, args=(0.0,)))
-                closing[0].start()
-                time.sleep(0.2)
-                answered.set()
-            return result
-
-    sent._lib = Slow(sent._lib)
+    sent._lib = Instead(sent._lib, [], ml_reports=slow)
     while (lost := sent.reports()) is None:
         time.sleep(0.01)
     closing[0].join(20)
@@ -200,22 +194,10 @@ def test_who_waits_sleeps_in_the_engine():
     with Ranks(2) as ranks:
         transfer, _ = ranks.post(0, "grad", 0, 0)
         asked = []
-
-        class Counted:
-            def __init__(self, library):
-                self.library = library
-
-            def __getattr__(self, name):
-                return getattr(self.library, name)
-
-            def ml_wait(self, *args):
-                asked.append(args)
-                return self.library.ml_wait(*args)
-
-        transfer._lib = Counted(transfer._lib)
+        transfer._lib = Instead(transfer._lib, asked)
         with pytest.raises(TimeoutError):
             transfer.wait(1.0)
-        assert len(asked) < 20
+        assert 0 < asked.count("ml_wait") < 20
 
 
 # ---- Fork ----

@@ -758,11 +758,17 @@ static void newest(struct channel *c, int phase, uint32_t step)
     c->any[phase] = 1;
 }
 
-/* A peer's exchange that is not known here: whether it is still to come. */
-static int may_come(const struct channel *c, int phase, const struct bucket *b, uint32_t step, int to_receive)
+/* A peer's exchange: whether this rank has come to it, or left it out. */
+static int passed(const struct channel *c, const struct bucket *b, uint32_t step, int to_receive)
 {
     int any = to_receive ? b->any_posted : b->any_sent;
-    if (c->closing || (any && (int32_t)(step - (to_receive ? b->posted : b->sent)) <= 0))
+    return c->closing || (any && (int32_t)(step - (to_receive ? b->posted : b->sent)) <= 0);
+}
+
+/* A peer's exchange that is not known here: whether it is still to come, and near enough to be kept. */
+static int may_come(const struct channel *c, int phase, const struct bucket *b, uint32_t step, int to_receive)
+{
+    if (passed(c, b, step, to_receive))
         return 0;
     return !c->any[phase] || (int32_t)(step - c->newest[phase]) <= AHEAD;
 }
@@ -1376,12 +1382,10 @@ static int take_ready(struct channel *c, struct member *m, int phase, uint32_t s
 static int take_ask(struct channel *c, struct member *m, int phase, uint32_t step, uint32_t bucket, ns now)
 {
     const struct exchange *x = find(c, phase, step, bucket);
-    const struct bucket *b = &c->bucket[phase][bucket];
-    int passed = c->closing || (b->any_posted && (int32_t)(step - b->posted) <= 0); /* one far ahead is still to come */
     m->count.asks++;
     if (x && x->posted && x->sources[m->rank].expected && !x->sources[m->rank].over)
         control(c->engine, m, READY, x, 0);
-    else if ((x && x->posted) || passed)
+    else if ((x && x->posted) || passed(c, &c->bucket[phase][bucket], step, 1)) /* one far ahead is still to come */
         say_done(m, phase, step, bucket, now);
     return TAKEN;
 }
@@ -1912,14 +1916,17 @@ static int may_begin(const struct member *m, const struct dest *d)
     return m->eager + unit_bytes(b, b->order ? b->order[d->position] : d->position) <= m->eager_limit;
 }
 
-/* Its READY may have been lost, and where a deadline has passed nothing else would come. */
-static void ask_later(const struct member *m, struct dest *d, ns now)
+/* As may_begin; if not, asks later for its READY, which may have been lost: where a deadline has passed nothing else would come. */
+static int begins(const struct member *m, struct dest *d, ns now)
 {
-    if (d->ask_at != NEVER)
-        return;
-    d->ask_wait = greatest(2 * round_trip(m->flow), 20 * MS);
-    d->ask_at = now + d->ask_wait;
-    exchange_due(d->x, d->ask_at);
+    if (may_begin(m, d))
+        return 1;
+    if (d->ask_at == NEVER) {
+        d->ask_wait = greatest(2 * round_trip(m->flow), 20 * MS);
+        d->ask_at = now + d->ask_wait;
+        exchange_due(d->x, d->ask_at);
+    }
+    return 0;
 }
 
 /* How many datagrams of a bucket's length go out together. */
@@ -1987,14 +1994,10 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
         d = other;
         other = m->queue[0];
     }
-    if (!may_begin(m, d)) {
-        ask_later(m, d, now);
+    if (!begins(m, d, now)) {
         d = other;
-        if (!d || !may_begin(m, d)) {
-            if (d)
-                ask_later(m, d, now);
+        if (!d || !begins(m, d, now))
             return 0;
-        }
     }
     if (now < f->free_at) {
         e->blocked_until = least(e->blocked_until, f->free_at);
