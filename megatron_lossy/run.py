@@ -41,7 +41,7 @@ from .transport import LossyGroup
 
 #: The folder of saved replicas in a checkpoint.
 REPLICAS = "lossy_replicas"
-#: Of saved replicas: 2 since virtual and real runs write the same, 3 since their identity is whole.
+#: Of saved replicas.
 FORMAT = 3
 # Flags that say what is done with replicas, not what they are.
 _OF_NO_MATTER = ("eval_weights", "save_replicas")
@@ -334,9 +334,12 @@ class Run(ABC):
         path = Path(folder, REPLICAS, self.replica_file())
         if not path.is_file():
             raise self.error_of_missing(folder, path)
-        state = _upgraded(torch.load(path, map_location=self.device, weights_only=True))
-        self._check_identity(state, folder)
-        self.iteration, self.update = state["iteration"] or self.iteration, state["update"]
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        if state["format"] != FORMAT:
+            what = f"with {folder}"
+            raise refuse("--save-replicas", what, f"it has format {state['format']}; this version reads {FORMAT}")
+        self._check_identity(state["identity"], folder)
+        self.iteration, self.update = state["iteration"], state["update"]
         self.load_replica_state(state["replicas"])
         for group, saved in zip(self.groups, state["recovery"], strict=True):
             group.load_state_dict(saved, self.device)
@@ -347,14 +350,11 @@ class Run(ABC):
     def _whole_identity(self) -> dict[str, Any]:
         return {**self.identity(), **self._flags}
 
-    def _check_identity(self, state: dict[str, Any], folder: str | os.PathLike) -> None:
-        saved, here = state["identity"], self._whole_identity()
-        known = here.keys() | saved.keys() if state["format"] >= 3 else saved.keys()
-        new = {flag_name(LossyConfig, name): as_text(value) for name, value in identity(LossyConfig()).items()}
-        for name in sorted(known, key=[*here, *saved].index):
-            # A flag that came later had its default.
-            there, now = saved.get(name, new.get(name, "not there")), here.get(name, "not there")
-            if str(there) != str(now) and there is not None:
+    def _check_identity(self, saved: dict[str, Any], folder: str | os.PathLike) -> None:
+        here = self._whole_identity()
+        for name in dict.fromkeys([*here, *saved]):
+            there, now = saved.get(name, "not there"), here.get(name, "not there")
+            if str(there) != str(now):
                 why = f"{name} was {there} there and is {now} here; without the flag all replicas begin equal"
                 raise refuse("--save-replicas", f"with {folder}", why)
 
@@ -386,27 +386,3 @@ def _content(name: str, value: str) -> str:
 def _save(state: dict[str, Any], path: Path) -> None:
     with open(path, "wb") as file:  # given a path, torch would write its name into the file
         torch.save(state, file)
-
-
-def _upgraded(state: dict[str, Any]) -> dict[str, Any]:
-    """Saved replicas as they are written now. Those written before there was a format had two layouts."""
-    if "format" in state:
-        if state["format"] > FORMAT:
-            raise refuse(
-                "--save-replicas", f"format {state['format']}", f"is of a later version; this one reads up to {FORMAT}"
-            )
-        return state
-    state = {**state, "format": 1}
-    if "versions" not in state:  # of a real rank
-        return {**state, "replicas": state["stale"], "recovery": [{"grad": rules} for rules in state["recovery"]]}
-    current = state["versions"][0]["current"]
-    names = ("workers", "--loss-unit", "--packet-bytes", "--grad-recovery")
-    return {
-        "format": 1,
-        "identity": {name: state[name] for name in names},
-        "iteration": None,
-        "update": None if current < 0 else current,
-        "replicas": state["versions"],
-        "recovery": [{"grad": rules} for group in state["recovery"] for rules in group],
-        "observers": state["observers"],
-    }

@@ -94,7 +94,7 @@ def _virtual() -> Iterator[Case]:
         flags = f"--virtual-workers 4 {LOSS} {UNITS['bucket']} --grad-recovery {rule}"
         yield from _resumed(f"virtual workers/{rule}", 0, flags, quick=rule == "previous")
     yield Case("virtual workers/lossless", 0, ("--virtual-workers 4",))
-    yield Case("one process/alone", 0, (f"{LOSS} {BOTH}",))
+    yield Case("one process/alone", 0, (f"{LOSS} {BOTH}",), status=2)
 
 
 def _resumed(name: str, ranks: int, flags: str, quick: bool = False) -> Iterator[Case]:
@@ -147,7 +147,7 @@ def _models() -> Iterator[Case]:
     nodes = f"{LOSS} --lossy-links inter-node"
     yield Case("nodes/of two ranks", 4, (f"{nodes} --ranks-per-node 2 {UNITS['packet']} {ON}",))
     yield Case("nodes/of one rank", 2, (f"{nodes} --ranks-per-node 1 --grad-recovery previous {OVERLAPS['grad']}",))
-    yield Case("nodes/by host name", 2, (f"{nodes} {ON}",))
+    yield Case("nodes/by host name", 2, (f"{nodes} {ON}",), status=2)
     yield Case("one phase/gradients", 2, (f"--p-grad 0.4 {UNITS['packet']} {OVERLAPS['both']} {ON}",))
     yield Case("one phase/parameters", 2, (f"--p-param 0.4 {UNITS['packet']} {OVERLAPS['both']} {ON}",))
     yield Case("seed", 2, (f"{LOSS} --loss-seed 18446744073709551615 {ON}",))

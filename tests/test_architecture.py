@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 #: Rooms from the bottom up. Each may import what is in lines before its own, and nothing of its own line.
 ORDER = """
 errors
-files registry ledger moved
+files registry ledger
 flags
 config shipped
 device exchange theory data
@@ -30,7 +30,7 @@ report
 plugin
 launch study
 doctor
-__main__ log collectives
+__main__
 """.strip().splitlines()
 LEVEL = {room: number for number, line in enumerate(ORDER) for room in line.split()}
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.coding.adaptive import AdaptiveCode, failure
-from megatron_lossy.coding.xor import Layout, Repair, decode, encode, residual_rate
+from megatron_lossy.coding.xor import Layout, decode, encode
 from megatron_lossy.errors import UsageError
+from tests.reference import residual_rate
 
 
 @st.composite
@@ -117,41 +118,6 @@ def test_residual_rate_of_small_p():
 def test_bad_layouts(block, parity):
     with pytest.raises(UsageError, match=f"{block} {parity}: needs 1 <= C, C at most 255"):
         Layout(10, block, parity)
-
-
-@settings(deadline=None)
-@given(
-    st.integers(0, 2**32 - 2000),
-    st.lists(st.integers(0, 1500), min_size=1, unique=True),
-    st.integers(1, 255),
-    st.data(),
-)
-def test_headers_come_back(base, places, parities, data):
-    repair = Repair(base + np.array(sorted(places)), parities, data.draw(st.integers(0, parities - 1)))
-    packed = repair.pack()
-    again, size = Repair.unpack(packed + b"the parity itself")
-    assert (again.members.tolist(), again.parities, again.index) == (repair.members.tolist(), parities, repair.index)
-    assert size == len(packed) == 8 + -(-(max(places) - min(places) + 1) // 8)
-
-
-def test_a_header_byte_by_byte():
-    assert Repair(np.array([258, 260, 267]), 10, 3).pack() == bytes([2, 1, 0, 0, 10, 0, 10, 3, 0b101, 0b10])
-
-
-@settings(deadline=None)
-@given(st.binary(max_size=40))
-def test_damaged_headers(data):
-    """Either they are refused, or they are what would have been written."""
-    try:
-        repair, size = Repair.unpack(data)
-    except ValueError:
-        return
-    assert repair.pack() == data[:size]
-
-
-def test_members_that_do_not_fit():
-    with pytest.raises(ValueError, match="do not fit"):
-        Repair(np.array([0, 2**16]), 1, 0).pack()
 
 
 # --- choosing the code ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The log of errors in gradients and of repairs: what verify notices, continuation, files of earlier versions."""
+"""The log of errors in gradients and of repairs: what verify notices, continuation."""
 
 import dataclasses
 import json
@@ -11,7 +11,6 @@ import torch
 
 from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.delivery_log import schema
 from megatron_lossy.delivery_log.__main__ import main
 from megatron_lossy.delivery_log.error_log import ErrorLog
 from megatron_lossy.delivery_log.errors import error_files, read_errors, read_events, recorded_events
@@ -73,7 +72,7 @@ def rows_of(folder):
 def test_what_was_written_is_good(tmp_path, kind, alone):
     record(tmp_path, KINDS[kind] | KEPT, skipped={4}, alone=alone)
     verdict = verify_errors(tmp_path)
-    assert verdict.problems == [] and verdict.unchecked == 0
+    assert verdict.problems == []
     assert verdict.usable == dict.fromkeys(range(RANKS), (0, STEPS - 1))
     kinds = [json.loads(row)["kind"] for row in rows_of(tmp_path)]
     assert verdict.rows == len(kinds) > 2 * RANKS
@@ -188,33 +187,6 @@ def test_a_run_that_continues_has_the_log_of_one_that_did_not_stop(tmp_path):
         record(folder, flags | KEPT, first=5)
         assert rows_of(folder) == rows_of(tmp_path / kind / "whole")
         assert verify_errors(folder).problems == [] and not list(folder.glob(".*"))
-
-
-def test_files_of_an_earlier_version_are_read(tmp_path):
-    """They say nothing about their run; flags that came later had their defaults."""
-    import pyarrow.parquet as pq
-
-    record(tmp_path / "none", KINDS["noise"] | KEPT)
-    record(tmp_path / "few", KINDS["noise"])
-    for path, *_ in error_files(tmp_path / "none"):
-        pq.write_table(read_errors(path)[0], path)
-    verdict = verify_errors(tmp_path / "none")
-    assert verdict.problems == [] and verdict.rows == verdict.unchecked > 2 * RANKS * STEPS
-    assert "of an earlier version, which were only read" in verdict.text(tmp_path)
-    events = [event for path, *_ in error_files(tmp_path / "none") for event in read_events(path)]
-    assert events == [event for path, *_ in error_files(tmp_path / "few") for event in read_events(path)]
-    default = json.loads(json.dumps(dataclasses.asdict(LossyConfig())))
-    for path, *_ in error_files(tmp_path / "few"):
-        table, meta = read_errors(path)
-        loss = {name: value for name, value in meta.loss.items() if value != default[name]}
-        assert set(loss) == {"grad_error", "grad_error_std"}
-        with pq.ParquetWriter(path, table.schema) as writer:
-            writer.write_table(table)
-            writer.add_key_value_metadata({schema.KEY: dataclasses.replace(meta, loss=loss).encode()})
-    assert verify_errors(tmp_path / "few").problems == []
-    record(tmp_path / "few", KINDS["noise"], steps=STEPS + 2, first=STEPS - 2)
-    verdict = verify_errors(tmp_path / "few")
-    assert verdict.problems == [] and verdict.usable == dict.fromkeys(range(RANKS), (0, STEPS + 1))
 
 
 def test_a_folder_with_the_errors_of_another_run_is_refused(tmp_path):

@@ -6,13 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.coding import xor
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
 from megatron_lossy.pipeline import Boundary, BoundaryLoss, Messages, elements_of, lossy, received, zero_filled
 from tests.boundaries import boundary_lost
-from tests.reference import boundary_residual, boundary_units
+from tests.reference import boundary_residual, boundary_units, residual_rate
 
 EARLY, LATE = Boundary(stage=1, layer=2, layers=8), Boundary(stage=3, layer=6, layers=8)
 
@@ -99,7 +98,7 @@ def test_the_residual_rate_is_the_closed_form(code, group):
     for step in range(30):
         lost = loss.draw(EARLY, 0, 0, step, loss.units(EARLY, packets))
         residual.append(loss.fate(EARLY, packets, lost).lost.mean())
-    expected = xor.residual_rate(p, group)
+    expected = residual_rate(p, group)
     assert abs(np.mean(residual) - expected) < 4 * np.std(residual, ddof=1) / np.sqrt(len(residual))
 
 

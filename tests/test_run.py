@@ -1,7 +1,6 @@
-"""What real and virtual runs share: what happens after an update, observers, saved replicas of earlier versions."""
+"""What real and virtual runs share: what happens after an update, observers, saved replicas."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
@@ -75,52 +74,6 @@ def test_overlapped_gathers_are_observed_with_their_update():
     assert [what for what in told if what[0] == "param"] == [("param", step) for step in (0, 2, 3)]
 
 
-def as_version_0_1_0(file: Path) -> None:
-    """Lay saved replicas out as version 0.1.0 did, which had one layout for real ranks and another for virtual ones."""
-    state = torch.load(file, weights_only=True)
-    if file.name == "virtual.pt":
-        workers = state["identity"]["workers"]
-        recovery, streams = [group["grad"] for group in state["recovery"]], len(state["replicas"])
-        state = {
-            **state["identity"],
-            "versions": state["replicas"],
-            "recovery": [recovery[k * workers : (k + 1) * workers] for k in range(streams)],
-            "observers": state["observers"],
-        }
-    else:
-        state["stale"] = state.pop("replicas")
-        state["recovery"] = [group["grad"] for group in state["recovery"]]
-        del state["format"]
-    torch.save(state, file)
-
-
-@pytest.mark.parametrize("rule", ["renormalize", "previous"])
-def test_replicas_that_version_0_1_0_saved_are_restored(rule, tmp_path):
-    config = dataclasses.replace(CONFIG, grad_recovery=rule)
-    saved = run_ranks(save_and_go_on, 2, OVERLAPPED, config, str(tmp_path))
-    for rank in range(2):
-        as_version_0_1_0(tmp_path / run.REPLICAS / f"rank_{rank:05d}.pt")
-    again = run_ranks(resume_rank, 2, OVERLAPPED, config, str(tmp_path), [weights for weights, _ in saved])
-    assert again == [report for _, report in saved]
-
-
-def test_flags_that_saved_replicas_do_not_know_had_their_defaults(tmp_path):
-    saved = run_ranks(save_and_go_on, 2, OVERLAPPED, CONFIG, str(tmp_path))
-    later = ("--grad-error", "--param-sync", "--replica-check", "--allow-divergence", "--param-send", "--islands")
-    for rank in range(2):
-        file = tmp_path / run.REPLICAS / f"rank_{rank:05d}.pt"
-        state = torch.load(file, weights_only=True)
-        known = {name: value for name, value in state["identity"].items() if not name.startswith(later)}
-        assert len(known) < len(state["identity"]) - 20
-        torch.save(state | {"identity": known}, file)
-    weights = [weights for weights, _ in saved]
-    again = run_ranks(resume_rank, 2, OVERLAPPED, CONFIG, str(tmp_path), weights)
-    assert again == [report for _, report in saved]
-    other = dataclasses.replace(CONFIG, param_send="compensated")
-    with pytest.raises(RankFailed, match="--param-send was plain there and is compensated here"):
-        run_ranks(resume_rank, 2, OVERLAPPED, other, str(tmp_path), weights)
-
-
 def virtual_run(rank, config, folder, half=None):
     """Losses of the third and fourth of four steps; saved after two, or gone on from what ``half`` wrote there."""
     from megatron_lossy.virtual import VirtualCluster
@@ -141,19 +94,11 @@ def virtual_run(rank, config, folder, half=None):
     return weights, model.step(2)["loss"], cluster.update
 
 
-def test_replicas_that_a_virtual_run_of_version_0_1_0_saved_are_restored(tmp_path):
-    config = dataclasses.replace(CONFIG, grad_recovery="previous")
-    [(weights, *whole)] = run_ranks(virtual_run, 1, config, str(tmp_path))
-    as_version_0_1_0(tmp_path / run.REPLICAS / "virtual.pt")
-    [(_, *again)] = run_ranks(virtual_run, 1, config, str(tmp_path), weights)
-    assert again == whole and again[-1] == 2
-
-
-def test_replicas_of_a_later_version_are_refused(tmp_path):
+def test_replicas_of_another_format_are_refused(tmp_path):
     run_ranks(save_and_go_on, 2, OVERLAPPED, CONFIG, str(tmp_path))
     file = tmp_path / run.REPLICAS / "rank_00001.pt"
     torch.save(torch.load(file, weights_only=True) | {"format": 99}, file)
-    with pytest.raises(RankFailed, match="format 99: is of a later version; this one reads up to 3"):
+    with pytest.raises(RankFailed, match="it has format 99; this version reads 3"):
         run_ranks(resume_rank, 2, OVERLAPPED, CONFIG, str(tmp_path), None)
 
 

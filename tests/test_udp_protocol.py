@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.transport.udp import packet
-from megatron_lossy.transport.udp.completion import Source
 from megatron_lossy.transport.udp.engine import SECOND, Channel, load
 from megatron_lossy.transport.udp.packet import ALIVE, ASK, DATA, END, NACK, PARITY, PROBE, READY, REPORT, encode
-from megatron_lossy.transport.udp.rate import Rate
+from tests.udp_completion_model import Source
+from tests.udp_rate_model import Rate
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
 
 UNIT = 64

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_lossy.transport.udp.rate import MS, SECOND, Rate
+from tests.udp_rate_model import MS, SECOND, Rate
 
 
 def reported(reports):

@@ -12,16 +12,12 @@ Where a block has more parities than packets, these are copies of its packets, i
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from ..config.transport import check_code
-
-_REPAIR = struct.Struct("<IHBB")
 
 
 @dataclass(frozen=True)
@@ -138,52 +134,3 @@ def _words(packets: np.ndarray) -> np.ndarray:
     """The same bytes as words of 8, where that is possible."""
     aligned = packets.shape[1] % 8 == 0 and packets.flags.c_contiguous
     return packets.view(np.uint64) if aligned else packets
-
-
-def residual_rate(p: ArrayLike, size: int) -> np.ndarray:
-    """Share of data packets that stay lost of independent losses with rate ``p``, in groups of ``size`` and a parity.
-
-    A lost packet stays so unless all the ``size`` others are there: p (1 - (1-p)^size).
-    """
-    p = np.asarray(p, dtype=np.float64)
-    return -p * np.expm1(size * np.log1p(-p))
-
-
-# --- what stands in front of a parity, and what a receiver reports back ----------------------------------------------
-
-
-@dataclass(frozen=True)
-class Repair:
-    """What a packet of parity says about itself: ``members`` int[g], sequence numbers of the packets it is the XOR of.
-
-    Packed little endian: u32 base sequence number, u16 span, u8 ``parities`` of the block, u8 ``index`` among them,
-    then ceil(span / 8) bytes, of which bit k, the lowest first, says that packet base + k takes part.
-    """
-
-    members: np.ndarray
-    parities: int
-    index: int
-
-    def pack(self) -> bytes:
-        """The header. Raises ``ValueError`` for members that do not fit."""
-        base, span = int(self.members[0]), int(self.members[-1] - self.members[0]) + 1
-        if not (base >= 0 and base + span <= 2**32 and span < 2**16):
-            raise ValueError(f"packets {base} to {base + span - 1} do not fit a repair header")
-        mask = np.zeros(span, dtype=bool)
-        mask[self.members - base] = True
-        return _REPAIR.pack(base, span, self.parities, self.index) + np.packbits(mask, bitorder="little").tobytes()
-
-    @classmethod
-    def unpack(cls, data: bytes) -> tuple[Repair, int]:
-        """The inverse, and the bytes that it took. Raises ``ValueError`` for what :meth:`pack` never wrote."""
-        if len(data) < _REPAIR.size:
-            raise ValueError(f"a repair header has at least {_REPAIR.size} bytes, not {len(data)}")
-        base, span, parities, index = _REPAIR.unpack_from(data)
-        size = _REPAIR.size + -(-span // 8)
-        if len(data) < size or not span or index >= parities or base + span > 2**32:
-            raise ValueError("damaged repair header")
-        bits = np.frombuffer(data, np.uint8, size - _REPAIR.size, _REPAIR.size)
-        mask = np.unpackbits(bits, bitorder="little")
-        if not mask[0] or not mask[span - 1] or mask[span:].any():
-            raise ValueError("damaged repair header")
-        return cls(base + np.flatnonzero(mask[:span]), parities, index), size

@@ -45,10 +45,8 @@ class ErrorLog(RowsBeside):
         streams, self._streams = self._streams, {}
         return self._note(streams, table)
 
-    def cut(self, note: bytes | None, table: pyarrow.Table, iteration: int) -> bytes | None:
+    def cut(self, note: bytes | None, table: pyarrow.Table, iteration: int) -> bytes:
         meta = ErrorMeta.decode(note)
-        if meta is None:
-            return None
         streams = {
             name: {rank: reduced.before(iteration) for rank, reduced in ranks.items()}
             for name, ranks in meta.streams.items()

@@ -95,10 +95,10 @@ class ErrorMeta:
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @classmethod
-    def decode(cls, note: bytes | None) -> ErrorMeta | None:
-        """The inverse of :meth:`encode`; ``None`` for a file written before there was any. Raises ``ValueError``, ``KeyError``."""
+    def decode(cls, note: bytes | None) -> ErrorMeta:
+        """The inverse of :meth:`encode`. Raises ``ValueError``, ``KeyError``."""
         if note is None:
-            return None
+            raise ValueError("it says nothing about the run that wrote it")
         values = json.loads(note)
         streams = {
             name: {
@@ -143,8 +143,8 @@ def recorded_events(config: LossyConfig) -> list[Event]:
     return events
 
 
-def read_errors(path: Path) -> tuple[pyarrow.Table, ErrorMeta | None]:
-    """The rows of the file at ``path``, and what it says about them, unless an earlier version wrote it.
+def read_errors(path: Path) -> tuple[pyarrow.Table, ErrorMeta]:
+    """The rows of the file at ``path``, and what it says about them.
 
     Raises ``ValueError`` if they cannot be read.
     """
@@ -175,7 +175,7 @@ def read_events(path: Path, at: str | None = None) -> list[Event]:
         events = [event_of(row) for row in table.to_pylist() if row["kind"] in ERRORS]
     except (ValueError, TypeError) as error:
         raise refuse(_FLAG, path, f"cannot be read: {error}") from None
-    recorded = at if meta is None else meta.loss.get("grad_error_at", at)
+    recorded = meta.loss["grad_error_at"]
     if at not in (None, recorded):
         raise refuse("--grad-error-at", at, f"must be {recorded}, as of the errors in {path}")
     return events

@@ -12,16 +12,15 @@ from .reader import BadLog
 
 @dataclass
 class Verdict:
-    """``problems``: one line each, empty if all is well. ``rows`` that were read, of which ``unchecked`` were only read.
+    """``problems``: one line each, empty if all is well. ``rows`` that were read; ``what``: these.
 
-    ``what``: these rows. ``usable``: by rank, the inclusive range of iterations before the first problem or gap; ``None``
+    ``usable``: by rank, the inclusive range of iterations before the first problem or gap; ``None``
     without any.
     """
 
     what: str = "records"
     problems: list[str] = field(default_factory=list)
     rows: int = 0
-    unchecked: int = 0
     usable: dict[int, tuple[int, int] | None] = field(default_factory=dict)
 
     def text(self, folder: Path) -> str:
@@ -31,10 +30,7 @@ class Verdict:
         rest = "no iteration is usable for all ranks"
         if len(ranges) == len(self.usable) and first <= last:
             rest = f"iterations {first} to {last} are usable for all ranks"
-        unchecked = (
-            f", {self.unchecked:,} of them of an earlier version, which were only read" if self.unchecked else ""
-        )
-        return "\n".join([*self.problems, f"{folder}: {self.rows:,} good {self.what}{unchecked}; {rest}"])
+        return "\n".join([*self.problems, f"{folder}: {self.rows:,} good {self.what}; {rest}"])
 
 
 def check_files(

@@ -41,12 +41,11 @@ def verify_errors(folder: Path) -> Verdict:
         nonlocal readable
         try:
             table, meta = read_errors(file.path)
-            metas.extend([] if meta is None else [meta])
+            metas.append(meta)
             _check_file(file, table, meta, metas[:1])
         except ValueError as error:
             readable = False
             raise BadLog(file.path, file.first, error) from None
-        verdict.unchecked += len(table) if meta is None else 0
         return len(table)
 
     for rank, files in itertools.groupby(error_files(folder), key=lambda file: file.rank):
@@ -55,14 +54,12 @@ def verify_errors(folder: Path) -> Verdict:
     return verdict
 
 
-def _check_file(file: FileBeside, table: pyarrow.Table, meta: ErrorMeta | None, reference: Sequence[ErrorMeta]) -> None:
-    """``reference``: what the first file says, if it says anything."""
+def _check_file(file: FileBeside, table: pyarrow.Table, meta: ErrorMeta, reference: Sequence[ErrorMeta]) -> None:
+    """``reference``: what the first file says."""
     rows = table.to_pylist()
     for number, row in enumerate(rows):
         if not file.first <= row["iteration"] <= file.last:
             raise BadLog(file.path, file.first, f"has records of iteration {row['iteration']}", number)
-    if meta is None:
-        return
     if meta.rank != file.rank:
         raise BadLog(file.path, file.first, f"was written by rank {meta.rank}")
     config = loss_config(meta.loss)

@@ -111,7 +111,7 @@ class Compensated(Stale):
         return {"lead": lead, "before": before, "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        lead, before = state["lead"], state.get("before")  # which earlier versions did not save
+        lead, before = state["lead"], state["before"]
         self._lead = None if lead is None else lead.to(device, copy=True)
         self._before = None if before is None else before.to(device, copy=True)
         self._leads, self._updated = lead is not None, before is not None

@@ -10,7 +10,6 @@ from pathlib import Path
 from ..errors import ArgumentParser, check_package, refuse, usage_errors
 from ..files import check_folder
 from ..flags import add_flags, flag, from_namespace
-from ..moved import run_as
 from ..train.metrics import METRICS_FILE
 from .read import read_runs
 from .scalars import DEFINITION, axis_of, check_names, recorded
@@ -41,8 +40,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
         "python -m megatron_lossy.report",
         description="Table of losses and training curves of a folder of runs, and of what else they recorded.",
-        epilog="Of many runs that answer one question python -m megatron_lossy.study makes the report; report study and "
-        "report table1 are its former names.",
+        epilog="Of many runs that answer one question python -m megatron_lossy.study makes the report.",
     )
     parser.add_argument(
         "runs",
@@ -77,13 +75,6 @@ def run(arguments: Sequence[str] | None = None) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """:func:`run`, with wrong input as one line and exit status 2."""
     sys.stdout.reconfigure(errors="replace")  # "±" on an ASCII terminal
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] in (["table1"], ["study"]):
-        command = [] if arguments[0] == "study" else ["table1"]
-        sys.argv[1:] = [*command, *arguments[1:]]
-        new = " ".join(["megatron_lossy.study", *(command or ["FILE.yaml"])])
-        run_as("megatron_lossy.study", f"megatron_lossy.report {arguments[0]}", new)
-        return
     with usage_errors("megatron_lossy.report"):
         run(arguments)
 

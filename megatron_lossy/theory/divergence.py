@@ -40,13 +40,6 @@ def divergence(replicas: int, sigma: float, rates: ArrayLike, dimension: int = 1
     return dimension * share(replicas) * sigma**2 * float((_responses(rates, momentum) ** 2).sum())
 
 
-def divergence_of_pairs(
-    replicas: int, sigma: float, rates: ArrayLike, dimension: int = 1, momentum: float = 0.0
-) -> float:
-    """E|theta_m - theta_n|^2 of two replicas: 2 d sigma^2 sum R^2, whatever N is, as of any two independent errors."""
-    return 2 * divergence(replicas, sigma, rates, dimension, momentum) / share(replicas)
-
-
 def lost_all_reduce(replicas: int, p: float) -> float:
     """E|theta_m - theta_n|^2 of two replicas after a step of SGD whose all-reduce lost ``p``, twice: in units of s^2 eta^2.
 
@@ -117,15 +110,6 @@ def over_interval(
     return sum(steps) / interval
 
 
-def divergence_bound_paper(replicas: int, sigma: float, rate: float, interval: int, dimension: int = 1) -> float:
-    """Lemma 4.1, 4 H (N+1)/N sigma^2 eta(t)^2, with what it lacks and has wrong: 4 H (N-1)/N d sigma^2 eta(t)^2.
-
-    For SGD with learning rates that fall by at most a half in H updates: each of H terms of Lemma 3.1 is at most
-    (2 eta(t))^2.
-    """
-    return 4 * interval * share(replicas) * dimension * sigma**2 * rate**2
-
-
 def adam(replicas: int, rho: float, rates: ArrayLike, dimension: int = 1) -> float:
     """Divergence of Adam: d (1 - 1/N) rho sum eta^2; rho = sigma^2 / E g_m^2, the share of errors in a gradient's square.
 
@@ -136,33 +120,6 @@ def adam(replicas: int, rho: float, rates: ArrayLike, dimension: int = 1) -> flo
     if not 0 <= rho <= 1:
         raise ValueError(f"rho = {rho}: must be in [0, 1]")
     return divergence(replicas, rho**0.5, rates, dimension)
-
-
-def noise_of_mean(replicas: int, sigma: float, common: bool = False) -> float:
-    """Variance per element and step of the error of the mean replica: sigma^2/N, of N independent errors.
-
-    sigma^2 if they are ``common`` to all: errors of the reduction, the distributed optimizer, or copies of one replica.
-    """
-    return sigma**2 if common else sigma**2 / replicas
-
-
-def snr_fixed_point(gradient: float, rate: float, replicas: int, sigma: float, dimension: int = 1) -> float:
-    """The interval at which the rule ``snr`` stays, for SGD: H = G / sqrt(E) with E = d (1-1/N) sigma^2 eta^2 H.
-
-    So H^(3/2) = G / (eta sigma sqrt(d (1-1/N))), ``gradient`` = G: it depends on the learning rate, and not only on
-    signal and noise.
-    """
-    return float((gradient / (rate * sigma * np.sqrt(dimension * share(replicas)))) ** (2 / 3))
-
-
-def divergence_fixed_point(
-    tolerance: float, mean: float, rate: float, replicas: int, sigma: float, dimension: int = 1
-) -> float:
-    """The interval at which the rule ``divergence`` stays, for SGD: r = sqrt(E)/|mean| = tau with E as above.
-
-    So H = (tau |mean|)^2 / (d (1-1/N) sigma^2 eta^2), at least 1.
-    """
-    return max(1.0, (tolerance * mean) ** 2 / (dimension * share(replicas) * sigma**2 * rate**2))
 
 
 def overhead(interval: float, parameter_bytes: float, gradient_bytes: float, moments: int = 0) -> float:

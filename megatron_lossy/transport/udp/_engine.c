@@ -100,7 +100,7 @@ static void put16(uint8_t *p, uint16_t v) { v = htole16(v); memcpy(p, &v, 2); }
 static void put32(uint8_t *p, uint32_t v) { v = htole32(v); memcpy(p, &v, 4); }
 static void put64(uint8_t *p, uint64_t v) { v = htole64(v); memcpy(p, &v, 8); }
 
-/* ---- Rate: how fast one destination may be sent to. The model is rate.py. ---- */
+/* ---- Rate: how fast one destination may be sent to. The tests have a model of it in Python. ---- */
 
 struct rate {
     double rate, floor, ceiling;

@@ -1,1 +1,0 @@
-"""The former name of :mod:`megatron_lossy.delivery_log`."""
