@@ -18,7 +18,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.device.environment import processor
 from megatron_lossy.exchange import BucketUnits, Exchange, Stream
 from megatron_lossy.transport import Network
-from megatron_lossy.transport.collective import CollectiveTransport
+from megatron_lossy.transport.collective import CollectiveWire
 from megatron_lossy.transport.memory import Memory
 
 WORKERS, PACKET, REPEATS = 64, 4096, 15
@@ -38,7 +38,7 @@ def of_rank(config: LossyConfig) -> tuple[int, list[float]]:
     """Units drawn by a rank, and the milliseconds of each repetition."""
     units = units_of(config.loss_unit, RANK_BYTES)
     parts = {"param": [BucketUnits(0, units, units, 1)]}
-    rank = CollectiveTransport({"param": Network(config, "param", WORKERS)}, Stream(), range(WORKERS), 0, parts)
+    rank = CollectiveWire({"param": Network(config, "param", WORKERS)}, Stream(), range(WORKERS), 0, parts)
     return units * (WORKERS - 1), [
         milliseconds(lambda step=step: rank.foresee(exchange(step))) for step in range(REPEATS)
     ]

@@ -241,7 +241,7 @@ def gather_memory(trainer: Trainer) -> dict[str, float] | None:
     for group in trainer.model.bucket_groups:
         for bucket in group.buckets:
             slot = slot_of(bucket.param_data)
-            rule = slot.group.rules["param"][slot.bucket]
+            rule = slot.group.params[slot.bucket]
             units, lost = rule.units, rule.lost(slot.group.delivery("param", trainer.lossy.update))
             whole, tail = lost.mask[:, : units.whole].sum(), lost.mask[:, units.whole :].sum()
             lost_bytes += int(whole * units.elements + tail * units.tail) * bucket.param_data.element_size()

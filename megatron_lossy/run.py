@@ -141,7 +141,7 @@ class Run(ABC):
     @property
     def carriers(self) -> list[Any]:
         """What sends datagrams, where something does: the transports of the groups, and more."""
-        return [group.transport for group in self.groups]
+        return [group.wire for group in self.groups]
 
     @property
     @abstractmethod
@@ -228,7 +228,7 @@ class Run(ABC):
         for observer in self.observers if happened else ():
             observer.happened(self.iteration, happened)
         self._untold = (self.iteration, successful, all_reduced)
-        if not any(group.transport.observed for group in self.groups):
+        if not any(group.wire.observed for group in self.groups):
             self.tell_observers(self._settled_replicas)
         self.iteration += 1
         for group in self.groups:

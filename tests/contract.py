@@ -92,7 +92,7 @@ def _places(lossy, run):
                 expert = slot.group.stream.kind == "expert"
                 part = group.intra_distributed_optimizer_instance_group
                 full = full_group(ddp, expert)
-                units = slot.group.transport.cut
+                units = slot.group.wire.cut
                 places.append(
                     (
                         bucket,

@@ -32,10 +32,10 @@ def gathered(rank, config, steps):
             own[bucket] += torch.randn(shard, generator=generator)
             before = replicas[bucket].clone()
             group.all_gather(bucket, replicas[bucket], own[bucket], step, lambda: None).wait()
-            units = group.transport.cut["param"][bucket]
+            units = group.wire.cut["param"][bucket]
             arrived = group.delivery("param", step).incoming(units)
             chosen = [torch.empty(units.count, dtype=torch.bool) for _ in range(size)]
-            dist.all_gather(chosen, torch.from_numpy(group.rules["param"][bucket].priority._chosen))
+            dist.all_gather(chosen, torch.from_numpy(group.params[bucket].priority._chosen))
             every = [torch.empty(shard) for _ in range(size)]
             dist.all_gather(every, own[bucket])
             high = torch.stack(chosen).numpy()
@@ -45,7 +45,7 @@ def gathered(rank, config, steps):
             mask = np.repeat(arrived, units.elements, axis=1)[:, :shard]
             expected = torch.where(torch.from_numpy(mask).flatten(), torch.cat(every), before)
             counts["wrong"] += int((replicas[bucket] != expected).sum())
-    counters = group.transport.counters()[1 - rank]
+    counters = group.wire.counters()[1 - rank]
     group.close()
     return {"rank": rank, **counts, "resent": counters["resent"], "parities": counters["parities"]}
 

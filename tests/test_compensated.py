@@ -53,7 +53,7 @@ def record(rank, tiny, config, steps):
     for step in range(steps):
         places = list(buckets_of(run))
         if step == 0:
-            first = [slot.group.rules["param"][slot.bucket].weights().numpy().copy() for _, slot in places]
+            first = [slot.group.params[slot.bucket].weights().numpy().copy() for _, slot in places]
         before = [bucket.param_data.clone() for bucket, _ in places]
         report = run.step(step)
         if tiny.overlap_param_gather:
@@ -62,19 +62,17 @@ def record(rank, tiny, config, steps):
         history.append(
             [
                 {
-                    "group": slot.group.transport.members,
+                    "group": slot.group.wire.members,
                     "key": (slot.group.stream.name, slot.bucket),
                     "rank": slot.group.rank,
-                    "main": slot.group.rules["param"][slot.bucket].weights().numpy().copy(),
+                    "main": slot.group.params[slot.bucket].weights().numpy().copy(),
                     "own": own_shard(bucket, slot.group.rank, slot.group.size).float().numpy().copy(),
                     "old": old.float().numpy().copy(),
                     "new": bucket.param_data.float().numpy().copy(),
-                    "arrived": slot.group.delivery("param", lossy.update).incoming(
-                        slot.group.rules["param"][slot.bucket].units
-                    )
+                    "arrived": slot.group.delivery("param", lossy.update).incoming(slot.group.params[slot.bucket].units)
                     if lossy.update is not None
                     else None,
-                    "elements": slot.group.rules["param"][slot.bucket].units.elements,
+                    "elements": slot.group.params[slot.bucket].units.elements,
                     "lead": slot.group.lead(step),
                     "success": report["success"],
                     "dtype": bucket.param_data.dtype,
@@ -158,7 +156,7 @@ def owners(rank, tiny, config):
         run.step(step)
         with lossy.owner_weights(run.model):
             for bucket, slot in buckets_of(run):
-                rule = slot.group.rules["param"][slot.bucket]
+                rule = slot.group.params[slot.bucket]
                 exact = rule.weights().to(bucket.param_data.dtype)
                 parts = [torch.empty_like(exact) for _ in range(slot.group.size)]
                 torch.distributed.all_gather(parts, exact.contiguous())
@@ -326,7 +324,7 @@ def test_counted_lag_is_that_of_the_losses():
     """600 steps of 50 packets from two senders: five standard errors (false alarm 6e-7)."""
     p = 0.4
     group = group_in_memory(LossyConfig(p_param=p, loss_unit="packet", packet_bytes=4), rank=1, shard=50)
-    counted, units = Counted(), group.rules["param"][0].units
+    counted, units = Counted(), group.params[0].units
     for step in range(600):
         delivery = group.delivery("param", step)
         counted.count(0, units, delivery)
@@ -363,7 +361,7 @@ def test_replicas_of_a_plain_process_group_are_not_late(channel):
         late = np.array(run_ranks(plain_group, 3, config, 3, 40))[:, 20:]
         if channel:
             group = group_in_memory(config, rank=0, shard=500)
-            share, age = group.transport.lag(Exchange("param", Stream(), 0))
+            share, age = group.wire.lag(Exchange("param", Stream(), 0))
             assert share == pytest.approx(0.4)
             expected = age if send == "plain" else 0.0
         error = 3.0 / np.sqrt(late.size * 1000 / 40)

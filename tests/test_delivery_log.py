@@ -22,7 +22,7 @@ from megatron_lossy.delivery_log.writer import DeliveryLog, claim_delivery_log
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.transport import LossyGroup, Network, check_channels
-from megatron_lossy.transport.collective import CollectiveTransport
+from megatron_lossy.transport.collective import CollectiveWire
 from tests.programs import run_program
 from tests.ranks import run_ranks
 
@@ -533,7 +533,7 @@ def test_the_step_after_a_trace_can_be_looked_at_but_not_taken(tmp_path):
     replay = LossyConfig(loss_model=("trace",), trace=str(tmp_path), grad_recovery="previous")
     networks = {phase: Network(replay, phase, 3) for phase in ("grad", "param")}
     units, _ = cut([3], [4], "shard", 1)
-    transport = CollectiveTransport(networks, Stream(), range(3), 0, {"grad": units, "param": units})
+    transport = CollectiveWire(networks, Stream(), range(3), 0, {"grad": units, "param": units})
     assert transport.steps("grad") == 4
     group, buffer = LossyGroup(replay, transport), torch.ones(9)
     # The rule asks what the step after the last one will lose.

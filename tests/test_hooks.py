@@ -242,7 +242,7 @@ def all_reduced(rank, config, gapless):
         mine = bucket.grad_data.clone()
         if step == 2:
             slot = slot_of(bucket.grad_data)
-            arrived = slot.group.delivery("grad", 2).incoming(slot.group.rules["grad"][slot.bucket].units)
+            arrived = slot.group.delivery("grad", 2).incoming(slot.group.grads[slot.bucket].units)
         if step == 1:
             group.finish_grad_sync(force_all_reduce=True)
             kept = mine

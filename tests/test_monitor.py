@@ -60,7 +60,7 @@ def run_real(rank, chosen):
         run = build(dataclasses.replace(SMALL, **model))
         results[name] = (
             _observe(run, lossy, skipped),
-            {group.stream: [units.shard for units in group.transport.cut["grad"]] for group in lossy.groups},
+            {group.stream: [units.shard for units in group.wire.cut["grad"]] for group in lossy.groups},
         )
         lossy.uninstall()
     return results

@@ -119,7 +119,7 @@ def virtual(rank, config, workers, steps):
         run.step(step, overflow_on=0 if step == 2 else None)
         [stream] = cluster.streams
         delivery = stream.delivery("param", step)
-        chosen = [[rule.priority._chosen.copy() for rule in group.rules["param"]] for group in stream.groups]
+        chosen = [[rule.priority._chosen.copy() for rule in group.params] for group in stream.groups]
         history.append((stream.versions.held == stream.versions.current, delivery.arrived, delivery.final, chosen))
     replicas, owners = run.all_replica_buffers(), run.replica_buffers()
     metrics = cluster.metrics()
@@ -197,7 +197,7 @@ def hurried(rank, config, steps):
     lossy = hooks.install(config)
     run = build(TinyGPT(tensor=2, **OVERLAPS["both"]))
     losses = [run.step(step)["loss"] for step in range(steps)]
-    waiting = max(len(group.transport._unreported) / len(group.rules["param"]) for group in lossy.groups)
+    waiting = max(len(group.wire._unreported) / len(group.params) for group in lossy.groups)
     lossy.uninstall()
     return losses, waiting
 

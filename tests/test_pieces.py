@@ -12,11 +12,11 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.hooks.checks import check_torch
-from megatron_lossy.recovery import Reduction
 from megatron_lossy.registry import GRAD_RECOVERIES
 from tests import contract
 from tests.ranks import each, run_ranks
 from tests.reference import ReferenceReduce
+from tests.rules import gradients as record
 from tests.test_hooks import BOTH, FEEDBACK, FEW_SETTINGS, OVERLAPS, RULES, SETTINGS, contract_holds
 from tests.test_transport import (
     STEPS,
@@ -49,7 +49,6 @@ def test_combine_against_the_reference(size, shard, packet, rule, averaged, seed
     reference = ReferenceReduce(rule, size, shard, packet)
     owner = int(random.integers(size))
     recovery = GRAD_RECOVERIES.load(rule)(units, owner)
-    recovery.from_pieces = True
     for step in range(4):
         grads = random.standard_normal((size, shard)).astype(np.float32)
         arrived = random.random((size, count)) > 0.5
@@ -61,7 +60,8 @@ def test_combine_against_the_reference(size, shard, packet, rule, averaged, seed
         pieces[~np.repeat(arrived, packet, axis=1)[:, :shard]] = np.inf
         delivery = Delivery(Exchange("grad", Stream(), step), range(size), [owner], arrived[None], [units])
         output = torch.empty(shard)
-        recovery.combine(torch.from_numpy(pieces).view(-1), output, delivery, None, Reduction(averaged))
+        x = record(step, output=output, averaged=averaged)
+        recovery.combine(torch.from_numpy(pieces).view(-1), delivery, None, x)
         recovery.finish_step(step, True)
         np.testing.assert_allclose(output.numpy() / (1 if averaged else size), expected, rtol=2e-6, atol=2e-6)
 

@@ -10,12 +10,13 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.exchange import Exchange, Stream, cut
-from megatron_lossy.recovery import Reduction
 from megatron_lossy.registry import GRAD_RECOVERIES
 from megatron_lossy.transport import Network
-from megatron_lossy.transport.collective import CollectiveTransport
+from megatron_lossy.transport.collective import CollectiveWire
+from tests.rules import gradients, send
 
 UNITS = 60_000
+FOLLOWING = Exchange("grad", Stream(), 1)
 
 
 def means(size, p, rule, lossy_self=False):
@@ -23,23 +24,21 @@ def means(size, p, rule, lossy_self=False):
     config = LossyConfig(p_grad=p, lossy_self=lossy_self, loss_unit="packet", packet_bytes=4)
     network = Network(config, "grad", size)
     [units], _ = cut([UNITS], [4], "packet", 4)
-    ends = [
-        CollectiveTransport({"grad": network}, Stream(), range(size), rank, {"grad": [units]}) for rank in range(size)
-    ]
+    ends = [CollectiveWire({"grad": network}, Stream(), range(size), rank, {"grad": [units]}) for rank in range(size)]
     weights = []
     for source in range(size):  # the gradient 1 at one rank shows its weight
         buffers, sent = [], []
         for rank in range(size):
             end = ends[rank]
             delivery = end.foresee(Exchange("grad", Stream(), 0))
-            reduction = Reduction(following=lambda end=end: end.foresee(Exchange("grad", Stream(), 1)))
+            x = gradients(following=1, coming=lambda end=end: end.foresee(FOLLOWING).lost_there(units))
             buffer = torch.full((size * UNITS,), float(rank == source))
             recovery = GRAD_RECOVERIES.load(rule)(units, rank)
-            sent.append((recovery, delivery, recovery.before(buffer, delivery, reduction), reduction))
+            sent.append((recovery, delivery, send(recovery, buffer, delivery, x), x))
             buffers.append(buffer)
         shard = torch.stack([buffer[:UNITS] for buffer in buffers]).sum(dim=0)
-        recovery, delivery, kept, reduction = sent[0]
-        recovery.after(shard, delivery, kept, reduction)
+        recovery, delivery, kept, x = sent[0]
+        recovery.after(shard, delivery, kept, x)
         weights.append(shard.numpy() / size)
     weights = np.array(weights, dtype=np.float64)
     return weights.mean(axis=1), weights.std(axis=1) / np.sqrt(UNITS), weights
@@ -89,11 +88,11 @@ def test_renormalize_remote_keeps_out_only_what_lost_something():
     """Where everything arrived, the own gradient goes with the others: the sum is then Megatron's, to the last bit."""
     size, network = 3, Network(LossyConfig(p_grad=0.4, loss_unit="packet", packet_bytes=4), "grad", 3)
     [units], _ = cut([200], [4], "packet", 4)
-    end = CollectiveTransport({"grad": network}, Stream(), range(size), 1, {"grad": [units]})
+    end = CollectiveWire({"grad": network}, Stream(), range(size), 1, {"grad": [units]})
     delivery = end.foresee(Exchange("grad", Stream(), 0))
     complete = delivery.survivors(units) == size
     buffer = torch.ones(size * 200)
-    kept_out, _ = GRAD_RECOVERIES.load("renormalize-remote")(units, 1).before(buffer, delivery, Reduction())
+    kept_out, _ = send(GRAD_RECOVERIES.load("renormalize-remote")(units, 1), buffer, delivery)
     assert complete.any() and not complete.all()
     np.testing.assert_array_equal(kept_out.mask[0], ~complete)
     np.testing.assert_array_equal(buffer[200:400].numpy(), complete)

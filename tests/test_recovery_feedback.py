@@ -13,16 +13,16 @@ from megatron_lossy.channel.draws import generator
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Delivery, Exchange, Lost, Stream, cut
-from megatron_lossy.recovery import IndexedRows, MaskedRows, Priority, Protection, Reduction
+from megatron_lossy.recovery import IndexedRows, MaskedRows, Priority, Protection
 from megatron_lossy.recovery.feedback import ErrorFeedback
 from megatron_lossy.recovery.priority import importance, top
 from megatron_lossy.registry import GRAD_RECOVERIES
 from megatron_lossy.transport import Network, check_owners
-from megatron_lossy.transport.collective import CollectiveTransport
+from megatron_lossy.transport.collective import CollectiveWire
 from tests.reference import ReferenceReduce, pieces
+from tests.rules import gradients, required, send, spared
 
 STEP = Exchange("grad", Stream(), 0)
-PLAIN = Reduction()
 
 
 def units_of(shard, elements):
@@ -162,10 +162,10 @@ def delivery_of(step, size, rank, units, sent):
     return Delivery(Exchange("grad", Stream(), step), range(size), [rank], arrived, [units], sent)
 
 
-def exchange(rule, grads, step, sent, reduction=PLAIN):
+def exchange(rule, grads, step, sent, **options):
     """What of ``grads`` [N, shard] is put on the wire."""
     buffer = grads.clone().view(-1)
-    rule.before(buffer, delivery_of(step, len(grads), rule.rank, rule.units, sent), reduction)
+    send(rule, buffer, delivery_of(step, len(grads), rule.rank, rule.units, sent), gradients(step, **options))
     return buffer.view(grads.shape)
 
 
@@ -174,7 +174,7 @@ def exchange(rule, grads, step, sent, reduction=PLAIN):
 def test_all_that_was_sent_is_applied_but_for_the_residual(size, shard, elements, seed):
     """To the last bit, over integers; steps that do not count change nothing."""
     random, units = np.random.default_rng(seed), units_of(shard, elements)
-    rule = ErrorFeedback(units, 0)
+    rule = spared(ErrorFeedback(units, 0))
     given_, applied = torch.zeros(size, shard), torch.zeros(size, shard)
     for step in range(12):
         grads = torch.from_numpy(random.integers(-1000, 1000, (size, shard)).astype(np.float32))
@@ -197,9 +197,8 @@ def test_against_the_reference(priority, dtype):
     size, shard, elements = 3, 100, 7
     random, units = np.random.default_rng(0), units_of(shard, elements)
     reference = ReferenceReduce("error-feedback", size, shard, elements, priority)
-    rules = [ErrorFeedback(units, rank) for rank in range(size)]
-    for rule in rules:
-        rule.priority = Priority(Protection("packet-mean", priority), units, rule.rank)
+    protection = Protection("packet-mean", priority)
+    rules = [spared(ErrorFeedback(units, rank), protection) for rank in range(size)]
     for step in range(8):
         grads = torch.from_numpy(random.standard_normal((size, size, shard))).to(dtype)
         arrived = random.random((size, size, units.count)) > 0.5
@@ -218,11 +217,11 @@ def test_against_the_reference(priority, dtype):
 def test_with_a_loss_scale_the_residual_has_none():
     units = units_of(4, 2)
     lost, everyone = np.array([[True, True], [False, True]]), np.ones((2, 2), dtype=bool)
-    rule = ErrorFeedback(units, 0)
+    rule = spared(ErrorFeedback(units, 0))
     grads = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]])
-    exchange(rule, 8 * grads, 0, lost, Reduction(loss_scale=torch.tensor(8.0)))
+    exchange(rule, 8 * grads, 0, lost, loss_scale=torch.tensor(8.0))
     rule.finish_step(0, True)
-    arrived = exchange(rule, 2 * grads, 1, everyone, Reduction(loss_scale=torch.tensor(2.0)))
+    arrived = exchange(rule, 2 * grads, 1, everyone, loss_scale=torch.tensor(2.0))
     assert torch.equal(arrived, 2 * torch.tensor([[1.0, 2, 3, 4], [10, 12, 7, 8]]))
 
 
@@ -231,7 +230,7 @@ def test_a_value_that_is_not_finite_stops_one_step_only(bad):
     """It is delivered, so that the step is rejected, and is not kept."""
     units = units_of(2, 1)
     lost = np.array([[True, True], [False, False]])
-    rule = ErrorFeedback(units, 0)
+    rule = spared(ErrorFeedback(units, 0))
     arrived = exchange(rule, torch.tensor([[1.0, 1], [bad, 2]]), 0, lost)
     assert not torch.isfinite(arrived).all() and arrived[1, 1] == 0
     rule.finish_step(0, False)
@@ -242,7 +241,7 @@ def test_a_value_that_is_not_finite_stops_one_step_only(bad):
 
 def test_its_state_is_all_that_there_is():
     units, random = units_of(10, 3), np.random.default_rng(1)
-    one, other = ErrorFeedback(units, 0), ErrorFeedback(units, 0)
+    one, other = spared(ErrorFeedback(units, 0)), spared(ErrorFeedback(units, 0))
     assert other.state_dict() == {}
     sent = random.random((4, 2, units.count)) > 0.5
     sent[:, 0] = True
@@ -261,10 +260,10 @@ def test_its_state_is_all_that_there_is():
 def test_the_age_of_what_is_kept_is_saved():
     """The same unit is lost four times, the last time after a resume."""
     units, lost = units_of(4, 2), np.array([[True, True], [False, True]])
-    rule = ErrorFeedback(units, 0)
+    rule = spared(ErrorFeedback(units, 0))
     for step in range(4):
         if step == 3:
-            saved, rule = rule.state_dict(), ErrorFeedback(units, 0)
+            saved, rule = rule.state_dict(), spared(ErrorFeedback(units, 0))
             rule.load_state_dict(saved, torch.device("cpu"))
         exchange(rule, torch.ones(2, 4), step, lost)
         assert rule.priority.told.oldest == step + 1
@@ -274,7 +273,7 @@ def test_the_age_of_what_is_kept_is_saved():
 def sends_unseen(rule, grads, step, scale=None):
     """What of ``grads`` [N, shard] is sent where only the network knows what will arrive."""
     buffer = grads.clone().view(-1)
-    rule.before(buffer, None, Reduction(loss_scale=scale, exchange=Exchange("grad", Stream(), step)))
+    rule.choose(gradients(step, buffer, loss_scale=scale))
     return buffer.view(grads.shape)
 
 
@@ -284,7 +283,7 @@ def test_a_late_report_delays_and_drops_nothing(seed):
     """Over integers, to the last bit, though reports come at once, later or after steps that do not count."""
     size, shard, elements = 3, 12, 5
     random, units = np.random.default_rng(seed), units_of(shard, elements)
-    rule = ErrorFeedback(units, 0)
+    rule = required(ErrorFeedback(units, 0))
     given_, applied = torch.zeros(size, shard), torch.zeros(size, shard)
     unsaid = {}
     for step in range(12):
@@ -315,7 +314,7 @@ def test_a_late_report_delays_and_drops_nothing(seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_late_report_knows_the_loss_scale_of_what_was_sent(dtype, late):
     """The scale is another one in each step; what is kept has none."""
-    rule, lost = ErrorFeedback(units_of(4, 2), 0), np.array([[False, False], [True, False]])
+    rule, lost = required(ErrorFeedback(units_of(4, 2), 0)), np.array([[False, False], [True, False]])
     grads = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]], dtype=dtype)
     assert torch.equal(sends_unseen(rule, 8 * grads, 0, torch.tensor(8.0)), 8 * grads)
     rule.reported(0, None if late else lost)
@@ -331,8 +330,7 @@ def test_a_late_report_knows_the_loss_scale_of_what_was_sent(dtype, late):
 
 def test_a_rule_without_a_residual_asks_for_late_reports_too():
     """Until somebody says what arrived, the network keeps what was sent."""
-    rule = GRAD_RECOVERIES.load("zero")(units_of(4, 2), 0)
-    rule.priority = Priority(Protection("packet-mean", 0.5), rule.units, 0)
+    rule = required(GRAD_RECOVERIES.load("zero")(units_of(4, 2), 0), Protection("packet-mean", 0.5))
     sends_unseen(rule, torch.ones(2, 4), 0)
     rule.reported(0, None)
     assert rule.late == [0]
@@ -358,22 +356,20 @@ def test_means_and_variance_are_those_of_the_theory(size, p):
         p_grad=p, loss_unit="packet", packet_bytes=4, grad_recovery="error-feedback", grad_priority="none"
     )
     network, units = Network(config, "grad", size), units_of(UNITS, 1)
-    ends = [
-        CollectiveTransport({"grad": network}, Stream(), range(size), rank, {"grad": [units]}) for rank in range(size)
-    ]
-    rules = [ErrorFeedback(units, rank) for rank in range(size)]
-    gradients = torch.arange(1.0, size + 1)
+    ends = [CollectiveWire({"grad": network}, Stream(), range(size), rank, {"grad": [units]}) for rank in range(size)]
+    rules = [spared(ErrorFeedback(units, rank)) for rank in range(size)]
+    own = torch.arange(1.0, size + 1)
     for step in range(60):
         total = torch.zeros(UNITS)
         for rule, end in zip(rules, ends, strict=True):
-            buffer = torch.full((size * UNITS,), float(gradients[rule.rank]))
-            rule.before(buffer, end.foresee(Exchange("grad", Stream(), step)), Reduction())
+            buffer = torch.full((size * UNITS,), float(own[rule.rank]))
+            send(rule, buffer, end.foresee(Exchange("grad", Stream(), step)))
             rule.finish_step(step, True)
             total += buffer[:UNITS]  # what owner 0 gets
     applied = (total / size).double().numpy()
     spread = applied.std() / np.sqrt(UNITS)
-    assert abs(applied.mean() - float(gradients.mean())) < 6 * spread
-    others = gradients[1:].double().numpy()
+    assert abs(applied.mean() - float(own.mean())) < 6 * spread
+    others = own[1:].double().numpy()
     variance = theory.error_feedback_variance(p) * (others**2).sum() / size**2
     squares = (applied - applied.mean()) ** 2
     assert abs(squares.mean() - variance) < 6 * squares.std() / np.sqrt(UNITS)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.recovery import Reduction
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatter
 from tests.ranks import run_ranks
+from tests.rules import gradients
 
 RANKS, UNITS, P = 4, 20_000, 0.3
 #: A loss 40 steps ago is still kept in one of 10^20 units.
@@ -28,7 +28,7 @@ def config_of(transport="torch", **flags):
 def kept_of(rule, size):
     """What ``rule`` would add to the next gradient, [size]."""
     kept = torch.zeros(size)
-    rule.correct(kept, Reduction())
+    rule.correct(kept, gradients())
     return kept
 
 
@@ -46,7 +46,7 @@ def constant_gradients(rank, transport):
         weights.append(left % BASE)
         left = left // BASE
     assert not left.any()
-    kept = kept_of(group.rules["grad"][0], RANKS * UNITS) / BASE**rank
+    kept = kept_of(group.grads[0], RANKS * UNITS) / BASE**rank
     return np.array(weights), kept.view(RANKS, UNITS).numpy()
 
 
@@ -115,7 +115,7 @@ def telescopes(rank, config, steps, successful):
         recovered += sum(told.recovered for told in group.told())
     difference = 0.0
     for bucket, shard in enumerate(SHARDS):
-        total = given[bucket] - kept_of(group.rules["grad"][bucket], size * shard)
+        total = given[bucket] - kept_of(group.grads[bucket], size * shard)
         dist.all_reduce(total)
         mine = total[rank * shard : (rank + 1) * shard]
         difference = max(difference, float((mine - applied[bucket]).abs().max()))
@@ -164,12 +164,12 @@ def unfinished(rank, config, steps, rejected=()):
         given += gradient
         applied += output
     group.state_dict()
-    kept = kept_of(group.rules["grad"][0], size * shard)
+    kept = kept_of(group.grads[0], size * shard)
     given -= kept
     dist.all_reduce(given)
     difference = float((given[rank * shard : (rank + 1) * shard] - applied).abs().max())
     group.close()
-    return difference, int(kept.count_nonzero()), lost, len(getattr(group.transport, "_unreported", ()))
+    return difference, int(kept.count_nonzero()), lost, len(getattr(group.wire, "_unreported", ()))
 
 
 @pytest.mark.parametrize("rejected", [(), (3, 4, 9)])
@@ -187,7 +187,7 @@ def kept_after(rank, acts):
     lossy_reduce_scatter(group, 0, torch.empty(5000), torch.ones(10000), 0)
     for act in acts:
         getattr(group, act)()
-    return int(kept_of(group.rules["grad"][0], 10000).count_nonzero())
+    return int(kept_of(group.grads[0], 10000).count_nonzero())
 
 
 def test_a_step_that_nobody_finished_counts_when_its_state_is_saved_and_at_the_end():
@@ -206,7 +206,7 @@ def memory(rank):
     """Bytes of the rule's tensors over those of the buffer: after an exchange, and after the step; and of their indices."""
     config = config_of(p_grad=P, packet_bytes=PACKET, grad_priority_fraction=FRACTION)
     group = LossyGroup.create(config, [BucketSpec(SHARD)])
-    rule, output = group.rules["grad"][0], torch.empty(SHARD)
+    rule, output = group.grads[0].rule, torch.empty(SHARD)
     generator = torch.Generator().manual_seed(rank)
     for step in range(4):
         gradient = torch.randn(RANKS * SHARD, generator=generator)

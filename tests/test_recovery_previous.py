@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.exchange import Exchange
+from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.recovery.previous import Previous
+from megatron_lossy.transport import Network
+from megatron_lossy.transport.collective import CollectiveWire
 from tests.test_transport import group_in_memory
 
 SIZE, SHARD = 3, 8
@@ -44,7 +46,7 @@ class Run:
         if event == "all-reduced":
             received = gradient
             buffer = torch.from_numpy(gradient * (float(scale) if self.scales else 1))
-            self.group.note_all_reduce(0, buffer, step, scale, following)
+            self.group.note_all_reduce(0, lambda: buffer, step, scale, following)
         if event not in ("rejected", "none"):
             self.last = received
         self.group.finish_step(step, event not in ("rejected", "none"))
@@ -69,7 +71,7 @@ def test_less_is_kept_if_the_next_step_is_known(events):
     run = Run(gapless=True)
     for step, event in enumerate(events):
         run.iteration(step, event)
-        [rule] = run.group.rules["grad"]
+        [rule] = run.group.grads
         lost = run.group.delivery("grad", step + 1).lost_there(rule.units)
         kept = sum(part.numel() for parts in rule.state_dict()["kept"][step + 1][1] for part in parts[-1:])
         assert kept <= 3 * lost.mask.sum() and rule._received is None and rule._pending is None
@@ -97,7 +99,7 @@ def test_state_is_restored_in_either_mode():
         again.last = run.last
         for step in range(3, 6):
             again.iteration(step, "exchanged")
-        assert (again.group.rules["grad"][0].state_dict()["received"] is None) == second
+        assert (again.group.grads[0].state_dict()["received"] is None) == second
 
 
 def test_other_losses_than_foreseen_are_an_error():
@@ -115,15 +117,16 @@ def test_saved_places_hold_no_more_than_themselves():
     """Each is a tensor of its own: a view of both columns would be saved whole, twice."""
     run = Run(gapless=True)
     run.iteration(0, "exchanged")
-    [(_, saved)] = [kept for step, kept in run.group.rules["grad"][0].state_dict()["kept"].items() if step == 1]
+    [(_, saved)] = [kept for step, kept in run.group.grads[0].state_dict()["kept"].items() if step == 1]
     for part in itertools.chain(*saved):
         assert part.untyped_storage().nbytes() == part.numel() * part.element_size()
         assert part.dtype in (torch.int32, torch.float32)
 
 
 def test_a_delivery_that_was_drawn_ahead_is_worked_out_there():
-    delivery = Run(True).group.transport.foresee(Exchange("grad", Run(True).group.stream, 0))
-    delivery.prepare()
+    networks = {"grad": Network(CONFIG, "grad", SIZE)}
+    wire = CollectiveWire(networks, Stream(), range(SIZE), 1, {"grad": Run(True).group.wire.cut["grad"]})
+    delivery = wire._draw_ahead(Exchange("grad", Stream(), 0))
     known = dict(delivery._known)
     delivery.lost_there(delivery.cut[0]), delivery.survivors(delivery.cut[0])
-    assert known == delivery._known and len(known) == 2
+    assert known.keys() == delivery._known.keys() and len(known) == 3

@@ -23,7 +23,8 @@ WALKED = {
     "transport.group.LossyGroup": "test_groups",
     "transport.counted.Counted": "test_groups",
     "recovery.base.Rule": "test_groups",
-    "recovery.stale.Stale": "test_groups",
+    "recovery.protected.Protected": "test_groups",
+    "recovery.stale.Prioritised": "test_saved_state_virtual.py",
     "recovery.compensated.Compensated": "test_groups",
     "recovery.feedback.ErrorFeedback": "test_groups",
     "recovery.previous.Previous": "test_groups",
@@ -96,8 +97,8 @@ class Groups:
         history = []
         for _ in range(steps):
             self.one()
-            rules = [rule for group in self.lossy.groups for rule in group.rules["grad"]]
-            told = [vars(rule.priority.told) for rule in rules if rule.priority is not None]
+            rules = [rule for group in self.lossy.groups for rule in group.grads]
+            told = [vars(rule.priority.told) for rule in rules if hasattr(rule, "priority")]
             leads = [group.lead(self.step) for group in self.lossy.groups]
             history.append([[one.copy() for one in self.replicas()], copy.deepcopy(told), leads])
         return history

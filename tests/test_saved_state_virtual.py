@@ -80,7 +80,7 @@ def virtual_runs(rank, folder, cases):
     for name, flags in cases.items():
         (folder / name).mkdir()
         if flags.get("loss_model") == ("trace",):
-            cut = Virtual(LossyConfig(**BOTH | SMALL_PACKETS), folder / name).cluster.groups[0].transport.cut
+            cut = Virtual(LossyConfig(**BOTH | SMALL_PACKETS), folder / name).cluster.groups[0].wire.cut
             flags = flags | {"trace": trace(folder, 2, sum(units.count for units in cut["param"]))}
         one = Virtual(LossyConfig(**flags), folder / name)
         fresh = one.state()

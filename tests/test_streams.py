@@ -14,7 +14,8 @@ from megatron_lossy.exchange import Delivery, Exchange, Lost, Stream, cut
 from megatron_lossy.recovery import MaskedRows, base, copies
 from megatron_lossy.registry import GRAD_RECOVERIES
 from megatron_lossy.transport import Network
-from megatron_lossy.transport.collective import CollectiveTransport
+from megatron_lossy.transport.collective import CollectiveWire
+from tests.rules import gradients, send
 from tests.test_transport import group_in_memory
 
 RULES = ("renormalize", "renormalize-remote", "previous", "zero")
@@ -154,16 +155,16 @@ def test_a_copy_to_cuda_does_not_wait():
 def test_places_are_narrow_and_worked_out_where_losses_are_drawn(monkeypatch):
     """Not on the thread that launches collectives."""
     threads = []
-    prepare = Delivery.prepare
+    work_out = CollectiveWire._work_out
 
-    def noted(self):
-        prepare(self)
-        threads.append((threading.current_thread().name, self))
+    def noted(self, delivery):
+        work_out(self, delivery)
+        threads.append((threading.current_thread().name, delivery))
 
-    monkeypatch.setattr(Delivery, "prepare", noted)
+    monkeypatch.setattr(CollectiveWire, "_work_out", noted)
     parts, units = cut([200_000], [4], "packet", 4)
     config = LossyConfig(p_grad=0.2)
-    transport = CollectiveTransport({"grad": Network(config, "grad", 2)}, Stream(), range(2), 0, {"grad": parts})
+    transport = CollectiveWire({"grad": Network(config, "grad", 2)}, Stream(), range(2), 0, {"grad": parts})
     key = Exchange("grad", Stream(), 0)
     transport.prepare(key)
     delivery = transport.foresee(key)
@@ -212,8 +213,8 @@ def test_masked_rows_make_one_graph_whatever_is_lost(rule, unit, monkeypatch):
         recovery = GRAD_RECOVERIES.load(rule)(units, 1)
         buffer, shard = torch.ones(SIZE * SHARD), torch.ones(SHARD)
         with Graph() as graph:
-            kept = recovery.before(buffer, delivery, base.Reduction())
-            recovery.after(shard, delivery, kept, base.Reduction())
+            kept = send(recovery, buffer, delivery)
+            recovery.after(shard, delivery, kept, gradients())
         graphs.append(graph.nodes)
     assert graphs[0] and all(graph == graphs[0] for graph in graphs)
 

@@ -22,7 +22,7 @@ from megatron_lossy.transport import (
     lossy_all_gather,
     lossy_reduce_scatter,
 )
-from megatron_lossy.transport.collective import CollectiveTransport
+from megatron_lossy.transport.collective import CollectiveWire
 from megatron_lossy.transport.memory import Memory
 from megatron_lossy.transport.network import consecutive_nodes, find_nodes
 from tests.ranks import RankFailed, each, run_ranks
@@ -184,7 +184,7 @@ def test_a_single_node_loses_nothing_between_nodes():
 
 def transport_of(network, members, rank, units):
     cut = [BucketUnits(0, units, units, 1)]
-    return CollectiveTransport({network.phase: network}, Stream(), members, rank, {network.phase: cut})
+    return CollectiveWire({network.phase: network}, Stream(), members, rank, {network.phase: cut})
 
 
 @pytest.mark.parametrize("units", [1, 13, 150_000])
@@ -207,7 +207,7 @@ def test_one_draw_in_memory_is_what_every_rank_draws():
     memory = Memory(networks, Stream(), range(4), cut)
     for rank, phase, step in itertools.product(range(4), networks, (0, 1, 0, 5)):
         exchange = Exchange(phase, Stream(), step)
-        mine = CollectiveTransport(networks, Stream(), range(4), rank, cut).foresee(exchange)
+        mine = CollectiveWire(networks, Stream(), range(4), rank, cut).foresee(exchange)
         theirs = memory.worker(rank).foresee(exchange)
         assert np.array_equal(mine.arrived, theirs.arrived)
         assert np.array_equal(memory.foresee(exchange).arrived[rank], mine.arrived[0])
@@ -231,7 +231,9 @@ def group_in_memory(config, rank, size=3, shard=8):
 def test_a_group_keeps_the_last_delivery_and_hands_it_over():
     """What is stale is what the last exchange returned, not what a step is asked for again."""
     config = LossyConfig(p_param=0.6, loss_unit="packet", packet_bytes=8)
-    group = group_in_memory(config, rank=1)
+    networks = {phase: Network(config, phase, 3) for phase in ("grad", "param")}
+    cut = cut_buckets(config, [BucketSpec(8)])
+    group = LossyGroup(config, CollectiveWire(networks, Stream(), range(3), 1, cut))
     for step in range(5):
         replica = torch.full((24,), -1.0)
 
@@ -242,7 +244,7 @@ def test_a_group_keeps_the_last_delivery_and_hands_it_over():
         assert (replica == step).all()  # the collective is reliable; nothing is put back before the wait
         delivery = transfer.wait()
         assert isinstance(delivery, Delivery) and group.delivery("param", step) is delivery is transfer.wait()
-        lost = np.repeat(group.rules["param"][0].lost(delivery).mask, 2, axis=1).ravel()
+        lost = np.repeat(group.params[0].lost(delivery).mask, 2, axis=1).ravel()
         assert np.array_equal((replica == -1).numpy(), lost)
     arrived_of_4 = delivery.arrived[0].sum()
     # A delivery that was observed, and that nobody could draw, is what a reliable gather puts back.

@@ -11,7 +11,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.errors import UsageError
 from megatron_lossy.transport.udp import carrier
-from megatron_lossy.transport.udp.carrier import UdpTransport
+from megatron_lossy.transport.udp.carrier import UdpWire
 from megatron_lossy.virtual import VirtualCluster
 from tests import contract
 from tests.ranks import run_ranks
@@ -139,7 +139,7 @@ def test_what_was_lost_is_replayed_bit_for_bit(overlap, rule, tmp_path):
 def copies_apart(rank, tiny, agree):
     """The largest difference between the owners' weights of parameters of which tensor-parallel peers have copies."""
     if not agree:
-        UdpTransport.agree = lambda *args: None
+        UdpWire.agree = lambda *args: None
     lossy = hooks.install(HURRIED)
     run = build(tiny)
     for step in range(20):

@@ -61,10 +61,10 @@ def measured(rank, config):
     first = lossy.metrics()
     run.step(3)
     second = lossy.metrics()
-    lines = summary([group.transport for group in lossy.groups], rank)
+    lines = summary([group.wire for group in lossy.groups], rank)
     lossy.uninstall()
     close_engines()  # before or after the record of a run, when a program ends
-    assert len(summary([group.transport for group in lossy.groups], rank)) == len(lines)
+    assert len(summary([group.wire for group in lossy.groups], rank)) == len(lines)
     return first, second, lines
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.recovery import Reduction
 from megatron_lossy.transport import BucketSpec, LossyGroup
+from tests.rules import gradients
 
 SHARDS = (5000, 777)
 
@@ -38,7 +38,7 @@ def telescopes(rank, config, steps, successful=lambda step: True):
             if successful(step):
                 given[bucket] += gradient
             outputs.append((output, buffer))
-        rules = group.rules["grad"]
+        rules = group.grads
         musts = [rule.must for rule in rules]
         group.finish_step(step, successful(step))
         counts["late"] += sum(len(rule.late) for rule in rules)
@@ -46,18 +46,18 @@ def telescopes(rank, config, steps, successful=lambda step: True):
             if successful(step):
                 applied[bucket] += output
                 counts["high"] += int(musts[bucket].sum())
-                for lost, _ in rules[bucket]._residuals[-1:]:
+                for lost, _ in rules[bucket].rule._residuals[-1:]:
                     counts["lost"] += int(lost.mask.sum())
                     counts["must"] += int((lost.mask & musts[bucket]).sum())
         dist.barrier()
     difference = 0.0
     for bucket, shard in enumerate(SHARDS):
         kept = torch.zeros(size * shard)
-        group.rules["grad"][bucket].correct(kept, Reduction())
+        group.grads[bucket].correct(kept, gradients())
         total = given[bucket] - kept  # what of this rank's has been applied
         dist.all_reduce(total)
         difference = max(difference, float((total[rank * shard : (rank + 1) * shard] - applied[bucket]).abs().max()))
-    counters = group.transport.counters()[1 - rank] if size == 2 else {}
+    counters = group.wire.counters()[1 - rank] if size == 2 else {}
     group.close()
     return {"difference": difference, **counts, "resent": counters.get("resent"), "repaired": counters.get("repaired")}
 

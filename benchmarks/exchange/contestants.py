@@ -177,7 +177,7 @@ class Ours:
     def lost(self) -> float:
         group, phase, step = self._last
         if phase == "grad":  # beside the time: others say what did not arrive there
-            rule = group.rules["grad"][0]
+            rule = group.grads[0]
             group.finish_step(step, True)
             if rule.must is not None and step not in rule.late:  # on a busy machine they may not have said so yet
                 self._must += int(rule.must.sum())
@@ -188,7 +188,7 @@ class Ours:
 
     def sent(self) -> Sent:
         """Since the beginning, to all ranks."""
-        counters = [peer for group in self._groups.values() for peer in group.transport.counters().values()]
+        counters = [peer for group in self._groups.values() for peer in group.wire.counters().values()]
         datagrams, again, parities = (sum(one[name] for one in counters) for name in ("sent", "resent", "parities"))
         return Sent(datagrams, again, parities, self._must, self._must_lost)
 

@@ -84,7 +84,7 @@ def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
         delivery = group.all_gather(0, replica, own, step, lambda: None).wait()
         took.append(time.monotonic() - started)
         lost += torch.from_numpy((~delivery.arrived[0]).mean(axis=1)).float() / _EXCHANGES
-    rates = group.transport.rates()
+    rates = group.wire.rates()
     mine = {
         "findings": here,
         "heard": [

@@ -44,7 +44,7 @@ def warn_of_lossless(config: LossyConfig, groups: Sequence[LossyGroup]) -> None:
         if config.untouched(phase):
             continue
         for group in groups:
-            if group.lossless(phase) and group.rank == 0 and group.transport.members[0] == 0:
+            if group.lossless(phase) and group.rank == 0 and group.wire.members[0] == 0:
                 logger.warning("nothing of %s is lost in phase %s: %s", group.stream.name, phase, _why(group))
 
 

@@ -104,7 +104,7 @@ class Exchanges:
             attach(bucket.param_data, Slot(group, number))
             if group.compensates:
                 own = own_shard(bucket, group.rank, group.size)
-                group.rules["param"][number].weights = self._main_weights(bucket, own)
+                group.params[number].weights = self._main_weights(bucket, own)
         if config.errs and len(ranks) > 1:
             owner = members[group.rank]
             group.errors = errors_of_owner(config, self._corruption, stream, buckets, len(members), group.rank, owner)
@@ -127,9 +127,9 @@ class Exchanges:
 
 
 def _share_copies(group: LossyGroup, pairs: Sequence[tuple[Any, Any]], tensor: dist.ProcessGroup | None) -> None:
-    if tensor is None or not group.chooses_copies:
+    if tensor is None:
         return
     for number, (buffer, bucket) in enumerate(pairs):
-        cut = {phase: group.transport.cut[phase][number] for phase in PHASES}
+        cut = {phase: group.wire.cut[phase][number] for phase in PHASES}
         copies = {phase: replicated_units(buffer, bucket, units, group.size) for phase, units in cut.items()}
         group.share_copies(number, copies, tensor)

@@ -67,7 +67,7 @@ def all_reduce(
     def gather(output: torch.Tensor, input: torch.Tensor) -> Any:
         return all_gather_single(output, input, group=group, async_op=True)
 
-    return begun(slot.group, begin(run, slot, tensor, op == dist.ReduceOp.AVG, scatter, gather))
+    return begun(begin(run, slot, tensor, op == dist.ReduceOp.AVG, scatter, gather))
 
 
 class _Changed(types.ModuleType):

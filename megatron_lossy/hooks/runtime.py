@@ -238,11 +238,10 @@ class Lossy(Run):
         self._all_reduced = True
         for bucket in bucket_group.buckets:
             slot = slot_of(bucket.grad_data)
-            if slot is not None and slot.group.wants_all_reduced(slot.bucket):
+            if slot is not None:
                 with torch.no_grad():
-                    scaled = bucket.grad_data * bucket.gradient_scaling_factor  # as Megatron is going to
-                    scale = self.loss_scale()
-                    slot.group.note_all_reduce(slot.bucket, scaled, self.iteration, scale, self.following)
+                    scaled = partial(torch.mul, bucket.grad_data, bucket.gradient_scaling_factor)  # as Megatron will
+                    slot.group.note_all_reduce(slot.bucket, scaled, self.iteration, self.loss_scale(), self.following)
         if not self._told_all_reduce and not self.config.untouched("grad"):
             self._told_all_reduce = True
             if dist.get_rank() == 0:

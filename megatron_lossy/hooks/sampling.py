@@ -26,7 +26,7 @@ class RankSampler:
         self.stream = group.stream
         self.workers = group.size
         self.owned = range(group.rank, group.rank + 1)
-        self.units = units_of(group.transport.cut["param"])
+        self.units = units_of(group.wire.cut["param"])
         self.shards = [bucket.param_data.numel() // group.size for _, bucket in pairs]
         self._process_group = process_group
         self._pairs = pairs

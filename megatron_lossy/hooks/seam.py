@@ -99,7 +99,6 @@ def reduce_scatter(
         return original(output, input, *args, **kwargs)
     averaged = kwargs.get("op", args[0] if args else None) == torch.distributed.ReduceOp.AVG
     return begun(
-        slot.group,
         slot.group.reduce_scatter(
             slot.bucket,
             input,
@@ -121,19 +120,17 @@ def all_gather(
     if slot is None or update is None or slot.group.lossless("param"):
         return original(output, input, *args, **kwargs)
     return begun(
-        slot.group,
         slot.group.all_gather(slot.bucket, output, input, update, lambda: original(output, input, *args, **kwargs)),
     )
 
 
-def begun(group: LossyGroup, transfer: Transfer) -> Any:
+def begun(transfer: Transfer) -> Any:
     """Complete ``transfer`` when the open coalescing context ends or its handle is waited for.
 
-    The context waits for collectives, and for nothing that crosses in another way. Without a context a collective
-    without a handle is over when it returns.
+    Without a context a collective without a handle is over when it returns.
     """
     if _open.ends is not None:
-        _open.ends.append(transfer.wait if group.transport.in_pieces else transfer.complete)
+        _open.ends.append(transfer.end_of_context)
     elif not transfer.has_work:
         transfer.complete()
     # With fp32 accumulation Megatron waits for this handle instead of the context's.

@@ -25,7 +25,7 @@ def stale_state(buckets: Sequence[Any], update: int | None) -> list[Any]:
     for bucket in buckets:
         slot = slot_of(bucket.param_data)
         delivery = slot.group.delivery("param", update) if update is not None else None
-        rule = slot.group.rules["param"][slot.bucket]
+        rule = slot.group.params[slot.bucket]
         lost = rule.lost(delivery) if delivery is not None else None
         whole = (bucket.param_data.clone(),) if lost is not None and slot.group.compensates else ()
         if lost is None or not (lost.mask.any() or whole):
@@ -46,7 +46,7 @@ def load_stale_state(
             continue
         slot, (missed, values, *whole) = slot_of(bucket.param_data), saved
         lost[slot.group][slot.bucket] = missed.cpu().numpy()
-        units = slot.group.rules["param"][slot.bucket].units
+        units = slot.group.params[slot.bucket].units
         with torch.no_grad():
             for replica in whole:
                 bucket.param_data.copy_(replica)

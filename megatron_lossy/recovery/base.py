@@ -1,4 +1,4 @@
-"""What a recovery rule is: what is done before an exchange and after it about units that do not arrive.
+"""Rules for units that do not arrive: the verbs that a wire calls, and the records that it hands over.
 
 Rules are pure: they know no process group. Torch is not imported here, so that flags can be checked without it.
 """
@@ -13,35 +13,65 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ..exchange import BucketUnits, Delivery, Exchange, Lost
-from . import copies
-from .priority import Priority
 from .rows import Rows, rows_for
 
 if TYPE_CHECKING:
     import torch
 
     from ..config import LossyConfig
+    from .priority import Told
+
+#: Runs somebody's collective and returns its handle, or ``None`` if it has completed or somebody else waits for it.
+Collective = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """How the gradients of one exchange are reduced, beside who loses what.
+class Gradients:
+    """The gradients of one bucket, as one rank exchanges them.
 
-    ``averaged``: the collective divides the sum by N (``ReduceOp.AVG``). ``loss_scale``: what the gradients are
-    multiplied with (a number or a scalar tensor), or ``None``; with one, the step may be rejected. ``following()``:
-    the delivery of the next exchange, or ``None`` if that has none (a trace ends); it is there for rules with
-    :attr:`Rule.foresight`, if it is known which step is next. Of gradients, ``exchange`` is theirs. Of parameters, ``sent``
-    [shard]: what this rank sends, for a rule to change and restore, ``step``: the update, and ``lead``: c and r of the
-    lead it is sent with (``--param-send compensated``).
+    Args:
+        exchange: names the exchange; its step is the iteration.
+        bucket: the number of the bucket.
+        buffer: [N * shard], the gradients of this rank. It changes in place, and is free once the exchange is over.
+        output: [shard], receives the recovered sum. It may be part of ``buffer``.
+        collective: would carry all of it, reliably.
+        averaged: the collective divides the sum by N (``ReduceOp.AVG``).
+        loss_scale: a number or a scalar tensor that multiplied the gradients; with one, the step may be rejected.
+        following: the step of the next exchange, where that is known.
+        coming: returns the units of the bucket that the exchange of ``following`` loses, or ``None`` if a trace ends before
+            it. The wire sets it where losses can be foreseen.
     """
 
+    exchange: Exchange
+    bucket: int
+    buffer: torch.Tensor
+    output: torch.Tensor
+    collective: Collective
     averaged: bool = False
     loss_scale: torch.Tensor | float | None = None
-    following: Callable[[], Delivery | None] | None = None
-    sent: torch.Tensor | None = None
-    step: int | None = None
+    following: int | None = None
+    coming: Callable[[], Lost | None] | None = None
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of one bucket, as one rank exchanges them.
+
+    Args:
+        exchange: names the exchange; its step is the update.
+        bucket: the number of the bucket.
+        buffer: [N * shard], the replica of this rank.
+        sent: [shard], the fresh values of its own shard, in ``buffer`` or not.
+        collective: would carry all of it, reliably.
+        lead: c and r of the lead with which they are sent (``--param-send compensated``).
+    """
+
+    exchange: Exchange
+    bucket: int
+    buffer: torch.Tensor
+    sent: torch.Tensor
+    collective: Collective
     lead: tuple[float, float] = (0.0, 0.0)
-    exchange: Exchange | None = None
 
 
 class Rule(ABC):
@@ -51,12 +81,8 @@ class Rule(ABC):
     on that. ``units``: how the bucket is cut. ``rank``: this rank's index among the sources of a delivery.
     """
 
-    #: What it is called: for gradients, the value of ``--grad-recovery``.
+    #: The value of its flag.
     name: ClassVar[str]
-    #: Whether the rule wants to know what the next step will lose, which only drawn losses can tell.
-    foresight: ClassVar[bool] = False
-    #: Whether gradients of earlier steps enter the sum, which then must mean the same in all steps.
-    carries_over: ClassVar[bool] = False
 
     def __init__(self, units: BucketUnits, rank: int) -> None:
         self.units = units
@@ -67,23 +93,14 @@ class Rule(ABC):
         """How to change units of ``buffer``."""
         return rows_for(buffer.device)
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> Any:
-        """Change ``buffer`` [N * shard] before the exchange; the result is given to :meth:`after`.
-
-        ``delivery`` is ``None`` where the transport itself leaves out what does not arrive.
-        """
-
-    def after(self, output: torch.Tensor, delivery: Delivery, kept: Any, reduction: Reduction) -> None:
-        """Correct ``output`` in place once the exchange has arrived. ``kept``: what :meth:`before` returned."""
-
     def finish_step(self, step: int, successful: bool) -> None:
         """``step`` is over; ``successful``: the optimizer used its gradients. It may have had no exchange here."""
 
     def restart(self) -> None:
-        """Forget what is kept between steps: it is of another run than the one that goes on."""
+        """Forget the data kept between steps: they are of another run than the one that goes on."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved for a run to continue bit for bit."""
+        """State that must be saved for a run to continue bit for bit."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
@@ -91,92 +108,84 @@ class Rule(ABC):
 
 
 class GradRecovery(Rule):
-    """A rule for gradients: what does not arrive is removed, and owners correct the sum of the rest.
+    """A rule for gradients: lost units are removed, and the owner corrects the sum of the rest.
 
-    Senders remove it from what a collective adds up. Where owners get pieces, they remove it themselves
-    (:attr:`from_pieces`): :meth:`before` is then given the pieces, one shard of each source, instead of what this rank sends
-    to each destination. In :meth:`after`, ``output`` is the reduced shard [shard] of this rank.
+    The wire says who removes them. Over a collective each sender does, before it sends: ``lost`` are units by destination.
+    Where owners get the pieces of all senders, an owner does: ``lost`` are units by source.
     """
 
-    #: Whether the owner removes what is missing; set by whoever knows the transport.
-    from_pieces = False
-    #: Which units are delivered all the same; set by whoever knows the flags.
-    priority: Priority | None = None
-    #: Where a sender chooses: of the latest exchange what was lost for good, or, where only the network knows what
-    #: will be, bool[N, count] what must arrive.
+    #: Whether the rule asks for :attr:`Gradients.coming`, which only drawn losses can tell.
+    foresight: bool = False
+    #: Whether gradients of earlier steps enter the sum, which then must mean the same in all steps.
+    carries_over: bool = False
+
+    def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
+        """Take the units that are ``lost`` out of ``buffer`` [N * shard]. The result is given to :meth:`after`."""
+        self.correct(buffer, x)
+        return self.remove(buffer, lost, delivery, x)
+
+    def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
+        """Change ``buffer`` before anything is known of its losses."""
+
+    def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
+        """Take the units that are ``lost`` out of the corrected ``buffer``. The result is given to :meth:`after`."""
+        self.rows(buffer).zero_(buffer, self.units, lost)
+
+    def after(self, shard: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
+        """Correct ``shard`` [shard], the sum at its owner, in place. ``kept``: the result of :meth:`before`."""
+
+    def combine(self, pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
+        """Put the recovered sum of ``pieces`` [N * shard], of all sources, into ``x.output``; or their mean.
+
+        A piece that is missing may have any value. Pieces are added in the order of the sources, in float32 at least, and
+        rounded once. ``kept``: the result of :meth:`leave_out`.
+        """
+        kept = self.before(pieces, delivery.lost_here(self.units), delivery, x)
+        add_up(pieces, delivery, x)
+        self.after(x.output, delivery, kept, x)
+
+    # --- for senders that choose which units have to arrive (protected.py); all others do nothing -----------------------
+
+    #: Of the latest exchange the units that were lost for good, where that is not simply as drawn.
     final: Lost | None = None
+    #: bool[N, count] of the latest exchange: the units that must arrive, where only the network knows its losses.
     must: np.ndarray | None = None
-    #: Of which nobody has said what arrived: step, payload, loss scale.
-    _sent: tuple[int, torch.Tensor, Any] | None = None
 
-    def __init__(self, units: BucketUnits, rank: int) -> None:
-        super().__init__(units, rank)
-        #: Steps that are over, and of which nobody has said yet what arrived.
-        self.late: list[int] = []
+    def leave_out(self, delivery: Delivery, x: Gradients) -> Any:
+        """Remove lost units at the sender though owners get pieces: only the sender knows its priorities."""
 
-    @property
-    def at_sender(self) -> bool:
-        """Whether senders remove what is missing even where owners get pieces: only they know their priorities."""
-        return self.priority is not None
+    def choose(self, x: Gradients) -> np.ndarray | None:
+        """bool[N, count]: the units that must arrive; ``None`` if none has to."""
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> Any:
-        self.correct(buffer, reduction)
-        if delivery is None:
-            assert self.priority is not None and reduction.exchange is not None
-            self.must = self.priority.choose(buffer, reduction.exchange)
-            self._sent = (reduction.exchange.step, buffer, reduction.loss_scale)
-            return None
-        lost = self.missing(delivery)
-        if self.priority is not None:
-            self.final = lost = self.priority.spare(buffer, lost, delivery.exchange)
-        return self.remove(buffer, lost, delivery, reduction)
+    def keep(self, step: int, payload: torch.Tensor, lost: Lost, loss_scale: Any) -> None:
+        """Of ``payload`` [N * shard], sent in ``step``, this is ``lost`` for good."""
 
-    def restart(self) -> None:
-        self._sent, self.late = None, []
+    def keep_all(self, step: int, payload: torch.Tensor, loss_scale: Any) -> None:
+        """Nobody has said yet which units of ``payload``, sent in ``step``, arrived. It is overwritten soon."""
+
+    def keep_late(self, step: int, lost: Lost) -> None:
+        """Of the payload given to :meth:`keep_all` this is ``lost`` for good."""
+
+    def note(self, told: Told, lost: Lost) -> None:
+        """Complete ``told``, the record of what became of the latest exchange."""
 
     def sent_in(self, step: int) -> bool:
-        """Whether nobody has said yet what arrived of what was sent in ``step``."""
-        return self._sent is not None and self._sent[0] == step
+        """Whether nobody has said yet which units arrived of those sent in ``step``."""
+        return False
+
+    @property
+    def late(self) -> list[int]:
+        """Steps that are over, and of which nobody has said yet which units arrived."""
+        return []
 
     def reported(self, step: int, lost: np.ndarray | None) -> None:
         """``lost`` bool[N, count] of what was sent in ``step`` did not arrive; ``None``: that is still to be said."""
-        assert self.priority is not None
-        if self.sent_in(step):
-            self._sent = None
-            if lost is None:
-                self.late.append(step)
-            else:
-                self.final = Lost(lost)
-                self.priority.tell(self.final)
-        elif lost is not None:
-            self.late.remove(step)
 
-    def correct(self, buffer: torch.Tensor, reduction: Reduction) -> None:
-        """Change ``buffer`` before anything is known of its losses."""
+    def share(self, replicated: np.ndarray) -> None:
+        """``replicated`` bool[N, count]: units whose copies at other ranks must lose the same; they always arrive."""
 
-    def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, reduction: Reduction) -> Any:
-        """Take what is ``lost`` out of ``buffer``. The result is given to :meth:`after`."""
-        self.rows(buffer).zero_(buffer, self.units, lost)
-
-    def missing(self, delivery: Delivery) -> Lost:
-        """What is missing in the buffer that :meth:`before` is given."""
-        return delivery.lost_here(self.units) if self.from_pieces else delivery.lost_there(self.units)
-
-    def combine(
-        self, pieces: torch.Tensor, output: torch.Tensor, delivery: Delivery, kept: Any, reduction: Reduction
-    ) -> None:
-        """Put the recovered sum of ``pieces`` [N * shard], of all sources, into ``output`` [shard]; or their mean.
-
-        What is missing in ``pieces`` may have any value. They are added in the order of the sources, in float32 at
-        least, and rounded once. ``kept``: what :meth:`before` returned at the sender, where it removes what is missing.
-        """
-        copies.used_here((pieces,))  # which were allocated where the exchange began
-        if self.from_pieces and not self.at_sender:
-            kept = self.before(pieces, delivery, reduction)
-        elif self.from_pieces:
-            self.rows(pieces).zero_(pieces, self.units, delivery.lost_here(self.units))
-        output.copy_(ordered_sum(pieces.view(len(delivery.sources), -1), reduction.averaged))
-        self.after(output, delivery, kept, reduction)
+    def take_told(self) -> Told | None:
+        """What became of the latest exchange, once; ``None`` where nobody chooses."""
 
     @classmethod
     def check(cls, config: LossyConfig) -> None:
@@ -186,6 +195,11 @@ class GradRecovery(Rule):
     def kept_share(cls, lost: float) -> float:
         """Elements that the rule keeps between steps, per element of the gradients, if a step loses ``lost`` of them."""
         return 0.0
+
+
+def add_up(pieces: torch.Tensor, delivery: Delivery, x: Gradients) -> None:
+    """Put the sum of ``pieces`` [N * shard], or their mean, into ``x.output``."""
+    x.output.copy_(ordered_sum(pieces.view(len(delivery.sources), -1), x.averaged))
 
 
 def ordered_sum(pieces: torch.Tensor, averaged: bool = False) -> torch.Tensor:

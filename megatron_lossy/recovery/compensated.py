@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..exchange import BucketUnits, Delivery
+from ..exchange import BucketUnits
 from . import copies
-from .base import Reduction
+from .base import Parameters
 from .stale import Stale
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Compensated(Stale):
-    """As :class:`Stale`, for what is received; and puts the lead on the own shard while it is sent.
+    """As :class:`Stale` for received units; puts the lead on the own shard while it is sent.
 
     ``weights``: set by whoever knows it, returns the own shard as the optimizer has it, float32 [shard]. Without it that
     is what is sent, in its own dtype.
@@ -48,35 +48,31 @@ class Compensated(Stale):
             self._before.copy_(own)
         self._updated = True
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> Any:
+    def send(self, x: Parameters) -> torch.Tensor | None:
         import torch
 
-        kept = super().before(buffer, delivery, reduction)
-        if reduction.sent is None:  # nothing is sent: what is stale is put aside
-            return kept, None, None
-        assert reduction.step is not None
-        sent, weights = reduction.sent, self._own(reduction.sent)
-        lead = self._lead_of(reduction.step, weights, reduction)
+        weights = self._own(x.sent)
+        lead = self._lead_of(x.exchange.step, weights, x.lead)
         if lead is None:
-            return kept, None, None
+            return None
         free = self._before if not self._updated else None
-        own = sent.clone() if free is None or free.dtype != sent.dtype else free.copy_(sent)
-        torch.add(weights, lead, out=sent)
-        return kept, sent, own
+        own = x.sent.clone() if free is None or free.dtype != x.sent.dtype else free.copy_(x.sent)
+        torch.add(weights, lead, out=x.sent)
+        return own
 
-    def put_lead(self, step: int, sent: torch.Tensor, reduction: Reduction) -> None:
-        """Add the lead of ``step`` to ``sent`` [shard], the owner's weights; again, if it is sent again."""
+    def put_lead(self, step: int, sent: torch.Tensor, lead: tuple[float, float]) -> None:
+        """Add the lead of ``step``, with these c and r, to ``sent`` [shard], the owner's weights; again, if sent again."""
         import torch
 
         weights = self._own(sent)
-        lead = self._lead_of(step, weights, reduction)
-        if lead is not None:
-            torch.add(weights, lead, out=sent)
+        ahead = self._lead_of(step, weights, lead)
+        if ahead is not None:
+            torch.add(weights, ahead, out=sent)
 
-    def _lead_of(self, step: int, weights: torch.Tensor, reduction: Reduction) -> torch.Tensor | None:
+    def _lead_of(self, step: int, weights: torch.Tensor, lead: tuple[float, float]) -> torch.Tensor | None:
         if step != self._step:
             self._step = step
-            c, r = reduction.lead
+            c, r = lead
             if not c or not self._updated:
                 self._leads = False
             else:
@@ -89,15 +85,14 @@ class Compensated(Stale):
             self._updated = False
         return self._lead if self._leads else None
 
-    def after(self, output: torch.Tensor, delivery: Delivery, kept: Any, reduction: Reduction) -> None:
-        stale, sent, own = kept
-        super().after(output, delivery, stale, reduction)
-        if own is not None:
-            copies.used_here((own,))
-            sent.copy_(own)
-            mine = output[self.rank * self.units.shard : (self.rank + 1) * self.units.shard]
-            if mine.data_ptr() != sent.data_ptr():
-                mine.copy_(own)
+    def sent(self, x: Parameters, own: torch.Tensor | None) -> None:
+        if own is None:
+            return
+        copies.used_here((own,))
+        x.sent.copy_(own)
+        mine = x.buffer[self.rank * self.units.shard : (self.rank + 1) * self.units.shard]
+        if mine.data_ptr() != x.sent.data_ptr():
+            mine.copy_(own)
 
     def restart(self) -> None:
         super().restart()

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ..exchange import BucketUnits, Delivery, Lost
-from .base import GradRecovery, Reduction
-from .priority import Priority, Protection
+from .base import Gradients, GradRecovery
+from .priority import Told
 from .rows import Saved, times
 
 if TYPE_CHECKING:
@@ -31,12 +31,10 @@ class ErrorFeedback(GradRecovery):
     """
 
     name = "error-feedback"
-    priority: Priority
     _warned: ClassVar[bool] = False
 
     def __init__(self, units: BucketUnits, rank: int) -> None:
         super().__init__(units, rank)
-        self.priority = Priority(Protection(), units, rank)
         self._residuals: list[tuple[Lost, Saved]] = []
         self._added: list[tuple[Lost, Saved]] = []  # of those, to the payload of the latest exchange
         self._pending: tuple[int, Lost, Saved] | None = None  # of a step that may not count
@@ -47,38 +45,31 @@ class ErrorFeedback(GradRecovery):
     def kept_share(cls, lost: float) -> float:
         return 2 * lost
 
-    def correct(self, buffer: torch.Tensor, reduction: Reduction) -> None:
-        scale = reduction.loss_scale
+    def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
+        scale = x.loss_scale
         self._added = list(self._residuals)
         for lost, saved in self._added:
             self.rows(buffer).add_(buffer, self.units, lost, saved if scale is None else times(saved, scale))
 
-    def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, reduction: Reduction) -> None:
-        self._keep(delivery.exchange.step, buffer, lost, reduction.loss_scale)
-        super().remove(buffer, lost, delivery, reduction)
+    def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
+        self.keep(x.exchange.step, buffer, lost, x.loss_scale)
+        super().remove(buffer, lost, delivery, x)
 
-    def _keep(self, step: int, payload: torch.Tensor, lost: Lost, scale: Any) -> None:
+    def keep(self, step: int, payload: torch.Tensor, lost: Lost, loss_scale: Any) -> None:
         kept = self.rows(payload).take(payload, self.units, lost)
-        self._pending = (step, lost, kept if scale is None else times(kept, 1 / scale))
-        self._tell(lost)
+        self._pending = (step, lost, kept if loss_scale is None else times(kept, 1 / loss_scale))
 
-    def reported(self, step: int, lost: np.ndarray | None) -> None:
-        """See :meth:`GradRecovery.reported`. A report that is late delays what it says is lost, and drops none of it."""
-        sent = self._sent if self.sent_in(step) else None
-        super().reported(step, lost)
-        if sent is not None:
-            _, payload, scale = sent
-            if lost is not None:
-                self._keep(step, payload, Lost(lost), scale)
-            else:
-                self._payloads[step] = (payload.clone() if scale is None else payload.float() / scale, False)
-        elif lost is not None and step in self._payloads:
+    def keep_all(self, step: int, payload: torch.Tensor, loss_scale: Any) -> None:
+        """See :meth:`GradRecovery.keep_all`. A report that is late delays the lost units, and drops none of them."""
+        self._payloads[step] = (payload.clone() if loss_scale is None else payload.float() / loss_scale, False)
+
+    def keep_late(self, step: int, lost: Lost) -> None:
+        if step in self._payloads:
             payload, counts = self._payloads.pop(step)
             if counts:
-                self._residuals.append((Lost(lost), self.rows(payload).take(payload, self.units, Lost(lost))))
+                self._residuals.append((lost, self.rows(payload).take(payload, self.units, lost)))
 
-    def _tell(self, lost: Lost) -> None:
-        told = self.priority.told
+    def note(self, told: Told, lost: Lost) -> None:
         told.oldest = int(self._aged(lost).max(initial=0))
         if told.residual > told.payload - told.residual and not ErrorFeedback._warned:
             ErrorFeedback._warned = True

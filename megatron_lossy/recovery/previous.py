@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..exchange import BucketUnits, Delivery, Lost
 from . import copies
-from .base import GradRecovery, Reduction
+from .base import Gradients, GradRecovery
 from .rows import Saved
 
 if TYPE_CHECKING:
@@ -40,26 +40,24 @@ class Previous(GradRecovery):
     def kept_share(cls, lost: float) -> float:
         return 2 * lost  # the substitutes of this step and of the next
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> None:
-        assert delivery is not None
-        step = delivery.exchange.step
+    def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
+        step = x.exchange.step
         self._count_pending(step)
         self._step = step
-        self._substitute(buffer, step, self.missing(delivery), reduction)
+        self._substitute(buffer, step, lost, x.loss_scale)
         # The buffer now holds the last received gradient of every link.
-        if reduction.following is None or reduction.loss_scale is not None:
-            scale = reduction.loss_scale
+        if x.coming is None or x.following is None or x.loss_scale is not None:
+            scale = x.loss_scale
             self._pending = (step, buffer.clone() if scale is None else buffer / scale)
             self._kept = {number: kept for number, kept in self._kept.items() if number == step}
             return
-        following = reduction.following()
         known = self._kept.get(step)
         self._kept = {step: known} if known is not None else {}  # for a step that is repeated
-        if following is not None:
-            coming = self.missing(following)
-            self._kept[following.exchange.step] = (coming, self.rows(buffer).take(buffer, self.units, coming))
+        coming = x.coming()
+        if coming is not None:
+            self._kept[x.following] = (coming, self.rows(buffer).take(buffer, self.units, coming))
 
-    def _substitute(self, buffer: torch.Tensor, step: int, lost: Lost, reduction: Reduction) -> None:
+    def _substitute(self, buffer: torch.Tensor, step: int, lost: Lost, scale: Any) -> None:
         rows, known = self.rows(buffer), self._kept.get(step)
         if known is not None and known[0].equals(lost):
             rows.put_(buffer, self.units, lost, known[1])
@@ -67,8 +65,7 @@ class Previous(GradRecovery):
             raise RuntimeError(f"--grad-recovery {self.name}: step {step} loses other units than was foreseen")
         elif self._received is not None:
             copies.used_here((self._received,))
-            received, scale = self._received, reduction.loss_scale
-            scaled = received if scale is None else received * scale
+            scaled = self._received if scale is None else self._received * scale
             rows.put_(buffer, self.units, lost, rows.take(scaled, self.units, lost))
         else:
             rows.zero_(buffer, self.units, lost)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..exchange import Delivery
-from .base import GradRecovery, Reduction
+from .base import Gradients, GradRecovery
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,6 @@ class Renormalize(GradRecovery):
 
     name = "renormalize"
 
-    def after(self, shard: torch.Tensor, delivery: Delivery, kept: Any, reduction: Reduction) -> None:
+    def after(self, shard: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
         survivors = delivery.survivors(self.units)
         self.rows(shard).scale_(shard, self.units, len(delivery.sources) / np.maximum(survivors, 1))

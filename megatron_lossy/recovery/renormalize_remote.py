@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import refuse
 from ..exchange import Delivery, Lost
-from .base import GradRecovery, Reduction
+from .base import Gradients, GradRecovery
 from .rows import Saved
 
 if TYPE_CHECKING:
@@ -35,17 +35,16 @@ class RenormalizeRemote(GradRecovery):
                 "that rule gives the own shard, always there, the weight 1/N; choose renormalize, previous or zero",
             )
 
-    def before(self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction) -> tuple[Lost, Saved]:
-        assert delivery is not None
+    def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> tuple[Lost, Saved]:
         # Units of the own shard that stay out of the sum.
         rows, kept_out = self.rows(buffer), Lost((delivery.survivors(self.units) < len(delivery.sources))[None])
         own = buffer[self.rank * self.units.shard : (self.rank + 1) * self.units.shard]
         saved = rows.take(own, self.units, kept_out)
-        super().before(buffer, delivery, reduction)
+        super().remove(buffer, lost, delivery, x)
         rows.zero_(own, self.units, kept_out)
         return kept_out, saved
 
-    def after(self, shard: torch.Tensor, delivery: Delivery, kept: tuple[Lost, Saved], reduction: Reduction) -> None:
+    def after(self, shard: torch.Tensor, delivery: Delivery, kept: tuple[Lost, Saved], x: Gradients) -> None:
         rows, (kept_out, saved) = self.rows(shard), kept
         if rows.nothing(kept_out):
             return
@@ -54,6 +53,6 @@ class RenormalizeRemote(GradRecovery):
         part = shard.new_zeros(shard.shape)
         rows.put_(part, self.units, kept_out, saved)
         # Alone, the own gradient is the mean: it must survive the division by N.
-        own_weight = np.where(remote > 0, 1.0, float(size)) / (size if reduction.averaged else 1)
+        own_weight = np.where(remote > 0, 1.0, float(size)) / (size if x.averaged else 1)
         rows.scale_(part, self.units, own_weight)
         shard.add_(part)

@@ -1,11 +1,17 @@
-"""``stale``: a unit of parameters that is lost keeps the value that the worker received last (paper, section 3 (4))."""
+"""``stale``: a unit of parameters that is lost keeps the value that the worker received last (paper, section 3 (4)).
+
+Some wires overwrite the whole replica: with those the rule puts lost units aside and puts them back. Others write only the
+units that arrive.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..exchange import Delivery, Lost
-from .base import Reduction, Rule
+import numpy as np
+
+from ..exchange import BucketUnits, Delivery, Lost
+from .base import Parameters, Rule
 from .priority import ParamPriority
 from .rows import Saved
 
@@ -14,42 +20,52 @@ if TYPE_CHECKING:
 
 
 class Stale(Rule):
-    """Puts the units aside that the gather would overwrite, and puts them back. ``buffer``, ``output``: the replica."""
+    """Keeps what was received last."""
 
     name = "stale"
-    #: Which units are delivered all the same; set by whoever knows the flags.
-    priority: ParamPriority | None = None
-
-    def before(
-        self, buffer: torch.Tensor, delivery: Delivery | None, reduction: Reduction
-    ) -> tuple[Lost, Saved] | None:
-        if delivery is None:
-            return None
-        lost, rows = self.lost(delivery), self.rows(buffer)
-        return None if rows.nothing(lost) else (lost, rows.take(buffer, self.units, lost))
-
-    def after(
-        self,
-        output: torch.Tensor,
-        delivery: Delivery,
-        kept: tuple[Lost, Saved] | None,
-        reduction: Reduction,
-    ) -> None:
-        if kept is not None:
-            lost, saved = kept
-            self.rows(output).put_(output, self.units, lost, saved)
 
     def lost(self, delivery: Delivery) -> Lost:
         """Units of the bucket that are stale after ``delivery``."""
         return delivery.lost_here(self.units)
 
+    def put_aside(self, replica: torch.Tensor, delivery: Delivery) -> Saved | None:
+        """Copies of the units of ``replica`` [N * shard] that will be stale; ``None`` if nothing has to be done."""
+        lost, rows = self.lost(delivery), self.rows(replica)
+        return None if rows.nothing(lost) else rows.take(replica, self.units, lost)
+
+    def put_back(self, replica: torch.Tensor, delivery: Delivery, saved: Saved | None) -> None:
+        """Undo in ``replica`` what overwrote the units that :meth:`put_aside` returned."""
+        if saved is not None:
+            self.rows(replica).put_(replica, self.units, self.lost(delivery), saved)
+
+    def send(self, x: Parameters) -> Any:
+        """Let ``x.sent`` hold what is sent. The result is given to :meth:`sent`."""
+
+    def sent(self, x: Parameters, own: Any) -> None:
+        """Let the own shard hold the owner's weights again."""
+
+    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray | None:
+        """bool[count]: the units of ``sent`` [shard], the parameters of ``step``, that must arrive; ``None`` for none."""
+
+    def before_update(self, sent: torch.Tensor) -> None:
+        """The weights of the own shard, which is sent as ``sent`` [shard], are about to be updated."""
+
+
+class Prioritised(Stale):
+    """``--param-priority``: units that have changed most must arrive."""
+
+    def __init__(self, units: BucketUnits, rank: int, fraction: float) -> None:
+        super().__init__(units, rank)
+        self.priority = ParamPriority(fraction, units)
+
+    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray:
+        return self.priority.choose(sent, step)
+
     def restart(self) -> None:
-        if self.priority is not None:
-            self.priority.restart()
+        self.priority.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.priority is None else self.priority.state_dict()
+        return self.priority.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        if self.priority is not None:
-            self.priority.load_state_dict(state, device)
+        self.priority.load_state_dict(state, device)

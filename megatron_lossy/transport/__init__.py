@@ -1,7 +1,8 @@
 """How an exchange crosses; lossy reduce-scatter and all-gather over a torch process group, with or without Megatron."""
 
-from .base import Transfer, Transport
-from .group import BucketSpec, LossyGroup, cut_buckets
+from .base import Transfer, Wire
+from .choice import BucketSpec, cut_buckets
+from .group import LossyGroup
 from .in_memory import LossyWorkers
 from .network import Network, check_channels, check_owners, check_ranks, check_udp, find_nodes
 from .ops import check_average, lossy_all_gather, lossy_reduce_scatter
@@ -12,7 +13,7 @@ __all__ = [
     "LossyWorkers",
     "Network",
     "Transfer",
-    "Transport",
+    "Wire",
     "check_average",
     "check_channels",
     "check_owners",

@@ -1,36 +1,33 @@
-"""How an exchange crosses. A transport begins it, and waiting for it returns its delivery.
+"""How an exchange crosses. A wire carries it, and calls the verbs of the rule that it needs on its way.
 
-A transport knows how the buckets of one group are cut, and whether a phase can lose anything. It may know a delivery
-before the exchange, as drawn losses are known, or only after it, as on a real network.
+A wire knows how the buckets of one group are cut, and whether a phase can lose anything. It may know a delivery before the
+exchange, as drawn losses are known, or only after it, as on a real network.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ..exchange import BucketUnits, Delivery, Exchange, Stream
-
-#: Runs somebody's collective and returns its handle, or ``None`` if it has completed or somebody else waits for it.
-Collective = Callable[[], Any]
+from ..recovery import Gradients, GradRecovery, Parameters, Priority, Stale
 
 
 class Transfer:
     """An exchange under way. :meth:`wait` completes it, recovery included; it may be called again.
 
-    ``work``: the handle of what carries the exchange, or ``None`` if nobody has to wait for it here. ``deliver``:
-    called when it has arrived, returns what :meth:`wait` does. ``pieces`` [N * shard]: where each source's gradients
-    arrive, of a transport that has them. Other attributes are those of ``work``, until then.
+    ``work``: the handle of what carries the exchange, or ``None`` if nobody has to wait for it here. ``deliver``: completes
+    the exchange once that has arrived, and returns what :meth:`wait` does. Other attributes are those of ``work``, until then.
     """
 
-    def __init__(self, work: Any, deliver: Callable[[], Any], pieces: torch.Tensor | None = None) -> None:
+    def __init__(self, work: Any, deliver: Callable[[], Any]) -> None:
         self._work = work
         self._deliver = deliver
-        self.pieces = pieces
         self._then: list[Callable[[Any], None]] = []
         self._arrived = self._done = False
         self._result: Any = None
@@ -41,7 +38,7 @@ class Transfer:
         return self._work is not None
 
     def then(self, act: Callable[[Any], None]) -> Transfer:
-        """Call ``act`` with the delivery when the exchange has arrived, after what was asked for before."""
+        """Call ``act`` with the delivery when the exchange is complete, after what was asked for before."""
         self._then.append(act)
         return self
 
@@ -57,20 +54,33 @@ class Transfer:
     def complete(self) -> Any:
         """As :meth:`wait`, where somebody has waited already for what carries the exchange."""
         if not self._done:
-            self._result = self._deliver()
             with torch.no_grad():
+                self._result = self._deliver()
                 for act in self._then:
                     act(self._result)
             self._done = True
             # They hold buffers, and whoever keeps a transfer need not keep those.
-            self._work, self._deliver, self._then, self.pieces = None, None, [], None
+            self._work, self._deliver, self._then = None, _nothing, []
         return self._result
+
+    #: Ends it where the coalescing context that it was begun in has waited for all collectives.
+    end_of_context = complete
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_work"], name)
 
 
-class Transport(ABC):
+class Crossing(Transfer):
+    """An exchange that crosses in a way of its own, for which no coalescing context waits."""
+
+    end_of_context = Transfer.wait
+
+
+def _nothing() -> None:
+    return None
+
+
+class Wire(ABC):
     """How the exchanges of one stream cross, for one rank of a group.
 
     Args:
@@ -80,11 +90,8 @@ class Transport(ABC):
         cut: by phase, how each bucket is cut into units.
     """
 
-    #: Whether owners get the pieces of all sources and add them up, and whether units of a replica that do not arrive
-    #: are not written. Else it runs a collective, from which the rules have removed what will not arrive.
-    in_pieces: ClassVar[bool] = False
     #: Whether a delivery is known only after the exchange.
-    observed: ClassVar[bool] = False
+    observed = False
 
     def __init__(
         self, stream: Stream, members: Sequence[int], rank: int, cut: dict[str, Sequence[BucketUnits]]
@@ -100,34 +107,19 @@ class Transport(ABC):
         """Whether nothing can be lost in ``phase``; its exchanges then need not go through here."""
 
     @abstractmethod
-    def begin(
-        self,
-        exchange: Exchange,
-        bucket: int,
-        buffer: torch.Tensor,
-        collective: Collective,
-        sent: torch.Tensor | None = None,
-    ) -> Transfer:
-        """Begin the exchange of one bucket: ``buffer`` [N * shard], of parameters ``sent`` [shard] to all.
+    def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
+        """Begin the exchange of the gradients ``x``, of whose lost units ``rule`` takes care."""
 
-        ``collective``: what would have carried all of it, reliably. Neither may change until the exchange is over.
-        """
+    @abstractmethod
+    def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
+        """Begin the exchange of the parameters ``x``, of whose lost units ``rule`` takes care."""
 
-    def restore(self, delivery: Delivery) -> None:
-        """``delivery`` was made before the checkpoint was saved that is loaded now. Made again, it must be the same."""
+    @abstractmethod
+    def protected(self, rule: GradRecovery, priority: Priority) -> GradRecovery:
+        """``rule``, with senders whose ``priority`` chooses units that have to arrive."""
 
-    def recovered(self, exchange: Exchange, units: BucketUnits, lost: np.ndarray) -> None:
-        """Of the bucket cut into ``units``, which this rank is about to send, ``lost`` bool[N, count] will be lost for good."""
-
-    def require(self, exchange: Exchange, bucket: int, must: np.ndarray) -> None:
-        """Of ``bucket``, which this rank is about to send, ``must`` bool[N, count] has to arrive. Of observed deliveries."""
-
-    def reports(self, exchange: Exchange, bucket: int, seconds: float) -> np.ndarray | None:
-        """bool[N, count]: what of this rank's ``bucket`` did not arrive at others; ``None``: not all of them have said so.
-
-        Waits as long. Of observed deliveries; every exchange that :meth:`require` was called for must be asked for.
-        """
-        return None
+    def note_all_reduce(self, x: Callable[[], Gradients], rule: GradRecovery) -> None:
+        """The gradients ``x()`` are about to be all-reduced: all of them arrive."""
 
     def foresee(self, exchange: Exchange) -> Delivery | None:
         """The delivery of ``exchange``, if it is known whether or not the exchange was made.
@@ -135,6 +127,28 @@ class Transport(ABC):
         Raises :class:`UsageError` where a recorded run that is replayed does not go so far.
         """
         return None
+
+    def delivery(self, exchange: Exchange) -> Delivery | None:
+        """The delivery of ``exchange``, if it was one of the latest two of its phase or can be foreseen."""
+        return self.foresee(exchange)
+
+    def restore(self, delivery: Delivery) -> None:
+        """``delivery`` was made before the checkpoint was saved that is loaded now. Made again, it must be the same."""
+
+    def restart(self) -> None:
+        """A checkpoint was loaded: no exchange was made yet."""
+
+    def hear(self, rule: GradRecovery, bucket: int, step: int, seconds: float) -> None:
+        """Tell ``rule`` which of its units of ``step`` arrived, if it wants to know. Waits so long for others to say so."""
+
+    def hear_late(self, rule: GradRecovery, bucket: int, seconds: float) -> None:
+        """As :meth:`hear`, for steps that are over."""
+
+    def agree(self, phase: str, bucket: int, replicated: np.ndarray, group: dist.ProcessGroup) -> None:
+        """Let the ranks of ``group``, which have copies of the same parameters, lose the same of them.
+
+        ``replicated`` bool[N, units]: where they are, by shard. Drawn losses are the same anyway.
+        """
 
     def lag(self, exchange: Exchange) -> tuple[float, float] | None:
         """The share of the other ranks that miss what this one sends, and how many updates they are late on average.

@@ -6,17 +6,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 
 from ..exchange import Delivery, Exchange, units_of
-from .drawn import Drawn, Latest, draw, draw_sent
+from .drawn import DrawnWire, Latest, draw, draw_sent
 
 #: Draws of at least this many units are made ahead of time, on another thread.
 _AHEAD = 2**17
 
 
-class CollectiveTransport(Drawn):
+class CollectiveWire(DrawnWire):
     """One rank's view of the losses between the ranks of its group."""
 
-    #: Whether deliveries of gradients say what of this rank's own data arrived, for the rules that remove the rest.
-    draws_sent = True
     _thread: ThreadPoolExecutor | None = None
 
     @cached_property
@@ -31,25 +29,39 @@ class CollectiveTransport(Drawn):
         self._latest.put(exchange, delivery)
         return delivery
 
+    def restore(self, delivery: Delivery) -> None:
+        self._latest.put(delivery.exchange, delivery)
+
+    def restart(self) -> None:
+        self._latest = Latest()
+
     def prepare(self, exchange: Exchange) -> None:
         """Start drawing on another thread if it is much work."""
         phase = exchange.phase
         if self.lossless(phase) or units_of(self.cut[phase]) * self.size < _AHEAD or self._latest.get(exchange):
             return
-        if CollectiveTransport._thread is None:
-            CollectiveTransport._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-draws")
-        self._latest.put(exchange, CollectiveTransport._thread.submit(self._draw_ahead, exchange))
+        if CollectiveWire._thread is None:
+            CollectiveWire._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-draws")
+        self._latest.put(exchange, CollectiveWire._thread.submit(self._draw_ahead, exchange))
 
     def _draw_ahead(self, exchange: Exchange) -> Delivery:
         delivery = self._draw(exchange)
-        delivery.prepare()
+        self._work_out(delivery)
         return delivery
 
-    def _sends(self, phase: str) -> bool:
-        return self.draws_sent and phase == "grad"
+    def _work_out(self, delivery: Delivery) -> None:
+        """Find what recovery will ask for, which may take longer than the draw."""
+        for units in delivery.cut:
+            grads = delivery.exchange.phase == "grad"
+            if grads:
+                delivery.survivors(units)
+            lost = self._lost(delivery, units) if grads else delivery.lost_here(units)
+            for numbers, _ in units.parts:
+                lost.places(numbers)
 
     def _draw(self, exchange: Exchange) -> Delivery:
-        phase, me = exchange.phase, self.members[self.rank]
-        network, cut = self.networks[phase], self.cut[phase]
-        sent = draw_sent(network, exchange, me, self.members, cut) if self._sends(phase) else None
-        return Delivery(exchange, self.members, [me], draw(network, exchange, self.members, [me], cut), cut, sent)
+        me, network, cut = self.members[self.rank], self.networks[exchange.phase], self.cut[exchange.phase]
+        arrived = draw(network, exchange, self.members, [me], cut)
+        return Delivery(
+            exchange, self.members, [me], arrived, cut, lambda: draw_sent(network, exchange, me, self.members, cut)
+        )

@@ -1,22 +1,25 @@
-"""Transports whose losses are drawn: the delivery of an exchange is known before it is made."""
+"""Wires whose losses are drawn: the delivery of an exchange is known before it is made."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..exchange import BucketUnits, Delivery, Exchange, Stream, units_of
-from .base import Collective, Transfer, Transport
+from ..exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
+from ..recovery import Gradients, GradRecovery, Parameters, Priority, Spared, Stale
+from .base import Transfer, Wire
 from .network import Network
 
 #: The networks of both phases: who loses what between the ranks of the full group.
 Networks = dict[str, Network]
 
 
-class Drawn(Transport):
+class DrawnWire(Wire):
     """Runs the collective that it is given. The rules have removed from the buffer what will not arrive."""
 
     def __init__(
@@ -34,21 +37,64 @@ class Drawn(Transport):
         network = self.networks[phase]
         return network.lossless or (self.size == 1 and not network.lossy_self)
 
-    def begin(
-        self,
-        exchange: Exchange,
-        bucket: int,
-        buffer: torch.Tensor,
-        collective: Collective,
-        sent: torch.Tensor | None = None,
-    ) -> Transfer:
-        deliver = self._delivering(exchange)
-        return Transfer(collective(), deliver)
+    @abstractmethod
+    def foresee(self, exchange: Exchange) -> Delivery:
+        """What this rank's exchange brings. Of gradients with what others get of it."""
 
-    def _delivering(self, exchange: Exchange) -> Callable[[], Delivery | None]:
-        """What returns the delivery of ``exchange`` when it is over."""
-        delivery = self.foresee(exchange)
-        return lambda: delivery
+    def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
+        delivery = self.foresee(x.exchange)
+        x = self._looking_ahead(x, rule.units)
+        with torch.no_grad():
+            kept = rule.before(x.buffer, delivery.lost_there(rule.units), delivery, x)
+
+        def arrived() -> Delivery:
+            made = self._made(delivery)
+            rule.after(x.output, made, kept, x)
+            return made
+
+        return Transfer(x.collective(), arrived)
+
+    def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
+        delivery = self.foresee(x.exchange)
+        with torch.no_grad():
+            stale, own = rule.put_aside(x.buffer, delivery), rule.send(x)
+
+        def arrived() -> Delivery:
+            rule.put_back(x.buffer, delivery, stale)
+            rule.sent(x, own)
+            return delivery
+
+        return Transfer(x.collective(), arrived)
+
+    def protected(self, rule: GradRecovery, priority: Priority) -> GradRecovery:
+        return Spared(rule, priority)
+
+    def note_all_reduce(self, x: Callable[[], Gradients], rule: GradRecovery) -> None:
+        sent, me = self._looking_ahead(x(), rule.units), self.members[self.rank : self.rank + 1]
+        everything = np.ones((1, self.size, units_of(self.cut["grad"])), dtype=bool)
+        delivery = Delivery(sent.exchange, self.members, me, everything, self.cut["grad"], everything[0])
+        rule.before(sent.buffer, delivery.lost_there(rule.units), delivery, sent)
+
+    def _made(self, delivery: Delivery) -> Delivery:
+        """What an exchange has delivered of which ``delivery`` was foreseen."""
+        return delivery
+
+    def _looking_ahead(self, x: Gradients, units: BucketUnits) -> Gradients:
+        """``x``, with what the exchange after it loses."""
+        if x.following is None:
+            return x
+        exchange, steps = replace(x.exchange, step=x.following), self.steps(x.exchange.phase)
+
+        def coming() -> Lost | None:
+            # Beyond the end of a trace nothing is lost; if such a step comes, it is refused.
+            over = steps is not None and exchange.step >= steps
+            return None if over else self._lost(self.foresee(exchange), units)
+
+        return replace(x, coming=coming)
+
+    def _lost(self, delivery: Delivery, units: BucketUnits) -> Lost:
+        """The units that a rule removes here."""
+        return delivery.lost_there(units)
 
     def lag(self, exchange: Exchange) -> tuple[float, float] | None:
         network, me = self.networks[exchange.phase], self.members[self.rank]

@@ -20,8 +20,9 @@ from ..config import PHASES, LossyConfig
 from ..errors import refuse
 from ..exchange import Stream
 from ..recovery.base import ordered_sum
+from .choice import BucketSpec, cut_buckets
 from .drawn import check_links
-from .group import BucketSpec, LossyGroup, cut_buckets
+from .group import LossyGroup
 from .memory import Memory
 from .network import Network, consecutive_nodes
 

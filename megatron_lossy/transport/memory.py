@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from ..exchange import BucketUnits, Delivery, Exchange, Stream
-from .drawn import Drawn, Latest, Networks, draw
+from ..recovery import Gradients, GradRecovery
+from .base import Transfer
+from .drawn import DrawnWire, Latest, Networks, draw
 
 
 class Memory:
@@ -25,18 +27,25 @@ class Memory:
         self._final = Latest()
 
     def recovered(self, exchange: Exchange, source: int, units: BucketUnits, lost: np.ndarray) -> None:
-        """What of the units that ``source`` sends is lost for good."""
-        final = self._final.get(exchange)
-        if final is None:
-            known = self.foresee(exchange)
-            final = replace(known, arrived=known.arrived.copy())
-            self._final.put(exchange, final)
-        final.arrived[:, source, units.numbers] = ~lost
+        """Of the units that ``source`` sends, ``lost`` bool[N, count] are lost for good."""
+        known = self._final.get(exchange)
+        arrived = self.foresee(exchange).arrived if known is None else known[0]
+        if not arrived.flags.writeable:  # it is in a delivery
+            arrived = arrived.copy()
+        arrived[:, source, units.numbers] = ~lost
+        self._final.put(exchange, (arrived, None))
 
     def final(self, exchange: Exchange) -> Delivery:
         """The delivery at all workers, after what senders had delivered all the same."""
-        final = self._final.get(exchange)
-        return self.foresee(exchange) if final is None else final
+        known = self._final.get(exchange)
+        if known is None:
+            return self.foresee(exchange)
+        arrived, delivery = known
+        if delivery is None:
+            arrived.flags.writeable = False
+            delivery = replace(self.foresee(exchange), arrived=arrived)
+            self._final.put(exchange, (arrived, delivery))
+        return delivery
 
     def foresee(self, exchange: Exchange) -> Delivery:
         """The delivery at all workers."""
@@ -48,27 +57,37 @@ class Memory:
             self._latest.put(exchange, delivery)
         return delivery
 
-    def worker(self, rank: int) -> WorkerTransport:
-        """The transport of worker ``rank``."""
-        return WorkerTransport(self, rank)
+    def worker(self, rank: int) -> WorkerWire:
+        """The wire of worker ``rank``."""
+        return WorkerWire(self, rank)
 
 
-class WorkerTransport(Drawn):
+class WorkerWire(DrawnWire):
     """What one worker sees of :class:`Memory`."""
 
     def __init__(self, memory: Memory, rank: int) -> None:
         super().__init__(memory.networks, memory.stream, memory.members, rank, memory.cut)
         self._memory = memory
 
-    def _delivering(self, exchange: Exchange) -> Callable[[], Delivery]:
-        # What senders have delivered all the same is known when all have begun.
-        return lambda: self._of(self._memory.final(exchange))
+    def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
+        transfer = super().reduce_scatter(x, rule)
+        if rule.final is not None:
+            self.recovered(x.exchange, rule.units, rule.final.mask)
+        return transfer
 
     def recovered(self, exchange: Exchange, units: BucketUnits, lost: np.ndarray) -> None:
+        """Of the bucket cut into ``units``, ``lost`` bool[N, count] of what this worker sends are lost for good."""
         self._memory.recovered(exchange, self.rank, units, lost)
 
     def foresee(self, exchange: Exchange) -> Delivery:
         return self._of(self._memory.foresee(exchange))
+
+    def delivery(self, exchange: Exchange) -> Delivery:
+        return self._of(self._memory.final(exchange))
+
+    def _made(self, delivery: Delivery) -> Delivery:
+        # What senders have delivered all the same is known when all have begun.
+        return self.delivery(delivery.exchange)
 
     def _of(self, everyone: Delivery) -> Delivery:
         mine = slice(self.rank, self.rank + 1)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..exchange import BucketUnits, Delivery, Exchange
-from ..recovery import copies, rows_for
-from .base import Collective, Transfer, Transport
-from .collective import CollectiveTransport
+from ..exchange import BucketUnits, Delivery, Lost
+from ..recovery import Gradients, GradRecovery, Parameters, Stale, copies, rows_for
+from .base import Crossing, Transfer, Wire
+from .collective import CollectiveWire
 
 
 @contextlib.contextmanager
@@ -28,42 +28,52 @@ def stale_kept(buffer: torch.Tensor, units: BucketUnits, delivery: Delivery) -> 
     rows.put_(buffer, units, lost, stale)
 
 
-class PieceTransport(Transport):
+class PieceWire(Wire):
     """Exchanges pieces over ``group``, a torch process group."""
 
-    in_pieces = True
     group: dist.ProcessGroup | None = None
 
-    def reliably(
-        self,
-        exchange: Exchange,
-        bucket: int,
-        buffer: torch.Tensor,
-        sent: torch.Tensor | None,
-        deliver: Callable[[], Delivery],
+    def _scatter_reliably(
+        self, x: Gradients, rule: GradRecovery, kept: Any, deliver: Callable[[], Delivery]
     ) -> Transfer:
-        """Exchange all of a bucket over torch, of which ``deliver()`` says afterwards what arrived."""
-        received = torch.empty_like(buffer)
-        if exchange.phase == "grad":
-            work = dist.all_to_all_single(received, buffer, group=self.group, async_op=True)
-            return Transfer(work, deliver, pieces=received)
-        # all_gather_into_tensor would wait for the end of Megatron's coalescing context, which cannot be told here.
-        work = dist.all_gather(list(received.chunk(self.size)), sent, group=self.group, async_op=True)
+        """Exchange the pieces of all gradients over torch, of which ``deliver()`` says afterwards what arrived."""
+        pieces = torch.empty_like(x.buffer)
+        work = dist.all_to_all_single(pieces, x.buffer, group=self.group, async_op=True)
 
-        def write() -> Delivery:
+        def arrived() -> Delivery:
             delivery = deliver()
-            copies.used_here((received,))
-            with torch.no_grad(), stale_kept(buffer, self.cut["param"][bucket], delivery):
-                buffer.copy_(received)
+            combine(pieces, delivery, kept, x, rule)
             return delivery
 
-        return Transfer(work, write)
+        return Crossing(work, arrived)
+
+    def _gather_reliably(self, x: Parameters, rule: Stale, deliver: Callable[[], Delivery]) -> Transfer:
+        """Exchange all parameters over torch, of which ``deliver()`` says afterwards what arrived."""
+        with torch.no_grad():
+            own = rule.send(x)
+        received = torch.empty_like(x.buffer)
+        # all_gather_into_tensor would wait for the end of Megatron's coalescing context, which cannot be told here.
+        work = dist.all_gather(list(received.chunk(self.size)), x.sent, group=self.group, async_op=True)
+
+        def arrived() -> Delivery:
+            delivery = deliver()
+            copies.used_here((received,))
+            with stale_kept(x.buffer, rule.units, delivery):
+                x.buffer.copy_(received)
+            rule.sent(x, own)
+            return delivery
+
+        return Crossing(work, arrived)
 
 
-class Pieces(PieceTransport, CollectiveTransport):
+def combine(pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients, rule: GradRecovery) -> None:
+    """Let ``rule`` put the recovered sum of ``pieces``, which were allocated where the exchange began, into the output."""
+    copies.used_here((pieces,))
+    rule.combine(pieces, delivery, kept, x)
+
+
+class Pieces(PieceWire, CollectiveWire):
     """Loses what a channel draws."""
-
-    draws_sent = False
 
     def __init__(self, *args: Any, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(*args)
@@ -73,12 +83,19 @@ class Pieces(PieceTransport, CollectiveTransport):
         # Without loss the sum is another one too.
         return self.size == 1 and super().lossless(phase)
 
-    def begin(
-        self,
-        exchange: Exchange,
-        bucket: int,
-        buffer: torch.Tensor,
-        collective: Collective,
-        sent: torch.Tensor | None = None,
-    ) -> Transfer:
-        return self.reliably(exchange, bucket, buffer, sent, lambda: self.foresee(exchange))
+    def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
+        delivery = self.foresee(x.exchange)
+        x = self._looking_ahead(x, rule.units)
+        with torch.no_grad():
+            kept = rule.leave_out(delivery, x)
+        return self._scatter_reliably(x, rule, kept, lambda: delivery)
+
+    def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
+        delivery = self.foresee(x.exchange)
+        return self._gather_reliably(x, rule, lambda: delivery)
+
+    def note_all_reduce(self, x: Callable[[], Gradients], rule: GradRecovery) -> None:
+        """Nobody can tell the pieces of a sum."""
+
+    def _lost(self, delivery: Delivery, units: BucketUnits) -> Lost:
+        return delivery.lost_here(units)

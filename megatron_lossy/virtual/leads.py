@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..recovery import Reduction
 from ..transport import LossyGroup
 
 
@@ -35,7 +34,7 @@ class Leads:
         self._whole: dict[int, torch.Tensor] = {}
         self._kept: list[torch.Tensor] | None = None
         for worker, group in enumerate(groups):
-            for bucket, rule in enumerate(group.rules["param"]):
+            for bucket, rule in enumerate(group.params):
                 rule.weights = partial(self._shard, worker, bucket)
 
     @property
@@ -76,9 +75,9 @@ class Leads:
         self._kept = [buffer.clone() for buffer in self._buffers]
         with self._optimizers_weights():
             for worker, group in enumerate(self._groups):
-                reduction = Reduction(lead=group.lead(step))
-                for rule, buffer in zip(group.rules["param"], self._buffers, strict=True):
-                    rule.put_lead(step, buffer.chunk(len(self._groups))[worker], reduction)
+                lead = group.lead(step)
+                for rule, buffer in zip(group.params, self._buffers, strict=True):
+                    rule.put_lead(step, buffer.chunk(len(self._groups))[worker], lead)
 
     @contextlib.contextmanager
     def owner(self, worker: int) -> Iterator[None]:

@@ -162,10 +162,9 @@ class StreamBuckets:
         for number, (bucket, units) in enumerate(zip(self.buckets, self.cut["param"], strict=True)):
             shards = bucket.param_data.chunk(len(self.groups))
             for worker, (group, shard) in enumerate(zip(self.groups, shards, strict=True)):
-                priority = group.rules["param"][number].priority
-                if priority is not None:
-                    lost = ~drawn[:, worker, units.numbers] & ~priority.choose(shard, step)
-                    group.transport.recovered(exchange, units, lost)
+                chosen = group.params[number].choose(shard, step)
+                if chosen is not None:
+                    group.wire.recovered(exchange, units, ~drawn[:, worker, units.numbers] & ~chosen)
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
         """What arrives at all workers in ``step``; ``None`` in a phase without loss."""

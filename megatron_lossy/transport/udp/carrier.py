@@ -19,10 +19,11 @@ import torch.distributed as dist
 from ...coding.adaptive import AdaptiveCode
 from ...coding.xor import Layout
 from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
+from ...recovery import Gradients, GradRecovery, Parameters, Priority, Required, Stale
 from ...recovery.rows import IndexedRows, Saved
-from ..base import Collective, Transfer
+from ..base import Crossing, Transfer
 from ..drawn import Latest, Networks, draw
-from ..pieces import PieceTransport
+from ..pieces import PieceWire, combine
 from .engine import Channel, PeerLost
 from .engine import Transfer as Datagrams
 from .staging import Stage, device_of, patience_of, staged
@@ -31,7 +32,7 @@ from .staging import Stage, device_of, patience_of, staged
 Dtypes = dict[str, Sequence[torch.dtype]]
 
 
-class UdpTransport(PieceTransport):
+class UdpWire(PieceWire):
     """One rank's exchanges with the other ranks of ``group``, over a channel of ``engine``.
 
     ``networks``: what is drawn to be lost beside what is lost; with nodes, those of a node exchange over ``group``.
@@ -74,9 +75,8 @@ class UdpTransport(PieceTransport):
         }
         self._codes = dict(codes or {})
         self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(self._codes))
-        self._must: dict[tuple[Exchange, int], np.ndarray] = {}
         self._unreported: dict[tuple[Exchange, int], tuple[Datagrams, np.ndarray]] = {}
-        self._deliveries = Latest()  # with the buckets that were begun
+        self._known = Latest()  # of each exchange an _Arriving
         self._draws = Latest()
         self._numbers: dict[tuple[str, int], int] = {}
         self._agreements: dict[tuple[str, int], tuple[np.ndarray, dist.ProcessGroup]] = {}
@@ -88,63 +88,72 @@ class UdpTransport(PieceTransport):
 
     # --- exchanges -----------------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        exchange: Exchange,
-        bucket: int,
-        buffer: torch.Tensor,
-        collective: Collective,
-        sent: torch.Tensor | None = None,
-    ) -> Transfer:
-        delivery, made = self._delivery(exchange)
-        if bucket in made:
-            return self.reliably(exchange, bucket, buffer, sent, lambda: delivery)
-        made.add(bucket)
-        begin = self._begin_grads if exchange.phase == "grad" else self._begin_params
-        return begin(delivery, bucket, buffer, sent)
-
-    def _begin_grads(self, delivery: Delivery, bucket: int, buffer: torch.Tensor, _: Any) -> Transfer:
-        pieces = torch.empty_like(buffer)
-        rows, own = pieces.chunk(self.size), buffer.chunk(self.size)
+    def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
+        self.hear_late(rule, x.bucket, 0.0)
+        with torch.no_grad():
+            must = rule.choose(x)
+        if self._arriving(x.exchange).was_begun(x.bucket):  # it crosses reliably, and what did not arrive is known
+            return self._scatter_reliably(x, rule, None, lambda: self.delivery(x.exchange))
+        pieces = torch.empty_like(x.buffer)
+        rows, own = pieces.chunk(self.size), x.buffer.chunk(self.size)
         rows[self.rank].copy_(own[self.rank])
         near = self._exchange_near([own[other] for other in self.near], [rows[other] for other in self.near])
-        stage = Stage(buffer, pieces) if staged(buffer) else None
-        here, there = (buffer, pieces) if stage is None else (stage.out, stage.back)
-        udp = self._over_udp(delivery, bucket, there, here.chunk(self.size), stage)
+        stage = Stage(x.buffer, pieces) if staged(x.buffer) else None
+        here, there = (x.buffer, pieces) if stage is None else (stage.out, stage.back)
+        udp = self._over_udp(x.exchange, x.bucket, there, here.chunk(self.size), stage, must)
 
         def arrived() -> Delivery:
-            self._record(delivery, bucket, udp)
+            delivery = self._record(x.exchange, x.bucket, udp)
             if stage is not None:
                 stage.bring([rows[other] for other in self.far], [there.chunk(self.size)[other] for other in self.far])
+            combine(pieces, delivery, None, x, rule)
             return delivery
 
-        return Transfer(_Waits([*near, udp]), arrived, pieces=pieces)
+        return Crossing(_Waits([*near, udp]), arrived)
 
-    def _begin_params(self, delivery: Delivery, bucket: int, buffer: torch.Tensor, sent: torch.Tensor) -> Transfer:
-        rows, units = buffer.chunk(self.size), self.cut["param"][bucket]
+    def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
+        must = self._must_arrive(x, rule)
+        if self._arriving(x.exchange).was_begun(x.bucket):
+            return self._gather_reliably(x, rule, lambda: self.delivery(x.exchange))
+        with torch.no_grad():
+            own = rule.send(x)
+        buffer, rows, units = x.buffer, x.buffer.chunk(self.size), self.cut["param"][x.bucket]
         # On a CPU what arrives is written into the replica at once; nobody reads it before the exchange is over.
-        withdrawn = self._may_be_withdrawn(delivery.exchange, bucket) if not staged(buffer) else None
+        withdrawn = self._may_be_withdrawn(x.exchange, x.bucket) if not staged(buffer) else None
         old = IndexedRows.take(buffer, units, withdrawn) if withdrawn is not None else None
-        near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
-        stage = Stage(sent, buffer) if staged(buffer) else None
-        here, there = (sent, buffer) if stage is None else (stage.out, stage.back)
+        near = self._exchange_near([x.sent] * len(self.near), [rows[other] for other in self.near])
+        stage = Stage(x.sent, buffer) if staged(buffer) else None
+        here, there = (x.sent, buffer) if stage is None else (stage.out, stage.back)
         for exchange, other in list(self._unreported):  # the code wants to know; nobody else asks
-            if exchange.phase == "param" and other == bucket:
-                self.reports(exchange, bucket, 0.0)
-        udp = self._over_udp(delivery, bucket, there, [here] * self.size, stage)
+            if exchange.phase == "param" and other == x.bucket:
+                self.reports(exchange, x.bucket, 0.0)
+        udp = self._over_udp(x.exchange, x.bucket, there, [here] * self.size, stage, must)
 
         def arrived() -> Delivery:
-            self._record(delivery, bucket, udp)
-            if rows[self.rank].data_ptr() != sent.data_ptr():
-                rows[self.rank].copy_(sent)
+            delivery = self._record(x.exchange, x.bucket, udp)
+            if rows[self.rank].data_ptr() != x.sent.data_ptr():
+                rows[self.rank].copy_(x.sent)
             if stage is not None:
                 stage.write(buffer, units, delivery, self.far)
-            elif old is not None:
-                with torch.no_grad():
-                    _restore(buffer, units, withdrawn, old, delivery)
+            elif withdrawn is not None:
+                _restore(buffer, units, withdrawn, old, delivery)
+            rule.sent(x, own)
             return delivery
 
-        return Transfer(_Waits([*near, udp]), arrived)
+        return Crossing(_Waits([*near, udp]), arrived)
+
+    def protected(self, rule: GradRecovery, priority: Priority) -> GradRecovery:
+        return Required(rule, priority)
+
+    def _must_arrive(self, x: Parameters, rule: Stale) -> np.ndarray | None:
+        """bool[N, count]: the parameters that all ranks must get."""
+        chosen = rule.choose(x.sent, x.exchange.step)
+        if chosen is None:
+            return None
+        must = np.repeat(chosen[None], self.size, axis=0)
+        if ("param", x.bucket) in self._agreements:  # copies must lose the same: nothing
+            must = must | self._agreements["param", x.bucket][0][self.rank]
+        return must
 
     def _exchange_near(self, out: list[torch.Tensor], into: list[torch.Tensor]) -> list[Any]:
         """Exchange with the ranks of this node over torch."""
@@ -164,23 +173,23 @@ class UdpTransport(PieceTransport):
 
     def _over_udp(
         self,
-        delivery: Delivery,
+        exchange: Exchange,
         bucket: int,
         there: torch.Tensor,
         out: Sequence[torch.Tensor],
         stage: Stage | None,
+        must: np.ndarray | None,
     ) -> _Exchange:
-        phase = delivery.exchange.phase
+        phase = exchange.phase
         number = self._numbers[phase, bucket] = self._numbers.get((phase, bucket), -1) + 1
         places = [part.data_ptr() for part in there.chunk(self.size)]
         transfer = self._channel.post(phase, number, bucket, self._only_far(places))
         transfer.keep = there, out
 
-        must = self._must.pop((delivery.exchange, bucket), None)
         code = (1, 0) if must is None else self._codes[phase].of(must[self.far])
         transfer.expects_reports(must is not None)
         if must is not None:
-            self._unreported[delivery.exchange, bucket] = transfer, must
+            self._unreported[exchange, bucket] = transfer, must
 
         def send() -> None:
             sources = self._only_far([part.data_ptr() for part in out])
@@ -198,29 +207,37 @@ class UdpTransport(PieceTransport):
 
     # --- deliveries ----------------------------------------------------------------------------------------------
 
-    def _delivery(self, exchange: Exchange) -> tuple[Delivery, set[int]]:
-        """Of ``exchange``, and the buckets that were begun; filled in as they arrive."""
-        known = self._deliveries.get(exchange)
+    def _arriving(self, exchange: Exchange) -> _Arriving:
+        known = self._known.get(exchange)
         if known is None:
-            cut = self.cut[exchange.phase]
-            arrived = np.zeros((1, self.size, units_of(cut)), dtype=bool)
-            known = Delivery(exchange, self.members, [self.members[self.rank]], arrived, cut), set()
-            self._deliveries.put(exchange, known)
+            known = _Arriving(exchange, self.members, self.rank, self.cut[exchange.phase])
+            self._known.put(exchange, known)
         return known
 
-    def restore(self, delivery: Delivery) -> None:
-        self._deliveries.put(delivery.exchange, (delivery, set(range(len(delivery.cut)))))
+    def delivery(self, exchange: Exchange) -> Delivery | None:
+        known = self._known.get(exchange)
+        return None if known is None else known.delivery()
 
-    def _record(self, delivery: Delivery, bucket: int, udp: _Exchange) -> None:
-        phase = delivery.exchange.phase
+    def restore(self, delivery: Delivery) -> None:
+        known = _Arriving(delivery.exchange, self.members, self.rank, delivery.cut)
+        for bucket, units in enumerate(delivery.cut):
+            known.was_begun(bucket)
+            known.record(bucket, delivery.incoming(units))
+        self._known.put(delivery.exchange, known)
+
+    def restart(self) -> None:
+        self._known = Latest()
+
+    def _record(self, exchange: Exchange, bucket: int, udp: _Exchange) -> Delivery:
+        """Note which units of ``bucket`` arrived. Returns the delivery, which knows of no other bucket."""
+        phase = exchange.phase
         arrived = udp.transfer.arrived.copy()
         arrived[[*self.near, self.rank]] = True
-        units = self.cut[phase][bucket]
         if not self.networks[phase].lossless:
-            arrived &= self._drawn(delivery.exchange)[:, units.numbers]
+            arrived &= self._drawn(exchange)[:, self.cut[phase][bucket].numbers]
         if (phase, bucket) in self._agreements:
             arrived = self._agreed(phase, bucket, arrived)
-        delivery.arrived[0][:, units.numbers] = arrived
+        return self._arriving(exchange).record(bucket, arrived)
 
     def _may_be_withdrawn(self, exchange: Exchange, bucket: int) -> Lost | None:
         """Units of parameters that may arrive and yet count as lost."""
@@ -262,16 +279,19 @@ class UdpTransport(PieceTransport):
 
     # --- what must arrive ----------------------------------------------------------------------------------------
 
-    def require(self, exchange: Exchange, bucket: int, must: np.ndarray) -> None:
-        _, made = self._delivery(exchange)
-        if bucket in made:  # made again: it crosses reliably, and what did not arrive is known
-            return
-        if exchange.phase == "param" and ("param", bucket) in self._agreements:  # copies must lose the same: nothing
-            copies, _ = self._agreements["param", bucket]
-            must = must | copies[self.rank]
-        self._must[exchange, bucket] = must
+    def hear(self, rule: GradRecovery, bucket: int, step: int, seconds: float) -> None:
+        if rule.sent_in(step):
+            rule.reported(step, self.reports(Exchange("grad", self.stream, step), bucket, seconds))
+
+    def hear_late(self, rule: GradRecovery, bucket: int, seconds: float) -> None:
+        for step in rule.late:
+            rule.reported(step, self.reports(Exchange("grad", self.stream, step), bucket, seconds))
 
     def reports(self, exchange: Exchange, bucket: int, seconds: float) -> np.ndarray | None:
+        """bool[N, count]: what of this rank's ``bucket`` did not arrive at others; ``None``: not all of them have said so.
+
+        Waits as long. Every exchange of which units had to arrive must be asked for.
+        """
         known = self._unreported.get((exchange, bucket))
         if known is None:
             raise ValueError(f"{exchange}, bucket {bucket}: nothing is left to be reported")
@@ -303,6 +323,40 @@ class UdpTransport(PieceTransport):
             self._sender.shutdown()
         if self._channel is not None:
             self._channel.close()
+
+
+class _Arriving:
+    """What has arrived so far of ``exchange``, bucket by bucket, and which buckets were begun."""
+
+    def __init__(self, exchange: Exchange, members: Sequence[int], rank: int, cut: Sequence[BucketUnits]) -> None:
+        self._exchange, self._members, self._me, self._cut = exchange, members, members[rank], cut
+        self._begun: set[int] = set()
+        self._arrived: dict[int, np.ndarray] = {}
+        self._whole: Delivery | None = None
+
+    def was_begun(self, bucket: int) -> bool:
+        """Whether ``bucket`` was begun before. It is now."""
+        before = bucket in self._begun
+        self._begun.add(bucket)
+        return before
+
+    def record(self, bucket: int, arrived: np.ndarray) -> Delivery:
+        """``arrived`` bool[S, count] of ``bucket``. Returns the delivery of that bucket, of which nobody asks for others."""
+        self._arrived[bucket], self._whole = arrived, None
+        return self._of({bucket: arrived})
+
+    def delivery(self) -> Delivery:
+        """What has arrived of all buckets."""
+        if self._whole is None:
+            self._whole = self._of(self._arrived)
+        return self._whole
+
+    def _of(self, buckets: Mapping[int, np.ndarray]) -> Delivery:
+        arrived = np.zeros((1, len(self._members), units_of(self._cut)), dtype=bool)
+        for bucket, part in buckets.items():
+            arrived[0][:, self._cut[bucket].numbers] = part
+        arrived.flags.writeable = False
+        return Delivery(self._exchange, self._members, [self._me], arrived, self._cut)
 
 
 class Code:

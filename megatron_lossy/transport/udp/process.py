@@ -16,7 +16,7 @@ from ...exchange import BucketUnits, Stream
 from ..drawn import Networks
 from ..key_file import read_key_file
 from .address import find_address
-from .carrier import Code, Dtypes, UdpTransport
+from .carrier import Code, Dtypes, UdpWire
 from .engine import Engine
 from .settings import UdpSettings
 
@@ -75,7 +75,7 @@ def close_engines() -> None:
         _engines.popitem()[1].close()
 
 
-def open_transport(
+def open_wire(
     config: LossyConfig,
     dtypes: Dtypes,
     networks: Networks,
@@ -84,8 +84,8 @@ def open_transport(
     rank: int,
     cut: dict[str, Sequence[BucketUnits]],
     group: dist.ProcessGroup | None,
-) -> UdpTransport:
-    """The transport of one group. A collective call. Raises :class:`UsageError` where ranks differ or do not reach each other."""
+) -> UdpWire:
+    """The wire of one group. A collective call. Raises :class:`UsageError` where ranks differ or do not reach each other."""
     group = group or dist.group.WORLD
     # Every rank is in one group of a stream, and all make the same channels in the same order.
     first = dist.get_process_group_ranks(group)[0]
@@ -101,4 +101,4 @@ def open_transport(
     choosing = {"grad": config.at_sender, "param": config.param_priority != "none"}
     code = Code(config.udp_fec_code, config.udp_fec_budget / 100)
     codes = {phase: code for phase, chooses in choosing.items() if chooses}
-    return UdpTransport(networks, stream, members, rank, cut, dtypes, group, open_channel, codes)
+    return UdpWire(networks, stream, members, rank, cut, dtypes, group, open_channel, codes)

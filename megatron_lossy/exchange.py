@@ -1,0 +1,219 @@
+"""Names of exchanges, units of loss, and what came of an exchange. Pure: NumPy only.
+
+A bucket is a flat buffer of N equal shards. A unit is a run of elements of one shard; the same cut applies to every shard.
+Units are numbered over all buckets of a stream in canonical order (docs/semantics.md, Unit of loss).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from .errors import refuse
+
+KINDS = ("dense", "expert", "embedding", "boundary", "islands")
+_NAME = re.compile(r"([a-z]+)-e(\d+)-s(\d+)-c(\d+)(?:-t(\d+))?")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Whose buckets an exchange carries.
+
+    Losses that are drawn are the same for all ranks of tensor parallelism, and for all copies of a tied embedding: theirs
+    is ``Stream("embedding")``, without a stage. A network loses something else for each of them: there ``tensor`` is the
+    tensor-parallel rank, and a tied embedding has its stage.
+
+    Between islands, ``expert_rank`` is the data-parallel rank within its island: it exchanges its own shard.
+
+    Of a boundary between pipeline stages, ``stage`` and ``chunk`` are those of the later stage, in both directions, and
+    ``expert_rank`` is the data-parallel rank.
+    """
+
+    kind: str = "dense"
+    expert_rank: int = 0
+    stage: int = 0
+    chunk: int = 0
+    tensor: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.kind in KINDS
+        assert all(0 <= value < 2**16 for value in (self.expert_rank, self.stage, self.chunk))
+
+    @property
+    def name(self) -> str:
+        """A readable name, also the suffix of arrays in a trace: ``dense-e0-s0-c0``, with a tensor rank ``…-t1``."""
+        tensor = "" if self.tensor is None else f"-t{self.tensor}"
+        return f"{self.kind}-e{self.expert_rank}-s{self.stage}-c{self.chunk}{tensor}"
+
+    @property
+    def drawn(self) -> Stream:
+        """Of the same buckets, the stream by which losses are drawn."""
+        return Stream("embedding") if self.kind == "embedding" else replace(self, tensor=None)
+
+    @classmethod
+    def parse(cls, name: str) -> Stream:
+        """The inverse of :attr:`name`. Raises ``ValueError``."""
+        found = _NAME.fullmatch(name)
+        if found is None or found[1] not in KINDS:
+            raise ValueError(f"{name!r} is no stream")
+        tensor = None if found[5] is None else int(found[5])
+        return cls(found[1], int(found[2]), int(found[3]), int(found[4]), tensor)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One exchange: the phase, the stream, and the step it is keyed by.
+
+    Phases are ``grad`` and ``param``; at boundaries between pipeline stages ``act`` and ``act-grad``; between islands
+    ``sync-reduce`` and ``sync-gather``, whose ranks are the islands.
+    """
+
+    phase: str
+    stream: Stream
+    step: int
+
+
+@dataclass(frozen=True)
+class BucketUnits:
+    """How the shards of one bucket are cut.
+
+    ``first`` and ``count``: numbers of the bucket's units among those of the stream. ``shard``: elements of a shard.
+    ``elements``: elements of a unit; the last one of a shard may be shorter.
+    """
+
+    first: int
+    count: int
+    shard: int
+    elements: int
+
+    @property
+    def whole(self) -> int:
+        """Number of units that are not cut short."""
+        return self.shard // self.elements
+
+    @property
+    def tail(self) -> int:
+        """Elements of the shorter last unit; 0 if there is none."""
+        return self.shard - self.whole * self.elements
+
+    @property
+    def parts(self) -> list[tuple[slice, int]]:
+        """The bucket's units that are equally long, as numbers counted from ``first``, and their elements."""
+        result = [(slice(0, self.whole), self.elements)] if self.whole else []
+        return result + ([(slice(self.whole, self.whole + 1), self.tail)] if self.tail else [])
+
+    @property
+    def numbers(self) -> slice:
+        """The bucket's units among those of the stream."""
+        return slice(self.first, self.first + self.count)
+
+
+def cut(shards: Sequence[int], itemsizes: Sequence[int], unit: str, packet_bytes: int) -> tuple[list[BucketUnits], int]:
+    """Cut buckets whose shards have ``shards[k]`` elements of ``itemsizes[k]`` bytes on the wire.
+
+    Returns the cut of every bucket and the number of units of the stream. Raises :class:`UsageError` if a packet is
+    smaller than one element.
+    """
+    if unit == "packet":
+        cuts, first = [], 0
+        for shard, itemsize in zip(shards, itemsizes, strict=True):
+            elements = packet_bytes // itemsize
+            if not elements:
+                raise refuse("--packet-bytes", packet_bytes, f"must hold at least one element of {itemsize} bytes")
+            count = -(-shard // elements)
+            cuts.append(BucketUnits(first, count, shard, min(elements, shard)))
+            first += count
+        return cuts, first
+    if unit == "bucket":
+        return [BucketUnits(k, 1, shard, shard) for k, shard in enumerate(shards)], len(shards)
+    assert unit == "shard"
+    return [BucketUnits(0, 1, shard, shard) for shard in shards], 1
+
+
+def units_of(cut: Sequence[BucketUnits]) -> int:
+    """Units per link and step of a stream whose buckets are cut as ``cut``."""
+    return max((bucket.first + bucket.count for bucket in cut), default=0)
+
+
+class Lost:
+    """``mask`` bool[shards, count]: the units that are lost. Their places are worked out once, when asked for."""
+
+    def __init__(self, mask: np.ndarray) -> None:
+        self.mask = mask
+        self._places: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def places(self, numbers: slice) -> tuple[np.ndarray, np.ndarray]:
+        """int32[k] and int32[k]: the shard, and the unit counted from ``numbers.start``, of each one in ``numbers``."""
+        key = (numbers.start, numbers.stop)
+        if key not in self._places:
+            shards, units = np.nonzero(self.mask[:, numbers])
+            self._places[key] = (shards.astype(np.int32), units.astype(np.int32))
+        return self._places[key]
+
+    def equals(self, other: Lost) -> bool:
+        """Whether the same units are lost."""
+        return np.array_equal(self.mask, other.mask)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What arrived in one exchange at some of its ranks: at one on a real rank, at all in a virtual cluster.
+
+    ``sources`` [S] and ``receivers`` [R] are ranks in the full group. ``arrived`` bool[R, S, units] includes each
+    rank's own shard. ``cut`` says for every bucket how its units are numbered and how many elements each has; with
+    ``--loss-unit shard`` all buckets share unit 0. ``outbound``: :attr:`sent`, or draws it. In phase ``param`` what did not
+    arrive is stale from now on. ``final`` bool[R, S, units]: what arrived after all of what was drawn, where that is more: parameters
+    that their owners had delivered all the same.
+    """
+
+    exchange: Exchange
+    sources: Sequence[int]
+    receivers: Sequence[int]
+    arrived: np.ndarray
+    cut: Sequence[BucketUnits]
+    outbound: np.ndarray | Callable[[], np.ndarray] | None = None
+    final: np.ndarray | None = None
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def crossing(self) -> np.ndarray:
+        """bool[R, S]: the links between two ranks, so not that of a rank to itself."""
+        return np.array(self.receivers)[:, None] != np.array(self.sources)
+
+    @property
+    def sent(self) -> np.ndarray | None:
+        """bool[S, units]: what of the one receiver's data arrived at each of the others, where that is known: gradients only."""
+        return self._once("sent", None, self.outbound) if callable(self.outbound) else self.outbound
+
+    def incoming(self, units: BucketUnits) -> np.ndarray:
+        """bool[S, count]: what of the bucket that is cut into ``units`` arrived at the one receiver, by source."""
+        assert len(self.arrived) == 1
+        return self.arrived[0][:, units.numbers]
+
+    def outgoing(self, units: BucketUnits) -> np.ndarray:
+        """bool[S, count]: what of the one receiver's bucket arrived, by destination."""
+        if self.sent is None:
+            raise ValueError(f"{self.exchange}: nobody knows what of this rank's data arrived")
+        return self.sent[:, units.numbers]
+
+    def lost_here(self, units: BucketUnits) -> Lost:
+        """What of the bucket did not arrive at the one receiver, by source."""
+        return self._once("here", units, lambda: Lost(~self.incoming(units)))
+
+    def lost_there(self, units: BucketUnits) -> Lost:
+        """What of the one receiver's bucket did not arrive, by destination."""
+        return self._once("there", units, lambda: Lost(~self.outgoing(units)))
+
+    def survivors(self, units: BucketUnits) -> np.ndarray:
+        """int[count]: from how many sources each unit of the bucket arrived at the one receiver."""
+        return self._once("survivors", units, lambda: self.incoming(units).sum(axis=0))
+
+    def _once(self, what: str, units: BucketUnits | None, find: Callable[[], Any]) -> Any:
+        key = what if units is None else (what, units.first, units.count)
+        if key not in self._known:
+            self._known[key] = find()
+        return self._known[key]

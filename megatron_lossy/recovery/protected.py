@@ -1,0 +1,121 @@
+"""Rules whose senders choose which units have to arrive (``--grad-priority``, ``error-feedback``).
+
+A network that recovers some of its losses, by parity or by sending again, can do so for the units that matter most. Only
+their sender knows which these are. So the sender removes the others itself where losses are drawn (:class:`Spared`), and
+tells the network where only that knows its losses (:class:`Required`). The rule inside never hears of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..exchange import Delivery, Lost
+from .base import Gradients, GradRecovery, add_up
+from .priority import Priority, Told
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Protected(GradRecovery):
+    """``rule``, of whose units ``priority`` chooses those that have to arrive."""
+
+    def __init__(self, rule: GradRecovery, priority: Priority) -> None:
+        super().__init__(rule.units, rule.rank)
+        self.rule = rule
+        self.priority = priority
+        self.name = rule.name  # type: ignore[misc]
+        self.foresight, self.carries_over = rule.foresight, rule.carries_over
+
+    def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
+        self.rule.correct(buffer, x)
+
+    def after(self, shard: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
+        self.rule.after(shard, delivery, kept, x)
+
+    def share(self, replicated: np.ndarray) -> None:
+        # What a sender chooses depends on what else is in a unit, which each copy has to itself.
+        self.priority.always = replicated
+
+    def take_told(self) -> Told:
+        return self.priority.take_told()
+
+    def finish_step(self, step: int, successful: bool) -> None:
+        self.rule.finish_step(step, successful)
+
+    def restart(self) -> None:
+        self.rule.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rule.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self.rule.load_state_dict(state, device)
+
+
+class Spared(Protected):
+    """Of drawn losses: chosen units arrive all the same."""
+
+    def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
+        self.correct(buffer, x)
+        self.final = self.priority.spare(buffer, lost, x.exchange)
+        kept = self.rule.remove(buffer, self.final, delivery, x)
+        self.rule.note(self.priority.told, self.final)
+        return kept
+
+    def leave_out(self, delivery: Delivery, x: Gradients) -> Any:
+        return self.before(x.buffer, delivery.lost_there(self.units), delivery, x)
+
+    def combine(self, pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
+        add_up(pieces, delivery, x)
+        self.after(x.output, delivery, kept, x)
+
+
+class Required(Protected):
+    """Of losses that only the network knows: chosen units must arrive, and destinations report which others did not."""
+
+    def __init__(self, rule: GradRecovery, priority: Priority) -> None:
+        super().__init__(rule, priority)
+        #: The payload of which nobody has said what arrived: step, payload, loss scale.
+        self._sent: tuple[int, torch.Tensor, Any] | None = None
+        self._late: list[int] = []
+
+    def choose(self, x: Gradients) -> np.ndarray:
+        self.correct(x.buffer, x)
+        self.must = self.priority.choose(x.buffer, x.exchange)
+        self._sent = (x.exchange.step, x.buffer, x.loss_scale)
+        return self.must
+
+    def combine(self, pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
+        self.rows(pieces).zero_(pieces, self.units, delivery.lost_here(self.units))
+        add_up(pieces, delivery, x)
+        self.after(x.output, delivery, None, x)
+
+    @property
+    def late(self) -> list[int]:
+        return list(self._late)
+
+    def sent_in(self, step: int) -> bool:
+        return self._sent is not None and self._sent[0] == step
+
+    def reported(self, step: int, lost: np.ndarray | None) -> None:
+        if self._sent is not None and self._sent[0] == step:
+            _, payload, loss_scale = self._sent
+            self._sent = None
+            if lost is None:
+                self._late.append(step)
+                self.rule.keep_all(step, payload, loss_scale)
+                return
+            self.final = Lost(lost)
+            self.priority.tell(self.final)
+            self.rule.keep(step, payload, self.final, loss_scale)
+            self.rule.note(self.priority.told, self.final)
+        elif lost is not None:
+            self._late.remove(step)
+            self.rule.keep_late(step, Lost(lost))
+
+    def restart(self) -> None:
+        super().restart()
+        self._sent, self._late = None, []
