@@ -43,9 +43,22 @@ def test_code_blocks_fit_without_scrolling(page):
             assert len(line) <= 100, line
 
 
-def test_pythons_of_the_readme_compile():
-    for block in re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE):
-        compile(block, "README.md", "exec")
+def test_pythons_of_the_index_compile():
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/index.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    for block in blocks:
+        compile(block, "docs/index.md", "exec")
+
+
+def test_the_index_links_every_page():
+    text = (ROOT / "docs/index.md").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert page.name == "index.md" or f"({page.relative_to(ROOT / 'docs')})" in text, page
+
+
+def test_the_pages_that_are_read_first_are_short():
+    assert 80 <= len((ROOT / "README.md").read_text().splitlines()) <= 100
+    assert len((ROOT / "docs/results.md").read_text().splitlines()) <= 400
 
 
 def test_every_key_of_a_study_file_is_explained():
