@@ -19,7 +19,7 @@ HEADINGS = ("link", "model", "step", "gradients add", "method", "share", "delay"
 
 @dataclass(frozen=True)
 class Measured:
-    """A change of validation loss in the results of a study, and where docs/results.md explains it."""
+    """A change of validation loss in the results of a study, and where docs/results/islands.md explains it."""
 
     study: str
     level: str
@@ -36,7 +36,7 @@ class Measured:
             ]
         change, error = (float(found[name]) for name in ("change in percent", "standard error of the change"))
         size = f"{change:+.2f} ± {error:.2f} %"
-        return f"[{size}](results.md#{self.heading}) for {self.what or self.level}, against {self.against}"
+        return f"[{size}](results/islands.md#{self.heading}) for {self.what or self.level}, against {self.against}"
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from megatron_lossy.flags import flag_groups, flag_table, flag_tables
 from megatron_lossy.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": PipelineFlags}
 _MARKS = re.compile(r"(<!-- (flags|table|list): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

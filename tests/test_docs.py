@@ -11,7 +11,7 @@ from scripts.update_docs import PAGES, current
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_is_made_elsewhere_is_current(page):
     text = page.read_text()
     assert text == current(text), "run make docs"
@@ -19,13 +19,13 @@ def test_what_is_made_elsewhere_is_current(page):
 
 
 def test_links_in_the_documentation_exist():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
 
 
 def test_headings_that_are_linked_exist():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
             text = ((page.parent / target) if target else page).read_text()
             headings = re.findall(
@@ -43,9 +43,22 @@ def test_code_blocks_fit_without_scrolling(page):
             assert len(line) <= 100, line
 
 
-def test_pythons_of_the_readme_compile():
-    for block in re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE):
-        compile(block, "README.md", "exec")
+def test_pythons_of_the_index_compile():
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/index.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 3
+    for block in blocks:
+        compile(block, "docs/index.md", "exec")
+
+
+def test_the_index_links_every_page():
+    text = (ROOT / "docs/index.md").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert page.name == "index.md" or f"({page.relative_to(ROOT / 'docs')})" in text, page
+
+
+def test_the_pages_that_are_read_first_are_short():
+    assert 80 <= len((ROOT / "README.md").read_text().splitlines()) <= 100
+    assert len((ROOT / "docs/results.md").read_text().splitlines()) <= 400
 
 
 def test_every_key_of_a_study_file_is_explained():

@@ -132,7 +132,7 @@ def test_the_table_is_made_from_results_that_are_there():
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/wan.md", "docs/transport.md", "docs/cluster.md", "docs/islands.md"]
+    "page", ["README.md", "docs/index.md", "docs/wan.md", "docs/transport.md", "docs/cluster.md", "docs/islands.md"]
 )
 def test_pages_about_links_lead_to_the_choice(page):
     text = (ROOT / page).read_text()

@@ -17,10 +17,10 @@ from tests.trainer import TINY, as_flags, read_records, write_data
 
 ROOT = Path(__file__).parents[1]
 
-#: The README's own example of a rule.
-[RULE] = re.findall(r"```python\n(# my_rule.py\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+#: The documentation's own example of a rule.
+[RULE] = re.findall(r"```python\n(# my_rule.py\n.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)
 
-[PYPROJECT] = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+[PYPROJECT] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)
 
 CHANNEL = '''
 """Loses everything between ranks in every other step."""

@@ -53,7 +53,7 @@ def test_a_wrong_flag_is_the_root_cause(module):
     if module == AGENT:
         assert said.splitlines()[-1] == f"megatron_lossy.launch: rank 0 failed: {line}" and "Traceback" not in said
         assert process.returncode == 2
-    else:  # as README.md says
+    else:  # as docs/index.md says
         assert said.splitlines()[-2].strip() == f"traceback : {line}" and process.returncode == 1
         assert "rank      : 0 " in said.partition("Root Cause")[2]
 
