@@ -12,7 +12,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.exchange import Exchange, Stream, cut
 from megatron_lossy.registry import GRAD_RECOVERIES
 from megatron_lossy.transport import Network
-from megatron_lossy.transport.collective import CollectiveWire
+from megatron_lossy.transport.drawn import CollectiveWire
 from tests.rules import gradients, send
 
 UNITS = 60_000

@@ -22,7 +22,7 @@ from megatron_lossy.transport import (
     lossy_all_gather,
     lossy_reduce_scatter,
 )
-from megatron_lossy.transport.collective import CollectiveWire
+from megatron_lossy.transport.drawn import CollectiveWire
 from megatron_lossy.transport.memory import Memory
 from megatron_lossy.transport.network import consecutive_nodes, find_nodes
 from tests.ranks import RankFailed, each, run_ranks

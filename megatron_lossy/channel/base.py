@@ -17,10 +17,6 @@ from ..errors import refuse
 from ..exchange import Exchange, Stream
 from ..flags import as_text
 from ..registry import CHANNELS
-from .draws import PER_BLOCK, Uniforms
-
-#: Blocks of random numbers to draw at once, so that they stay in a core's cache.
-PIECE = 2**13
 
 
 class Channel(ABC):
@@ -132,30 +128,3 @@ class Channel(ABC):
         ``size`` ranks exchange ``units`` units per link and step (``None``: not known yet) for ``steps`` steps
         (``None``: not known).
         """
-
-
-class DrawnChannel(Channel):
-    """A channel whose outcomes are drawn, those of many links in one go."""
-
-    @abstractmethod
-    def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
-        """As :meth:`delivered_links`, for at most a few thousand links or one with many units."""
-
-    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
-        return self.draw_links(exchange, np.array([source]), np.array([destination]), units)[0]
-
-    def delivered_links(
-        self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
-    ) -> np.ndarray:
-        result = np.empty((len(sources), units), dtype=bool)
-        links = max(1, PIECE // -(-units // PER_BLOCK))
-        for first in range(0, len(sources), links):
-            part = slice(first, first + links)
-            result[part] = self.draw_links(exchange, sources[part], destinations[part], units)
-        return result
-
-    def uniforms(
-        self, purpose: int, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
-    ) -> Uniforms:
-        """Uniform numbers for the units of links; those of the sender if its receivers lose together."""
-        return Uniforms(self.seed, purpose, exchange, sources, None if self.together else destinations, units)

@@ -7,7 +7,7 @@ import numpy as np
 from .. import theory
 from ..config import PhaseLoss
 from ..exchange import Exchange
-from .base import DrawnChannel
+from .draws import DrawnChannel
 
 
 class Bernoulli(DrawnChannel):

@@ -10,6 +10,7 @@ phase | kind | expert rank | pipeline stage | model chunk).
 from __future__ import annotations
 
 import threading
+from abc import abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +19,7 @@ from ..config import PHASES
 from ..config.boundaries import BOUNDARY_PHASES
 from ..config.islands import SYNC_PHASES
 from ..exchange import KINDS, Exchange
+from .base import Channel
 from .philox import philox4x64
 
 #: Destination used in place of a rank when all receivers of a source share their draws.
@@ -31,6 +33,8 @@ _PHASES = PHASES + BOUNDARY_PHASES + SYNC_PHASES
 
 #: Numbers in a block of the generator.
 PER_BLOCK = 16
+#: Blocks of random numbers to draw at once, so that they stay in a core's cache.
+PIECE = 2**13
 
 # Microseconds, measured (benchmarks/draw_speed.py), which decide how the numbers of several links are drawn: with the
 # generator set to one link after the other, or blocks of all links together.
@@ -142,6 +146,33 @@ class Uniforms:
         key = (self._key[0], self._key[1] + 1)
         counter = (unit * 2**8, self._step, int(self._links[link]), self._exchange)
         return int(_philox(key, counter).random_raw()) >> 32
+
+
+class DrawnChannel(Channel):
+    """A channel whose outcomes are drawn, those of many links in one go."""
+
+    @abstractmethod
+    def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
+        """As :meth:`delivered_links`, for at most a few thousand links or one with many units."""
+
+    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
+        return self.draw_links(exchange, np.array([source]), np.array([destination]), units)[0]
+
+    def delivered_links(
+        self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
+    ) -> np.ndarray:
+        result = np.empty((len(sources), units), dtype=bool)
+        links = max(1, PIECE // -(-units // PER_BLOCK))
+        for first in range(0, len(sources), links):
+            part = slice(first, first + links)
+            result[part] = self.draw_links(exchange, sources[part], destinations[part], units)
+        return result
+
+    def uniforms(
+        self, purpose: int, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
+    ) -> Uniforms:
+        """Uniform numbers for the units of links; those of the sender if its receivers lose together."""
+        return Uniforms(self.seed, purpose, exchange, sources, None if self.together else destinations, units)
 
 
 def words(seed: int, purpose: int, exchange: Exchange, rank: int) -> Callable[[int], np.ndarray]:

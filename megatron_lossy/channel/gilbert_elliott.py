@@ -20,7 +20,7 @@ from ..config import LossyConfig, PhaseLoss
 from ..errors import refuse
 from ..exchange import Exchange, Stream
 from ..flags import as_text
-from .base import DrawnChannel
+from .draws import DrawnChannel
 
 _CHAIN, _LOSS, _START = 1, 2, 3  # purposes of draws
 

@@ -14,7 +14,7 @@ from ..config import LossyConfig, PhaseLoss
 from ..config.islands import SYNC_PHASES
 from ..errors import refuse
 from ..exchange import Exchange, Stream
-from .base import DrawnChannel
+from .draws import DrawnChannel
 
 
 def read_matrix(path: Path) -> np.ndarray:

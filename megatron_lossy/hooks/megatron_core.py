@@ -24,14 +24,6 @@ def after_init(note: Callable[[Any], None], original: Callable, self: Any, *args
     note(self)
 
 
-def start_grad_sync(run: Lossy, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the start of a gradient exchange, which may be an all-reduce."""
-    if any(args) or any(kwargs.values()):
-        run.note_all_reduce(self)
-    with run.reducing(self):
-        return original(self, *args, **kwargs)
-
-
 def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Around ``step`` and, where ``applies``, ``step_with_ready_grads`` of an optimizer."""
     with run.optimizer_step(self, applies):
@@ -96,7 +88,7 @@ def patches(run: Lossy) -> list[Patch]:
         ),
         Patch(
             target=f"{_BUFFER}:_ParamAndGradBucketGroup.start_grad_sync",
-            around=partial(start_grad_sync, run),
+            around=partial(seam.start_grad_sync, run),
             why="knows which buckets are all-reduced: with force_all_reduce they lose nothing; without the distributed optimizer "
             "errors follow",
             versions="all",

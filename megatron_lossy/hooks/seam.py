@@ -124,6 +124,14 @@ def all_gather(
     )
 
 
+def start_grad_sync(run: Any, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around the start of the gradient exchange of a bucket group, which may be an all-reduce. ``run``: the hooks'."""
+    if any(args) or any(kwargs.values()):
+        run.note_all_reduce(self)
+    with run.reducing(self):
+        return original(self, *args, **kwargs)
+
+
 def begun(transfer: Transfer) -> Any:
     """Complete ``transfer`` when the open coalescing context ends or its handle is waited for.
 

@@ -17,8 +17,7 @@ from ..exchange import BucketUnits, Exchange, Stream, cut
 from ..recovery import Compensated, GradRecovery, Prioritised, Priority, Protection, Stale
 from ..registry import GRAD_RECOVERIES
 from .base import Wire
-from .collective import CollectiveWire
-from .drawn import Networks, check_links
+from .drawn import CollectiveWire, Networks, check_links
 from .network import check_owners
 from .pieces import Pieces
 

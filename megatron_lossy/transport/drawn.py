@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,26 @@ from ..recovery import Gradients, GradRecovery, Parameters, Priority, Spared, St
 from .base import Transfer, Wire
 from .network import Network
 
+#: Draws of at least this many units are made ahead of time, on another thread.
+_AHEAD = 2**17
 #: The networks of both phases: who loses what between the ranks of the full group.
 Networks = dict[str, Network]
+
+
+class Latest:
+    """What belongs to the latest two exchanges of each phase: a draw, which could be repeated, or what was observed."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[tuple[Exchange, Any]]] = {}
+
+    def get(self, exchange: Exchange) -> Any:
+        """What was :meth:`put` for ``exchange``; ``None`` if it is not there."""
+        return next((value for known, value in self._kept.get(exchange.phase, ()) if known == exchange), None)
+
+    def put(self, exchange: Exchange, value: Any) -> None:
+        """Keep ``value`` for ``exchange``, in the place of what was kept for it or else of the oldest."""
+        kept = [item for item in self._kept.get(exchange.phase, ()) if item[0] != exchange]
+        self._kept[exchange.phase] = [*kept[-1:], (exchange, value)]
 
 
 class DrawnWire(Wire):
@@ -104,20 +124,59 @@ class DrawnWire(Wire):
         return self.networks[phase].channel.steps(phase, self.stream)
 
 
-class Latest:
-    """What belongs to the latest two exchanges of each phase: a draw, which could be repeated, or what was observed."""
+class CollectiveWire(DrawnWire):
+    """One rank's view of the losses between the ranks of its group."""
 
-    def __init__(self) -> None:
-        self._kept: dict[str, list[tuple[Exchange, Any]]] = {}
+    _thread: ThreadPoolExecutor | None = None
 
-    def get(self, exchange: Exchange) -> Any:
-        """What was :meth:`put` for ``exchange``; ``None`` if it is not there."""
-        return next((value for known, value in self._kept.get(exchange.phase, ()) if known == exchange), None)
+    @cached_property
+    def _latest(self) -> Latest:
+        return Latest()
 
-    def put(self, exchange: Exchange, value: Any) -> None:
-        """Keep ``value`` for ``exchange``, in the place of what was kept for it or else of the oldest."""
-        kept = [item for item in self._kept.get(exchange.phase, ()) if item[0] != exchange]
-        self._kept[exchange.phase] = [*kept[-1:], (exchange, value)]
+    def foresee(self, exchange: Exchange) -> Delivery:
+        known = self._latest.get(exchange)
+        if isinstance(known, Delivery):
+            return known
+        delivery = known.result() if isinstance(known, Future) else self._draw(exchange)
+        self._latest.put(exchange, delivery)
+        return delivery
+
+    def restore(self, delivery: Delivery) -> None:
+        self._latest.put(delivery.exchange, delivery)
+
+    def restart(self) -> None:
+        self._latest = Latest()
+
+    def prepare(self, exchange: Exchange) -> None:
+        """Start drawing on another thread if it is much work."""
+        phase = exchange.phase
+        if self.lossless(phase) or units_of(self.cut[phase]) * self.size < _AHEAD or self._latest.get(exchange):
+            return
+        if CollectiveWire._thread is None:
+            CollectiveWire._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-draws")
+        self._latest.put(exchange, CollectiveWire._thread.submit(self._draw_ahead, exchange))
+
+    def _draw_ahead(self, exchange: Exchange) -> Delivery:
+        delivery = self._draw(exchange)
+        self._work_out(delivery)
+        return delivery
+
+    def _work_out(self, delivery: Delivery) -> None:
+        """Find what recovery will ask for, which may take longer than the draw."""
+        for units in delivery.cut:
+            grads = delivery.exchange.phase == "grad"
+            if grads:
+                delivery.survivors(units)
+            lost = self._lost(delivery, units) if grads else delivery.lost_here(units)
+            for numbers, _ in units.parts:
+                lost.places(numbers)
+
+    def _draw(self, exchange: Exchange) -> Delivery:
+        me, network, cut = self.members[self.rank], self.networks[exchange.phase], self.cut[exchange.phase]
+        arrived = draw(network, exchange, self.members, [me], cut)
+        return Delivery(
+            exchange, self.members, [me], arrived, cut, lambda: draw_sent(network, exchange, me, self.members, cut)
+        )
 
 
 def check_links(

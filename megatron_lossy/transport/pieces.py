@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..exchange import BucketUnits, Delivery, Lost
 from ..recovery import Gradients, GradRecovery, Parameters, Stale, copies, rows_for
 from .base import Crossing, Transfer, Wire
-from .collective import CollectiveWire
+from .drawn import CollectiveWire
 
 
 @contextlib.contextmanager
