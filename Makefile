@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: run run-wan test lint test-slow test-all test-slurm bench mutants docs compat compat-ci
 
 run: .venv/installed
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.study sweep \
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.lab sweep \
 		--config configs/tiny/llama_1m.yaml --rates 0 0.1 0.2 0.4 --out $(RUN_DIR)
 
 # The same model on two ranks with a lossy wide-area link between them, as root on Linux.

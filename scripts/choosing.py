@@ -1,6 +1,6 @@
 """Write benchmarks/results/choosing.md, the table of docs/choosing.md: links, what they have time for, and what that costs.
 
-What to set is computed by ``python -m megatron_lossy.study link``; costs are read from the results of studies.
+What to set is computed by ``python -m megatron_lossy.lab link``; costs are read from the results of studies.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lossy.files import write_text
-from megatron_lossy.study.link import Site, of_steps, seconds
+from megatron_lossy.lab.link import Site, of_steps, seconds
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 OUT = RESULTS / "choosing.md"

@@ -49,7 +49,7 @@ def test_pythons_of_the_readme_compile():
 
 
 def test_every_key_of_a_study_file_is_explained():
-    from megatron_lossy.study.design import Design
+    from megatron_lossy.lab.design import Design
 
     page = (ROOT / "docs" / "study.md").read_text()
     table = page.partition("## What a study file can have")[2].partition("## ")[0]

@@ -14,15 +14,13 @@ import psutil
 import pytest
 
 from megatron_lossy.errors import UsageError
-from megatron_lossy.report import Run
-from megatron_lossy.report.scalars import AXES
-from megatron_lossy.study import cells, commands, paper
-from megatron_lossy.study.cells import CellFolder
-from megatron_lossy.study.design import Design, loss_seed_of, read_design
-from megatron_lossy.study.figures import _quantities, plot_comparison, plot_scalar
-from megatron_lossy.study.runner import run_cells
-from megatron_lossy.study.scalars import scalar_tables
-from megatron_lossy.study.summary import (
+from megatron_lossy.lab import cells, commands, paper
+from megatron_lossy.lab.cells import CellFolder
+from megatron_lossy.lab.design import Design, loss_seed_of, read_design
+from megatron_lossy.lab.figures import _quantities, plot_comparison, plot_scalar
+from megatron_lossy.lab.runner import run_cells
+from megatron_lossy.lab.scalars import scalar_tables
+from megatron_lossy.lab.summary import (
     Difference,
     Results,
     against_best,
@@ -32,7 +30,9 @@ from megatron_lossy.study.summary import (
     run_table,
     table_1,
 )
-from megatron_lossy.study.won_back import share_won_back, won_back
+from megatron_lossy.lab.won_back import share_won_back, won_back
+from megatron_lossy.report import Run
+from megatron_lossy.report.scalars import AXES
 from tests.programs import Program
 
 ROOT = Path(__file__).parent.parent
@@ -156,13 +156,13 @@ def test_per_link_rates_and_traces_are_not_where_changes_refer_to(tmp_path):
 
 
 def test_what_changes_refer_to_must_not_lose(monkeypatch):
-    monkeypatch.setattr("megatron_lossy.study.design._KEPT", ("islands", "sync_method", "p_sync"))
+    monkeypatch.setattr("megatron_lossy.lab.design._KEPT", ("islands", "sync_method", "p_sync"))
     with pytest.raises(UsageError, match="T, 0 %: what changes refer to loses or errs: 2 islands"):
         _design(settings=TINY | _ISLANDS | {"p-sync": 0.1}).study()
 
 
 def _read_changed(**content):
-    from megatron_lossy.study.design import _design as read
+    from megatron_lossy.lab.design import _design as read
 
     read({"title": "T", "levels": {"10 %": {"p": 0.1}}, **content}, Path())
 
@@ -769,8 +769,8 @@ def _report(folder: Path, *arguments: str, fresh: bool = False) -> Program | sub
     """A study with what it reports in ``folder``. ``fresh``: it and its trainers start as for a user."""
     arguments += ("--cells", str(folder / "cells"), "--out", str(folder / "out"))
     if not fresh:
-        return Program("megatron_lossy.study", *arguments, merged=True)
-    command = [sys.executable, "-m", "megatron_lossy.study", *arguments]
+        return Program("megatron_lossy.lab", *arguments, merged=True)
+    command = [sys.executable, "-m", "megatron_lossy.lab", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 
 

@@ -1,11 +1,11 @@
-"""``python -m megatron_lossy.study``: many runs that answer one question.
+"""``python -m megatron_lossy.lab``: many runs that answer one question.
 
-python -m megatron_lossy.study FILE.yaml …    run the study in a file, and report it (docs/study.md)
-python -m megatron_lossy.study table1 …       the paper's Table 1, Figures 1 and 2
-python -m megatron_lossy.study lag --p P …    how late replicas are, and what to set (docs/lag.md)
-python -m megatron_lossy.study link …         which method fits a link between sites (docs/choosing.md)
-python -m megatron_lossy.study fct FILE.yaml  how long messages take between data centers (docs/fct.md)
-torchrun … -m megatron_lossy.study sweep …    one training at several loss rates, in one launch
+python -m megatron_lossy.lab FILE.yaml …    run the study in a file, and report it (docs/study.md)
+python -m megatron_lossy.lab table1 …       the paper's Table 1, Figures 1 and 2
+python -m megatron_lossy.lab lag --p P …    how late replicas are, and what to set (docs/lag.md)
+python -m megatron_lossy.lab link …         which method fits a link between sites (docs/choosing.md)
+python -m megatron_lossy.lab fct FILE.yaml  how long messages take between data centers (docs/fct.md)
+torchrun … -m megatron_lossy.lab sweep …    one training at several loss rates, in one launch
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ..errors import UsageError, usage_errors
 
-PROGRAM = "megatron_lossy.study"
+PROGRAM = "megatron_lossy.lab"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             link.main(arguments[1:])
             return
         if arguments[0] == "fct":
-            from . import fct
+            from .fct import command
 
-            fct.main(arguments[1:])
+            command.main(arguments[1:])
             return
         from . import commands
 

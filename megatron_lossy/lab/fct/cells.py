@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UsageError
+from ...errors import UsageError
 from .losses import Losses
 from .path import Path
 from .schemes import Adaptive, Scheme, SelectiveRepeat, Smart, Tolerant, Uniform

@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.study lag``: what loss of parameters does to the stability of training, and what to set."""
+"""``python -m megatron_lossy.lab lag``: what loss of parameters does to the stability of training, and what to set."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _read(arguments: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(
-        "megatron_lossy.study lag",
+        "megatron_lossy.lab lag",
         description="How late replicas are if a share of parameters is lost, which learning rates stay stable, and what "
         "to set (docs/lag.md).",
     )

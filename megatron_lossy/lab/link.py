@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.study link``: which method fits a link between sites, and what to set (docs/choosing.md)."""
+"""``python -m megatron_lossy.lab link``: which method fits a link between sites, and what to set (docs/choosing.md)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> None:
 def read(arguments: Sequence[str]) -> Site:
     """The site of a command line. Raises :class:`UsageError`."""
     parser = ArgumentParser(
-        "python -m megatron_lossy.study link",
+        "python -m megatron_lossy.lab link",
         description="Which method fits a link between sites, and what to set (docs/choosing.md).",
         allow_abbrev=False,
     )

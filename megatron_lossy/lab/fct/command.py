@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.study fct``: how long messages take between two data centers, by scheme of recovery.
+"""``python -m megatron_lossy.lab fct``: how long messages take between two data centers, by scheme of recovery.
 
 A file is YAML::
 
@@ -37,11 +37,11 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ..errors import ArgumentParser, UsageError, refuse
-from ..fct.cells import Cell, Condition, make_scheme, run_cell
-from ..fct.path import Path
-from ..files import check_folder, replace_file, write_text
-from ..train.arguments import read_yaml
+from ...errors import ArgumentParser, UsageError, refuse
+from ...files import check_folder, replace_file, write_text
+from ...train.arguments import read_yaml
+from .cells import Cell, Condition, make_scheme, run_cell
+from .path import Path
 
 _COLORS = ("#c53030", "#dd6b20", "#2b6cb0", "#2f855a", "#6b46c1", "#666666")
 
@@ -99,7 +99,7 @@ class Settings:
 def main(arguments: Sequence[str]) -> None:
     """Run what the command line names, print the table and write table, values and figures."""
     parser = ArgumentParser(
-        "megatron_lossy.study fct",
+        "megatron_lossy.lab fct",
         description="How long messages take between two data centers if packets are lost, by scheme of recovery "
         "(docs/fct.md).",
     )
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> None:
         if FilePath(given.out, "fct.csv").exists() and not given.overwrite:
             raise refuse("--out", given.out, "holds results already; --overwrite replaces them")
     cells = run(settings, given.jobs)
-    text = markdown(settings, cells, f"python -m megatron_lossy.study fct {given.file}")
+    text = markdown(settings, cells, f"python -m megatron_lossy.lab fct {given.file}")
     print(text)
     if given.out is None:
         return
@@ -198,8 +198,9 @@ def markdown(settings: Settings, cells: Mapping[tuple[str, Condition], Cell], co
             lines.append("| " + " | ".join([f"{size:g} MB", f"{100 * rate:g} %", *times, *changes]) + " |")
     lines += ["", "## What is claimed", ""]
     for name, claim in settings.paper.items():
-        best = max(settings.conditions, key=lambda one, name=name: below(cells[settings.ours, one], cells[name, one]))
-        reached = below(cells[settings.ours, best], cells[name, best])
+        gains = {one: below(cells[settings.ours, one], cells[name, one]) for one in settings.conditions}
+        best = max(gains, key=gains.__getitem__)
+        reached = gains[best]
         lines.append(
             f"- P99 of {settings.ours} is below that of {name} by up to {reached:.1f} % ({_words(best)}); the paper says up to "
             f"{claim:g} %."

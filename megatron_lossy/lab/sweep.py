@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.study sweep``: the same training at several loss rates, and the table of their cost.
+"""``python -m megatron_lossy.lab sweep``: the same training at several loss rates, and the table of their cost.
 
 All rates run in one launch, since starting takes longer than a small model's first hundred iterations. Each has a
 folder of its own; whatever is complete is kept, and what was interrupted continues from its checkpoint.
@@ -26,7 +26,7 @@ from ..train.metrics import METRICS_FILE
 from ..train.process import launched_ranks, quiet_imports, rank_errors, require_megatron
 from ..train.saved import check_folders, latest_iteration
 
-PROGRAM = "megatron_lossy.study.sweep"
+PROGRAM = "megatron_lossy.lab.sweep"
 
 # What the sweep sets itself, or what would end a run early.
 _NOT_HERE = ("save", "load", "metrics_dir", "exit_interval", "p_grad", "p_param")
@@ -199,9 +199,7 @@ def sweep(rates: Sequence[Rate]) -> bool:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train at every rate, then print and write the report."""
     with usage_errors(PROGRAM):
-        parser = make_parser(
-            "python -m megatron_lossy.study sweep", "Train the same at several loss rates, and compare."
-        )
+        parser = make_parser("python -m megatron_lossy.lab sweep", "Train the same at several loss rates, and compare.")
         parser.add_argument(
             "--rates", type=float, nargs="+", metavar="P", help="loss rates of gradients and parameters"
         )

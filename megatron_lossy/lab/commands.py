@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.study``: Table 1, and studies in files."""
+"""``python -m megatron_lossy.lab``: Table 1, and studies in files."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def study(arguments: Sequence[str]) -> int:
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
     parser = ArgumentParser(
-        f"python -m megatron_lossy.study {name}".strip(),
+        f"python -m megatron_lossy.lab {name}".strip(),
         description=description,
         epilog="All flags of python -m megatron_lossy.train are allowed too, for all cells.",
         allow_abbrev=False,
@@ -337,7 +337,7 @@ def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None
         "question": study.question,
         # What would make this report from nothing.
         "command": shlex.join(
-            ["python", "-m", "megatron_lossy.study", *(a for a in sys.argv[1:] if a != "--report-only")]
+            ["python", "-m", "megatron_lossy.lab", *(a for a in sys.argv[1:] if a != "--report-only")]
         ),
         _FIRST: _settings(study.trials[0].cell),
     }

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..coding.adaptive import AdaptiveCode
-from ..coding.xor import Layout
-from ..config.transport import check_code
-from ..errors import UsageError
+from ...coding.adaptive import AdaptiveCode
+from ...coding.xor import Layout
+from ...config.transport import check_code
+from ...errors import UsageError
 from .losses import Losses
 from .path import Path
 
