@@ -42,8 +42,10 @@ mutants: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
 	$(BIN)/python scripts/mutants.py $(MUTANTS)
 
+# Pages, and the tables and figures of all studies, most of which git ignores: they are made from each runs.csv.
 docs: .venv/installed
 	$(BIN)/python scripts/update_docs.py
+	$(BIN)/python -m megatron_lossy.lab report benchmarks/results/studies/*
 
 # The hook contract over every Megatron that this machine can run, into docs/verified.md. For example
 # make compat COMPAT="--python /path/to/venv312/bin/python --checkout HabanaAI-1.24.0=/path/to/Megatron-LM"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 
-#: Rooms from the bottom up. Each may import what is in lines before its own, and nothing of its own line; none the last.
+#: Rooms from the bottom up. Each may import what is in lines before its own, and nothing of its own line. Nothing may import the last.
 ORDER = """
 errors
 files registry ledger

@@ -157,6 +157,8 @@ STUDIES = [
     Case("study.yaml --out other", "--out other: holds the report of another study, 'Theirs'"),
     Case("study.yaml", "--out runs/study: needs the package matplotlib", cripple="without=matplotlib"),
     full("study.yaml --cells cells", "cells/*/config.yaml: File too large"),
+    Case("report text.txt", "FOLDER text.txt: must hold a report with study.json and runs.csv"),
+    Case("report other", "FOLDER other: must hold a report with study.json and runs.csv"),
     Case("table1 --rates 1.5 FLAGS", "--rates 1.5: must be in [0, 1)"),
     Case(
         "table1", "Training under packet loss, 0 %: --config: needs a file, for example configs/tiny/llama_1m.yaml, or"

@@ -1,7 +1,8 @@
-"""``python -m megatron_lossy.lab``: many runs that answer one question.
+"""``python -m megatron_lossy.lab``: studies, which are many runs that answer one question, and what needs no run.
 
 python -m megatron_lossy.lab FILE.yaml …    run the study in a file, and report it (docs/study.md)
 python -m megatron_lossy.lab table1 …       the paper's Table 1, Figures 1 and 2
+python -m megatron_lossy.lab report DIR …   the tables and figures of reports again, from their runs.csv
 python -m megatron_lossy.lab lag --p P …    how late replicas are, and what to set (docs/lag.md)
 python -m megatron_lossy.lab link …         which method fits a link between sites (docs/choosing.md)
 python -m megatron_lossy.lab fct FILE.yaml  how long messages take between data centers (docs/fct.md)
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(__doc__)
             if arguments:
                 return
-            raise UsageError("needs a study file, table1, lag, link, fct or sweep")
+            raise UsageError("needs a study file, table1, report, lag, link, fct or sweep")
         if arguments[0] == "lag":
             from . import lag
 
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         if arguments[0] == "table1":
             sys.exit(commands.table1(arguments[1:]))
+        if arguments[0] == "report":
+            commands.report(arguments[1:])
+            return
         sys.exit(commands.study(arguments))
 
 

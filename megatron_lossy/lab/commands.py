@@ -1,45 +1,33 @@
-"""``python -m megatron_lossy.lab``: Table 1, and studies in files."""
+"""``python -m megatron_lossy.lab``: Table 1, studies in files, and their reports once more."""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import os
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ..errors import ArgumentParser, UsageError, check_package, refuse
-from ..files import check_folder, write_text
+from ..files import check_folder
 from ..flags import add_flags, did_you_mean, flag, from_namespace
 from ..report import LossTable
-from ..report.scalars import file_name, with_predictions
 from ..train.arguments import make_parser
-from ..train.metrics import METRICS_FILE
-from .cells import Cell, CellFolder
+from .cells import CellFolder
 from .design import Design, Study, check_metrics, check_seeds, read_design
-from .runner import Tally, run_cells
-from .scalars import scalar_tables
-from .summary import (
-    Results,
-    against_best,
-    comparison,
-    differences,
-    loss_metrics,
-    replica_against_owner,
-    run_table,
-    table_1,
+from .folder import (
+    check_no_runs,
+    check_out,
+    read_command,
+    read_records,
+    tables,
+    write_figures,
+    write_records,
+    write_tables,
 )
-from .won_back import won_back
-
-SUMMARY, RUNS = "study.json", "runs.csv"
-_FIRST, _LEVEL = "settings of the first cell", "first level"
-# Reports that differ in these are of one study: more seeds, or drift measured too.
-_NO_OTHER_REPORT = {"seed", "loss-seed", "drift-interval"}
+from .runner import Tally, run_cells
+from .summary import Results
 
 
 @dataclass(frozen=True)
@@ -123,6 +111,50 @@ _TABLE_1 = "Training under packet loss"
 
 def table1(arguments: Sequence[str]) -> int:
     """Run the sweep of Table 1 and report it; returns the exit status. Raises :class:`UsageError`."""
+    study, how, rates = _read_table1(arguments)
+    return _run(study, how, Path(how.out or "runs/table1"), rates)
+
+
+def study(arguments: Sequence[str]) -> int:
+    """Run a study file and report it; returns the exit status. Raises :class:`UsageError`."""
+    study, how, file = _read_study(arguments)
+    return _run(study, how, Path(how.out or Path("runs") / Path(file).stem), None)
+
+
+def report(arguments: Sequence[str]) -> None:
+    """Make tables and figures again from the records of reports. Raises :class:`UsageError`."""
+    parser = ArgumentParser(
+        "python -m megatron_lossy.lab report",
+        description="Make the tables and figures of reports again from their runs.csv and study.json, without the cells. "
+        "The curves of Table 1 need the cells: table1 --report-only draws them.",
+    )
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", help="folder of a report")
+    folders = [Path(folder) for folder in parser.parse_args(arguments).folders]
+    check_package("matplotlib", "FOLDER", folders[0], "matplotlib")
+    for folder, (results, rates) in [(folder, recorded(folder)) for folder in folders]:
+        files = write_tables(tables(results, rates), folder)
+        files += write_figures(results, folder, rates, curves=False)
+        print(f"{folder}: {len(files)} files")
+
+
+def recorded(folder: Path) -> tuple[Results, dict[str, float] | None]:
+    """The results in the folder of a report, and the rates of Table 1's levels. Raises :class:`UsageError`."""
+    words = read_command(folder)
+    rates = None
+    if words[:1] == ["table1"]:
+        study, _, rates = _read_table1(words[1:])
+    else:
+        study, *_ = _read_study(words)
+    return read_records(folder, study), rates
+
+
+def recorded_tables(folder: Path) -> dict[str, LossTable]:
+    """All tables of the report in ``folder``, made from its records. Raises :class:`UsageError`."""
+    return tables(*recorded(folder))
+
+
+def _read_table1(arguments: Sequence[str]) -> tuple[Study, StudyConfig, dict[str, float]]:
+    """The study of Table 1 with ``arguments``, how to run it, and the rate of each level."""
     parser = _parser("table1", "Train at several loss rates and seeds, and print the paper's Table 1.")
     add_flags(parser, Table1Config, "Table 1")
     own, rest = _split(parser, arguments)
@@ -137,20 +169,18 @@ def table1(arguments: Sequence[str]) -> int:
         processes=sweep.processes,
         levels={name: {"p": rate} for name, rate in rates.items()},
     )
-    study = _study(design, how, rest)
-    return _run(study, how, Path(how.out or "runs/table1"), rates)
+    return _study(design, how, rest), how, rates
 
 
-def study(arguments: Sequence[str]) -> int:
-    """Run a study file and report it; returns the exit status. Raises :class:`UsageError`."""
+def _read_study(arguments: Sequence[str]) -> tuple[Study, StudyConfig, str]:
+    """The study in the file that ``arguments`` name, how to run it, and the file."""
     parser = _parser("", "Run the study in a file, and report it.")
     parser.add_argument("study", metavar="STUDY", help="study file (YAML), see docs/study.md")
     own, rest = _split(parser, arguments)
     how = from_namespace(StudyConfig, own)
     if any(argument.split("=")[0] == "--config" for argument in rest):
         raise UsageError("--config: cannot be given to a study, whose file names it")
-    design = _study(read_design(own.study), how, rest)
-    return _run(design, how, Path(how.out or Path("runs") / Path(own.study).stem), None)
+    return _study(read_design(own.study), how, rest), how, own.study
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -192,8 +222,8 @@ def _study(design: Design, how: StudyConfig, arguments: Sequence[str]) -> Study:
 
 def _run(study: Study, how: StudyConfig, out: Path, rates: dict[str, float] | None) -> int:
     check_folder("--out", out)
-    _check_no_runs(out, how.cells)
-    _check_out(out, study)
+    check_no_runs(out, how.cells)
+    check_out(out, study)
     if how.list:
         _list(study, how.cells)
         return 0
@@ -247,117 +277,13 @@ def _explain(tally: Tally, missing: int) -> int:
     return 1 if tally.failed or tally.interrupted else 0
 
 
-def _check_no_runs(out: Path, cells: str) -> None:
-    """A report is not written among runs, which a study that is named after their folder would do."""
-    if out.resolve() == Path(cells).resolve():
-        raise refuse("--out", out, "is the folder of --cells; choose another")
-    if (out / SUMMARY).exists():
-        return  # a report that is there already
-    if run := next(iter([*out.glob(METRICS_FILE), *out.glob(f"*/{METRICS_FILE}")]), None):
-        raise refuse("--out", out, f"holds a run ({run}); choose another folder for the report")
-
-
-def _check_out(out: Path, study: Study) -> None:
-    """A folder holds the report of one study, which may have got more seeds, levels or variants."""
-    try:
-        summary = json.loads((out / SUMMARY).read_text())
-        title, first, level = summary.get("title"), summary.get(_FIRST), summary.get(_LEVEL)
-        pairs = [(dict(first), study.trials[0])] if first else []
-        if level:
-            place = level["variant"], level["level"]
-            pairs += [
-                (dict(level["settings"]), trial) for trial in study.trials if (trial.variant, trial.level) == place
-            ]
-    except FileNotFoundError:
-        return
-    except (AttributeError, KeyError, OSError, TypeError, ValueError):
-        raise refuse("--out", out, f"{SUMMARY} there cannot be read; choose another folder") from None
-    if title != study.title:
-        raise refuse("--out", out, f"holds the report of another study, {title!r}; choose another folder")
-    for there, trial in pairs:
-        here = _settings(trial.cell)
-        for name in sorted((there.keys() | here.keys()) - _NO_OTHER_REPORT):
-            if there.get(name) != here.get(name):
-                values = f"--{name} {_value(there, name)}, not {_value(here, name)}"
-                raise refuse("--out", out, f"holds a report with {values}; choose another folder")
-    _check_smaller(out, study)
-
-
-def _check_smaller(out: Path, study: Study) -> None:
-    """Raise :class:`UsageError` if the report in ``out`` has a run that ``study`` has no place for."""
-    try:
-        rows = list(csv.DictReader((out / RUNS).read_text().splitlines()))
-        there = [(row["variant"], row["level"], row["seed"], row["loss seed"]) for row in rows]
-    except (KeyError, OSError):  # of an earlier version
-        return
-    here = set()
-    for trial in study.trials:
-        loss_seed = str(trial.cell.loss.loss_seed) if trial.level else ""
-        here.add((trial.variant, trial.level or study.baseline, str(trial.seed), loss_seed))
-    for variant, level, seed, loss_seed in there:
-        if (variant, level, seed, loss_seed) not in here:
-            what = ", ".join(filter(None, (variant, level, f"seed {seed}", loss_seed and f"loss seed {loss_seed}")))
-            raise refuse("--out", out, f"holds a larger report, with {what}; choose another folder")
-
-
-def _settings(cell: Cell) -> dict[str, Any]:
-    """The settings of ``cell``, and its number of processes, as JSON has them."""
-    processes = {"processes": cell.processes} if cell.processes > 1 else {}
-    return json.loads(json.dumps(cell.settings | processes))
-
-
-def _value(settings: Mapping[str, Any], name: str) -> str:
-    value = settings.get(name, "as by default")
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
 def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None:
-    from .figures import plot_comparison, plot_figure_1, plot_figure_2, plot_scalar
-
     study = results.study
-    out.mkdir(parents=True, exist_ok=True)
-    validation = {file_name(name): name for name in loss_metrics(results) if name.startswith("val loss")}
-    tables: dict[str, LossTable] = {}
-    if rates is not None:
-        tables["table1"] = table_1(results, rates)
-    else:
-        for file, metric in validation.items():
-            tables[file] = comparison(results, metric)
-            tables |= {f"{file}_{name}": table for name, table in differences(results, metric).items()}
-            for name, table in (("against_best", against_best), ("won_back", won_back)):
-                if (found := table(results, metric)) is not None:
-                    tables[f"{file}_{name}"] = found
-    if weights := replica_against_owner(results):
-        tables["replica_against_owner"] = weights
-    scalars = with_predictions(study.metrics)
-    for names in scalars:
-        tables |= scalar_tables(results, names)
-    summary: dict[str, Any] = {
-        "title": study.title,
-        "question": study.question,
-        # What would make this report from nothing.
-        "command": shlex.join(
-            ["python", "-m", "megatron_lossy.lab", *(a for a in sys.argv[1:] if a != "--report-only")]
-        ),
-        _FIRST: _settings(study.trials[0].cell),
-    }
-    if (trial := next((trial for trial in study.trials if trial.level is not None), None)) is not None:
-        summary[_LEVEL] = {"variant": trial.variant, "level": trial.level, "settings": _settings(trial.cell)}
-    write_text(out / SUMMARY, json.dumps(summary, indent=1))
-    write_text(out / RUNS, run_table(results))
-    files = [out / SUMMARY, out / RUNS]
+    files = write_records(results, out)
     print(f"\n{study.title}" + (f": {study.question}" if study.question else "") + "\n")
-    for name, table in tables.items():
+    found = tables(results, rates)
+    for table in found.values():
         print(table.text())
-        for suffix, text in (("csv", table.csv()), ("md", table.markdown()), ("tex", table.latex())):
-            file = out / f"{name}.{suffix}"
-            write_text(file, text)
-            files.append(file)
-    if rates is not None:
-        files += plot_figure_1(results, out / "figure1") + plot_figure_2(results, out / "figure2")
-    else:
-        for file, metric in validation.items():
-            files += plot_comparison(results, metric, out / file)
-    for names in scalars:
-        files += plot_scalar(results, names, out / file_name(names[0]))
+    files += write_tables(found, out)
+    files += write_figures(results, out, rates)
     print("wrote " + ", ".join(map(str, files)))

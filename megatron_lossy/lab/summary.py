@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,8 @@ from .design import NO_ERROR, NO_LOSS, Study, Trial
 Metric = Callable[[Run], float | None]
 Place = tuple[str, str | None]
 INTERVAL = "± standard error (95 % interval, Student's t)"
+#: What a row of :func:`run_table` has before the losses: where the run stands in the study.
+RUN_COLUMNS = ("cell", "variant", "level", "seed", "loss seed")
 
 # The 97.5 % quantile of Student's t by degrees of freedom; from 20 on it is within 0.13 of the normal law's 1.96.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -68,6 +70,8 @@ class Results:
 
     study: Study
     runs: Mapping[str, Run]
+    trained: str = ""
+    """When, on what and with which versions, where the runs themselves do not know it any more."""
 
     def trials(self, variant: str, level: str | None) -> list[Trial]:
         """The finished trials of one place in the table; ``level`` None is without loss."""
@@ -267,7 +271,7 @@ def run_table(results: Results) -> str:
     metrics |= {name: scalar_metric(name) for name in results.study.metrics}
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(["cell", "variant", "level", "seed", "loss seed", *metrics])
+    writer.writerow([*RUN_COLUMNS, *metrics])
     for trial in results.study.trials:
         if run := results.runs.get(trial.cell.name):
             seeds = [trial.seed, trial.cell.loss.loss_seed if trial.level else ""]
@@ -291,20 +295,21 @@ def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True
         f"{len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'} of weights and data"
         + (f"{losses}; {errors}{brackets}" if study.levels else f"; {errors}")
     )
-    result += _origins(results.runs.values())
+    if origin := trained(results):
+        result.append(f"trained {origin}")
     missing = [cell for cell in study.cells if cell.name not in results.runs]
     if missing:
         result.append(f"unfinished: {len(missing)} of {len(study.cells)} cells are missing")
     return result
 
 
-def _origins(runs: Iterable[Run]) -> list[str]:
-    """When, on what and with which versions the runs were trained."""
-    origins = [run.origin for run in runs]
+def trained(results: Results) -> str:
+    """When, on what and with which versions the runs were trained; empty if nobody recorded it."""
+    origins = [run.origin for run in results.runs.values()]
     dates = sorted({origin["date"] for origin in origins if "date" in origin})
     if not dates:
-        return []
+        return results.trained
     hardware = sorted({origin["hardware"] for origin in origins if "hardware" in origin})
     versions = sorted({f"{name} {v}" for origin in origins for name, v in origin.get("versions", {}).items()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    return [f"trained {when} on {' and '.join(hardware)}, with {', '.join(versions)}"]
+    return f"{when} on {' and '.join(hardware)}, with {', '.join(versions)}"
