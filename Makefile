@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: run run-wan test lint test-slow test-all test-slurm bench mutants docs compat compat-ci
 
 run: .venv/installed
-	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.study sweep \
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.lab sweep \
 		--config configs/tiny/llama_1m.yaml --rates 0 0.1 0.2 0.4 --out $(RUN_DIR)
 
 # The same model on two ranks with a lossy wide-area link between them, as root on Linux.
@@ -42,8 +42,10 @@ mutants: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
 	$(BIN)/python scripts/mutants.py $(MUTANTS)
 
+# Pages, and the tables and figures of all studies, most of which git ignores: they are made from each runs.csv.
 docs: .venv/installed
 	$(BIN)/python scripts/update_docs.py
+	$(BIN)/python -m megatron_lossy.lab report benchmarks/results/studies/*
 
 # The hook contract over every Megatron that this machine can run, into docs/verified.md. For example
 # make compat COMPAT="--python /path/to/venv312/bin/python --checkout HabanaAI-1.24.0=/path/to/Megatron-LM"

@@ -1,16 +1,16 @@
 """Write benchmarks/results/choosing.md, the table of docs/choosing.md: links, what they have time for, and what that costs.
 
-What to set is computed by ``python -m megatron_lossy.study link``; costs are read from the results of studies.
+What to set is computed by ``python -m megatron_lossy.lab link``; costs are read from the results of studies.
 """
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lossy.files import write_text
-from megatron_lossy.study.link import Site, of_steps, seconds
+from megatron_lossy.lab.commands import recorded_tables
+from megatron_lossy.lab.link import Site, of_steps, seconds
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 OUT = RESULTS / "choosing.md"
@@ -30,12 +30,9 @@ class Measured:
 
     def text(self) -> str:
         """The change in words, with its link."""
-        with open(RESULTS / "studies" / self.study / "val_loss.csv", newline="", encoding="utf-8") as file:
-            [found] = [
-                line for line in csv.DictReader(file) if (line["metric"], line["loss rate"]) == (self.row, self.level)
-            ]
-        change, error = (float(found[name]) for name in ("change in percent", "standard error of the change"))
-        size = f"{change:+.2f} ± {error:.2f} %"
+        table = recorded_tables(RESULTS / "studies" / self.study)["val_loss"]
+        found = dict(table.rows)[self.row][table.headings.index(self.level)]
+        size = f"{found.change:+.2f} ± {found.change_error:.2f} %"
         return f"[{size}](results/islands.md#{self.heading}) for {self.what or self.level}, against {self.against}"
 
 

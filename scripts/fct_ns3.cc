@@ -1,7 +1,7 @@
 /* What scripts/fct_ns3.py runs in ns-3: two fat-trees with a link between them that loses what it is told to lose, and
  * the two ends of a message. Compiled when the program starts.
  *
- * Written from docs/fct.md, and with nothing of megatron_lossy/fct in it: both ends work out blocks, groups and parity for
+ * Written from docs/fct.md, and with nothing of megatron_lossy/lab/fct in it: both ends work out blocks, groups and parity for
  * themselves, the receiver decides by what arrives, and the sender by answers and clocks. What is not from here is which
  * packets of a message are lost, how often each is if it is sent again, and which are of high priority.
  *

@@ -1,4 +1,4 @@
-"""Completion times of megatron_lossy.fct beside those of the same messages, with the same losses, in ns-3.
+"""Completion times of megatron_lossy.lab.fct beside those of the same messages, with the same losses, in ns-3.
 
     pip install 'megatron-lossy[ns3]'
     python scripts/fct_ns3.py
@@ -30,11 +30,11 @@ import numpy as np
 from megatron_lossy.coding.xor import Layout
 from megatron_lossy.device.environment import processor, versions
 from megatron_lossy.errors import ArgumentParser, UsageError, refuse, usage_errors
-from megatron_lossy.fct.cells import make_scheme
-from megatron_lossy.fct.losses import Losses
-from megatron_lossy.fct.path import Path as Way
-from megatron_lossy.fct.schemes import Flow, Scheme
 from megatron_lossy.files import check_folder, replace_file, write_text
+from megatron_lossy.lab.fct.cells import make_scheme
+from megatron_lossy.lab.fct.losses import Losses
+from megatron_lossy.lab.fct.path import Path as Way
+from megatron_lossy.lab.fct.schemes import Flow, Scheme
 
 ROOT = Path(__file__).resolve().parent.parent
 APPLICATIONS = Path(__file__).with_suffix(".cc")

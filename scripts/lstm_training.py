@@ -23,7 +23,7 @@ from megatron_lossy.data.documents import find_files, read_documents, validation
 from megatron_lossy.device.environment import processor, versions
 from megatron_lossy.errors import refuse
 from megatron_lossy.exchange import Stream
-from megatron_lossy.study.design import loss_seed_of
+from megatron_lossy.lab.design import loss_seed_of
 from megatron_lossy.transport import BucketSpec, LossyGroup, Network
 
 LAYERS, DROPOUT, CLIP, LEARNING_RATE, LEAST = 2, 0.3, 1.0, 1e-3, 1e-6

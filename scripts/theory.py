@@ -22,10 +22,10 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.device.environment import processor, versions
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file, write_text
-from megatron_lossy.study.theory import simulate
-from megatron_lossy.study.theory.picture import draw
-from megatron_lossy.study.theory.rows import STABILITY, Row, agreement, markdown, write_csv
-from megatron_lossy.study.theory.simulate import Measured
+from megatron_lossy.lab.theory import simulate
+from megatron_lossy.lab.theory.picture import draw
+from megatron_lossy.lab.theory.rows import STABILITY, Row, agreement, markdown, write_csv
+from megatron_lossy.lab.theory.simulate import Measured
 
 ROOT = Path(__file__).resolve().parent.parent
 MOMENTUM, BURST, BURN_IN, BLOCKS = 0.9, 4.0, 100, 20
@@ -222,7 +222,7 @@ def real_runs(iterations: int, ticker: Ticker) -> tuple[list[Row], list]:
     from megatron_lossy.train.process import quiet_imports
 
     quiet_imports()
-    from megatron_lossy.study.theory import real_run
+    from megatron_lossy.lab.theory import real_run
     from megatron_lossy.train.arguments import configurations, make_parser, read_arguments
 
     rows, runs = [], []

@@ -6,12 +6,16 @@ Between ``<!-- flags: loss -->`` and ``<!-- end -->``: the loss flags, from mega
 those of the asynchronous pipeline; between
 ``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results; between ``<!-- list: studies -->``
 and ``<!-- end -->``: the questions of configs/studies.
+
+The tables of a study are made from its runs.csv, whether the page shows or links them; those that are linked are files.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -21,11 +25,15 @@ from megatron_lossy.config.islands import IslandFlags
 from megatron_lossy.config.pipeline import PipelineFlags
 from megatron_lossy.files import write_text
 from megatron_lossy.flags import flag_groups, flag_table, flag_tables
+from megatron_lossy.lab.commands import recorded_tables
+from megatron_lossy.report import LossTable
 from megatron_lossy.train.config import TrainConfig
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": PipelineFlags}
+_LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 _MARKS = re.compile(r"(<!-- (flags|table|list): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -40,7 +48,31 @@ def _content(kind: str, name: str) -> str:
         return (flag_tables(cls) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
     if kind == "list":
         return _questions(ROOT / "configs" / name)
-    return (ROOT / "benchmarks/results" / name).read_text(encoding="utf-8")
+    return table(RESULTS / name)
+
+
+def table(file: Path) -> str:
+    """The Markdown table ``file`` below benchmarks/results."""
+    if file.parent.parent != RESULTS / "studies":
+        return file.read_text(encoding="utf-8")
+    return _tables(file.parent)[file.stem].markdown()
+
+
+@functools.cache
+def _tables(study: Path) -> Mapping[str, LossTable]:
+    return recorded_tables(study)
+
+
+def links(page: Path) -> set[Path]:
+    """The files and folders of the repository that ``page`` shows as pictures or links."""
+    found = {(page.parent / target).resolve() for target in _LINK.findall(page.read_text(encoding="utf-8"))}
+    return {path for path in found if path.is_relative_to(ROOT)}
+
+
+def linked_tables() -> dict[Path, str]:
+    """The Markdown tables of studies that pages link, as they are now."""
+    found = sorted(set().union(*map(links, PAGES)))
+    return {path: table(path) for path in found if path.suffix == ".md" and path.parent.parent == RESULTS / "studies"}
 
 
 def _questions(folder: Path) -> str:
@@ -52,14 +84,14 @@ def _questions(folder: Path) -> str:
 
 
 def main() -> None:
-    """Update the pages, or check them."""
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        if text == current(text):
+    """Update the pages and the tables that they link, or check them."""
+    pages = {page: current(page.read_text(encoding="utf-8")) for page in PAGES}
+    for file, text in (pages | linked_tables()).items():
+        if file.exists() and file.read_text(encoding="utf-8") == text:
             continue
         if "--check" in sys.argv:
-            sys.exit(f"{page}: is not current; run make docs")
-        write_text(page, current(text))
+            sys.exit(f"{file}: is not current; run make docs")
+        write_text(file, text)
 
 
 if __name__ == "__main__":

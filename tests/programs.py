@@ -61,14 +61,14 @@ def _program(module, arguments, folder, environment, stdout, stderr):
     descriptors = [os.open(path, os.O_WRONLY | os.O_APPEND) for path in (stdout, stderr)]
     _write_to(*descriptors)
     os.chdir(folder)
-    if module == "megatron_lossy.study":
+    if module == "megatron_lossy.lab":
         _fork_cells()
     _become(module, arguments, environment)
 
 
 def _fork_cells() -> None:
     """Let a study fork its trainers, where it would start them with the same command line."""
-    from megatron_lossy.study import runner
+    from megatron_lossy.lab import runner
 
     runner.subprocess = types.SimpleNamespace(Popen=_Forked, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 
-#: Rooms from the bottom up. Each may import what is in lines before its own, and nothing of its own line.
+#: Rooms from the bottom up. Each may import what is in lines before its own, and nothing of its own line. Nothing may import the last.
 ORDER = """
 errors
 files registry ledger
@@ -17,7 +17,7 @@ flags
 config shipped
 device exchange theory data
 channel coding recovery
-fct pipeline
+pipeline
 monitor
 delivery_log
 transport
@@ -28,9 +28,10 @@ virtual
 train
 report
 plugin
-launch study
+launch
 doctor
 __main__
+lab
 """.strip().splitlines()
 LEVEL = {room: number for number, line in enumerate(ORDER) for room in line.split()}
 

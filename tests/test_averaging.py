@@ -15,7 +15,7 @@ from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
-from megatron_lossy.study.theory.islands import STREAM, deviation, rounds_of, simulate, spread
+from megatron_lossy.lab.theory.islands import STREAM, deviation, rounds_of, simulate, spread
 from megatron_lossy.sync import InMemory, Subset, make_rule
 from megatron_lossy.sync.correction import Mixing, SmithPredictor, predictor_gain, stability_bound
 from megatron_lossy.sync.methods import check_averaging, notes_on_averaging

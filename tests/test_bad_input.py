@@ -157,6 +157,8 @@ STUDIES = [
     Case("study.yaml --out other", "--out other: holds the report of another study, 'Theirs'"),
     Case("study.yaml", "--out runs/study: needs the package matplotlib", cripple="without=matplotlib"),
     full("study.yaml --cells cells", "cells/*/config.yaml: File too large"),
+    Case("report text.txt", "FOLDER text.txt: must hold a report with study.json and runs.csv"),
+    Case("report other", "FOLDER other: must hold a report with study.json and runs.csv"),
     Case("table1 --rates 1.5 FLAGS", "--rates 1.5: must be in [0, 1)"),
     Case(
         "table1", "Training under packet loss, 0 %: --config: needs a file, for example configs/tiny/llama_1m.yaml, or"
@@ -231,8 +233,8 @@ LAUNCHER = [
 PROGRAMS = {
     "megatron_lossy.train": ("megatron_lossy.train", TRAIN),
     "megatron_lossy.data": ("megatron_lossy.data", DATA),
-    "megatron_lossy.study": ("megatron_lossy.study", STUDIES),
-    "megatron_lossy.study sweep": ("megatron_lossy.study.sweep", SWEEP),
+    "megatron_lossy.lab": ("megatron_lossy.lab", STUDIES),
+    "megatron_lossy.lab sweep": ("megatron_lossy.lab.sweep", SWEEP),
     "megatron_lossy.report": ("megatron_lossy.report", REPORT),
     "megatron_lossy.delivery_log": ("megatron_lossy.delivery_log", DELIVERY_LOG),
     "megatron_lossy.launch": ("megatron_lossy.launch", LAUNCH),

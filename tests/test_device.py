@@ -392,7 +392,7 @@ def test_without_a_launcher_a_program_stays_on_its_device(node):
 )
 def test_a_rank_without_a_device_is_refused(node, tmp_path, kind, count, environment, message):
     """By the trainer and the sweep, before any process group and before anything is written."""
-    from megatron_lossy.study import sweep
+    from megatron_lossy.lab import sweep
     from megatron_lossy.train.loop import train
     from tests.trainer import TINY, TrainConfig
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from scripts.update_docs import PAGES, current
-
-ROOT = Path(__file__).parent.parent
+from megatron_lossy.lab.folder import RUNS, SUMMARY
+from scripts.update_docs import PAGES, RESULTS, ROOT, current, linked_tables, links
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -19,9 +19,36 @@ def test_what_is_made_elsewhere_is_current(page):
 
 
 def test_links_in_the_documentation_exist():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), (page.name, target)
+
+
+def test_linked_tables_of_studies_are_those_of_their_runs():
+    for file, text in linked_tables().items():
+        assert file.read_text() == text, f"{file}: run make docs"
+
+
+def test_of_studies_git_has_the_records_and_what_pages_show():
+    """``make docs`` makes all else from the records, and git ignores it."""
+    git = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    try:
+        listed = subprocess.run(git, capture_output=True, text=True, check=True).stdout.split("\0")
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"git lists no files here: {error}")
+    tracked = {ROOT / name for name in listed if (ROOT / name).is_file()}
+    if Path(__file__).resolve() not in tracked:
+        pytest.skip("this is no checkout: git does not know this test")
+    pages = [path for path in tracked if path.suffix == ".md" and not path.is_relative_to(RESULTS)]
+    shown = set().union(*map(links, pages))
+    of_results = {path for path in shown if path.is_relative_to(RESULTS) and not path.is_dir()}
+    shown |= set().union(*(links(path) for path in of_results & tracked if path.suffix == ".md"))
+    assert not of_results - tracked, "git add -f them"
+    studies = {path for path in tracked if path.is_relative_to(RESULTS / "studies")}
+    assert studies
+    assert not {path for path in studies if path.name not in (SUMMARY, RUNS)} - shown, "git rm them"
+    for folder in {path.parent for path in studies}:
+        assert {folder / SUMMARY, folder / RUNS} <= studies
 
 
 def test_headings_that_are_linked_exist():
@@ -62,7 +89,7 @@ def test_the_pages_that_are_read_first_are_short():
 
 
 def test_every_key_of_a_study_file_is_explained():
-    from megatron_lossy.study.design import Design
+    from megatron_lossy.lab.design import Design
 
     page = (ROOT / "docs" / "study.md").read_text()
     table = page.partition("## What a study file can have")[2].partition("## ")[0]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from megatron_lossy.errors import UsageError
-from megatron_lossy.fct.cells import Condition, make_scheme, run_cell
-from megatron_lossy.fct.losses import Losses
-from megatron_lossy.fct.path import Path
-from megatron_lossy.fct.schemes import Adaptive, SelectiveRepeat, Smart, Tolerant, Uniform
-from megatron_lossy.study.fct import read
+from megatron_lossy.lab.fct.cells import Condition, make_scheme, run_cell
+from megatron_lossy.lab.fct.command import read
+from megatron_lossy.lab.fct.losses import Losses
+from megatron_lossy.lab.fct.path import Path
+from megatron_lossy.lab.fct.schemes import Adaptive, SelectiveRepeat, Smart, Tolerant, Uniform
 from tests.programs import ROOT, run_program
 
 PATH = Path()
@@ -213,7 +213,7 @@ paper: {SR: 91.7}
 def test_the_command(tmp_path):
     (tmp_path / "study.yaml").write_text(STUDY)
     out = tmp_path / "out"
-    done = run_program("megatron_lossy.study", "fct", str(tmp_path / "study.yaml"), "--out", str(out), "--jobs", "1")
+    done = run_program("megatron_lossy.lab", "fct", str(tmp_path / "study.yaml"), "--out", str(out), "--jobs", "1")
     assert done.returncode == 0, done.stderr
     assert (
         "P99 of SMART is below that of SR by up to" in done.stdout and "RTO 4 round trips, bursts of 4" in done.stdout
@@ -227,7 +227,7 @@ def test_the_command(tmp_path):
             assert float(row["p99"]) == float(row["mean"]) and float(row["collective"]) == pytest.approx(
                 62 * float(row["mean"]), rel=1e-4
             )
-    again = run_program("megatron_lossy.study", "fct", str(tmp_path / "study.yaml"), "--out", str(out))
+    again = run_program("megatron_lossy.lab", "fct", str(tmp_path / "study.yaml"), "--out", str(out))
     assert again.returncode == 2 and "holds results already" in again.stderr
 
 
@@ -246,7 +246,7 @@ def test_bad_files(tmp_path, change, error):
     key = change.split(":")[0]
     lines = [line for line in STUDY.splitlines() if not line.startswith(f"{key}:")]
     (tmp_path / "study.yaml").write_text("\n".join([*lines, change]))
-    done = run_program("megatron_lossy.study", "fct", str(tmp_path / "study.yaml"))
+    done = run_program("megatron_lossy.lab", "fct", str(tmp_path / "study.yaml"))
     assert done.returncode == 2 and error in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 

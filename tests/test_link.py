@@ -10,9 +10,9 @@ import pytest
 from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
+from megatron_lossy.lab import __main__ as lab
+from megatron_lossy.lab.link import Site, fraction, read
 from megatron_lossy.launch.__main__ import main as launch
-from megatron_lossy.study import __main__ as study
-from megatron_lossy.study.link import Site, fraction, read
 from scripts import choosing
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +55,7 @@ def test_fractions_are_taken_as_meant(n):
 
 def test_a_fast_way_that_is_narrow_is_for_islands(capsys):
     """A short round trip without loss says what carries the bytes, and not that there is time for them."""
-    study.main(["link", "--mbit", "100", "--rtt", "0.5", "--parameters", "7e9", "--step", "13"])
+    lab.main(["link", "--mbit", "100", "--rtt", "0.5", "--parameters", "7e9", "--step", "13"])
     text = capsys.readouterr().out
     assert "129 times the step" in text and "choose     islands: " in text and "--transport" not in text
 
@@ -71,7 +71,7 @@ def test_no_exchange_waits_for_a_lane(step):
 
 
 def test_the_worked_example(capsys):
-    study.main(["link", *EXAMPLE])
+    lab.main(["link", *EXAMPLE])
     text = capsys.readouterr().out
     assert "20.2 GB each way in an iteration: at least 2.7 min" in text
     assert "one parameter in 9 in each iteration, 1 late: 1.5 GB each way" in text
@@ -80,7 +80,7 @@ def test_the_worked_example(capsys):
     [command] = [block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "launch" in block]
     words = shlex.split(command.replace("\\\n", " "))
     assert all(word in words for word in chosen.split())
-    assert shlex.split(page.partition("study link")[2].partition("```")[0].replace("\\\n", " ")) == EXAMPLE
+    assert shlex.split(page.partition("lab link")[2].partition("```")[0].replace("\\\n", " ")) == EXAMPLE
 
 
 def test_the_command_of_the_example_is_accepted(capsys, monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from megatron_lossy.errors import UsageError
-from megatron_lossy.study.summary import Difference
+from megatron_lossy.lab.summary import Difference
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "lstm_language_model.py"

@@ -73,7 +73,7 @@ def test_help_names_what_else_there_is(capsys):
     with pytest.raises(SystemExit):
         report(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "python -m megatron_lossy.study" in text
+    assert "python -m megatron_lossy.lab" in text
 
 
 @settings(deadline=None, max_examples=20)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.study.theory.islands import rounds_of
+from megatron_lossy.lab.theory.islands import rounds_of
 from megatron_lossy.sync import LocalPeers, average
 from megatron_lossy.transport import BucketSpec, LossyWorkers
 from tests.full_replicas import FullReplicas

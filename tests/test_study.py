@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +16,22 @@ import psutil
 import pytest
 
 from megatron_lossy.errors import UsageError
-from megatron_lossy.report import Run
-from megatron_lossy.report.scalars import AXES
-from megatron_lossy.study import cells, commands, paper
-from megatron_lossy.study.cells import CellFolder
-from megatron_lossy.study.design import Design, loss_seed_of, read_design
-from megatron_lossy.study.figures import _quantities, plot_comparison, plot_scalar
-from megatron_lossy.study.runner import run_cells
-from megatron_lossy.study.scalars import scalar_tables
-from megatron_lossy.study.summary import (
+from megatron_lossy.lab import cells, commands, paper
+from megatron_lossy.lab.cells import CellFolder
+from megatron_lossy.lab.design import Design, loss_seed_of, read_design
+from megatron_lossy.lab.figures import _quantities, plot_comparison, plot_scalar
+from megatron_lossy.lab.folder import (
+    RUNS,
+    SUMMARY,
+    check_out,
+    read_records,
+    tables,
+    write_figures,
+    write_records,
+)
+from megatron_lossy.lab.runner import run_cells
+from megatron_lossy.lab.scalars import scalar_tables
+from megatron_lossy.lab.summary import (
     Difference,
     Results,
     against_best,
@@ -32,7 +41,9 @@ from megatron_lossy.study.summary import (
     run_table,
     table_1,
 )
-from megatron_lossy.study.won_back import share_won_back, won_back
+from megatron_lossy.lab.won_back import share_won_back, won_back
+from megatron_lossy.report import Run
+from megatron_lossy.report.scalars import AXES
 from tests.programs import Program
 
 ROOT = Path(__file__).parent.parent
@@ -156,13 +167,13 @@ def test_per_link_rates_and_traces_are_not_where_changes_refer_to(tmp_path):
 
 
 def test_what_changes_refer_to_must_not_lose(monkeypatch):
-    monkeypatch.setattr("megatron_lossy.study.design._KEPT", ("islands", "sync_method", "p_sync"))
+    monkeypatch.setattr("megatron_lossy.lab.design._KEPT", ("islands", "sync_method", "p_sync"))
     with pytest.raises(UsageError, match="T, 0 %: what changes refer to loses or errs: 2 islands"):
         _design(settings=TINY | _ISLANDS | {"p-sync": 0.1}).study()
 
 
 def _read_changed(**content):
-    from megatron_lossy.study.design import _design as read
+    from megatron_lossy.lab.design import _design as read
 
     read({"title": "T", "levels": {"10 %": {"p": 0.1}}, **content}, Path())
 
@@ -613,6 +624,32 @@ def test_a_report_has_files_for_its_metrics_only(tmp_path, capsys):
             assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
 
 
+def test_tables_are_made_again_from_the_records(tmp_path):
+    """Of runs that diverged, were never evaluated or are missing as well, and with both kinds of weights."""
+    results, _ = _scalar_results(variants=("a", "b"))
+    first, second, third, *others = results.runs
+    results.runs[first].train[20] = math.nan
+    results.runs[second].valid.clear()
+    for name in others:
+        results.runs[name].valid["owner"] = {20: 1.9}
+        results.runs[name].origin.update(date="2026-11-23", hardware="a machine", versions={"torch": "2.13"})
+    results = replace(results, runs={name: run for name, run in results.runs.items() if name != third})
+    write_records(results, tmp_path)
+    again = read_records(tmp_path, results.study)
+    wanted, found = tables(results, None), tables(again, None)
+    assert wanted.keys() == found.keys() and {"replica_against_owner", "grad_norm"} <= found.keys()
+    for name, table in wanted.items():
+        assert (table.markdown(), table.csv()) == (found[name].markdown(), found[name].csv()), name
+    assert "- trained 2026-11-23 on a machine, with torch 2.13" in found["grad_norm"].markdown()
+    assert "unfinished: 1 of" in found["grad_norm"].markdown()
+    for other in (replace(results.study, title="other"), replace(results.study, trials=results.study.trials[1:])):
+        with pytest.raises(UsageError, match="must hold the report of"):
+            read_records(tmp_path, other)
+    rates = {"10 %": 0.1, "20 %": 0.2}
+    assert tables(again, rates)["table1"].markdown() == tables(results, rates)["table1"].markdown()
+    assert not write_figures(replace(again, study=replace(again.study, metrics=())), tmp_path, rates, curves=False)
+
+
 def test_a_report_is_not_replaced_by_that_of_other_settings(tmp_path):
     """Two of Table 1, which have one title and one folder, for example."""
 
@@ -624,9 +661,9 @@ def test_a_report_is_not_replaced_by_that_of_other_settings(tmp_path):
     commands._report(report(), tmp_path, None)
     larger = {"seeds": [1, 2, 3, 4]}, {"loss_seeds": [1, 2, 7]}, {"settings": TINY | {"drift-interval": 1}}
     for same in ({}, *larger):
-        commands._check_out(tmp_path, report(**same).study)
+        check_out(tmp_path, report(**same).study)
     levels, variants = {"5 %": {"p": 0.05}, "10 %": {"p": 0.1}, "20 %": {"p": 0.2}}, {"": {}, "fast": {"lr": 0.1}}
-    commands._check_out(tmp_path, _design(levels=levels, variants=variants).study())
+    check_out(tmp_path, _design(levels=levels, variants=variants).study())
     del levels["20 %"]
     for smaller, missing in (
         (report(seeds=[1]).study, "0 %, seed 2"),
@@ -634,7 +671,7 @@ def test_a_report_is_not_replaced_by_that_of_other_settings(tmp_path):
         (_design(levels=levels).study(), "20 %, seed 1, loss seed 1001"),
     ):
         with pytest.raises(UsageError, match=f"holds a larger report, with .*{missing}; choose another folder"):
-            commands._check_out(tmp_path, smaller)
+            check_out(tmp_path, smaller)
     for changes, message in (
         ({"lr": 0.1}, "--lr 0.001, not 0.1"),
         ({"weight-decay": 0.5}, "--weight-decay as by default, not 0.5"),
@@ -642,11 +679,11 @@ def test_a_report_is_not_replaced_by_that_of_other_settings(tmp_path):
         ({"loss-model": ["gilbert-elliott", "bernoulli"]}, "--loss-model as by default, not gilbert-elliott bernoulli"),
     ):
         with pytest.raises(UsageError, match=f"holds a report with {message}; choose another folder"):
-            commands._check_out(tmp_path, report(settings=TINY | changes).study)
+            check_out(tmp_path, report(settings=TINY | changes).study)
     real = {name: value for name, value in FOUR.items() if name != "virtual-workers"}
     commands._report(report(settings=real, processes=2), tmp_path, None)
     with pytest.raises(UsageError, match="--processes 2, not 4"):
-        commands._check_out(tmp_path, report(settings=real, processes=4).study)
+        check_out(tmp_path, report(settings=real, processes=4).study)
 
 
 def test_metrics_of_the_command_line_replace_those_of_the_file(tmp_path):
@@ -769,8 +806,8 @@ def _report(folder: Path, *arguments: str, fresh: bool = False) -> Program | sub
     """A study with what it reports in ``folder``. ``fresh``: it and its trainers start as for a user."""
     arguments += ("--cells", str(folder / "cells"), "--out", str(folder / "out"))
     if not fresh:
-        return Program("megatron_lossy.study", *arguments, merged=True)
-    command = [sys.executable, "-m", "megatron_lossy.study", *arguments]
+        return Program("megatron_lossy.lab", *arguments, merged=True)
+    command = [sys.executable, "-m", "megatron_lossy.lab", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 
 
@@ -813,6 +850,16 @@ def test_cells_run_once_and_survive_an_interruption(tmp_path):
     names = ("val_loss.png", "val_loss.pdf", "val_loss.md", "val_loss.tex", "study.json")
     for name in (*names, "drift_owner.png", "drift_owner_against_prediction.md"):
         assert (broken / "out" / name).stat().st_size > 0
+    # Without the cells: from what the report has recorded.
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in (SUMMARY, RUNS):
+        shutil.copy(broken / "out" / name, copy)
+    commands.report([str(copy)])
+    assert {path.name for path in copy.iterdir()} == {path.name for path in (broken / "out").iterdir()}
+    for path in copy.iterdir():
+        if path.suffix != ".pdf":  # which has the time
+            assert path.read_bytes() == (broken / "out" / path.name).read_bytes(), path.name
 
 
 @pytest.mark.slow

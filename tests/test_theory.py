@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
-from megatron_lossy.study.theory import simulate
+from megatron_lossy.lab.theory import simulate
 from tests.ranks import run_ranks
 from tests.trainer import TINY, write_data
 
@@ -378,7 +378,7 @@ def test_previous_repeats_its_noise():
 
 
 def _real_run(rank, folder):
-    from megatron_lossy.study.theory import real_run
+    from megatron_lossy.lab.theory import real_run
     from megatron_lossy.train.config import TrainConfig
 
     write_data(rank, folder)

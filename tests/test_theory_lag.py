@@ -9,7 +9,7 @@ from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
-from megatron_lossy.study.theory import simulate
+from megatron_lossy.lab.theory import simulate
 from megatron_lossy.theory import Lag, Lead, lead, mean_lag, stability_limit
 from megatron_lossy.theory.lag import HIGHEST_R
 from megatron_lossy.transport import Network
@@ -159,7 +159,7 @@ def test_the_simulation_of_the_picture_agrees():
 
 
 def run(*arguments):
-    from megatron_lossy.study import lag
+    from megatron_lossy.lab import lag
 
     lag.main(arguments)
 

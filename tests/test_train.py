@@ -464,12 +464,12 @@ def test_wrong_input_is_one_line_and_status_2(data, tmp_path):
 def test_sweep_continues_and_reports(data, tmp_path, run):
     config = as_flags(TINY | data | {"save_interval": 4})
     arguments = [*config, "--out", str(tmp_path), "--rates"]
-    first = run("megatron_lossy.study", "sweep", *arguments, "0.4", ranks=2)
+    first = run("megatron_lossy.lab", "sweep", *arguments, "0.4", ranks=2)
     assert first.returncode == 0, first.stderr
-    second = run("megatron_lossy.study", "sweep", *arguments, "0", "0.4", ranks=2)
+    second = run("megatron_lossy.lab", "sweep", *arguments, "0", "0.4", ranks=2)
     assert second.returncode == 0, second.stderr
     assert "p = 0: starts, to 8" in second.stdout and "p = 0.4: starts" not in second.stdout
     assert re.search(r"^metric +0 % +40 %", second.stdout, re.MULTILINE)
     assert {"p_0.00", "p_0.40", "loss_table.md", "loss_table.csv"} <= {path.name for path in tmp_path.iterdir()}
-    third = run("megatron_lossy.study", "sweep", *arguments, "0.4")
+    third = run("megatron_lossy.lab", "sweep", *arguments, "0.4")
     assert third.returncode == 2 and "holds a run of 2 ranks, not 1" in third.stderr

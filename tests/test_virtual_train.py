@@ -291,7 +291,7 @@ def test_refused_by_the_command_line(data, tmp_path):
 
 def sweeps(rank: int, *commands: list[str]) -> list[str]:
     """What sweeps print, one after the other."""
-    from megatron_lossy.study.sweep import main
+    from megatron_lossy.lab.sweep import main
 
     outputs = []
     for command in commands:

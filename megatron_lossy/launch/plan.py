@@ -222,7 +222,7 @@ def _trainer_arguments(config: TrainConfig) -> list[str]:
 
 
 def _rate_name(rate: float | None) -> str | None:
-    """As ``python -m megatron_lossy.study sweep`` names its folders."""
+    """As ``python -m megatron_lossy.lab sweep`` names its folders."""
     if rate is None:
         return None
     return f"p_{rate:.2f}" if round(rate, 2) == rate else f"p_{rate!r}"

@@ -40,7 +40,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
         "python -m megatron_lossy.report",
         description="Table of losses and training curves of a folder of runs, and of what else they recorded.",
-        epilog="Of many runs that answer one question python -m megatron_lossy.study makes the report.",
+        epilog="Of many runs that answer one question python -m megatron_lossy.lab makes the report.",
     )
     parser.add_argument(
         "runs",

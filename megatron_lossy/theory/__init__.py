@@ -1,6 +1,6 @@
 """Closed forms for ages, drift and recovery rules, each with its derivation in a line or two (docs/theory.md).
 
-They need NumPy only. :mod:`megatron_lossy.study.theory` counts the same things with the real channels and recovery
+They need NumPy only. :mod:`megatron_lossy.lab.theory` counts the same things with the real channels and recovery
 rules, and in a training run. Those of full replicas whose gradients are hit by errors are in :mod:`.divergence`.
 """
 

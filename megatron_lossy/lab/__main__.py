@@ -1,0 +1,63 @@
+"""``python -m megatron_lossy.lab``: studies, which are many runs that answer one question, and what needs no run.
+
+python -m megatron_lossy.lab FILE.yaml …    run the study in a file, and report it (docs/study.md)
+python -m megatron_lossy.lab table1 …       the paper's Table 1, Figures 1 and 2
+python -m megatron_lossy.lab report DIR …   the tables and figures of reports again, from their runs.csv
+python -m megatron_lossy.lab lag --p P …    how late replicas are, and what to set (docs/lag.md)
+python -m megatron_lossy.lab link …         which method fits a link between sites (docs/choosing.md)
+python -m megatron_lossy.lab fct FILE.yaml  how long messages take between data centers (docs/fct.md)
+torchrun … -m megatron_lossy.lab sweep …    one training at several loss rates, in one launch
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from ..errors import UsageError, usage_errors
+
+PROGRAM = "megatron_lossy.lab"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Do what the command line says; wrong input is one line and exit status 2."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["sweep"]:
+        from . import sweep
+
+        sweep.main(arguments[1:])
+        return
+    sys.stdout.reconfigure(errors="replace")  # "±" on an ASCII terminal
+    with usage_errors(PROGRAM):
+        if not arguments or arguments[0] in ("-h", "--help"):
+            print(__doc__)
+            if arguments:
+                return
+            raise UsageError("needs a study file, table1, report, lag, link, fct or sweep")
+        if arguments[0] == "lag":
+            from . import lag
+
+            lag.main(arguments[1:])
+            return
+        if arguments[0] == "link":
+            from . import link
+
+            link.main(arguments[1:])
+            return
+        if arguments[0] == "fct":
+            from .fct import command
+
+            command.main(arguments[1:])
+            return
+        from . import commands
+
+        if arguments[0] == "table1":
+            sys.exit(commands.table1(arguments[1:]))
+        if arguments[0] == "report":
+            commands.report(arguments[1:])
+            return
+        sys.exit(commands.study(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""What a study's runs say: means over seeds, and changes relative to runs without loss from the same seeds.
+
+A seed (of weights and data) is the unit of repetition. Runs of one seed with several loss seeds are averaged
+first; the standard error is that of the mean over seeds, and so covers both. Changes are paired: each seed's loss
+is compared with what the same seed reaches without loss.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..report import LossTable, Run
+from ..report.runs import WEIGHTS
+from ..report.table import DEFINITIONS, Entry
+from ..train.metrics import perplexity
+from . import paper
+from .design import NO_ERROR, NO_LOSS, Study, Trial
+
+Metric = Callable[[Run], float | None]
+Place = tuple[str, str | None]
+INTERVAL = "± standard error (95 % interval, Student's t)"
+#: What a row of :func:`run_table` has before the losses: where the run stands in the study.
+RUN_COLUMNS = ("cell", "variant", "level", "seed", "loss seed")
+
+# The 97.5 % quantile of Student's t by degrees of freedom; from 20 on it is within 0.13 of the normal law's 1.96.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_T += (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
+
+
+@dataclass(frozen=True)
+class Difference(Entry):
+    """A difference in percent, or in points of it; printed with its sign, standard error and 95 % interval.
+
+    ``diverged``: seeds of which one of both sides did.
+    """
+
+    @classmethod
+    def of(cls, by_seed: Mapping[int, float]) -> Difference:
+        """The mean over seeds."""
+        mean, error = mean_and_error(by_seed)
+        return cls(mean, error, None, len(by_seed), sum(map(math.isnan, by_seed.values())))
+
+    @property
+    def half_width(self) -> float | None:
+        """Half of the 95 % interval (Student's t); ``None`` below two seeds."""
+        if self.error is None:
+            return None
+        return (_T[self.runs - 2] if self.runs - 2 < len(_T) else _T[-1]) * self.error
+
+    def __str__(self) -> str:
+        if not self.runs or math.isnan(self.mean):
+            return "diverged" if self.diverged else "-"
+        half = self.half_width
+        if half is None:
+            return f"{self.mean:+.2f}"
+        places = 1 if half >= 0.1 else 3
+        interval = f"{self.mean - half:+.{places}f} to {self.mean + half:+.{places}f}"
+        return f"{self.mean:+.{places + 1}f} ± {self.error:.{places + 1}f} ({interval})"
+
+
+@dataclass(frozen=True)
+class Results:
+    """A study and the runs of those of its cells that are over, by the cells' names."""
+
+    study: Study
+    runs: Mapping[str, Run]
+    trained: str = ""
+    """When, on what and with which versions, where the runs themselves do not know it any more."""
+
+    def trials(self, variant: str, level: str | None) -> list[Trial]:
+        """The finished trials of one place in the table; ``level`` None is without loss."""
+        return [
+            trial
+            for trial in self.study.trials
+            if (trial.variant, trial.level) == (variant, level) and trial.cell.name in self.runs
+        ]
+
+    def by_seed(self, variant: str, level: str | None, metric: Metric) -> dict[int, float]:
+        """The mean of ``metric`` over loss seeds, for every seed; NaN if one of them diverged."""
+        values: dict[int, list[float]] = {}
+        for trial in self.trials(variant, level):
+            value = metric(self.runs[trial.cell.name])
+            if value is not None:
+                values.setdefault(trial.seed, []).append(value)
+        return {seed: float(np.mean(v)) for seed, v in values.items()}
+
+    def changes(self, variant: str, level: str, metric: Metric) -> dict[int, float]:
+        """Change in percent relative to no loss, for every seed that has both."""
+        reference = self.by_seed(variant, None, metric)
+        own = self.by_seed(variant, level, metric)
+        return {seed: 100 * (own[seed] / reference[seed] - 1) for seed in own if reference.get(seed)}
+
+    def entry(self, variant: str, level: str | None, metric: Metric, kind: type[Entry] = Entry) -> Entry:
+        """Mean, standard error and change of ``metric``."""
+        found = [metric(self.runs[trial.cell.name]) for trial in self.trials(variant, level)]
+        found = [value for value in found if value is not None]
+        diverged = sum(map(math.isnan, found))
+        if not found or diverged:
+            return kind(math.nan, None, None, len(found), diverged)
+        mean, error = mean_and_error(self.by_seed(variant, level, metric))
+        change = change_error = None
+        if level is not None:
+            change, change_error = mean_and_error(self.changes(variant, level, metric))
+        if change is not None and math.isnan(change):
+            change = change_error = None
+        return kind(mean, error, change, len(found), 0, change_error)
+
+    def difference(self, here: Place, there: Place, metric: Metric) -> Difference:
+        """How much more ``here`` changes than ``there``, both (variant, level), seed by seed."""
+        ours, theirs = (self.changes(variant, level, metric) for variant, level in (here, there))
+        return Difference.of({seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs})
+
+    def ratio(self, here: Place, there: Place, metric: Metric) -> Difference:
+        """By how many percent ``metric`` is larger ``here`` than ``there``, both (variant, level), seed by seed."""
+        ours, theirs = (self.by_seed(variant, level, metric) for variant, level in (here, there))
+        return Difference.of({seed: 100 * (ours[seed] / theirs[seed] - 1) for seed in ours if theirs.get(seed)})
+
+    @property
+    def weights(self) -> list[str]:
+        """Whose weights were evaluated."""
+        return [kind for kind in WEIGHTS if any(kind in run.valid for run in self.runs.values())]
+
+
+def mean_and_error(values: Mapping[int, float]) -> tuple[float, float | None]:
+    """Mean over seeds (NaN of none) and its standard error (None below two seeds)."""
+    if not values:
+        return math.nan, None
+    numbers = np.array(list(values.values()))
+    error = float(np.std(numbers, ddof=1) / math.sqrt(len(numbers))) if len(numbers) > 1 else None
+    return float(np.mean(numbers)), error
+
+
+def loss_metrics(results: Results) -> dict[str, Metric]:
+    """The rows of Table 1: train loss, train PPL, val loss, val PPL (of each kind of weights)."""
+    losses: dict[str, Metric] = {"train loss": lambda run: run.train_loss}
+    for kind in results.weights or WEIGHTS[:1]:
+        suffix = f" ({kind})" if len(results.weights) > 1 else ""
+        losses[f"val loss{suffix}"] = lambda run, kind=kind: run.valid_loss(kind)
+    metrics: dict[str, Metric] = {}
+    for name, loss in losses.items():
+        metrics[name] = loss
+        metrics[name.replace(" loss", " PPL")] = lambda run, loss=loss: perplexity(loss(run))
+    return metrics
+
+
+def scalar_metric(name: str) -> Metric:
+    """The recorded scalar ``name`` at the end of a run."""
+    return lambda run: run.scalar(name)
+
+
+def table_1(results: Results, rates: Mapping[str, float]) -> LossTable:
+    """The paper's Table 1 with the paper's own rows beside ours. ``rates``: the rate of every level."""
+    levels: list[str | None] = [None, *results.study.levels]
+    rows = []
+    for name, metric in loss_metrics(results).items():
+        rows.append((name, tuple(results.entry("", level, metric) for level in levels)))
+        if not name.endswith("(owner)"):
+            theirs = name.partition(" (")[0]
+            entries = tuple(paper.paper_entry(theirs, rates[level] if level else 0.0) for level in levels)
+            rows.append((f"{theirs}, paper", entries))
+    return LossTable((results.study.baseline, *results.study.levels), tuple(rows), (*notes(results), paper.SOURCE))
+
+
+def comparison(results: Results, metric_name: str) -> LossTable:
+    """One metric of every variant (rows) at every level (columns)."""
+    metric = loss_metrics(results)[metric_name]
+    levels: list[str | None] = [None, *results.study.levels]
+    rows = tuple(
+        (variant or metric_name, tuple(results.entry(variant, level, metric) for level in levels))
+        for variant in results.study.variants
+    )
+    return LossTable((results.study.baseline, *results.study.levels), rows, (f"values: {metric_name}", *notes(results)))
+
+
+def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
+    """How much more one variant changes a metric than the first, and one level than the first, in tables by name."""
+    metric = loss_metrics(results)[metric_name]
+    note = f"{metric_name}: difference of the changes, in percentage points, seed by seed; {INTERVAL}"
+    return against_the_first(
+        results.study, metric_name, lambda here, there: results.difference(here, there, metric), note
+    )
+
+
+def against_the_first(
+    study: Study, metric_name: str, difference: Callable[[Place, Place], Difference], note: str
+) -> dict[str, LossTable]:
+    """Differences of every variant from the first or what the study compares it with, and of every level; by name."""
+    tables: dict[str, LossTable] = {}
+    if not study.levels:
+        return tables
+    first, *others = study.variants
+    if others:
+        rows = tuple(
+            (
+                f"{name}, against {other}" if (other := study.against.get(name, first)) != first else name,
+                tuple(difference((name, level), (other, level)) for level in study.levels),
+            )
+            for name in others
+        )
+        tables["between_variants"] = LossTable(study.levels, rows, (f"against {first!r}; {note}",))
+    first_level, *more = study.levels
+    if more:
+        rows = tuple(
+            (
+                name or metric_name,
+                tuple(difference((name, level), (name, first_level)) for level in more),
+            )
+            for name in study.variants
+        )
+        tables["between_levels"] = LossTable(tuple(more), rows, (f"against {first_level!r}; {note}",))
+    return tables
+
+
+def against_best(results: Results, metric_name: str) -> LossTable | None:
+    """By how many percent a metric is above that of the best variant without loss, seed by seed.
+
+    None where all variants share their runs without loss: the changes relative to those say the same.
+    """
+    study, metric = results.study, loss_metrics(results)[metric_name]
+    lossless = {
+        variant: mean
+        for variant in study.variants
+        if math.isfinite(mean := mean_and_error(results.by_seed(variant, None, metric))[0])
+    }
+    if not lossless or len({trial.cell.name for trial in study.trials if trial.level is None}) == len(
+        {trial.seed for trial in study.trials}
+    ):
+        return None
+    best = min(lossless, key=lossless.__getitem__)
+    levels: list[str | None] = [None, *study.levels]
+    rows = tuple(
+        (variant, tuple(results.ratio((variant, level), (best, None), metric) for level in levels))
+        for variant in study.variants
+    )
+    without = "errors" if study.errs else "loss"
+    note = f"{metric_name} over that of {best!r} without {without}, the lowest mean of this table, in percent, seed by seed"
+    return LossTable((study.baseline, *study.levels), rows, (f"{note}; {INTERVAL}",))
+
+
+def replica_against_owner(results: Results) -> LossTable | None:
+    """By how many percent the replicas' validation loss is above the owners', at the last evaluation of both."""
+    kinds = ["replica", "owner"]
+    if results.weights != kinds or not results.study.levels:
+        return None
+
+    def excess(run: Run) -> float | None:
+        replica, owner = (run.valid_loss(kind) for kind in kinds)
+        return None if replica is None or owner is None else 100 * (replica / owner - 1)
+
+    study = results.study
+    rows = tuple(
+        (
+            variant or "val loss",
+            tuple(Difference.of(results.by_seed(variant, level, excess)) for level in study.levels),
+        )
+        for variant in study.variants
+    )
+    note = "last validation loss with the workers' replicas over that with the owners' weights, in percent"
+    return LossTable(study.levels, rows, (f"{note}; {INTERVAL}",))
+
+
+def run_table(results: Results) -> str:
+    """All finished runs as CSV: where they stand in the study, their losses and the study's metrics."""
+    metrics = {name: metric for name, metric in loss_metrics(results).items() if "PPL" not in name}
+    metrics |= {name: scalar_metric(name) for name in results.study.metrics}
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow([*RUN_COLUMNS, *metrics])
+    for trial in results.study.trials:
+        if run := results.runs.get(trial.cell.name):
+            seeds = [trial.seed, trial.cell.loss.loss_seed if trial.level else ""]
+            losses = [metric(run) for metric in metrics.values()]
+            writer.writerow([trial.cell.name, trial.variant, trial.level or results.study.baseline, *seeds, *losses])
+    return stream.getvalue()
+
+
+def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True) -> list[str]:
+    """What belongs under a table: what its rows are, over which seeds, where trained. ``changes``: it has brackets."""
+    study = results.study
+    seeds = {trial.seed for trial in study.trials}
+    loss_seeds = {trial.loss_seed for trial in study.trials} - {None}
+    result = [definitions]
+    errors = "± standard error of the mean over seeds" if len(seeds) > 1 else "one seed: no error can be given"
+    what = "errors" if study.errs else "losses"
+    losses = f", each with {len(loss_seeds)} {'seeds' if len(loss_seeds) > 1 else 'seed'} of the {what}"
+    reference = {NO_LOSS: "without loss", NO_ERROR: "without errors"}.get(study.baseline, f"with {study.baseline}")
+    brackets = f"; in brackets: change relative to the same seed {reference}" if changes else ""
+    result.append(
+        f"{len(seeds)} {'seeds' if len(seeds) > 1 else 'seed'} of weights and data"
+        + (f"{losses}; {errors}{brackets}" if study.levels else f"; {errors}")
+    )
+    if origin := trained(results):
+        result.append(f"trained {origin}")
+    missing = [cell for cell in study.cells if cell.name not in results.runs]
+    if missing:
+        result.append(f"unfinished: {len(missing)} of {len(study.cells)} cells are missing")
+    return result
+
+
+def trained(results: Results) -> str:
+    """When, on what and with which versions the runs were trained; empty if nobody recorded it."""
+    origins = [run.origin for run in results.runs.values()]
+    dates = sorted({origin["date"] for origin in origins if "date" in origin})
+    if not dates:
+        return results.trained
+    hardware = sorted({origin["hardware"] for origin in origins if "hardware" in origin})
+    versions = sorted({f"{name} {v}" for origin in origins for name, v in origin.get("versions", {}).items()})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"{when} on {' and '.join(hardware)}, with {', '.join(versions)}"
