@@ -1,4 +1,4 @@
-"""The rule of ``--sync-method``, and which flags it cannot work with."""
+"""The rule of ``--sync-method``, and its checks of other flags."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from .mean import networks_between
 from .outer import make_outer
 from .rule import Rule
 
-#: Exchanges of an element below which a moving average has not settled.
+#: A moving average of an element settles in this many exchanges.
 _SETTLES = 10
 
 
 def make_rule(config: LossyConfig, weights: torch.Tensor, steps: int | None) -> Rule:
-    """The rule for islands of this process with ``weights`` [islands, size], in a run of ``steps`` iterations, if known."""
+    """The rule for islands of this process with ``weights`` [islands, size]. ``steps``: length of the run, if known."""
     if config.sync_method == "parameters":
         return make_correction(config, *weights.shape, steps, weights.device)
     return make_outer(config, weights)
 
 
 def check_islands(config: LossyConfig, workers: int, train_iters: int | None, virtual: bool) -> None:
-    """Raise :class:`UsageError` for islands that cannot be made of ``workers``, or do not fit other flags.
+    """Raise :class:`UsageError` for islands that ``workers`` cannot form, or that do not fit other flags.
 
-    ``workers``: data-parallel ranks of all islands, ``virtual`` ones or real. ``train_iters``: ``None`` if it is not known.
+    ``workers``: data-parallel ranks of all islands, ``virtual`` ones or real. ``train_iters``: ``None`` if it is not
+    known.
     """
     islands = config.islands
     if islands == 1:
@@ -57,7 +58,7 @@ def check_islands(config: LossyConfig, workers: int, train_iters: int | None, vi
 
 
 def _check_length(config: LossyConfig, train_iters: int) -> None:
-    """Raise :class:`UsageError` for a run that is over before a mean is used."""
+    """Raise :class:`UsageError` for a run that ends before a mean is used."""
     steps = config.iterations(train_iters)
     if not steps:
         raise refuse("--train-iters", train_iters, "leaves the slowest island without an iteration")
@@ -72,14 +73,14 @@ def _check_length(config: LossyConfig, train_iters: int) -> None:
 
 
 def _check_reliable(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` where means may be lost: outer weights that have come apart stay so, and go on."""
+    """Raise :class:`UsageError` if means may be lost: outer weights that differ stay so for the rest of the run."""
     if not config.sync_lossless:
         why = "cannot lose exchanges (--p-sync, traces, --transport udp): nothing would pull islands together again"
         raise refuse("--sync-method", "eager-diloco", f"{why}; choose diloco")
 
 
 def _check_real(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` for what islands of real ranks cannot do."""
+    """Raise :class:`UsageError` for flags that islands of real ranks do not support."""
     if config.island_speeds is not None:
         raise refuse(
             "--island-speeds", as_text(config.island_speeds), "needs --virtual-workers: real ones have their own"
@@ -93,7 +94,7 @@ def _check_real(config: LossyConfig) -> None:
 
 
 def check_averaging(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` for a gain with which islands would drift apart."""
+    """Raise :class:`UsageError` for a gain that makes islands drift apart."""
     bound = stability_bound(config)
     allowed = f"diverges: must be below {bound:.3g} with {_under_way(config)}"
     if config.delay_correction == "ema" and config.ema_coefficient[0] >= bound:
@@ -103,7 +104,7 @@ def check_averaging(config: LossyConfig) -> None:
 
 
 def notes_on_averaging(config: LossyConfig, steps: int | None) -> list[str]:
-    """What is allowed and unlikely to be wanted in a run of ``steps`` iterations, if known, in lines."""
+    """Lines about flags that are allowed but rarely wanted, for a run of ``steps`` iterations, if known."""
     if not config.averages or config.sync_method != "parameters":
         return []
     notes = []
