@@ -21,7 +21,7 @@ pipeline
 monitor
 delivery_log
 transport
-sync
+mechanisms sync
 run
 hooks
 virtual

@@ -159,8 +159,8 @@ def links_of(rank, tiny, config):
     lossy = hooks.install(config)
     run = build(tiny)
     run.step(0)
-    names = [link.name for link in lossy.boundaries.links.all]
-    counts = [link.counters() for link in lossy.boundaries.links.all]
+    names = [link.name for link in lossy.part("boundaries").boundaries.links.all]
+    counts = [link.counters() for link in lossy.part("boundaries").boundaries.links.all]
     lossy.uninstall()
     return names, counts
 
@@ -331,7 +331,7 @@ def ended(rank):
     run = build(PLAIN)
     run.step(0)
     lossy.uninstall()
-    return lossy.boundaries.links.all[0].counters()[1 - rank]["lost"]
+    return lossy.part("boundaries").boundaries.links.all[0].counters()[1 - rank]["lost"]
 
 
 def test_a_run_ends_in_order():

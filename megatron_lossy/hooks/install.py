@@ -10,6 +10,7 @@ from ..errors import UsageError, refuse
 from ..ledger import Check, check
 from ..sync import IslandWorld
 from . import megatron_core
+from .attached import attached
 from .runtime import Lossy
 from .versions import check_version
 
@@ -45,7 +46,7 @@ def install(
     except ImportError as error:
         raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
     check_version(megatron.core.__version__)
-    lossy = Lossy(config, steps, gapless, world)
+    lossy = Lossy(config, steps, gapless, attached(config, world))
     lossy.ledger.install([] if config.inert else megatron_core.patches(lossy))
     lossy.installed = True
     _current = weakref.ref(lossy)
@@ -59,7 +60,8 @@ def check_patches() -> list[Check]:
     """
     import megatron.core
 
-    lossy = Lossy(LossyConfig(eval_weights="both", p_act=0.1))  # which patches more
+    config = LossyConfig(eval_weights="both", p_act=0.1)  # which patches more
+    lossy = Lossy(config, mechanisms=attached(config))
     patches = megatron_core.patches(lossy)
     with contextlib.suppress(ImportError):
         import megatron.training.training  # noqa: F401

@@ -108,8 +108,8 @@ def patches(lossy: Lossy) -> list[Patch]:
             until="Megatron tells its core the iteration",
             takes=Takes(("ddp_model|model", "optimizer")),
         ),
-        *([] if lossy.config.eval_weights == "replica" and lossy.islands is None else [evaluation]),
-        *([] if lossy.islands is None else island_training.patches(lossy.islands)),
+        *([] if lossy.config.eval_weights == "replica" and lossy.part("islands") is None else [evaluation]),
+        *([] if lossy.part("islands") is None else island_training.patches(lossy.part("islands"))),
         Patch(
             target="torch.distributed:init_process_group",
             around=init_process_group,
@@ -142,7 +142,7 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 
 def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> Any:
     """Around Megatron's checks of its arguments: ours follow, and what they tell about the run."""
-    islands = lossy.islands
+    islands = lossy.part("islands")
     if islands is not None:
         island_training.before_validation(islands, args)
     result = original(args, *rest, **kwargs)
@@ -225,8 +225,11 @@ def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any
         # returns, as training then changes them.
         torch.cuda.synchronize()
         result = original(iteration, model, *args, **kwargs)
-    if lossy.islands is not None and lossy.config.save_consensus and not kwargs.get("non_persistent_ckpt"):
-        with lossy.consensus_weights(model), island_training.consensus_saved(lossy.islands, get_args()) as writes:
+    if lossy.part("islands") is not None and lossy.config.save_consensus and not kwargs.get("non_persistent_ckpt"):
+        with (
+            lossy.consensus_weights(model),
+            island_training.consensus_saved(lossy.part("islands"), get_args()) as writes,
+        ):
             if writes:
                 original(iteration, model, *args, **kwargs)
     return result
@@ -312,9 +315,9 @@ def evaluate(
 
     Of islands: with their mean, and the losses are those of all islands.
     """
-    weights, average = lossy.config.eval_weights, partial(_of_all_islands, lossy.islands)
+    weights, average = lossy.config.eval_weights, partial(_of_all_islands, lossy.part("islands"))
     whose, held = "owner", lossy.owner_weights
-    if lossy.islands is not None:
+    if lossy.part("islands") is not None:
         whose, held = "consensus", lossy.consensus_weights
     if weights == "replica":
         losses, *rest = original(forward_step_func, data_iterator, model, *args, **kwargs)
