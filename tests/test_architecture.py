@@ -22,6 +22,7 @@ monitor
 delivery_log
 transport
 sync
+refusals
 run
 hooks
 virtual

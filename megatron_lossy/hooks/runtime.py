@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from ..channel.corruption import make_corruption
 from ..config import LossyConfig
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
 from ..delivery_log.errors import recorded_events
 from ..device.collectives import all_gather_single
 from ..ledger import Ledger
@@ -23,7 +25,6 @@ from ..sync import FullReplicas, IslandWorld
 from ..transport import LossyGroup
 from .boundaries import Boundaries
 from .buckets import bucket_sizes, buckets_by_stream, own_shard
-from .checks import check_ddp, check_loss_scale, check_tied_replicas
 from .complete import (
     check_exchanged,
     check_registered,
@@ -32,6 +33,7 @@ from .complete import (
     warn_of_reliable_boundaries,
 )
 from .exchanges import Exchanges
+from .facts import of_model
 from .islands import RankIslands
 from .replicated import RankReplica
 from .sampling import RankSampler
@@ -102,7 +104,7 @@ class Lossy(Run):
         """Make the exchanges of a model chunk lossy. A collective call: all ranks wrap their chunks alike."""
         if self.config.inert:
             return
-        check_ddp(ddp, self.config)
+        check_refusals(self.config, of_model(ddp))
         # Over all ranks, so before anything that only some of them have.
         if self.exchanges.find_nodes() and self.boundaries is not None:
             warn_of_reliable_boundaries(self.exchanges.nodes)
@@ -125,7 +127,7 @@ class Lossy(Run):
         known = len(self.replica.streams)
         self.replica.add(ddp)
         replicas = self.replica.streams[known].group.size()
-        check_tied_replicas(ddp.config, self.config, replicas, ddp)
+        check_refusals(self.config, of_model(ddp, workers=replicas))
         if not known:
             warn_of_one_replica(self.config, replicas)
         lossy = [] if self.config.untouched("grad") else self.replica.streams[known:]
@@ -187,7 +189,7 @@ class Lossy(Run):
         """Note an optimizer that has been made. Raises :class:`UsageError` if its loss scale cannot go with full replicas."""
         scaler = getattr(optimizer, "grad_scaler", None)
         if scaler is not None and self.replica is not None:
-            check_loss_scale(self.config, "--loss-scale", f"{scaler.scale.item():g}")
+            check_refusals(self.config, Facts(distributed_optimizer=False, loss_scale=scaler.scale.item()))
         self._optimizers = [*(known for known in self._optimizers if known() is not None), weakref.ref(optimizer)]
 
     def living_optimizers(self) -> list[Any]:

@@ -3,7 +3,7 @@
 from .base import Transfer, Transport
 from .group import BucketSpec, LossyGroup, cut_buckets
 from .in_memory import LossyWorkers
-from .network import Network, check_channels, check_owners, check_ranks, check_udp, find_nodes
+from .network import Network, check_channels, check_key_file, check_owners, check_ranks, find_nodes
 from .ops import check_average, lossy_all_gather, lossy_reduce_scatter
 
 __all__ = [
@@ -15,9 +15,9 @@ __all__ = [
     "Transport",
     "check_average",
     "check_channels",
+    "check_key_file",
     "check_owners",
     "check_ranks",
-    "check_udp",
     "cut_buckets",
     "find_nodes",
     "lossy_all_gather",
