@@ -22,11 +22,11 @@ def _real(when: Callable[[LossyConfig, Facts], object]) -> Callable[[LossyConfig
     return lambda config, facts: bool(config.averages and facts.virtual is False and when(config, facts))
 
 
-def _who(config: LossyConfig, facts: Facts) -> dict[str, object]:
-    if facts.virtual or facts.workers is None:
-        return {"who": "virtual workers"}
-    more = "" if facts.workers > config.islands else "; start more with torchrun, or give --virtual-workers"
-    return {"who": f"data-parallel rank{'s'[: facts.workers != 1]}{more}"}
+def _workers(config: LossyConfig, facts: Facts) -> dict[str, object]:
+    if facts.virtual:
+        return {"workers": f"{facts.workers} virtual workers"}
+    more = "" if above(facts.workers, config.islands) else "; start more with torchrun, or give --virtual-workers"
+    return {"workers": f"{facts.workers} data-parallel rank{'s'[: facts.workers != 1]}{more}"}
 
 
 def _one_worker_each(config: LossyConfig, facts: Facts) -> bool:
@@ -170,8 +170,8 @@ ISLANDS = Section(
         Row(
             flag="--islands",
             beside="a number of workers that they do not divide",
-            why="must divide the {facts.workers} {who}",
-            terms=_who,
+            why="must divide the {workers}",
+            terms=_workers,
             when=lambda config, facts: facts.workers is not None and facts.workers % config.islands != 0,
         ),
         Row(
