@@ -22,6 +22,7 @@ monitor
 delivery_log
 transport
 mechanisms sync
+refusals
 run
 hooks
 virtual

@@ -10,14 +10,16 @@ from typing import Any
 
 from ..channel.corruption import make_corruption
 from ..config import LossyConfig
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
 from ..delivery_log.errors import recorded_events
 from ..ledger import Patch
 from ..mechanisms import Mechanism
 from ..sync import IslandWorld
 from ..transport import LossyGroup
 from . import boundaries, lossy_all_reduce
-from .checks import check_loss_scale, check_tied_replicas
 from .complete import warn_of_one_replica, warn_of_reliable_boundaries
+from .facts import of_model
 from .islands import RankIslands
 from .replicated import RankReplica
 from .seam import all_reduce
@@ -101,7 +103,7 @@ class FullReplica(Mechanism):
             run.after_update.append(lambda _: self.replica.finished())
         self.replica.add(ddp)
         replicas = self.replica.streams[known].group.size()
-        check_tied_replicas(ddp.config, run.config, replicas, ddp)
+        check_refusals(run.config, of_model(ddp, workers=replicas))
         if not known:
             warn_of_one_replica(run.config, replicas)
         lossy = [] if run.config.untouched("grad") else self.replica.streams[known:]
@@ -110,7 +112,7 @@ class FullReplica(Mechanism):
     def add_optimizer(self, optimizer: Any) -> None:
         scaler = getattr(optimizer, "grad_scaler", None)
         if scaler is not None and self.there:
-            check_loss_scale(self._run.config, "--loss-scale", f"{scaler.scale.item():g}")
+            check_refusals(self._run.config, Facts(distributed_optimizer=False, loss_scale=scaler.scale.item()))
 
     def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None] | None:
         if not self.there:

@@ -6,7 +6,9 @@ import contextlib
 import weakref
 
 from ..config import LossyConfig
-from ..errors import UsageError, refuse
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
+from ..errors import UsageError
 from ..ledger import Check, check
 from ..sync import IslandWorld
 from . import megatron_core
@@ -37,10 +39,7 @@ def install(
     before = _current() if _current is not None else None
     if before is not None and before.installed:
         raise RuntimeError("the hooks are already installed; call uninstall() on what install() returned first")
-    if config.averages and world is None:
-        raise refuse("--islands", config.islands, "needs a launcher of this package: each island is a world of its own")
-    if config.async_pipeline and not asynchronous:
-        raise refuse("--async-pipeline", "on", "needs python -m megatron_lossy.train, whose schedule has no flush")
+    check_refusals(config, Facts(island_worlds=world is not None, flushes=not asynchronous))
     try:
         import megatron.core
     except ImportError as error:

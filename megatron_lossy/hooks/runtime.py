@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..channel.corruption import make_corruption
 from ..config import LossyConfig
+from ..config.refusal import check_refusals
 from ..delivery_log.errors import recorded_events
 from ..device.collectives import all_gather_single
 from ..ledger import Ledger
@@ -22,13 +23,13 @@ from ..run import Run
 from ..sync import FullReplicas
 from ..transport import LossyGroup
 from .buckets import bucket_sizes, buckets_by_stream, own_shard
-from .checks import check_ddp
 from .complete import (
     check_exchanged,
     check_registered,
     warn_of_lossless,
 )
 from .exchanges import Exchanges
+from .facts import of_model
 from .sampling import RankSampler
 from .seam import slot_of
 from .stale import load_stale_state, stale_state
@@ -95,7 +96,7 @@ class Lossy(Run):
         """Make the exchanges of a model chunk lossy. A collective call: all ranks wrap their chunks alike."""
         if self.config.inert:
             return
-        check_ddp(ddp, self.config)
+        check_refusals(self.config, of_model(ddp))
         for one in self.mechanisms:
             one.meet(ddp)
         self.exchanges.find_nodes()
