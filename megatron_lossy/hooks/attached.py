@@ -101,6 +101,7 @@ class FullReplica(Mechanism):
         run, known = self._run, len(self.replica.streams)
         if not known:
             run.after_update.append(lambda _: self.replica.finished())
+            self.reducing = self._reducing
         self.replica.add(ddp)
         replicas = self.replica.streams[known].group.size()
         check_refusals(run.config, of_model(ddp, workers=replicas))
@@ -114,9 +115,7 @@ class FullReplica(Mechanism):
         if scaler is not None and self.there:
             check_refusals(self._run.config, Facts(distributed_optimizer=False, loss_scale=scaler.scale.item()))
 
-    def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None] | None:
-        if not self.there:
-            return None
+    def _reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
         return all_reduce(
             partial(self.replica.before_reduction, bucket_group),
             lambda: self.replica.after_reduction(bucket_group, self._run.iteration),

@@ -201,8 +201,8 @@ class Lossy(Run):
 
     def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
         """Around the start of the reduction of ``bucket_group``."""
-        found = (one.reducing(bucket_group) for one in self.mechanisms)
-        return next((around for around in found if around is not None), contextlib.nullcontext())
+        found = (one.reducing for one in self.mechanisms if one.reducing is not None)
+        return next((around(bucket_group) for around in found), contextlib.nullcontext())
 
     def note_all_reduce(self, bucket_group: Any) -> None:
         """The gradients of ``bucket_group`` are about to be all-reduced, without loss. Say so once."""

@@ -6,7 +6,7 @@ The core imports no mechanism and never asks whether one is there. Who installs 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ..ledger import Patch
@@ -23,6 +23,8 @@ class Mechanism:
     job: tuple[int, int] = (0, 1)
     #: The launched rank as whom this process writes records; ``None`` if that is its rank.
     writer: int | None = None
+    #: Makes what surrounds the start of the reduction of a bucket group, where something has to.
+    reducing: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None
 
     def attach(self, run: Any) -> None:
         """Belong to ``run``, a real one that has just been made."""
@@ -52,10 +54,6 @@ class Mechanism:
         """An optimizer has been made. Raises :class:`UsageError` if it cannot go with the mechanism."""
 
     # --- an iteration ----------------------------------------------------------------------------------------------
-
-    def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None] | None:
-        """Surrounds the start of the reduction of ``bucket_group``, if it has to be."""
-        return None
 
     def begin_iteration(self) -> None:
         """The optimizer is about to check gradients and to make its update."""
