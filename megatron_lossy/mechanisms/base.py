@@ -68,6 +68,25 @@ class Mechanism:
         """Events of ``iteration`` beside its exchanges; see :meth:`Observer.happened`."""
         return []
 
+    # --- programs of megatron.training -----------------------------------------------------------------------------
+
+    def training_patches(self) -> list[Patch]:
+        """Patches that it needs in megatron.training."""
+        return []
+
+    def before_arguments(self, args: Any) -> None:
+        """Megatron is about to check its arguments ``args``."""
+
+    def after_arguments(self, args: Any) -> None:
+        """Megatron and the hooks have checked ``args``; no process group exists."""
+
+    def save_beside(self, args: Any) -> contextlib.AbstractContextManager[bool] | None:
+        """Surrounds another checkpoint, of :meth:`consensus_weights`, if there shall be one; its value: whether this rank writes."""
+        return None
+
+    def leave(self) -> None:
+        """A run that ends well is over. A collective call of all jobs."""
+
     # --- weights and saved state -----------------------------------------------------------------------------------
 
     def owner_weights(self) -> contextlib.AbstractContextManager[None] | None:
@@ -76,6 +95,11 @@ class Mechanism:
 
     def consensus_weights(self) -> contextlib.AbstractContextManager[None] | None:
         """Within this context the model has the mean weights of all jobs, if there are several."""
+        return None
+
+    @property
+    def total(self) -> Callable[[Any], Any] | None:
+        """Adds up a tensor over all jobs, a collective call of them; ``None`` where there is one."""
         return None
 
     def identity(self) -> dict[str, Any]:
