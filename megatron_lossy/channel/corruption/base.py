@@ -15,7 +15,6 @@ import numpy as np
 
 from ...config import LossyConfig
 from ...config.errors import ErrorFlags
-from ...errors import refuse
 from ...exchange import Exchange, Stream
 from ...registry import GRAD_ERRORS
 from ..draws import Uniforms
@@ -109,11 +108,8 @@ class Nothing(Corruption):
         return []
 
 
-def check_error_ranks(config: ErrorFlags, ranks: int) -> None:
-    """Raise :class:`UsageError` unless all ranks that errors can hit are below ``ranks``. Warn if none can be hit."""
-    beyond = [rank for rank in config.grad_error_ranks or () if rank >= ranks]
-    if beyond:
-        raise refuse("--grad-error-ranks", beyond[0], f"must be below the {ranks} data-parallel ranks")
+def warn_of_one_rank(config: ErrorFlags, ranks: int) -> None:
+    """Warn that no error can happen if there is only one of ``ranks``."""
     if config.errs and ranks == 1:
         logger.warning("--grad-error with one data-parallel rank: nothing is reduced, so that no error happens")
 
