@@ -4,8 +4,8 @@ Under torchrun, mpirun or srun, for example
 
     torchrun --nproc-per-node 8 -m megatron_lossy pretrain_gpt.py … --p-grad 0.1 --p-param 0.1
 
-``python -m megatron_lossy doctor`` says whether this machine is ready for that. ``python -m megatron_lossy copy FOLDER``
-puts the configurations, the launchers' scripts and the patches there, where there is no checkout of this project.
+``python -m megatron_lossy doctor`` says whether this machine is ready for that. ``python -m megatron_lossy refusals`` lists
+which flags do not go together. ``python -m megatron_lossy copy FOLDER`` puts the configurations, the launchers' scripts and the patches there, where there is no checkout of this project.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .shipped import copy_shipped
 USAGE = (
     "usage: python -m megatron_lossy SCRIPT [Megatron's arguments] [loss flags]; --help after SCRIPT lists all; "
     "python -m megatron_lossy doctor [--help] examines this machine; "
+    "python -m megatron_lossy refusals [SECTION] lists which flags do not go together; "
     "python -m megatron_lossy copy FOLDER puts configurations and the launchers' scripts there"
 )
 
@@ -39,6 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
             from .doctor import main as doctor
 
             sys.exit(doctor(rest))
+        if script == "refusals":
+            from .refusals.listing import main as refusals
+
+            refusals(rest)
+            return
         if script == "copy":
             _copy(rest)
             return

@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .config import LossyConfig
-from .errors import ArgumentParser, UsageError, refuse, tell_torchrun, usage_errors
+from .config.facts import Facts
+from .config.refusal import check_refusals
+from .errors import ArgumentParser, UsageError, tell_torchrun, usage_errors
 from .flags import add_flags, from_namespace
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
 
     Where Megatron reads the sizes from a checkpoint or a file of settings, files are checked once it knows them.
     """
-    from .sync import check_islands
+    from .sync import check_between
     from .transport import check_channels
 
     parser = _parser()
@@ -67,8 +69,10 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
     # Context-parallel ranks shard the optimizer too, so that they do not divide the group.
     size, rest = divmod(world, (found.tensor_model_parallel_size or 1) * (found.pipeline_model_parallel_size or 1))
     if not rest:
-        check_islands(config, size, found.train_iters, virtual=False)
-        check_channels(config, size, found.train_iters)
+        length = found.train_iters
+        check_refusals(config, Facts(workers=size, virtual=False, train_iters=length, ends=length is not None))
+        check_between(config, length)
+        check_channels(config, size, length)
     return found.train_iters
 
 
@@ -84,9 +88,7 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
         if _lossy.config != config:
             raise UsageError("the loss flags changed after the hooks were installed with others")
         return _lossy
-    if config.async_pipeline:
-        why = "needs python -m megatron_lossy.train; the loop of Megatron-LM flushes the pipeline in every iteration"
-        raise refuse("--async-pipeline", "on", why)
+    check_refusals(config, Facts(flushes=True))
     import megatron.core
 
     from . import device, hooks
@@ -213,8 +215,8 @@ def _install_once(name: str, patches: Callable[[], list[Patch]]) -> None:
 
 
 def _leave() -> None:
-    if _lossy is not None and _lossy.islands is not None:
-        _lossy.islands.leave()
+    if _lossy is not None and (islands := _lossy.part("islands")) is not None:
+        islands.leave()
 
 
 def _close() -> None:

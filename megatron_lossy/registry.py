@@ -1,4 +1,6 @@
-"""The channels, errors and rules by the values of their flags. Each has one line here, and its name in its own class.
+"""The channels, errors and rules by the values of their flags, and the sections of the table of refusals.
+
+Each has one line here, and its name in its own class.
 
 A name stands for ``module:Class``, imported when it is first asked for: the flags are known where torch is not
 installed, and ``config`` depends on no implementation. Packages of others add names by entry points, for example
@@ -87,5 +89,21 @@ GRAD_ERRORS = Registry(
         "gaussian": "megatron_lossy.channel.corruption.gaussian:Gaussian",
         "bit-flip": "megatron_lossy.channel.corruption.bit_flip:BitFlip",
         "trace": "megatron_lossy.channel.corruption.recorded:Recorded",
+    },
+)
+
+#: In the order of the table: the first refusal that applies is the one that a user sees.
+REFUSALS = Registry(
+    "megatron_lossy.refusals",
+    {
+        "core": "megatron_lossy.refusals.core:CORE",
+        "transport": "megatron_lossy.refusals.transport:TRANSPORT",
+        "islands": "megatron_lossy.refusals.islands:ISLANDS",
+        "boundaries": "megatron_lossy.refusals.boundaries:BOUNDARIES",
+        "async-pipeline": "megatron_lossy.refusals.async_pipeline:ASYNC_PIPELINE",
+        "replicas": "megatron_lossy.refusals.replicas:REPLICAS",
+        "priority": "megatron_lossy.refusals.priority:PRIORITY",
+        "lead": "megatron_lossy.refusals.lead:LEAD",
+        "workers": "megatron_lossy.refusals.workers:WORKERS",
     },
 )

@@ -3,7 +3,8 @@
 Between ``<!-- flags: loss -->`` and ``<!-- end -->``: the loss flags, from megatron_lossy/config; between
 ``<!-- flags: training -->`` and ``<!-- end -->``: those of our own trainer, from megatron_lossy/train/config.py; between
 ``<!-- flags: islands -->`` and ``<!-- end -->``: those of islands among the loss flags, and ``<!-- flags: pipeline -->``
-those of the asynchronous pipeline; between
+those of the asynchronous pipeline; between ``<!-- refusals: all -->`` and ``<!-- end -->``: the table of refusals, from
+megatron_lossy/refusals; between
 ``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results; between ``<!-- list: studies -->``
 and ``<!-- end -->``: the questions of configs/studies.
 
@@ -26,6 +27,7 @@ from megatron_lossy.config.pipeline import PipelineFlags
 from megatron_lossy.files import write_text
 from megatron_lossy.flags import flag_groups, flag_table, flag_tables
 from megatron_lossy.lab.commands import recorded_tables
+from megatron_lossy.refusals import listing
 from megatron_lossy.report import LossTable
 from megatron_lossy.train.config import TrainConfig
 
@@ -34,7 +36,7 @@ RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": PipelineFlags}
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-_MARKS = re.compile(r"(<!-- (flags|table|list): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKS = re.compile(r"(<!-- (flags|table|list|refusals): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def current(text: str) -> str:
@@ -46,6 +48,8 @@ def _content(kind: str, name: str) -> str:
     if kind == "flags":
         cls = _FLAGS[name]
         return (flag_tables(cls) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
+    if kind == "refusals":
+        return listing.pages() + "\n"
     if kind == "list":
         return _questions(ROOT / "configs" / name)
     return table(RESULTS / name)

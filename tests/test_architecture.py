@@ -21,7 +21,8 @@ pipeline
 monitor
 delivery_log
 transport
-sync
+mechanisms sync
+refusals
 run
 hooks
 virtual

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.errors import UsageError
-from megatron_lossy.hooks.checks import check_pipeline
 from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.train.facts import of_trainer
 from megatron_lossy.train.saved import check_folders
 from tests.programs import start_ranks
 from tests.ranks import run_ranks
@@ -333,5 +334,5 @@ def test_a_killed_rank_ends_the_others(data, tmp_path):
 def test_what_real_stages_refuse(settings, flags, line):
     config = TrainConfig(**TINY | {"pipeline_model_parallel_size": 2, "data": "stdlib"} | settings)
     with pytest.raises(UsageError) as error:
-        check_pipeline(config, LossyConfig(**ASYNC | flags))
+        check_refusals(LossyConfig(**ASYNC | flags), of_trainer(config, 4))
     assert str(error.value).startswith(line)

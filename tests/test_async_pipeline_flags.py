@@ -4,9 +4,10 @@ import pytest
 
 from megatron_lossy import hooks, plugin
 from megatron_lossy.config import LossyConfig, given
+from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.errors import UsageError
-from megatron_lossy.hooks.checks import check_pipeline
 from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.train.facts import of_trainer
 from tests.trainer import TINY
 
 STAGES = {"async_pipeline": True, "virtual_stages": 2}
@@ -51,7 +52,7 @@ def test_flags_that_are_refused(flags, line):
 def test_models_that_are_refused(settings, flags, line):
     config = TrainConfig(**TINY | {"num_layers": 4, "virtual_workers": 2, "data": "stdlib"} | settings)
     with pytest.raises(UsageError) as error:
-        check_pipeline(config, LossyConfig(**flags))
+        check_refusals(LossyConfig(**flags), of_trainer(config, 1))
     assert str(error.value).startswith(line)
 
 

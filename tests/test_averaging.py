@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.facts import Facts
+from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
 from megatron_lossy.lab.theory.islands import STREAM, deviation, rounds_of, simulate, spread
 from megatron_lossy.sync import InMemory, Subset, make_rule
 from megatron_lossy.sync.correction import Mixing, SmithPredictor, predictor_gain, stability_bound
-from megatron_lossy.sync.methods import check_averaging, notes_on_averaging
+from megatron_lossy.sync.methods import notes_on_averaging
 from megatron_lossy.virtual.islands import _squares as squares_of
 
 
@@ -191,7 +193,7 @@ def test_the_bound_of_drawn_subsets_at_its_ends():
 def test_no_gain_that_is_chosen_or_allowed_diverges(subset, fraction, delay):
     config = flags(sync_fraction=fraction, sync_delay=delay, sync_subset=subset)
     for one in (config, dataclasses.replace(config, mixing_gain=repr(0.9 * stability_bound(config)))):
-        check_averaging(one)
+        check_refusals(one, Facts(workers=8))
         left = spread(simulate(one, start(size=400), 2000)).square().mean()
         assert left < 0.05 * spread(start(size=400)).square().mean()
 
@@ -759,7 +761,7 @@ def test_flags_that_do_not_fit(settings, line):
 )
 def test_a_gain_that_diverges_is_refused(settings, line):
     with pytest.raises(UsageError) as error:
-        check_averaging(flags(sync_fraction=0.05, **settings))
+        check_refusals(flags(sync_fraction=0.05, **settings), Facts(workers=8))
     assert str(error.value).startswith(line)
 
 

@@ -3,6 +3,7 @@
 Statistical tests use fixed seeds; each states how unlikely a failure would be for a right implementation.
 """
 
+import dataclasses
 import itertools
 import random
 
@@ -17,6 +18,7 @@ from megatron_lossy.channel.gilbert_elliott import GilbertElliott
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
+from megatron_lossy.registry import CHANNELS
 from megatron_lossy.transport import Network, check_channels
 
 SIX_SIGMA = 6.0  # two-sided probability of a false alarm: 2e-9
@@ -238,6 +240,31 @@ def test_the_own_shard_always_arrives_unless_lossy_self():
     assert everything(LossyConfig(p_grad=0.5, p_param=0.5, lossy_self=True), 4, phase="param")[
         :, diagonal, diagonal
     ].all()
+
+
+def test_what_receivers_lose_together_is_drawn_for_no_rank():
+    """Else a sender that loses for all would lose what one of its links loses in a run without correlation."""
+    config = LossyConfig(p_grad=0.5, loss_unit="packet")
+    together = everything(dataclasses.replace(config, loss_correlation="source"), 4, units=64)
+    apart = everything(config, 4, units=64)
+    for source, one, other in itertools.product(range(4), repeat=3):
+        if source not in (one, other):
+            assert (together[source, one] != apart[source, other]).any()
+
+
+def test_a_phase_without_a_matrix_is_never_late(tmp_path):
+    path = tmp_path / "rates.txt"
+    path.write_text("0 .1\n.2 0\n")
+    config = LossyConfig(loss_model=("per-link",), link_rates_grad=str(path))
+    assert make_channel(config, "param").lag(0, 0, np.array([1]), 1) == (0.0, 0.0)
+    assert make_channel(config, "grad").lag(0, 0, np.array([1]), 1)[0] == 0.1
+
+
+def test_the_highest_rate_of_bursts_is_told_by_a_rate_and_not_by_four_parameters():
+    bursts = LossyConfig(p_grad=0.2, loss_model=("gilbert-elliott",))
+    given = LossyConfig(loss_model=("gilbert-elliott",), ge_grad=(0.1, 0.4, 0.0, 1.0))
+    kind = CHANNELS.load("gilbert-elliott")
+    assert kind.highest_rate(bursts.phase("grad")) == 0.2 and kind.highest_rate(given.phase("grad")) is None
 
 
 def test_receivers_that_lose_together():

@@ -353,6 +353,23 @@ def plain_group(rank, config, workers, steps):
     return late
 
 
+def sent_from_elsewhere(rank, config, steps):
+    """What this rank's replica has of its own shard, which is sent from a tensor of its own."""
+    group = LossyGroup.create(config, [BucketSpec(500)])
+    replica, mine, found = torch.zeros(1000), torch.zeros(500), []
+    for step in range(steps):
+        mine += 1
+        lossy_all_gather(group, 0, replica, mine, step)
+        found.append((replica[rank * 500 : (rank + 1) * 500].unique().tolist(), mine.unique().tolist()))
+    return found
+
+
+def test_the_own_shard_has_no_lead_wherever_it_was_sent_from():
+    config = LossyConfig(p_param=0.4, loss_unit="packet", packet_bytes=4, param_send="compensated", param_lag="1.0")
+    for found in run_ranks(sent_from_elsewhere, 2, config, 4):
+        assert found == [([step + 1.0], [step + 1.0]) for step in range(4)]
+
+
 @pytest.mark.parametrize("channel", [{}, {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (3.0,)}])
 def test_replicas_of_a_plain_process_group_are_not_late(channel):
     """Constant growth: 1,000 packets are late by the mean age, and with a lead on time, within five standard errors."""

@@ -574,6 +574,28 @@ def test_pandas_and_duckdb_read_it(tmp_path):
     assert duckdb.sql(query).fetchall() == [(int(frame.lost.sum()),)]
 
 
+def test_what_several_ranks_recorded_counts_once(tmp_path):
+    """Peers of tensor parallelism receive the same, and each writes it."""
+    from megatron_lossy.delivery_log.scan import scan
+
+    config = LossyConfig(**LOSSY, loss_unit="bucket")
+    write(tmp_path, config, 3, 4, ranks=range(3))
+    once = [rows.source.tolist() for _, rows in scan(DeliveryLogFolder(tmp_path))]
+    log = DeliveryLog(dataclasses.replace(config, delivery_log=str(tmp_path)))
+    log.__class__ = type("RankLog", (DeliveryLog,), {"_rank": 7})
+    units, total = cut(SHARDS, [4] * 3, config.loss_unit, config.packet_bytes)
+    networks = {phase: Network(config, phase, 3) for phase in ("grad", "param")}
+    for step in range(4):
+        for phase, network in networks.items():
+            exchange = Exchange(phase, Stream(), step)
+            arrived = network.delivered_links(exchange, np.arange(3), np.array([1, 1, 1]), total)
+            log.observe(Delivery(exchange, np.arange(3), [1], arrived[None], units))
+        log.finish_iteration(step, True, list)
+    log.close()
+    assert len(list(tmp_path.glob("rank_00007*.parquet"))) == 1
+    assert [rows.source.tolist() for _, rows in scan(DeliveryLogFolder(tmp_path))] == once
+
+
 def test_summary_counts_rates_bursts_and_ages(tmp_path):
     from megatron_lossy.delivery_log.summary import summarize, summary_text
 

@@ -15,7 +15,9 @@ from scripts.update_docs import PAGES, RESULTS, ROOT, current, linked_tables, li
 def test_what_is_made_elsewhere_is_current(page):
     text = page.read_text()
     assert text == current(text), "run make docs"
-    assert text.count("<!-- end -->") == sum(text.count(f"<!-- {kind}: ") for kind in ("flags", "table", "list"))
+    assert text.count("<!-- end -->") == sum(
+        text.count(f"<!-- {kind}: ") for kind in ("flags", "table", "list", "refusals")
+    )
 
 
 def test_links_in_the_documentation_exist():

@@ -9,17 +9,19 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.facts import Facts
+from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import Lossy, check_version, megatron_training
-from megatron_lossy.hooks.checks import (
-    check_arguments,
-    check_boundaries,
-    check_ddp,
-    check_optimizer,
-    check_reports,
-    check_tied_replicas,
-    check_units,
-)
+from megatron_lossy.hooks.facts import _expert_data_parallel_ranks, of_arguments, of_model
+
+
+def check_arguments(arguments, config):
+    check_refusals(config, of_arguments(arguments))
+
+
+def check_ddp(ddp, config):
+    check_refusals(config, of_model(ddp))
 
 
 @pytest.mark.parametrize("version", ["0.10.0", "0.21.0", "1.0", "unknown"])
@@ -122,12 +124,12 @@ def test_checkpoints_that_hold_no_replicas_cannot_go_with_saved_ones(kind):
     ],
 )
 def test_packets_hold_an_element_of_all_that_crosses(settings, flags, needed):
-    arguments = types.SimpleNamespace(**settings)
-    check_units(arguments, LossyConfig(**flags, loss_unit="packet", packet_bytes=needed))
+    arguments = types.SimpleNamespace(use_distributed_optimizer=True, **settings)
+    check_arguments(arguments, LossyConfig(**flags, loss_unit="packet", packet_bytes=needed))
     with pytest.raises(
         UsageError, match=f"^--packet-bytes {needed - 1}: must hold at least one element of {needed} by"
     ):
-        check_units(arguments, LossyConfig(**flags, loss_unit="packet", packet_bytes=needed - 1))
+        check_arguments(arguments, LossyConfig(**flags, loss_unit="packet", packet_bytes=needed - 1))
 
 
 def test_gradients_that_are_reported_late_are_still_those_that_were_sent():
@@ -150,7 +152,7 @@ def test_gradients_that_are_reported_late_are_still_those_that_were_sent():
         ({"tensor_model_parallel_size": 2}, late, "--udp-deadline 50: would keep other residuals"),
     ):
         with pytest.raises(UsageError, match=f"^{line}") if line else contextlib.nullcontext():
-            check_reports(types.SimpleNamespace(**settings), config)
+            check_arguments(types.SimpleNamespace(use_distributed_optimizer=True, **settings), config)
 
 
 @pytest.mark.parametrize(
@@ -162,12 +164,14 @@ def test_gradients_that_are_reported_late_are_still_those_that_were_sent():
     ],
 )
 def test_virtual_boundaries_are_where_layers_are_called(settings, line):
-    arguments = types.SimpleNamespace(num_layers=4, pipeline_model_parallel_size=1, cuda_graph_impl="none")
+    arguments = types.SimpleNamespace(
+        use_distributed_optimizer=True, num_layers=4, pipeline_model_parallel_size=1, cuda_graph_impl="none"
+    )
     config = LossyConfig(p_act=0.1, virtual_boundaries=(2,))
-    check_boundaries(arguments, config)
+    check_arguments(arguments, config)
     vars(arguments).update(settings)
     with pytest.raises(UsageError, match=f"^{line}"):
-        check_boundaries(arguments, config)
+        check_arguments(arguments, config)
 
 
 def test_a_trace_is_checked_against_the_sizes_that_megatron_settled_on(tmp_path, monkeypatch):
@@ -182,7 +186,7 @@ def test_a_trace_is_checked_against_the_sizes_that_megatron_settled_on(tmp_path,
     def validate(**sizes):
         arguments = Arguments()
         vars(arguments).update({"context_parallel_size": 1, "train_iters": 5} | sizes)
-        lossy = types.SimpleNamespace(config=config, islands=None, steps=None)
+        lossy = types.SimpleNamespace(config=config, part=lambda section: None, steps=None)
         return megatron_training.validate_args(lossy, lambda args: args, arguments)
 
     assert validate(data_parallel_size=2).data_parallel_size == 2 and len(claimed) == 1
@@ -198,7 +202,8 @@ def test_other_processes_can_copy_the_owners_weights_while_a_checkpoint_is_sched
     happened = []
 
     class Lossy:
-        islands = None
+        def part(self, section):
+            return None
 
         @contextlib.contextmanager
         def owner_weights(self, model):
@@ -245,14 +250,15 @@ def test_one_rank_says_what_is_lost(rank, island, lines, monkeypatch, capsys):
     monkeypatch.setattr(megatron_training, "usage_errors", contextlib.nullcontext)
     for module, name in (
         (megatron_training, "_claim_delivery_log"),
-        (megatron_training, "check_islands"),
+        (megatron_training, "check_run"),
         (megatron_training.island_training, "before_validation"),
         (megatron_training.island_training, "enter"),
     ):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
     lossy = Lossy(LossyConfig(p_grad=0.1))
     if island is not None:
-        lossy.islands = types.SimpleNamespace(world=types.SimpleNamespace(island=island, islands=2))
+        world = types.SimpleNamespace(island=island, islands=2)
+        lossy.mechanisms = [types.SimpleNamespace(section="islands", world=world)]
     args = types.SimpleNamespace(
         use_distributed_optimizer=True, optimizer="adam", data_parallel_size=2, train_iters=5, rank=rank
     )
@@ -266,9 +272,9 @@ def test_experts_of_several_ranks_may_be_all_that_loses():
         num_experts=4, expert_tensor_parallel_size=1, expert_model_parallel_size=1, tensor_model_parallel_size=2
     )
     args.world_size = 2
-    assert megatron_training._expert_data_parallel_ranks(args) == 2
+    assert _expert_data_parallel_ranks(args) == 2
     args.num_experts = None
-    assert megatron_training._expert_data_parallel_ranks(args) == 1
+    assert _expert_data_parallel_ranks(args) == 1
 
 
 def refused(config, **settings):
@@ -302,7 +308,7 @@ def test_full_replicas_that_can_differ_have_no_loss_scale():
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_sums_over_tokens_take_no_absolute_noise(distributed):
-    settings = types.SimpleNamespace(calculate_per_token_loss=True)
+    facts = Facts(per_token_loss=True, distributed_optimizer=distributed)
     burst = {"grad_error_burst_interval": 5, "grad_error_burst_std": 0.25}
     for flags, line in (
         ({"grad_error_std": 0.5}, "--grad-error-std 0.5: gradients are sums"),
@@ -312,7 +318,7 @@ def test_sums_over_tokens_take_no_absolute_noise(distributed):
     ):
         config = LossyConfig(grad_error="gaussian", grad_error_at="reduce", **flags)
         with pytest.raises(UsageError, match="^" + line) if line else contextlib.nullcontext():
-            check_optimizer(settings, config, distributed)
+            check_refusals(config, facts)
 
 
 @pytest.mark.parametrize(
@@ -326,8 +332,8 @@ def test_an_all_reduce_sends_no_parameters(flags, line):
     """Its second half carries gradients, which flags about parameters would change."""
     config = LossyConfig(p_grad=0.1, allow_divergence=True, **flags)
     with pytest.raises(UsageError, match="^" + line):
-        check_optimizer(types.SimpleNamespace(), config, distributed=False)
-    check_optimizer(types.SimpleNamespace(), LossyConfig(p_grad=0.1, **flags), distributed=True)
+        check_refusals(config, Facts(distributed_optimizer=False))
+    check_refusals(LossyConfig(p_grad=0.1, **flags), Facts(distributed_optimizer=True))
 
 
 def test_stages_with_a_tied_embedding_have_at_most_two_replicas_to_average():
@@ -338,17 +344,13 @@ def test_stages_with_a_tied_embedding_have_at_most_two_replicas_to_average():
         ({"replica_check": "log"}, None),
     ):
         for replicas, stages, untied in ((3, 2, False), (2, 2, False), (3, 1, False), (3, 2, True)):
-            settings = types.SimpleNamespace(
-                pipeline_model_parallel_size=stages, untie_embeddings_and_output_weights=untied
-            )
+            facts = Facts(pipeline=stages, tied=not untied, workers=replicas)
             wrong = what and (replicas, stages, untied) == (3, 2, False)
             with pytest.raises(UsageError, match=line.format(what)) if wrong else contextlib.nullcontext():
-                check_tied_replicas(settings, LossyConfig(**flags), replicas)
-    predicting = types.SimpleNamespace(
-        pipeline_model_parallel_size=2, untie_embeddings_and_output_weights=True, mtp_num_layers=1
-    )
+                check_refusals(LossyConfig(**flags), facts)
+    predicting = Facts(pipeline=2, tied=False, predicts_more_tokens=True, workers=3)
     with pytest.raises(UsageError, match=line.format("--param-sync-interval")):
-        check_tied_replicas(predicting, LossyConfig(param_sync_interval=2), 3)
+        check_refusals(LossyConfig(param_sync_interval=2), predicting)
 
 
 def test_hashes_of_weights_are_compared_where_replicas_cannot_differ():

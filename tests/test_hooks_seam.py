@@ -65,6 +65,17 @@ def test_in_a_context_it_is_complete_when_the_context_is():
     assert buffer.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_an_asynchronous_context_is_complete_when_its_handle_is(named):
+    """``_coalescing_manager(group, device, async_ops)``: torch takes the last by its place as well as by its name."""
+    arguments = ((None, None), {"async_ops": True}) if named else ((None, None, True), {})
+    with seam.coalescing_manager(lambda *_, **__: _open_context(), *arguments[0], **arguments[1]) as handle:
+        buffer, _ = gather(None)
+    assert buffer.tolist() == [1, 1]
+    handle.wait()
+    assert buffer.tolist() == [0, 0]
+
+
 class _open_context:
     def __enter__(self):
         return SimpleNamespace(wait=lambda: None)

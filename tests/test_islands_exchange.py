@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.islands import SYNC_PHASES
+from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
 from megatron_lossy.sync import BetweenRanks, InMemory
 from megatron_lossy.sync import mean as means_in_memory
@@ -179,3 +181,13 @@ def test_a_mean_to_which_nobody_sent_is_lost(dtype, gathers, monkeypatch):
         arrived = here(one, 0)
         assert torch.equal(arrived, expected.arrived[island]) and arrived.any()
         assert torch.equal(one.values[arrived], expected.values[arrived])
+
+
+def test_a_trace_must_last_for_the_exchanges_between_islands(tmp_path):
+    trace = tmp_path / "short.npz"
+    np.savez(trace, **dict.fromkeys(SYNC_PHASES, np.ones((3, 2, 2, 1), dtype=bool)))
+    models = ("bernoulli", "bernoulli", "trace", "trace")
+    config = LossyConfig(islands=2, sync_method="parameters", loss_model=models, trace=str(trace))
+    means_in_memory.networks_between(config, Stream("islands"), 3)
+    with pytest.raises(UsageError, match="has 3 steps in phase sync-reduce, the run needs 4"):
+        means_in_memory.networks_between(config, Stream("islands"), 4)

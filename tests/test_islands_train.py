@@ -12,11 +12,12 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.islands import TRACKER
+from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
-from megatron_lossy.hooks.checks import check_real_islands
-from megatron_lossy.sync import check_islands
+from megatron_lossy.sync import check_between
 from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.train.facts import of_trainer
 from megatron_lossy.train.saved import check_folders, in_folders_of_island, latest_iteration
 from megatron_lossy.transport.network import channel_of
 from tests.ranks import run_ranks
@@ -291,8 +292,9 @@ def look_at_losses(rank: int, config: dict, loss: dict) -> None:
 def test_flags_that_do_not_fit(settings, loss, line):
     with pytest.raises(UsageError) as error:
         config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0} | settings)
-        virtual = config.virtual_workers is not None
-        check_islands(LossyConfig(**loss), config.virtual_workers or 4, config.train_iters, virtual)
+        lossy = LossyConfig(**loss)
+        check_refusals(lossy, of_trainer(config, 4))
+        check_between(lossy, config.train_iters)
     assert str(error.value).startswith(line)
 
 
@@ -322,16 +324,17 @@ def test_a_mean_is_no_checkpoint_to_continue_from(tmp_path):
 def test_a_mean_needs_a_place(data):
     config = TrainConfig(**SMALL | data)
     with pytest.raises(UsageError, match="^--save-consensus on: needs --save$"):
-        check_folders(config, LossyConfig(**ISLANDS, save_consensus=True))
+        check_refusals(LossyConfig(**ISLANDS, save_consensus=True), of_trainer(config, 4))
 
 
 def test_outer_weights_are_saved_or_not_asked_for():
-    config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0, "save": "out"})
+    real = {"virtual_workers": None, "data_path": ("data",), "eval_iters": 0, "save": "out"}
+    config = TrainConfig(**SMALL | real)
     outer = LossyConfig(islands=2, sync_method="diloco")
     with pytest.raises(UsageError, match="^--sync-method diloco: keeps its outer weights .* --save-replicas only"):
-        check_real_islands(config, outer)
-    check_real_islands(config, dataclasses.replace(outer, save_replicas=True))
-    check_real_islands(dataclasses.replace(config, save=None), outer)
+        check_refusals(outer, of_trainer(config, 4))
+    check_refusals(dataclasses.replace(outer, save_replicas=True), of_trainer(config, 4))
+    check_refusals(outer, of_trainer(dataclasses.replace(config, save=None), 4))
 
 
 def test_checkpoints_of_others_are_refused(data, tmp_path):

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.facts import Facts
+from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
-from megatron_lossy.hooks.checks import check_torch
 from megatron_lossy.registry import GRAD_RECOVERIES
 from tests import contract
 from tests.ranks import each, run_ranks
@@ -99,7 +100,7 @@ def test_exchanges_against_the_reference(size):
 
 def needs_torch_2_8():
     try:
-        check_torch(PIECES)
+        check_refusals(PIECES, Facts(torch=torch.__version__))
     except UsageError as error:
         pytest.skip(str(error))
 

@@ -16,11 +16,13 @@ from megatron.core.transformer import torch_norm
 
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import versions
 from megatron_lossy.hooks.boundaries import Boundaries
+from megatron_lossy.hooks.facts import of_arguments, of_communicator, of_model
 from megatron_lossy.hooks.versions import decoder_layers
 from megatron_lossy.pipeline import Boundary
 from megatron_lossy.report.columns import columns
@@ -469,7 +471,7 @@ def refused(rank, tiny, config, model=None):
             run = build(tiny)
             for name, value in model.items():
                 setattr(run.transformer, name, value)
-            hooks.checks.check_ddp(run.model[0], config)
+            check_refusals(config, of_model(run.model[0]))
     return str(error.value)
 
 
@@ -552,11 +554,10 @@ def test_a_message_outside_of_a_schedule():
 def test_arguments_of_megatron_lm_are_refused_before_anything_starts(settings, flags, message):
     arguments = SimpleNamespace(use_distributed_optimizer=True, optimizer="adam", **settings)
     with pytest.raises(UsageError, match=f"^{message}"):
-        hooks.checks.check_arguments(arguments, LossyConfig(**vars(BOTH) | flags))
-    hooks.checks.check_arguments(arguments, LossyConfig(p_grad=0.1))
-    hooks.checks.check_arguments(
-        SimpleNamespace(use_distributed_optimizer=True, optimizer="adam", pipeline_model_parallel_size=2), BOTH
-    )
+        check_refusals(LossyConfig(**vars(BOTH) | flags), of_arguments(arguments))
+    check_refusals(LossyConfig(p_grad=0.1), of_arguments(arguments))
+    fits = SimpleNamespace(use_distributed_optimizer=True, optimizer="adam", pipeline_model_parallel_size=2)
+    check_refusals(BOTH, of_arguments(fits))
 
 
 def test_virtual_workers_have_one_process():
@@ -569,8 +570,8 @@ def test_several_modules_are_refused():
         pass
 
     with pytest.raises(UsageError, match="^MultiModulePipelineCommunicator: cannot go with --p-act"):
-        hooks.checks.check_communicator(MultiModulePipelineCommunicator())
-    hooks.checks.check_communicator(None)
+        check_refusals(BOTH, of_communicator(MultiModulePipelineCommunicator()))
+    check_refusals(BOTH, of_communicator(object()))
 
 
 def test_the_hooks_go():

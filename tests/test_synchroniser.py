@@ -346,6 +346,25 @@ def test_streams_decide_together_and_those_of_one_replica_do_nothing():
     assert not synchroniser.finished()  # all are equal
 
 
+def test_an_interval_that_has_passed_when_it_becomes_shorter_ends_at_once():
+    """With overlap a synchronisation says so updates later, when more have been made than the new interval has."""
+    config = LossyConfig(param_sync_interval=10, param_sync_rule="divergence", param_sync_overlap=True)
+    values = [torch.zeros(8), torch.ones(8)]
+    streams = [Copies("dense", LocalPeers(2), [Replica(lambda value=value: [value]) for value in values])]
+    synchroniser = Synchroniser(config, streams, lambda values: values)
+    launched = []
+    for update in range(1, 20):
+        if update == 14:  # three updates after the first launch; replicas are far apart
+            synchroniser.arrive()
+            assert synchroniser.interval.current < 4
+        synchroniser.finished()
+        if synchroniser.under_way and (not launched or update > 13):
+            launched.append(update)
+            if update > 13:
+                break
+    assert launched == [10, 14]
+
+
 def test_tensors_on_several_devices():
     """As of torch's AdamW on an accelerator, whose step is on the CPU. The device "meta" has shapes and no values."""
     moments = [torch.zeros(5000, device="meta"), torch.zeros(3, device="meta")]

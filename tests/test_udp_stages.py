@@ -16,10 +16,12 @@ from megatron.core import parallel_state
 
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import datagrams
+from megatron_lossy.hooks.facts import of_arguments
 from megatron_lossy.pipeline import received, sent
 from megatron_lossy.pipeline.loss import BoundaryLoss
 from megatron_lossy.transport.udp import stages
@@ -159,8 +161,8 @@ def links_of(rank, tiny, config):
     lossy = hooks.install(config)
     run = build(tiny)
     run.step(0)
-    names = [link.name for link in lossy.boundaries.links.all]
-    counts = [link.counters() for link in lossy.boundaries.links.all]
+    names = [link.name for link in lossy.part("boundaries").boundaries.links.all]
+    counts = [link.counters() for link in lossy.part("boundaries").boundaries.links.all]
     lossy.uninstall()
     return names, counts
 
@@ -331,7 +333,7 @@ def ended(rank):
     run = build(PLAIN)
     run.step(0)
     lossy.uninstall()
-    return lossy.boundaries.links.all[0].counters()[1 - rank]["lost"]
+    return lossy.part("boundaries").boundaries.links.all[0].counters()[1 - rank]["lost"]
 
 
 def test_a_run_ends_in_order():
@@ -392,7 +394,7 @@ def test_bad_flags(flags, error):
 def test_arguments_of_megatron_lm_are_refused_before_anything_starts(settings, message):
     arguments = SimpleNamespace(use_distributed_optimizer=True, optimizer="adam", **settings)
     with pytest.raises(UsageError, match=f"^{message}"):
-        hooks.checks.check_arguments(arguments, LOSSLESS)
+        check_refusals(LOSSLESS, of_arguments(arguments))
 
 
 def test_virtual_workers_have_no_network():

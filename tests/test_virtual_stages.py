@@ -240,7 +240,7 @@ def refused(rank: int, changes: dict, line: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"tied": True}, "--share-embeddings-and-output-weights: cannot be with --async-pipeline"),
+        ({"tied": True}, "--share-embeddings-and-output-weights on: cannot be with --async-pipeline"),
         ({"dtype": "fp16"}, "--fp16: cannot be with --async-pipeline"),
         ({"experts": 2}, "--num-experts: cannot be with --async-pipeline"),
     ],

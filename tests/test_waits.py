@@ -89,16 +89,16 @@ def count_reads(rank, tiny, config, steps):
 
     lossy = hooks.install(config)
     run = build(tiny)
-    read, unit, hits = [], lossy.replica._unit, []
-    lossy.replica._unit = lambda: read.append(1) or unit()
-    take = lossy.replica.take
+    read, unit, hits = [], lossy.part("replicas").replica._unit, []
+    lossy.part("replicas").replica._unit = lambda: read.append(1) or unit()
+    take = lossy.part("replicas").replica.take
 
     def taken(step):
         found = take(step)
         hits.extend(hit for one in found if isinstance(one, Reduction) for hit in one.hits)
         return found
 
-    lossy.replica.take = taken
+    lossy.part("replicas").replica.take = taken
     for step in range(steps):
         run.step(step)
     return len(read), len(hits)

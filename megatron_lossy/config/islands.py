@@ -202,11 +202,6 @@ class IslandFlags:
         if self.island_speeds is not None:
             self._check_speeds(self.island_speeds)
 
-    def check_save(self, folder: str | None) -> None:
-        """Raise :class:`UsageError` if what is to be saved has no ``folder`` (``--save``)."""
-        if self.save_consensus and not folder:
-            raise refuse(flag_name(type(self), "save_consensus"), "on", "needs --save")
-
     def _need(self, name: str, fine: bool, allowed: str) -> None:
         if not fine:  # NaN is never fine
             raise refuse(flag_name(type(self), name), as_text(getattr(self, name)), allowed)

@@ -20,8 +20,9 @@ from .islands import SYNC_PHASES, IslandFlags
 from .phases import PHASES, PhaseLoss, Schedule
 from .pipeline import PipelineFlags
 from .recovery import RecoveryFlags
+from .refusal import check_refusals
 from .sync import SyncFlags
-from .transport import UDP_PACKET_BYTES, UDP_REPORT_BYTES, TransportFlags
+from .transport import UDP_PACKET_BYTES, TransportFlags
 
 
 def given(config: Any) -> dict[str, Any]:
@@ -214,18 +215,15 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         if not 0 <= self.loss_seed < 2**64:
             raise refuse("--loss-seed", self.loss_seed, "must be in [0, 2^64 - 1]")
         self._check_unused()
-        self.check_recovery(self.loss_unit)
+        self.check_recovery()
         self.check_boundaries()
-        self._check_boundaries_between()
         self.check_transport()
-        self._check_udp()
         self.check_errors()
         self.check_sync()
         GRAD_RECOVERIES.load(self.grad_recovery).check(self)
         for phase in PHASES + SYNC_PHASES:
             self.phase(phase)
-        self._check_with_islands()
-        self._check_replicas()
+        check_refusals(self)
 
     def _resolve(self) -> None:
         """Give the units of loss their defaults, which depend on the transport."""
@@ -253,94 +251,6 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
             if not used:
                 why = f"needs {flag_name(LossyConfig, other)} {value}, not {as_text(getattr(self, other))}"
                 refuse_unused(self, name, why)
-
-    def _check_udp(self) -> None:
-        """Raise :class:`UsageError` for what cannot be over a network: it loses packets, and knows of no others' losses."""
-        if self.transport != "udp":
-            return
-        if self.loss_unit != "packet":
-            raise refuse("--loss-unit", self.loss_unit, "must be packet with --transport udp, which loses datagrams")
-        if self.lossy_self:
-            raise refuse("--lossy-self", "with --transport udp", "cannot be: the own shard never crosses the network")
-        if self.at_sender:
-            if not self.phase("grad").lossless:
-                why = "cannot be: what a channel draws beside the network nobody reports to its sender; omit the loss rate"
-                raise refuse(
-                    "--transport", "udp with gradients lost by drawing, and --grad-priority or error-feedback", why
-                )
-            if self.grad_residual_bound != 1:
-                raise refuse("--grad-residual-bound", self.grad_residual_bound, "cannot be with --transport udp")
-            self._check_report_bytes("--grad-priority over UDP")
-        if self.param_priority != "none":
-            if not self.phase("param").lossless:
-                why = "cannot be: what a channel draws beside the network nobody sends again; omit the loss rate"
-                what = f"{self.param_priority} over UDP with parameters lost by drawing"
-                raise refuse("--param-priority", what, why)
-            self._check_report_bytes("--param-priority over UDP")
-
-    def _check_report_bytes(self, what: str) -> None:
-        if self.packet_bytes < UDP_REPORT_BYTES:
-            raise refuse("--packet-bytes", self.packet_bytes, f"must be at least {UDP_REPORT_BYTES} with {what}")
-
-    def _check_replicas(self) -> None:
-        """Parameters can be lost only where they are gathered, and replicas differ only where they are not."""
-        if self.phase("param").lossless:
-            return
-        needs = (
-            "needs replicas that each update everything; parameters that are lost belong to the distributed optimizer"
-        )
-        if self.synchronises:
-            raise refuse("--param-sync-interval", self.param_sync_interval, needs)
-        if self.replica_check != "none":
-            raise refuse("--replica-check", self.replica_check, needs)
-        if self.errs_apart:
-            raise refuse("--grad-error-at", "broadcast", needs)
-
-    def _check_boundaries_between(self) -> None:
-        """Raise :class:`UsageError` for losses between stages that do not go with what carries the exchanges."""
-        if self.virtual_boundaries and self.lossy_links == "inter-node":
-            why = "cannot be on a node: --lossy-links inter-node"
-            raise refuse("--virtual-boundaries", as_text(self.virtual_boundaries), why)
-        if self.act_transport != "udp":
-            return
-        if self.transport != "udp":
-            raise refuse("--act-transport", "udp", "needs --transport udp")
-        if self.virtual_boundaries is not None:
-            raise refuse("--act-transport", "udp", "needs real stages: --virtual-boundaries are in one process")
-        self._check_report_bytes("--act-transport udp")
-        if self.act_packet_bytes > self.packet_bytes:
-            why = (
-                f"must be at most --packet-bytes ({self.packet_bytes}) with --act-transport udp, where it is a datagram"
-            )
-            raise refuse("--act-packet-bytes", self.act_packet_bytes, why)
-
-    def _check_with_islands(self) -> None:
-        """Raise :class:`UsageError` for what is not built for islands, or would mean something else there."""
-        if not self.averages:
-            return
-        refused = {
-            "param_send": "plain",
-            "drift_interval": 0,
-            "p_act": 0.0,
-            "p_act_grad": 0.0,
-            "lossy_links": "all",
-            "grad_error": "none",
-            "param_sync_interval": 0,
-            "replica_check": "none",
-            "allow_divergence": False,
-        }
-        for name, only in refused.items():
-            if getattr(self, name) != only:
-                raise refuse(flag_name(LossyConfig, name), getattr(self, name), "cannot be combined with --islands")
-        if self.eval_weights == "owner":
-            raise refuse(
-                "--eval-weights", "owner", "every island has owners; with --islands choose consensus or replica"
-            )
-        if self.island_speeds is not None:
-            for name in ("delivery_log", "trace"):
-                if getattr(self, name) is not None:
-                    why = "cannot be combined with --island-speeds: islands would be in different iterations"
-                    raise refuse(flag_name(LossyConfig, name), getattr(self, name), why)
 
     def rate(self, phase: str) -> float:
         """The mean loss rate that the flags give to ``phase``, unless something replaces it."""

@@ -37,9 +37,5 @@ class PipelineFlags:
             for name in ("virtual_stages", "weight_stashing"):
                 refuse_unused(self, name, "needs --async-pipeline")
             return
-        if self.virtual_stages is not None:
-            if self.virtual_stages < 1:
-                raise refuse("--virtual-stages", self.virtual_stages, "must be at least 1")
-            if self.weight_stashing == "off":
-                why = "needs real stages: a virtual backward pass has no other weights than its forward pass"
-                raise refuse("--weight-stashing", "off", why)
+        if self.virtual_stages is not None and self.virtual_stages < 1:
+            raise refuse("--virtual-stages", self.virtual_stages, "must be at least 1")

@@ -93,19 +93,16 @@ class RecoveryFlags:
             feeds_back = self.grad_recovery == "error-feedback"
             object.__setattr__(self, "grad_priority", "packet-mean" if feeds_back else "none")
 
-    def check_recovery(self, loss_unit: str) -> None:
-        """Raise :class:`UsageError` for flags that are not allowed where ``loss_unit`` is lost, or that do nothing."""
+    def check_recovery(self) -> None:
+        """Raise :class:`UsageError` for flags that are not allowed, or that do nothing."""
         for name in ("grad_recovery", "grad_priority", "grad_priority_scope", "param_send", "param_priority"):
             check_choice(self, name)
-        if self.lead is not None and self.param_send == "plain":
-            raise refuse("--param-lag", self.param_lag, "needs --param-send compensated")
+        _ = self.lead
         for name in ("grad_priority_fraction", "grad_residual_bound", "param_priority_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise refuse(flag_name(RecoveryFlags, name), getattr(self, name), "must be in [0, 1]")
         if self.grad_priority_sample < 100:
             raise refuse("--grad-priority-sample", self.grad_priority_sample, "must be at least 100")
-        self._check_grad_priority(loss_unit)
-        self._check_param_priority(loss_unit)
         needs = {
             "grad_residual_bound": (self.at_sender, "--grad-priority"),
             **dict.fromkeys(
@@ -117,25 +114,3 @@ class RecoveryFlags:
         for name, (used, what) in needs.items():
             if not used:
                 refuse_unused(self, name, f"needs {what}")
-
-    def _check_grad_priority(self, loss_unit: str) -> None:
-        if self.grad_priority == "none":
-            return
-        if loss_unit != "packet":
-            why = "" if self.grad_recovery != "error-feedback" else ", or --grad-priority none"
-            raise refuse("--grad-priority", self.grad_priority, f"needs --loss-unit packet{why}")
-        if self.grad_recovery == "previous":
-            raise refuse(
-                "--grad-priority",
-                f"{self.grad_priority} with --grad-recovery previous",
-                "cannot be: what a packet is replaced with would depend on what it was; use error-feedback or zero",
-            )
-
-    def _check_param_priority(self, loss_unit: str) -> None:
-        if self.param_priority == "none":
-            return
-        if loss_unit != "packet":
-            raise refuse("--param-priority", self.param_priority, "needs --loss-unit packet")
-        if self.param_send != "plain":
-            why = "cannot be: a packet that always arrives is not late, and a lead would put it ahead"
-            raise refuse("--param-priority", f"{self.param_priority} with --param-send {self.param_send}", why)

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from ..config import LossyConfig
+from ..config.refusal import check_refusals
 from ..errors import UsageError
 from ..ledger import Patch, Takes
 from ..pipeline import Boundary, Fate, Message, Messages, elements_of, lossy, mask_of, received, sent, zero_fill_
 from ..run import Run
 from ..transport import Transfer
-from .checks import check_communicator
+from .facts import of_communicator
 from .versions import data_parallel_rank, decoder_layers, innermost, schedule_table, sequence_parallel_rank
 
 if TYPE_CHECKING:
@@ -243,7 +244,8 @@ def p2p_ops(boundaries: Boundaries, original: Callable, **kwargs: Any) -> Any:
 
 def schedule(boundaries: Boundaries, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Around the functions of ``schedules``, which take keywords only."""
-    check_communicator(kwargs.get("p2p_communicator"))
+    if kwargs.get("p2p_communicator") is not None:
+        check_refusals(boundaries.config, of_communicator(kwargs["p2p_communicator"]))
     with boundaries.schedule(kwargs["model"], kwargs["num_microbatches"], kwargs.get("forward_only", False)):
         return original(*args, **kwargs)
 

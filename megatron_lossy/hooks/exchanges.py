@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ..channel.corruption import Corruption
 from ..config import PHASES, LossyConfig
 from ..exchange import Stream
-from ..sync import IslandWorld
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
 from .buckets import apart, buckets_by_stream, own_shard, replicated_units
 from .lossy_all_reduce import shard_size
@@ -26,19 +25,23 @@ if TYPE_CHECKING:
 
 
 class Exchanges:
-    """Makes the groups of this process. ``optimizers`` gives Megatron's, which come after the groups."""
+    """Makes the groups of this process.
+
+    ``job``: the number of this training job, and how many equal ones there are, of which no two lose the same. ``optimizers``:
+    gives Megatron's, which come after the groups.
+    """
 
     def __init__(
         self,
         config: LossyConfig,
-        islands: IslandWorld | None,
+        job: tuple[int, int],
         corruption: Corruption | None,
         optimizers: Callable[[], list[Any]],
     ) -> None:
         self.config = config
         #: The node of each rank of the world, with ``--lossy-links inter-node`` once they were found.
         self.nodes: list[int] | None = None
-        self._islands = islands
+        self._job, self._jobs = job
         self._corruption = corruption
         self._optimizers = optimizers
         self._networks: dict[tuple[str, tuple[int, ...]], Network] = {}
@@ -90,8 +93,7 @@ class Exchanges:
         if buckets[0][0].ddp_config.average_in_collective and not config.untouched("grad"):
             check_average("--ddp-average-in-collective", part)
         ranks = dist.get_process_group_ranks(full)
-        before = 0 if self._islands is None else self._islands.island * len(ranks)  # no two islands lose the same
-        members = [before + ranks.index(rank) for rank in dist.get_process_group_ranks(part)]
+        members = [self._job * len(ranks) + ranks.index(rank) for rank in dist.get_process_group_ranks(part)]
         specs = [
             BucketSpec(bucket.grad_data.numel() // len(members), bucket.grad_data.dtype, bucket.param_data.dtype)
             for _, bucket in buckets
@@ -118,8 +120,7 @@ class Exchanges:
     def _network(self, phase: str, ranks: list[int]) -> Network:
         key = (phase, tuple(ranks))
         if key not in self._networks:
-            islands = 1 if self._islands is None else self._islands.islands
-            self._networks[key] = Network(self.config, phase, islands * len(ranks), self._nodes_of(ranks))
+            self._networks[key] = Network(self.config, phase, self._jobs * len(ranks), self._nodes_of(ranks))
         return self._networks[key]
 
     def _nodes_of(self, ranks: Sequence[int]) -> list[int] | None:

@@ -6,10 +6,13 @@ import contextlib
 import weakref
 
 from ..config import LossyConfig
-from ..errors import UsageError, refuse
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
+from ..errors import UsageError
 from ..ledger import Check, check
 from ..sync import IslandWorld
 from . import megatron_core
+from .attached import attached
 from .runtime import Lossy
 from .versions import check_version
 
@@ -36,16 +39,13 @@ def install(
     before = _current() if _current is not None else None
     if before is not None and before.installed:
         raise RuntimeError("the hooks are already installed; call uninstall() on what install() returned first")
-    if config.averages and world is None:
-        raise refuse("--islands", config.islands, "needs a launcher of this package: each island is a world of its own")
-    if config.async_pipeline and not asynchronous:
-        raise refuse("--async-pipeline", "on", "needs python -m megatron_lossy.train, whose schedule has no flush")
+    check_refusals(config, Facts(island_worlds=world is not None, flushes=not asynchronous))
     try:
         import megatron.core
     except ImportError as error:
         raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
     check_version(megatron.core.__version__)
-    lossy = Lossy(config, steps, gapless, world)
+    lossy = Lossy(config, steps, gapless, attached(config, world))
     lossy.ledger.install([] if config.inert else megatron_core.patches(lossy))
     lossy.installed = True
     _current = weakref.ref(lossy)
@@ -59,7 +59,8 @@ def check_patches() -> list[Check]:
     """
     import megatron.core
 
-    lossy = Lossy(LossyConfig(eval_weights="both", p_act=0.1))  # which patches more
+    config = LossyConfig(eval_weights="both", p_act=0.1)  # which patches more
+    lossy = Lossy(config, mechanisms=attached(config))
     patches = megatron_core.patches(lossy)
     with contextlib.suppress(ImportError):
         import megatron.training.training  # noqa: F401

@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 
 from .. import device, theory
+from ..config import LossyConfig
 from ..config.islands import SYNC_LANES
 from ..device.collectives import all_gather_single
 from ..errors import UsageError, refuse
 from ..exchange import Delivery, Stream
+from ..mechanisms import Mechanism
+from ..monitor import Observer
 from ..monitor.islands import IslandMonitor
-from ..run import Run
 from ..sync import BetweenRanks, IslandWorld, Reliable, Rounds, Stopping, Subset, make_rule
 from ..sync.mean import DTYPES, Mean
 from ..sync.ranks import ASIDE
@@ -47,27 +49,28 @@ class _Shard:
     crossing: BetweenRanks
 
 
-class RankIslands:
-    """The exchanges of this rank of ``run`` with its peers in other islands.
+class RankIslands(Mechanism):
+    """The exchanges of this rank with its peers in other islands. ``world``: open by the first iteration."""
 
-    ``world``: open by the first iteration. ``chunks``, ``optimizers``: Megatron's model chunks and optimizers, once they exist.
-    """
+    section = "islands"
 
-    def __init__(
-        self,
-        run: Run,
-        world: IslandWorld,
-        chunks: Callable[[], list[Any]],
-        optimizers: Callable[[], list[Any]],
-    ) -> None:
+    def __init__(self, config: LossyConfig, world: IslandWorld) -> None:
         self.world = world
+        self.job = world.island, world.islands
+        self.writer = world.launched_rank
         self.monitor = IslandMonitor()
-        self._run, self._config = run, run.config
-        self._chunks, self._optimizers = chunks, optimizers
+        self._config = config
         self._shards: list[_Shard] | None = None
         self._hooks: list[Any] = []
         self._made: set[int] = set()  # shards whose exchanges of this iteration are made
         self._iterations = 0  # that were begun, as far as stopping is concerned
+
+    def attach(self, run: Any) -> None:
+        self._run = run
+
+    @property
+    def observers(self) -> Sequence[Observer]:
+        return [self.monitor] if self._config.sync_method != "none" else []
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -156,7 +159,7 @@ class RankIslands:
     @property
     def _exchanging(self) -> list[Any]:
         """Those of the optimizers that have weights, if these are exchanged."""
-        own = [one for one in self._optimizers() if one.optimizer is not None]
+        own = [one for one in self._run.living_optimizers() if one.optimizer is not None]
         return own if self._config.sync_method != "none" else []
 
     def _vector(self, one: Any) -> Vector:
@@ -167,7 +170,7 @@ class RankIslands:
 
     def _subset(self, vector: Vector, number: int) -> Subset:
         # Tensor-parallel ranks choose and lose alike, for the sake of the parameters of which all have a copy.
-        chunk = self._chunks()[0]
+        chunk = self._run.chunks[0]
         stream = Stream("islands", data_parallel_rank(chunk), pipeline_stage(chunk), number)
         return Subset(self._config, vector.size, self.world.seed, stream)
 
@@ -212,8 +215,7 @@ class RankIslands:
         self.monitor.used(seconds, distance.dot(distance), compared)
 
     @property
-    def links(self) -> list[Any]:
-        """What sends datagrams to other islands, where something does."""
+    def carriers(self) -> Sequence[Any]:
         shards = self._shards if self._config.transport == "udp" else None
         return [carrier for shard in shards or () for carrier in shard.crossing.carriers]
 
@@ -222,7 +224,7 @@ class RankIslands:
     @property
     def _buckets(self) -> list[tuple[Any, Any]]:
         """Each bucket with the group that shards it."""
-        streams = [stream for chunk in self._chunks() for stream in buckets_by_stream(chunk)]
+        streams = [stream for chunk in self._run.chunks for stream in buckets_by_stream(chunk)]
         return [(bucket, buffer.data_parallel_group) for _, _, pairs in streams for buffer, bucket in pairs]
 
     def _gather(self) -> None:
@@ -230,6 +232,9 @@ class RankIslands:
         with torch.no_grad():
             for bucket, group in self._buckets:
                 all_gather_single(bucket.param_data, own_shard(bucket, group.rank(), group.size()).clone(), group=group)
+
+    def consensus_weights(self) -> contextlib.AbstractContextManager[None]:
+        return self.consensus()
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -253,6 +258,9 @@ class RankIslands:
             return self._control.total(values)
 
     # --- saving ----------------------------------------------------------------------------------------------------
+
+    def restart(self, iteration: int) -> None:
+        self.check_iteration(iteration)
 
     def check_iteration(self, iteration: int) -> None:
         """Raise :class:`UsageError` unless all islands were loaded at the same ``iteration``. A collective call."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..ledger import Patch, Takes
-from . import boundaries, lossy_all_reduce, seam
+from . import seam
 from .runtime import Lossy
 
 _BUFFER = "megatron.core.distributed.param_and_grad_buffer"
@@ -30,21 +30,10 @@ def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, *
         return original(self, *args, **kwargs)
 
 
-def _boundary_patches(run: Lossy) -> list[Patch]:
-    if run.boundaries is None:
-        return []
-    if run.config.act_transport == "torch":
-        return boundaries.patches(run.boundaries)
-    from . import datagrams
-
-    return boundaries.patches(run.boundaries, datagrams.p2p_ops)
-
-
 def patches(run: Lossy) -> list[Patch]:
     """Every patch that a lossy run needs in megatron-core."""
     return [
-        *_boundary_patches(run),
-        *([lossy_all_reduce.patch(run)] if run.config.replicates and not run.config.untouched("grad") else []),
+        *(patch for one in run.mechanisms for patch in one.patches()),
         Patch(
             target=f"{_BUFFER}:dist_reduce_scatter_func",
             around=partial(seam.reduce_scatter, run),

@@ -15,19 +15,17 @@ from typing import Any
 
 import torch
 
-from ..channel.corruption import check_error_ranks
 from ..config import LossyConfig
 from ..config.islands import TRACKER
-from ..delivery_log.errors import recorded_events
 from ..delivery_log.writer import claim_delivery_log
 from ..device.attempt import with_attempt_store
 from ..errors import usage_errors
 from ..flags import add_flags
 from ..ledger import Patch, Takes
-from ..sync import check_islands, notes_on_averaging
-from ..transport import check_channels, check_ranks, check_udp
+from ..sync import notes_on_averaging
 from . import island_training
-from .checks import check_arguments, check_tied_replicas
+from .checks import check_run
+from .facts import of_arguments
 from .islands import RankIslands
 from .rng import rng_state, set_rng_state
 from .runtime import Lossy
@@ -108,8 +106,8 @@ def patches(lossy: Lossy) -> list[Patch]:
             until="Megatron tells its core the iteration",
             takes=Takes(("ddp_model|model", "optimizer")),
         ),
-        *([] if lossy.config.eval_weights == "replica" and lossy.islands is None else [evaluation]),
-        *([] if lossy.islands is None else island_training.patches(lossy.islands)),
+        *([] if lossy.config.eval_weights == "replica" and lossy.part("islands") is None else [evaluation]),
+        *([] if lossy.part("islands") is None else island_training.patches(lossy.part("islands"))),
         Patch(
             target="torch.distributed:init_process_group",
             around=init_process_group,
@@ -142,22 +140,14 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 
 def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> Any:
     """Around Megatron's checks of its arguments: ours follow, and what they tell about the run."""
-    islands = lossy.islands
+    islands = lossy.part("islands")
     if islands is not None:
         island_training.before_validation(islands, args)
     result = original(args, *rest, **kwargs)
-    ranks = _data_parallel_ranks(args) * (1 if islands is None else islands.world.islands)
+    facts = of_arguments(args, 1 if islands is None else islands.world.islands)
+    ranks = facts.workers
     with usage_errors():
-        check_arguments(args, lossy.config)
-        check_tied_replicas(args, lossy.config, ranks)
-        check_error_ranks(lossy.config, ranks)
-        recorded_events(lossy.config)  # whether they can be read
-        check_udp(lossy.config)
-        if islands is None:
-            check_ranks(lossy.config, max(ranks, _expert_data_parallel_ranks(args)))
-        else:
-            check_islands(lossy.config, ranks, args.train_iters, virtual=False)
-        check_channels(lossy.config, ranks, args.train_iters)
+        check_run(lossy.config, facts)
         _claim_delivery_log(args, lossy.config, ranks)
     lossy.gapless = not getattr(args, "iterations_to_skip", None)
     lossy.steps = lossy.steps or args.train_iters
@@ -180,24 +170,6 @@ def dummy_train_step(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any
     result = original(*args, **kwargs)
     lossy.skip_iteration()
     return result
-
-
-def _size(args: Any, name: str) -> int:
-    """The size ``name`` of a kind of parallelism; --yaml-cfg has them in a section of their own."""
-    return getattr(args, name, None) or getattr(getattr(args, "model_parallel", None), name, None) or 1
-
-
-def _data_parallel_ranks(args: Any) -> int:
-    return args.data_parallel_size * _size(args, "context_parallel_size")
-
-
-def _expert_data_parallel_ranks(args: Any) -> int:
-    """Ranks that share a gradient of experts; 1 without any."""
-    if not getattr(args, "num_experts", None):
-        return 1
-    tensor = getattr(args, "expert_tensor_parallel_size", None) or _size(args, "tensor_model_parallel_size")
-    apart = tensor * _size(args, "expert_model_parallel_size") * _size(args, "pipeline_model_parallel_size")
-    return max(1, args.world_size // apart)
 
 
 def _claim_delivery_log(args: Any, config: LossyConfig, ranks: int) -> None:
@@ -225,8 +197,11 @@ def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any
         # returns, as training then changes them.
         torch.cuda.synchronize()
         result = original(iteration, model, *args, **kwargs)
-    if lossy.islands is not None and lossy.config.save_consensus and not kwargs.get("non_persistent_ckpt"):
-        with lossy.consensus_weights(model), island_training.consensus_saved(lossy.islands, get_args()) as writes:
+    if lossy.part("islands") is not None and lossy.config.save_consensus and not kwargs.get("non_persistent_ckpt"):
+        with (
+            lossy.consensus_weights(model),
+            island_training.consensus_saved(lossy.part("islands"), get_args()) as writes,
+        ):
             if writes:
                 original(iteration, model, *args, **kwargs)
     return result
@@ -312,9 +287,9 @@ def evaluate(
 
     Of islands: with their mean, and the losses are those of all islands.
     """
-    weights, average = lossy.config.eval_weights, partial(_of_all_islands, lossy.islands)
+    weights, average = lossy.config.eval_weights, partial(_of_all_islands, lossy.part("islands"))
     whose, held = "owner", lossy.owner_weights
-    if lossy.islands is not None:
+    if lossy.part("islands") is not None:
         whose, held = "consensus", lossy.consensus_weights
     if weights == "replica":
         losses, *rest = original(forward_step_func, data_iterator, model, *args, **kwargs)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,30 +14,26 @@ import torch.distributed as dist
 
 from ..channel.corruption import make_corruption
 from ..config import LossyConfig
+from ..config.refusal import check_refusals
 from ..delivery_log.errors import recorded_events
 from ..device.collectives import all_gather_single
 from ..ledger import Ledger
+from ..mechanisms import Mechanism
 from ..run import Run
-from ..sync import FullReplicas, IslandWorld
+from ..sync import FullReplicas
 from ..transport import LossyGroup
-from .boundaries import Boundaries
 from .buckets import bucket_sizes, buckets_by_stream, own_shard
-from .checks import check_ddp, check_loss_scale, check_tied_replicas
 from .complete import (
     check_exchanged,
     check_registered,
     warn_of_lossless,
-    warn_of_one_replica,
-    warn_of_reliable_boundaries,
 )
 from .exchanges import Exchanges
-from .islands import RankIslands
-from .replicated import RankReplica
+from .facts import of_model
 from .sampling import RankSampler
-from .seam import all_reduce, slot_of
+from .seam import slot_of
 from .stale import load_stale_state, stale_state
 from .versions import (
-    data_parallel_rank,
     innermost,
     model_chunk,
     number_model_chunk,
@@ -59,41 +54,40 @@ class Lossy(Run):
         config: LossyConfig,
         steps: int | None = None,
         gapless: bool = False,
-        world: IslandWorld | None = None,
+        mechanisms: Sequence[Mechanism] = (),
     ) -> None:
-        super().__init__(config, steps, gapless, None if world is None else world.launched_rank)
-        #: Of several islands, the one that this rank is in.
-        self.islands = None
-        if world is not None:
-            self.islands = RankIslands(self, world, lambda: self.chunks, self.living_optimizers)
-        if self.islands is not None and config.sync_method != "none":
-            self.observers.append(self.islands.monitor)
+        writers = [one.writer for one in mechanisms if one.writer is not None]
+        super().__init__(config, steps, gapless, *writers)
+        self.mechanisms = list(mechanisms)
         self.ledger = Ledger("megatron-core")
         self.installed = False
         self._optimizers: list[weakref.ref] = []  # Megatron's; the first one's gradient scaler scales the loss
         self._depth = 0
         self._successful = False
         self._chunks: weakref.WeakKeyDictionary[Any, list[LossyGroup]] = weakref.WeakKeyDictionary()
+        self._gathers = False  # parameters, of some chunk
         self._all_reduced = False  # the gradients of this iteration
         self._told_all_reduce = False
         self._adding: dict[LossyGroup, tuple[torch.Tensor, Any]] = {}  # sums that are under way
         self._checked = False  # that all that is updated is exchanged
-        self._corruption = make_corruption(config, recorded_events(config))
-        self.exchanges = Exchanges(config, world, self._corruption, self.living_optimizers)
-        #: With ``--p-act`` or ``--p-act-grad``.
-        self.boundaries = Boundaries(self, self.exchanges.on_one_node) if config.loses_at_boundaries else None
+        job = next((one.job for one in mechanisms if one.job != (0, 1)), (0, 1))
+        corruption = make_corruption(config, recorded_events(config))
+        self.exchanges = Exchanges(config, job, corruption, self.living_optimizers)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
-        #: Without the distributed optimizer, from the first model chunk on.
-        self.replica: RankReplica | None = None
+        for one in self.mechanisms:
+            one.attach(self)
+            self.observers += one.observers
+
+    def part(self, section: str) -> Any:
+        """The mechanism of that name; ``None`` if it is not there."""
+        return next((one for one in self.mechanisms if one.section == section), None)
 
     def uninstall(self) -> None:
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
         self.ledger.uninstall()
         super().uninstall()
-        if self.islands is not None:
-            self.islands.close()
-        if self.boundaries is not None and self.boundaries.links is not None:
-            self.boundaries.links.close()
+        for one in self.mechanisms:
+            one.close()
         self.installed = False
 
     # --- what is lossy -------------------------------------------------------------------------------------------
@@ -102,34 +96,18 @@ class Lossy(Run):
         """Make the exchanges of a model chunk lossy. A collective call: all ranks wrap their chunks alike."""
         if self.config.inert:
             return
-        check_ddp(ddp, self.config)
-        # Over all ranks, so before anything that only some of them have.
-        if self.exchanges.find_nodes() and self.boundaries is not None:
-            warn_of_reliable_boundaries(self.exchanges.nodes)
-        if self.config.act_transport == "udp" and self.boundaries.links is None:
-            from ..transport.udp.stages import StageLinks
-
-            self.boundaries.links = StageLinks(self.config)
+        check_refusals(self.config, of_model(ddp))
+        for one in self.mechanisms:
+            one.meet(ddp)
+        self.exchanges.find_nodes()
         number_model_chunk(ddp, len(self._chunks))
-        if not ddp.ddp_config.use_distributed_optimizer:
-            self._add_replica(ddp)
-            return
-        self._chunks[ddp] = self.exchanges.of_shards(ddp, self.steps)
-        if self.boundaries is not None and self.config.virtual_boundaries is not None:
-            self.boundaries.attach(ddp, functools.partial(data_parallel_rank, ddp))
-
-    def _add_replica(self, ddp: DistributedDataParallel) -> None:
-        if self.replica is None:
-            self.replica = RankReplica(self.config, self._corruption, self.living_optimizers, self.loss_scale)
-            self.after_update.append(lambda _: self.replica.finished())
-        known = len(self.replica.streams)
-        self.replica.add(ddp)
-        replicas = self.replica.streams[known].group.size()
-        check_tied_replicas(ddp.config, self.config, replicas, ddp)
-        if not known:
-            warn_of_one_replica(self.config, replicas)
-        lossy = [] if self.config.untouched("grad") else self.replica.streams[known:]
-        self._chunks[ddp] = [self.exchanges.of_replica(one, self.steps) for one in lossy]
+        taken = (one.take_over(ddp) for one in self.mechanisms)
+        groups = next((groups for groups in taken if groups is not None), None)
+        if groups is None:
+            self._gathers, groups = True, self.exchanges.of_shards(ddp, self.steps)
+        self._chunks[ddp] = groups
+        for one in self.mechanisms:
+            one.add_model_chunk(ddp)
 
     @property
     def chunks(self) -> list[DistributedDataParallel]:
@@ -151,10 +129,8 @@ class Lossy(Run):
         """
         if not self._depth:
             self._check_exchanges(optimizer)
-            if self.replica is not None:
-                self.replica.together.check()
-            if self.islands is not None:
-                self.islands.begin_iteration()
+            for one in self.mechanisms:
+                one.begin_iteration()
         self._depth += 1
         if applies:
             if not self._successful:
@@ -165,8 +141,8 @@ class Lossy(Run):
             yield
             if self._depth == 1:
                 all_reduced, self._all_reduced = self._all_reduced, False
-                if self.islands is not None:
-                    self.islands.end_iteration()
+                for one in self.mechanisms:
+                    one.end_iteration()
                 self.finish_iteration(self._successful, all_reduced)
         finally:
             self._depth -= 1
@@ -180,14 +156,13 @@ class Lossy(Run):
             self._checked = True
         if not self._all_reduced:
             check_exchanged(self.groups, "grad", self.iteration)
-        if self.replica is None and self.update is not None and self.update != self._restored:
+        if self._gathers and self.update is not None and self.update != self._restored:
             check_exchanged(self.groups, "param", self.update)
 
     def add_optimizer(self, optimizer: Any) -> None:
-        """Note an optimizer that has been made. Raises :class:`UsageError` if its loss scale cannot go with full replicas."""
-        scaler = getattr(optimizer, "grad_scaler", None)
-        if scaler is not None and self.replica is not None:
-            check_loss_scale(self.config, "--loss-scale", f"{scaler.scale.item():g}")
+        """Note an optimizer that has been made. Raises :class:`UsageError` if it cannot go with a mechanism."""
+        for one in self.mechanisms:
+            one.add_optimizer(optimizer)
         self._optimizers = [*(known for known in self._optimizers if known() is not None), weakref.ref(optimizer)]
 
     def living_optimizers(self) -> list[Any]:
@@ -196,8 +171,8 @@ class Lossy(Run):
 
     def begin_update(self) -> None:
         super().begin_update()
-        if self.replica is not None:
-            self.replica.arrive()
+        for one in self.mechanisms:
+            one.begin_update()
         self._finish_adding()
         for ddp in self.chunks if self.config.param_send == "compensated" else ():
             for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
@@ -225,13 +200,9 @@ class Lossy(Run):
         return scaler.scale if scaler is not None else None
 
     def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
-        """Around the start of the reduction of ``bucket_group``, which is an all-reduce without the distributed optimizer."""
-        if self.replica is None:
-            return contextlib.nullcontext()
-        return all_reduce(
-            partial(self.replica.before_reduction, bucket_group),
-            lambda: self.replica.after_reduction(bucket_group, self.iteration),
-        )
+        """Around the start of the reduction of ``bucket_group``."""
+        found = (one.reducing(bucket_group) for one in self.mechanisms)
+        return next((around for around in found if around is not None), contextlib.nullcontext())
 
     def note_all_reduce(self, bucket_group: Any) -> None:
         """The gradients of ``bucket_group`` are about to be all-reduced, without loss. Say so once."""
@@ -252,8 +223,8 @@ class Lossy(Run):
                 )
 
     def skip_iteration(self) -> None:
-        if self.islands is not None:
-            self.islands.end_iteration()
+        for one in self.mechanisms:
+            one.end_iteration()
         super().skip_iteration()
 
     # --- what every run answers ------------------------------------------------------------------------------------
@@ -268,9 +239,7 @@ class Lossy(Run):
 
     @property
     def carriers(self) -> list[Any]:
-        links = None if self.boundaries is None else self.boundaries.links
-        islands = [] if self.islands is None else self.islands.links
-        return [*super().carriers, *([] if links is None else links.all), *islands]
+        return [*super().carriers, *(carrier for one in self.mechanisms for carrier in one.carriers)]
 
     def replicas(self) -> list[RankSampler]:
         result = []
@@ -289,8 +258,9 @@ class Lossy(Run):
     @contextlib.contextmanager
     def owner_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
         """See :meth:`Run.owner_weights`. ``model_chunks``: what Megatron calls ``model``, wrapped in DDP or not."""
-        if self.replica is not None:
-            with self.replica.together.averaged():
+        held = (one.owner_weights() for one in self.mechanisms)
+        if (weights := next((one for one in held if one is not None), None)) is not None:
+            with weights:
                 yield
             return
         restore = []
@@ -310,7 +280,8 @@ class Lossy(Run):
 
     @contextlib.contextmanager
     def consensus_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
-        with self.owner_weights(model_chunks) if self.islands is None else self.islands.consensus():
+        held = (one.consensus_weights() for one in self.mechanisms)
+        with next((one for one in held if one is not None), None) or self.owner_weights(model_chunks):
             yield
 
     def _lossy_bucket_groups(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> list[Any]:
@@ -335,11 +306,11 @@ class Lossy(Run):
 
     @property
     def full_replicas(self) -> FullReplicas | None:
-        return None if self.replica is None else self.replica.together
+        replicas = self.part("replicas")
+        return replicas.replica.together if replicas is not None and replicas.there else None
 
     def happened(self) -> list[Any]:
-        replica = [] if self.replica is None else self.replica.take(self.iteration)
-        return [*super().happened(), *replica]
+        return [*super().happened(), *(event for one in self.mechanisms for event in one.happened(self.iteration))]
 
     def identity(self) -> dict[str, Any]:
         streams = [found for ddp in self.chunks for found in buckets_by_stream(ddp)]
@@ -348,8 +319,8 @@ class Lossy(Run):
             for stream, full, pairs in streams
         }
         nodes = {} if self.exchanges.nodes is None else {"nodes of the ranks": " ".join(map(str, self.exchanges.nodes))}
-        islands = {} if self.islands is None else self.islands.identity()
-        sizes = {"world size": dist.get_world_size(), **islands, **parallel_sizes(), **nodes}
+        own = {name: value for one in self.mechanisms for name, value in one.identity().items()}
+        sizes = {"world size": dist.get_world_size(), **own, **parallel_sizes(), **nodes}
         return {**sizes, **instances, **bucket_sizes([(stream, pairs) for stream, _, pairs in streams])}
 
     def replica_file(self) -> str:
@@ -361,18 +332,17 @@ class Lossy(Run):
 
     def set_iteration(self, iteration: int) -> None:
         super().set_iteration(iteration)
-        if self.replica is not None:
-            self.replica.together.restart()
-        if self.islands is not None:
-            self.islands.check_iteration(iteration)
+        for one in self.mechanisms:
+            one.restart(iteration)
 
     def replica_state(self) -> Any:
-        """See :func:`stale_state`; of a full replica all. With islands also what is under way between them."""
-        if self.replica is not None:
-            return self.replica.together.state_dict()
-        if self.islands is not None:
-            return {"stale": self._stale(), "islands": self.islands.state_dict()}
-        return self._stale()
+        """See :func:`stale_state`, or a mechanism's; with what mechanisms keep beside it."""
+        for one in self.mechanisms:
+            if (whole := one.replica_state()) is not None:
+                return whole
+        states = {one.section: one.state_dict() for one in self.mechanisms}
+        beside = {section: state for section, state in states.items() if state is not None}
+        return {"stale": self._stale(), **beside} if beside else self._stale()
 
     def _stale(self) -> list[Any]:
         self._finish_adding()
@@ -381,11 +351,12 @@ class Lossy(Run):
         return stale_state(self.buckets(), self.update)
 
     def load_replica_state(self, state: Any) -> None:
-        if self.replica is not None:
-            self.replica.together.load_state_dict(state)
+        if any(one.load_replica_state(state) for one in self.mechanisms):
             return
-        if self.islands is not None:
-            self.islands.load_state_dict(state["islands"])
+        if isinstance(state, dict):
+            for one in self.mechanisms:
+                if one.section in state:
+                    one.load_state_dict(state[one.section])
             state = state["stale"]
         self._restored = self.update
         load_stale_state(self.buckets(), self.groups, self.update, state)

@@ -37,14 +37,15 @@ from typing import Any
 from ..config import LossyConfig, given
 from ..config.islands import IslandFlags
 from ..config.pipeline import PipelineFlags
+from ..config.refusal import check_refusals
 from ..errors import UsageError, refuse
 from ..flags import as_flag, incidental_fields
-from ..hooks.checks import check_pipeline
 from ..report.scalars import AXES, check_names, needs_drift
 from ..shipped import find_config
-from ..sync import check_islands
+from ..sync import check_between
 from ..train.arguments import configurations, make_parser, read_arguments, read_yaml, setting_arguments
 from ..train.checks import check_flags
+from ..train.facts import of_trainer
 from .cells import Cell, make_cell
 
 # What the study sets itself, what would end a run early, or would be one folder for all cells.
@@ -155,8 +156,8 @@ class Design:
             train.check_world(self.processes)
             if loss.averages and not train.virtual_workers:
                 raise refuse("--islands", loss.islands, "needs --virtual-workers in a study")
-            check_islands(loss, train.data_parallel_size(self.processes), train.train_iters, virtual=True)
-            check_pipeline(train, loss)
+            check_refusals(loss, of_trainer(train, self.processes))
+            check_between(loss, train.train_iters)
             reference = self._reference(loss)
             if level is None and not self.levels:
                 _check_nothing_dropped(loss, reference)

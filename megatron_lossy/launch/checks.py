@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ..config.refusal import check_refusals
 from ..data import check_files, epochs
 from ..data.manifest import check_manifest
 from ..errors import UsageError, refuse
@@ -70,11 +71,11 @@ def _check_training(plan: Plan) -> None:
         why = "needs --program train; Megatron-LM's loop flushes the pipeline in every iteration"
         raise refuse("--async-pipeline", "on", why)
     if lossy.islands > 1:
-        from ..hooks.checks import check_real_islands
-        from ..sync import check_islands
+        from ..sync import check_between
+        from ..train.facts import of_trainer
 
-        check_islands(lossy, train.data_parallel_size(plan.launch.accelerators), train.train_iters, virtual=False)
-        check_real_islands(train, lossy)
+        check_refusals(lossy, of_trainer(train, plan.launch.accelerators))
+        check_between(lossy, train.train_iters)
 
 
 def check_trainer(device: Device) -> None:

@@ -25,8 +25,9 @@ def check_flags(script: str, flags: list[str]) -> None:
     sys.path[0] = str(Path(script).resolve().parent)
     warnings.simplefilter("ignore")
     from .. import device, hooks
+    from ..config.refusal import check_refusals
     from ..hooks import megatron_training
-    from ..hooks.checks import check_arguments
+    from ..hooks.facts import of_arguments
     from ..hooks.versions import how_to_import
     from ..ledger import Ledger
     from ..plugin import parse_loss_flags
@@ -47,7 +48,7 @@ def check_flags(script: str, flags: list[str]) -> None:
     argparse.ArgumentParser.error = refused  # not usage and all flags, but the one line
     with contextlib.redirect_stdout(io.StringIO()):
         args = arguments.parse_args()
-        check_arguments(args, parse_loss_flags(flags))
+        check_refusals(parse_loss_flags(flags), of_arguments(args))
         _validate(arguments, args, on_cpu)
 
 

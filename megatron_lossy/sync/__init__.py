@@ -5,7 +5,7 @@ one. Islands, training jobs of their own, average some of their parameters by a 
 """
 
 from .mean import Crossing, InMemory, Mean
-from .methods import check_islands, make_rule, notes_on_averaging
+from .methods import check_between, make_rule, notes_on_averaging
 from .peers import Handle, LocalPeers, Peers, RankPeers
 from .places import Part, Places
 from .ranks import BetweenRanks, Reliable
@@ -44,7 +44,7 @@ __all__ = [
     "Synced",
     "Synchroniser",
     "Weights",
-    "check_islands",
+    "check_between",
     "compare",
     "make_rule",
     "notes_on_averaging",

@@ -16,8 +16,8 @@ import torch
 
 from .. import theory
 from ..config import LossyConfig
-from ..errors import refuse
-from ..flags import as_text
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
 from .places import Places, read_at, write_at
 from .rule import Back, Rule
 
@@ -128,20 +128,12 @@ class MovingAverage(Rule):
         self.progress.copy_(state["progress"])
 
 
-def check_known_end(config: LossyConfig, steps: int | None) -> None:
-    """Raise :class:`UsageError` for a coefficient that falls until the end of a run whose length is not known."""
-    first, last = config.ema_coefficient
-    if config.delay_correction == "ema" and first != last and steps is None:
-        why = "falls until --train-iters, which is not known (--train-samples?); give that, or the same number twice"
-        raise refuse("--ema-coefficient", as_text(config.ema_coefficient), why)
-
-
 def make_correction(config: LossyConfig, islands: int, size: int, steps: int | None, device: torch.device) -> Rule:
     """The rule of ``--delay-correction`` for ``islands`` of this process and a vector of ``size`` elements.
 
     ``steps``: length of the run, if known.
     """
-    check_known_end(config, steps)
+    check_refusals(config, Facts(ends=steps is not None))
     if config.delay_correction == "none":
         return NoCorrection()
     if config.delay_correction == "mixing":

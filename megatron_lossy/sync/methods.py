@@ -1,15 +1,12 @@
-"""The rule of ``--sync-method``, and which flags it cannot work with."""
+"""The rule of ``--sync-method``, and what to say about it."""
 
 from __future__ import annotations
 
 import torch
 
 from ..config import LossyConfig
-from ..errors import refuse
 from ..exchange import Stream
-from ..flags import as_text
-from ..transport import check_ranks
-from .correction import check_known_end, make_correction, stability_bound
+from .correction import make_correction
 from .mean import networks_between
 from .outer import make_outer
 from .rule import Rule
@@ -25,81 +22,13 @@ def make_rule(config: LossyConfig, weights: torch.Tensor, steps: int | None) -> 
     return make_outer(config, weights)
 
 
-def check_islands(config: LossyConfig, workers: int, train_iters: int | None, virtual: bool) -> None:
-    """Raise :class:`UsageError` for islands that cannot be made of ``workers``, or do not fit other flags.
+def check_between(config: LossyConfig, train_iters: int | None) -> None:
+    """Raise :class:`UsageError` for files of rates or losses that do not fit exchanges between islands.
 
-    ``workers``: data-parallel ranks of all islands, ``virtual`` ones or real. ``train_iters``: ``None`` if it is not known.
+    ``train_iters``: ``None`` if it is not known.
     """
-    islands = config.islands
-    if islands == 1:
-        return
-    if workers % islands:
-        more = "" if virtual or workers > islands else "; start more with torchrun, or give --virtual-workers"
-        who = "virtual workers" if virtual else f"data-parallel rank{'s'[: workers != 1]}"
-        raise refuse("--islands", islands, f"must divide the {workers} {who}{more}")
-    if not config.averages:
-        return
-    if virtual and config.transport == "udp":
-        raise refuse("--transport", "udp", "needs real ranks: virtual workers exchange in memory; choose pieces")
-    if not virtual:
-        _check_real(config)
-    if config.sync_method == "eager-diloco":
-        _check_reliable(config)
-    if config.sync_method != "none":
+    if config.averages and config.sync_method != "none":
         networks_between(config, Stream("islands"), train_iters)
-    if config.transport != "udp":
-        check_ranks(config, workers // islands)
-    if train_iters is not None:
-        _check_length(config, train_iters)
-    if config.sync_method == "parameters":
-        check_known_end(config, train_iters)
-        check_averaging(config)
-
-
-def _check_length(config: LossyConfig, train_iters: int) -> None:
-    """Raise :class:`UsageError` for a run that is over before a mean is used."""
-    steps = config.iterations(train_iters)
-    if not steps:
-        raise refuse("--train-iters", train_iters, "leaves the slowest island without an iteration")
-    if config.sync_method == "none":
-        return
-    if config.sync_interval > steps:
-        raise refuse("--sync-interval", config.sync_interval, f"must be at most {steps}, the iterations of the run")
-    latest = steps - config.sync_interval
-    if config.sync_delay > latest:
-        why = f"must be at most {latest}, for the first mean to be used in a run of {steps} iterations"
-        raise refuse("--sync-delay", config.sync_delay, why)
-
-
-def _check_reliable(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` where means may be lost: outer weights that have come apart stay so, and go on."""
-    if not config.sync_lossless:
-        why = "cannot lose exchanges (--p-sync, traces, --transport udp): nothing would pull islands together again"
-        raise refuse("--sync-method", "eager-diloco", f"{why}; choose diloco")
-
-
-def _check_real(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` for what islands of real ranks cannot do."""
-    if config.island_speeds is not None:
-        raise refuse(
-            "--island-speeds", as_text(config.island_speeds), "needs --virtual-workers: real ones have their own"
-        )
-    if config.transport == "udp":
-        if config.sync_subset == "bernoulli":
-            raise refuse("--sync-subset", "bernoulli", "cannot go with --transport udp, whose messages have one length")
-        if config.delivery_log is not None:
-            why = "cannot go with --islands and --transport udp, which knows what arrived iterations later"
-            raise refuse("--delivery-log", config.delivery_log, why)
-
-
-def check_averaging(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` for a gain with which islands would drift apart."""
-    bound = stability_bound(config)
-    allowed = f"diverges: must be below {bound:.3g} with {_under_way(config)}"
-    if config.delay_correction == "ema" and config.ema_coefficient[0] >= bound:
-        raise refuse("--ema-coefficient", as_text(config.ema_coefficient), allowed)
-    if config.delay_correction == "mixing" and config.gain is not None and config.gain >= bound:
-        raise refuse("--mixing-gain", config.mixing_gain, allowed)
 
 
 def notes_on_averaging(config: LossyConfig, steps: int | None) -> list[str]:
@@ -110,7 +39,7 @@ def notes_on_averaging(config: LossyConfig, steps: int | None) -> list[str]:
     if config.overlap and config.delay_correction != "smith":
         smaller = 1 / (config.rounds_under_way + 1)
         notes.append(
-            f"{_under_way(config)}; with --sync-fraction of at most {smaller:.3g} there is none, and --delay-correction smith "
+            f"{under_way(config)}; with --sync-fraction of at most {smaller:.3g} there is none, and --delay-correction smith "
             "knows of them"
         )
     visits = None if steps is None else steps // (config.parts * config.sync_interval)
@@ -121,7 +50,8 @@ def notes_on_averaging(config: LossyConfig, steps: int | None) -> list[str]:
     return notes
 
 
-def _under_way(config: LossyConfig) -> str:
+def under_way(config: LossyConfig) -> str:
+    """Exchanges of an element that are under way at once, in words."""
     if config.sync_subset == "bernoulli":
         many, subset = (
             f"{config.mean_overlap:.3g} later exchanges of an element on average",

@@ -23,7 +23,8 @@ from megatron.core.pipeline_parallel.schedules import forward_step as megatron_f
 
 from .. import device
 from ..config import LossyConfig
-from ..hooks.checks import check_asynchronous
+from ..config.refusal import check_refusals
+from ..hooks.facts import of_model
 from ..hooks.rng import on_cpu, rng_state, set_rng_state
 from ..hooks.versions import backward_step, optimizers
 from ..pipeline import Pass, Stage, Stash, Version
@@ -63,7 +64,7 @@ class StageWorkers(Workers):
         group = parallel_state.get_pipeline_model_parallel_group()
         self._stage = Stage(group.rank(), group.size())
         if self._stage.stages > 1:
-            check_asynchronous(self._chunk)
+            check_refusals(flags, of_model(self._chunk))
         self._micro_batches = config.global_batch_size // (config.micro_batch_size * self._size)
         # Of a micro-batch, the first stage ends that many backward passes after the last one, which must not wait for it.
         self.late = max(1, math.ceil((self._stage.stages - 1) / self._micro_batches))

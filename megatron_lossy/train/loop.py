@@ -119,7 +119,7 @@ class _Run:
         self.config = config
         self.lossy_config = lossy_config
         self.lossy = lossy
-        self.islands = lossy.islands if isinstance(lossy, hooks.Lossy) else None
+        self.islands = lossy.part("islands") if isinstance(lossy, hooks.Lossy) else None
         self.console = console
         tokenizer = build_tokenizer(config.tokenizer)
         self.train_data, self.valid_data = build_datasets(paths, tokenizer, _most_iterations(config, lossy_config))

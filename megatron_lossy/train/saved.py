@@ -66,7 +66,6 @@ def same_folder(a: str | None, b: str | None) -> bool:
 def check_folders(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None = None) -> None:
     """Raise :class:`UsageError` if a folder cannot be used, or holds another run, or a checkpoint that does not fit."""
     resuming = same_folder(config.save, config.load)
-    lossy.check_save(config.save)
     for flag in ("save", "metrics_dir", "tensorboard_dir", "data_cache_path"):
         check_folder(flag_name(TrainConfig, flag), getattr(config, flag))
     for flag, folder in (("--save", config.save), ("--metrics-dir", config.metrics_dir)):

@@ -4,7 +4,7 @@ from .base import Transfer, Wire
 from .choice import BucketSpec, cut_buckets
 from .group import LossyGroup
 from .in_memory import LossyWorkers
-from .network import Network, check_channels, check_owners, check_ranks, check_udp, find_nodes
+from .network import Network, check_channels, check_key_file, check_owners, check_ranks, find_nodes
 from .ops import check_average, lossy_all_gather, lossy_reduce_scatter
 
 __all__ = [
@@ -16,9 +16,9 @@ __all__ = [
     "Wire",
     "check_average",
     "check_channels",
+    "check_key_file",
     "check_owners",
     "check_ranks",
-    "check_udp",
     "cut_buckets",
     "find_nodes",
     "lossy_all_gather",

@@ -29,7 +29,7 @@ class Transfer:
         self._work = work
         self._deliver = deliver
         self._then: list[Callable[[Any], None]] = []
-        self._arrived = self._done = False
+        self._done = False
         self._result: Any = None
 
     @property
@@ -44,11 +44,9 @@ class Transfer:
 
     def wait(self) -> Any:
         """Wait until the exchange has arrived and recovery is done; returns its :class:`Delivery`."""
-        # Only once: every wait of gloo's reduce-scatter copies the unrecovered result into the output again.
-        if not self._arrived and not self._done:
-            if self._work is not None:
-                self._work.wait()
-            self._arrived = True
+        # Only until it is complete: every wait of gloo's reduce-scatter copies the unrecovered result into the output again.
+        if self._work is not None:
+            self._work.wait()
         return self.complete()
 
     def complete(self) -> Any:

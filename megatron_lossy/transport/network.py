@@ -6,7 +6,6 @@ together (docs/semantics.md, Links).
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +15,10 @@ import torch.distributed as dist
 
 from ..channel import Channel, make_channel
 from ..config import PHASES, LossyConfig
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
 from ..delivery_log.replay import Recorded
-from ..errors import UsageError, refuse
+from ..errors import refuse
 from ..exchange import Exchange, Stream
 from .key_file import read_key_file
 
@@ -32,43 +33,19 @@ def channel_of(config: LossyConfig, phase: str) -> Channel:
     return make_channel(config, phase)
 
 
-def check_udp(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` if the last rank of this node would have a UDP port that there is not, or for the key file."""
+def check_key_file(config: LossyConfig) -> None:
+    """Raise :class:`UsageError` if the file with the secret of all ranks cannot be used."""
     read_key_file(config.udp_key_file)
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if config.udp_port + ranks_here - 1 > 65535:
-        allowed = f"must be at most {65536 - ranks_here}: each of the {ranks_here} ranks of a node takes the next one"
-        raise refuse("--udp-port", config.udp_port, allowed)
 
 
 def check_ranks(config: LossyConfig, size: int) -> None:
     """Raise :class:`UsageError` if a data-parallel size of ``size`` can lose nothing, though ``config`` wants loss."""
-    over_udp = config.transport == "udp" and config.act_transport != "udp"
-    wanted = over_udp or any(not config.phase(phase).lossless for phase in PHASES)
-    if size == 1 and wanted and not (config.lossy_self and not config.phase("grad").lossless):
-        if config.averages and not over_udp:
-            why = "islands of one worker exchange no gradients and no parameters; choose fewer, or --p-sync for what they average"
-            raise refuse("--islands", config.islands, why)
-        raise UsageError(
-            "data-parallel size 1: one rank exchanges nothing, so that nothing can be lost; start at least two "
-            "(torchrun --nproc-per-node 2 …, or --virtual-workers), or set no loss rate and no --transport udp"
-        )
+    check_refusals(config, Facts(largest_group=size))
 
 
 def check_owners(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` for rules whose receivers would have to know the priorities of all senders."""
-    if config.param_priority != "none" and config.transport != "udp":
-        raise refuse(
-            "--param-priority",
-            f"{config.param_priority} with --transport {config.transport}",
-            "needs virtual workers or --transport udp: receivers would have to be told what each owner chose",
-        )
-    if config.grad_priority != "none" and config.grad_recovery.startswith("renormalize"):
-        raise refuse(
-            "--grad-priority",
-            f"{config.grad_priority} with --grad-recovery {config.grad_recovery}",
-            "needs virtual workers: an owner would have to be told what each sender chose; use error-feedback or zero",
-        )
+    """Raise :class:`UsageError` for what real ranks cannot do, such as rules whose owners know the priorities of all senders."""
+    check_refusals(config, Facts(virtual=False))
 
 
 def check_channels(config: LossyConfig, size: int, steps: int | None) -> None:

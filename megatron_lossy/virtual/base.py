@@ -12,21 +12,22 @@ from typing import Any
 import torch
 
 from ..config import LossyConfig
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
 from ..errors import UsageError, refuse
 from ..hooks import boundaries
 from ..hooks.boundaries import Boundaries
-from ..hooks.checks import check_boundaries, check_loss_per_token, check_main_gradients
+from ..hooks.facts import of_model
 from ..hooks.versions import optimizers
 from ..ledger import Ledger
 from ..run import Run
-from ..transport.network import consecutive_nodes
 
 
 class VirtualRun(Run):
     """``workers`` data-parallel workers in this process; takes the place of installed hooks in a training program.
 
-    Build the model within :meth:`building`, then call :meth:`attach`. Raises :class:`UsageError` where the loss flags
-    do not fit.
+    ``ranks``: workers of all islands, where these are those of one. Build the model within :meth:`building`, then call
+    :meth:`attach`. Raises :class:`UsageError` where the loss flags do not fit.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class VirtualRun(Run):
         steps: int | None = None,
         gapless: bool = False,
         writer: int | None = None,
+        ranks: int | None = None,
     ) -> None:
-        self.check(config, workers)
+        check_refusals(config, Facts(workers=ranks or workers, virtual=True))
         super().__init__(config, steps, gapless, writer)
         self.workers = workers
+        self._all_workers = ranks or workers
         self._worker: int | None = None  # whose turn it is
         self._rank = 0  # whose data are computed with
         self._boundaries = Boundaries(self) if config.loses_at_boundaries else None
@@ -47,21 +50,6 @@ class VirtualRun(Run):
         if self._boundaries is not None:
             self._ledger.install(boundaries.patches(self._boundaries))
         self._tokens: torch.Tensor | None = None
-
-    @staticmethod
-    def check(config: LossyConfig, workers: int) -> None:
-        """Raise :class:`UsageError` for loss flags that mean nothing with so many virtual workers."""
-        if config.transport == "udp":
-            raise refuse("--transport", "udp", "needs real ranks: virtual workers exchange in memory; choose pieces")
-        if config.loses_at_boundaries and config.virtual_boundaries is None:
-            rate = config.p_act or config.p_act_grad
-            raise refuse(
-                "--p-act" if config.p_act else "--p-act-grad", rate, "needs --virtual-boundaries in one process"
-            )
-        if config.lossy_links == "inter-node" and not config.ranks_per_node:
-            raise refuse("--lossy-links", "inter-node", "needs --ranks-per-node with --virtual-workers")
-        if config.lossy_links == "inter-node":
-            consecutive_nodes(range(workers), config.ranks_per_node)
 
     # --- building ------------------------------------------------------------------------------------------------
 
@@ -75,9 +63,7 @@ class VirtualRun(Run):
         From here on Megatron neither reduces gradients nor gathers parameters: it calls this run where it would
         finish the gradients of a rank.
         """
-        check_loss_per_token(ddp.config, self.config)
-        check_boundaries(ddp.config, self.config)
-        check_main_gradients(ddp)
+        check_refusals(self.config, of_model(ddp, self._all_workers, virtual=True))
         ddp.ddp_config.overlap_grad_reduce = False  # it has cut the buckets; nothing is sent
         ddp.config.no_sync_func = None
         self._transformer = ddp.config

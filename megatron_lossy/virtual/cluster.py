@@ -19,7 +19,6 @@ from ..channel.corruption import make_corruption
 from ..config import LossyConfig
 from ..delivery_log.errors import recorded_events
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
-from ..hooks.checks import check_asynchronous, check_optimizer
 from ..ledger import Ledger, Patch
 from ..transport import LossyGroup
 from .base import VirtualRun
@@ -48,7 +47,7 @@ class VirtualCluster(VirtualRun):
         ranks: int | None = None,
         writer: int | None = None,
     ) -> None:
-        super().__init__(config, workers, steps, gapless, writer)
+        super().__init__(config, workers, steps, gapless, writer, ranks)
         self._members, self._ranks = members, ranks
         self._streams: list[StreamBuckets] = []
         self._stages: Stages | None = None
@@ -60,7 +59,6 @@ class VirtualCluster(VirtualRun):
         return buffers_for(self.workers)
 
     def _add(self, ddp: Any) -> None:
-        check_optimizer(ddp.config, self.config, distributed=True)
         corruption = make_corruption(self.config, recorded_events(self.config))
         # Ranks divide by their number before the sum, but for gradients that are sums over tokens.
         unit = 1.0 if ddp.config.calculate_per_token_loss else float(self.workers)
@@ -72,7 +70,6 @@ class VirtualCluster(VirtualRun):
             self._streams.append(stream)
         stages = self.config.virtual_stages or 1
         if stages > 1:
-            check_asynchronous(ddp)
             pairs = [pair for stream in self._streams for pair in stream.pairs]
             apart = any(stream.differ for stream in self._streams)
             self._stages = Stages(ddp, pairs, stages, self.workers if apart else 1)

@@ -21,7 +21,6 @@ from ..delivery_log.errors import recorded_events
 from ..errors import refuse
 from ..exchange import Exchange
 from ..hooks.buckets import bucket_sizes
-from ..hooks.checks import check_optimizer
 from ..hooks.replicated import Mains, ReplicaStream, main_parameters, renew, streams_of, total
 from ..sync import Copies, FullReplicas, Gradients, LocalPeers
 from ..transport import LossyGroup
@@ -60,7 +59,6 @@ class VirtualReplicas(VirtualRun):
         return contextlib.nullcontext()  # without the distributed optimizer nothing is padded
 
     def _add(self, ddp: Any) -> None:
-        check_optimizer(ddp.config, self.config, distributed=False)
         self._parameters = list(ddp.parameters())
         self._check_memory()
         records = self.config.delivery_log is not None

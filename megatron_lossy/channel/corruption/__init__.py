@@ -4,7 +4,7 @@ After *Identifying and Mitigating Errors in Gradient Aggregation of Distributed 
 Definition 2.1 and section 5; flipped bits and recorded errors are ours (docs/corruption.md).
 """
 
-from .base import Corruption, Event, check_error_ranks, make_corruption
+from .base import Corruption, Event, make_corruption, warn_of_one_rank
 from .bit_flip import check_bits
 from .change import apply, digest
 from .errors import Errors, Hit, Reduction
@@ -17,7 +17,7 @@ __all__ = [
     "Reduction",
     "apply",
     "check_bits",
-    "check_error_ranks",
     "digest",
     "make_corruption",
+    "warn_of_one_rank",
 ]

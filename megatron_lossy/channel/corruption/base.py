@@ -15,7 +15,6 @@ import numpy as np
 
 from ...config import LossyConfig
 from ...config.errors import ErrorFlags
-from ...errors import refuse
 from ...exchange import Exchange, Stream
 from ...registry import GRAD_ERRORS
 from ..draws import Uniforms
@@ -107,11 +106,8 @@ class Nothing(Corruption):
         return []
 
 
-def check_error_ranks(config: ErrorFlags, ranks: int) -> None:
-    """Raise :class:`UsageError` unless the ranks that errors can hit are among ``ranks``. Say if they can hit nothing."""
-    beyond = [rank for rank in config.grad_error_ranks or () if rank >= ranks]
-    if beyond:
-        raise refuse("--grad-error-ranks", beyond[0], f"must be below the {ranks} data-parallel ranks")
+def warn_of_one_rank(config: ErrorFlags, ranks: int) -> None:
+    """Say that no error happens where one of ``ranks`` is all there is."""
     if config.errs and ranks == 1:
         logger.warning("--grad-error with one data-parallel rank: nothing is reduced, so that no error happens")
 

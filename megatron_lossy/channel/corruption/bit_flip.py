@@ -13,6 +13,9 @@ from ...flags import as_text
 from ..draws import words
 from .base import BITS, ELEMENTS, Corruption, Event
 
+#: Bits that ``--grad-error-bits`` may name.
+ALLOWED_BITS = "needs 0 <= LOW <= HIGH <= {last}, the bits of a gradient"
+
 
 class BitFlip(Corruption):
     """Flips one bit in each of some different elements of a stream, all equally likely."""
@@ -58,8 +61,7 @@ def check_bits(config: ErrorFlags, width: int) -> None:
     if config.grad_error_bits is not None:
         low, high = config.grad_error_bits
         if not 0 <= low <= high < width:
-            why = f"needs 0 <= LOW <= HIGH <= {width - 1}, the bits of a gradient"
-            raise refuse("--grad-error-bits", as_text(config.grad_error_bits), why)
+            raise refuse("--grad-error-bits", as_text(config.grad_error_bits), ALLOWED_BITS.format(last=width - 1))
 
 
 def _different(words: Callable[[int], np.ndarray], count: int, population: int) -> np.ndarray:

@@ -1,0 +1,109 @@
+"""Refusals as data: a flag, what it does not go with, and why. One table, one order, one function that goes through it.
+
+The rows are in :mod:`megatron_lossy.refusals`, a file for each mechanism. :data:`megatron_lossy.registry.REFUSALS` lists
+the files in the order of the table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ..errors import UsageError
+from ..flags import as_text
+from ..registry import REFUSALS
+from .facts import Facts
+
+Config = TypeVar("Config")
+_NOTHING_KNOWN = Facts()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal(Generic[Config]):
+    """A flag that does not go with something.
+
+    ``flag``: its name, or several names; of several, the refusal is about the first that was given, and does not apply if
+    none was. ``beside``: what it does not go with. ``why`` ends the error message. It may name values: ``{config.…}``,
+    ``{facts.…}``, and what ``terms`` returns. ``value``: how the message shows the value; by default as a loss flag was
+    given, and not at all for other flags. ``when``: whether the refusal applies. It must be false where a fact that it
+    needs is ``None``.
+    """
+
+    flag: str | tuple[str, ...]
+    beside: str
+    why: str
+    when: Callable[[Config, Facts], object]
+    value: str | None = None
+    terms: Callable[[Config, Facts], Mapping[str, object]] | None = None
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All names of flags."""
+        return (self.flag,) if isinstance(self.flag, str) else self.flag
+
+    def applies(self, config: Config, facts: Facts) -> bool:
+        """Whether ``config`` is refused in a run with ``facts``."""
+        return bool(self.when(config, facts)) and self._given(config) is not None
+
+    def error(self, config: Config, facts: Facts) -> Refused:
+        """The error to raise where the refusal applies."""
+        flag = self._given(config)
+        assert flag is not None, "the refusal does not apply"
+        terms = {} if self.terms is None else self.terms(config, facts)
+        value = _value(config, flag) if self.value is None else self.value.format(config=config, facts=facts, **terms)
+        why = self.why.format(config=config, facts=facts, **terms)
+        return Refused(self, f"{flag} {value}: {why}" if value else f"{flag}: {why}")
+
+    def cells(self) -> tuple[str, str, str]:
+        """The row of a table: flags, what they do not go with, and why, with an ellipsis for each value."""
+        return ", ".join(self.flags), self.beside, re.sub(r"\{[^}]*\}", "…", self.why)
+
+    def _given(self, config: Config) -> str | None:
+        if isinstance(self.flag, str):
+            return self.flag
+        defaults = {name: field.default for name, field in type(config).__dataclass_fields__.items()}  # type: ignore[attr-defined]
+        return next((flag for flag in self.flag if vars(config)[_name(flag)] != defaults[_name(flag)]), None)
+
+
+class Refused(UsageError):
+    """The error of a row of the table. ``refusal`` is that row."""
+
+    def __init__(self, refusal: Refusal[Any], text: str) -> None:
+        super().__init__(text)
+        self.refusal = refusal
+
+
+@dataclass(frozen=True)
+class Section:
+    """The refusals of one mechanism, in order. ``name``: that of the registry."""
+
+    name: str
+    about: str
+    rows: tuple[Refusal[Any], ...]
+
+
+def sections() -> Iterator[Section]:
+    """All sections of the table, in its one order."""
+    for name in REFUSALS:
+        yield REFUSALS.load(name)
+
+
+def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:
+    """Raise the :class:`Refused` of the first row that applies to the loss flags ``config`` in a run with ``facts``."""
+    for section in sections():
+        for row in section.rows:
+            if row.applies(config, facts):
+                raise row.error(config, facts)
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def _value(config: Any, flag: str) -> str:
+    if _name(flag) not in vars(config):
+        return ""
+    value = vars(config)[_name(flag)]
+    return "on" if value is True else as_text(value)

@@ -1,0 +1,149 @@
+"""The mechanisms of a real rank: which of them the flags ask for, and how they are hooked to Megatron."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from ..channel.corruption import make_corruption
+from ..config import LossyConfig
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
+from ..delivery_log.errors import recorded_events
+from ..ledger import Patch
+from ..mechanisms import Mechanism
+from ..sync import IslandWorld
+from ..transport import LossyGroup
+from . import boundaries, lossy_all_reduce
+from .complete import warn_of_one_replica, warn_of_reliable_boundaries
+from .facts import of_model
+from .islands import RankIslands
+from .replicated import RankReplica
+from .seam import all_reduce
+from .versions import data_parallel_rank
+
+
+def attached(config: LossyConfig, world: IslandWorld | None = None) -> list[Mechanism]:
+    """The mechanisms that ``config`` asks for. ``world``: the part of the launched world that this rank's job has."""
+    if config.inert:
+        return []
+    result: list[Mechanism] = [FullReplica()]
+    if config.loses_at_boundaries:
+        result.append(StageBoundaries())
+    if world is not None:
+        result.append(RankIslands(config, world))
+    return result
+
+
+class StageBoundaries(Mechanism):
+    """Boundaries between pipeline stages that lose messages (``--p-act``, ``--p-act-grad``, ``--act-transport``)."""
+
+    section = "boundaries"
+
+    def attach(self, run: Any) -> None:
+        self._run = run
+        self.boundaries = boundaries.Boundaries(run, run.exchanges.on_one_node)
+
+    def patches(self) -> list[Patch]:
+        if self._run.config.act_transport == "torch":
+            return boundaries.patches(self.boundaries)
+        from . import datagrams
+
+        return boundaries.patches(self.boundaries, datagrams.p2p_ops)
+
+    def meet(self, ddp: Any) -> None:
+        # Over all ranks, so before anything that only some of them have.
+        if self._run.exchanges.find_nodes():
+            warn_of_reliable_boundaries(self._run.exchanges.nodes)
+        if self._run.config.act_transport == "udp" and self.boundaries.links is None:
+            from ..transport.udp.stages import StageLinks
+
+            self.boundaries.links = StageLinks(self._run.config)
+
+    def add_model_chunk(self, ddp: Any) -> None:
+        if self._run.config.virtual_boundaries is not None:
+            self.boundaries.attach(ddp, functools.partial(data_parallel_rank, ddp))
+
+    @property
+    def carriers(self) -> Sequence[Any]:
+        return [] if self.boundaries.links is None else self.boundaries.links.all
+
+    def close(self) -> None:
+        if self.boundaries.links is not None:
+            self.boundaries.links.close()
+
+
+class FullReplica(Mechanism):
+    """The full replica of a rank: model chunks whose optimizer is not distributed."""
+
+    section = "replicas"
+
+    def attach(self, run: Any) -> None:
+        self._run = run
+        corruption = make_corruption(run.config, recorded_events(run.config))
+        self.replica = RankReplica(run.config, corruption, run.living_optimizers, run.loss_scale)
+
+    @property
+    def there(self) -> bool:
+        """Whether the model has full replicas."""
+        return bool(self.replica.streams)
+
+    def patches(self) -> list[Patch]:
+        config = self._run.config
+        return [lossy_all_reduce.patch(self._run)] if config.replicates and not config.untouched("grad") else []
+
+    def take_over(self, ddp: Any) -> list[LossyGroup] | None:
+        if ddp.ddp_config.use_distributed_optimizer:
+            return None
+        run, known = self._run, len(self.replica.streams)
+        if not known:
+            run.after_update.append(lambda _: self.replica.finished())
+        self.replica.add(ddp)
+        replicas = self.replica.streams[known].group.size()
+        check_refusals(run.config, of_model(ddp, workers=replicas))
+        if not known:
+            warn_of_one_replica(run.config, replicas)
+        lossy = [] if run.config.untouched("grad") else self.replica.streams[known:]
+        return [run.exchanges.of_replica(one, run.steps) for one in lossy]
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        scaler = getattr(optimizer, "grad_scaler", None)
+        if scaler is not None and self.there:
+            check_refusals(self._run.config, Facts(distributed_optimizer=False, loss_scale=scaler.scale.item()))
+
+    def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None] | None:
+        if not self.there:
+            return None
+        return all_reduce(
+            partial(self.replica.before_reduction, bucket_group),
+            lambda: self.replica.after_reduction(bucket_group, self._run.iteration),
+        )
+
+    def begin_iteration(self) -> None:
+        if self.there:
+            self.replica.together.check()
+
+    def begin_update(self) -> None:
+        if self.there:
+            self.replica.arrive()
+
+    def happened(self, iteration: int) -> list[Any]:
+        return self.replica.take(iteration) if self.there else []
+
+    def owner_weights(self) -> contextlib.AbstractContextManager[None] | None:
+        return self.replica.together.averaged() if self.there else None
+
+    def replica_state(self) -> Any:
+        return self.replica.together.state_dict() if self.there else None
+
+    def load_replica_state(self, state: Any) -> bool:
+        if self.there:
+            self.replica.together.load_state_dict(state)
+        return self.there
+
+    def restart(self, iteration: int) -> None:
+        if self.there:
+            self.replica.together.restart()

@@ -1,0 +1,113 @@
+"""The verbs that a real run calls on each of its mechanisms, at fixed moments. Each does nothing by default.
+
+The core imports no mechanism and never asks whether one is there. Who installs the hooks says which there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ..ledger import Patch
+from ..monitor import Observer
+from ..transport import LossyGroup
+
+
+class Mechanism:
+    """A part of a real run: an island, a full replica, boundaries between stages, …"""
+
+    #: Names it, in saved states too.
+    section: ClassVar[str]
+    #: This job among equal ones whose losses are drawn apart: its number, and how many there are.
+    job: tuple[int, int] = (0, 1)
+    #: The launched rank as whom this process writes records; ``None`` if that is its rank.
+    writer: int | None = None
+
+    def attach(self, run: Any) -> None:
+        """Belong to ``run``, a real one that has just been made."""
+
+    def patches(self) -> list[Patch]:
+        """Patches that it needs in megatron-core."""
+        return []
+
+    @property
+    def observers(self) -> Sequence[Observer]:
+        """Observers of its own."""
+        return []
+
+    # --- building --------------------------------------------------------------------------------------------------
+
+    def meet(self, ddp: Any) -> None:
+        """The model chunk ``ddp`` is about to be added. A collective call."""
+
+    def take_over(self, ddp: Any) -> list[LossyGroup] | None:
+        """The groups that exchange ``ddp``, if the mechanism exchanges it by itself. A collective call."""
+        return None
+
+    def add_model_chunk(self, ddp: Any) -> None:
+        """The exchanges of ``ddp`` are lossy now."""
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """An optimizer has been made. Raises :class:`UsageError` if it cannot go with the mechanism."""
+
+    # --- an iteration ----------------------------------------------------------------------------------------------
+
+    def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None] | None:
+        """Surrounds the start of the reduction of ``bucket_group``, if it has to be."""
+        return None
+
+    def begin_iteration(self) -> None:
+        """The optimizer is about to check gradients and to make its update."""
+
+    def begin_update(self) -> None:
+        """The weights are about to be updated."""
+
+    def end_iteration(self) -> None:
+        """The optimizer is done; also after an iteration without an update."""
+
+    def happened(self, iteration: int) -> list[Any]:
+        """Events of ``iteration`` beside its exchanges; see :meth:`Observer.happened`."""
+        return []
+
+    # --- weights and saved state -----------------------------------------------------------------------------------
+
+    def owner_weights(self) -> contextlib.AbstractContextManager[None] | None:
+        """Within this context the model has the owners' weights, if the mechanism knows better than the exchanges do."""
+        return None
+
+    def consensus_weights(self) -> contextlib.AbstractContextManager[None] | None:
+        """Within this context the model has the mean weights of all jobs, if there are several."""
+        return None
+
+    def identity(self) -> dict[str, Any]:
+        """See :meth:`Run.identity`."""
+        return {}
+
+    def replica_state(self) -> Any:
+        """The whole state of this rank's replica, if the mechanism keeps it; else ``None``."""
+        return None
+
+    def load_replica_state(self, state: Any) -> bool:
+        """Restore :meth:`replica_state`. Returns whether it was the mechanism's."""
+        return False
+
+    def state_dict(self) -> Any:
+        """State beside that of the replica; ``None`` if there is none."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore :meth:`state_dict`."""
+
+    def restart(self, iteration: int) -> None:
+        """A checkpoint of ``iteration`` was loaded."""
+
+    # --- what carries it -------------------------------------------------------------------------------------------
+
+    @property
+    def carriers(self) -> Sequence[Any]:
+        """Senders of datagrams of its own."""
+        return []
+
+    def close(self) -> None:
+        """The run is over."""

@@ -1,0 +1,40 @@
+"""Helpers for rows of the table of refusals."""
+
+from __future__ import annotations
+
+from ..config import LossyConfig
+from ..config.facts import Facts
+from ..config.refusal import Refusal
+
+#: A row about the loss flags.
+Row = Refusal[LossyConfig]
+
+OFF = "needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"
+ONE_EMBEDDING = "give --untie-embeddings-and-output-weights, and no --mtp-num-layers"
+IN_MEMORY = "needs real ranks: virtual workers exchange in memory; choose pieces"
+
+
+def above(number: int | None, limit: int) -> bool:
+    """Whether ``number`` is known and above ``limit``."""
+    return number is not None and number > limit
+
+
+def draws_losses(config: LossyConfig) -> bool:
+    """Whether losses of gradients or parameters are drawn."""
+    return not (config.phase("grad").lossless and config.phase("param").lossless)
+
+
+def switch(flag: str, beside: str, why: str) -> Row:
+    """The refusal of a switch of Megatron where anything is lost."""
+    return Row(
+        flag=flag, beside=beside, why=why, when=lambda config, facts: not config.inert and flag in facts.switches
+    )
+
+
+def island_switch(flag: str, why: str) -> Row:
+    """The refusal of a switch of Megatron with islands."""
+
+    def when(config: LossyConfig, facts: Facts) -> bool:
+        return config.averages and flag in facts.switches
+
+    return Row(flag=flag, beside="--islands", why=f"cannot go with --islands ({why}); turn it off", when=when)

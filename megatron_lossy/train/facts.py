@@ -1,0 +1,36 @@
+"""Facts for the table of refusals, of our trainer's configuration."""
+
+from __future__ import annotations
+
+from ..config.facts import Facts
+from ..hooks.facts import ranks_of_host
+from .config import TrainConfig
+
+
+def of_trainer(config: TrainConfig, ranks: int) -> Facts:
+    """Facts of a run of :mod:`megatron_lossy.train` on ``ranks`` ranks, into which ``config`` must divide."""
+    size = config.data_parallel_size(ranks)
+    return Facts(
+        workers=size,
+        virtual=config.virtual_workers is not None,
+        largest_group=size,
+        ranks_of_host=ranks_of_host(),
+        train_iters=config.train_iters,
+        ends=True,
+        flushes=False,
+        saves=config.save is not None,
+        tensor=config.tensor_model_parallel_size,
+        pipeline=config.pipeline_model_parallel_size,
+        layers=config.num_layers,
+        tied=config.share_embeddings_and_output_weights,
+        predicts_more_tokens=False,
+        fp16=False,
+        gradient_bytes=4,
+        weight_bytes=2 if config.bf16 else 4,
+        per_token_loss=config.calculate_per_token_loss,
+        distributed_optimizer=config.use_distributed_optimizer,
+        optimizer=config.optimizer,
+        layer_wise=False,
+        optimizer_instances=config.num_distributed_optimizer_instances,
+        overlap_param_gather=config.overlap_param_gather,
+    )

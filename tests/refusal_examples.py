@@ -1,0 +1,369 @@
+"""An example of each refusal, in the order of the table: loss flags, facts that are all needed, how the line begins."""
+
+GRAD = {"p_grad": 0.1}
+PARAM = {"p_param": 0.1}
+PACKETS = {"loss_unit": "packet"}
+UDP = {"transport": "udp"}
+ACT = {"p_act": 0.1}
+ACT_UDP = UDP | {"act_transport": "udp"}
+VIRTUAL = ACT | {"virtual_boundaries": (1, 3)}
+ASYNC = {"async_pipeline": True}
+STAGES = ASYNC | {"virtual_stages": 2}
+NOISE = {"grad_error": "gaussian", "grad_error_relative": 1.0}
+AVERAGED = {"param_sync_interval": 5}
+FIRST = PACKETS | {"grad_priority": "packet-mean"}
+CHANGED = PACKETS | {"param_priority": "change"}
+FEEDBACK = UDP | {"grad_recovery": "error-feedback"}
+ISLANDS = {"islands": 2, "sync_method": "parameters"}
+OUTER = {"islands": 2, "sync_method": "diloco"}
+EMA = ISLANDS | {"delay_correction": "ema"}
+FULL = {"distributed_optimizer": False}
+SHARDED = {"distributed_optimizer": True}
+
+
+def on(flag):
+    return {"switches": frozenset({flag})}
+
+
+CORE = [
+    (GRAD, {"optimizer": "muon", "layer_wise": True}, "--optimizer muon: layer-wise optimizers gather differently"),
+    (GRAD, {"layer_wise_parameters": True}, "LayerWiseDistributedOptimizer: layer-wise optimizers gather"),
+    (GRAD, on("--use-megatron-fsdp"), "--use-megatron-fsdp: cannot go with loss (Megatron-FSDP shards by itself)"),
+    (GRAD, on("--use-torch-fsdp2"), "--use-torch-fsdp2: cannot go with loss (torch FSDP shards"),
+    (GRAD, on("--optimizer-cuda-graph"), "--optimizer-cuda-graph: cannot go with loss (a captured graph"),
+    (
+        GRAD,
+        on("--reuse-grad-buf-for-mxfp8-param-ag"),
+        "--reuse-grad-buf-for-mxfp8-param-ag: cannot go with loss (stale parameters",
+    ),
+    (GRAD, {"full_iteration_graph": True}, "--cuda-graph-scope full_iteration: a captured graph repeats"),
+    (PARAM, on("--fp8-param-gather"), "--fp8-param-gather with parameter loss: stale bytes"),
+    (
+        GRAD | PACKETS | {"packet_bytes": 3},
+        {"gradient_bytes": 4, "weight_bytes": 2},
+        "--packet-bytes 3: must hold at least one element of 4 bytes",
+    ),
+    (
+        {"grad_error": "bit-flip", "grad_error_bits": (10, 20)},
+        {"gradient_bytes": 2},
+        "--grad-error-bits 10 20: needs 0 <= LOW <= HIGH <= 15",
+    ),
+    (
+        GRAD | {"save_replicas": True},
+        {"non_persistent_checkpoints": "local"},
+        "--non-persistent-ckpt-type local: such checkpoints hold no replicas",
+    ),
+    (GRAD | {"grad_recovery": "previous"}, {"per_token_loss": True}, "--grad-recovery previous: mixes gradients of"),
+]
+
+TRANSPORT = [
+    (UDP | {"loss_unit": "shard"}, {}, "--loss-unit shard: must be packet with --transport udp"),
+    (UDP | {"lossy_self": True}, {}, "--lossy-self with --transport udp: cannot be: the own shard never crosses"),
+    (UDP, {"torch": "2.7.1+cpu"}, "--transport udp: needs torch 2.8 or later under Megatron, this is 2.7.1+cpu"),
+    (UDP, {"virtual": True}, "--transport udp: needs real ranks: virtual workers exchange in memory"),
+    (UDP, FULL, "--transport udp: carries no all-reduce; needs Megatron's distributed optimizer"),
+    (
+        UDP | {"udp_port": 65530},
+        {"ranks_of_host": 8},
+        "--udp-port 65530: must be at most 65528: each of the 8 ranks of a node takes the next one",
+    ),
+]
+
+_ISLAND_SWITCHES = {
+    "--use-checkpoint-args": "each island has a folder",
+    "--use-mp-args-from-checkpoint-args": "each island has a folder",
+    "--fp8-param-gather": "weights of 8 bits",
+    "--exit-duration-in-mins": "islands would stop after different iterations",
+    "--use-precision-aware-optimizer": "its weights in float32",
+    "--optimizer-cpu-offload": "its weights are elsewhere",
+    "--overlap-param-gather-with-optimizer-step": "weights are gathered before",
+    "--hybrid-context-parallel": "its samples cannot be divided",
+    "--moe-router-enable-expert-bias": "islands would balance",
+    "--phase-transition-iterations": "samples of a phase",
+}
+ISLAND = [
+    (ISLANDS | {"drift_interval": 5}, {}, "--drift-interval 5: cannot be combined with --islands"),
+    (ISLANDS | {"eval_weights": "owner"}, {}, "--eval-weights owner: every island has owners"),
+    (
+        ISLANDS | {"island_speeds": (1.0, 2.0), "delivery_log": "log"},
+        {},
+        "--delivery-log log: cannot be combined with --island-speeds",
+    ),
+    (ISLANDS, {"island_worlds": False}, "--islands 2: needs a launcher of this package"),
+    *((ISLANDS, on(flag), f"{flag}: cannot go with --islands ({why}") for flag, why in _ISLAND_SWITCHES.items()),
+    (ISLANDS | {"save_consensus": True}, {"saves": False}, "--save-consensus on: needs --save"),
+    (ISLANDS, {"dataloader": "external"}, "--dataloader-type external: its samples cannot be divided"),
+    (OUTER, {"virtual": False, "saves": True}, "--sync-method diloco: keeps its outer weights in a checkpoint with"),
+    (
+        ISLANDS,
+        {"virtual": False, "optimizer_instances": 2},
+        "--num-distributed-optimizer-instances 2: several ranks of an island would send the same",
+    ),
+    (
+        ISLANDS,
+        {"virtual": False, "pipeline": 2, "predicts_more_tokens": True},
+        "--pipeline-model-parallel-size 2: two stages have a copy of the embedding, which --islands would average",
+    ),
+    (
+        ISLANDS | UDP,
+        {"virtual": False, "tensor": 2},
+        "--transport udp: tensor-parallel ranks would lose other averages",
+    ),
+    (ISLANDS, FULL, "--islands 2: each shards its optimizer; needs --use-distributed-optimizer"),
+    (ISLANDS, {"workers": 3}, "--islands 2: must divide the 3 data-parallel ranks"),
+    (ISLANDS | {"island_speeds": (1.0, 2.0)}, {"virtual": False}, "--island-speeds 1.0 2.0: needs --virtual-workers"),
+    (
+        ISLANDS | UDP | {"sync_subset": "bernoulli"},
+        {"virtual": False},
+        "--sync-subset bernoulli: cannot go with --transport udp",
+    ),
+    (
+        ISLANDS | UDP | {"delivery_log": "log"},
+        {"virtual": False},
+        "--delivery-log log: cannot go with --islands and --transport udp",
+    ),
+    (
+        {"islands": 2, "sync_method": "eager-diloco", "sync_delay": 1, "p_sync": 0.1},
+        {"workers": 4},
+        "--sync-method eager-diloco: cannot lose exchanges (--p-sync, traces, --transport udp)",
+    ),
+    (ISLANDS | GRAD, {"workers": 2}, "--islands 2: islands of one worker exchange no gradients and no parameters"),
+    (
+        {"islands": 2, "sync_method": "none", "island_speeds": (1.0, 20.0)},
+        {"train_iters": 3},
+        "--train-iters 3: leaves the slowest island without an iteration",
+    ),
+    (ISLANDS | {"sync_interval": 9}, {"train_iters": 8}, "--sync-interval 9: must be at most 8, the iterations"),
+    (
+        ISLANDS | {"sync_interval": 2, "sync_delay": 7},
+        {"train_iters": 8},
+        "--sync-delay 7: must be at most 6, for the first mean to be used in a run of 8 iterations",
+    ),
+    (EMA, {"ends": False}, "--ema-coefficient 0.5 0.01: falls until --train-iters, which is not known"),
+    (
+        EMA | {"sync_delay": 3, "ema_coefficient": (0.9, 0.9)},
+        {"workers": 4},
+        "--ema-coefficient 0.9 0.9: diverges: must be below 0.445 with 3 later exchanges of an element under way",
+    ),
+    (
+        ISLANDS | {"sync_delay": 3, "mixing_gain": "0.5"},
+        {"workers": 4},
+        "--mixing-gain 0.5: diverges: must be below 0.445 with 3 later exchanges of an element under way",
+    ),
+]
+
+BOUNDARIES = [
+    (
+        {"virtual_boundaries": (1,), "lossy_links": "inter-node"},
+        {},
+        "--virtual-boundaries 1: cannot be on a node: --lossy-links inter-node",
+    ),
+    ({"act_transport": "udp"}, {}, "--act-transport udp: needs --transport udp"),
+    (ACT_UDP | {"virtual_boundaries": (1,)}, {}, "--act-transport udp: needs real stages: --virtual-boundaries are"),
+    (ACT_UDP | {"packet_bytes": 12}, {}, "--packet-bytes 12: must be at least 16 with --act-transport udp"),
+    (
+        ACT_UDP | {"act_packet_bytes": 1409},
+        {},
+        "--act-packet-bytes 1409: must be at most --packet-bytes (1408) with --act-transport udp",
+    ),
+    (ACT_UDP, {"pipeline": 1}, "--act-transport udp: nothing is sent with one pipeline stage; needs more of them"),
+    (
+        {"p_act_grad": 0.2},
+        {"pipeline": 1},
+        "--p-act-grad 0.2: nothing is sent with one pipeline stage; needs more of them, or --virtual-boundaries",
+    ),
+    (ACT, {"virtual": True}, "--p-act 0.1: needs --virtual-boundaries in one process"),
+    (VIRTUAL, {"pipeline": 2}, "--virtual-boundaries 1 3: needs one pipeline stage, not 2"),
+    (VIRTUAL, {"layers": 1}, "--virtual-boundaries 1 3: a model of 1 layer has no boundary"),
+    (VIRTUAL, {"layers": 3}, "--virtual-boundaries 1 3: must be layers from 1 to 2 of the 3"),
+    (VIRTUAL, {"recompute": "full"}, "--recompute-granularity full: --virtual-boundaries would lose other packets"),
+    (VIRTUAL, {"layer_graphs": True}, "CUDA graphs of layers: would lose the same or nothing"),
+    (
+        VIRTUAL,
+        on("--overlap-moe-expert-parallel-comm"),
+        "--overlap-moe-expert-parallel-comm on: runs layers in parts",
+    ),
+    (ACT, on("--use-ring-exchange-p2p"), "--use-ring-exchange-p2p on: nothing can be lost at stage boundaries"),
+    (ACT, on("--mtp-standalone"), "multi-token prediction on a stage of its own: cannot go with --p-act and"),
+    (
+        ACT | {"act_packet_bytes": 3},
+        {"message_bytes": 4},
+        "--act-packet-bytes 3: must hold at least one element of 4 bytes",
+    ),
+    (ACT, {"pipelines": 2}, "pipelines of encoder and decoder with their own sizes: cannot go with --p-act and"),
+    (ACT, {"several_modules": True}, "MultiModulePipelineCommunicator: cannot go with --p-act and --p-act-grad, which"),
+    (ACT, FULL, "--p-act 0.1: needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"),
+]
+
+ASYNC_PIPELINE = [
+    (STAGES | {"weight_stashing": "off"}, {}, "--weight-stashing off: needs real stages: a virtual backward pass"),
+    (ASYNC, {"flushes": True}, "--async-pipeline on: needs python -m megatron_lossy.train; the loop of Megatron-LM"),
+    (STAGES, {"virtual": False}, "--virtual-stages 2: needs --virtual-workers"),
+    (ASYNC | ACT, {"virtual": False}, "--p-act 0.1: cannot be with --async-pipeline, whose messages between stages"),
+    (
+        ASYNC,
+        {"virtual": False, "optimizer_instances": 2},
+        "--num-distributed-optimizer-instances 2: must be 1 with --async-pipeline",
+    ),
+    (
+        ASYNC | {"save_replicas": True, "weight_stashing": "off"},
+        {"pipeline": 2},
+        "--save-replicas on: cannot compute again what is under way",
+    ),
+    (ASYNC, {"virtual": True}, "--async-pipeline on: needs --virtual-stages with --virtual-workers"),
+    (STAGES, FULL, "--virtual-stages 2: needs --use-distributed-optimizer"),
+    (STAGES, {"layers": 5}, "--virtual-stages 2: must divide the 5 layers"),
+    (ASYNC, {"pipeline": 2, "layers": 5}, "--pipeline-model-parallel-size 2: must divide the 5 layers"),
+    (
+        STAGES,
+        {"tied": True},
+        "--share-embeddings-and-output-weights on: cannot be with --async-pipeline: the first and the last",
+    ),
+    (
+        STAGES,
+        {"overlap_param_gather": True},
+        "--overlap-param-gather on: cannot be with --async-pipeline: forward passes",
+    ),
+    (STAGES, {"fp16": True}, "--fp16: cannot be with --async-pipeline: an overflow in one stage"),
+    (ASYNC, {"pipeline": 2, "experts": 8}, "--num-experts: cannot be with --async-pipeline: its balance of load"),
+    (
+        ASYNC,
+        {"pipeline": 2, "virtual_pipeline": 2},
+        "--num-layers-per-virtual-pipeline-stage: cannot be with --async-pipeline: a stage would",
+    ),
+    (STAGES, {"layer_graphs": True}, "CUDA graphs: cannot be with --async-pipeline: a captured graph has one"),
+    (STAGES, {"predicts_more_tokens": True}, "--mtp-num-layers: cannot be with --async-pipeline: its layers are"),
+]
+
+_APART = "without the distributed optimizer, replicas that differ would skip different updates"
+_UPDATES = "needs replicas that each update everything; parameters that are lost belong to the distributed optimizer"
+_WHOLE = "needs replicas that each have all of the optimizer (in the trainer --no-use-distributed-optimizer)"
+_HASH = "--check-weight-hash-across-dp-replicas-interval"
+REPLICAS = [
+    (PARAM | AVERAGED, {}, f"--param-sync-interval 5: {_UPDATES}"),
+    (PARAM | {"replica_check": "log"}, {}, f"--replica-check log: {_UPDATES}"),
+    (PARAM | NOISE, {}, f"--grad-error-at broadcast: {_UPDATES}"),
+    (
+        {"grad_error": "gaussian", "grad_error_std": 0.5},
+        {"per_token_loss": True},
+        "--grad-error-std 0.5: gradients are sums over tokens where errors hit them",
+    ),
+    (
+        {"grad_error": "gaussian", "grad_error_burst_interval": 5, "grad_error_burst_std": 0.25},
+        {"per_token_loss": True},
+        "--grad-error-burst-std 0.25: gradients are sums over tokens where errors hit them",
+    ),
+    (
+        AVERAGED | {"param_sync_rule": "snr"},
+        {"per_token_loss": True},
+        "--param-sync-rule snr: gradients are sums over tokens where errors hit them",
+    ),
+    (AVERAGED, SHARDED, f"--param-sync-interval 5: {_WHOLE}; with the distributed optimizer the all-gather already"),
+    ({"replica_check": "log"}, SHARDED, f"--replica-check log: {_WHOLE}; with the distributed optimizer each"),
+    ({"allow_divergence": True}, SHARDED, f"--allow-divergence on: {_WHOLE}; with the distributed optimizer the"),
+    (NOISE, SHARDED, f"--grad-error-at broadcast: {_WHOLE}; with the distributed optimizer choose reduce"),
+    (PARAM, FULL, "--p-param 0.1: needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"),
+    (AVERAGED, FULL | {"train_iters": 4}, "--param-sync-interval 5: is above --train-iters 4: replicas would drift"),
+    (GRAD, FULL, "--p-grad 0.1: drives replicas apart without the distributed optimizer; needs --param-sync-interval"),
+    (NOISE, FULL | {"fp16": True}, f"--fp16 on: {_APART}"),
+    (AVERAGED, FULL | {"loss_scale": 64.0}, f"--loss-scale 64: {_APART}"),
+    (AVERAGED, FULL | on("--optimizer-cpu-offload"), "--optimizer-cpu-offload: replicas are averaged where they are"),
+    (NOISE, FULL | {"weight_hash_interval": 5}, f"{_HASH} 5: ends runs whose replicas differ"),
+    (PARAM, {"weight_hash_interval": 5}, f"{_HASH} with parameter loss: replicas differ on purpose"),
+    (
+        AVERAGED,
+        {"workers": 3, "pipeline": 2, "tied": True},
+        "--pipeline-model-parallel-size 2: two stages have a copy of the embedding, which --param-sync-interval would",
+    ),
+]
+
+PRIORITY = [
+    (
+        {"loss_unit": "shard", "grad_priority": "packet-mean", "grad_recovery": "error-feedback"},
+        {},
+        "--grad-priority packet-mean: needs --loss-unit packet, or --grad-priority none",
+    ),
+    ({"grad_priority": "packet-mean"}, {}, "--grad-priority packet-mean: needs --loss-unit packet"),
+    (
+        FIRST | {"grad_recovery": "previous"},
+        {},
+        "--grad-priority packet-mean with --grad-recovery previous: cannot be: what a packet",
+    ),
+    ({"param_priority": "change"}, {}, "--param-priority change: needs --loss-unit packet"),
+    (
+        CHANGED | {"param_send": "compensated"},
+        {},
+        "--param-priority change with --param-send compensated: cannot be: a packet that always",
+    ),
+    (
+        UDP | FIRST | GRAD,
+        {},
+        "--transport udp with gradients lost by drawing, and --grad-priority or error-feedback: cannot be",
+    ),
+    (
+        UDP | FIRST | {"grad_residual_bound": 0.5},
+        {},
+        "--grad-residual-bound 0.5: cannot be with --transport udp",
+    ),
+    (UDP | FIRST | {"packet_bytes": 8}, {}, "--packet-bytes 8: must be at least 16 with --grad-priority over UDP"),
+    (UDP | CHANGED | PARAM, {}, "--param-priority change over UDP with parameters lost by drawing: cannot be"),
+    (UDP | CHANGED | {"packet_bytes": 8}, {}, "--packet-bytes 8: must be at least 16 with --param-priority over UDP"),
+    (
+        CHANGED | PARAM,
+        {"virtual": False},
+        "--param-priority change with --transport torch: needs virtual workers or --transport udp",
+    ),
+    (
+        FIRST | GRAD,
+        {"virtual": False},
+        "--grad-priority packet-mean with --grad-recovery renormalize: needs virtual workers",
+    ),
+    (
+        CHANGED | GRAD | {"allow_divergence": True},
+        FULL,
+        "--param-priority change: no parameters are sent, and the second half of an all-reduce",
+    ),
+    (
+        FEEDBACK,
+        {"per_token_loss": True},
+        "--grad-recovery error-feedback with --transport udp: is told late what was lost, when --calculate-per-token",
+    ),
+    (
+        FEEDBACK,
+        {"pipeline": 2, "tied": True},
+        "--grad-recovery error-feedback with --transport udp: is told late what was lost, when two stages",
+    ),
+    (FEEDBACK | {"udp_deadline": "50"}, {"tensor": 2}, "--udp-deadline 50: would keep other residuals on each"),
+]
+
+LEAD = [
+    ({"param_lag": "0.5"}, {}, "--param-lag 0.5: needs --param-send compensated"),
+    (
+        GRAD | {"allow_divergence": True, "param_send": "compensated"},
+        FULL,
+        "--param-send compensated: no parameters are sent, and the second half of an all-reduce",
+    ),
+]
+
+NODES = {"lossy_links": "inter-node", "p_grad": 0.1}
+WORKERS = [
+    (NODES, {"virtual": True}, "--lossy-links inter-node: needs --ranks-per-node with --virtual-workers"),
+    (
+        NODES | {"ranks_per_node": 4},
+        {"virtual": True, "workers": 4},
+        "--ranks-per-node 4: puts all 4 ranks on one node: no link leaves a node, and nothing can be lost",
+    ),
+    (
+        GRAD,
+        {"virtual": True, "gradients_beside_buffers": True},
+        "--ddp-param-name-patterns-for-fp32-local-accumulation: virtual workers take gradients from Megatron's buffers",
+    ),
+    (
+        NOISE | {"grad_error_ranks": (1, 5, 9)},
+        {"workers": 4},
+        "--grad-error-ranks 5: must be below the 4 data-parallel",
+    ),
+    (GRAD, {"largest_group": 1}, "data-parallel size 1: one rank exchanges nothing, so that nothing can be lost"),
+]
+
+EXAMPLES = [*CORE, *TRANSPORT, *ISLAND, *BOUNDARIES, *ASYNC_PIPELINE, *REPLICAS, *PRIORITY, *LEAD, *WORKERS]
