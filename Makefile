@@ -16,7 +16,7 @@ run: .venv/installed
 run-wan: .venv/installed
 	$(BIN)/python -m benchmarks.run_wan $(WAN)
 
-PYTEST = $(BIN)/python -m pytest -q $(ROOM:%=--room %)
+PYTEST = $(BIN)/python -m pytest -q $(ROOM:%=--room=%)
 # Two runs of pytest at a time, each of which takes the next file of tests that the other has not taken.
 TWO = @folder=$$(mktemp -d); $(MAKE) --no-print-directory -j2 two-1 two-2 SHARE=$$folder TESTS="$(TESTS)"; \
 	status=$$?; rm -r $$folder; exit $$status
@@ -30,7 +30,7 @@ test: .venv/installed
 	$(TWO)
 
 two-1 two-2:
-	@$(PYTEST) --share $(SHARE) -m "$(TESTS)"
+	@$(PYTEST) --share=$(SHARE) -m "$(TESTS)"
 
 # Programs and long chains as well, some of which take the whole machine: one run of pytest.
 test-all: .venv/installed

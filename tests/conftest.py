@@ -42,9 +42,11 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_make_collect_report(collector):
     """The fork server imports torch and megatron-core while pytest collects, which needs them too.
 
-    Not earlier: pytest captures what the server and its ranks print only if it starts while a file is collected.
+    Where no test will start ranks, it would be in the way. Not earlier: pytest captures what the server and its ranks print
+    only if it starts while a file is collected.
     """
-    if isinstance(collector, pytest.File) and not collector.config.option.collectonly:
+    options = collector.config.option
+    if isinstance(collector, pytest.File) and not options.collectonly and "not ranks" not in options.markexpr:
         multiprocessing.forkserver.ensure_running()
 
 

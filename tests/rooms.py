@@ -1,6 +1,6 @@
 """The room of a test file, and files that two runs of pytest share.
 
-``pytest --room recovery`` runs the tests of one room of ``megatron_lossy``: of files in ``tests/recovery``, and of files
+``pytest --room=recovery`` runs the tests of one room of ``megatron_lossy``: of files in ``tests/recovery``, and of files
 that :data:`ROOMS` gives to it. A file that nobody gave to a room is a room by itself.
 """
 
