@@ -1,11 +1,12 @@
-# make run: set up and run the main job. make test: set up and run the tests. make test-all: the slow ones as well.
+# make run: set up and run the main job. make check: lint, and the tests that start no process. make test: those that start
+# ranks as well. make test-all: all. make test ROOM=recovery: those of one room of megatron_lossy (tests/rooms.py).
 PYTHON ?= python3
 BIN := .venv/bin
 RUN_DIR ?= runs/tiny
 # Several ranks on few cores crawl if each of them starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: run run-wan test lint test-slow test-all test-slurm bench mutants docs compat compat-ci
+.PHONY: run run-wan check test lint test-all test-slurm two-1 two-2 bench mutants docs compat compat-ci
 
 run: .venv/installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 -m megatron_lossy.lab sweep \
@@ -15,19 +16,30 @@ run: .venv/installed
 run-wan: .venv/installed
 	$(BIN)/python -m benchmarks.run_wan $(WAN)
 
+PYTEST = $(BIN)/python -m pytest -q $(ROOM:%=--room=%)
+# Two runs of pytest at a time, each of which takes the next file of tests that the other has not taken.
+TWO = @folder=$$(mktemp -d); $(MAKE) --no-print-directory -j2 two-1 two-2 SHARE=$$folder TESTS="$(TESTS)"; \
+	status=$$?; rm -r $$folder; exit $$status
+
+check: TESTS = not ranks and not programs and not slow and not slurm
+check: lint
+	$(TWO)
+
+test: TESTS = not programs and not slow and not slurm
 test: .venv/installed
-	$(BIN)/python -m pytest -q
+	$(TWO)
+
+two-1 two-2:
+	@$(PYTEST) --share=$(SHARE) -m "$(TESTS)"
+
+# Programs and long chains as well, some of which take the whole machine: one run of pytest.
+test-all: .venv/installed
+	$(PYTEST) -m "not slurm"
 
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-
-# Long chains, most of whose time goes into starting interpreters.
-test-slow: .venv/installed
-	$(BIN)/python -m pytest -q -m slow
-
-test-all: test test-slow
 
 # In a real Slurm, which it starts on this machine and ends again.
 test-slurm: .venv/installed

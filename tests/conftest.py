@@ -6,6 +6,9 @@ import pytest
 
 from megatron_lossy import device
 from tests import ranks  # noqa: F401  says what the fork server imports
+from tests.rooms import Shared, check_room, room_of
+from tests.rows import Rows
+from tests.tiers import Guard, markers_of
 
 device.prepare_import()
 
@@ -14,15 +17,43 @@ def pytest_addoption(parser):
     parser.addoption(
         "--megatron-lm", metavar="PATH", help="checkout of Megatron-LM core_v0.16.1 to run the plugin against"
     )
+    parser.addoption("--room", metavar="ROOM", help="only tests of this room of megatron_lossy (tests/rooms.py)")
+    parser.addoption(
+        "--idle", action="store_true", help="list tests that are marked to start processes, and start none"
+    )
+    parser.addoption(
+        "--share", metavar="FOLDER", help="leave files to runs beside this one, which have the same FOLDER"
+    )
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Guard(config.getoption("--idle")), "guard")
+    if config.getoption("--room"):
+        check_room(config.getoption("--room"))
+    if config.getoption("--share"):
+        config.pluginmanager.register(Shared(config.getoption("--share")), "shared")
+
+
+def pytest_ignore_collect(collection_path, config):
+    room = config.getoption("--room")
+    return True if room and collection_path.is_file() and room_of(collection_path) != room else None
 
 
 def pytest_make_collect_report(collector):
     """The fork server imports torch and megatron-core while pytest collects, which needs them too.
 
-    Not earlier: pytest captures what the server and its ranks print only if it starts while a file is collected.
+    Where no test will start ranks, it would be in the way. Not earlier: pytest captures what the server and its ranks print
+    only if it starts while a file is collected.
     """
-    if isinstance(collector, pytest.File) and not collector.config.option.collectonly:
+    options = collector.config.option
+    if isinstance(collector, pytest.File) and not options.collectonly and "not ranks" not in options.markexpr:
         multiprocessing.forkserver.ensure_running()
+
+
+def pytest_itemcollected(item):
+    """Mark what starts ranks or programs."""
+    for name in markers_of(item):
+        item.add_marker(name)
 
 
 def pytest_collection_modifyitems(items):
@@ -41,3 +72,11 @@ def megatron_lm(request):
     if path is None:
         pytest.skip("needs a checkout of Megatron-LM: --megatron-lm PATH")
     return path
+
+
+@pytest.fixture(scope="session")
+def rows():
+    """One process that runs command lines one after the other."""
+    process = Rows()
+    yield process
+    process.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -293,23 +294,24 @@ def _content(folder: Path) -> dict[str, tuple]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("program", "case"),
-    [
+def _parameters(programs: bool) -> list:
+    """Cases of several ranks and of crippled machines, which need programs of their own, or the others."""
+    return [
         pytest.param(program, case, id=f"{program.removeprefix('megatron_lossy.')} {case.command[-60:]} {case.cripple}")
         for program, (_, cases) in PROGRAMS.items()
         for case in cases
-    ],
-)
-def test_one_line_and_nothing_lost_or_left(world, program, case):
+        if programs == bool(case.ranks or case.cripple)
+    ]
+
+
+def _one_line_and_nothing_lost_or_left(world: Path, program: str, case: Case, run: Callable) -> None:
     name, _ = PROGRAMS[program]
     module, *words = program.split()
     words += case.command.replace("FLAGS", " ".join(as_flags(SETTINGS))).split()
     if name == "megatron_lossy.train":
         words = [*as_flags(SETTINGS), *words]
-    command = ["tests.crippled", case.cripple, module] if case.cripple else [module]
     before = _content(world)
-    done = run_program(*command, *words, ranks=case.ranks, folder=world, PYTHONPATH=ROOT)
+    done = run(module, *words, folder=world)
     after = _content(world)
     for new in case.new:
         (world / new).unlink(missing_ok=True)
@@ -318,6 +320,20 @@ def test_one_line_and_nothing_lost_or_left(world, program, case):
     assert (done.stderr.count("\n"), done.returncode) == (1, case.status), done.stderr
     assert after.keys() - before.keys() == set(case.new)
     assert {name: after.get(name) for name in before} == before
+
+
+@pytest.mark.parametrize(("program", "case"), _parameters(programs=False))
+def test_one_line_and_nothing_lost_or_left(world, rows, program, case):
+    _one_line_and_nothing_lost_or_left(world, program, case, rows.run)
+
+
+@pytest.mark.parametrize(("program", "case"), _parameters(programs=True))
+def test_one_line_and_nothing_lost_or_left_by_a_program(world, program, case):
+    def run(*words, folder):
+        command = ["tests.crippled", case.cripple, *words] if case.cripple else words
+        return run_program(*command, ranks=case.ranks, folder=folder, PYTHONPATH=ROOT)
+
+    _one_line_and_nothing_lost_or_left(world, program, case, run)
 
 
 def test_the_first_rank_tells_what_the_machine_failed(world):

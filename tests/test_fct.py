@@ -242,11 +242,11 @@ def test_the_command(tmp_path):
         ("bursts: [0.5]", "bursts: 0.5: must be null or at least"),
     ],
 )
-def test_bad_files(tmp_path, change, error):
+def test_bad_files(rows, tmp_path, change, error):
     key = change.split(":")[0]
     lines = [line for line in STUDY.splitlines() if not line.startswith(f"{key}:")]
     (tmp_path / "study.yaml").write_text("\n".join([*lines, change]))
-    done = run_program("megatron_lossy.lab", "fct", str(tmp_path / "study.yaml"))
+    done = rows.run("megatron_lossy.lab", "fct", tmp_path / "study.yaml")
     assert done.returncode == 2 and error in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 

@@ -83,6 +83,7 @@ INSIDE = {"p_grad": 0.3, "p_param": 0.3}
 OUTER = {"islands": 2, "sync_interval": 2, "sync_method": "diloco", "save_replicas": True}
 
 
+@pytest.mark.slow
 def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
     cases = {
         "at once": ({}, TWO),
@@ -214,6 +215,7 @@ def test_others_notice_that_an_island_is_gone(data, tmp_path):
     assert len(re.findall(r"^rank [012]:$", text, re.MULTILINE)) >= 2 and "gloo" in text
 
 
+@pytest.mark.slow
 def test_averaged_weights_of_gradient_descent_are_averaged_gradients(data, tmp_path):
     """Also where stages and tensor-parallel ranks each meet their own peers."""
     descent = {"optimizer": "sgd", "sgd_momentum": 0.5, "clip_grad": 0.0, "weight_decay": 0.1, "eval_iters": 2}

@@ -582,11 +582,9 @@ def test_asynchronous_stages_are_checked_before_anything_starts(data, tmp_path):
         check(make_plan([*command, "--virtual-stages=2"]), starting=False)
 
 
-def _errors(*command) -> list[str]:
-    """What the launcher prints, in a process of its own as it ends its process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_lossy.launch", *map(str, command)], capture_output=True, text=True, cwd=ROOT
-    )
+def _errors(rows, *command) -> list[str]:
+    """What the launcher prints."""
+    done = rows.run("megatron_lossy.launch", *command)
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and all(line.startswith("megatron_lossy.launch: error: ") for line in lines), (
         done.stderr
@@ -594,8 +592,8 @@ def _errors(*command) -> list[str]:
     return [line.removeprefix("megatron_lossy.launch: error: ") for line in lines]
 
 
-def test_all_that_is_missing_is_told_at_once():
-    said = _errors("--config=configs/llama2_7b/llama2_7b.yaml", "--tokenizer=sentencepiece:none", "--dry-run")
+def test_all_that_is_missing_is_told_at_once(rows):
+    said = _errors(rows, "--config=configs/llama2_7b/llama2_7b.yaml", "--tokenizer=sentencepiece:none", "--dry-run")
     starts = [
         "--program: needs",
         "--out: needs",
@@ -607,10 +605,10 @@ def test_all_that_is_missing_is_told_at_once():
     assert len(said) == len(starts) and all(line.startswith(start) for line, start in zip(said, starts)), said
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path):
+def test_all_that_is_wrong_is_told_at_once(rows, tmp_path):
     wrong = ["--device=a100-40gb", "--program=none.py", "--tokenizer=sentencepiece:none", f"--out={tmp_path}"]
     wrong += ["--data-path=none", "--valid-data-path=no", "--dry-run"]
-    said = _errors("--config=configs/llama2_7b/cuda_dp64.yaml", *wrong)
+    said = _errors(rows, "--config=configs/llama2_7b/cuda_dp64.yaml", *wrong)
     starts = ["--device a100-40gb: has", "--program none.py: must", "--tokenizer sentencepiece:none: there is no such"]
     starts += ["--data-path none: there is no", "--valid-data-path no: there is no"]
     assert len(said) == len(starts) and all(line.startswith(start) for line, start in zip(said, starts)), said
@@ -635,7 +633,8 @@ def test_a_dry_run_looks_at_the_version_of_megatron(data, tmp_path, monkeypatch)
 
 def test_gaudi_needs_the_fork(data, tmp_path, monkeypatch):
     refused = "megatron-lossy: error: --optimizer: invalid choice: 'fusedadamw' (choose from adam, sgd)\n"
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 2, "", refused))
+    done = SimpleNamespace(returncode=2, stdout="", stderr=refused)
+    monkeypatch.setattr("megatron_lossy.launch.checks.subprocess.run", lambda command, **_: done)
     plan = make_plan(
         arguments(ROOT / "configs/llama2_7b/gaudi3_dp64.yaml", data, tmp_path, "--program=pretrain_gpt.py")
     )

@@ -10,7 +10,6 @@ import pytest
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.plugin import check_command_line
-from tests.programs import run_program
 
 
 def start(*arguments, **environment):
@@ -29,9 +28,9 @@ def launch(*arguments):
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def another_rank():
-    """A rank that is not the first of its node. It waits for five seconds, which the other tests use."""
+    """A rank that is not the first of its node. It waits for five seconds, which the next test uses."""
     process = start(__file__, "--p-grad", "2", LOCAL_RANK="1")
     yield process
     process.kill()
@@ -50,25 +49,23 @@ def another_rank():
         ([__file__, "--loss-model", "trace", "--trace", "absent.npz"], "--trace absent.npz"),
     ],
 )
-def test_one_line_and_status_2(arguments, named):
-    done = launch(*arguments)
+def test_one_line_and_status_2(rows, arguments, named):
+    done = rows.run("megatron_lossy", *arguments)
     assert done.returncode == 2
     assert named in done.stderr
     assert done.stderr.count("\n") == 1 and not done.stdout
 
 
-def test_files_are_checked_against_world_size_and_length(tmp_path):
+def test_files_are_checked_against_world_size_and_length(rows, tmp_path):
     matrix, trace = tmp_path / "matrix.txt", tmp_path / "trace.npz"
     np.savetxt(matrix, np.zeros((2, 2)))
     np.savez(trace, grad=np.ones((5, 4, 4, 1), dtype=bool), param=np.ones((5, 4, 4, 1), dtype=bool))
-    done = run_program(
-        "megatron_lossy", __file__, "--loss-model", "per-link", "--link-rates-grad", matrix, WORLD_SIZE=4
-    )
+    done = rows.run("megatron_lossy", __file__, "--loss-model", "per-link", "--link-rates-grad", matrix, WORLD_SIZE=4)
     assert done.returncode == 2 and "is 2 x 2, but the dense group has 4 ranks" in done.stderr
     flags = ["--loss-model", "trace", "--trace", trace, "--train-iters", "6"]
-    done = run_program("megatron_lossy", __file__, *flags, WORLD_SIZE=4)
+    done = rows.run("megatron_lossy", __file__, *flags, WORLD_SIZE=4)
     assert done.returncode == 2 and "has 5 steps in phase grad, the run needs 6" in done.stderr
-    done = run_program("megatron_lossy", __file__, *flags, "--tensor-model-parallel-size", "2", WORLD_SIZE=4)
+    done = rows.run("megatron_lossy", __file__, *flags, "--tensor-model-parallel-size", "2", WORLD_SIZE=4)
     assert done.returncode == 2 and "is of 4 ranks, but the group has 2" in done.stderr
 
 
@@ -86,7 +83,7 @@ def test_sizes_that_megatron_reads_from_a_file_are_left_to_it(tmp_path, monkeypa
     assert check_command_line(config, [*length, "--yaml-cfg", "run.yaml"]) is None
 
 
-def test_a_script_without_megatron_training_is_refused(tmp_path):
+def test_a_script_without_megatron_training_is_refused(another_rank, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("print('ran')")
     done = launch(script, "--p-grad", "0.1")

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
@@ -99,6 +100,7 @@ def virtual_runs(rank, folder, cases):
     return results
 
 
+@pytest.mark.slow
 def test_virtual_runs(tmp_path):
     [walks] = run_ranks(virtual_runs, 1, tmp_path, CLUSTERS, timeout=1000)
     results = {}

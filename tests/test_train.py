@@ -220,6 +220,7 @@ def test_the_first_line_says_what_is_lost(data):
     assert headers == [f"loss: none, the exchanges are Megatron's own{ranks}", f"loss: {flags}{ranks}"]
 
 
+@pytest.mark.programs
 def test_what_a_fresh_checkout_lacks_is_built(tmp_path, monkeypatch):
     from megatron_lossy.train import data as train_data
 

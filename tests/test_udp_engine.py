@@ -500,6 +500,7 @@ def test_without_a_compiler_one_line_says_what_to_install(monkeypatch, tmp_path)
         build.library.cache_clear()
 
 
+@pytest.mark.programs
 def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho 'fatal error: sys/eventfd.h: no such file' >&2\nexit 1\n")
@@ -629,6 +630,7 @@ def processes(tmp_path):
         process.join()
 
 
+@pytest.mark.ranks
 def test_a_stopped_process_loses_nothing(processes):
     start, result = processes
     ranks = start(2, 60, 0.01)
@@ -638,6 +640,7 @@ def test_a_stopped_process_loses_nothing(processes):
     assert sorted([result(), result()]) == [(0, 0), (1, 0)]
 
 
+@pytest.mark.ranks
 def test_a_killed_process_is_named_by_all_others_at_once(processes):
     """Its host refuses datagrams; nobody waits for the timeout."""
     start, result = processes

@@ -97,6 +97,7 @@ def test_results_are_not_written_over(tmp_path):
         assert "is there already; --replace" in done.stderr
 
 
+@pytest.mark.programs
 @needs_lab
 def test_a_small_run(tmp_path, capsys, monkeypatch):
     """Two contestants over two links. The sums are right, or a rank would have failed; losses are those of the link."""

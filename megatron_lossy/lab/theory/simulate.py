@@ -15,7 +15,7 @@ import torch
 
 from ...config import LossyConfig
 from ...exchange import BucketUnits, Exchange, Stream, cut
-from ...recovery import Reduction
+from ...recovery import Gradients
 from ...registry import GRAD_RECOVERIES
 from ...theory import Lead
 from ...transport import Network
@@ -208,18 +208,28 @@ def estimates(
         now, following = (Exchange("grad", Stream(), k) for k in (step, step + 1))
         total, exchanges = torch.zeros_like(buffer), []
         for recovery, transport in zip(rules, transports, strict=True):
-            delivery = transport.foresee(now)
-            reduction = Reduction(
-                following=lambda transport=transport, following=following: transport.foresee(following)
+            delivery, units = transport.foresee(now), recovery.units
+            x = Gradients(
+                now,
+                0,
+                buffer.view(-1),
+                total[recovery.rank].view(-1),
+                lambda: None,
+                following=step + 1,
+                coming=lambda transport=transport, following=following, units=units: transport.foresee(
+                    following
+                ).lost_there(units),
             )
             buffer[..., TOTAL] = 1
             buffer[..., OWN] = 0
             buffer[recovery.rank, :, OWN] = 1
             buffer[..., GRADIENT].normal_(1, 1, generator=generator)
-            exchanges.append((recovery, delivery, recovery.before(buffer.view(-1), delivery, reduction), reduction))
+            exchanges.append(
+                (recovery, delivery, recovery.before(buffer.view(-1), delivery.lost_there(units), delivery, x), x)
+            )
             total += buffer
-        for recovery, delivery, kept, reduction in exchanges:
-            recovery.after(total[recovery.rank].view(-1), delivery, kept, reduction)
+        for recovery, delivery, kept, x in exchanges:
+            recovery.after(total[recovery.rank].view(-1), delivery, kept, x)
             recovery.finish_step(step, True)
         if step >= burn_in:
             result[step - burn_in] = (total / workers).view(-1, 3).numpy()

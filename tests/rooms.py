@@ -1,0 +1,85 @@
+"""The room of a test file, and files that two runs of pytest share.
+
+``pytest --room=recovery`` runs the tests of one room of ``megatron_lossy``: of files in ``tests/recovery``, and of files
+that :data:`ROOMS` gives to it. A file that nobody gave to a room is a room by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "megatron_lossy"
+
+#: How names of files begin, where not with the name of their room. The longest that fits holds.
+ROOMS = {
+    "async_pipeline": "pipeline",
+    "attempt": "device",
+    "averaging": "sync",
+    "compat": "scripts",
+    "compensated": "recovery",
+    "corruption": "channel",
+    "error_log": "delivery_log",
+    "fct": "lab",
+    "islands": "sync",
+    "link": "lab",
+    "lstm_language_model": "lab",
+    "main_vector": "sync",
+    "mutants": "scripts",
+    "negative_controls": "hooks",
+    "param_priority": "recovery",
+    "patches_folder": "plugin",
+    "pieces": "transport",
+    "priority_copies": "recovery",
+    "replicas": "hooks",
+    "same_results": "scripts",
+    "streams": "transport",
+    "study": "lab",
+    "synchroniser": "sync",
+    "torchrun_report": "train",
+    "udp": "transport",
+    "waits": "transport",
+}
+
+
+def room_of(path: Path) -> str:
+    """The room of a test file: its folder, or what its name begins with."""
+    if path.parent != TESTS:
+        return path.relative_to(TESTS).parts[0]
+    rooms = {one.stem: one.stem for one in PACKAGE.iterdir() if not one.stem.startswith("_")} | ROOMS
+    name = path.stem.removeprefix("test_")
+    fitting = [one for one in rooms if name == one or name.startswith(f"{one}_")]
+    return rooms[max(fitting, key=len)] if fitting else name
+
+
+def check_room(room: str) -> None:
+    """Refuse a room that has no test."""
+    known = sorted({room_of(path) for path in TESTS.rglob("test_*.py")})
+    if room not in known:
+        raise pytest.UsageError(f"--room {room}: must be one of {', '.join(known)}")
+
+
+class Shared:
+    """Leaves a file of tests to the other run if that has claimed it first, by a file in ``folder``."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._ours: dict[str, bool] = {}
+
+    def _claim(self, file: str) -> bool:
+        try:
+            os.close(os.open(os.path.join(self._folder, file.replace("/", ".")), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """Whether there is nothing left to do for ``item``."""
+        file = item.nodeid.partition("::")[0]
+        if file not in self._ours:
+            self._ours[file] = self._claim(file)
+        return None if self._ours[file] else True

@@ -1,0 +1,117 @@
+"""Tests get the markers of what they start, and start nothing without one; files have rooms, and two runs share them."""
+
+import functools
+import importlib
+import multiprocessing
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import programs, test_hooks
+from tests.ranks import run_ranks
+from tests.rooms import TESTS, Shared, check_room, room_of
+from tests.tiers import markers
+
+
+def _on_ranks(size):
+    return run_ranks(print, size)
+
+
+def _through_a_helper():
+    return [_on_ranks(size) for size in (2, 3)]
+
+
+def _through_a_module():
+    return programs.run_program("megatron_lossy.train")
+
+
+def _in_a_function():
+    def run():
+        return subprocess.run(["true"])
+
+    return run
+
+
+def _over_a_closure(run):
+    def test():
+        run()
+
+    return test
+
+
+def _imported():
+    from tests.trainer import run_module
+
+    return run_module("megatron_lossy.train")
+
+
+@given(st.integers(2, 3))
+def _drawn(size):
+    _on_ranks(size)
+
+
+_CLOSED_OVER = _over_a_closure(_on_ranks)
+_PARTIAL = functools.partial(_on_ranks, 2)
+_OF_ANOTHER_FILE = test_hooks.contract_holds
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("_on_ranks", {"ranks"}),
+        ("_through_a_helper", {"ranks"}),
+        ("_through_a_module", {"programs"}),
+        ("_in_a_function", {"programs"}),
+        ("_CLOSED_OVER", {"ranks"}),
+        ("_imported", {"programs"}),
+        ("_drawn", {"ranks"}),
+        ("_PARTIAL", {"ranks"}),
+        ("_OF_ANOTHER_FILE", {"ranks"}),
+        ("room_of", set()),
+    ],
+)
+def test_markers_are_those_of_what_is_named(name, expected):
+    assert markers(globals()[name]) == expected  # as a parameter the function would mark this test
+
+
+@pytest.mark.parametrize(
+    ("start", "marker"),
+    [
+        (lambda: os.system("true"), "programs"),
+        (lambda: os.posix_spawn("/bin/true", ["true"], {}), "programs"),
+        (lambda: importlib.import_module("subprocess").run(["true"]), "programs"),
+        (lambda: multiprocessing.get_context("fork").Process(target=os.getpid).start(), "ranks"),
+    ],
+)
+def test_what_starts_a_process_without_a_marker_fails(start, marker):
+    with pytest.raises(pytest.fail.Exception, match=f"needs @pytest.mark.{marker}"):
+        start()
+
+
+def test_files_belong_to_rooms():
+    assert room_of(TESTS / "test_recovery_feedback_ranks.py") == "recovery"
+    assert room_of(TESTS / "test_udp.py") == room_of(TESTS / "test_udp_rate.py") == "transport"
+    assert room_of(TESTS / "recovery" / "test_anything.py") == "recovery"
+    assert room_of(TESTS / "test_of_nothing.py") == "of_nothing"
+    check_room("recovery")
+    with pytest.raises(pytest.UsageError, match="--room recover: must be one of .*, recovery,"):
+        check_room("recover")
+
+
+def test_each_file_is_run_by_one_of_two(tmp_path):
+    """Whoever comes first has the whole file."""
+
+    class Item:
+        def __init__(self, name):
+            self.nodeid = name
+
+    first, second = Shared(str(tmp_path)), Shared(str(tmp_path))
+    turns = [(first, "tests/a.py::x"), (second, "tests/a.py::x"), (second, "tests/b.py::x"), (first, "tests/b.py::x")]
+    turns += [(second, "tests/a.py::y"), (first, "tests/a.py::y")]
+    left = [run.pytest_runtest_protocol(Item(name)) for run, name in turns]
+    assert left == [None, True, None, True, True, None]
+    assert {file.name for file in Path(tmp_path).iterdir()} == {"tests.a.py", "tests.b.py"}
