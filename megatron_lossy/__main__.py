@@ -4,8 +4,9 @@ Under torchrun, mpirun or srun, for example
 
     torchrun --nproc-per-node 8 -m megatron_lossy pretrain_gpt.py … --p-grad 0.1 --p-param 0.1
 
-``python -m megatron_lossy doctor`` says whether this machine is ready for that. ``python -m megatron_lossy refusals`` lists
-which flags do not go together. ``python -m megatron_lossy copy FOLDER`` puts the configurations, the launchers' scripts and the patches there, where there is no checkout of this project.
+``python -m megatron_lossy doctor`` checks whether this machine is ready for that. ``python -m megatron_lossy refusals``
+lists the flags that do not go together. Without a checkout of this project, ``python -m megatron_lossy copy FOLDER``
+puts the configurations, the launchers' scripts and the patches into FOLDER.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a user sees when something is wrong: one line, and an exit status that says whose fault it is.
+"""Errors that a user sees: one line, and an exit status that says whose fault it is.
 
 * 2, the user's: another flag, value or path would have been accepted. A path that is missing, of the wrong kind,
-  without permission, read-only or damaged is one. Every check raises :class:`UsageError`, whose text names the flag,
-  the value and what is allowed.
+  without permission, read-only or damaged is one. Every check raises :class:`UsageError`. Its text names the flag, the
+  value and the allowed values.
 * 1, the machine's: the command was right, and the disk is full or broken, or files or memory ran out. That is an
   :class:`OSError` of :data:`MACHINE_ERRORS`, which names the path.
-* Ctrl-C, where nothing remains to be saved, ends a program as it ends others, by SIGINT. So does an output that
-  nobody reads any more (``| head``), by SIGPIPE, without a word. A pipe or socket of a library is no such output.
+* Ctrl-C, if nothing remains to be saved, ends a program as it ends others, by SIGINT. An output that nobody reads any
+  more (``| head``) ends it by SIGPIPE, without a word. A pipe or socket of a library is no such output.
 
 Anything else is a defect of ours, and shows its traceback. Programs wrap their main function in :func:`usage_errors`.
 
@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn, TextIO
 
-#: What happens to a right command: no space, broken disks and mounts, no files or memory left.
+#: Errors that hit a right command: no space, broken disks and mounts, no files or memory left.
 MACHINE_ERRORS = frozenset(
     {
         errno.ENOSPC,
@@ -47,36 +47,36 @@ _GRACE = 5.0
 
 
 class UsageError(ValueError):
-    """A wrong input; the text is one line that names the flag, the value and what is allowed."""
+    """A wrong input. The text is one line that names the flag, the value and the allowed values."""
 
 
 def refuse(flag: str, value: object, allowed: str) -> UsageError:
-    """The :class:`UsageError` that says that ``flag`` may not be ``value``."""
+    """The :class:`UsageError` for a ``flag`` that may not be ``value``. ``allowed``: the allowed values."""
     return UsageError(f"{flag} {value}: {allowed}")
 
 
 def check_package(package: str, flag: str, value: object, install: str) -> None:
-    """Raise :class:`UsageError` unless ``package`` is there; ``install``: what pip would have to install."""
+    """Raise :class:`UsageError` unless ``package`` is there. ``install``: the argument for pip."""
     if importlib.util.find_spec(package) is None:
         raise refuse(flag, value, f"needs the package {package}: pip install {install}")
 
 
 def machine_error(error: BaseException | None) -> OSError | None:
-    """The failure of the machine in ``error``, or in what it followed from; ``None`` if there is none."""
+    """The failure of the machine in ``error``, or in its causes; ``None`` if there is none."""
     while error is not None and not (isinstance(error, OSError) and error.errno in MACHINE_ERRORS):
         error = error.__cause__ or error.__context__
     return error
 
 
 def cannot(flag: str, path: str | os.PathLike[str], verb: str, error: OSError) -> UsageError | OSError:
-    """What to raise where ``path``, which ``flag`` names, cannot be ``verb`` ("read", "written"), as ``error`` says."""
+    """The error if ``path``, which ``flag`` names, cannot be ``verb`` ("read", "written"), because of ``error``."""
     if error.errno in MACHINE_ERRORS:
         return OSError(error.errno, error.strerror, os.fspath(path))
     return refuse(flag, path, f"cannot be {verb}: {error.strerror or error}")
 
 
 def is_unread(error: BaseException) -> bool:
-    """Whether ``error`` is that nobody reads the output of this program any more."""
+    """Whether ``error`` means that nobody reads the output of this program any more."""
     return isinstance(error, BrokenPipeError) and any(map(_has_no_reader, (sys.stdout, sys.stderr)))
 
 
@@ -85,17 +85,17 @@ def _has_no_reader(stream: TextIO | None) -> bool:
         return False
     poll = select.poll()
     try:
-        poll.register(stream.fileno(), 0)  # errors are told unasked
+        poll.register(stream.fileno(), 0)  # poll reports errors in any case
     except (AttributeError, OSError, ValueError):  # closed, or no file
         return False
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser that raises :class:`UsageError` where argparse would print its usage and exit."""
+    """A parser that raises :class:`UsageError` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse, with its own description of what is wrong."""
+        """Called by argparse, with its own description of the error."""
         raise UsageError(message.removeprefix("argument "))
 
 
@@ -103,9 +103,9 @@ class ArgumentParser(argparse.ArgumentParser):
 def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
     """Print a :class:`UsageError` or a failure of the machine as one line, and exit with its status.
 
-    The ranks of a node usually find the same error. The first (``LOCAL_RANK`` 0 or unset) prints it and exits, and
-    the launcher ends the others while they wait; one that is still there afterwards was alone with its error and
-    prints it too. The exit skips the clean-up of process groups, which would wait for other ranks.
+    The ranks of a node usually find the same error. The first (``LOCAL_RANK`` 0 or unset) prints it and exits, and the
+    launcher ends the others while they wait. A rank that is still there afterwards was alone with its error and prints
+    it too. The exit skips the clean-up of process groups, which would wait for other ranks.
     """
     try:
         yield
@@ -131,9 +131,10 @@ def under_torchrun() -> bool:
 
 
 def tell_torchrun(text: str, follows: bool = False) -> None:
-    """Let the report of torchrun, if it started this rank, name ``text`` as the failure of this rank.
+    """Make torchrun's report, if torchrun started this rank, name ``text`` as the failure of this rank.
 
-    ``follows``: from the failure of another rank. torchrun takes the earliest failure, in whole seconds, for the root cause.
+    ``follows``: another rank's failure caused it. torchrun takes the earliest failure, in whole seconds, for the root
+    cause.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -144,7 +145,7 @@ def tell_torchrun(text: str, follows: bool = False) -> None:
 
 
 def let_launcher_end(seconds: float) -> None:
-    """Wait for the launcher, which ends this rank if another one has failed before it: then there is nothing to tell."""
+    """Wait for the launcher, which ends this rank if another one failed before: then this rank reports nothing."""
 
     def ended(*_: object) -> None:
         if not under_torchrun() or a_rank_of_this_node_ended():
@@ -156,7 +157,7 @@ def let_launcher_end(seconds: float) -> None:
 
 
 def a_rank_of_this_node_ended() -> bool:
-    """Whether torchrun, which started this rank, has lost one of those that it started beside it."""
+    """Whether torchrun, which started this rank, has lost another rank of this node."""
     import psutil  # type: ignore[import-untyped]
 
     with contextlib.suppress(psutil.Error):

@@ -1,7 +1,7 @@
-"""Names of exchanges, units of loss, and what came of an exchange. Pure: NumPy only.
+"""Names of exchanges, units of loss, and the result of an exchange. Pure: NumPy only.
 
-A bucket is a flat buffer of N equal shards. A unit is a run of elements of one shard; the same cut applies to every shard.
-Units are numbered over all buckets of a stream in canonical order (docs/semantics.md, Unit of loss).
+A bucket is a flat buffer of N equal shards. A unit is a run of elements of one shard; the same cut applies to every
+shard. Units are numbered over all buckets of a stream in canonical order (docs/semantics.md, Unit of loss).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _NAME = re.compile(r"([a-z]+)-e(\d+)-s(\d+)-c(\d+)(?:-t(\d+))?")
 
 @dataclass(frozen=True)
 class Stream:
-    """Whose buckets an exchange carries.
+    """The group of buckets that one exchange carries.
 
-    Losses that are drawn are the same for all ranks of tensor parallelism, and for all copies of a tied embedding: theirs
-    is ``Stream("embedding")``, without a stage. A network loses something else for each of them: there ``tensor`` is the
-    tensor-parallel rank, and a tied embedding has its stage.
+    Drawn losses are the same for all ranks of tensor parallelism, and for all copies of a tied embedding: their stream
+    is ``Stream("embedding")``, without a stage. A network loses different units for each of them. There ``tensor`` is
+    the tensor-parallel rank, and a tied embedding has its stage.
 
     Between islands, ``expert_rank`` is the data-parallel rank within its island: it exchanges its own shard.
 
-    Of a boundary between pipeline stages, ``stage`` and ``chunk`` are those of the later stage, in both directions, and
+    At a boundary between pipeline stages, ``stage`` and ``chunk`` are those of the later stage, in both directions, and
     ``expert_rank`` is the data-parallel rank.
     """
 
@@ -51,7 +51,7 @@ class Stream:
 
     @property
     def drawn(self) -> Stream:
-        """Of the same buckets, the stream by which losses are drawn."""
+        """The stream that losses of the same buckets are drawn by."""
         return Stream("embedding") if self.kind == "embedding" else replace(self, tensor=None)
 
     @classmethod
@@ -66,7 +66,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange: the phase, the stream, and the step it is keyed by.
+    """One exchange: its phase, its stream, and the step that its draws are keyed by.
 
     Phases are ``grad`` and ``param``; at boundaries between pipeline stages ``act`` and ``act-grad``; between islands
     ``sync-reduce`` and ``sync-gather``, whose ranks are the islands.
@@ -79,7 +79,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class BucketUnits:
-    """How the shards of one bucket are cut.
+    """The cut of one bucket's shards into units.
 
     ``first`` and ``count``: numbers of the bucket's units among those of the stream. ``shard``: elements of a shard.
     ``elements``: elements of a unit; the last one of a shard may be shorter.
@@ -102,7 +102,7 @@ class BucketUnits:
 
     @property
     def parts(self) -> list[tuple[slice, int]]:
-        """The bucket's units that are equally long, as numbers counted from ``first``, and their elements."""
+        """The bucket's units in runs of equal length: (numbers counted from ``first``, elements of a unit)."""
         result = [(slice(0, self.whole), self.elements)] if self.whole else []
         return result + ([(slice(self.whole, self.whole + 1), self.tail)] if self.tail else [])
 
@@ -140,14 +140,16 @@ def units_of(cut: Sequence[BucketUnits]) -> int:
 
 
 class Lost:
-    """``mask`` bool[shards, count]: the units that are lost. Their places are worked out once, when asked for."""
+    """The lost units: ``mask`` bool[shards, count]. Their places are worked out once, at the first request."""
 
     def __init__(self, mask: np.ndarray) -> None:
         self.mask = mask
         self._places: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def places(self, numbers: slice) -> tuple[np.ndarray, np.ndarray]:
-        """int32[k] and int32[k]: the shard, and the unit counted from ``numbers.start``, of each one in ``numbers``."""
+        """Returns int32[k] twice: each lost unit's shard, and its number from ``numbers.start``, for units in
+        ``numbers``.
+        """
         key = (numbers.start, numbers.stop)
         if key not in self._places:
             shards, units = np.nonzero(self.mask[:, numbers])
@@ -161,13 +163,13 @@ class Lost:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What arrived in one exchange at some of its ranks: at one on a real rank, at all in a virtual cluster.
+    """The units that arrived in one exchange: at one rank in a real run, at all ranks in a virtual cluster.
 
     ``sources`` [S] and ``receivers`` [R] are ranks in the full group. ``arrived`` bool[R, S, units] includes each
-    rank's own shard. ``cut`` says for every bucket how its units are numbered and how many elements each has; with
-    ``--loss-unit shard`` all buckets share unit 0. ``outbound``: :attr:`sent`, or draws it. In phase ``param`` what did not
-    arrive is stale from now on. ``final`` bool[R, S, units]: what arrived after all of what was drawn, where that is more: parameters
-    that their owners had delivered all the same.
+    rank's own shard. ``cut`` holds the units of every bucket: their numbers and their elements; with ``--loss-unit
+    shard`` all buckets share unit 0. ``outbound`` is :attr:`sent`, or a function that draws it. In phase ``param`` a
+    unit that did not arrive is stale from now on. ``final`` bool[R, S, units] is set if more units arrived in the end
+    than the draw says: parameters that their owners delivered in spite of the draw.
     """
 
     exchange: Exchange
@@ -181,35 +183,38 @@ class Delivery:
 
     @property
     def crossing(self) -> np.ndarray:
-        """bool[R, S]: the links between two ranks, so not that of a rank to itself."""
+        """bool[R, S]: True for links between two ranks, False for the link of a rank to itself."""
         return np.array(self.receivers)[:, None] != np.array(self.sources)
 
     @property
     def sent(self) -> np.ndarray | None:
-        """bool[S, units]: what of the one receiver's data arrived at each of the others, where that is known: gradients only."""
+        """bool[S, units]: the units of the one receiver's data that arrived at each rank; known for gradients only."""
         return self._once("sent", None, self.outbound) if callable(self.outbound) else self.outbound
 
     def incoming(self, units: BucketUnits) -> np.ndarray:
-        """bool[S, count]: what of the bucket that is cut into ``units`` arrived at the one receiver, by source."""
+        """bool[S, count]: the units of one bucket, cut into ``units``, that arrived at the one receiver, by source."""
         assert len(self.arrived) == 1
         return self.arrived[0][:, units.numbers]
 
     def outgoing(self, units: BucketUnits) -> np.ndarray:
-        """bool[S, count]: what of the one receiver's bucket arrived, by destination."""
+        """bool[S, count]: the units of the one receiver's bucket that arrived, by destination.
+
+        Raises ``ValueError`` if they are not known.
+        """
         if self.sent is None:
             raise ValueError(f"{self.exchange}: nobody knows what of this rank's data arrived")
         return self.sent[:, units.numbers]
 
     def lost_here(self, units: BucketUnits) -> Lost:
-        """What of the bucket did not arrive at the one receiver, by source."""
+        """The units of the bucket that did not arrive at the one receiver, by source."""
         return self._once("here", units, lambda: Lost(~self.incoming(units)))
 
     def lost_there(self, units: BucketUnits) -> Lost:
-        """What of the one receiver's bucket did not arrive, by destination."""
+        """The units of the one receiver's bucket that did not arrive, by destination."""
         return self._once("there", units, lambda: Lost(~self.outgoing(units)))
 
     def survivors(self, units: BucketUnits) -> np.ndarray:
-        """int[count]: from how many sources each unit of the bucket arrived at the one receiver."""
+        """int[count]: the number of sources whose unit arrived at the one receiver, for each unit of the bucket."""
         return self._once("survivors", units, lambda: self.incoming(units).sum(axis=0))
 
     def _once(self, what: str, units: BucketUnits | None, find: Callable[[], Any]) -> Any:

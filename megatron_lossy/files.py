@@ -1,7 +1,7 @@
-"""Writing whole files and folders: aside, synced to disk, then renamed.
+"""Writes whole files and folders: aside, synced to disk, then renamed.
 
-A reader finds the old content, the new content, or nothing; also after a kill or a power cut. What lies aside has a
-hidden name that ends in ``.tmp``, so that no reader takes it for what it becomes.
+A reader finds the old content, the new content, or nothing, also after a kill or a power cut. A file aside has a hidden
+name that ends in ``.tmp``, so that no reader takes it for the finished file.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from .errors import cannot, machine_error, refuse
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path`` as UTF-8, over what is there. Once this returns, it is on disk."""
+    """Write ``text`` to ``path`` as UTF-8, over an older file. Once this returns, it is on disk."""
     replace_file(path, lambda aside: aside.write_text(text, encoding="utf-8"))
 
 
 def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-    """Let ``write`` make a file and give it the name ``path``, over what is there. Once this returns, it is on disk.
+    """Let ``write`` make a file and give it the name ``path``, over an older file. Once this returns, it is on disk.
 
-    ``write`` takes the path to write to, which has another suffix than ``path``. If it raises, nothing is left of
-    what it wrote, and an :class:`OSError` names ``path``. The file has the permissions that ``open(path, "w")`` would
-    leave it with.
+    ``write`` takes the path to write to, which has another suffix than ``path``. If it raises, its files are removed,
+    and an :class:`OSError` names ``path``. The file has the same permissions as after ``open(path, "w")``.
     """
     path = Path(path)
     aside = aside_of(path)
@@ -44,9 +43,10 @@ def replace_file(path: str | os.PathLike[str], write: Callable[[Path], object]) 
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """An :class:`OSError` in this context says that it happened to ``path``, be that aside or to an open file.
+    """A context in which an :class:`OSError` names ``path``, also if it happened aside or to an open file.
 
-    So does whatever else is raised because the machine failed, as libraries do that write files.
+    Other errors with a failure of the machine as their cause become such an :class:`OSError` too: libraries that write
+    files raise them.
     """
     try:
         yield
@@ -59,9 +59,9 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(flag: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """In this context ``path``, which ``flag`` names, is written.
+    """A context in which ``path``, which ``flag`` names, is written.
 
-    If it cannot be, that is a :class:`UsageError`, or an :class:`OSError` if the machine is at fault.
+    If it cannot be written, that is a :class:`UsageError`, or an :class:`OSError` if the machine is at fault.
     """
     try:
         yield
@@ -70,7 +70,7 @@ def writing(flag: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def check_folder(flag: str, folder: str | os.PathLike[str] | None) -> None:
-    """Raise :class:`UsageError` unless ``folder`` is one that can be written to, or could be made. Makes nothing."""
+    """Raise :class:`UsageError` unless ``folder`` can be written to, or could be made. Makes nothing."""
     if folder is None:
         return
     asked = there = Path(os.path.abspath(folder))
@@ -83,7 +83,7 @@ def check_folder(flag: str, folder: str | os.PathLike[str] | None) -> None:
 
 
 def aside_of(path: str | os.PathLike[str]) -> Path:
-    """A hidden path in the folder of ``path``, of which no other caller knows. Nothing is made there."""
+    """A hidden path in the folder of ``path``, unique to this call. Nothing is made there."""
     path = Path(path)
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
@@ -91,7 +91,7 @@ def aside_of(path: str | os.PathLike[str]) -> Path:
 def publish(aside: Path, path: str | os.PathLike[str]) -> None:
     """Sync the file or folder ``aside``, rename it to ``path``, and sync the rename.
 
-    Replaces a file. Raises :class:`OSError`, with ``aside`` as it was, where ``path`` is a folder that is not empty.
+    Replaces a file. If ``path`` is a folder that is not empty, raises :class:`OSError` and leaves ``aside`` as it was.
     """
     path = Path(path)
     sync(aside)
@@ -100,7 +100,7 @@ def publish(aside: Path, path: str | os.PathLike[str]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the file or folder ``path`` is on disk, with all that is in it."""
+    """Wait until the file or folder ``path`` is on disk, with all its content."""
     for inner in [*path.rglob("*"), path] if path.is_dir() else [path]:
         _sync(inner)
 
@@ -110,7 +110,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some file systems of networks cannot sync a folder.
+        # Some network file systems cannot sync a folder.
         if error.errno not in (errno.EINVAL, errno.EBADF) or not path.is_dir():
             raise
     finally:

@@ -1,4 +1,4 @@
-"""Flags from dataclasses: what every configuration here and its argparse group, its documentation and its identity share."""
+"""Flags from dataclasses: the common base of all configurations, their argparse groups, documentation and identity."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def flag(
 ) -> Any:
     """A dataclass field that is also a command-line flag ``--name-with-dashes``.
 
-    ``argparse_options`` go to ``ArgumentParser.add_argument``; ``flag="--x"`` overrides the name. A
-    default of ``False`` or ``True`` makes a switch. ``basic``: a short help shows it. ``incidental``: it changes no weight and no loss of a run, only what is
-    written where and when. ``group``: the heading that begins with it in help and documentation, and holds until the next.
+    ``argparse_options`` go to ``ArgumentParser.add_argument``; ``flag="--x"`` overrides the name. A default of
+    ``False`` or ``True`` makes a switch. ``basic``: a short help shows the flag. ``incidental``: the flag changes no
+    weight and no loss of a run, only the files, their places and their times. ``group``: the heading that begins with
+    this flag in help and documentation, and holds until the next.
     """
     options = dict(argparse_options, help=help)
     if isinstance(default, bool):
@@ -44,20 +45,20 @@ def flag(
 
 
 def incidental_fields(cls: type) -> set[str]:
-    """The flags of ``cls`` with which a run resumed otherwise is still the same run."""
+    """The flags of ``cls`` that a resumed run may change and still be the same run."""
     return {f.name for f in dataclasses.fields(cls) if f.metadata.get("incidental")}
 
 
 def identity(config: Any) -> dict[str, Any]:
-    """The settings that make a run what it is; a folder with others of them holds another run."""
+    """The settings that identify a run. A folder with other values of them holds another run."""
     incidental = incidental_fields(type(config))
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in incidental}
 
 
 def difference(cls: type, saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """In which flag of ``cls`` the identity ``saved`` is another than ``here``, in words; ``None`` if in none.
+    """The first flag of ``cls`` that differs between the identities ``saved`` and ``here``, in words; or ``None``.
 
-    ``saved`` may be of an earlier version, and of JSON: a flag that came later had its default.
+    ``saved`` may come from an earlier version, and from JSON: a flag that came later had its default.
     """
     try:
         known = identity(of_flags(cls, saved))
@@ -75,7 +76,7 @@ def _plain(value: Any) -> Any:
 
 
 def of_flags(cls: type[Config], settings: Mapping[str, Any]) -> Config:
-    """The dataclass ``cls`` with those of its fields that ``settings`` has; tuples may be lists there, as in JSON."""
+    """The dataclass ``cls`` with the values of ``settings`` for its fields; tuples may be lists there, as in JSON."""
     values = {f.name: settings[f.name] for f in _flag_fields(cls) if f.name in settings}
     return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
@@ -96,27 +97,27 @@ def check_choice(config: Any, name: str) -> None:
 
 
 def refuse_unused(config: Any, name: str, why: str) -> None:
-    """Raise :class:`UsageError`, which says ``why``, if the flag ``name``, that does nothing in ``config``, was given."""
+    """Raise :class:`UsageError` with the reason ``why`` if the flag ``name`` was given without effect."""
     value = getattr(config, name)
     if value != config.__dataclass_fields__[name].default:
         raise refuse(flag_name(config, name), "on" if value is True else as_text(value), why)
 
 
 def in_unit_interval(name: str, value: float) -> None:
-    """Raise :class:`UsageError` unless ``value``, that of the flag ``name``, is in [0, 1)."""
+    """Raise :class:`UsageError` unless ``value`` of the flag ``name`` is in [0, 1)."""
     if not 0 <= value < 1:  # NaN fails too
         raise refuse(name, value, "must be in [0, 1)")
 
 
 def _flag_fields(cls: Any) -> list[dataclasses.Field[Any]]:
-    """Those of ``cls`` itself, then those that it inherits."""
+    """The fields of ``cls`` itself, then the inherited ones."""
     fields = [f for f in dataclasses.fields(cls) if "flag" in f.metadata]
     inherited = {name for base in cls.__bases__ for name in getattr(base, "__dataclass_fields__", ())}
     return sorted(fields, key=lambda f: f.name in inherited)
 
 
 def flag_groups(cls: Any) -> dict[str, list[dataclasses.Field[Any]]]:
-    """The flags of ``cls`` by their headings; those before the first one are under an empty heading."""
+    """The flags of ``cls`` by their headings; flags before the first heading are under an empty one."""
     groups: dict[str, list[dataclasses.Field[Any]]] = {}
     heading = ""
     for f in _flag_fields(cls):
@@ -126,7 +127,7 @@ def flag_groups(cls: Any) -> dict[str, list[dataclasses.Field[Any]]]:
 
 
 def did_you_mean(words: Iterable[str], known: Iterable[str]) -> str:
-    """What to say after ``words`` that are no names: the nearest of those that are; empty if none is near."""
+    """A hint about unknown ``words``: the nearest known names; empty if none is near."""
     names = {name.lstrip("-"): name for name in known}
     close = [difflib.get_close_matches(word.partition("=")[0].lstrip("-"), names, n=1) for word in words]
     found = list(dict.fromkeys(names[near[0]] for near in close if near))
@@ -134,7 +135,7 @@ def did_you_mean(words: Iterable[str], known: Iterable[str]) -> str:
 
 
 def _with_hint(parser: argparse.ArgumentParser, refuse_as: Callable[[str], Any], message: str) -> Any:
-    """As ``parser.error``, with the flags that unknown ones may be meant for."""
+    """Call ``refuse_as`` with ``message`` and the flags that unknown ones may be meant for."""
     head, _, unknown = message.partition("unrecognized arguments: ")
     if unknown and not head:
         message += did_you_mean(
@@ -151,10 +152,10 @@ def add_flags(
     only: Callable[[str], bool] = lambda name: True,
     short: bool = False,
 ) -> Parser:
-    """Add the flags of the dataclass ``cls`` to ``parser``, in groups whose titles begin with ``title``. Returns ``parser``.
+    """Add the flags of the dataclass ``cls`` to ``parser``, in groups titled ``title``. Returns ``parser``.
 
-    Absent flags are absent from the namespace's meaning too: defaults are those of ``cls``. ``only``: which fields.
-    ``short``: the help has the first clause of basic flags, and nothing of the others.
+    The defaults of the parser are those of ``cls``. ``only``: whether to add a field, by its name. ``short``: the help
+    shows the first clause of basic flags, and none of the others.
     """
     if "error" not in vars(parser):
         parser.error = functools.partial(_with_hint, parser, parser.error)  # type: ignore[method-assign]
@@ -215,7 +216,7 @@ def flag_table(cls: type, heading: str | None = None, mark: str = "") -> str:
         options = f.metadata["flag"]
         value = ""
         if options.get("choices"):
-            ours = getattr(options["choices"], "built_in", options["choices"])  # whatever else is installed here
+            ours = getattr(options["choices"], "built_in", options["choices"])  # without other installed packages
             value = " {" + ",".join(map(str, ours)) + "}"
         elif options.get("action") != "store_true":
             metavar = options.get("metavar") or f.name.upper()
@@ -238,5 +239,5 @@ def as_text(value: Any) -> str:
 
 
 def as_flag(cls: Any, name: str, value: Any) -> str:
-    """The flag of the field ``name`` of ``cls`` as the command line has it with ``value``."""
+    """The command-line text that gives the field ``name`` of ``cls`` the value ``value``."""
     return flag_name(cls, name) + ("" if value is True else f" {as_text(value)}")

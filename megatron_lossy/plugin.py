@@ -218,8 +218,8 @@ def _install_once(name: str, patches: Callable[[], list[Patch]]) -> None:
 
 
 def _leave() -> None:
-    if _lossy is not None and (islands := _lossy.part("islands")) is not None:
-        islands.leave()
+    if _lossy is not None:
+        _lossy.leave()
 
 
 def _close() -> None:

@@ -21,7 +21,7 @@ from .errors import UsageError
 
 
 class Registry:
-    """Names, in the order of ``built_in`` and then of the alphabet; iterates over them, as argparse's choices do.
+    """Names, in the order of ``built_in`` and then of the alphabet. It iterates over them, as argparse's choices do.
 
     Args:
         group: the entry points that add names.
@@ -45,13 +45,13 @@ class Registry:
         return name in self._targets
 
     def load(self, name: str) -> Any:
-        """The class that ``name`` stands for. Raises :class:`UsageError` if somebody else's cannot be imported."""
+        """The class called ``name``. Raises :class:`UsageError` if another package's class cannot be imported."""
         if name not in self._loaded:
             target = self._targets[name]
             module, _, attribute = target.partition(":")
             try:
                 loaded = getattr(importlib.import_module(module), attribute)
-                if getattr(loaded, "name", None) != name:  # it is made again from its own name
+                if getattr(loaded, "name", None) != name:  # the class is loaded again by its own name
                     raise AttributeError(f"its attribute name must be {name!r}")
             except (ImportError, AttributeError) as error:
                 if name in self.built_in:

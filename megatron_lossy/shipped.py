@@ -16,16 +16,16 @@ FOLDERS = ("configs", "launch", "patches")
 
 
 def shipped_folder(name: str) -> Path:
-    """Where the folder ``name`` of :data:`FOLDERS` is."""
+    """The place of the folder ``name`` of :data:`FOLDERS`."""
     package = Path(__file__).parent
     installed = package / "shipped" / name
     return installed if installed.is_dir() else package.parent / name
 
 
 def find_config(file: str | Path) -> Path:
-    """The configuration ``file``: itself if it is there, else the one of that name that comes with the package.
+    """The configuration ``file``: itself if it is there, else the shipped one of that name.
 
-    ``configs/tiny/llama_1m.yaml`` and ``tiny/llama_1m`` both name the same one of those.
+    ``configs/tiny/llama_1m.yaml`` and ``tiny/llama_1m`` both name the same shipped file.
     """
     path = Path(file)
     if path.exists() or path.is_absolute():
@@ -40,9 +40,10 @@ def find_config(file: str | Path) -> Path:
 
 
 def copy_shipped(folder: str | Path) -> list[Path]:
-    """Copy :data:`FOLDERS` into ``folder``: all, or nothing is left there.
+    """Copy :data:`FOLDERS` into ``folder``. If that fails, nothing is left there.
 
-    Raises :class:`UsageError` for what is there already, and what :func:`megatron_lossy.files.writing` does.
+    Raises :class:`UsageError` for folders that are there already, and the errors of
+    :func:`megatron_lossy.files.writing`.
     """
     folder = Path(folder)
     targets = [folder / name for name in FOLDERS]
@@ -70,7 +71,7 @@ def copy_shipped(folder: str | Path) -> list[Path]:
 
 
 def _copy(folder: Path, target: Path) -> None:
-    """As :func:`shutil.copytree`, which makes a text of what goes wrong."""
+    """Copies as :func:`shutil.copytree` does, but lets errors through: that function turns them into a text."""
     target.mkdir()
     for path in folder.iterdir():
         if path.is_dir():

@@ -186,7 +186,7 @@ def test_a_trace_is_checked_against_the_sizes_that_megatron_settled_on(tmp_path,
     def validate(**sizes):
         arguments = Arguments()
         vars(arguments).update({"context_parallel_size": 1, "train_iters": 5} | sizes)
-        lossy = types.SimpleNamespace(config=config, part=lambda section: None, steps=None)
+        lossy = types.SimpleNamespace(config=config, mechanisms=(), job=0, jobs=1, steps=None)
         return megatron_training.validate_args(lossy, lambda args: args, arguments)
 
     assert validate(data_parallel_size=2).data_parallel_size == 2 and len(claimed) == 1
@@ -202,8 +202,7 @@ def test_other_processes_can_copy_the_owners_weights_while_a_checkpoint_is_sched
     happened = []
 
     class Lossy:
-        def part(self, section):
-            return None
+        mechanisms = ()
 
         @contextlib.contextmanager
         def owner_weights(self, model):
@@ -251,14 +250,11 @@ def test_one_rank_says_what_is_lost(rank, island, lines, monkeypatch, capsys):
     for module, name in (
         (megatron_training, "_claim_delivery_log"),
         (megatron_training, "check_run"),
-        (megatron_training.island_training, "before_validation"),
-        (megatron_training.island_training, "enter"),
     ):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
     lossy = Lossy(LossyConfig(p_grad=0.1))
     if island is not None:
-        world = types.SimpleNamespace(island=island, islands=2)
-        lossy.mechanisms = [types.SimpleNamespace(section="islands", world=world)]
+        lossy.job, lossy.jobs = island, 2
     args = types.SimpleNamespace(
         use_distributed_optimizer=True, optimizer="adam", data_parallel_size=2, train_iters=5, rank=rank
     )

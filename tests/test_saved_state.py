@@ -49,6 +49,7 @@ WALKED = {
     "monitor.boundaries.BoundaryMonitor": "test_saved_state_virtual.py",
     "monitor.islands.IslandMonitor": "test_islands_train.py, saved and resumed",
     "hooks.islands.RankIslands": "test_islands_ranks.py, saved and resumed",
+    "mechanisms.base.Mechanism": "no state of its own: test_islands_ranks.py",
     "pipeline.stash.Stash": "test_async_pipeline.py, saved and resumed",
     "train.async_pipeline.StageWorkers": "test_async_pipeline.py, saved and resumed",
     "run.Pipeline": "no class of its own: what a pipeline must have",

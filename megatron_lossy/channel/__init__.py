@@ -1,4 +1,4 @@
-"""Who loses what: channels and keyed draws. Pure: no process group, no megatron."""
+"""Channels and keyed draws: they decide who loses which units. Pure: no process group, no megatron."""
 
 from .base import Channel
 from .laws import make_channel

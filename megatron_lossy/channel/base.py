@@ -1,4 +1,4 @@
-"""What a channel is: the function that says which units of an exchange arrive (docs/semantics.md).
+"""The base class of channels: a channel decides which units of an exchange arrive (docs/semantics.md).
 
 Pure: NumPy only, no process group, no megatron.
 """
@@ -22,15 +22,15 @@ from ..registry import CHANNELS
 class Channel(ABC):
     """Decides which units of an exchange arrive on a link.
 
-    Implementations are pure functions of their configuration and the arguments: the same at both ends of a link
-    and in every process, whatever was asked before. ``together``: all receivers of one sender lose together.
+    Implementations are pure functions of their configuration and the arguments: both ends of a link and every process
+    get the same answer, in any order of questions. ``together``: all receivers of one sender lose together.
     """
 
     #: The value of ``--loss-model``.
     name: ClassVar[str]
     #: Flags without a default that only this channel reads; ``{phase}`` stands for the phase.
     flags: ClassVar[tuple[str, ...]] = ()
-    #: Whether the flags alone say what is lost, so that a record needs a digest only.
+    #: Whether the flags alone decide the losses, so that a record needs only a digest.
     redrawable: ClassVar[bool] = True
 
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
@@ -38,11 +38,11 @@ class Channel(ABC):
         self.seed = seed
         self.together = together
 
-    # --- what the flags say --------------------------------------------------------------------------------------
+    # --- flags ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
-        """How ``phase`` loses data with this channel. Raises :class:`UsageError` for flags that do not fit."""
+        """The losses of ``phase`` with this channel. Raises :class:`UsageError` for flags that do not fit."""
         cls._refuse_flags_of_others(config, phase)
         rate, schedule = config.rate(phase), config.of_phase("loss_schedule", phase)
         instead = cls.sets_rate(config, phase)
@@ -62,9 +62,9 @@ class Channel(ABC):
 
     @classmethod
     def _refuse_flags_of_others(cls, config: LossyConfig, phase: str) -> None:
-        for name in CHANNELS.built_in:  # no other can have flags
+        for name in CHANNELS.built_in:  # no other channel can have flags
             for pattern in CHANNELS.load(name).flags:
-                value = getattr(config, pattern.format(phase=phase), None)  # not every phase has them
+                value = getattr(config, pattern.format(phase=phase), None)  # not every phase has these flags
                 # A flag without a phase needs its channel in one of them.
                 models = {cls.name} if "{phase}" in pattern else {cls.name, *config.loss_model}
                 if value is not None and name not in models:
@@ -73,7 +73,7 @@ class Channel(ABC):
 
     @classmethod
     def label(cls, flags: Mapping[str, Any], phase: str) -> str:
-        """What the losses of ``phase`` are called in a table; ``flags``: those of the run, by their field names."""
+        """The name of the losses of ``phase`` in a table. ``flags``: the flags of the run, by their field names."""
         schedule = flags.get("loss_schedule")
         if schedule:
             places = (*PHASES, *SYNC_PHASES)
@@ -90,20 +90,20 @@ class Channel(ABC):
     def drift(cls, loss: PhaseLoss, step: int, units: int) -> tuple[float, float] | None:
         """Drift in the steady state at the rate of ``step``: to the owner, and between two receivers.
 
-        In squared increments, if these are uncorrelated (:mod:`megatron_lossy.theory`). ``units``: units of loss of a
-        step. ``None`` if there is no closed form, or links differ.
+        The unit is squared increments, if these are uncorrelated (:mod:`megatron_lossy.theory`). ``units``: units of
+        loss of a step. ``None`` if there is no closed form, or links differ.
         """
         return None
 
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float] | None:
-        """At the rate of ``step``, over the ``destinations``: the share of units that miss an update, and their mean age.
+        """The share of units that miss an update, and their mean age, over ``destinations`` at the rate of ``step``.
 
-        In the steady state (:mod:`megatron_lossy.theory.lag`); ``units``: of loss, per link and step. ``None`` if the
-        flags do not tell.
+        Both are of the steady state (:mod:`megatron_lossy.theory.lag`). ``units``: units of loss per link and step.
+        ``None`` if the flags do not tell.
         """
         return None
 
-    # --- what is lost --------------------------------------------------------------------------------------------
+    # --- losses --------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
@@ -119,7 +119,7 @@ class Channel(ABC):
         return result
 
     def steps(self, phase: str, stream: Stream) -> int | None:
-        """How many steps this channel knows, from 0 on; ``None``: any."""
+        """The number of steps that this channel knows, from step 0 on; ``None``: any."""
         return None
 
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:

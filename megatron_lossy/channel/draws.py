@@ -25,10 +25,10 @@ from .philox import philox4x64
 #: Destination used in place of a rank when all receivers of a source share their draws.
 EVERY_DESTINATION = 2**32 - 1
 
-#: In the place of a purpose of losses.
+#: Stands where losses have their purpose.
 _OTHER = 2**63
 
-# Later ones are appended, so that the numbers of the others stay.
+# New phases are appended, so that the numbers of the others stay.
 _PHASES = PHASES + BOUNDARY_PHASES + SYNC_PHASES
 
 #: Numbers in a block of the generator.
@@ -36,8 +36,8 @@ PER_BLOCK = 16
 #: Blocks of random numbers to draw at once, so that they stay in a core's cache.
 PIECE = 2**13
 
-# Microseconds, measured (benchmarks/draw_speed.py), which decide how the numbers of several links are drawn: with the
-# generator set to one link after the other, or blocks of all links together.
+# Measured microseconds (benchmarks/draw_speed.py). They decide how the numbers of several links are drawn: with the
+# generator set to one link after the other, or as blocks of all links together.
 _LOOP_LINK, _LOOP_BLOCK = 3.5, 0.018
 _VECTOR_CALL, _VECTOR_BLOCK = 190.0, 0.105
 
@@ -73,12 +73,12 @@ def _exchange_word(exchange: Exchange) -> int:
 class Uniforms:
     """Independent uniform numbers on [0, 1), one per unit of each of L links, with 48 bits of precision.
 
-    The upper 16 bits, ``upper`` uint16[L, units], are drawn for all units at once. The lower 32 decide only
-    comparisons that the upper bits leave open (one in 65,536 per threshold), and are drawn for those units alone.
+    The upper 16 bits, ``upper`` uint16[L, units], are drawn for all units at once. The lower 32 decide only comparisons
+    that the upper bits leave open (one in 65,536 per threshold), and are drawn for those units alone.
 
     Args:
         seed, purpose: the key.
-        exchange: what the units belong to.
+        exchange: the exchange of the units.
         sources, destinations: integers [L]; without destinations all links of a source share their numbers.
         units: units per link.
     """
@@ -149,11 +149,11 @@ class Uniforms:
 
 
 class DrawnChannel(Channel):
-    """A channel whose outcomes are drawn, those of many links in one go."""
+    """A channel that draws its outcomes, those of many links at once."""
 
     @abstractmethod
     def draw_links(self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int) -> np.ndarray:
-        """As :meth:`delivered_links`, for at most a few thousand links or one with many units."""
+        """Returns the same as :meth:`delivered_links`, for at most a few thousand links or one link with many units."""
 
     def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
         return self.draw_links(exchange, np.array([source]), np.array([destination]), units)[0]
@@ -171,19 +171,19 @@ class DrawnChannel(Channel):
     def uniforms(
         self, purpose: int, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> Uniforms:
-        """Uniform numbers for the units of links; those of the sender if its receivers lose together."""
+        """Uniform numbers for the units of links. Receivers that lose together share the sender's numbers."""
         return Uniforms(self.seed, purpose, exchange, sources, None if self.together else destinations, units)
 
 
 def words(seed: int, purpose: int, exchange: Exchange, rank: int) -> Callable[[int], np.ndarray]:
-    """64-bit words that belong to one rank, all independent: a function that gives the next ``count``, uint64[count]."""
+    """Returns a function that gives the next ``count`` independent 64-bit words of one rank, uint64[count]."""
     link = rank << 32 | rank
     state = np.random.Philox(key=[seed, 2 * purpose], counter=[0, exchange.step, link, _exchange_word(exchange)])
     return state.random_raw
 
 
 def generator(seed: int, exchange: Exchange, source: int, number: int) -> np.random.Generator:
-    """Random numbers that are no losses: a function of the arguments alone. ``number``: of what they are for, below 2^32."""
+    """Random numbers for other purposes than losses, from the arguments alone. ``number``: the purpose, below 2^32."""
     word = _exchange_word(exchange)
     return np.random.Generator(
         np.random.Philox(key=[seed, _OTHER], counter=[0, exchange.step, source << 32 | number, word])
@@ -191,6 +191,6 @@ def generator(seed: int, exchange: Exchange, source: int, number: int) -> np.ran
 
 
 def subset_numbers(seed: int, exchange: Exchange, count: int) -> np.ndarray:
-    """uint64[count]: what chooses the elements of an exchange between islands; no other draw shares them."""
+    """uint64[count]: numbers that choose the elements of an exchange between islands. No other draw shares them."""
     counter = [0, exchange.step, 0, _exchange_word(exchange)]
     return np.random.Philox(key=[seed, _OTHER + 1], counter=counter).random_raw(count)

@@ -28,7 +28,7 @@ _Lags = dict[tuple[float, float, float, float], tuple[float, float]]
 
 
 class GilbertElliott(DrawnChannel):
-    """Loses units in bursts; from four parameters, or from a (scheduled) mean rate and a mean burst length."""
+    """Loses units in bursts. The flags give four parameters, or a (scheduled) mean rate and a mean burst length."""
 
     name = "gilbert-elliott"
     flags = ("ge_{phase}",)
@@ -84,7 +84,10 @@ class GilbertElliott(DrawnChannel):
         return (0.0, 0.0) if self._quiet(step) else lags[self.parameters(step)]
 
     def _lags_of_all(self, units: int) -> _Lags | None:
-        """By parameters, of all steps that lose; ``None`` if one is not known: whoever has to count begins with the first step."""
+        """Returns the lag by parameters, for all steps that lose. ``None`` if the lag of one step is not known.
+
+        ``None`` keeps callers that count losses from starting in the middle: they count from the first step.
+        """
         found: _Lags = {}
         for start in self.loss.schedule.starts:
             if not self._quiet(start):
@@ -136,8 +139,9 @@ class GilbertElliott(DrawnChannel):
     ) -> np.ndarray:
         """bool[L]: the states before the first unit of ``exchange.step``.
 
-        Step by step back, for the links whose state is not known yet: what the step makes of a good state, what of a
-        bad one. If both become the same the state is known; if not the step keeps it or turns it over.
+        The search goes back step by step, for the links whose state is not known yet. It computes the state after the
+        step from a good state, and from a bad one. If both are the same the state is known; if not, the step keeps the
+        state or turns it over.
         """
         result = np.zeros(len(sources), dtype=bool)
         turned = np.zeros(len(sources), dtype=bool)
@@ -203,13 +207,13 @@ def _tail(transitions: tuple[float, ...], units: int) -> np.ndarray | None:
 
 
 class _Moves:
-    """What the units of L links do to the state of the chain.
+    """The effect of the units of L links on the state of the chain.
 
     ``if_good``, ``if_bad`` bool[L, units]: the state after each unit if it was good before it, and if it was bad.
     """
 
     def __init__(self, if_good: np.ndarray, if_bad: np.ndarray, alternates: bool) -> None:
-        self.first = if_good[:, 0] == if_bad[:, 0]  # whether the first unit forgets what was before
+        self.first = if_good[:, 0] == if_bad[:, 0]  # whether the first unit forgets the earlier state
         # Where nothing is forced the state stays, or alternates; then the chain that differs from it at every other
         # unit stays.
         self._odd = None
@@ -242,18 +246,18 @@ def _carries(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 class _Ends:
-    """The last state computed on each link, and its step. A cache: never needed, and any thread may write to it."""
+    """The last state computed on each link, and its step. A cache: nothing needs it, and any thread may write to it."""
 
     def __init__(self) -> None:
         self._packed = np.full((0, 0), -1, dtype=np.int64)  # 2 * step + state
 
     def get(self, sources: np.ndarray, destinations: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """bool[L] twice: whether the last state computed on each link is that of ``step``, and the state if so."""
+        """bool[L] twice: whether the last state computed on each link is the state of ``step``, and that state."""
         packed = self._fitting(sources, destinations)[sources, destinations]
         return packed >> 1 == step, packed & 1 == 1
 
     def put(self, sources: np.ndarray, destinations: np.ndarray, step: int, states: np.ndarray) -> None:
-        """The chains of L links were in ``states`` at the end of ``step``."""
+        """Store ``states``, the states of L links at the end of ``step``."""
         self._fitting(sources, destinations)[sources, destinations] = 2 * step + states
 
     def _fitting(self, sources: np.ndarray, destinations: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The law of losses that the flags ask for. Replaying a delivery log is the transport's."""
+"""Makes the channel that the flags ask for. The transport replays delivery logs."""
 
 from __future__ import annotations
 

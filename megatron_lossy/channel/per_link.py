@@ -1,4 +1,4 @@
-"""A loss rate for every link, from a matrix file."""
+"""Losses with a rate for every link, from a matrix file."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A trace is an .npz file with the boolean arrays ``grad`` and ``param`` of shape [steps, N, N, units]: True where the
 unit from source (second axis) to destination (third axis) arrived. Step 0 is the first iteration. An array named
-``PHASE.STREAM`` (``grad.expert-e0-s0-c0``, see :attr:`Stream.name`) takes precedence for that stream. ``units`` is
-1 for ``--loss-unit shard``, the number of buckets for ``bucket``, and of packets for ``packet``.
+``PHASE.STREAM`` (``grad.expert-e0-s0-c0``, see :attr:`Stream.name`) takes precedence for that stream. ``units`` is 1
+for ``--loss-unit shard``, the number of buckets for ``bucket``, and the number of packets for ``packet``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .base import Channel
 
 
 class Trace(Channel):
-    """Loses exactly what the recorded trace lost, whatever the seed."""
+    """Loses exactly the units that the recorded trace lost, whatever the seed."""
 
     name = "trace"
     flags = ("trace",)

@@ -1,1 +1,1 @@
-"""Forward error correction: what is sent beside data so that some of it can be lost. Pure: NumPy only."""
+"""Forward error correction: parity sent beside data, so that some of the data can be lost. Pure: NumPy only."""

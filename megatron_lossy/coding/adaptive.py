@@ -1,7 +1,7 @@
-"""Choosing the code: as little parity as the loss that receivers report asks for, within a budget of bytes.
+"""The choice of the code: the least parity for the loss that receivers report, within a budget of bytes.
 
 SMART (section 3.2) fixes the code beforehand, and pays for it where nothing is lost. Here a message gets the fewest
-parities with which no more of it stays lost than may, but for a small share of messages.
+parities that keep its final loss within the bound, for all but a small share of messages.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from ..errors import refuse
 
 
 class AdaptiveCode:
-    """The parities per block of packets that follow the loss of the latest messages.
+    """The number of parities per block of packets. It follows the loss of the latest messages.
 
     Args:
         block: B, packets of data in a block.
         bound: share of a message's packets that may stay lost; 0: none.
         budget: parities are at most this share of a block, and at most 255; above 1 some are copies.
-        failures: share of messages of which more may stay lost.
-        messages: how many of the latest ones count.
+        failures: share of messages that may lose more than ``bound``.
+        messages: number of latest messages that count.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class AdaptiveCode:
         self._reports: deque[tuple[int, int]] = deque(maxlen=messages)
 
     def report(self, lost: int, packets: int) -> None:
-        """Of ``packets`` that were sent, parities included, ``lost`` did not arrive."""
+        """Records that ``lost`` of ``packets`` sent packets, parities included, did not arrive."""
         self._reports.append((lost, packets))
 
     @property
     def loss(self) -> float:
-        """What the loss rate may well be: two standard errors above what was reported (Wilson, 1927)."""
+        """An upper estimate of the loss rate: two standard errors above the reported rate (Wilson, 1927)."""
         lost, packets = (sum(column) for column in zip(*self._reports, strict=True)) if self._reports else (0, 0)
         if not lost:
             return 0.0
@@ -54,7 +54,7 @@ class AdaptiveCode:
         return min((middle + spread) / (1 + z * z / packets), 1.0)
 
     def parity(self, packets: int) -> int:
-        """c, in [0, budget x block]: for a message of so many packets; 0: none."""
+        """c, in [0, budget x block], for a message of ``packets`` packets; 0: none."""
         p = self.loss
         # More parity never fails more often.
         low, high = 0, self.most
@@ -70,10 +70,10 @@ class AdaptiveCode:
 def failure(p: float, packets: int, block: int, parity: int, bound: float) -> float:
     """Probability that more than ``bound`` of a message's packets stay lost, for independent losses of rate ``p``.
 
-    Of a group of g packets and its parity X of the packets are lost; R = X stay so, but none if X = 1 and the parity
-    is there. E R = g p (1 - q^g), E R^2 = g p q + (g p)^2 - g p q^g, P(R > 0) = 1 - q^g - g p q^g. The sum over
-    groups is taken for normal; with ``bound`` 0 the probability is exact, but for groups of unequal size. With more
-    parities than packets each packet stays lost if all its copies are.
+    A group of g packets and its parity loses X of its packets. R = X of them stay lost, but none if X = 1 and the
+    parity arrived. E R = g p (1 - q^g), E R^2 = g p q + (g p)^2 - g p q^g, P(R > 0) = 1 - q^g - g p q^g. The sum over
+    groups is taken for normal. With ``bound`` 0 the probability is exact, except for groups of unequal size. With more
+    parities than packets, a packet stays lost if all its copies are lost.
     """
     if not p or not packets:
         return 0.0

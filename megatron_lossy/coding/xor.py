@@ -1,13 +1,13 @@
 """Interleaved XOR parity (SMART, section 3.3): blocks of packets, and for each block a few packets of parity.
 
-A block is B packets in the order of the message, with c parities. Packet i of a block belongs to group i mod c, whose
-parity is the XOR of its bytes. So a group is whole again if no more than one of its packets, parity included, is lost. A
-short last block of b packets has only max(1, ceil(c b / B)) parities.
+A block is B packets in the order of the message, with c parities. Packet i of a block belongs to group i mod c. The
+parity of a group is the XOR of its packets' bytes. So a group is whole again if at most one of its packets, parity
+included, is lost. A short last block of b packets has only max(1, ceil(c b / B)) parities.
 
-Up to c packets of data in a row come back wherever they begin, also across two blocks, as long as no parity is lost with
-them and no more of them are in a short last block than that has parities.
+Up to c lost packets of data in a row come back wherever they begin, also across two blocks. Two conditions hold: none
+of their parities is lost, and a short last block loses at most as many packets as it has parities.
 
-Where a block has more parities than packets, these are copies of its packets, in their order again and again.
+If a block has more parities than packets, the parities are copies of its packets, in their order again and again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..config.transport import check_code
 
 @dataclass(frozen=True)
 class Layout:
-    """How the packets of a message are protected.
+    """The protection of a message's packets.
 
-    ``packets``: of data in the message. ``block``: B, at most 65,535. ``parity``: c, in [1, 255].
+    ``packets``: packets of data in the message. ``block``: B, at most 65,535. ``parity``: c, in [1, 255].
     """
 
     packets: int
@@ -36,20 +36,20 @@ class Layout:
 
     @cached_property
     def group(self) -> np.ndarray:
-        """int[packets]: the first parity that each packet takes part in, numbered over the message."""
+        """int[packets]: the first parity that protects each packet, numbered over the message."""
         block, place = np.divmod(np.arange(self.packets), self.block)
         return block * self.parity + place % self._groups[block]
 
     @cached_property
     def first(self) -> np.ndarray:
-        """int[parities]: the parity that each one repeats; itself, if it is none's copy."""
+        """int[parities]: the first parity with the same bytes; a parity that copies no other has its own number."""
         number = np.arange(self.parities)
         block = np.minimum(number // self.parity, max(len(self._groups) - 1, 0))
         return block * self.parity + (number - block * self.parity) % self._groups[block]
 
     @property
     def _groups(self) -> np.ndarray:
-        """int[blocks]: how many different parities each has."""
+        """int[blocks]: the number of different parities of each block."""
         whole, rest = divmod(self.packets, self.block)
         return np.array([min(self.parity, self.block)] * whole + [min(self._last, rest)] * bool(rest), dtype=np.int64)
 
@@ -66,7 +66,7 @@ class Layout:
 
     @cached_property
     def _by_group(self) -> tuple[np.ndarray, np.ndarray]:
-        """The packets ordered by their group, and where each group begins."""
+        """The packets ordered by their group, and the place where each group begins."""
         order = np.argsort(self.group, kind="stable")
         return order, np.searchsorted(self.group[order], np.arange(self.parities))
 
@@ -77,7 +77,11 @@ class Layout:
         return order[starts[first] : np.searchsorted(self.group[order], first, side="right")]
 
     def residual(self, lost: np.ndarray, lost_parity: np.ndarray) -> np.ndarray:
-        """bool[..., packets]: what stays lost if ``lost`` bool[..., packets] and ``lost_parity`` bool[..., parities] are."""
+        """bool[..., packets]: the packets that stay lost.
+
+        ``lost`` bool[..., packets] and ``lost_parity`` bool[..., parities] are the packets and parities that did not
+        arrive.
+        """
         if not self.packets:
             return lost.copy()
         order, starts = self._by_group
@@ -89,7 +93,7 @@ class Layout:
         return lost & (count + gone > 1)[..., np.searchsorted(firsts, self.group)]
 
     def used(self, packets: np.ndarray, lost_parity: np.ndarray) -> np.ndarray:
-        """int[k]: the first parity that makes up for each of ``packets`` int[k], given what is lost bool[parities]."""
+        """int[k]: the first parity that replaces each of ``packets`` int[k], out of those not in ``lost_parity``."""
         return np.array(
             [np.flatnonzero((self.first == group) & ~lost_parity)[0] for group in self.group[packets]], dtype=np.int64
         )
@@ -116,9 +120,10 @@ def encode(message: np.ndarray, layout: Layout) -> np.ndarray:
 def decode(
     message: np.ndarray, lost: np.ndarray, parities: np.ndarray, lost_parity: np.ndarray, layout: Layout
 ) -> np.ndarray:
-    """Fill in ``message`` uint8[packets, bytes] where it is ``lost`` bool[packets] and can be told; returns what cannot.
+    """Fill in the packets of ``message`` uint8[packets, bytes] that are ``lost`` bool[packets] and can be recovered.
 
-    What is lost of ``message`` and of ``parities`` uint8[parities, bytes] (``lost_parity``) may have any value.
+    Returns bool[packets], the packets that stay lost. Lost packets of ``message`` and lost parities (``lost_parity``)
+    of ``parities`` uint8[parities, bytes] may have any value.
     """
     residual = layout.residual(lost, lost_parity)
     wide, known = _words(message), _words(parities)
@@ -131,6 +136,6 @@ def decode(
 
 
 def _words(packets: np.ndarray) -> np.ndarray:
-    """The same bytes as words of 8, where that is possible."""
+    """The same bytes as words of 8 bytes, if that is possible."""
     aligned = packets.shape[1] % 8 == 0 and packets.flags.c_contiguous
     return packets.view(np.uint64) if aligned else packets

@@ -19,7 +19,7 @@ from .tokenizers import NAMES, build_tokenizer, padded_vocab_size
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to read, how to tokenize it and where to write it. Raises :class:`UsageError`."""
+    """The input, its tokenizer, and the output. Raises :class:`UsageError`."""
 
     input: tuple[str, ...] | None = flag(
         None,
@@ -72,7 +72,7 @@ class DataConfig:
 
 
 def _with_progress(documents: Iterable[Document], verb: str, total: int) -> Iterator[Document]:
-    """``documents``, with a line on stderr now and then if they take long. ``total``: bytes of all input."""
+    """``documents``, with occasional lines on stderr if they take long. ``total``: bytes of all input."""
     rewrite = sys.stderr.isatty()
     started = time.monotonic()
     due = started + 2
@@ -91,7 +91,7 @@ def _with_progress(documents: Iterable[Document], verb: str, total: int) -> Iter
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Do what the command line says. Raises :class:`UsageError`."""
+    """Run the command line. Raises :class:`UsageError`."""
     parser = ArgumentParser(
         "python -m megatron_lossy.data",
         description="Text files to Megatron's indexed format.",
@@ -120,7 +120,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         def documents() -> Iterable[Document]:
             return read_documents(files, config.format, config.json_key, config.split_documents)
 
-    # megatron-core says at import what CUDA packages it lacks; writing data needs none of them.
+    # megatron-core warns at import about missing CUDA packages; writing data needs none of them.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     if config.split is None:
         written = {
@@ -148,7 +148,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """:func:`run`, with wrong input as one line and exit status 2."""
+    """:func:`run`, which reports wrong input as one line and exit status 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     with usage_errors("megatron_lossy.data"):
         if arguments[:1] in (["manifest"], ["check"]):

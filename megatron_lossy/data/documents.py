@@ -1,7 +1,7 @@
-"""Where documents come from: text files, JSON lines, or the source of Python's standard library.
+"""Sources of documents: text files, JSON lines, or the source of Python's standard library.
 
-A document is a pair of a name and its bytes. Names are relative to the input they were found in, so that neither
-the order of documents nor the choice of validation documents depends on where the files lie.
+A document is a pair of a name and its bytes. Names are relative to the input they were found in. So neither the order
+of documents nor the choice of validation documents depends on the place of the files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import cannot, refuse
 
 Document = tuple[str, bytes]
 
-# Not written to be read (tables, tests), or different on every machine.
+# Left out: files that are not written to be read (tables, tests), or that differ between machines.
 _STDLIB_LEFT_OUT = {
     "__pycache__",
     "site-packages",
@@ -41,7 +41,7 @@ _STDLIB_LEFT_OUT = {
 def find_files(inputs: Iterable[str], flag: str = "--input") -> list[tuple[str, Path]]:
     """The files that ``inputs`` (files, folders, globs), given as ``flag``, name: pairs of name and path, each once.
 
-    Inputs keep their order; the files of a folder or glob are sorted by name, hidden ones left out. Raises
+    Inputs keep their order. The files of a folder or glob are sorted by name, without hidden ones. Raises
     :class:`UsageError` for an input that does not exist, holds no file, or is an empty or unreadable file.
     """
     found: dict[Path, str] = {}
@@ -93,8 +93,8 @@ def read_documents(
 def stdlib_documents() -> list[Document]:
     """The source files of the running Python's standard library, sorted by name: text every machine has.
 
-    Without tests, tables of data, installed packages and what a build generates. Raises :class:`UsageError` if
-    this Python comes without its source.
+    Tests, tables of data, installed packages and generated files are left out. Raises :class:`UsageError` if this
+    Python comes without its source.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     documents = []
@@ -113,8 +113,8 @@ def stdlib_documents() -> list[Document]:
 def validation_documents(names: Sequence[str], fraction: float) -> set[int]:
     """Positions of the documents that go to validation: a share of ``fraction`` of them, at least one.
 
-    Those whose names have the lowest SHA-256: the same in every run, and nearly the same when documents are
-    added. Raises :class:`UsageError` for fewer than two documents.
+    These are the documents whose names have the lowest SHA-256. The choice is the same in every run, and nearly the
+    same when documents are added. Raises :class:`UsageError` for fewer than two documents.
     """
     if len(names) < 2:
         allowed = "needs at least 2; see --split-documents and --format"

@@ -1,7 +1,7 @@
 """Megatron's indexed data sets, written through ``megatron.core.datasets.indexed_dataset``.
 
-A data set of prefix P is ``P.bin`` (token ids), ``P.idx`` (where documents begin) and, of ours, ``P.json``: which
-tokenizer made it and from what, so that training with another tokenizer is refused. Every document ends with the
+A data set of prefix P is ``P.bin`` (token ids), ``P.idx`` (the beginnings of documents) and our ``P.json``. The last
+names the tokenizer and the source, so that training with another tokenizer is refused. Every document ends with the
 tokenizer's end-of-document id. All three are written aside and renamed when they are complete.
 """
 
@@ -32,8 +32,10 @@ _LONGEST_DOCUMENT = 2**31 - 1
 
 @dataclass(frozen=True)
 class DatasetDescription:
-    """What ``P.json`` says. ``tokens`` counts end-of-document ids too; ``dtype`` is that of the ids in ``P.bin``;
-    ``documents_sha256`` covers the bytes of all documents, in order."""
+    """The content of ``P.json``. ``tokens`` counts end-of-document ids too; ``dtype`` is that of the ids in ``P.bin``.
+
+    ``documents_sha256`` covers the bytes of all documents, in order.
+    """
 
     tokenizer: str
     fingerprint: str
@@ -73,7 +75,7 @@ class IndexedWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with contextlib.suppress(OSError):  # on a full disk it tries once more to write what is left
+        with contextlib.suppress(OSError):  # on a full disk it tries once more to write the rest
             self._builder.data_file.close()
         shutil.rmtree(self._aside, ignore_errors=True)
 
@@ -96,7 +98,7 @@ class IndexedWriter:
         self._sha256.update(data)
 
     def complete(self) -> DatasetDescription:
-        """Write all that is missing; once this returns, it is on disk. Raises :class:`UsageError` without a document."""
+        """Write the rest; once this returns, all is on disk. Raises :class:`UsageError` without a document."""
         if not self._documents:
             raise UsageError(f"--input: no document holds text, so that {self.prefix} would be empty")
         description = DatasetDescription(
@@ -118,7 +120,7 @@ class IndexedWriter:
         return description
 
     def commit(self) -> None:
-        """Give the data set, which is complete, its name."""
+        """Give the complete data set its name."""
         # The index goes first and comes last: a data set without one is incomplete to every reader, whereas an
         # old index with new tokens would be read without complaint. So would megatron-core's cached samples.
         with contextlib.suppress(FileNotFoundError):
@@ -132,7 +134,7 @@ class IndexedWriter:
 def write_indexed(
     documents: Iterable[Document], prefix: str | os.PathLike, tokenizer: Tokenizer, overwrite: bool = False
 ) -> DatasetDescription:
-    """Write ``documents`` as the data set ``prefix``. Raises as :class:`IndexedWriter` does."""
+    """Write ``documents`` as the data set ``prefix``. Errors are those of :class:`IndexedWriter`."""
     with IndexedWriter(prefix, tokenizer, overwrite) as writer:
         for name, data in documents:
             writer.add(name, data)
@@ -151,8 +153,8 @@ def write_train_valid(
 ) -> dict[str, DatasetDescription]:
     """Write ``documents`` as the data sets ``prefix_train`` and ``prefix_valid``.
 
-    ``names`` are those of all ``documents``, of which :func:`validation_documents` picks a share of ``fraction``.
-    Returns the descriptions by prefix. Raises as :class:`IndexedWriter` does.
+    ``names`` are those of all ``documents``. :func:`validation_documents` picks a share of ``fraction`` of them.
+    Returns the descriptions by prefix. Errors are those of :class:`IndexedWriter`.
     """
     valid = validation_documents(names, fraction)
     prefixes = [f"{os.fspath(prefix)}_{split}" for split in ("train", "valid")]
@@ -185,7 +187,7 @@ def check_output(prefix: str, overwrite: bool) -> None:
 
 
 def read_description(prefix: str | os.PathLike) -> DatasetDescription | None:
-    """What ``prefix.json`` says; None where there is none of ours (data of Megatron's own tools has none)."""
+    """The content of ``prefix.json``; None if there is none of ours (data of Megatron's own tools has none)."""
     try:
         content = json.loads(Path(os.fspath(prefix) + ".json").read_bytes())
         if content.pop("format") != _FORMAT:
@@ -196,7 +198,7 @@ def read_description(prefix: str | os.PathLike) -> DatasetDescription | None:
 
 
 def is_weight(text: str) -> bool:
-    """True for the weights between the prefixes of ``--data-path``."""
+    """Whether ``text`` is a weight between the prefixes of ``--data-path``."""
     try:
         float(text)
     except ValueError:
@@ -205,7 +207,7 @@ def is_weight(text: str) -> bool:
 
 
 def check_blend(flag: str, texts: Sequence[str]) -> None:
-    """Raise :class:`UsageError` unless ``texts``, given with ``flag``, are prefixes, or each after its weight."""
+    """Raise :class:`UsageError` unless ``texts``, given with ``flag``, are prefixes, or each follows its weight."""
     weights = [float(text) for text in texts if is_weight(text)]
     paired = len(texts) == 2 * len(weights) and all(map(is_weight, texts[::2]))
     if weights and not (paired and min(weights) >= 0 and 0 < sum(weights) < math.inf):
@@ -214,9 +216,9 @@ def check_blend(flag: str, texts: Sequence[str]) -> None:
 
 
 def epochs(data_path: Sequence[str], tokens: int) -> float:
-    """How often ``tokens`` tokens of training read the data sets of ``--data-path``; of several, the one most read.
+    """The number of times that ``tokens`` tokens of training read the data of ``--data-path``; the largest number.
 
-    Raises :class:`UsageError` where there is no data set, or one without a token.
+    Raises :class:`UsageError` if there is no data set, or one without a token.
     """
     prefixes = [text for text in data_path if not is_weight(text)]
     sizes = [_tokens(prefix) for prefix in prefixes]
@@ -229,7 +231,7 @@ _ITEMSIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
 
 def _tokens(prefix: str, flag: str = "--data-path") -> int:
-    """Tokens of the data set ``prefix``, by the size of its file and what its index says of their type."""
+    """Tokens of the data set ``prefix``, from the size of its file and the type in its index."""
     try:
         with open(prefix + ".idx", "rb") as index:
             head = index.read(18)  # magic, version, type
@@ -244,7 +246,7 @@ def _tokens(prefix: str, flag: str = "--data-path") -> int:
 
 
 def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> DatasetDescription | None:
-    """Raise :class:`UsageError` unless ``prefix`` is a complete data set; returns what ``prefix.json`` says.
+    """Raise :class:`UsageError` unless ``prefix`` is a complete data set. Returns the content of ``prefix.json``.
 
     Without a ``prefix.json`` of ours only the presence of the files is checked.
     """
@@ -266,7 +268,7 @@ def check_files(prefix: str | os.PathLike, flag: str = "--data-path") -> Dataset
 
 
 def check_dataset(prefix: str | os.PathLike, tokenizer: Tokenizer, flag: str = "--data-path") -> None:
-    """As :func:`check_files`; raise :class:`UsageError` also if it has no token, or ``tokenizer`` cannot have made it."""
+    """Check as :func:`check_files`. Raises :class:`UsageError` also without tokens, or for another tokenizer."""
     description = check_files(prefix, flag)
     _tokens(os.fspath(prefix), flag)
     if description is not None and description.fingerprint != tokenizer.fingerprint:

@@ -1,10 +1,9 @@
-"""Manifests: which files a run trains on, with hashes, so that a copy that broke on its way is found before it
-costs.
+"""Manifests: the files that a run trains on, with hashes, so that a broken copy is found before it costs.
 
 A manifest is a JSON file that names, relative to its own folder, the files of data sets (``.bin``, ``.idx``,
 ``.json``), each with its size and the SHA-256 of every block of 64 MiB. A quick check, as at the start of a run,
-reads of each file the first and the last block and up to eight between, and compares the sizes of all files; a
-full one reads everything.
+compares the sizes of all files, and reads the first and the last block of each file and up to eight between. A full
+check reads everything.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def write_manifest(prefixes: Sequence[str], output: str, overwrite: bool = False
 
 
 def check_manifest(manifest: str, prefixes: Sequence[str] = (), full: bool = False) -> int:
-    """Compare files with ``manifest``; returns how many bytes were read.
+    """Compare files with ``manifest``; returns the number of bytes read.
 
     ``prefixes``: data sets that it must name. Raises :class:`UsageError` for the first file that differs.
     """
@@ -111,7 +110,7 @@ def _blocks(size: int) -> int:
 
 
 def _chosen(blocks: int, full: bool) -> list[int]:
-    """The first, the last, and up to eight evenly between."""
+    """The first block, the last, and up to eight evenly between."""
     if full or blocks <= _SAMPLED + 2:
         return list(range(blocks))
     return sorted({round(k * (blocks - 1) / (_SAMPLED + 1)) for k in range(_SAMPLED + 2)})

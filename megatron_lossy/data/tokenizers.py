@@ -29,7 +29,7 @@ from ..errors import UsageError, refuse
 
 # Patience with the Hub.
 _HUB_SECONDS = 5
-# What transformers raises where it has no tokenizer.
+# The errors of transformers if it has no tokenizer.
 _FAILURES = (OSError, ValueError, KeyError)
 
 NAMES = "byte, hf:NAME_OR_PATH or sentencepiece:MODEL_FILE"
@@ -38,27 +38,26 @@ NAMES = "byte, hf:NAME_OR_PATH or sentencepiece:MODEL_FILE"
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    Attributes: ``name`` (what :func:`build_tokenizer` was given), ``vocab_size`` (ids are in
-    ``[0, vocab_size)``, the end-of-document id ``eod`` among them; not padded), ``eod``.
+    Attributes: ``name`` (the name given to :func:`build_tokenizer`), ``vocab_size`` (ids are in ``[0, vocab_size)``,
+    the end-of-document id ``eod`` among them; not padded), ``eod``.
     """
 
     name: str
     vocab_size: int
     eod: int
-    # No id of the data means padding. -1 is also what megatron-core takes when padding and EOD would collide.
+    # No id of the data means padding. megatron-core takes -1, too, when padding and EOD would collide.
     pad = -1
 
     @abstractmethod
     def encode(self, text: str | bytes) -> np.ndarray:
         """Token ids of ``text`` (bytes are UTF-8), int32 of shape ``[tokens]``, without ``eod``.
 
-        Raises :class:`UnicodeDecodeError` for bytes that are not UTF-8, except the byte tokenizer, which
-        takes any.
+        Raises :class:`UnicodeDecodeError` for bytes that are not UTF-8; the byte tokenizer takes any bytes.
         """
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids; ``eod`` and ids that only pad the vocabulary give nothing."""
+        """Text of token ids; ``eod`` and ids that only pad the vocabulary give no text."""
 
     @abstractmethod
     def _vocabulary(self) -> Iterable[tuple[int, str]]:
@@ -71,7 +70,7 @@ class Tokenizer(ABC):
 
     @property
     def unique_identifiers(self) -> OrderedDict:
-        """What tells this tokenizer from others, for the names of megatron-core's cached sample indices."""
+        """Values that tell this tokenizer from others, for the names of megatron-core's cached sample indices."""
         return OrderedDict(
             [("class", type(self).__name__), ("vocab_size", self.vocab_size), ("fingerprint", self.fingerprint)]
         )
@@ -116,13 +115,16 @@ class HuggingFaceTokenizer(Tokenizer):
         if os.path.isdir(source):
             return load(source)
         try:
-            return load(source, local_files_only=True)  # what is here need not be asked for
+            return load(source, local_files_only=True)  # local files need no request
         except _FAILURES:
             self._check_hub(source)
             return load(source)
 
     def _check_hub(self, source: str) -> None:
-        """Raise :class:`UsageError` if the Hub cannot have ``source``, or cannot be reached, which it finds slowly."""
+        """Raise :class:`UsageError` if the Hub cannot have ``source``, or cannot be reached.
+
+        transformers needs long to find that out.
+        """
         folder = "hf:FOLDER takes a folder with the tokenizer's files, downloaded once"
         if source.startswith(("/", ".", "~")) or source.count("/") > 1:
             raise refuse("--tokenizer", self.name, f"there is no such folder; {folder}")
@@ -133,7 +135,7 @@ class HuggingFaceTokenizer(Tokenizer):
             pass  # it answers
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
-            if isinstance(reason, ssl.SSLError):  # it answers; transformers may trust whom urllib does not
+            if isinstance(reason, ssl.SSLError):  # it answers; transformers may trust more certificates than urllib
                 return
             allowed = (
                 f"is neither a folder nor in the cache, and {hub} cannot be reached ({_one_line(reason)}); {folder}"
@@ -141,7 +143,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise refuse("--tokenizer", self.name, allowed) from None
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        # verbose warns about texts longer than the model, which is what a document is.
+        # verbose warns about texts longer than the model allows, and documents are longer.
         ids = self._tokenizer.encode(_as_text(text), add_special_tokens=False, verbose=False)
         return np.array(ids, dtype=np.int32)
 

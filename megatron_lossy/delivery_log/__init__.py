@@ -1,1 +1,1 @@
-"""The delivery log: its format, writer, reader and replay, and ``python -m megatron_lossy.delivery_log`` (docs/delivery_log.md)."""
+"""The delivery log: format, writer, reader and replay; a command (docs/delivery_log.md)."""

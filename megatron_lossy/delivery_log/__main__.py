@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.delivery_log``: what is in a delivery log (docs/delivery_log.md)."""
+"""``python -m megatron_lossy.delivery_log``: shows the contents of a delivery log (docs/delivery_log.md)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _open(folder: str) -> DeliveryLogFolder:
 
 
 def _verify(folder: str) -> bool:
-    """Print what is wrong with deliveries and errors; whether nothing is."""
+    """Print the problems of deliveries and errors. Returns whether there are none."""
     from .verify import verify
     from .verify_errors import verify_errors
 

@@ -1,7 +1,7 @@
-"""What a run records beside its exchanges, in files of their own in the folder of ``--delivery-log``.
+"""Records of a run beside its exchanges, in files of their own in the folder of ``--delivery-log``.
 
-They are named and closed as those of the delivery log: ``PREFIX_RANK_FIRST_LAST.parquet`` has the rows of one rank for a
-range of iterations.
+Their names and their closing follow those of the delivery log: ``PREFIX_RANK_FIRST_LAST.parquet`` has the rows of one
+rank for a range of iterations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 _FLAG = "--delivery-log"
-#: A file is closed when it has so many rows, and all of an iteration.
+#: A file is closed when it has at least this many rows, at the end of an iteration.
 _MOST_ROWS = 2**16
 
 
@@ -37,14 +37,14 @@ class FileBeside(NamedTuple):
 
 
 def files_beside(folder: Path, prefix: str) -> list[FileBeside]:
-    """The files of ``folder`` whose names begin with ``prefix``, with their rank, first and last iteration, inclusive."""
+    """The files of ``folder`` whose names begin with ``prefix``, with their rank, first and last iteration."""
     name = re.compile(rf"{prefix}_(\d+)_(\d+)_(\d+)\.parquet")
     found = [(path, name.fullmatch(path.name)) for path in sorted(folder.iterdir())] if folder.is_dir() else []
     return [FileBeside(path, *map(int, match.groups())) for path, match in found if match]
 
 
 def note_of(path: Path) -> bytes | None:
-    """What the file at ``path`` says about all of its rows."""
+    """The note of the file at ``path`` about all of its rows."""
     import pyarrow.parquet as pq
 
     return (pq.read_metadata(path).metadata or {}).get(schema.KEY)
@@ -53,7 +53,7 @@ def note_of(path: Path) -> bytes | None:
 class RowsBeside(Observer):
     """Writes rows that have an iteration. ``writer``: the rank in the names of files; default that of the process."""
 
-    #: What the names of the files begin with.
+    #: The beginning of the names of the files.
     prefix: str
 
     def __init__(self, config: LossyConfig, writer: int | None = None) -> None:
@@ -71,16 +71,16 @@ class RowsBeside(Observer):
         """The columns, in order; ``iteration`` is among them."""
 
     def note(self, table: pyarrow.Table) -> bytes | None:
-        """What a file says about all of its rows, ``table``, if anything. The next file is about later ones."""
+        """A file's note about all of its rows, ``table``; ``None`` for none. The next file is about later rows."""
         return None
 
     def cut(self, note: bytes | None, table: pyarrow.Table, iteration: int) -> bytes | None:
-        """What remains true of ``note`` where only ``table``, the rows before ``iteration``, remains. Raises ``ValueError``."""
+        """The part of ``note`` that is true of ``table``, the rows before ``iteration``. Raises ``ValueError``."""
         return note
 
     @property
     def rank(self) -> int:
-        """Whose files they are."""
+        """The rank in the names of the files."""
         if self._writer is not None:
             return self._writer
         return dist.get_rank() if dist.is_initialized() else 0
@@ -90,7 +90,7 @@ class RowsBeside(Observer):
         self._rows.append({"iteration": iteration, **row})
 
     def _check_free(self) -> None:
-        """Where nobody claimed the folder: do not mix this run's records with those of another."""
+        """Refuse a folder with records of another run, if nobody claimed the folder."""
         self._checked = True
         if any(rank == self.rank for _, rank, *_ in files_beside(self._folder, self.prefix)):
             raise refuse(_FLAG, self._folder, "holds the log of a run; choose another folder")
@@ -107,7 +107,7 @@ class RowsBeside(Observer):
         import pyarrow.parquet as pq
 
         self._rows, self._first, self._end, self._checked = [], iteration, iteration, True
-        for unfinished in self._folder.glob(f".{self.prefix}_{self.rank:05d}_*.tmp"):  # of a killed run
+        for unfinished in self._folder.glob(f".{self.prefix}_{self.rank:05d}_*.tmp"):  # left by a killed run
             unfinished.unlink(missing_ok=True)
         for path, rank, first, last in files_beside(self._folder, self.prefix):
             if rank == self.rank and last >= iteration:
@@ -129,7 +129,7 @@ class RowsBeside(Observer):
         over = [row for row in self._rows if row["iteration"] < self._end]
         table = pa.Table.from_pylist(over, schema=self.columns())
         self._write(self._first, self._end - 1, table, self.note(table))
-        # What is there already of the next one: the last gather of an iteration may be over after messages of the next.
+        # Rows of the next iteration may be here: an iteration's last gather may end after messages of the next one.
         self._rows = [row for row in self._rows if row["iteration"] >= self._end]
         self._first = self._end
 

@@ -1,7 +1,8 @@
-"""The log of what messages between pipeline stages lost (docs/delivery_log.md#stage-boundaries).
+"""The log of losses in messages between pipeline stages (docs/delivery_log.md#stage-boundaries).
 
-Beside the delivery log, in files of their own: ``_boundaries_RANK_FIRST_LAST.parquet``, a row for each message of training that
-a rank received. Drawn losses are drawn again by ``verify``; of those of a network the packets that became zeros are recorded.
+It is beside the delivery log, in files of its own: ``_boundaries_RANK_FIRST_LAST.parquet``, a row for each message of
+training that a rank received. ``verify`` draws drawn losses again. For losses of a network the packets that became
+zeros are recorded.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def columns() -> pyarrow.Schema:
 
 
 class BoundaryLog(RowsBeside):
-    """Writes what became of the messages that this process received."""
+    """Writes the losses of the messages that this process received."""
 
     prefix = PREFIX
     columns = staticmethod(columns)
@@ -61,7 +62,7 @@ class BoundaryLog(RowsBeside):
     def __init__(self, config: LossyConfig, writer: int | None = None) -> None:
         super().__init__(config, writer)
         self._bitmaps = config.delivery_log_bitmaps or config.act_transport == "udp"
-        self._layers: dict[str, tuple[int, int]] = {}  # by stream, those before the boundary, and of the model
+        self._layers: dict[str, tuple[int, int]] = {}  # by stream: layers before the boundary, and of the model
 
     def crossed(self, message: Message, fate: Fate) -> None:
         if message.evaluation:
@@ -90,7 +91,7 @@ class BoundaryLog(RowsBeside):
 
 @dataclass(frozen=True)
 class Crossings:
-    """The messages of one iteration, phase and stream, in the order in which they were recorded. Arrays [M].
+    """The messages of one iteration, phase and stream, in the order of their records. Arrays [M].
 
     ``bitmaps``: bytes or ``None``.
     """
@@ -114,12 +115,12 @@ class BoundaryFile:
         self.path, self.rank, self.first, self.last = path, rank, first, last
 
     def bad(self, iteration: int, reason: object) -> BadLog:
-        """The error that the file cannot be used from ``iteration`` on."""
+        """The error for a file that cannot be used from ``iteration`` on."""
         return BadLog(self.path, iteration, reason)
 
     @cached_property
     def note(self) -> dict[str, Any]:
-        """What the file says about all of its rows. Raises :class:`BadLog`."""
+        """The file's note about all of its rows. Raises :class:`BadLog`."""
         import pyarrow as pa
 
         try:
@@ -139,7 +140,7 @@ class BoundaryFile:
         return schema.loss_config(self.note["loss"])
 
     def boundary(self, stream: str) -> Boundary:
-        """Where the messages of ``stream`` cross. Raises :class:`BadLog` for a stream that the file does not know."""
+        """The boundary that the messages of ``stream`` cross. Raises :class:`BadLog` for an unknown stream."""
         try:
             place, (layer, layers) = Stream.parse(stream), self.note["layers"][stream]
         except (ValueError, KeyError):
@@ -185,7 +186,7 @@ def boundary_files(folder: Path) -> dict[int, list[BoundaryFile]]:
 
 
 def check_crossings(file: BoundaryFile, these: Crossings) -> None:
-    """Raise :class:`BadLog` unless the numbers of ``these`` agree, and drawn ones are what is drawn again."""
+    """Raise :class:`BadLog` unless the numbers of ``these`` agree, and drawn losses equal a new draw."""
 
     def bad(reason: object) -> BadLog:
         return file.bad(these.iteration, f"{these.phase} of {these.stream}: {reason}")
@@ -201,7 +202,7 @@ def check_crossings(file: BoundaryFile, these: Crossings) -> None:
         raise bad("a message is missing")
     residual = these.lost - these.repaired
     zeros = np.where(these.again, 0, residual)
-    # Copies of tensor parallelism have the zeros of all of them.
+    # Tensor-parallel copies have the zeros of all of them.
     observed = config.act_transport == "udp"
     wrong = (
         (these.zeros < zeros) if observed and Stream.parse(these.stream).tensor is not None else these.zeros != zeros

@@ -1,4 +1,4 @@
-"""Writing the log of errors: what happened to gradients in this process, and what it did about replicas that differ."""
+"""Writes the log of errors: errors in gradients of this process, and its actions on replicas that differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Streams = dict[str, dict[int, Reduced]]
 
 
 class ErrorLog(RowsBeside):
-    """Writes the errors of this process, and what it did, into the folder of ``--delivery-log``."""
+    """Writes the errors and the actions of this process into the folder of ``--delivery-log``."""
 
     prefix = PREFIX
     columns = staticmethod(errors_schema)

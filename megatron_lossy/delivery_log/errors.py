@@ -1,6 +1,6 @@
-"""The format of the log of errors in gradients and of what was done about replicas that differ (docs/corruption.md).
+"""The format of the log of errors in gradients and of actions on replicas that differ (docs/corruption.md).
 
-Beside the delivery log, in files of their own: ``errors_RANK_FIRST_LAST.parquet``. :mod:`.error_log` writes them,
+It is beside the delivery log, in files of its own: ``errors_RANK_FIRST_LAST.parquet``. :mod:`.error_log` writes them,
 ``--grad-error trace`` replays them, and :mod:`.verify_errors` draws them again.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PREFIX = "errors"
 _FLAG = "--grad-error-trace"
-#: Kinds of rows that are errors; the others say what was done about replicas that differ, or that an error was nothing.
+#: Kinds of rows that are errors. Other rows are actions on replicas that differ, or errors without effect.
 ERRORS = ("gaussian", "bit-flip")
 SPARED = "spared"
 
@@ -65,23 +65,24 @@ class Reduced:
     iterations: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, iteration: int) -> None:
-        """They were reduced in ``iteration``, later than all others."""
+        """Add ``iteration``, later than all others, in which the gradients were reduced."""
         if self.iterations and self.iterations[-1][1] == iteration - 1:
             self.iterations[-1] = (self.iterations[-1][0], iteration)
         else:
             self.iterations.append((iteration, iteration))
 
     def before(self, iteration: int) -> Reduced:
-        """Without what was reduced from ``iteration`` on."""
+        """The same without reductions from ``iteration`` on."""
         kept = [(first, min(last, iteration - 1)) for first, last in self.iterations if first < iteration]
         return dataclasses.replace(self, iterations=kept)
 
 
 @dataclass(frozen=True)
 class ErrorMeta:
-    """What a file says about all of its rows.
+    """A file's note about all of its rows.
 
-    ``loss``: the flags of the run. ``streams``: by name, then by rank in the group. ``content``: hexadecimal, see :func:`content`.
+    ``loss``: the flags of the run. ``streams``: by name, then by rank in the group. ``content``: hexadecimal, see
+    :func:`content`.
     """
 
     rank: int
@@ -91,7 +92,7 @@ class ErrorMeta:
     content: str
 
     def encode(self) -> bytes:
-        """As the note of a file."""
+        """The note as bytes."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @classmethod
@@ -128,7 +129,7 @@ def error_files(folder: Path) -> list[FileBeside]:
 def recorded_events(config: LossyConfig) -> list[Event]:
     """The errors that ``--grad-error-trace`` names; none without it.
 
-    Raises :class:`UsageError` if they cannot be read, or happened elsewhere than ``--grad-error-at`` says.
+    Raises :class:`UsageError` if they cannot be read, or happened at another place than ``--grad-error-at`` says.
     """
     if config.grad_error != "trace":
         return []
@@ -144,7 +145,7 @@ def recorded_events(config: LossyConfig) -> list[Event]:
 
 
 def read_errors(path: Path) -> tuple[pyarrow.Table, ErrorMeta]:
-    """The rows of the file at ``path``, and what it says about them.
+    """The rows of the file at ``path``, and its note about them.
 
     Raises ``ValueError`` if they cannot be read.
     """

@@ -34,7 +34,7 @@ def plot_links(folder: DeliveryLogFolder, stream: str, out: Path) -> None:
     FigureCanvasAgg(figure)
     for axes, phase in zip(figure.subplots(1, 2, sharey=True), PHASES):
         rates = panels[phase]
-        axes.set_facecolor("0.88")  # where nothing is sent: a worker's own shard
+        axes.set_facecolor("0.88")  # shows where nothing is sent: a worker's own shard
         image = axes.imshow(rates.rates, vmin=0, vmax=top, cmap="viridis", interpolation="nearest")
         lost = f"{percent(rates.mean)} lost" if rates.sent.any() else "nothing lost"
         axes.set_title(f"{_TITLES[phase]}: {lost}", fontsize=11)

@@ -1,6 +1,6 @@
-"""Reading a delivery log: which files there are, and the rows of an exchange.
+"""Reads a delivery log: its files, and the rows of an exchange.
 
-Files are opened when they are needed and decoded one row group at a time, so that what precedes a corrupt or
+Files are opened when they are needed and decoded one row group at a time, so that the part before a corrupt or
 truncated file can be used.
 """
 
@@ -21,7 +21,7 @@ from .schema import ALL_BUCKETS, RUN, Meta, PhaseCut, arrow_schema, intervals, p
 
 
 class BadLog(Exception):
-    """A file that cannot be used from ``iteration`` on, whose first record is row ``row`` of the file."""
+    """A file that cannot be used from ``iteration`` on. That iteration's first record is row ``row`` of the file."""
 
     def __init__(self, path: Path, iteration: int, reason: object, row: int = 0) -> None:
         super().__init__(f"{path.name}, row {row}, iteration {iteration}: {' '.join(str(reason).split())}")
@@ -32,7 +32,7 @@ class BadLog(Exception):
 class LogRows:
     """Consecutive rows of a file, the columns as arrays. ``first``: number of the first one in the file.
 
-    ``phase`` and ``stream`` are words; ``bitmap`` and ``digest`` Arrow arrays of bytes, null where there is none.
+    ``phase`` and ``stream`` are words; ``bitmap`` and ``digest`` are Arrow arrays of bytes, null if there is none.
     """
 
     first: int
@@ -71,7 +71,7 @@ class LogRows:
 
 @dataclass(frozen=True)
 class Links:
-    """What a file says about one exchange, link by link: ``sources`` and ``destinations`` integers [L].
+    """A file's records of one exchange, link by link: ``sources`` and ``destinations`` integers [L].
 
     ``arrived`` bool[L, units] is right where ``known`` bool[L]; elsewhere ``lost`` [L] units did not arrive, and
     ``digest`` [L] is over all links of the destination.
@@ -86,7 +86,7 @@ class Links:
 
     @classmethod
     def of(cls, rows: LogRows, cut: PhaseCut) -> Links:
-        """From the rows of one exchange, whose units ``cut`` describes. Raises ``ValueError`` if they do not fit it."""
+        """The links of one exchange's rows, with units as in ``cut``. Raises ``ValueError`` if they do not fit."""
         count = np.flatnonzero((rows.source != rows.source[0]) | (rows.destination != rows.destination[0]))
         parts = int(count[0]) if count.size else len(rows)  # rows of a link: one for each bucket, or one for all
         buckets = rows.bucket[:parts]
@@ -151,7 +151,7 @@ class LogFile:
 
     @cached_property
     def meta(self) -> Meta:
-        """What the file says about all of its rows. Raises :class:`BadLog`."""
+        """The file's note about all of its rows. Raises :class:`BadLog`."""
         try:
             return Meta.decode(self._parquet.metadata.metadata)
         except (ValueError, KeyError, TypeError) as error:
@@ -164,7 +164,7 @@ class LogFile:
         result, row = [], 0
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
-            statistics = group.column(0).statistics  # none of a group without rows
+            statistics = group.column(0).statistics  # a group without rows has none
             first, last = (statistics.min, statistics.max) if group.num_rows else (self.first, self.first - 1)
             result.append((first, last, row))
             row += group.num_rows
@@ -234,7 +234,7 @@ class DeliveryLogFolder:
 
     @cached_property
     def run(self) -> dict[str, Any]:
-        """What ``_run.json`` says about the run, if it is there."""
+        """The description of the run in ``_run.json``; empty without that file."""
         note = self.path / RUN
         return json.loads(note.read_text()) if note.is_file() else {}
 
@@ -250,10 +250,10 @@ class DeliveryLogFolder:
 
     @cached_property
     def streams(self) -> dict[int, dict[str, dict[str, Any]]]:
-        """By rank, stream and phase the first cut that a file of the rank has. Raises :class:`BadLog` for its first file.
+        """The first cut in each rank's files, by rank, stream and phase. Raises :class:`BadLog` for its first file.
 
-        A file has the streams that were exchanged until it was written, so that the first one may lack some. Later ones
-        that cannot be read are left to whoever reads their rows.
+        A file has the streams that were exchanged until it was written, so that the first one may lack some. Later
+        files that cannot be read are skipped; an error comes when somebody reads their rows.
         """
         result: dict[int, dict[str, dict[str, Any]]] = {}
         for rank, files in self.ranks.items():
@@ -271,7 +271,7 @@ class DeliveryLogFolder:
 
     @cached_property
     def writers(self) -> dict[tuple[str, int], list[int]]:
-        """By stream and destination, the ranks whose files have its rows. Raises :class:`BadLog`."""
+        """The ranks whose files have the rows of each stream and destination. Raises :class:`BadLog`."""
         result: dict[tuple[str, int], list[int]] = {}
         for rank, streams in self.streams.items():
             for name, phases in streams.items():

@@ -1,6 +1,6 @@
-"""Replay of a delivery log (docs/delivery_log.md): what was lost in the recorded run is lost again.
+"""Replay of a delivery log (docs/delivery_log.md): the losses of the recorded run happen again.
 
-Rows of all ranks' files together say what every link lost. Where a row has a digest in place of its bitmap, its
+Rows of all ranks' files together give the losses of every link. If a row has a digest in place of its bitmap, its
 losses are drawn again from the recorded seed and flags, and checked against the number lost and the digest.
 """
 
@@ -21,16 +21,16 @@ from .schema import check_pyarrow, digests, pack
 
 
 class Redrawn:
-    """Fills in what rows without bitmaps lost."""
+    """Fills in the losses of rows without bitmaps."""
 
     def __init__(self) -> None:
         self._channels: dict[tuple[str, str], Channel] = {}
 
     def fill(self, links: Links, chosen: np.ndarray, exchange: Exchange, file: LogFile) -> np.ndarray:
-        """bool[len(chosen), units]: what arrived on the links with the numbers ``chosen``.
+        """bool[len(chosen), units]: the units that arrived on the links with the numbers ``chosen``.
 
-        Raises ``ValueError`` if what is drawn is not what was recorded. A digest is over all links to a destination,
-        so that it is checked where they are all chosen.
+        Raises ``ValueError`` if the draw differs from the record. A digest is over all links to a destination, so that
+        it is checked if all of these are chosen.
         """
         arrived = links.arrived[chosen]
         open_ = np.flatnonzero(~links.known[chosen])
@@ -39,7 +39,7 @@ class Redrawn:
         key = (repr(file.meta.loss), exchange.phase)
         if key not in self._channels:
             config = file.meta.config
-            if config.phase(exchange.phase).lossless:  # the second half of an all-reduce, else it has no records
+            if config.phase(exchange.phase).lossless:  # only the second half of an all-reduce has records then
                 config = config.all_reduced()
             self._channels[key] = make_channel(config, exchange.phase)
         some = chosen[open_]
@@ -72,7 +72,7 @@ class Redrawn:
 
 
 class Recorded(Channel):
-    """Loses exactly what a recorded run lost, whatever the seed.
+    """Loses exactly the units that a recorded run lost, whatever the seed.
 
     An exchange that the recorded run did not make (gradients that Megatron all-reduced, an update that an overflow
     skipped, a phase without loss) loses nothing. Raises :class:`UsageError` for an iteration without records.
@@ -111,7 +111,7 @@ class Recorded(Channel):
             raise refuse("--lossy-self", "off", f"it was on in the run recorded in --trace {self.path}")
 
     def _recorded(self, stream: Stream) -> Stream:
-        """As the recorded run called it: what was drawn there is the same for copies that a network tells apart."""
+        """The stream's name in the recorded run. Copies that a network tells apart share one drawn stream there."""
         if stream not in self._names:
             self._names[stream] = stream if self.folder.size(stream.name) else stream.drawn
         return self._names[stream]
@@ -147,7 +147,7 @@ class Recorded(Channel):
                 raise self._refuse(f"has no records of iteration {missing} of rank {writer}{needs}")
 
     def _writer(self, stream: Stream, destination: int) -> int:
-        """The rank whose records of ``destination`` are used: the first; others that have them have the same."""
+        """The rank whose records of ``destination`` are used: the first one. Other ranks have the same records."""
         writers = self.folder.writers.get((stream.name, destination))
         if writers is None:
             raise self._refuse(f"has no records of rank {destination} of {stream.name}")
@@ -191,7 +191,7 @@ class Recorded(Channel):
         return file
 
     def _links(self, file: LogFile, exchange: Exchange) -> tuple[Links, np.ndarray] | None:
-        """The links of an exchange, and their numbers by source and destination, -1 where there is none."""
+        """The links of an exchange, and their numbers by source and destination, -1 if there is none."""
         key = (file, exchange)
         if key not in self._kept:
             self._kept[key] = self._decode(file, exchange)
@@ -222,7 +222,7 @@ class Recorded(Channel):
             place = np.flatnonzero(absent)[0]
             raise BadLog(file.path, exchange.step, f"has no row of the link {sources[place]} to {to[place]}")
         result = np.ones((len(sources), units), dtype=bool)
-        recorded = chosen >= 0  # a worker's own shard is recorded only where it can be lost
+        recorded = chosen >= 0  # a worker's own shard is recorded only if it can be lost
         try:
             result[recorded] = self._redrawn.fill(links, chosen[recorded], exchange, file)
         except ValueError as error:

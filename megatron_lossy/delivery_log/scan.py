@@ -12,7 +12,7 @@ from .reader import DeliveryLogFolder, LogFile, LogRows
 def scan(folder: DeliveryLogFolder) -> Iterator[tuple[LogFile, LogRows]]:
     """The rows of every exchange with the file they are in, rank by rank, in the order of iterations.
 
-    What several ranks recorded (peers of tensor parallelism, a tied embedding) comes once, from the first of them.
+    Records of several ranks (peers of tensor parallelism, a tied embedding) come once, from the first of these ranks.
     Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`.
     """
     for rank, files in folder.ranks.items():

@@ -1,7 +1,8 @@
 """The format of the delivery log (docs/delivery_log.md): columns, names of files, metadata.
 
-A folder of Parquet files, each with the rows of one writing rank and a range of iterations, and ``_run.json``, which
-says whose records these are. Readers of Parquet folders skip names that begin with an underscore or a dot.
+The log is a folder of Parquet files, each with the rows of one writing rank and a range of iterations, and
+``_run.json``, which names the run of these records. Readers of Parquet folders skip names that begin with an underscore
+or a dot.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from ..flags import identity, of_flags
 if TYPE_CHECKING:
     import pyarrow
 
-#: 2 since streams may have a tensor-parallel rank. Files of 1 have none, and are read.
+#: The format is 2 since streams may have a tensor-parallel rank. Files of format 1 have none, and can be read.
 FORMAT = 2
 RUN = "_run.json"
 #: The bucket of a row whose units are those of all buckets of its stream.
 ALL_BUCKETS = -1
 DIGEST_BYTES = 8
 
-#: Of the key-value metadata of a file, what this package wrote.
+#: The key of this package's part of a file's key-value metadata.
 KEY = b"megatron_lossy"
 _NAME = re.compile(r"rank_(\d+)_(\d+)_(\d+)\.parquet")
 
@@ -87,7 +88,7 @@ class PhaseCut:
 
 @dataclass(frozen=True)
 class Meta:
-    """What a file says about all of its rows. ``streams``: by name, then by phase. ``loss``: the flags of the run."""
+    """A file's note about all of its rows. ``streams``: by name, then by phase. ``loss``: the flags of the run."""
 
     rank: int
     version: str
@@ -95,12 +96,12 @@ class Meta:
     streams: dict[str, dict[str, PhaseCut]]
 
     def encode(self) -> dict[bytes, bytes]:
-        """As the key-value metadata of a Parquet file."""
+        """The note as key-value metadata of a Parquet file."""
         return {KEY: json.dumps({"format": FORMAT, **dataclasses.asdict(self)}).encode()}
 
     @classmethod
     def decode(cls, metadata: dict[bytes, bytes] | None) -> Meta:
-        """The inverse of :meth:`encode`. Raises ``ValueError`` if it is not that of a delivery log."""
+        """The inverse of :meth:`encode`. Raises ``ValueError`` for metadata that is no delivery log's."""
         if KEY not in (metadata or {}):
             raise ValueError("is no file of a delivery log")
         values = json.loads(metadata[KEY])
@@ -124,17 +125,17 @@ class Meta:
 
 
 def loss_identity(config: LossyConfig) -> dict[str, Any]:
-    """The loss flags that make a run what it is, as JSON gives them back."""
+    """The loss flags that identify a run, as JSON gives them back."""
     return json.loads(json.dumps(identity(config)))
 
 
 def loss_config(flags: dict[str, Any]) -> LossyConfig:
-    """The inverse of :func:`loss_identity`, also of an earlier version: a flag that came later had its default."""
+    """The inverse of :func:`loss_identity`, also for an earlier version: a flag that came later had its default."""
     return of_flags(LossyConfig, flags)
 
 
 def digests(destinations: np.ndarray, bitmaps: np.ndarray) -> list[bytes]:
-    """For every row, of all rows with its destination: BLAKE2b of their bitmaps, one after another.
+    """The digest, for every row, of all rows with its destination: BLAKE2b of their bitmaps, one after another.
 
     ``destinations`` integers [L]; ``bitmaps`` uint8[L, bytes], the rows of a destination in the order of sources.
     """

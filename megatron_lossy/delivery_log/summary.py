@@ -1,4 +1,4 @@
-"""``summary``: what was lost, on which links, in what bursts, how old it made parameters, and at stage boundaries."""
+"""``summary``: number and place of losses, lengths of bursts, ages of parameters, and losses at stage boundaries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .schema import loss_config
 
 
 class Counts:
-    """How often each whole number from 0 on occurred."""
+    """The number of occurrences of each whole number from 0 on."""
 
     def __init__(self) -> None:
         self.counts = np.zeros(1, dtype=np.int64)
@@ -32,21 +32,21 @@ class Counts:
 
     @property
     def total(self) -> int:
-        """How many values were counted."""
+        """The number of counted values."""
         return int(self.counts.sum())
 
     @property
     def mean(self) -> float:
-        """Their mean."""
+        """The mean of the counted values."""
         return float(self.counts @ np.arange(len(self.counts))) / max(1, self.total)
 
     @property
     def largest(self) -> int:
-        """The largest of them."""
+        """The largest counted value."""
         return int(np.flatnonzero(self.counts)[-1]) if self.total else 0
 
     def text(self, first: int, most: int = 6) -> str:
-        """Shares of the values from ``first`` on, the last one of ``most`` with all that is larger."""
+        """Shares of the values from ``first`` on; the last one of ``most`` includes all larger values."""
         shares = self.counts[first:] / max(1, self.counts[first:].sum())
         words = [f"{first + k}: {100 * share:.1f} %" for k, share in enumerate(shares[: most - 1])]
         if len(shares) >= most:
@@ -55,10 +55,10 @@ class Counts:
 
 
 class Bursts:
-    """Lengths of runs of lost units on a link, in the order of units through all iterations. Those that ended."""
+    """Lengths of runs of lost units on a link, in the order of units through all iterations. Only ended runs count."""
 
     def __init__(self, links: int) -> None:
-        self._open = np.zeros(links, dtype=np.int64)  # the length so far of the run that each link is in
+        self._open = np.zeros(links, dtype=np.int64)  # the length so far of each link's present run
 
     def add(self, lost: np.ndarray, lengths: Counts) -> None:
         """Take in ``lost`` bool[L, units] of the next exchange, and count the lengths of runs that end in it."""
@@ -76,7 +76,7 @@ class Bursts:
 
 
 class Part:
-    """What is counted of one phase of one stream."""
+    """The counts of one phase of one stream."""
 
     def __init__(self, size: int) -> None:
         self.rates = Rates(size)
@@ -86,7 +86,7 @@ class Part:
         self._age: dict[int, np.ndarray] = {}
 
     def follow(self, rank: int, links: Links) -> None:
-        """Bursts, and ages of what the update did not bring, on the links that ``rank`` recorded."""
+        """Count bursts, and ages of the units that the update lost, on the links that ``rank`` recorded."""
         self.complete &= bool(links.known.all())
         if not self.complete:
             return
@@ -100,7 +100,7 @@ class Part:
 
 
 def summarize(folder: DeliveryLogFolder) -> dict[str, dict[str, Part]]:
-    """What the log says by phase and stream. Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`."""
+    """The counts of the log by phase and stream. Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`."""
     parts: dict[str, dict[str, Part]] = defaultdict(dict)
     for file, rows in scan(folder):
         phase, stream = str(rows.phase[0]), str(rows.stream[0])
@@ -114,7 +114,7 @@ def summarize(folder: DeliveryLogFolder) -> dict[str, dict[str, Part]]:
 
 @dataclass
 class Crossed:
-    """What is counted of one phase at one ``boundary``."""
+    """The counts of one phase at one ``boundary``."""
 
     boundary: Boundary
     total: Counter[str] = field(default_factory=Counter)
@@ -127,7 +127,7 @@ class Crossed:
         self.total["asked"] += int(((these.lost - these.repaired) * these.again).sum())
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The counts in lines for people."""
         total = self.total
         return [
             f"  lost      {total['lost']:,} of {total['packets']:,} packets, {_share(total['lost'], total['packets'])}",
@@ -145,7 +145,7 @@ def _share(count: int, of: int) -> str:
 
 
 def summarize_boundaries(folder: DeliveryLogFolder) -> dict[tuple[str, str], Crossed]:
-    """What the log says by phase and stream of boundaries. Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`."""
+    """The counts of boundaries by phase and stream. Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`."""
     found: dict[tuple[str, str], tuple[int, Crossed]] = {}
     for rank, files in boundary_files(folder.path).items():
         for file in files:

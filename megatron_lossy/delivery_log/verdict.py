@@ -1,4 +1,4 @@
-"""What ``verify`` finds out, and how it goes through the files of a rank."""
+"""The result of ``verify``, and its way through the files of a rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .reader import BadLog
 
 @dataclass
 class Verdict:
-    """``problems``: one line each, empty if all is well. ``rows`` that were read; ``what``: these.
+    """The result of ``verify``. ``problems``: one line each, empty if all is well.
 
-    ``usable``: by rank, the inclusive range of iterations before the first problem or gap; ``None``
-    without any.
+    ``rows``: number of rows that were read; ``what``: their name. ``usable``: by rank, the inclusive range of
+    iterations before the first problem or gap; ``None`` if there is no such range.
     """
 
     what: str = "records"
@@ -24,7 +24,7 @@ class Verdict:
     usable: dict[int, tuple[int, int] | None] = field(default_factory=dict)
 
     def text(self, folder: Path) -> str:
-        """For people."""
+        """The result in lines for people."""
         ranges = [part for part in self.usable.values() if part is not None]
         first, last = max((part[0] for part in ranges), default=0), min((part[1] for part in ranges), default=-1)
         rest = "no iteration is usable for all ranks"
@@ -36,7 +36,7 @@ class Verdict:
 def check_files(
     rank: int, files: Sequence[Any], check: Callable[[Any], int], what: str, verdict: Verdict
 ) -> tuple[int, int] | None:
-    """Check the files of a rank one after another, note the first problem, and return what is usable before it."""
+    """Check the files of a rank one after another and note the first problem. Returns the usable range before it."""
     good = None
     for number, file in enumerate(files):
         previous = files[number - 1] if number else None

@@ -1,4 +1,4 @@
-"""``verify``: whether every record of a delivery log can be read and is what was written."""
+"""``verify``: checks that every record of a delivery log can be read and is as it was written."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _check_boundaries(file: BoundaryFile, folder: DeliveryLogFolder, seen: set[t
 
 
 def _missing_phases(folder: DeliveryLogFolder, seen: set[tuple[str, str]]) -> list[str]:
-    """Boundaries of which one of two lossy directions was not recorded: each has a rank of its own."""
+    """Boundaries with records of only one of two lossy directions: each direction has a rank of its own."""
     reference = next(iter(folder.ranks.values()))[0]
     if not seen or _config_of(reference) is None:
         return []
@@ -91,7 +91,7 @@ def _config_of(file: LogFile) -> LossyConfig | None:
     try:
         return file.meta.config
     except BadLog:
-        return None  # reported where it is checked itself
+        return None  # the check of that file reports it
 
 
 def _check_exchange(

@@ -1,8 +1,8 @@
-"""``verify`` of the log of errors: every keyed error is drawn again, and every row must be what was written.
+"""``verify`` of the log of errors: every keyed error is drawn again, and every row must be as it was written.
 
-A file says with what flags it was written, which gradients its rows are about, and when these were reduced. That is all
-that a draw depends on. Noise in units of the gradient has a size that nobody can draw, and a replay has the errors of
-another log: there the file's digest of its rows stands alone.
+A file names the flags that it was written with, the gradients that its rows are about, and the iterations of their
+reductions. A draw depends on nothing else. Two things cannot be drawn: the size of noise in units of the gradient, and
+the errors of a replayed log. For these only the file's digest of its rows is checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 _ORDER = ("stream", "rank", "bucket")
-#: What can have been done about replicas whose gradients differ, by --replica-check.
+#: The possible actions on replicas whose gradients differ, by --replica-check.
 _REPAIRS = {"none": (), "log": ("",), "repair": ("majority", "mean"), "abort": ()}
 _SYNCS = ("equal", "majority", "mean", "first", "nothing")
 
@@ -55,7 +55,7 @@ def verify_errors(folder: Path) -> Verdict:
 
 
 def _check_file(file: FileBeside, table: pyarrow.Table, meta: ErrorMeta, reference: Sequence[ErrorMeta]) -> None:
-    """``reference``: what the first file says."""
+    """Check one file against its name and the first file. ``reference``: the note of the first file."""
     rows = table.to_pylist()
     for number, row in enumerate(rows):
         if not file.first <= row["iteration"] <= file.last:
@@ -91,7 +91,7 @@ def _check_rows(path: Path, rows: Sequence[Mapping[str, Any]], meta: ErrorMeta, 
 
 
 class _Drawing:
-    """Draws what a file recorded. All verbs raise ``ValueError``, or ``TypeError`` where a row lacks something."""
+    """Draws the errors that a file recorded. Verbs raise ``ValueError``, or ``TypeError`` if a row lacks something."""
 
     def __init__(self, meta: ErrorMeta, config: LossyConfig) -> None:
         self._meta = meta
@@ -100,7 +100,7 @@ class _Drawing:
         self._corruption = make_corruption(config)
 
     def check(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """``rows``: all of ``iteration``."""
+        """Check ``rows``, all rows of ``iteration``."""
         errors: dict[tuple[str, int, int], Mapping[str, Any]] = {}
         for row in rows:
             if row["kind"] in (*ERRORS, SPARED):
@@ -153,19 +153,19 @@ def _where(stream: str, rank: int, bucket: int) -> str:
 
 
 def _spared(drawn: Event, row: Mapping[str, Any]) -> bool:
-    """Whether what was drawn was nothing: only noise in units of a gradient can be."""
+    """Whether the drawn error had no effect: only noise in units of a gradient can have none."""
     return row["kind"] == SPARED and drawn.relative
 
 
 def _same(drawn: Event, recorded: Event) -> bool:
-    """But for the size of noise in units of a gradient."""
+    """Whether both errors are equal, except for the size of noise in units of a gradient."""
     if drawn.relative:
         return 0 < recorded.std < math.inf and (drawn.kind, drawn.seed) == (recorded.kind, recorded.seed)
     return drawn == recorded
 
 
 def _missing(metas: Sequence[ErrorMeta]) -> list[str]:
-    """Ranks that no file has anything about, where the others of their group are there."""
+    """Ranks without any record, while others of their group have some."""
     known: dict[str, set[int]] = {}
     for meta in metas:
         for stream, ranks in meta.streams.items():

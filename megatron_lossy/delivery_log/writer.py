@@ -1,6 +1,6 @@
 """The delivery log (``--delivery-log``): every decision of the channels on record, in Parquet.
 
-Each rank writes what arrived at it, in files that are closed after ``--delivery-log-chunk`` iterations, before a
+Each rank writes the units that arrived at it. Files are closed after ``--delivery-log-chunk`` iterations, before a
 checkpoint, or when they have grown large. The format is in :mod:`megatron_lossy.delivery_log.schema`.
 """
 
@@ -32,19 +32,20 @@ if TYPE_CHECKING:
 _FLAG = "--delivery-log"
 # A row group, which a reader decodes at once, takes at least this much memory, in whole iterations.
 _GROUP_BYTES = 2**20
-# A file is closed when what it will hold takes about this much memory.
+# A file is closed when its rows take about this much memory.
 _FILE_BYTES = 2**26
-_ROW_BYTES = 48  # of a row without its bitmap, in memory
+_ROW_BYTES = 48  # memory of a row without its bitmap
 
 
 def claim_delivery_log(
     config: LossyConfig, ranks: int, resumes: bool, run: dict[str, Any], flags: type | None = None
 ) -> None:
-    """Check that ``--delivery-log`` can take the records of this run, and note there whose they are.
+    """Check that ``--delivery-log`` can take the records of this run, and note the run in its folder.
 
-    Call it before any process group exists; all ranks may. ``ranks``: size of the data-parallel group (times
-    context parallel). ``resumes``: whether the run continues from a checkpoint. ``run``: what else makes the run
-    what it is, for JSON. ``flags``: the dataclass whose identity that is, if it is one. Raises :class:`UsageError` if the folder holds another run, or this one and it starts anew.
+    Call it before any process group exists; all ranks may. ``ranks``: size of the data-parallel group (times context
+    parallel). ``resumes``: whether the run continues from a checkpoint. ``run``: other settings that identify the run,
+    for JSON. ``flags``: the dataclass that these settings are the identity of, if it is one. Raises :class:`UsageError`
+    if the folder holds another run, or this one and it starts anew.
     """
     if config.delivery_log is None or config.inert:
         return
@@ -77,7 +78,7 @@ def _other_run(there: dict[str, Any], here: dict[str, Any], flags: type | None) 
     if found is None and flags is not None:
         return difference(flags, there["run"], here["run"])
     for name, value in here["run"].items() if found is None else ():
-        if there["run"].get(name, value) != value:  # what an earlier version did not note is not known
+        if there["run"].get(name, value) != value:  # an earlier version may not have noted it
             return f"--{name.replace('_', '-')} was {there['run'][name]} there and is {value} here"
     return found
 
@@ -86,8 +87,8 @@ def _other_run(there: dict[str, Any], here: dict[str, Any], flags: type | None) 
 class _Entry:
     """One exchange: L links with a row for each of B (parts of) buckets.
 
-    ``bitmaps`` uint8[L, bytes] has those of a link one after another, ``widths`` [B] their bytes; or ``None``, and
-    ``digests`` has one for each link.
+    ``bitmaps`` uint8[L, bytes] has the bitmaps of a link one after another, and ``widths`` [B] their bytes. If
+    ``bitmaps`` is ``None``, ``digests`` has a digest for each link.
     """
 
     iteration: int
@@ -109,9 +110,9 @@ class _Entry:
 
 
 class DeliveryLog(Observer):
-    """Writes the log of this process's rank; of all receivers in a virtual cluster.
+    """Writes the log of this process's rank; in a virtual cluster the log of all receivers.
 
-    ``writer``: the rank in the names of files, where several in a process write; default that of the process.
+    ``writer``: the rank in the names of files, if several writers share a process; default that of the process.
     """
 
     def __init__(self, config: LossyConfig, writer: int | None = None) -> None:
@@ -132,7 +133,7 @@ class DeliveryLog(Observer):
             return self._writer
         return dist.get_rank() if dist.is_initialized() else 0
 
-    # --- what a run tells -------------------------------------------------------------------------------------------
+    # --- events of a run --------------------------------------------------------------------------------------------
 
     def observe(self, delivery: Delivery) -> None:
         if not self._checked:
@@ -160,7 +161,7 @@ class DeliveryLog(Observer):
         self._entries, self._size = [], 0
         self._first = self._end = iteration
         self._checked = True
-        for unfinished in self._folder.glob(f".rank_{self._rank:05d}_*.tmp"):  # of a killed run
+        for unfinished in self._folder.glob(f".rank_{self._rank:05d}_*.tmp"):  # left by a killed run
             unfinished.unlink(missing_ok=True)
         for path, first, last in self._own_files():
             if last >= iteration:
@@ -233,13 +234,13 @@ class DeliveryLog(Observer):
         return [(path, name[1], name[2]) for path, name in found if name and name[0] == self._rank]
 
     def _check_free(self) -> None:
-        """Where nobody claimed the folder: do not mix this run's records with those of another."""
+        """Refuse a folder with records of another run, if nobody claimed the folder."""
         self._checked = True
         if any(last >= self._first for _, _, last in self._own_files()):
             raise refuse(_FLAG, self._folder, "holds the log of a run; choose another folder")
 
     def _cut(self, path: Path, first: int, iteration: int) -> None:
-        """Keep of the file at ``path`` the rows before ``iteration``."""
+        """Keep only the rows before ``iteration`` in the file at ``path``."""
         import pyarrow.compute as pc
         import pyarrow.parquet as pq
 
@@ -267,7 +268,7 @@ class DeliveryLog(Observer):
         self._folder.mkdir(parents=True, exist_ok=True)
 
         def write(aside: Path) -> None:
-            # Arrow's own schema would take a kilobyte of every file and says nothing that these columns need.
+            # Arrow's own schema would take a kilobyte of every file, and these columns do not need it.
             with pq.ParquetWriter(
                 aside,
                 schema.arrow_schema(),

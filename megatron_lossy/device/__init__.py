@@ -1,4 +1,4 @@
-"""Which device this process trains on, and what has to be done before Megatron is used on it.
+"""The device that this process trains on, and its preparation before Megatron uses it.
 
 Megatron is written for CUDA. On Gaudi, ``habana_frameworks.torch`` with ``PT_HPU_GPU_MIGRATION=1`` redirects it; on a
 machine without an accelerator the patches of :mod:`.cpu` (and :mod:`.cpu_training` for ``megatron.training``) do.
@@ -28,9 +28,9 @@ _device_type: str | None = None
 
 
 def device_type() -> str:
-    """ "hpu", "cuda" or "cpu": the accelerator of this machine, or what :func:`prepare` was asked for.
+    """The accelerator of this machine, "hpu", "cuda" or "cpu"; or the device that :func:`prepare` was asked for.
 
-    Found once per process, because the CPU patches change what torch says about CUDA.
+    It is found once per process, because the CPU patches change torch's answers about CUDA.
     """
     global _device_type
     if _device_type is None:
@@ -54,8 +54,8 @@ def current_device() -> torch.device:
 def take_device() -> torch.device:
     """Make this rank compute on the device that its node numbers as ``LOCAL_RANK``; call it before any process group.
 
-    Without a launcher it stays with the current device. Raises :class:`UsageError` if there is no such device, also
-    where every rank sees one device of its own: that cannot be told from ranks which would share a device.
+    Without a launcher it stays with the current device. Raises :class:`UsageError` if there is no such device. It also
+    raises if every rank sees one device of its own: such ranks cannot be told from ranks that would share a device.
     """
     kind = device_type()
     if kind == "cpu":
@@ -82,9 +82,9 @@ def take_device() -> torch.device:
 def init_process_group(name: str | None = None, **options: Any) -> None:
     """``torch.distributed.init_process_group`` for the device and the backend of this rank. See :func:`take_device`.
 
-    On CUDA the group is bound to the device, so that later groups are split from it. Every rank must then take part
-    in making a group, which torch forgets for gloo groups: make none of some of the ranks. ``name``: another backend, and
-    a group that is not bound, as Megatron makes it.
+    On CUDA the group is bound to the device, so that later groups are split from it. Every rank must then take part in
+    making a group. torch forgets this for gloo groups: do not make a group of only some of the ranks. ``name``: another
+    backend, and a group that is not bound, as Megatron makes it.
     """
     mine = take_device()
     if mine.type == "cuda" and name is None:
@@ -93,10 +93,10 @@ def init_process_group(name: str | None = None, **options: Any) -> None:
 
 
 def prepare_import() -> None:
-    """Make HabanaAI's Megatron importable where Intel's Transformer Engine is missing; call it before the first import.
+    """Make HabanaAI's Megatron importable without Intel's Transformer Engine; call it before the first import.
 
     Its core imports a function for fp8 parameters, and its ``megatron.training`` a norm, that only this package has.
-    Without it there are stand-ins here, which say so when they are called. Nothing else imports them.
+    Without it stand-ins take their place, and raise an error when they are called. Nothing else imports them.
     """
     if importlib.util.find_spec("intel_transformer_engine") is not None:
         return
@@ -117,10 +117,10 @@ def _without_intel_transformer_engine(*_: object, **__: object) -> None:
 def prepare(megatron_training: bool = False, cpu: bool = False) -> str:
     """Make Megatron usable on this machine's device and return :func:`device_type`; may be called again.
 
-    Call it once the Megatron to train with is first on ``sys.path``: on CPU it imports ``megatron.core``, and with
-    ``megatron_training`` also ``megatron.training``, which only a checkout of Megatron-LM has. ``cpu`` asks for the
-    CPU where an accelerator exists. With an accelerator nothing is patched. Raises :class:`UsageError` if this
-    version of Megatron lacks something that has to be patched, ``RuntimeError`` if another device is in use already.
+    Call it once the Megatron to train with is first on ``sys.path``. On CPU it imports ``megatron.core``, and with
+    ``megatron_training`` also ``megatron.training``, which only a checkout of Megatron-LM has. ``cpu`` asks for the CPU
+    even if there is an accelerator. With an accelerator nothing is patched. Raises :class:`UsageError` if this version
+    of Megatron lacks a target of a patch, ``RuntimeError`` if another device is in use already.
     """
     global _device_type
     prepare_import()

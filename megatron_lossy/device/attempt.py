@@ -1,9 +1,11 @@
-"""A store that the ranks of one attempt have to themselves, where torchrun keeps one store for all attempts.
+"""A store for the ranks of one attempt alone, if torchrun keeps one store for all attempts.
 
-torchrun serves a store in its own process, unless told not to (its static rendezvous, that of ``--master-addr``, cannot be
-told). It starts dead ranks again, but the keys of the dead stay. Among them are the addresses at which process groups of
-the same names would look for each other. Torch does not tell attempts apart (2.13, ``rendezvous.py``), and torchrun's count of
-restarts does not either: each node has one of its own, and a node that joins restarts the others without counting.
+torchrun serves a store in its own process, unless told not to (its static rendezvous, that of ``--master-addr``, cannot
+be told). It starts dead ranks again, but the keys of the dead stay. Among them are the addresses at which process
+groups of the same names would look for each other. Torch does not tell attempts apart (2.13, ``rendezvous.py``), and
+torchrun's count of restarts does not either: each node has one of its own, and a node that joins restarts the others
+without counting.
+
 So the ranks draw a name for their attempt, and write below it.
 """
 
@@ -21,7 +23,7 @@ _KEY = "megatron_lossy/attempt"
 
 
 def attempt_store(rank: int, ranks: int, timeout: timedelta) -> torch.distributed.Store:
-    """The store of the launched ranks of this attempt. A collective call of all; ``timeout``: after which they give up."""
+    """The store of the launched ranks of this attempt. A collective call of all; they give up after ``timeout``."""
     store, *_ = next(rendezvous("env://", rank, ranks, timeout=timeout))
     store.set_timeout(timeout)
     if not _outlives_ranks():
@@ -31,7 +33,7 @@ def attempt_store(rank: int, ranks: int, timeout: timedelta) -> torch.distribute
 
 
 def with_attempt_store(options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` of ``init_process_group``, with the store of this attempt where torch would take that of all attempts."""
+    """``options`` of ``init_process_group`` with this attempt's store, if torch would take that of all attempts."""
     if not _outlives_ranks() or options.get("store") is not None or options.get("init_method") not in (None, "env://"):
         return options
     timeout = options.get("timeout") or torch.distributed.constants.default_pg_timeout
@@ -48,12 +50,12 @@ def _outlives_ranks() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-# Whatever stands in the store may be of the dead. Of the living is only what contains a number that a living rank has
-# just drawn: rank 0 asks with one, the others answer with it and one of their own, and rank 0 begins with those.
+# Any entry in the store may come from dead ranks. Only an entry with a number that a living rank has just drawn comes
+# from living ones: rank 0 asks with one, the others answer with it and one of their own, and rank 0 begins with those.
 
 
 def _name_attempt(store: torch.distributed.Store, ranks: int, timeout: timedelta) -> str:
-    """Rank 0's part: wait for an answer of each of the others, and tell them the name of the attempt."""
+    """Wait on rank 0 for an answer of each other rank, and tell them the name of the attempt."""
     name = os.urandom(8).hex()
     store.set(f"{_KEY}/asked", name)
     missing = set(range(1, ranks))
@@ -80,7 +82,7 @@ def _answer(store: torch.distributed.Store, rank: int) -> tuple[str, str]:
 
 
 def _learn_name(store: torch.distributed.Store, rank: int, timeout: timedelta) -> str:
-    """The others' part. Answers again while nothing follows: what it answered may have been of the dead."""
+    """Answer rank 0, again while nothing follows: the question may come from dead ranks."""
     drawn, patience = os.urandom(8).hex(), 0.1
     begin = f"{_KEY}/begin/{drawn}"
     deadline = time.monotonic() + timeout.total_seconds()

@@ -1,4 +1,4 @@
-"""The collectives that torch 2.13 renamed, by their new names. Under the old ones it warns."""
+"""The collectives that torch 2.13 renamed, by their new names. The old names give warnings."""
 
 from __future__ import annotations
 

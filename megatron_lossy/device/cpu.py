@@ -1,7 +1,7 @@
-"""What megatron.core needs in order to train on CPU over gloo: stand-ins for the parts of CUDA that it names.
+"""The parts of CUDA that megatron.core names, as stand-ins for training on CPU over gloo.
 
-Each stand-in does on the CPU what its CUDA original does on a GPU: work is done when a call returns, so that streams
-and events have nothing to wait for; the random state is that of the CPU's generator; memory asked for on "cuda" comes
+Each stand-in does on the CPU what its CUDA original does on a GPU. Work is done when a call returns, so that streams
+and events have nothing to wait for. The random state is that of the CPU's generator. Memory asked for on "cuda" comes
 from the CPU. Functions under ``torch.compile`` run eagerly: compiling for the CPU costs small runs more than it saves.
 """
 
@@ -27,7 +27,7 @@ _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "randn", 
 
 
 class CpuStream(torch.cpu.Stream):
-    """``torch.cuda.Stream`` where work is finished before anybody can wait for it."""
+    """``torch.cuda.Stream`` on the CPU. Its work is finished before anybody can wait for it."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         super().__init__(priority)
@@ -88,7 +88,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _current_device() -> torch.device:
-    # Megatron only ever passes this on as a device, for which CUDA's index would not do.
+    # Megatron only passes this on as a device, and CUDA's index would not serve as one.
     return _CPU
 
 
@@ -99,7 +99,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _factory(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Around a constructor of tensors: a CUDA device becomes the CPU, where there is no pinned memory either."""
+    """Wraps a constructor of tensors: a CUDA device becomes the CPU, which has no pinned memory either."""
     if "device" in kwargs and _is_cuda(kwargs["device"]):
         kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
@@ -144,7 +144,7 @@ def _fork_rng(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 
 def _state_dict(original: Callable, self: Any) -> Any:
-    """Around ``DistributedOptimizer.state_dict``, before the first step, when torch's optimizers have no state yet."""
+    """Wraps ``DistributedOptimizer.state_dict`` before the first step, when torch's optimizers have no state yet."""
     if not self.optimizer.state and self.init_state_fn is not None:
         self.init_state_fn(self.optimizer, self.config)
         for state in self.optimizer.state.values():
@@ -153,10 +153,10 @@ def _state_dict(original: Callable, self: Any) -> Any:
 
 
 def _load_state_dict(original: Callable, self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``DistributedOptimizer.load_state_dict``: gives every parameter the step count of its group.
+    """Wraps ``DistributedOptimizer.load_state_dict``: gives every parameter the step count of its group.
 
-    Megatron hands all of them one tensor, which torch's optimizers would count up once per parameter, and which a
-    distributed checkpoint resets to zero. Without autograd: the main parameters of fp32 models are the model's own.
+    Megatron hands all of them one tensor. torch's optimizers would count it up once per parameter, and a distributed
+    checkpoint resets it to zero. Autograd is off: the main parameters of fp32 models are the model's own.
     """
     with torch.no_grad():
         result = original(self, state_dict, *args, **kwargs)
@@ -168,7 +168,7 @@ def _load_state_dict(original: Callable, self: Any, state_dict: Any, *args: Any,
 
 
 def _set_states(original: Callable, self: Any, model_param: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Around ``DistributedOptimizer._set_main_param_and_optimizer_states``, for files that hold no step count."""
+    """Wraps ``DistributedOptimizer._set_main_param_and_optimizer_states``, for files that hold no step count."""
     group, order = self.model_param_group_index_map[model_param]
     known = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
     if "step" in known and "step" not in tensors:
@@ -178,12 +178,12 @@ def _set_states(original: Callable, self: Any, model_param: Any, tensors: dict[s
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """``maybe_move_tensor_to_cpu``, which makes NumPy only of what it moved."""
+    """``maybe_move_tensor_to_cpu`` for tensors on the CPU too: the original makes NumPy arrays only of moved ones."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _quantize(original: Callable, model_params: Any, *args: Any, **kwargs: Any) -> None:
-    """Around ``_quantize_param_shard_impl`` of 0.12, which fails without Transformer Engine even without fp8."""
+    """Wraps ``_quantize_param_shard_impl`` of 0.12, which fails without Transformer Engine even without fp8."""
     if model_params:
         original(model_params, *args, **kwargs)
 

@@ -1,6 +1,7 @@
-"""What megatron.training, and with it Megatron-LM's own pretraining scripts, needs on CPU beyond :mod:`.cpu`.
+"""The patches that megatron.training, and so Megatron-LM's own pretraining scripts, need on CPU beyond :mod:`.cpu`.
 
-Separate because megatron.training comes with a checkout of Megatron-LM: wheels of megatron-core have it from 0.17 on.
+They are separate because megatron.training comes with a checkout of Megatron-LM. Wheels of megatron-core have it from
+0.17 on.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _async_loop(*args: Any, **kwargs: Any) -> None:
-    """The process that writes asynchronous checkpoints, where nothing is patched yet.
+    """The process that writes asynchronous checkpoints. It is a new process, without any patch yet.
 
-    Megatron goes on when it has copied the weights from the device, which on CPU copies nothing.
+    Megatron goes on when it has copied the weights from the device. On CPU that copies nothing.
     """
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 

@@ -27,7 +27,7 @@ def processor() -> str:
 
 
 def hardware() -> str:
-    """The accelerators of this machine, or the processor where there are none."""
+    """The accelerators of this machine, or the processor if there are none."""
     import torch
 
     from . import device_type

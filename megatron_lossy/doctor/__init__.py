@@ -1,7 +1,8 @@
 """``python -m megatron_lossy doctor``: is this machine ready to train with loss, and if not, what is missing?
 
-It looks at versions, at whether the hooks fit the Megatron that is found, at devices, and tries a lossy step on
-two processes. With ``--transport udp`` it tries the links between all ranks of a launcher instead. Exit status 0 if ready, 1 if not, 2 for a wrong command line; ``--json`` for machines.
+It looks at versions, at the fit of the hooks to the installed Megatron, and at devices, and tries a lossy step on two
+processes. With ``--transport udp`` it tries the links between all ranks of a launcher instead. Exit status 0 if ready,
+1 if not, 2 for a wrong command line; ``--json`` for machines.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MARKS = {"ok": "ok", "absent": "-", "warning": "warning", "problem": "PROBLEM"}
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """What to look at."""
+    """The checks to make."""
 
     megatron_lm: str | None = flag(
         None,
@@ -47,7 +48,7 @@ class DoctorConfig:
 
 
 def examine(config: DoctorConfig) -> list[Finding]:
-    """Everything that ``config`` asks for. Imports Megatron, so that it can look at one Megatron per process."""
+    """All findings that ``config`` asks for. It imports Megatron, so that a process can examine only one Megatron."""
     from .found import devices, hook_targets, versions
     from .requirements import examine_requirements, requirements
     from .step import try_step
@@ -77,12 +78,12 @@ def report(findings: Sequence[Finding]) -> str:
 
 
 def ready(findings: Sequence[Finding]) -> bool:
-    """True if nothing stands in the way of training."""
+    """Whether nothing prevents training."""
     return all(finding.status != "problem" for finding in findings)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what was found; returns the exit status."""
+    """Print the findings; returns the exit status."""
     parser = ArgumentParser(
         f"python -m {PROGRAM}", description="Is this machine ready to train with loss?", allow_abbrev=False
     )

@@ -1,4 +1,4 @@
-"""What the doctor finds."""
+"""A finding of the doctor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. ``status``: ok, absent (and not needed), warning, or problem (not ready)."""
+    """The result of one check. ``status``: ok, absent (and not needed), warning, or problem (not ready)."""
 
     section: str
     name: str

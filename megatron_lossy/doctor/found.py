@@ -19,7 +19,7 @@ from .finding import Finding
 
 
 def versions(checkout: str | None) -> list[Finding]:
-    """Of Python, torch and its backends, Megatron, and what makes Megatron fast. ``checkout``: a Megatron-LM."""
+    """Findings on Python, torch and its backends, Megatron, and packages for speed. ``checkout``: a Megatron-LM."""
     findings = [_finding("python", "ok", platform.python_version())]
     try:
         import torch
@@ -72,7 +72,7 @@ def _describe(checkout: str) -> str:
 
 
 def apex() -> Finding:
-    """NVIDIA's Apex, which PyPI does not have: the package of that name there is something else."""
+    """NVIDIA's Apex. PyPI does not have it: the package of that name there is another one."""
     spec = importlib.util.find_spec("apex")
     if spec is None or not spec.submodule_search_locations:
         return _finding(
@@ -144,7 +144,7 @@ def devices() -> tuple[str, int, list[Finding]]:
 
 
 def hook_targets(training: bool) -> list[Finding]:
-    """Whether the hooks fit this Megatron: their targets exist and take what the replacements rely on.
+    """Findings on the fit of the hooks to this Megatron: targets exist and take the parameters that hooks use.
 
     ``training``: also those of megatron.training.
     """
@@ -179,7 +179,7 @@ def hook_targets(training: bool) -> list[Finding]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Megatron warns at import about every package that it does without."""
+    """A context without Megatron's warnings at import about every missing package."""
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield

@@ -1,8 +1,8 @@
-"""The links between all ranks, tried with datagrams: who reaches whom, with what loss, and what to change.
+"""The links between all ranks, tried with datagrams: which ranks reach each other, the loss, and advice.
 
     torchrun … -m megatron_lossy doctor --transport udp
 
-on every host, started as the training will be. Without a launcher only the engine of this host is looked at.
+Run it on every host, started like the training. Without a launcher only the engine of this host is examined.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MUCH = 0.05
 
 @dataclass(frozen=True)
 class Heard:
-    """What one rank got from another: the share lost, the round trip in seconds, bytes per second towards it."""
+    """The data that one rank got from another: the share lost, round trip in seconds, bytes per second towards it."""
 
     rank: int
     source: int
@@ -43,7 +43,7 @@ class Heard:
 
 
 def examine_network(config: LossyConfig) -> list[Finding]:
-    """Findings of rank 0, or of this host alone; of other ranks none. A collective call under a launcher."""
+    """Findings of rank 0, or of this host alone; empty on other ranks. A collective call under a launcher."""
     from ..transport.udp.process import engine_for
 
     try:

@@ -1,4 +1,4 @@
-"""What ``pip install`` of this package would change in this environment, compared with its own requirements."""
+"""Changes that ``pip install`` of this package would make in this environment, from its own requirements."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from packaging.version import InvalidVersion, Version
 from .finding import Finding
 
 _DISTRIBUTION = "megatron-lossy"
-#: Modules of distributions that are called otherwise.
+#: Modules whose names differ from those of their distributions.
 _MODULES = {"megatron-core": "megatron.core", "pyyaml": "yaml"}
 _ADVICE = "to keep what is here: pip install --no-deps (docs/install.md)"
 
 
 def requirements() -> list[Requirement] | None:
-    """The requirements of this package, extras left out; ``None`` if they are not to be found."""
+    """The requirements of this package, without extras; ``None`` if they cannot be found."""
     lines = _of_checkout()
     if lines is None:
         try:
@@ -31,7 +31,7 @@ def requirements() -> list[Requirement] | None:
 
 
 def _of_checkout() -> list[str] | None:
-    """Those of the checkout that this is, if it is one; it need not be installed, or was before it changed."""
+    """The requirements of this checkout, if it is one. It may not be installed, or have changed since."""
     project = Path(__file__).parents[2] / "pyproject.toml"
     try:
         import tomllib  # from Python 3.11 on
@@ -42,7 +42,7 @@ def _of_checkout() -> list[str] | None:
 
 
 def examine_requirements(wanted: Iterable[Requirement] | None) -> list[Finding]:
-    """A finding per requirement that ``pip install`` would do something about; one that says so if there is none."""
+    """A finding per requirement that ``pip install`` would act on; a single finding if there is none."""
     if wanted is None:
         return [_finding("absent", "not known: neither the package's metadata nor its pyproject.toml is here")]
     findings = [finding for requirement in wanted if (finding := _examine(requirement)) is not None]
@@ -57,7 +57,7 @@ def _examine(wanted: Requirement) -> Finding | None:
         if where is None:
             return _finding("warning", f"{wanted.name} is not installed; needed: {wanted}")
         return _finding("warning", f"would add {wanted.name}, which is on the path only ({where}); {_ADVICE}")
-    # As pip sees it: a release candidate that is here will do, though pip would not choose one.
+    # This follows pip: an installed release candidate is enough, although pip would not choose one.
     if _fits(version, wanted):
         return None
     return _finding("warning", f"would replace {wanted.name} {version} by {wanted}; {_ADVICE}")
@@ -71,7 +71,7 @@ def _fits(version: str, wanted: Requirement) -> bool:
 
 
 def _on_the_path(module: str) -> str | None:
-    """Where ``module`` would be imported from."""
+    """The file or folder that ``module`` would be imported from."""
     try:
         spec = importlib.util.find_spec(module)
     except ImportError:  # of a parent package

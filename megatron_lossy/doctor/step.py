@@ -27,7 +27,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "hpu": "hccl"}
 
 
 def try_step(kind: str, checkout: str | None) -> Finding:
-    """Train on two ranks of ``kind``. ``checkout``: a Megatron-LM, whose megatron.core is then used."""
+    """Train on two ranks of ``kind``. ``checkout``: a Megatron-LM, to take megatron.core from."""
     name = f"{_BACKENDS[kind]}, {kind}"
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -50,7 +50,7 @@ def _write_data(folder: str) -> None:
 
 
 def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
-    """The last training loss, and the share of gradient packets that was lost."""
+    """The last training loss, and the share of lost gradient packets."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "megatron_lossy.train", *_FLAGS]
     command += ["--data-path", os.path.join(folder, "data"), "--metrics-dir", os.path.join(folder, "run")]
@@ -74,7 +74,7 @@ def _train(kind: str, checkout: str | None, folder: str) -> tuple[float, float]:
 
 
 def _reason(output: str) -> str:
-    """The line that says most about a failed launch: an exception's, ours, or the last."""
+    """The most telling line of a failed launch: ours, else an exception's, else the first."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line for line in lines if "megatron_lossy.train: error: " in line]
     errors = [line for line in lines if line.split(":")[0].endswith(("Error", "Exception"))]

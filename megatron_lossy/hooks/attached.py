@@ -17,7 +17,7 @@ from ..ledger import Patch
 from ..mechanisms import Mechanism
 from ..sync import IslandWorld
 from ..transport import LossyGroup
-from . import boundaries, lossy_all_reduce
+from . import boundaries, island_training, lossy_all_reduce
 from .complete import warn_of_one_replica, warn_of_reliable_boundaries
 from .facts import of_model
 from .islands import RankIslands
@@ -34,8 +34,24 @@ def attached(config: LossyConfig, world: IslandWorld | None = None) -> list[Mech
     if config.loses_at_boundaries:
         result.append(StageBoundaries())
     if world is not None:
-        result.append(RankIslands(config, world))
+        result.append(TrainingIslands(config, world))
     return result
+
+
+class TrainingIslands(RankIslands):
+    """Islands that may be under ``megatron.training``."""
+
+    def training_patches(self) -> list[Patch]:
+        return island_training.patches(self)
+
+    def before_arguments(self, args: Any) -> None:
+        island_training.before_validation(self, args)
+
+    def after_arguments(self, args: Any) -> None:
+        island_training.enter(self, args)
+
+    def save_beside(self, args: Any) -> contextlib.AbstractContextManager[bool] | None:
+        return island_training.consensus_saved(self, args) if self._config.save_consensus else None
 
 
 class StageBoundaries(Mechanism):
@@ -101,6 +117,7 @@ class FullReplica(Mechanism):
         run, known = self._run, len(self.replica.streams)
         if not known:
             run.after_update.append(lambda _: self.replica.finished())
+            self.reducing = self._reducing
         self.replica.add(ddp)
         replicas = self.replica.streams[known].group.size()
         check_refusals(run.config, of_model(ddp, workers=replicas))
@@ -114,9 +131,7 @@ class FullReplica(Mechanism):
         if scaler is not None and self.there:
             check_refusals(self._run.config, Facts(distributed_optimizer=False, loss_scale=scaler.scale.item()))
 
-    def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None] | None:
-        if not self.there:
-            return None
+    def _reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
         return all_reduce(
             partial(self.replica.before_reduction, bucket_group),
             lambda: self.replica.after_reduction(bucket_group, self._run.iteration),

@@ -23,10 +23,8 @@ from ..errors import usage_errors
 from ..ledger import Patch, Takes
 from ..loss_flags import add_loss_flags
 from ..sync import notes_on_averaging
-from . import island_training
 from .checks import check_run
 from .facts import of_arguments
-from .islands import RankIslands
 from .rng import rng_state, set_rng_state
 from .runtime import Lossy
 
@@ -106,8 +104,8 @@ def patches(lossy: Lossy) -> list[Patch]:
             until="Megatron tells its core the iteration",
             takes=Takes(("ddp_model|model", "optimizer")),
         ),
-        *([] if lossy.config.eval_weights == "replica" and lossy.part("islands") is None else [evaluation]),
-        *([] if lossy.part("islands") is None else island_training.patches(lossy.part("islands"))),
+        *([] if lossy.config.eval_weights == "replica" and lossy.jobs == 1 else [evaluation]),
+        *(patch for one in lossy.mechanisms for patch in one.training_patches()),
         Patch(
             target="torch.distributed:init_process_group",
             around=init_process_group,
@@ -140,23 +138,22 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 
 def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> Any:
     """Around Megatron's checks of its arguments: ours follow, and what they tell about the run."""
-    islands = lossy.part("islands")
-    if islands is not None:
-        island_training.before_validation(islands, args)
+    for one in lossy.mechanisms:
+        one.before_arguments(args)
     result = original(args, *rest, **kwargs)
-    facts = of_arguments(args, 1 if islands is None else islands.world.islands)
+    facts = of_arguments(args, lossy.jobs)
     ranks = facts.workers
     with usage_errors():
         check_run(lossy.config, facts)
         _claim_delivery_log(args, lossy.config, ranks)
     lossy.gapless = not getattr(args, "iterations_to_skip", None)
     lossy.steps = lossy.steps or args.train_iters
-    if args.rank == 0 and (islands is None or islands.world.island == 0):
+    if args.rank == 0 and lossy.job == 0:
         print(f"loss: {lossy.config.describe()} | data-parallel ranks {ranks}", flush=True)
         for note in notes_on_averaging(lossy.config, lossy.steps):
             print(f"note: {note}", flush=True)
-    if islands is not None:
-        island_training.enter(islands, args)
+    for one in lossy.mechanisms:
+        one.after_arguments(args)
     return result
 
 
@@ -197,13 +194,12 @@ def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any
         # returns, as training then changes them.
         torch.cuda.synchronize()
         result = original(iteration, model, *args, **kwargs)
-    if lossy.part("islands") is not None and lossy.config.save_consensus and not kwargs.get("non_persistent_ckpt"):
-        with (
-            lossy.consensus_weights(model),
-            island_training.consensus_saved(lossy.part("islands"), get_args()) as writes,
-        ):
-            if writes:
-                original(iteration, model, *args, **kwargs)
+    beside = (one.save_beside(get_args()) for one in lossy.mechanisms if not kwargs.get("non_persistent_ckpt"))
+    for another in beside:
+        if another is not None:
+            with lossy.consensus_weights(model), another as writes:
+                if writes:
+                    original(iteration, model, *args, **kwargs)
     return result
 
 
@@ -285,12 +281,10 @@ def evaluate(
 ) -> Any:
     """Around ``evaluate(forward_step_func, data_iterator, model, …)``: with owners' weights, or twice with both.
 
-    Of islands: with their mean, and the losses are those of all islands.
+    Of several jobs: with their mean, and the losses are those of all.
     """
-    weights, average = lossy.config.eval_weights, partial(_of_all_islands, lossy.part("islands"))
-    whose, held = "owner", lossy.owner_weights
-    if lossy.part("islands") is not None:
-        whose, held = "consensus", lossy.consensus_weights
+    weights, average = lossy.config.eval_weights, partial(_of_all_jobs, lossy)
+    whose, held = ("owner", lossy.owner_weights) if lossy.jobs == 1 else ("consensus", lossy.consensus_weights)
     if weights == "replica":
         losses, *rest = original(forward_step_func, data_iterator, model, *args, **kwargs)
         return average(losses), *rest
@@ -314,8 +308,9 @@ def evaluate(
     return losses, extra, time_limit
 
 
-def _of_all_islands(islands: RankIslands | None, losses: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The mean over islands of ``losses``, which ranks of the last pipeline stage have."""
-    if islands is None or not losses:
+def _of_all_jobs(lossy: Lossy, losses: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The mean over jobs of ``losses``, which ranks of the last pipeline stage have."""
+    total = lossy.total
+    if total is None or not losses:
         return losses
-    return {name: islands.total(torch.as_tensor(value)) / islands.world.islands for name, value in losses.items()}
+    return {name: total(torch.as_tensor(value)) / lossy.jobs for name, value in losses.items()}

@@ -70,9 +70,10 @@ class Lossy(Run):
         self._told_all_reduce = False
         self._adding: dict[LossyGroup, tuple[torch.Tensor, Any]] = {}  # sums that are under way
         self._checked = False  # that all that is updated is exchanged
-        job = next((one.job for one in mechanisms if one.job != (0, 1)), (0, 1))
+        #: The number of this training job among equal ones, and how many there are.
+        self.job, self.jobs = next((one.job for one in mechanisms if one.job != (0, 1)), (0, 1))
         corruption = make_corruption(config, recorded_events(config))
-        self.exchanges = Exchanges(config, job, corruption, self.living_optimizers)
+        self.exchanges = Exchanges(config, (self.job, self.jobs), corruption, self.living_optimizers)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
         for one in self.mechanisms:
             one.attach(self)
@@ -81,6 +82,17 @@ class Lossy(Run):
     def part(self, section: str) -> Any:
         """The mechanism of that name; ``None`` if it is not there."""
         return next((one for one in self.mechanisms if one.section == section), None)
+
+    @property
+    def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Adds up a tensor over all jobs, a collective call of them; ``None`` where there is one."""
+        found = (one.total for one in self.mechanisms)
+        return next((total for total in found if total is not None), None)
+
+    def leave(self) -> None:
+        """A run that ends well is over: wait until it is so everywhere. A collective call of all jobs."""
+        for one in self.mechanisms:
+            one.leave()
 
     def uninstall(self) -> None:
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
@@ -201,8 +213,8 @@ class Lossy(Run):
 
     def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
         """Around the start of the reduction of ``bucket_group``."""
-        found = (one.reducing(bucket_group) for one in self.mechanisms)
-        return next((around for around in found if around is not None), contextlib.nullcontext())
+        found = (one.reducing for one in self.mechanisms if one.reducing is not None)
+        return next((around(bucket_group) for around in found), contextlib.nullcontext())
 
     def note_all_reduce(self, bucket_group: Any) -> None:
         """The gradients of ``bucket_group`` are about to be all-reduced, without loss. Say so once."""

@@ -20,7 +20,7 @@ PROGRAM = "megatron_lossy.lab"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Do what the command line says; wrong input is one line and exit status 2."""
+    """Run the command line; wrong input is one line and exit status 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["sweep"]:
         from . import sweep

@@ -1,7 +1,7 @@
 """A cell of a study: one training run, known by its full configuration, in a folder of its own.
 
-Cells are shared by all studies that need them, and run once. Any number of processes, on any number of machines
-that see the folder, may work on the same cells: each takes what no other has taken.
+Studies share cells, and a cell runs once. Any number of processes, on any number of machines that see the folder, may
+work on the same cells: each takes cells that no other has taken.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from ..train.metrics import METRICS_FILE
 
 CONFIG, STATE, LOG = "config.yaml", "cell.json", "train.log"
 COMPLETE, DIVERGED = "complete", "diverged"
-#: Seconds between two signs of life of whoever holds a cell, and without one until it is taken over.
+#: Seconds between two signs of life of a cell's holder, and seconds without one until the cell is taken over.
 HEARTBEAT, ABANDONED = 15, 180
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run: its two configurations, and on how many processes it runs."""
+    """One training run: its two configurations, and its number of processes."""
 
     train: TrainConfig
     loss: LossyConfig
@@ -54,15 +54,15 @@ class Cell:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What makes the run what it is, where it differs from the defaults; keys are flag names without dashes."""
-        # Checkpoints of a study always hold the replicas. A run that measured no drift cannot stand for one that did,
-        # nor one that sent slower, or with less parity, for one that lost more.
+        """The settings that identify the run and differ from the defaults; keys are flag names without dashes."""
+        # Checkpoints of a study always hold the replicas. A run that measured no drift cannot replace one that did.
+        # Nor can a run that sent slower, or with less parity, replace one that lost more.
         incidental = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas"}
         incidental -= {"drift_interval", *NETWORK}
         return {name: value for name, value in self.all_settings().items() if name.replace("-", "_") not in incidental}
 
     def all_settings(self) -> dict[str, Any]:
-        """All that differs from the defaults, as the ``--config`` file of the run."""
+        """All settings that differ from the defaults, as the ``--config`` file of the run."""
         return {
             name.replace("_", "-"): list(value) if isinstance(value, tuple) else value
             for config in (self.train, self.loss)
@@ -77,7 +77,7 @@ class Cell:
 
 
 def make_cell(train: TrainConfig, loss: LossyConfig, processes: int = 1) -> Cell:
-    """The cell of these configurations. Where nothing can happen the loss flags only say whose weights are evaluated."""
+    """The cell of these configurations. If they lose nothing, of the loss flags only the evaluated weights remain."""
     if loss.inert:
         loss = LossyConfig(eval_weights=loss.eval_weights)
     elif not (loss.draws or loss.errs):
@@ -89,17 +89,17 @@ def make_cell(train: TrainConfig, loss: LossyConfig, processes: int = 1) -> Cell
 
 
 class CellFolder:
-    """What a cell has on disk, below ``root``."""
+    """The files of a cell, below ``root``."""
 
     def __init__(self, root: str | Path, cell: Cell) -> None:
         self.cell = cell
         self.path = Path(root) / cell.name
         self._lock = Path(root) / f"{cell.name}.lock"
-        self._claim: str | None = None  # what the lock says if this object made it
+        self._claim: str | None = None  # the content of the lock if this object made it
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """How the run ended; None if it has not."""
+        """The end of the run; None while it has not ended."""
         try:
             return json.loads((self.path / STATE).read_text())
         except FileNotFoundError:
@@ -121,7 +121,7 @@ class CellFolder:
         return 0
 
     def result(self) -> Run:
-        """The run's losses. Raises :class:`UsageError` where they cannot be read."""
+        """The run's losses. Raises :class:`UsageError` if they cannot be read."""
         run = read_run(self.path / METRICS_FILE)
         assert run is not None
         return run
@@ -134,9 +134,9 @@ class CellFolder:
         return self.path / CONFIG
 
     def open_log(self) -> IO[bytes] | None:
-        """The file for what trainers print; ``None`` while some of a study that was killed still train in this folder.
+        """The file for the output of trainers; ``None`` while trainers of a killed study still run in this folder.
 
-        It is locked as long as anyone has it open, so also by them.
+        It is locked as long as any process has it open, and so also by such trainers.
         """
         log = open(self.path / LOG, "ab")
         try:
@@ -166,7 +166,7 @@ class CellFolder:
     # --- who works on it -----------------------------------------------------------------------------------------
 
     def take(self) -> bool:
-        """Claim the cell; false if somebody else works on it. Call :meth:`keep` now and then, :meth:`release` last."""
+        """Claim the cell; false if another process has it. Call :meth:`keep` at intervals, and :meth:`release` last."""
         self._lock.parent.mkdir(parents=True, exist_ok=True)
         if self._create():
             return True
@@ -175,36 +175,36 @@ class CellFolder:
         aside = self._lock.with_suffix(f".{uuid.uuid4().hex}")
         try:
             os.rename(self._lock, aside)
-        except FileNotFoundError:  # somebody else found it abandoned, too
+        except FileNotFoundError:  # another process found it abandoned, too
             return False
         mine = _read(aside) == abandoned
-        if not mine:  # whoever was quicker holds it already, or its holder is alive after all
+        if not mine:  # another process was quicker, or the holder is alive after all
             with contextlib.suppress(FileExistsError):
                 os.link(aside, self._lock)
         aside.unlink()
         return mine and self._create()
 
     def keep(self) -> None:
-        """A sign of life of whoever holds the cell; none if somebody took it over."""
+        """Give a sign of life for the cell's holder, unless another process took the cell over."""
         with contextlib.suppress(FileNotFoundError):
             if self._held():
                 os.utime(self._lock)
 
     def release(self) -> None:
-        """Let others take the cell, unless somebody took it over."""
+        """Let others take the cell, unless one took it over already."""
         with contextlib.suppress(FileNotFoundError):
             if self._held():
                 self._lock.unlink()
 
     def holder(self) -> str | None:
-        """Who works on the cell, as host and process."""
+        """The holder of the cell, as host and process."""
         try:
             return self._lock.read_text().rpartition(" ")[2] or None
         except FileNotFoundError:
             return None
 
     def _held(self) -> bool:
-        """Whether the lock is what :meth:`take` wrote here."""
+        """Whether the lock has the content that :meth:`take` wrote."""
         return self._lock.read_text() == self._claim
 
     def _create(self) -> bool:
@@ -215,18 +215,18 @@ class CellFolder:
         except FileExistsError:
             return False
         except OSError:
-            self._lock.unlink(missing_ok=True)  # it says of nobody that he works on the cell
+            self._lock.unlink(missing_ok=True)  # an incomplete lock names no holder
             raise
         self._claim = claim
         return True
 
     def _abandoned(self) -> tuple[str, float] | None:
-        """The lock's text and time if whoever wrote it gives no sign of life; else None."""
+        """The lock's text and time if its writer gives no sign of life; else None."""
         try:
             text, sign = _read(self._lock)
         except FileNotFoundError:
             return None
-        # By the file system's own clock: those of two machines may differ.
+        # The file system's own clock decides: clocks of two machines may differ.
         probe = self._lock.with_suffix(f".{uuid.uuid4().hex}")
         probe.touch()
         silence = probe.stat().st_mtime - sign

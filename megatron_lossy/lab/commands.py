@@ -32,7 +32,7 @@ from .summary import Results
 
 @dataclass(frozen=True)
 class StudyConfig:
-    """How a study is run, and where its report goes."""
+    """The settings for running a study, and the folder of its report."""
 
     out: str | None = flag(None, "folder of the report: tables and figures", type=str, metavar="DIR")
     cells: str = flag(
@@ -85,7 +85,7 @@ class StudyConfig:
 
 @dataclass(frozen=True)
 class Table1Config:
-    """What Table 1 compares."""
+    """The rates and processes of Table 1."""
 
     rates: tuple[float, ...] = flag(
         (0.1, 0.2, 0.3, 0.4),
@@ -196,7 +196,7 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
 def _split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our own flags, and those of the training program. Raises :class:`UsageError` for unknown ones."""
     training = make_parser("study", "")
-    # Both parsers see all flags: a flag of one takes its values whatever the other has.
+    # Both parsers see all flags: a flag of one parser takes its values, whatever flags the other has.
     flags = {option for action in parser._actions for option in action.option_strings}
     own: list[str] = []
     rest: list[str] = []

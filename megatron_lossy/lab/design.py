@@ -1,4 +1,4 @@
-"""What a study compares: its file, and the cells that follow from it.
+"""The design of a study: its file, and the cells that follow from it.
 
 A study file is YAML::
 
@@ -16,14 +16,14 @@ A study file is YAML::
     variants:                          # its rows; a variant's settings win over the level's
       both: {}
       gradients only: {p-param: 0}
-    against: {gradients only: both}    # what a variant is compared with; the first one if it is not here
+    against: {gradients only: both}    # the partner of a variant in comparisons; default the first variant
     metrics: [grad norm]               # recorded scalars to report beside the losses (docs/monitors.md)
-    baseline: {name: FullSync, islands: 1}  # settings over all others, of what changes refer to in place of no loss
+    baseline: {name: FullSync, islands: 1}  # settings over all others, for the reference of changes; default no loss
 
 Keys of ``settings``, levels and variants are flags of ``python -m megatron_lossy.train``; ``p`` stands for
-``p-grad`` and ``p-param``. A level can also be one of errors in gradients (``grad-error``), with variants of what is done
-about them. Every variant is also trained without loss and errors, or with the settings of the baseline: that is what its
-changes refer to.
+``p-grad`` and ``p-param``. A level can also be one of errors in gradients (``grad-error``), with variants of the
+actions on them. Every variant is also trained without loss and errors, or with the settings of the baseline: its
+changes refer to that run.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ from ..train.checks import check_flags
 from ..train.facts import of_trainer
 from .cells import Cell, make_cell
 
-# What the study sets itself, what would end a run early, or would be one folder for all cells.
+# Flags that the study sets itself, that would end a run early, or that would name one folder for all cells.
 _NOT_HERE = ("save", "load", "metrics_dir", "exit_interval", "tensorboard_dir", "wandb_project", "delivery_log")
 # Islands and asynchronous stages are no losses: the run without loss has them, too.
 _KEPT = tuple(f.name for cls in (IslandFlags, PipelineFlags) for f in dataclasses.fields(cls) if f.name != "p_sync")
-# These do nothing where nothing is lost, but cells that are trained already are named by them.
+# These do nothing without loss, but they are in the names of cells that are trained already.
 _NAMED_BY = ("loss_unit", "packet_bytes", "loss_model", "ge_mean_burst")
 _OF_A_RATE = {"bernoulli", "gilbert-elliott"}
-#: What the column of clean runs is called: in studies of loss, and of errors.
+#: The name of the column of clean runs: in studies of loss, and of errors.
 NO_LOSS, NO_ERROR = "0 %", "no error"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A cell in its place in the study. ``level`` is None without loss and errors, or of the baseline; so is ``loss_seed``."""
+    """A cell in its place in the study. ``level`` and ``loss_seed`` are None for clean runs and the baseline."""
 
     variant: str
     level: str | None
@@ -73,7 +73,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Study:
-    """A study: its names, and its trials in the order in which they are run."""
+    """A study: its names, and its trials in the order of their runs."""
 
     title: str
     question: str
@@ -84,7 +84,7 @@ class Study:
     metrics: tuple[str, ...] = ()
     against: Mapping[str, str] = dataclasses.field(default_factory=dict)
     baseline: str = NO_LOSS
-    """What the level None is called."""
+    """The name of the level None."""
 
     @property
     def errs(self) -> bool:
@@ -99,7 +99,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Design:
-    """What a study file says, or a command line for Table 1."""
+    """The content of a study file, or of a command line for Table 1."""
 
     title: str
     question: str = ""
@@ -127,7 +127,7 @@ class Design:
             for level, level_settings in self.levels.items():
                 theirs = _arguments(f"level {level}", level_settings)
                 trials += self._trials(variant, level, [*config, *base, *theirs, *own])
-        # Seed by seed, so that an unfinished study already compares something.
+        # Trials go seed by seed, so that an unfinished study already compares something.
         trials.sort(key=lambda trial: (self.seeds.index(trial.seed), trial.loss_seed or 0))
         return Study(
             self.title,
@@ -142,7 +142,7 @@ class Design:
         )
 
     def _baseline(self, errs: bool = False) -> str:
-        """What the level None is called. ``errs``: levels are errors."""
+        """The name of the level None. ``errs``: levels are errors."""
         return str(self.baseline["name"]) if self.baseline else NO_ERROR if errs else NO_LOSS
 
     def _trials(self, variant: str, level: str | None, arguments: list[str]) -> list[Trial]:
@@ -183,7 +183,7 @@ class Design:
         return trials
 
     def _reference(self, loss: LossyConfig) -> LossyConfig:
-        """What changes refer to, in the place of ``loss``. Raises :class:`UsageError` if that loses or errs."""
+        """The configuration that changes of ``loss`` refer to. Raises :class:`UsageError` if it loses or errs."""
         if self.baseline:
             return loss
         names = ["eval_weights"]
@@ -198,7 +198,7 @@ class Design:
 
 
 def _check_nothing_dropped(loss: LossyConfig, reference: LossyConfig) -> None:
-    """Raise :class:`UsageError` where ``loss`` does what only levels do, and there are none: ``reference`` would run."""
+    """Raise :class:`UsageError` if ``loss`` needs levels and there are none: ``reference`` would run in its place."""
     if not (loss.draws or loss.errs or loss.synchronises or loss.replica_check != "none"):
         return
     passed_over = incidental_fields(LossyConfig) | {"loss_seed", "save_replicas"}
@@ -215,7 +215,7 @@ def _check_nothing_dropped(loss: LossyConfig, reference: LossyConfig) -> None:
 def loss_seed_of(seed: int, loss_seed: int) -> int:
     """The ``--loss-seed`` of a trial: another one for every seed of weights and data.
 
-    With the same losses, or errors, in all of them, what is peculiar to those would be in no error bar.
+    If all trials had the same losses or errors, no error bar would cover the peculiarities of these.
     """
     return 1000 * seed + loss_seed
 

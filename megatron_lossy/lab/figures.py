@@ -26,7 +26,7 @@ from .summary import Results, loss_metrics, mean_and_error, scalar_metric
 
 
 def plot_figure_1(results: Results, path: str | Path) -> list[Path]:
-    """Training loss over iterations at all rates, on a log scale, with validation losses as markers."""
+    """Draw training loss over iterations at all rates, on a log scale, with validation losses as markers."""
     figure = _figure(13, 8)
     axes = figure.add_subplot()
     shown = []
@@ -40,7 +40,7 @@ def plot_figure_1(results: Results, path: str | Path) -> list[Path]:
 
 
 def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
-    """A panel per rate: training loss, validation losses, and the training loss without loss in grey."""
+    """Draw a panel per rate: training loss, validation losses, and the training loss without loss in grey."""
     levels = _levels(results)
     columns = min(3, len(levels))
     rows = -(-len(levels) // columns)
@@ -65,10 +65,10 @@ def plot_figure_2(results: Results, path: str | Path) -> list[Path]:
 
 
 def plot_comparison(results: Results, metric_name: str, path: str | Path) -> list[Path]:
-    """Change of a metric relative to no loss at every level, with standard errors.
+    """Draw the change of a metric relative to no loss at every level, with standard errors.
 
-    A line per variant over levels that are quantities; else points. With one level, a point per variant. Without
-    levels, the metric itself.
+    If levels are quantities, there is a line per variant; else points. With one level, there is a point per variant.
+    Without levels, the metric itself is drawn.
     """
     study = results.study
     metric = loss_metrics(results)[metric_name]
@@ -94,10 +94,10 @@ def plot_comparison(results: Results, metric_name: str, path: str | Path) -> lis
 
 
 def plot_scalar(results: Results, names: Sequence[str], path: str | Path) -> list[Path]:
-    """A recorded scalar at every level, with standard errors; hollow and dashed its prediction.
+    """Draw a recorded scalar at every level, with standard errors, and its prediction hollow and dashed.
 
-    ``names``: the scalar, and its prediction if the study has both. A line per variant over levels that are
-    quantities; else points. With one level, a point per variant. Returns no file if no run recorded it.
+    ``names``: the scalar, and its prediction if the study has both. If levels are quantities, there is a line per
+    variant; else points. With one level, there is a point per variant. Returns no file if no run recorded it.
     """
     study = results.study
     levels = levels_with(results, names[0]) if len(study.levels) > 1 else list(study.levels)
@@ -161,7 +161,7 @@ def _places(study: Study, levels: Sequence[str | None]) -> tuple[Figure, Axes]:
 
 
 def _quantities(levels: Sequence[str]) -> bool:
-    """Whether ``levels`` are numbers of one kind, between which a line means something."""
+    """Whether ``levels`` are numbers of one kind, so that a line between them has a meaning."""
     kinds = {match and match[1] for match in (re.fullmatch(r"[\d.]+(\D*)", level) for level in levels)}
     return len(levels) > 1 and len(kinds) == 1 and None not in kinds
 
@@ -179,7 +179,7 @@ def _points(
     joined: bool,
     hollow: bool = False,
 ) -> None:
-    """Line ``number`` of ``lines`` as points with error bars, a little beside those of the others."""
+    """Draw line ``number`` of ``lines`` as points with error bars, a little beside those of the others."""
     axes.errorbar(
         np.arange(len(values)) + 0.05 * (number - (lines - 1) / 2),
         [mean for mean, _ in values],
@@ -217,7 +217,7 @@ def _colours(results: Results) -> np.ndarray:
 
 
 def _draw(axes, runs: Sequence[Run], colour, label: str | None, valid: bool) -> list[float]:
-    """The mean of ``runs`` with a band from least to most, and their validation losses; returns what is shown."""
+    """Draw the mean of ``runs`` with a band from least to most, and validation losses. Returns the drawn values."""
     if not runs:
         return []
     iterations = sorted(set.intersection(*(set(run.train) for run in runs)))

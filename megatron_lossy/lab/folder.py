@@ -1,7 +1,8 @@
 """The folder of a study's report: its two records, and the tables and figures that are made from them.
 
-``runs.csv`` has the end of every run, ``study.json`` the command and where the runs were trained. All tables and figures but
-the curves of Table 1 can be made again from these two, without the cells (``python -m megatron_lossy.lab report FOLDER``).
+``runs.csv`` has the end of every run, ``study.json`` the command and the place of the runs. All tables and figures
+except the curves of Table 1 can be made again from these two, without the cells (``python -m megatron_lossy.lab report
+FOLDER``).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from .won_back import won_back
 SUMMARY, RUNS = "study.json", "runs.csv"
 Place = tuple[str, str, str, str]
 _FIRST, _LEVEL, _TRAINED = "settings of the first cell", "first level", "trained"
-# Reports that differ in these are of one study: more seeds, or drift measured too.
+# Reports that differ only in these belong to one study: more seeds, or drift measured too.
 _NO_OTHER_REPORT = {"seed", "loss-seed", "drift-interval"}
 
 
@@ -50,7 +51,7 @@ _NO_OTHER_REPORT = {"seed", "loss-seed", "drift-interval"}
 
 
 def check_no_runs(out: Path, cells: str) -> None:
-    """A report is not written among runs, which a study that is named after their folder would do."""
+    """Raise :class:`UsageError` for a report among runs, where a study that is named after their folder would write."""
     if out.resolve() == Path(cells).resolve():
         raise refuse("--out", out, "is the folder of --cells; choose another")
     if (out / SUMMARY).exists():
@@ -60,7 +61,7 @@ def check_no_runs(out: Path, cells: str) -> None:
 
 
 def check_out(out: Path, study: Study) -> None:
-    """A folder holds the report of one study, which may have got more seeds, levels or variants."""
+    """Raise :class:`UsageError` for the folder of another study. This one may have got more seeds or conditions."""
     try:
         summary = json.loads((out / SUMMARY).read_text())
         title, first, level = summary.get("title"), summary.get(_FIRST), summary.get(_LEVEL)
@@ -100,7 +101,7 @@ def _check_smaller(out: Path, study: Study) -> None:
 
 
 def _settings(cell: Cell) -> dict[str, Any]:
-    """The settings of ``cell``, and its number of processes, as JSON has them."""
+    """The settings of ``cell`` and its number of processes, as JSON gives them back."""
     processes = {"processes": cell.processes} if cell.processes > 1 else {}
     return json.loads(json.dumps(cell.settings | processes))
 
@@ -132,7 +133,7 @@ def _cells(study: Study) -> dict[Place, str]:
     }
 
 
-# --- what is in it ---------------------------------------------------------------------------------------------------
+# --- its content -----------------------------------------------------------------------------------------------------
 
 
 def write_records(results: Results, out: Path) -> list[Path]:
@@ -141,7 +142,7 @@ def write_records(results: Results, out: Path) -> list[Path]:
     summary: dict[str, Any] = {
         "title": study.title,
         "question": study.question,
-        # What would make this report from nothing.
+        # The command that would make this report from nothing.
         "command": shlex.join(
             ["python", "-m", "megatron_lossy.lab", *(a for a in sys.argv[1:] if a != "--report-only")]
         ),
@@ -186,7 +187,7 @@ def write_tables(found: Mapping[str, LossTable], out: Path) -> list[Path]:
 
 
 def write_figures(results: Results, out: Path, rates: Mapping[str, float] | None, curves: bool = True) -> list[Path]:
-    """Draw every figure as PNG and PDF; returns the files. ``curves``: whether ``results`` have more than ends of runs."""
+    """Draw every figure as PNG and PDF; returns the files. ``curves``: whether ``results`` have more than ends."""
     from .figures import plot_comparison, plot_figure_1, plot_figure_2, plot_scalar
 
     files: list[Path] = []
@@ -209,7 +210,7 @@ def _validation(results: Results) -> dict[str, str]:
 
 @dataclass
 class RecordedRun(Run):
-    """The end of a run, as a row of ``runs.csv`` has it: without its curves."""
+    """The end of a run, from a row of ``runs.csv``: without its curves."""
 
     ends: dict[str, float] = field(default_factory=dict)
     """Final values by the name of their column."""
@@ -238,7 +239,7 @@ def read_command(folder: Path) -> list[str]:
 
 
 def read_records(folder: Path, study: Study) -> Results:
-    """The results of ``study`` as ``folder`` has them. Raises :class:`UsageError` for those of another study."""
+    """The results of ``study`` in ``folder``. Raises :class:`UsageError` for those of another study."""
     cells = _cells(study)
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))

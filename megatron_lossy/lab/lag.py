@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.lab lag``: what loss of parameters does to the stability of training, and what to set."""
+"""``python -m megatron_lossy.lab lag``: the effect of lost parameters on the stability of training, with advice."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def limits(beta1: float, lag: Lag) -> tuple[float, float, float]:
 
 
 def report(lag: Lag, beta1: float, p: float, burst: float | None) -> list[str]:
-    """Lines of text: the lag, a table over the first moment's decay, and what to set."""
+    """Lines of text: the lag, a table over the first moment's decay, and advice."""
     lines = [
         f"{title(p, burst)}: replicas are {lag.mean:.3g} updates late on average.",
         "",

@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.lab link``: which method fits a link between sites, and what to set (docs/choosing.md)."""
+"""``python -m megatron_lossy.lab link``: the method that fits a link between sites, with flags (docs/choosing.md)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from ..config.islands import SYNC_LANES
 from ..errors import ArgumentParser, refuse
 from ..theory import bytes_sent, gradient_bytes, gradient_seconds, parts
 
-#: Gradients are chosen where they make an iteration at most this much longer: what islands cost is measured in tiny models only.
+#: Gradients are chosen if they make an iteration at most this much longer: the cost of islands is known for tiny
+#: models only.
 LONGER = 1 / 3
-#: Round trips, in seconds, that do not tell a link from the network of a site.
+#: Up to this round trip, in seconds, a link looks like the network of a site.
 INSIDE = 1e-3
 _BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
 class Site:
-    """A link between two sites, what is trained over it, and how long a step takes without it."""
+    """A link between two sites, the training over it, and the time of a step without it."""
 
     mbit: float
     round_trip_ms: float
@@ -55,12 +56,12 @@ class Site:
 
     @property
     def inside(self) -> bool:
-        """Whether this is no wide-area link."""
+        """Whether this is a network within a site, not a wide-area link."""
         return not self.loss and self.round_trip_ms / 1e3 <= INSIDE
 
     @property
     def parts(self) -> tuple[int, int]:
-        """(n, delay): islands average one parameter in n, so many iterations late."""
+        """(n, delay): islands average one parameter in n, ``delay`` iterations late."""
         return parts(self.parameters, self.rate, self.round_trip_ms / 1e3, self.step, self.islands, _BYTES[self.sync])
 
     @property
@@ -76,7 +77,7 @@ class Site:
 
     @property
     def flags(self) -> list[str]:
-        """What to set."""
+        """The flags to set."""
         transport = [] if self.inside else ["--transport udp"]
         if self.takes_gradients:
             return transport or ["--transport torch"]
@@ -93,7 +94,7 @@ class Site:
 
 
 def fraction(n: int) -> str:
-    """The ``--sync-fraction`` of one part in ``n``: at least three digits, rounded up, since the flag's own parts are."""
+    """The ``--sync-fraction`` of one part in ``n``: at least three digits, rounded up, as the flag's own parts are."""
     for digits in range(2, 16):
         scale = 10 ** (digits + math.ceil(math.log10(n)))
         share = math.ceil(scale / n) / scale
@@ -103,7 +104,7 @@ def fraction(n: int) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print what the link of the command line has time for."""
+    """Print the traffic that the link of the command line can carry."""
     print("\n".join(report(read(arguments))))
 
 
@@ -166,7 +167,7 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def report(site: Site) -> list[str]:
-    """Lines of text: what an iteration would send, how long that takes, and what to set."""
+    """Lines of text: the traffic of an iteration, its time, and the flags to set."""
     crossing = f"{amount(site.crossing)} each way in an iteration"
     lines = [f"gradients  {crossing}: at least {seconds(site.gradients)}, {of_steps(site.gradients / site.step)}"]
     n, delay = site.parts
@@ -187,7 +188,7 @@ def report(site: Site) -> list[str]:
 
 
 def amount(number: float) -> str:
-    """So many bytes, in words."""
+    """A number of bytes in words."""
     unit, size = next((one for one in (("GB", 1e9), ("MB", 1e6)) if number >= one[1]), ("kB", 1e3))
     return f"{number / size:.3g} {unit}"
 
@@ -200,5 +201,5 @@ def seconds(time: float) -> str:
 
 
 def of_steps(ratio: float) -> str:
-    """How much of a step, or how many of them."""
+    """A share of a step, or a number of steps, in words."""
     return f"{ratio:.2g} of the step" if ratio < 1 else f"{ratio:.3g} times the step"

@@ -1,4 +1,4 @@
-"""Table 1 of *Distributed Training under Packet Loss* (Weintraub, Banner, Orda, 2025), to stand beside one's own.
+"""Table 1 of *Distributed Training under Packet Loss* (Weintraub, Banner, Orda, 2025), for comparison.
 
 LLaMA-2 7B, 64 accelerators, 5,000 iterations, gradients and parameters lost at equal rates.
 """
@@ -15,7 +15,7 @@ TABLE_1 = {
     "val loss": (2.366, 2.378, 2.392, 2.403, 2.430),
     "val PPL": (10.653, 10.778, 10.934, 11.055, 11.362),
 }
-# As printed; they were computed from more digits than the table shows.
+# Changes are as printed; they were computed from more digits than the table shows.
 CHANGES = {
     "train loss": (0.47, 1.63, 2.36, 3.95),
     "train PPL": (0.77, 2.72, 3.95, 6.71),
@@ -25,7 +25,7 @@ CHANGES = {
 
 
 def paper_entry(metric: str, rate: float) -> Entry:
-    """The paper's value of a row of Table 1; an entry without runs where it has none."""
+    """The paper's value in a row of Table 1; an entry without runs if the paper has none."""
     if metric not in TABLE_1 or rate not in RATES:
         return Entry(float("nan"), None, None, 0)
     column = RATES.index(rate)

@@ -1,8 +1,8 @@
-"""Runs the cells of a study: several at once, each in processes of its own, as far as nobody else works on them.
+"""Runs the cells of a study: several at once, each in processes of its own, unless others work on them.
 
-A cell that fails does not stop the others. One that a signal ended (out of memory, a crash), or of several processes one
-of which ended, goes on from its last checkpoint as long as it gets further each time. Interrupted cells save a checkpoint
-and continue next time.
+A cell that fails does not stop the others. A cell that a signal ended (out of memory, a crash) goes on from its last
+checkpoint, as long as it gets further each time. So does a cell of several processes if one of them ended. Interrupted
+cells save a checkpoint and continue next time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _POLL = 0.5
 
 @dataclass
 class Tally:
-    """What became of the cells: how many are over, run elsewhere, or failed (with the reason), and if all ran."""
+    """The result for the cells: finished ones, those run elsewhere, failures with the reason, and interruption."""
 
     done: int = 0
     elsewhere: list[str] = field(default_factory=list)
@@ -44,12 +44,12 @@ class _Job:
     process: subprocess.Popen
     log: IO[bytes]
     started: float
-    first: int  # iterations trained before
+    first: int  # number of iterations trained before
     slot: int
 
 
 def run_cells(cells: Sequence[Cell], root: str | Path, jobs: int, devices: Sequence[str] = ()) -> Tally:
-    """Run what is not over, ``jobs`` at once, in folders below ``root``; ``devices`` are given to them in turn."""
+    """Run unfinished cells, ``jobs`` at once, in folders below ``root``. They get the ``devices`` in turn."""
     return _Runner([CellFolder(root, cell) for cell in cells], jobs, devices).run()
 
 
@@ -62,7 +62,7 @@ class _Runner:
         self._tally = Tally()
         self._stop = threading.Event()
         self._started = self._printed = time.monotonic()
-        self._trained = 0  # iterations trained here by cells that are over
+        self._trained = 0  # iterations that finished cells trained here
 
     def run(self) -> Tally:
         waiting = [folder for folder in self._folders if folder.state is None]
@@ -114,7 +114,7 @@ class _Runner:
         if not self._stop.is_set():
             print("stopping: each running cell saves a checkpoint after its iteration", flush=True)
         elif number == signal.SIGINT:
-            raise KeyboardInterrupt  # once more; the cells were told already
+            raise KeyboardInterrupt  # a second signal; the cells know already
         self._stop.set()
 
     # --- one cell ------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class _Runner:
         if not folder.take():
             self._tally.elsewhere.append(folder.holder() or "")
             return
-        if folder.state is not None:  # somebody finished it meanwhile
+        if folder.state is not None:  # another process finished it meanwhile
             folder.release()
             return
         try:
@@ -167,7 +167,7 @@ class _Runner:
         return environment
 
     def _end(self, job: _Job) -> bool:
-        """Take note of how ``job`` ended; False if its cell is to be started again."""
+        """Note the end of ``job``. Returns False if its cell must be started again."""
         self._jobs.remove(job)
         self._slots.append(job.slot)
         job.log.close()
@@ -180,7 +180,7 @@ class _Runner:
             elif status == 1 and (folder.path / METRICS_FILE).is_file() and folder.result().diverged:
                 folder.finish(DIVERGED, seconds)
             elif not self._stop.is_set():
-                # Of several ranks the agent says with a status only that one has ended.
+                # With several ranks the agent's status says only that one of them has ended.
                 killed = _signal_name(-status) if status < 0 else "the end of a rank"
                 crashed = status < 0 or folder.cell.processes > 1
                 saved = (latest_iteration(folder.path) or 0) if crashed else 0
@@ -197,7 +197,7 @@ class _Runner:
             folder.release()
         return True
 
-    # --- what remains --------------------------------------------------------------------------------------------
+    # --- progress ------------------------------------------------------------------------------------------------
 
     def _tell(self, waiting: Sequence[CellFolder]) -> None:
         now = time.monotonic()

@@ -1,7 +1,7 @@
-"""What a study's runs recorded beside their losses: tables of scalars, and how far they are from what predicts them.
+"""Scalars that a study's runs recorded beside their losses: their tables, and their distance from predictions.
 
-A scalar is that of the end of a run (:meth:`Run.scalar`). Differences are paired by seed, as those of losses, but are
-those of the values themselves: many scalars, such as drift, are not there without loss.
+A scalar is the value at the end of a run (:meth:`Run.scalar`). Differences are paired by seed, as those of losses are.
+They are differences of the values themselves: many scalars, such as drift, do not exist without loss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .summary import INTERVAL, Difference, Results, against_the_first, notes, sc
 
 
 def scalar_tables(results: Results, names: Sequence[str]) -> dict[str, LossTable]:
-    """All tables of one scalar, by file name; ``names``: the scalar, and its prediction if the study has both."""
+    """All tables of one scalar, by file name. ``names``: the scalar, and its prediction if the study has both."""
     name, *predicted = names
     file, metric = file_name(name), scalar_metric(name)
     note = f"{name}: relative difference in percent, seed by seed; {INTERVAL}"
@@ -51,7 +51,7 @@ def _values(results: Results, names: Sequence[str]) -> LossTable:
 
 
 def _against(results: Results, measured: str, predicted: str) -> LossTable:
-    """By how many percent a scalar is above its prediction in the same runs."""
+    """The percentage by which a scalar is above its prediction in the same runs."""
 
     def excess(run: Run) -> float | None:
         value, expected = run.scalar(measured), run.scalar(predicted)

@@ -1,8 +1,8 @@
-"""What a study's runs say: means over seeds, and changes relative to runs without loss from the same seeds.
+"""The results of a study: means over seeds, and changes relative to runs without loss from the same seeds.
 
-A seed (of weights and data) is the unit of repetition. Runs of one seed with several loss seeds are averaged
-first; the standard error is that of the mean over seeds, and so covers both. Changes are paired: each seed's loss
-is compared with what the same seed reaches without loss.
+A seed (of weights and data) is the unit of repetition. Runs of one seed with several loss seeds are averaged first. The
+standard error is that of the mean over seeds, and so covers both. Changes are paired: each seed's loss is compared with
+the loss of the same seed's run without loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .design import NO_ERROR, NO_LOSS, Study, Trial
 Metric = Callable[[Run], float | None]
 Place = tuple[str, str | None]
 INTERVAL = "± standard error (95 % interval, Student's t)"
-#: What a row of :func:`run_table` has before the losses: where the run stands in the study.
+#: The columns of :func:`run_table` before the losses: the run's place in the study.
 RUN_COLUMNS = ("cell", "variant", "level", "seed", "loss seed")
 
 # The 97.5 % quantile of Student's t by degrees of freedom; from 20 on it is within 0.13 of the normal law's 1.96.
@@ -35,9 +35,9 @@ _T += (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)
 
 @dataclass(frozen=True)
 class Difference(Entry):
-    """A difference in percent, or in points of it; printed with its sign, standard error and 95 % interval.
+    """A difference in percent, or in percentage points. It is printed with its sign, standard error and 95 % interval.
 
-    ``diverged``: seeds of which one of both sides did.
+    ``diverged``: number of seeds with a diverged run on either side.
     """
 
     @classmethod
@@ -66,12 +66,12 @@ class Difference(Entry):
 
 @dataclass(frozen=True)
 class Results:
-    """A study and the runs of those of its cells that are over, by the cells' names."""
+    """A study and its finished runs, by the cells' names."""
 
     study: Study
     runs: Mapping[str, Run]
     trained: str = ""
-    """When, on what and with which versions, where the runs themselves do not know it any more."""
+    """Date, hardware and versions of the training, if the runs themselves do not hold them any more."""
 
     def trials(self, variant: str, level: str | None) -> list[Trial]:
         """The finished trials of one place in the table; ``level`` None is without loss."""
@@ -112,23 +112,23 @@ class Results:
         return kind(mean, error, change, len(found), 0, change_error)
 
     def difference(self, here: Place, there: Place, metric: Metric) -> Difference:
-        """How much more ``here`` changes than ``there``, both (variant, level), seed by seed."""
+        """The change at ``here`` minus the change at ``there``, both (variant, level), seed by seed."""
         ours, theirs = (self.changes(variant, level, metric) for variant, level in (here, there))
         return Difference.of({seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs})
 
     def ratio(self, here: Place, there: Place, metric: Metric) -> Difference:
-        """By how many percent ``metric`` is larger ``here`` than ``there``, both (variant, level), seed by seed."""
+        """The percentage by which ``metric`` is larger ``here`` than ``there``, both (variant, level), by seed."""
         ours, theirs = (self.by_seed(variant, level, metric) for variant, level in (here, there))
         return Difference.of({seed: 100 * (ours[seed] / theirs[seed] - 1) for seed in ours if theirs.get(seed)})
 
     @property
     def weights(self) -> list[str]:
-        """Whose weights were evaluated."""
+        """The kinds of weights that were evaluated."""
         return [kind for kind in WEIGHTS if any(kind in run.valid for run in self.runs.values())]
 
 
 def mean_and_error(values: Mapping[int, float]) -> tuple[float, float | None]:
-    """Mean over seeds (NaN of none) and its standard error (None below two seeds)."""
+    """Mean over seeds (NaN without any) and its standard error (None below two seeds)."""
     if not values:
         return math.nan, None
     numbers = np.array(list(values.values()))
@@ -179,7 +179,7 @@ def comparison(results: Results, metric_name: str) -> LossTable:
 
 
 def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
-    """How much more one variant changes a metric than the first, and one level than the first, in tables by name."""
+    """Tables by name: changes of other variants, and of other levels, minus those of the first."""
     metric = loss_metrics(results)[metric_name]
     note = f"{metric_name}: difference of the changes, in percentage points, seed by seed; {INTERVAL}"
     return against_the_first(
@@ -190,7 +190,7 @@ def differences(results: Results, metric_name: str) -> dict[str, LossTable]:
 def against_the_first(
     study: Study, metric_name: str, difference: Callable[[Place, Place], Difference], note: str
 ) -> dict[str, LossTable]:
-    """Differences of every variant from the first or what the study compares it with, and of every level; by name."""
+    """Tables by name: differences of every variant from the first or its partner in the study, and of every level."""
     tables: dict[str, LossTable] = {}
     if not study.levels:
         return tables
@@ -218,9 +218,9 @@ def against_the_first(
 
 
 def against_best(results: Results, metric_name: str) -> LossTable | None:
-    """By how many percent a metric is above that of the best variant without loss, seed by seed.
+    """The percentage by which a metric is above that of the best variant without loss, seed by seed.
 
-    None where all variants share their runs without loss: the changes relative to those say the same.
+    None if all variants share their runs without loss: the changes relative to those are the same.
     """
     study, metric = results.study, loss_metrics(results)[metric_name]
     lossless = {
@@ -244,7 +244,7 @@ def against_best(results: Results, metric_name: str) -> LossTable | None:
 
 
 def replica_against_owner(results: Results) -> LossTable | None:
-    """By how many percent the replicas' validation loss is above the owners', at the last evaluation of both."""
+    """The percentage by which the replicas' validation loss is above the owners', at the last evaluation of both."""
     kinds = ["replica", "owner"]
     if results.weights != kinds or not results.study.levels:
         return None
@@ -266,7 +266,7 @@ def replica_against_owner(results: Results) -> LossTable | None:
 
 
 def run_table(results: Results) -> str:
-    """All finished runs as CSV: where they stand in the study, their losses and the study's metrics."""
+    """All finished runs as CSV: their place in the study, their losses and the study's metrics."""
     metrics = {name: metric for name, metric in loss_metrics(results).items() if "PPL" not in name}
     metrics |= {name: scalar_metric(name) for name in results.study.metrics}
     stream = io.StringIO()
@@ -281,7 +281,7 @@ def run_table(results: Results) -> str:
 
 
 def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True) -> list[str]:
-    """What belongs under a table: what its rows are, over which seeds, where trained. ``changes``: it has brackets."""
+    """Notes for the end of a table: definitions of its rows, the seeds, the training. ``changes``: it has brackets."""
     study = results.study
     seeds = {trial.seed for trial in study.trials}
     loss_seeds = {trial.loss_seed for trial in study.trials} - {None}
@@ -304,7 +304,7 @@ def notes(results: Results, definitions: str = DEFINITIONS, changes: bool = True
 
 
 def trained(results: Results) -> str:
-    """When, on what and with which versions the runs were trained; empty if nobody recorded it."""
+    """Date, hardware and versions of the training; empty if no run recorded them."""
     origins = [run.origin for run in results.runs.values()]
     dates = sorted({origin["date"] for origin in origins if "date" in origin})
     if not dates:

@@ -1,7 +1,7 @@
 """``python -m megatron_lossy.lab sweep``: the same training at several loss rates, and the table of their cost.
 
 All rates run in one launch, since starting takes longer than a small model's first hundred iterations. Each has a
-folder of its own; whatever is complete is kept, and what was interrupted continues from its checkpoint.
+folder of its own. Complete runs are kept, and interrupted ones continue from their checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..train.saved import check_folders, latest_iteration
 
 PROGRAM = "megatron_lossy.lab.sweep"
 
-# What the sweep sets itself, or what would end a run early.
+# Flags that the sweep sets itself, or that would end a run early.
 _NOT_HERE = ("save", "load", "metrics_dir", "exit_interval", "p_grad", "p_param")
 _SECONDS_BETWEEN_LINES = 10
 
@@ -43,7 +43,7 @@ class Rate:
 
     @property
     def done(self) -> int:
-        """Iterations that its latest checkpoint holds."""
+        """Number of iterations in its latest checkpoint."""
         return latest_iteration(self.config.save) or 0
 
     @property
@@ -86,7 +86,7 @@ def _rate(base: TrainConfig, lossy: LossyConfig, rate: float, out: str) -> Rate:
         wandb_exp_name=name,
     )
     try:
-        # With the replicas saved, an interrupted run ends as it would have ended without.
+        # With saved replicas, an interrupted run ends as it would have without the interruption.
         log = lossy.delivery_log and os.path.join(lossy.delivery_log, name)
         return Rate(
             rate,
@@ -98,7 +98,7 @@ def _rate(base: TrainConfig, lossy: LossyConfig, rate: float, out: str) -> Rate:
 
 
 def _check(rate: Rate) -> None:
-    """Whatever would end the run of ``rate`` at its start, found before another has trained."""
+    """Find everything that would end the run of ``rate`` at its start, before another run has trained."""
     try:
         check_flags(rate.config, rate.lossy_config, launched_ranks())
     except UsageError as error:
@@ -106,7 +106,7 @@ def _check(rate: Rate) -> None:
 
 
 def _check_ranks(rate: Rate) -> None:
-    """Runs of other numbers of ranks lose other things, and do not belong into one table."""
+    """Raise :class:`UsageError` for runs with other numbers of ranks: they lose other units."""
     metrics = Path(rate.config.save) / METRICS_FILE
     mine = rate.config.virtual_workers or launched_ranks()
     if metrics.is_file():
@@ -119,23 +119,23 @@ def _check_ranks(rate: Rate) -> None:
 
 
 class SweepConsole(Console):
-    """A line now and then, with an estimate of the time that all remaining runs take."""
+    """Occasional lines, with an estimate of the time for all remaining runs."""
 
     def __init__(self, rates: Sequence[Rate]) -> None:
         self._total = sum(rate.remaining for rate in rates)
-        self._earlier = 0  # iterations of the sweep before the current run
-        self._first = 0  # where the current run began
+        self._earlier = 0  # the sweep's iterations before the current run
+        self._first = 0  # the first iteration of the current run
         self._label = ""
         self._started = self._printed = time.monotonic()
 
     def start(self, rate: Rate) -> None:
-        """The run of ``rate`` begins."""
+        """Announce the run of ``rate``."""
         self._label, self._first = f"p = {rate.rate:g}", rate.done
         whence = f"continues after iteration {rate.done}" if rate.done else "starts"
         print(f"{self._label}: {whence}, to {rate.config.train_iters}", flush=True)
 
     def finish(self, rate: Rate, diverged: str | None) -> None:
-        """The run of ``rate`` is over."""
+        """Note the end of the run of ``rate``."""
         if diverged:
             print(f"{self._label}: stopped, {diverged}", flush=True)
         self._earlier += rate.config.train_iters - self._first
@@ -170,7 +170,7 @@ class SweepConsole(Console):
 
 
 def sweep(rates: Sequence[Rate]) -> bool:
-    """Train what is not complete, in order; returns whether all are complete. A collective call."""
+    """Train the incomplete runs, in order; returns whether all are complete. A collective call."""
     todo = [rate for rate in rates if rate.remaining > 0]
     if not todo:
         return True

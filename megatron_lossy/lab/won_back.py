@@ -1,8 +1,9 @@
-"""Which share of what errors cost is won back by what is done about them.
+"""The share of the cost of errors that the actions on them win back.
 
-The cost of a variant at a level is its change relative to the same seed without errors. The share is 1 - (mean cost of the
-variant) / (mean cost where nothing is done): a ratio of means, since single seeds may have costs near 0. Its standard error is
-that of the ratio to first order: the spread over seeds of (cost - ratio x cost where nothing is done), over the mean of the latter.
+The cost of a variant at a level is its change relative to the same seed without errors. The share is 1 - (mean cost of
+the variant) / (mean cost without any action): a ratio of means, since single seeds may have costs near 0. Its standard
+error is that of the ratio to first order: the spread over seeds of (cost - ratio x cost without any action), over the
+mean of the latter.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ DIVERGED, COST_DIVERGED = "diverged", "cost diverged"
 
 @dataclass(frozen=True)
 class Share(Difference):
-    """A share of costs in percent; ``instead``: what is printed in its place, if a run of either side diverged."""
+    """A share of costs in percent. ``instead``: the text to print in its place if a run of either side diverged."""
 
     instead: str = ""
 
@@ -29,9 +30,9 @@ class Share(Difference):
 
 
 def share_won_back(plain: dict[int, float], own: dict[int, float]) -> Share:
-    """The share in percent of the costs ``plain`` that is not among the costs ``own``, both by seed.
+    """The share in percent of the costs ``plain`` that is missing from the costs ``own``, both by seed.
 
-    Without a value unless the mean of ``plain`` is above 0 by its 95 % interval: else there is no cost to win back.
+    It has no value unless the mean of ``plain`` is above 0 by its 95 % interval: else there is no cost to win back.
     With fewer than two seeds there is no interval. ``runs`` are seeds.
     """
     seeds = sorted(plain.keys() & own.keys())
@@ -49,9 +50,9 @@ def share_won_back(plain: dict[int, float], own: dict[int, float]) -> Share:
 
 
 def won_back(results: Results, metric_name: str) -> LossTable | None:
-    """The shares of every variant but those where nothing is done; None for a study of loss.
+    """The shares of every variant that acts on errors; None for a study of loss.
 
-    Nothing is done in the first variant, and in the first of those that have other clean runs than it: of another
+    The first variant does nothing. So does the first of each group of variants with other clean runs: of another
     optimizer, for example.
     """
     study, metric = results.study, loss_metrics(results)[metric_name]

@@ -1,5 +1,5 @@
-"""From a configuration file to a running job: ``python -m megatron_lossy.launch --help``.
+"""Makes a running job of a configuration file: ``python -m megatron_lossy.launch --help``.
 
-Everything here runs before training, on one process per node or job, without torch and without a process group:
-what is wrong is said in one line before anything starts. docs/cluster.md shows its use.
+Everything here runs before training, on one process per node or job, without torch and without a process group. Errors
+are reported in one line before anything starts. docs/cluster.md shows its use.
 """

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _all_problems() -> Iterator[None]:
-    """Print all but the last of several errors, and raise that."""
+    """Print all but the last of several errors, and raise the last."""
     try:
         yield
     except Problems as several:
@@ -59,7 +59,7 @@ def _all_problems() -> Iterator[None]:
 
 
 def _check_in_container(plan: Plan, arguments: list[str]) -> None:
-    """Data, tokenizer and Megatron are checked where the ranks will see them."""
+    """Check data, tokenizer and Megatron in the container, where the ranks will see them."""
     inside = ["srun", "--nodes", "1", "--ntasks", "1", *container(plan)]
     inside += ["python", "-m", PROGRAM, *arguments, "--accelerators", str(plan.launch.accelerators), "--dry-run"]
     done = subprocess.run(inside, capture_output=True, text=True)
@@ -73,7 +73,7 @@ def _check_in_container(plan: Plan, arguments: list[str]) -> None:
 
 
 def describe(plan: Plan) -> list[str]:
-    """What a dry run says about the run, a line each."""
+    """The lines of a dry run about the run."""
     launch, train = plan.launch, plan.train
     tensor, pipeline = train.tensor_model_parallel_size, train.pipeline_model_parallel_size
     data = train.data_parallel_size(launch.accelerators)
@@ -106,7 +106,7 @@ def _islands(plan: Plan) -> list[str]:
 
 
 def estimates(plan: Plan) -> list[str]:
-    """Size, tokens, memory, disk and time of a run: what a configuration states of itself."""
+    """Size, tokens, memory, disk and time of a run, in lines."""
     launch, train = plan.launch, plan.train
     total = tokens(train)
     memory = check_memory(plan)

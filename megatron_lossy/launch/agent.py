@@ -1,6 +1,6 @@
-"""``python -m megatron_lossy.launch.agent …``: torchrun, with the same arguments, and a line at the end in the place of its report.
+"""``python -m megatron_lossy.launch.agent …``: torchrun with the same arguments, and one line instead of its report.
 
-torchrun raises what it reports, so that forty lines follow the one that says what is wrong, and ends with status 1. This
+torchrun raises its report, so that forty lines follow the line with the error, and ends with status 1. This program
 ends with the line and the status of the rank that failed first.
 """
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _reason(failure: ProcessFailure) -> str:
-    """What the rank told, or how it ended."""
+    """The error that the rank reported, or its end."""
     told = failure.message
     if isinstance(told, dict):
         lines = str(told.get("message", "")).strip().splitlines()

@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before a single rank is started."""
+"""Checks of everything that can be wrong before a single rank is started."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .tokenizer import check_tokenizer
 
 
 def check(plan: Plan, starting: bool) -> None:
-    """Raise :class:`UsageError` for whatever is wrong with ``plan``.
+    """Raise :class:`UsageError` for anything wrong with ``plan``.
 
-    ``starting``: this node is one that will train, so that it must have the accelerators.
+    ``starting``: this node will train, so that it must have the accelerators.
     """
     problems = Collector()
     with problems.noting():
@@ -63,7 +63,7 @@ def check(plan: Plan, starting: bool) -> None:
 def _check_training(plan: Plan) -> None:
     train, lossy = plan.train, plan.lossy
     if plan.launch.trainer:
-        from ..train.checks import check_flags  # which imports torch
+        from ..train.checks import check_flags  # it imports torch
 
         check_flags(train, lossy, plan.launch.accelerators)
         return
@@ -79,11 +79,11 @@ def _check_training(plan: Plan) -> None:
 
 
 def check_trainer(device: Device) -> None:
-    """Raise :class:`UsageError` unless the Megatron of this machine is one that ``megatron_lossy.train`` can train with.
+    """Raise :class:`UsageError` unless ``megatron_lossy.train`` can train with the Megatron of this machine.
 
-    Without importing it, and not at all where there is none: on a login node.
+    It does not import Megatron. Without a Megatron, as on a login node, it checks nothing.
     """
-    from ..hooks.versions import OLDEST_FOR_TRAIN, check_version  # which imports torch
+    from ..hooks.versions import OLDEST_FOR_TRAIN, check_version  # it imports torch
 
     if device.kind == "hpu":
         oldest = ".".join(map(str, OLDEST_FOR_TRAIN))
@@ -100,7 +100,7 @@ def check_trainer(device: Device) -> None:
 
 
 def check_memory(plan: Plan) -> StageMemory:
-    """The pipeline stage that needs most. Raises :class:`UsageError` if the device has less."""
+    """The pipeline stage that needs most memory. Raises :class:`UsageError` if the device has less."""
     found = estimate(plan.train, plan.lossy, plan.layout, plan.device)
     memory = plan.device.memory
     if memory is not None and found.total > memory:
@@ -136,14 +136,14 @@ def check_data(plan: Plan) -> None:
 
 
 def epochs_of(plan: Plan) -> float | None:
-    """How often the run reads its training data; ``None`` where they are made up, or made at its start."""
+    """The number of times that the run reads its training data; ``None`` if they are made up, or made at its start."""
     if plan.train.data is not None or plan.mock_data:
         return None
     return epochs(plan.train.data_path, tokens(plan.train))
 
 
 def _vocabulary(tokenizer: str) -> str:
-    """One vocabulary can have several names: a file, or a model of the Hub. Only byte is certainly another."""
+    """The kind of a vocabulary. Only byte is distinct: others can have several names (a file, a model of the Hub)."""
     return "byte" if tokenizer == "byte" else "other"
 
 

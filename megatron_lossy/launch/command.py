@@ -1,4 +1,4 @@
-"""The exact command of a launcher, and what it sets in the environment."""
+"""The exact command of a launcher, and its environment."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .plan import Plan
 _SHUTDOWN_SECONDS = 300
 
 
-#: What torchrun reads from the environment.
+#: Variables that torchrun reads from the environment.
 TORCHRUN_ENVIRONMENT = {
     # Otherwise it ends ranks 30 s after SIGTERM, too early for a large checkpoint.
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
-    # Otherwise an agent that is started again waits in vain for the address of rank 0, which the surviving agents (torch
-    # 2.13, dynamic_rendezvous.py) publish in their first round only. And scripts that make their process groups without us
-    # may find the addresses of ranks that are gone.
+    # Otherwise an agent that is started again waits in vain for the address of rank 0. The surviving agents (torch
+    # 2.13, dynamic_rendezvous.py) publish it in their first round only. And scripts that make their process groups
+    # without us may find the addresses of ranks that are gone.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
 
 def launch_command(plan: Plan, environment: Mapping[str, str]) -> list[str]:
-    """What starts the ranks of ``plan``, in a process whose environment is ``environment``.
+    """The command that starts the ranks of ``plan``, in a process whose environment is ``environment``.
 
-    torchrun: to be run on every node. srun: inside a job. mpirun: once. Raises :class:`UsageError`.
+    torchrun: run it on every node. srun: inside a job. mpirun: once. Raises :class:`UsageError`.
     """
     return {"torchrun": _torchrun, "srun": _srun, "mpirun": _mpirun}[plan.launch.launcher](plan, environment)
 
@@ -78,7 +78,7 @@ def _torchrun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", launch.rdzv_endpoint]
         command += ["--rdzv-id", plan.folder.name]
     command += ["--max-restarts", str(launch.max_restarts)]
-    # A file per rank, and all of it on the terminal as well.
+    # Output goes to a file per rank, and to the terminal as well.
     command += ["--log-dir", str(plan.folder / "logs"), "--redirects", "3", "--tee", "3"]
     return [*command, "-m", *plan.module]
 
@@ -100,7 +100,7 @@ def _srun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
     port = launch.master_port + (int(job) % 10000 if job else 0)
     command = ["srun", "--nodes", str(launch.nodes), "--ntasks", str(launch.accelerators)]
     command += ["--ntasks-per-node", str(ranks_of_node(plan)), "--kill-on-bad-exit=1", "--open-mode=append"]
-    if "SLURM_CPUS_PER_TASK" in environment:  # which srun does not take over from the job
+    if "SLURM_CPUS_PER_TASK" in environment:  # srun does not take it over from the job
         command += ["--cpus-per-task", environment["SLURM_CPUS_PER_TASK"]]
     command += [f"--output={plan.folder / 'logs' / name}/rank-%t.log", *container(plan)]
     # A container has a Python of its own.
@@ -108,7 +108,7 @@ def _srun(plan: Plan, environment: Mapping[str, str]) -> list[str]:
 
 
 def container(plan: Plan) -> list[str]:
-    """What pyxis wants of srun."""
+    """The flags of pyxis for srun."""
     launch = plan.launch
     flags = [f"--container-image={launch.container_image}"] if launch.container_image else []
     if launch.container_mounts:

@@ -1,4 +1,4 @@
-"""Accelerators by name: what they are and how much memory they have."""
+"""Accelerators by name: their kind and their memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 GIB = 2**30
 
-#: What every rank needs in its environment, by kind. Without it Megatron's calls of CUDA find nothing on Gaudi.
+#: Variables for the environment of every rank, by kind. Without them Megatron's calls of CUDA fail on Gaudi.
 ENVIRONMENT = {"hpu": {"PT_HPU_GPU_MIGRATION": "1"}}
 
 

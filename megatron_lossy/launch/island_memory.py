@@ -1,17 +1,17 @@
-"""Memory of what islands and virtual stages keep beside one model in training: computed, not measured.
+"""Memory of islands and virtual stages beside one model in training: computed, not measured.
 
-Notation: M islands, P stages, N virtual workers, K, f and tau the interval, the fraction and the delay of averaging, c bytes
-of an element in computing. In copies of the weights:
+Notation: M islands, P stages, N virtual workers, K, f and tau the interval, the fraction and the delay of averaging, c
+bytes of an element in computing. All numbers are copies of the weights:
 
-- old weights of stages: stage s, from 0, has P - 1 - s versions, so c (P - 1)/2 for equally long ones; on each island, or
-  of each worker where parameters are lost, since then every worker has others;
+- old weights of stages: stage s, from 0, has P - 1 - s versions, so c (P - 1)/2 for equally long ones; on each island,
+  or for each worker if parameters are lost, because then every worker has others;
 - islands: c M weights beside those in the model, and M - 1 more optimizers;
-- averages under way: floor(tau/K) + 1 times f copies in float32 of what each island sent, and of the mean, which is one for
-  all islands of a process unless some of it is lost; and where they belong, in 8 bytes each, unless f is 1;
+- averages under way: floor(tau/K) + 1 times f copies in float32 of each island's sent values, and of the mean. There is
+  one mean for all islands of a process unless some of it is lost. Their places take 8 bytes each, unless f is 1;
 - the moving average of ``ema`` M copies in float32, the outer weights and momentum of DiLoCo 2 M;
-- what means have moved of ``smith`` M copies in float32, and as much of it again as was sent, where exchanges overlap.
+- the moves that ``smith`` remembers M copies in float32, and once more as much as was sent, if exchanges overlap.
 
-A rank of an island has one island, and of all of this its shard of the optimizer.
+A rank of an island has one island, and its shard of the optimizer's part of all this.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from ..config import LossyConfig
 
 _FLOAT32, _PLACE = 4, 8
-#: What of it is saved.
+#: The components that are saved.
 BETWEEN = ("averages under way", "correction", "outer optimizer")
 
 
 def old_weights(lossy: LossyConfig, stages: Sequence[int], compute: int, workers: int) -> float:
-    """Bytes of old weights of all virtual stages, which have so many weights each; ``workers``: N."""
+    """Bytes of old weights of all virtual stages. ``stages``: the number of weights of each; ``workers``: N."""
     behind = sum(number * weights for number, weights in enumerate(reversed(stages)))
     histories = lossy.islands if lossy.averages else 1
     if workers > histories and not lossy.phase("param").lossless:
@@ -35,7 +35,7 @@ def old_weights(lossy: LossyConfig, stages: Sequence[int], compute: int, workers
 
 
 def of_islands(lossy: LossyConfig, weights: int, compute: int, optimizer: float) -> dict[str, float]:
-    """Bytes by component; ``optimizer``: those of one."""
+    """Bytes by component. ``optimizer``: bytes of one optimizer."""
     if not lossy.averages:
         return {}
     islands = lossy.islands
@@ -44,7 +44,7 @@ def of_islands(lossy: LossyConfig, weights: int, compute: int, optimizer: float)
 
 
 def between_islands(lossy: LossyConfig, elements: float, islands: int) -> dict[str, float]:
-    """Bytes by component of what ``islands``, those of one process, keep of averages of ``elements`` each."""
+    """Bytes by component that ``islands``, those of one process, keep of averages of ``elements`` each."""
     if lossy.sync_method == "none":
         return {}
     sent = lossy.share * (lossy.rounds_under_way + 1) * elements

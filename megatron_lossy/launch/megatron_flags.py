@@ -1,8 +1,7 @@
-"""``python -m megatron_lossy.launch.megatron_flags SCRIPT flags…``: does the Megatron beside SCRIPT take these
-flags?
+"""``python -m megatron_lossy.launch.megatron_flags SCRIPT flags…``: does the Megatron beside SCRIPT take these flags?
 
-Its own parser and its own validation say so, with our flags added as the launcher of ``python -m megatron_lossy``
-adds them. Exit status 0, or 2 with one line. A process of its own, because Megatron reads ``sys.argv`` and keeps
+Its own parser and its own validation decide. Our flags are added as the launcher of ``python -m megatron_lossy`` adds
+them. Exit status 0, or 2 with one line. It is a process of its own, because Megatron reads ``sys.argv`` and keeps
 state.
 """
 
@@ -45,7 +44,7 @@ def check_flags(script: str, flags: list[str]) -> None:
     def refused(_: argparse.ArgumentParser, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
 
-    argparse.ArgumentParser.error = refused  # not usage and all flags, but the one line
+    argparse.ArgumentParser.error = refused  # one line instead of usage and all flags
     with contextlib.redirect_stdout(io.StringIO()):
         args = arguments.parse_args()
         check_refusals(parse_loss_flags(flags), of_arguments(args))
@@ -58,7 +57,7 @@ def _validate(arguments: Any, args: argparse.Namespace, on_cpu: bool) -> None:
     except (AssertionError, ValueError) as error:
         raise UsageError("Megatron-LM says: " + (" ".join(str(error).split()) or "an assertion failed")) from None
     except Exception:
-        # A login node lacks what some of its checks look at; on the machine that trains, nothing is forgiven.
+        # Some checks look for things that a login node lacks; on the machine that trains, every error counts.
         if not on_cpu:
             raise
 

@@ -1,33 +1,33 @@
 """Memory of a device in training, by component, with loss on: computed, not measured.
 
-Notation: s tokens of a sequence, b samples of a micro-batch, h hidden size, k = h (query groups) / (heads), f
-hidden size of the MLP, a heads, V padded vocabulary, t tensor-parallel size, N ranks that shard the optimizer, c
-bytes of an element in computing (2 in bf16, 4 in fp32). A layer has h(2h + 2k) + 3hf parameters in its matrices,
-split over t, and 2h in its norms.
+Notation: s tokens of a sequence, b samples of a micro-batch, h hidden size, k = h (query groups) / (heads), f hidden
+size of the MLP, a heads, V padded vocabulary, t tensor-parallel size, N ranks that shard the optimizer, c bytes of an
+element in computing (2 in bf16, 4 in fp32). A layer has h(2h + 2k) + 3hf parameters in its matrices, split over t, and
+2h in its norms.
 
-Per parameter: c of weight and 4 of gradient (Megatron accumulates in fp32), and the sharded optimizer: Adam's two
-moments, and in bf16 a copy of the weight, in fp32: 12/N in bf16, 8/N in fp32.
+Per parameter there are c of weight and 4 of gradient (Megatron accumulates in fp32), and the sharded optimizer: Adam's
+two moments, and in bf16 a copy of the weight, in fp32: 12/N in bf16, 8/N in fp32.
 
-Activations that a layer keeps for its backward pass, after Korthikanti et al. 2022 (Reducing Activation
-Recomputation in Large Transformer Models, section 4), for a LLaMA without dropout. In units of s b c: input and
-output of both norms, 4h (split over t with sequence parallelism only); queries, keys, values h + 2k and what
-attention returns h; the two halves of SwiGLU's input 2f and its output f; all of those /t. A fused (flash)
-attention adds 4 bytes per head and token; one that is not keeps probabilities, a s^2 b c / t, unless recomputed
-selectively. Full recomputation keeps a layer's input, h, and needs one layer's worth meanwhile. With P pipeline
-stages stage i holds min(P - i, micro-batches) micro-batches at once (1F1B). The last stage holds logits, their
-copy in fp32, and their gradient: (4 + 2c) s b V / t.
+A layer keeps activations for its backward pass. The numbers follow Korthikanti et al. 2022 (Reducing Activation
+Recomputation in Large Transformer Models, section 4), for a LLaMA without dropout. In units of s b c they are: input
+and output of both norms, 4h (split over t with sequence parallelism only); queries, keys, values h + 2k and the output
+of attention h; the two halves of SwiGLU's input 2f and its output f; all of those /t. A fused (flash) attention adds 4
+bytes per head and token. Another one keeps probabilities, a s^2 b c / t, unless recomputed selectively. Full
+recomputation keeps a layer's input, h, and needs one layer's activations meanwhile. With P pipeline stages, stage i
+holds min(P - i, micro-batches) micro-batches at once (1F1B). The last stage holds logits, their copy in fp32, and their
+gradient: (4 + 2c) s b V / t.
 
-Loss adds what is put aside. Stale units: a gather keeps what its losses would overwrite, p c per parameter on
-average, and saving or evaluating with the owners' weights keeps all of it at once. When whole shards are lost the
-number of lost ones varies, and four standard deviations are added. ``--grad-recovery previous`` keeps the
-substitutes of this step and of the next: 2 x 4 p per parameter. HPU, where shapes must not depend on the draw,
-keeps everything instead of a share p, and one full-size selection is made at a time: of gradients, or of weights.
+Loss adds the values that are put aside. Stale units: a gather keeps the values that its losses would overwrite, p c per
+parameter on average. Saving or evaluating with the owners' weights keeps all of them at once. If whole shards are lost
+their number varies, and four standard deviations are added. ``--grad-recovery previous`` keeps the substitutes of this
+step and of the next: 2 x 4 p per parameter. On HPU shapes must not depend on the draw. So it keeps everything instead
+of a share p, and makes one full-size selection at a time: of gradients, or of weights.
 
-An asynchronous pipeline is P - 1 - i whole batches ahead on stage i. It keeps their activations, and the weights of each
-of them beside those that it goes forward with.
+An asynchronous pipeline is P - 1 - i whole batches ahead on stage i. It keeps their activations. Beside the weights of
+the forward pass it keeps those of each such batch.
 
-Virtual workers share one device, one model and one optimizer, whole; what islands and virtual stages add is in
-:mod:`.island_memory`. On islands of ranks N is that of an island.
+Virtual workers share one device, one model and one optimizer, whole; :mod:`.island_memory` adds islands and virtual
+stages. On islands of ranks N is that of an island.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..train.config import TrainConfig
 from .devices import GIB, Device
 from .island_memory import BETWEEN, between_islands, of_islands, old_weights
 
-#: Bytes for the driver's context, communication buffers, workspaces, and what fragmentation wastes: an assumption.
+#: Bytes for the driver's context, communication buffers, workspaces, and fragmentation: an assumption.
 RESERVED = 6 * GIB
 _GRADIENT = 4
 # Components that --save-replicas stores.
@@ -51,7 +51,7 @@ _SAVED = ("stale units", "last gradients", "old weights")
 
 @dataclass(frozen=True)
 class Layout:
-    """What decides the memory and is not in :class:`TrainConfig`."""
+    """The values outside :class:`TrainConfig` that decide the memory."""
 
     world_size: int
     vocab_size: int = 32000
@@ -89,9 +89,11 @@ def tokens(config: TrainConfig) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> float:
-    """Size of a checkpoint: per parameter weight, copy in fp32 and two moments; with --save-replicas of every rank
-    what it has put aside besides. With islands every one has its own; of virtual ones the first one's is there twice, and what is
-    under way between them is saved always."""
+    """Size of a checkpoint: per parameter weight, copy in fp32 and two moments.
+
+    With --save-replicas every rank adds the values that it has put aside. Every island adds its own state. With virtual
+    islands the first one's state is there twice, and the exchanges under way are always saved.
+    """
     compute, virtual = 2 if config.bf16 else 4, config.virtual_workers is not None
     weights = parameters(config, layout.vocab_size)
     total = weights * (compute + 12.0) * (lossy.islands + virtual if lossy.averages else 1)
@@ -105,12 +107,12 @@ def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, de
 
 
 def seconds(config: TrainConfig, world_size: int, tokens_per_second: float) -> float:
-    """Length of the training at that many tokens per second and accelerator, evaluation and saves apart."""
+    """Length of the training at ``tokens_per_second`` per accelerator, without evaluation and saves."""
     return tokens(config) / (world_size * tokens_per_second)
 
 
 def estimate(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> StageMemory:
-    """The pipeline stage that needs most. ``config`` must fit ``layout.world_size``: ``check_world``."""
+    """The pipeline stage that needs most memory. ``config`` must fit ``layout.world_size``: ``check_world``."""
     stages = range(config.pipeline_model_parallel_size)
     return max((_stage(config, lossy, layout, device, stage) for stage in stages), key=lambda found: found.total)
 
@@ -158,7 +160,7 @@ def _old_weights(config: TrainConfig, lossy: LossyConfig, layout: Layout, stage:
     sizes = [_weights(config, layout.vocab_size, n == 0, n == stages - 1, stages) for n in range(stages)]
     if config.virtual_workers:
         return old_weights(lossy, sizes, compute, config.virtual_workers)
-    versions = stages - stage if stage < stages - 1 else 0  # the newest too, where backward passes find another one
+    versions = stages - stage if stage < stages - 1 else 0  # with the newest: backward passes see an older one
     return float(versions * sizes[stage] * compute)
 
 
@@ -207,7 +209,7 @@ def _activations(config: TrainConfig, layout: Layout, compute: int) -> float:
 
 
 def _loss(lossy: LossyConfig, weights: int, compute: int, shards: int, device: Device) -> dict[str, float]:
-    """What loss puts aside."""
+    """Bytes that losses make a rank keep, by component."""
     components: dict[str, float] = {}
     grad, param = (0.0 if shards == 1 else _share(lossy, phase, shards) for phase in ("grad", "param"))
     masked = device.kind == "hpu"
@@ -220,7 +222,7 @@ def _loss(lossy: LossyConfig, weights: int, compute: int, shards: int, device: D
         components["lead"] = weights / shards * (2 * 4 + (compute if compute < 4 else 0))
     if shards > 1 and lossy.param_priority != "none":
         components["parameters delivered for certain"] = weights / shards * compute
-    if masked and (grad or param):  # of one shard at a time
+    if masked and (grad or param):  # the selection covers one shard at a time
         components["selection"] = weights / shards * (_GRADIENT if grad else compute)
     return components
 

@@ -1,4 +1,4 @@
-"""What is found on the nodes: accelerators, hosts of a hostfile."""
+"""Resources of the nodes: accelerators, hosts of a hostfile."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ LAUNCHERS = ("torchrun", "srun", "mpirun")
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """What to start, on what, and where its output goes. Raises :class:`UsageError`."""
+    """The program to start, its devices, and the folder of its output. Raises :class:`UsageError`."""
 
     program: str | None = flag(
         None,
@@ -95,7 +95,7 @@ class LaunchConfig:
                 missing.note(UsageError(f"--{name}: needs a value, {what}"))
         missing.finish()
         assert self.device is not None
-        if self.device not in DEVICES:  # from a file, argparse's own check does not see the default
+        if self.device not in DEVICES:  # argparse does not check a default from a file
             raise refuse("--device", self.device, f"must be one of {', '.join(DEVICES)}")
         for name in ("accelerators", "accelerators_per_node", "vocab_size", "master_port"):
             value = getattr(self, name)
@@ -139,7 +139,7 @@ class LaunchConfig:
 
     @property
     def trainer(self) -> bool:
-        """True if our own trainer runs, not a script of Megatron-LM."""
+        """Whether our own trainer runs, not a script of Megatron-LM."""
         return self.program == "train"
 
     @property

@@ -1,4 +1,4 @@
-"""What will run: the configuration file and the command line, made into one command that every rank runs."""
+"""The plan of a run: the configuration file and the command line, made into one command that every rank runs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _UNKNOWN_SIZES = ("--context-parallel-size", "--expert-model-parallel-size", "--
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that is complete but for its checks (:mod:`.checks`).
+    """A complete run, before its checks (:mod:`.checks`).
 
-    ``module``: module and arguments of every rank, after ``python -m``. ``only_megatron``: flags that only
-    Megatron-LM has, as it will see them. ``folder``: the run's own.
+    ``module``: module and arguments of every rank, after ``python -m``. ``only_megatron``: flags that only Megatron-LM
+    has, as it will see them. ``folder``: the run's own.
     """
 
     launch: LaunchConfig
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def iterations(self) -> int:
-        """Where the run ends: fewer than ``--train-iters`` if the slowest of islands makes fewer."""
+        """The last iteration of the run: fewer than ``--train-iters`` if the slowest of islands makes fewer."""
         return self.lossy.iterations(self.train.train_iters)
 
     @property
@@ -71,18 +71,18 @@ class Plan:
 
     @property
     def mock_data(self) -> bool:
-        """True if Megatron-LM makes its data up."""
+        """Whether Megatron-LM makes its data up."""
         return "--mock-data" in self.only_megatron
 
     @property
     def layout(self) -> Layout:
-        """What the memory depends on besides the configurations."""
+        """The values beside the configurations that decide the memory."""
         flags = self.only_megatron
         recompute = _value(flags, "--recompute-granularity")
         if "--recompute-activations" in flags:
             recompute = "selective"
         unfused = _value(flags, "--attention-backend") in ("unfused", "local")
-        if self.launch.trainer:  # which has Transformer Engine's layers on CUDA only
+        if self.launch.trainer:  # our trainer has Transformer Engine's layers on CUDA only
             engine = self.device.kind == "cuda" and self.train.transformer_impl != "local"
         else:
             engine = self.device.kind != "cpu" and _value(self.module, "--transformer-impl") != "local"
@@ -110,7 +110,7 @@ def make_parser_of_launch() -> argparse.ArgumentParser:
 def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
     """The run that the command line asks for. Raises :class:`UsageError`.
 
-    ``tasks``: those of the Slurm job, if there is one.
+    ``tasks``: the number of tasks of the Slurm job, if there is one.
     """
     parser = make_parser_of_launch()
     first, _ = parser.parse_known_args(arguments)
@@ -155,7 +155,7 @@ def _launch_config(
 
 
 def _note_missing_of_training(missing: Collector, recipe: Recipe, file: str, rest: list[str]) -> None:
-    """Note what the flags of the training lack, as far as they can be read."""
+    """Note missing flags of the training, as far as the flags can be read."""
     with contextlib.suppress(UsageError):
         settings = _settings(recipe, file, rest)
         known, others = make_parser(f"python -m {PROGRAM}", "").parse_known_args([*settings, *rest])
@@ -220,12 +220,12 @@ def _program(
 def _trainer_arguments(config: TrainConfig) -> list[str]:
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in given(config).items()}
     arguments = flag_arguments({name.replace("_", "-"): value for name, value in listed.items()}, "train")
-    # Those leave out switches that are off although they are on by default.
+    # These leave out switches that are on by default and were turned off.
     return arguments + setting_arguments({name: value for name, value in listed.items() if value is False})
 
 
 def _rate_name(rate: float | None) -> str | None:
-    """As ``python -m megatron_lossy.lab sweep`` names its folders."""
+    """The folder's name for a rate, the same as in ``python -m megatron_lossy.lab sweep``."""
     if rate is None:
         return None
     return f"p_{rate:.2f}" if round(rate, 2) == rate else f"p_{rate!r}"

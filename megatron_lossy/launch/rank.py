@@ -1,7 +1,7 @@
 """``python -m megatron_lossy.launch.rank MODULE arguments…``: one rank that srun or mpirun started.
 
-Says to the program what torchrun would have said (RANK, WORLD_SIZE, …), and becomes it. Standard library only: it
-may run in a container before anything else of ours.
+It sets the variables that torchrun would set (RANK, WORLD_SIZE, …), and becomes the program. It uses the standard
+library only, because it may run in a container before any other module of ours.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "S
 
 
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as mpirun or srun say them. Raises :class:`UsageError`."""
-    # mpirun inside a Slurm job: its ranks see both.
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, from mpirun or srun. Raises :class:`UsageError`."""
+    # Ranks of an mpirun inside a Slurm job see both sets of names.
     for names in (_MPI, _SLURM):
         if all(name in environment for name in names.values()):
             found = {ours: environment[theirs] for ours, theirs in names.items()}
@@ -37,7 +37,7 @@ def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tasks_of_node(environment: Mapping[str, str]) -> int:
-    """Slurm writes tasks per node as ``8(x7),4``."""
+    """The number of tasks on this node. Slurm writes tasks per node as ``8(x7),4``."""
     text = environment.get("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_TASKS_PER_NODE", "1"))
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):

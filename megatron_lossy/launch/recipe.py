@@ -25,14 +25,14 @@ _OWN = ("launch", "megatron")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a file and its bases say: trainer flags, launcher flags, Megatron flags, by name with dashes."""
+    """The content of a file and its bases: trainer flags, launcher flags, Megatron flags, by name with dashes."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     launch: dict[str, Any] = field(default_factory=dict)
     megatron: dict[str, Any] = field(default_factory=dict)
 
     def over(self, base: Recipe) -> Recipe:
-        """These settings where they are given, else those of ``base``."""
+        """These settings if they are given, else those of ``base``."""
         return Recipe(base.settings | self.settings, base.launch | self.launch, base.megatron | self.megatron)
 
 

@@ -1,9 +1,8 @@
-"""A run inside a Slurm job, from wherever its last checkpoint is to its end, over as many jobs as that takes.
+"""A run inside a Slurm job, from its last checkpoint to its end, over as many jobs as it needs.
 
-``--signal=TERM@300`` of the job script makes Slurm send SIGTERM to the ranks before the time limit; they save and
-end in order. So do they when a job is preempted with a grace time. Then the job is put back in the queue, and
-continues from the checkpoint. A job that made no progress is not: it would come back for ever.
-
+``--signal=TERM@300`` of the job script makes Slurm send SIGTERM to the ranks before the time limit; they save and end
+in order. They do the same when a job is preempted with a grace time. Then the job is put back in the queue, and
+continues from the checkpoint. A job that made no progress is not put back: it would never end.
 ``tests/test_launch_slurm.py`` runs this in a real Slurm.
 """
 
@@ -24,7 +23,7 @@ PROGRAM = "megatron_lossy.launch"
 
 
 def check_job(plan: Plan, environment: Mapping[str, str]) -> None:
-    """Raise :class:`UsageError` unless the job that this process is in has the nodes of ``plan``."""
+    """Raise :class:`UsageError` unless the present job has the nodes of ``plan``."""
     launch = plan.launch
     has = int(environment.get("SLURM_JOB_NUM_NODES", launch.nodes))
     if has != launch.nodes:
@@ -46,7 +45,7 @@ def run_in_job(plan: Plan, command: Sequence[str], environment: Mapping[str, str
         return 0
     log = next(item for item in command if item.startswith("--output=")).partition("=")[2]
     os.makedirs(os.path.dirname(log), exist_ok=True)
-    # The ranks get their own; this process must outlive them to decide what is next.
+    # The ranks get their own signal; this process must outlive them to decide about a requeue.
     previous = signal.signal(signal.SIGTERM, lambda *_: None)
     _say(f"job {job} continues {plan.folder} after iteration {before}; logs: {log}")
     try:
@@ -62,7 +61,7 @@ def run_in_job(plan: Plan, command: Sequence[str], environment: Mapping[str, str
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """The job as ``scontrol`` wants it. One job of an array has the number of the whole array as its own."""
+    """The job's name for ``scontrol``. A job of an array has the number of the whole array and its own index."""
     if "SLURM_ARRAY_TASK_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
     return environment["SLURM_JOB_ID"]
@@ -99,7 +98,7 @@ def _requeue(job: str, status: int, progress: bool) -> int:
 
 
 def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """``scontrol``, again and again for a minute: on large clusters Slurm is often too busy to answer in time."""
+    """``scontrol``, repeated for a minute: on large clusters Slurm is often too busy to answer in time."""
     for seconds in (10, 20, 30, 0):
         done = subprocess.run(["scontrol", *arguments], capture_output=True, text=True)
         if done.returncode == 0 or "timed out" not in done.stderr:

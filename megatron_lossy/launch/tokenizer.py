@@ -1,4 +1,4 @@
-"""Whether the tokenizer lies where ranks find it."""
+"""Checks that ranks can find the tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from ..errors import refuse
 
 
 def check_tokenizer(name: str) -> None:
-    """The tokenizer must lie on a disk: 64 ranks must not fetch it at once, maybe without a network."""
+    """Raise :class:`UsageError` unless the tokenizer is on a disk.
+
+    64 ranks must not fetch it at once, maybe without a network.
+    """
     kind, _, source = name.partition(":")
     if kind == "sentencepiece" and not os.path.isfile(source):
         raise refuse("--tokenizer", name, "there is no such model file")

@@ -1,7 +1,7 @@
-"""From the trainer's flags to Megatron-LM's: the same run for ``pretrain_gpt.py``.
+"""Translates the trainer's flags to Megatron-LM's: the same run for ``pretrain_gpt.py``.
 
-Most flags have the same name. What our trainer always does (RMSNorm, rotary positions, SwiGLU, no biases, the
-distributed optimizer) has to be said to Megatron-LM, and so have defaults that differ.
+Most flags have the same name. Settings that our trainer always uses (RMSNorm, rotary positions, SwiGLU, no biases, the
+distributed optimizer) become flags of Megatron-LM, and so do defaults that differ.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _ALWAYS = {
     "position-embedding-type": "rope",
     "swiglu": True,
     "disable-bias-linear": True,
-    # What the trainer does on SIGTERM: save, and end.
+    # On SIGTERM the trainer saves and ends.
     "exit-signal-handler": True,
 }
 
@@ -77,8 +77,8 @@ def megatron_arguments(
 ) -> list[str]:
     """The command line of ``pretrain_gpt.py`` after the script's name.
 
-    ``only_megatron``: flags by name with dashes, which win. Raises :class:`UsageError` for what Megatron-LM cannot
-    do.
+    ``only_megatron``: flags by name with dashes, which win. Raises :class:`UsageError` for settings that Megatron-LM
+    does not support.
     """
     if config.virtual_workers:
         raise refuse("--virtual-workers", config.virtual_workers, "needs --program train")

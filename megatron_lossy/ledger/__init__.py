@@ -1,4 +1,4 @@
-"""What we change in somebody else's module: every patch is one record, installed all or nothing."""
+"""Changes in other packages' modules: every patch is one record, and all are installed or none."""
 
 from .ledger import Check, Ledger, Patch, check
 from .signatures import Takes, signature_of

@@ -1,8 +1,8 @@
-"""The ledger of everything we change in somebody else's module.
+"""The ledger of all changes in other packages' modules.
 
-One :class:`Patch` per changed attribute says what is replaced, why, for which versions of megatron-core and
-when the patch can go. Installing checks that all targets exist and take what the replacements rely on, and is all or
-nothing; uninstalling refuses to remove somebody else's later patch.
+One :class:`Patch` per changed attribute names the target, the reason, the versions of megatron-core, and when the patch
+can go. Installing checks that all targets exist and take the parameters that replacements rely on; it applies all
+patches or none. Uninstalling refuses to remove another package's later patch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _MISSING = object()
 class Patch:
     """One attribute that we replace, and why.
 
-    ``target`` is ``module:attribute.path``. Exactly one of three says what it becomes: ``around``, a plain function
-    that is called in its place with the original (``None`` if absent and ``create``) before the arguments;
-    ``value``, a function without arguments that returns the new value; ``make``, a function that makes the new value
-    of the original. ``why`` it is needed, in which ``versions``, and ``until`` when. ``takes``: what it relies on of
-    the original's signature. ``optional`` skips a target that this version does not have.
+    ``target`` is ``module:attribute.path``. Exactly one of three arguments gives its new value. ``around`` is a plain
+    function that is called in its place with the original (``None`` if absent and ``create``) before the arguments.
+    ``value`` is a function without arguments that returns the new value. ``make`` is a function that makes the new
+    value from the original. ``why``: the reason; ``versions``: the versions that need it; ``until``: when it can go.
+    ``takes``: the parts of the original's signature that it relies on. ``optional`` skips a target that this version
+    does not have.
     """
 
     target: str
@@ -46,7 +47,7 @@ class Patch:
         assert sum(kind is not None for kind in (self.around, self.value, self.make)) == 1, self.target
 
     def replacement(self, original: Any) -> Any:
-        """What the attribute becomes."""
+        """The new value of the attribute."""
         if self.value is not None:
             return self.value()
         if self.make is not None:
@@ -65,7 +66,7 @@ def _around(around: Callable[..., Any], original: Callable[..., Any] | None) -> 
 
 @dataclass(frozen=True)
 class Check:
-    """Whether a patch fits the Megatron that is here.
+    """The fit of a patch to this Megatron.
 
     ``signature``: of the target, if it is there and the patch relies on one. ``problem``: one line that names target,
     version and signature; empty if the patch can go in, or is not needed with this version.
@@ -80,12 +81,12 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """True if nothing speaks against the patch."""
+        """Whether nothing speaks against the patch."""
         return not self.problem
 
 
 class Ledger:
-    """The patches of one subsystem, and which of them are in."""
+    """The patches of one subsystem, and whether each is in."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -93,7 +94,7 @@ class Ledger:
 
     @property
     def installed(self) -> bool:
-        """True between :meth:`install` and :meth:`uninstall`."""
+        """Whether this is between :meth:`install` and :meth:`uninstall`."""
         return bool(self._installed)
 
     def install(self, patches: list[Patch]) -> None:
@@ -137,7 +138,7 @@ class Ledger:
         self._installed.clear()
 
     def report(self) -> str:
-        """What is patched and why, one line each."""
+        """The installed patches with their reasons, one line each."""
         lines = [f"{self.name}: {len(self._installed)} attributes replaced"]
         for patch, *_ in self._installed:
             lines.append(f"  {patch.target}  ({patch.versions}; until {patch.until}): {patch.why}")
@@ -152,7 +153,7 @@ def _get(owner: Any, attribute: str) -> Any:
 
 
 def check(patch: Patch) -> Check:
-    """Whether ``patch`` fits, without applying it. Imports the module of its target."""
+    """The fit of ``patch``, without applying it. Imports the module of its target."""
     problem, found, signature = "", True, ""
     try:
         owner, attribute, original = _resolve(patch)
@@ -180,7 +181,7 @@ def _megatron() -> str:
 
 
 def _resolve(patch: Patch) -> tuple[Any, str, Any]:
-    """Owner, attribute and the original, ``_MISSING`` if absent. Raises what importing or looking up raises."""
+    """Owner, attribute and the original, ``_MISSING`` if absent. Raises the errors of importing and looking up."""
     module_name, _, path = patch.target.partition(":")
     *parents, attribute = path.split(".")
     owner: Any = importlib.import_module(module_name)

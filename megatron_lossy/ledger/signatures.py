@@ -1,4 +1,4 @@
-"""What a patched function must accept for its replacement to be right, and what it accepts."""
+"""The parameters that a patched function must accept for its replacement, and those that it accepts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Takes:
     """The parameters that a replacement relies on.
 
     ``first``: the leading positional ones by name, with ``|`` between the names that versions give to the same one;
-    ``named``: others that must exist; ``others``: which more may exist, ``None`` for any.
+    ``named``: others that must exist; ``others``: more that may exist, ``None`` for any.
     """
 
     first: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class Takes:
         return f"({', '.join(parts)})"
 
     def fits(self, function: Callable) -> bool:
-        """Whether ``function`` takes this. What takes anything, as wrappers of other plug-ins do, fits."""
+        """Whether ``function`` takes these parameters. Wrappers that take anything, as of other plug-ins, fit."""
         parameters = _parameters(function)
         if parameters is None:
             return False
@@ -53,7 +53,7 @@ def _parameters(function: Callable) -> list[inspect.Parameter] | None:
 
 
 def signature_of(function: Any) -> str:
-    """The parameters of ``function`` by name, or why they cannot be told."""
+    """The parameters of ``function`` by name, or "unknown"."""
     parameters = _parameters(function) if callable(function) else None
     if parameters is None:
         return "unknown"

@@ -6,7 +6,7 @@ The core imports no mechanism and never asks whether one is there. Who installs 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from ..ledger import Patch
@@ -23,6 +23,8 @@ class Mechanism:
     job: tuple[int, int] = (0, 1)
     #: The launched rank as whom this process writes records; ``None`` if that is its rank.
     writer: int | None = None
+    #: Makes what surrounds the start of the reduction of a bucket group, where something has to.
+    reducing: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None
 
     def attach(self, run: Any) -> None:
         """Belong to ``run``, a real one that has just been made."""
@@ -53,10 +55,6 @@ class Mechanism:
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
-    def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None] | None:
-        """Surrounds the start of the reduction of ``bucket_group``, if it has to be."""
-        return None
-
     def begin_iteration(self) -> None:
         """The optimizer is about to check gradients and to make its update."""
 
@@ -70,6 +68,25 @@ class Mechanism:
         """Events of ``iteration`` beside its exchanges; see :meth:`Observer.happened`."""
         return []
 
+    # --- programs of megatron.training -----------------------------------------------------------------------------
+
+    def training_patches(self) -> list[Patch]:
+        """Patches that it needs in megatron.training."""
+        return []
+
+    def before_arguments(self, args: Any) -> None:
+        """Megatron is about to check its arguments ``args``."""
+
+    def after_arguments(self, args: Any) -> None:
+        """Megatron and the hooks have checked ``args``; no process group exists."""
+
+    def save_beside(self, args: Any) -> contextlib.AbstractContextManager[bool] | None:
+        """Surrounds another checkpoint, of :meth:`consensus_weights`, if there shall be one; its value: whether this rank writes."""
+        return None
+
+    def leave(self) -> None:
+        """A run that ends well is over. A collective call of all jobs."""
+
     # --- weights and saved state -----------------------------------------------------------------------------------
 
     def owner_weights(self) -> contextlib.AbstractContextManager[None] | None:
@@ -78,6 +95,11 @@ class Mechanism:
 
     def consensus_weights(self) -> contextlib.AbstractContextManager[None] | None:
         """Within this context the model has the mean weights of all jobs, if there are several."""
+        return None
+
+    @property
+    def total(self) -> Callable[[Any], Any] | None:
+        """Adds up a tensor over all jobs, a collective call of them; ``None`` where there is one."""
         return None
 
     def identity(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Monitors. They measure what is lost, how old stale weights are, and how far replicas are apart."""
+"""Monitors. They measure losses, the ages of stale weights, and the distance between replicas."""
 
 from .boundaries import BoundaryMonitor
 from .drift import Drift

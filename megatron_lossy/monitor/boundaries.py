@@ -1,4 +1,4 @@
-"""What boundaries between pipeline stages lost (docs/boundaries.md)."""
+"""Losses at boundaries between pipeline stages (docs/boundaries.md)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How far replicas are apart, measured and predicted (docs/monitors.md).
+"""The distance between replicas, measured and predicted (docs/monitors.md).
 
 Every ``--drift-interval`` iterations all ranks gather the same sample of weights from their replicas. The measure is
-the mean squared difference. It is computed in float64 from differences to the owner's value. The usual
-E[x^2] - E[x]^2 would cancel, because weights are far larger than their differences.
+the mean squared difference. It is computed in float64 from differences to the owner's value. The usual E[x^2] - E[x]^2
+would cancel, because weights are far larger than their differences.
 
 The prediction is a closed form of :mod:`megatron_lossy.theory` times the mean squared increment, which is measured.
 """
@@ -118,7 +118,7 @@ class Drift(Observer):
         sample = self._sample(replicas)
         values = replicas.everyone(sample.places)
         pairs, owner = discrepancies(values, sample.owners)
-        # Every rank of a group finds the same; together they count as much as the group has parameters.
+        # Every rank of a group finds the same values; together they weigh as much as the group has parameters.
         weight = sample.population * len(replicas.owned) / replicas.workers
         self._window.add(weight=weight, pairs=weight * pairs, owner=weight * owner)
         before = self._before.get(replicas.stream)
@@ -157,7 +157,7 @@ class Drift(Observer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank has measured since the last record."""
+        """The measurements of this rank since the last record."""
         return {"window": self._window.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the exchanges lost: realised loss, survivors of gradients, ages of stale parameters (docs/monitors.md)."""
+"""Losses of the exchanges: realised loss, survivors of gradients, ages of stale parameters (docs/monitors.md)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ExchangeMonitor(Observer):
                 "survivors",
                 "without_survivor",
                 "stale",  # units of replicas, after an update
-                "ages",  # of these
+                "ages",  # of the stale units
             ],
             largest=["fewest_survivors_negated", "oldest"],
         )
@@ -85,7 +85,7 @@ class ExchangeMonitor(Observer):
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's ages, and what it has counted since the last record."""
+        """This rank's ages, and its counts since the last record."""
         ages = [(vars(stream), torch.from_numpy(ages.copy())) for stream, ages in self._ages.items()]
         return {"ages": ages, "window": self._window.state_dict()}
 

@@ -1,4 +1,4 @@
-"""What exchanges between islands lost, how many bytes they took, and how far islands are apart (docs/islands.md)."""
+"""Metrics of islands: losses between them, the bytes of exchanges, and their distance (docs/islands.md)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from ..exchange import Delivery
 from .observer import Observer
 from .window import Window
 
-#: Measurements that are kept on the device at most: of a run that never asks.
+#: The most measurements that stay on the device, if a run never asks for them.
 _UNREAD = 1000
 
 
 class IslandMonitor(Observer):
-    """Metrics since the last record: of all islands, or of that of this process.
+    """Metrics since the last record, of all islands or of this process's island.
 
-    ``spread``: measures how far they are apart now, by name. Without it that is known of what was exchanged, as it was sent.
+    ``spread``: measures the present distances of islands, by name. Without it distances come from the exchanged
+    vectors, as they were sent.
     """
 
     def __init__(self, spread: Callable[[], dict[str, float]] | None = None) -> None:
         lost_and_sent = [f"{phase} {column}" for phase in SYNC_PHASES for column in ("lost", "sent")]
         self._window = Window([*lost_and_sent, "exchanges", "bytes", "used", "seconds", "squares", "elements"])
         self._spread = spread
-        self._measured: list[tuple[torch.Tensor, torch.Tensor | int]] = []  # on the device, and not read yet
+        self._measured: list[tuple[torch.Tensor, torch.Tensor | int]] = []  # still on the device
 
     def observe(self, delivery: Delivery) -> None:
         arrived, phase = delivery.arrived[delivery.crossing], delivery.exchange.phase
@@ -35,13 +36,14 @@ class IslandMonitor(Observer):
         self._window.add(**{f"{phase} lost": arrived.size - int(arrived.sum()), f"{phase} sent": arrived.size})
 
     def exchanged(self, sent: float) -> None:
-        """An exchange began, in which an island sends ``sent`` bytes."""
+        """Count an exchange that begins; an island sends ``sent`` bytes in it."""
         self._window.add(exchanges=1, bytes=sent)
 
     def used(self, seconds: float, squares: torch.Tensor, elements: torch.Tensor | int) -> None:
-        """A mean was used that was waited for so long; ``squares``: of distances to it, added up over ``elements``.
+        """Count a used mean. ``seconds``: waiting time. ``squares``: sum of squared distances to it over ``elements``.
 
-        Scalars, which are read when somebody asks: to read them now would be to wait for the device.
+        ``squares`` is a scalar on the device. It is read only when somebody asks: reading it now would wait for the
+        device.
         """
         self._window.add(used=1, seconds=seconds)
         self._measured.append((squares, elements))
@@ -49,7 +51,7 @@ class IslandMonitor(Observer):
             self._read()
 
     def waited(self, seconds: float) -> None:
-        """Other islands were waited for so long, not for a mean."""
+        """Count ``seconds`` of waiting for other islands, for another reason than a mean."""
         self._window.add(seconds=seconds)
 
     def _read(self) -> None:

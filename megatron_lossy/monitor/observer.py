@@ -1,4 +1,4 @@
-"""What watches a run: told every exchange once, when its iteration is over, and where the weights are."""
+"""Observers of a run. They get every exchange once, when its iteration is over, and may look at the weights."""
 
 from __future__ import annotations
 
@@ -36,44 +36,47 @@ class Replicas(Protocol):
         """float64[N, S]: the values of all replicas. This is a collective call."""
 
 
-#: Looks at the replicas; a collective call at the end of an iteration, when every rank has what it gets of the update.
+#: Looks at the replicas; a collective call at the end of an iteration, when every rank has received the update.
 Look = Callable[[], Sequence[Replicas]]
 
 
 class Observer:
-    """Is told what happens in a run. Exchanges without loss flags, or that Megatron all-reduced, are not reported."""
+    """Receives the events of a run. Exchanges without loss flags, or that Megatron all-reduced, are not reported."""
 
     def before_update(self, iteration: int, look: Look) -> None:
-        """The owners' shards are about to be updated; ``look`` is not collective here."""
+        """Called before the owners' shards are updated; ``look`` is not collective here."""
 
     def observe(self, delivery: Delivery) -> None:
-        """An exchange of the iteration that just ended. Its ``step`` is that iteration in both phases."""
+        """Called for each exchange of the iteration that just ended. Its ``step`` is that iteration in both phases."""
 
     def crossed(self, message: Message, fate: Fate) -> None:
-        """A message between pipeline stages arrived where it could lose something, and this became of it. At once."""
+        """Called at once when a lossy message between pipeline stages has arrived. ``fate``: its losses."""
 
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
-        """Attempted iteration ``iteration`` (from 0) is over, all its exchanges have been observed.
+        """Called when attempted iteration ``iteration`` (from 0) is over and all its exchanges have been observed.
 
         ``successful``: it updated the weights. ``look`` finds nothing while no update was made.
         """
 
     def happened(self, iteration: int, what: Sequence[Any]) -> None:
-        """What else happened in the iteration that just ended: errors of :mod:`megatron_lossy.channel.corruption`, and what
-        :mod:`megatron_lossy.sync` did about replicas that differ. Before :meth:`finish_iteration`."""
+        """Called with other events of the iteration that just ended, before :meth:`finish_iteration`.
+
+        These are errors of :mod:`megatron_lossy.channel.corruption`, and actions of :mod:`megatron_lossy.sync` on
+        replicas that differ.
+        """
 
     def restart(self, iteration: int) -> None:
-        """A checkpoint of ``iteration`` attempted iterations was loaded: the next one is ``iteration``."""
+        """Called when a checkpoint of ``iteration`` attempted iterations was loaded: the next one is ``iteration``."""
 
     def metrics(self) -> dict[str, float]:
         """Values since the last call, the same on all ranks. A collective call."""
         return {}
 
     def save(self) -> None:
-        """A checkpoint is being written: what was observed so far must be on disk when it is loaded."""
+        """Called while a checkpoint is written: observations so far must be on disk when it is loaded."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Called when the run is over."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank that ``--save-replicas`` keeps; empty if there is none."""
@@ -89,14 +92,14 @@ def states_of(observers: Sequence[Observer]) -> dict[str, Any]:
 
 
 def load_states(observers: Sequence[Observer], states: dict[str, Any]) -> None:
-    """Restore :func:`states_of`; observers that were not there then start anew."""
+    """Restore :func:`states_of`; observers without a saved state start anew."""
     for one in observers:
         if type(one).__name__ in states:
             one.load_state_dict(states[type(one).__name__])
 
 
 def metrics_of(observers: Sequence[Observer]) -> dict[str, float]:
-    """What they have measured since the last call; a run without any loses nothing. A collective call."""
+    """The measurements since the last call; a run without any loses nothing. A collective call."""
     result = {f"loss rate {phase}": 0.0 for phase in PHASES}
     for one in observers:
         result |= one.metrics()

@@ -1,4 +1,4 @@
-"""What senders had delivered all the same, and what they keep of their gradients (docs/smart.md)."""
+"""Metrics of the units that senders protect, and of the gradients that they keep (docs/smart.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from .window import Window
 
 
 class PriorityMonitor(Observer):
-    """Metrics of ``--grad-priority`` and ``error-feedback``, over all ranks. ``told()``: of each bucket, the latest exchange."""
+    """Metrics of ``--grad-priority`` and ``error-feedback``, over all ranks.
+
+    ``told()``: the records of the latest exchange, one for each bucket.
+    """
 
     def __init__(self, told: Callable[[], Iterable[Told]]) -> None:
         self._told = told
@@ -31,7 +34,7 @@ class PriorityMonitor(Observer):
         total = self._window.close()
         if not total["units"]:
             return {}
-        # Over a network nobody knows what was lost before it was sent again.
+        # Over a network the losses before repair are not known.
         recovered = {"recovered share": total["recovered"] / total["lost"]} if total["lost"] else {}
         return recovered | {
             "priority share": total["high"] / total["units"],

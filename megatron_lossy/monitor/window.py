@@ -13,7 +13,7 @@ from ..device.collectives import all_gather_single
 
 
 class Window:
-    """Named columns: ``sums`` are added up over iterations and ranks, of ``largest`` the largest value is kept."""
+    """Named columns: ``sums`` are added up over iterations and ranks; ``largest`` keep the largest value."""
 
     def __init__(self, sums: Sequence[str], largest: Sequence[str] = ()) -> None:
         self._names = [*sums, *largest]
@@ -31,7 +31,7 @@ class Window:
                 self._values[column] = max(self._values[column], value)
 
     def close(self) -> dict[str, float]:
-        """The columns over all ranks of the world (a largest one without values is -inf), and begin anew.
+        """The columns over all ranks of the world (a largest one without values is -inf). Columns then begin anew.
 
         A collective call.
         """
@@ -46,7 +46,7 @@ class Window:
         self._values[self._sums :] = -np.inf
 
     def state_dict(self) -> torch.Tensor:
-        """What this rank has taken in."""
+        """The values that this rank has taken in."""
         return torch.from_numpy(self._values.copy())
 
     def load_state_dict(self, state: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ class Window:
 
 
 def of_all_ranks(values: np.ndarray) -> np.ndarray:
-    """float64[world size, columns] of float64[columns]. Gathered as bytes: not every device knows float64."""
+    """float64[world size, columns] of float64[columns]. Values travel as bytes: not every device knows float64."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return values[None].copy()

@@ -1,10 +1,10 @@
-"""Pipeline stages: what is lost between them, and when each computes what. Knows neither process groups nor Megatron.
+"""Pipeline stages: losses between them, and the order of their work. Knows neither process groups nor Megatron.
 
 Lossy boundaries (SMART, APNet 2026, sections 2.1, 3.1 and 3.3; docs/boundaries.md): the messages of a pipeline are
-activations forward and their gradients backward. What of a message is lost for good becomes zeros at its receiver.
+activations forward and their gradients backward. Packets that are lost for good become zeros at the receiver.
 
-The asynchronous pipeline (AsyncMesh, section 3; docs/async_pipeline.md): the order of a stage's passes, and the versions of
-its weights that are under way.
+The asynchronous pipeline (AsyncMesh, section 3; docs/async_pipeline.md): the order of a stage's passes, and the
+versions of its weights that are under way.
 """
 
 from .loss import Boundary, BoundaryLoss, Fate

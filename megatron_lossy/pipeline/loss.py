@@ -1,8 +1,8 @@
-"""Which packets of a message between pipeline stages are lost for good (SMART, sections 3.1 to 3.3). Pure: NumPy only.
+"""Losses for good in messages between pipeline stages (SMART, sections 3.1 to 3.3). Pure: NumPy only.
 
-Packets of data and of parity are lost alike. What the parity does not bring back is the residual. Up to a bound it is
-lost for good; beyond it the whole message is sent again. Depth decides how much parity a message has, and its bound:
-a boundary after l of L layers is high if l/L is at most ``--act-high-depth`` (equation 2).
+Packets of data and of parity are lost alike. The residual is the packets that the parity does not bring back. Up to a
+bound it is lost for good; beyond it the whole message is sent again. Depth decides how much parity a message has, and
+its bound: a boundary after l of L layers is high if l/L is at most ``--act-high-depth`` (equation 2).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..coding.xor import Layout
 from ..config import LossyConfig, PhaseLoss, Schedule
 from ..exchange import Exchange, Stream
 
-# Products such as 0.29 x 100 are a little below what they stand for.
+# Products such as 0.29 x 100 are a little below the exact number.
 _ROUNDING = 1e-9
 
 
@@ -27,7 +27,7 @@ class Boundary:
     """The place between two pipeline stages.
 
     ``stage`` and ``chunk``: pipeline rank and model chunk of the later one. ``layer``: l, decoder layers before it;
-    ``layers``: L, of the whole model.
+    ``layers``: L, decoder layers of the whole model.
     """
 
     stage: int
@@ -36,16 +36,17 @@ class Boundary:
     chunk: int = 0
 
     def stream(self, rank: int) -> Stream:
-        """The stream of the messages of data-parallel rank ``rank`` here."""
+        """The stream of the messages of data-parallel rank ``rank`` at this boundary."""
         return Stream("boundary", expert_rank=rank, stage=self.stage, chunk=self.chunk)
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one message.
+    """The fate of one message.
 
-    ``lost`` bool[packets]: what is lost for good. ``raw``: packets of data that the network lost; ``residual``: those of
-    them that the parity did not bring back; ``again``: whether the message was sent again for them.
+    ``lost`` bool[packets]: the packets that are lost for good. ``raw``: number of data packets that the network lost;
+    ``residual``: number of these that the parity did not bring back; ``again``: whether the message was sent again for
+    them.
     """
 
     lost: np.ndarray
@@ -69,7 +70,7 @@ class BoundaryLoss:
         return boundary.layer / boundary.layers <= self._config.act_high_depth
 
     def code(self, boundary: Boundary) -> tuple[int, int] | None:
-        """B and C: of every B packets of a message go C of parity; ``None`` if there is no parity."""
+        """B and C: each B packets of a message get C packets of parity; ``None`` if there is no parity."""
         if self._config.act_retransmit == "off":
             return None
         block, parity = self._config.act_fec_high if self.high(boundary) else self._config.act_fec_low
@@ -81,7 +82,7 @@ class BoundaryLoss:
         return None if code is None else _layout(packets, *code)
 
     def units(self, boundary: Boundary, packets: int) -> int:
-        """Units that a message of ``packets`` is drawn with: its own, then those of its parity."""
+        """Number of units in the draw for a message of ``packets``: its own, then those of its parity."""
         layout = self.layout(boundary, packets)
         return packets if layout is None else packets + layout.parities
 
@@ -94,15 +95,15 @@ class BoundaryLoss:
         return math.floor(share * packets + _ROUNDING)
 
     def draw(self, boundary: Boundary, rank: int, tensor: int, step: int, units: int) -> np.ndarray:
-        """bool[units]: which units of ``step`` are lost, numbered from its first message on.
+        """bool[units]: the lost units of ``step``, numbered from its first message on.
 
-        ``rank``: data-parallel. ``tensor``: tensor-parallel, or 0 where its peers get the same messages.
+        ``rank``: data-parallel. ``tensor``: tensor-parallel, or 0 if its peers get the same messages.
         """
         exchange = Exchange(self.phase, boundary.stream(rank), step)
         return ~self._channel.delivered(exchange, tensor, tensor, units)
 
     def fate(self, boundary: Boundary, packets: int, lost: np.ndarray) -> Fate:
-        """What becomes of a message of ``packets`` whose units were ``lost`` bool[units]."""
+        """The fate of a message of ``packets`` that loses the units ``lost`` bool[units]."""
         raw = lost[:packets]
         layout = self.layout(boundary, packets)
         residual = raw if layout is None else layout.residual(raw, lost[packets:])

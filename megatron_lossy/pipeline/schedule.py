@@ -1,7 +1,7 @@
-"""1F1B without a flush: which stage of an asynchronous pipeline computes which batch, and when (docs/async_pipeline.md).
+"""1F1B without a flush: the batches of each stage of an asynchronous pipeline, in order (docs/async_pipeline.md).
 
 PipeDream (SOSP 2019, section 3.2), with an update after every global batch as in AsyncMesh (section 3). Stage s of P is
-P-1-s batches ahead of its updates: in iteration n it goes forward through batch n+P-1-s, then backward through batch n,
+P-1-s batches ahead of its updates. In iteration n it goes forward through batch n+P-1-s, then backward through batch n,
 and updates its weights. So a batch goes forward and backward at the weights after max(0, batch - (P-1-s)) updates.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pass:
-    """What a stage does with one micro-batch: ``receive`` its input, go ``forward``, or go ``backward``.
+    """A step of a stage with one micro-batch: ``receive`` its input, go ``forward``, or go ``backward``.
 
-    ``batch``: of the whole run, from 0. ``micro``: the micro-batch in it.
+    ``batch``: in the whole run, from 0. ``micro``: the micro-batch in it.
     """
 
     kind: str
@@ -40,28 +40,28 @@ class Stage:
 
     @property
     def delay(self) -> int:
-        """Batches that this stage is ahead of its updates: updates that its gradients are late."""
+        """The number of batches that this stage is ahead of its updates, and of updates that its gradients are late."""
         return self.stages - 1 - self.number
 
     def version(self, batch: int) -> int:
-        """Updates that the weights have had with which ``batch`` is computed."""
+        """The number of updates in the weights that compute ``batch``."""
         return max(0, batch - self.delay)
 
     def filled(self, iteration: int, iterations: int) -> int:
-        """The batch that is the next to go forward when ``iteration``, of ``iterations``, begins in the middle of a run."""
+        """The next batch to go forward when ``iteration``, of ``iterations``, begins in the middle of a run."""
         return min(iteration + self.delay, iterations)
 
     def passes(
         self, iteration: int, iterations: int, micro_batches: int, forwarded: int, received: int
     ) -> Iterator[Pass]:
-        """What the stage does in ``iteration`` of ``iterations`` before its update, in order.
+        """The steps of the stage in ``iteration`` of ``iterations`` before its update, in order.
 
-        ``forwarded``, ``received``: the batches that are the next to go forward and to be received. Where the pipe is
-        full these are :meth:`filled`, and one more; where it is empty, ``iteration``: then it is filled first.
+        ``forwarded``, ``received``: the next batch to go forward, and the next to be received. If the pipe is full
+        these are :meth:`filled`, and one more. If it is empty, both are ``iteration``: then the pipe is filled first.
 
-        A message has its place in the order of both its ends: activations of a batch leave a stage before the gradients
-        of the batch that is there come back. So it does not matter whether an end waits for the other, or for its own
-        earlier messages.
+        A message has the same place in the order of both its ends: activations of a batch leave a stage before the
+        gradients of the batch in that stage come back. So an end may wait for the other end, or for its own earlier
+        messages.
         """
         ahead = self.filled(iteration, iterations)
         for batch in range(forwarded, ahead):

@@ -1,8 +1,8 @@
-"""Weight stashing: a batch goes backward with the weights with which it went forward (PipeDream, SOSP 2019, section 3.3).
+"""Weight stashing: a batch goes backward with the weights of its forward pass (PipeDream, SOSP 2019, section 3.3).
 
-Parameters are pointed at a version of the weights while something is computed with it. So whatever autograd has kept, a
-parameter itself or a view of its memory, is that version. Optimizer, checkpoints and exchanges know nothing but the
-newest weights, in the memory that the parameters have otherwise.
+Parameters point at a version of the weights while a pass uses it. So autograd keeps that version, whether it keeps a
+parameter itself or a view of its memory. Optimizer, checkpoints and exchanges see only the newest weights, in the usual
+memory of the parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
 class Version:
-    """A copy of the weights: ``flats``, one tensor for each dtype, and ``views`` of them with the shapes of the parameters."""
+    """A copy of the weights: ``flats``, one tensor for each dtype, and ``views`` of them in the parameters' shapes."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         sizes: dict[torch.dtype, int] = {}
@@ -33,25 +33,25 @@ class Version:
 
 
 class Stash:
-    """The versions of the weights of one stage. ``parameters``: all of the stage's."""
+    """The versions of the weights of one stage. ``parameters``: all parameters of the stage."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._free: list[Version] = []
 
     def newest(self) -> Version:
-        """A copy of the weights as they are."""
+        """A copy of the present weights."""
         version = self._free.pop() if self._free else Version(self._parameters)
         torch._foreach_copy_(version.views, [parameter.data for parameter in self._parameters])
         return version
 
     def release(self, version: Version) -> None:
-        """``version`` is not used any more; its memory is that of a later one."""
+        """Free ``version``; a later version takes its memory."""
         self._free.append(version)
 
     @contextlib.contextmanager
     def using(self, version: Version | None) -> Iterator[None]:
-        """Within this context the parameters are ``version``; ``None`` stands for the newest."""
+        """A context in which the parameters are ``version``; ``None`` stands for the newest."""
         if version is None:
             yield
             return
@@ -66,10 +66,10 @@ class Stash:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Within this context the newest weights may change although backward passes are ahead.
+        """A context in which the newest weights may change although backward passes are ahead.
 
-        Autograd would refuse them where the change is made through a view of a parameter, as in float32; where it is
-        made to the buffer that has all parameters, it notices nothing.
+        Autograd would refuse such passes if the change is made through a view of a parameter, as in float32. If the
+        change is made to the buffer of all parameters, autograd notices nothing.
         """
         with contextlib.ExitStack() as unchanged:
             for parameter in self._parameters:
@@ -77,11 +77,11 @@ class Stash:
             yield
 
     def state_dict(self, version: Version) -> list[torch.Tensor]:
-        """What :meth:`restored` takes."""
+        """The tensors of ``version``, for :meth:`restored`."""
         return list(version.flats.values())
 
     def restored(self, state: Sequence[torch.Tensor]) -> Version:
-        """The version that :meth:`state_dict` was given."""
+        """The version whose tensors :meth:`state_dict` returned."""
         version = Version(self._parameters)
         for flat, saved in zip(version.flats.values(), state):
             flat.copy_(saved)

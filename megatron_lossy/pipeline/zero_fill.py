@@ -1,4 +1,4 @@
-"""Zeros in the place of lost packets, and the gradient of that. Shapes do not depend on what is lost."""
+"""Zeros in the place of lost packets, and their gradient. Shapes do not depend on the loss."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..recovery.copies import to_device
 
 
 def elements_of(packet_bytes: int, dtype: torch.dtype) -> int:
-    """Elements of a packet. Raises :class:`UsageError` if it holds none."""
+    """Elements in a packet. Raises :class:`UsageError` if a packet holds none."""
     if packet_bytes < dtype.itemsize:
         raise refuse("--act-packet-bytes", packet_bytes, f"must hold at least one element of {dtype.itemsize} bytes")
     return packet_bytes // dtype.itemsize
 
 
 def zero_fill_(tensor: torch.Tensor, lost: np.ndarray, elements: int) -> None:
-    """Write zeros where packets of ``elements`` of the contiguous ``tensor`` are ``lost`` bool[packets].
+    """Write zeros over the packets of ``elements`` in the contiguous ``tensor`` that are ``lost`` bool[packets].
 
     The last packet may be shorter. Infinities become zeros, too.
     """
@@ -71,10 +71,10 @@ class _Lossy(torch.autograd.Function):
 def lossy(
     tensor: torch.Tensor, lost: np.ndarray, lost_gradients: np.ndarray, elements: int, masked: bool
 ) -> torch.Tensor:
-    """``tensor`` as it arrives at the next stage, and its gradient as it comes back.
+    """``tensor`` as it arrives at the next stage; its gradient loses packets on the way back.
 
-    ``lost``, ``lost_gradients`` bool[packets]: of what goes forward, of what comes back. ``masked``: the gradient of lost
-    activations is zero, as that of zeros is.
+    ``lost``, ``lost_gradients`` bool[packets]: the packets that are lost forward, and backward. ``masked``: the
+    gradient of lost activations is zero, because zeros have none.
     """
     if not lost.any() and not lost_gradients.any():
         return tensor
@@ -82,5 +82,5 @@ def lossy(
 
 
 def mask_of(lost: np.ndarray, elements: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The hook of a received tensor that makes its gradient zero where it was ``lost`` bool[packets]."""
+    """A hook for a received tensor. It makes the gradient of packets zero that were ``lost`` bool[packets]."""
     return lambda gradient: zero_filled(gradient, lost, elements)

@@ -1,4 +1,4 @@
-"""What is done about units that do not arrive. Pure functions on flat buffers; no process group, no megatron."""
+"""Rules for units that do not arrive. Pure functions on flat buffers; no process group, no megatron."""
 
 from .base import Gradients, GradRecovery, Parameters, Rule
 from .compensated import Compensated

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..config import LossyConfig
     from .priority import Told
 
-#: Runs somebody's collective and returns its handle, or ``None`` if it has completed or somebody else waits for it.
+#: Runs the caller's collective. Returns its handle, or ``None`` if it has completed or somebody else waits for it.
 Collective = Callable[[], Any]
 
 
@@ -37,9 +37,9 @@ class Gradients:
         collective: would carry all of it, reliably.
         averaged: the collective divides the sum by N (``ReduceOp.AVG``).
         loss_scale: a number or a scalar tensor that multiplied the gradients; with one, the step may be rejected.
-        following: the step of the next exchange, where that is known.
-        coming: returns the units of the bucket that the exchange of ``following`` loses, or ``None`` if a trace ends before
-            it. The wire sets it where losses can be foreseen.
+        following: the step of the next exchange, if it is known.
+        coming: returns the units of the bucket that the exchange of ``following`` loses, or ``None`` if a trace ends
+            before it. The wire sets it if losses can be foreseen.
     """
 
     exchange: Exchange
@@ -63,7 +63,7 @@ class Parameters:
         buffer: [N * shard], the replica of this rank.
         sent: [shard], the fresh values of its own shard, in ``buffer`` or not.
         collective: would carry all of it, reliably.
-        lead: c and r of the lead with which they are sent (``--param-send compensated``).
+        lead: c and r of the lead that the parameters are sent with (``--param-send compensated``).
     """
 
     exchange: Exchange
@@ -90,14 +90,14 @@ class Rule(ABC):
 
     @staticmethod
     def rows(buffer: torch.Tensor) -> Rows:
-        """How to change units of ``buffer``."""
+        """The operations that change units of ``buffer``."""
         return rows_for(buffer.device)
 
     def finish_step(self, step: int, successful: bool) -> None:
-        """``step`` is over; ``successful``: the optimizer used its gradients. It may have had no exchange here."""
+        """End ``step``. ``successful``: the optimizer used its gradients. The step may have had no exchange here."""
 
     def restart(self) -> None:
-        """Forget the data kept between steps: they are of another run than the one that goes on."""
+        """Forget the data kept between steps: they belong to another run than the one that goes on."""
 
     def state_dict(self) -> dict[str, Any]:
         """State that must be saved for a run to continue bit for bit."""
@@ -110,13 +110,13 @@ class Rule(ABC):
 class GradRecovery(Rule):
     """A rule for gradients: lost units are removed, and the owner corrects the sum of the rest.
 
-    The wire says who removes them. Over a collective each sender does, before it sends: ``lost`` are units by destination.
-    Where owners get the pieces of all senders, an owner does: ``lost`` are units by source.
+    The wire decides who removes them. Over a collective each sender removes them before it sends: ``lost`` are units by
+    destination. If owners get the pieces of all senders, the owner removes them: ``lost`` are units by source.
     """
 
     #: Whether the rule asks for :attr:`Gradients.coming`, which only drawn losses can tell.
     foresight: bool = False
-    #: Whether gradients of earlier steps enter the sum, which then must mean the same in all steps.
+    #: Whether gradients of earlier steps enter the sum. The sum must then mean the same in all steps.
     carries_over: bool = False
 
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
@@ -125,7 +125,7 @@ class GradRecovery(Rule):
         return self.remove(buffer, lost, delivery, x)
 
     def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
-        """Change ``buffer`` before anything is known of its losses."""
+        """Change ``buffer`` before its losses are known."""
 
     def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
         """Take the units that are ``lost`` out of the corrected ``buffer``. The result is given to :meth:`after`."""
@@ -135,57 +135,60 @@ class GradRecovery(Rule):
         """Correct ``shard`` [shard], the sum at its owner, in place. ``kept``: the result of :meth:`before`."""
 
     def combine(self, pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
-        """Put the recovered sum of ``pieces`` [N * shard], of all sources, into ``x.output``; or their mean.
+        """Put the recovered sum of ``pieces`` [N * shard], one of each source, into ``x.output``; or their mean.
 
-        A piece that is missing may have any value. Pieces are added in the order of the sources, in float32 at least, and
+        A missing piece may have any value. Pieces are added in the order of the sources, in float32 at least, and
         rounded once. ``kept``: the result of :meth:`leave_out`.
         """
         kept = self.before(pieces, delivery.lost_here(self.units), delivery, x)
         add_up(pieces, delivery, x)
         self.after(x.output, delivery, kept, x)
 
-    # --- for senders that choose which units have to arrive (protected.py); all others do nothing -----------------------
+    # --- for senders that choose the units that have to arrive (protected.py); other rules do nothing ---------------
 
-    #: Of the latest exchange the units that were lost for good, where that is not simply as drawn.
+    #: The units of the latest exchange that were lost for good, if these differ from the drawn ones.
     final: Lost | None = None
-    #: bool[N, count] of the latest exchange: the units that must arrive, where only the network knows its losses.
+    #: bool[N, count]: the units of the latest exchange that must arrive, if only the network knows its losses.
     must: np.ndarray | None = None
 
     def leave_out(self, delivery: Delivery, x: Gradients) -> Any:
-        """Remove lost units at the sender though owners get pieces: only the sender knows its priorities."""
+        """Remove lost units at the sender although owners get pieces: only the sender knows its priorities."""
 
     def choose(self, x: Gradients) -> np.ndarray | None:
-        """bool[N, count]: the units that must arrive; ``None`` if none has to."""
+        """bool[N, count]: the units that must arrive; ``None`` if no unit must."""
 
     def keep(self, step: int, payload: torch.Tensor, lost: Lost, loss_scale: Any) -> None:
-        """Of ``payload`` [N * shard], sent in ``step``, this is ``lost`` for good."""
+        """Keep the units of ``payload`` [N * shard], sent in ``step``, that are ``lost`` for good."""
 
     def keep_all(self, step: int, payload: torch.Tensor, loss_scale: Any) -> None:
-        """Nobody has said yet which units of ``payload``, sent in ``step``, arrived. It is overwritten soon."""
+        """Keep all of ``payload``, sent in ``step`` and soon overwritten: no report says yet which units arrived."""
 
     def keep_late(self, step: int, lost: Lost) -> None:
-        """Of the payload given to :meth:`keep_all` this is ``lost`` for good."""
+        """Keep the units that are ``lost`` for good, from the payload given to :meth:`keep_all`."""
 
     def note(self, told: Told, lost: Lost) -> None:
-        """Complete ``told``, the record of what became of the latest exchange."""
+        """Complete ``told``, the record of the units of the latest exchange."""
 
     def sent_in(self, step: int) -> bool:
-        """Whether nobody has said yet which units arrived of those sent in ``step``."""
+        """Whether units were sent in ``step`` and no report says yet which of them arrived."""
         return False
 
     @property
     def late(self) -> list[int]:
-        """Steps that are over, and of which nobody has said yet which units arrived."""
+        """Steps that are over while no report says yet which of their units arrived."""
         return []
 
     def reported(self, step: int, lost: np.ndarray | None) -> None:
-        """``lost`` bool[N, count] of what was sent in ``step`` did not arrive; ``None``: that is still to be said."""
+        """Take the report for ``step``: ``lost`` bool[N, count], units that did not arrive; ``None``: missing."""
 
     def share(self, replicated: np.ndarray) -> None:
-        """``replicated`` bool[N, count]: units whose copies at other ranks must lose the same; they always arrive."""
+        """Let units with copies at other ranks always arrive, because all copies must lose the same.
+
+        ``replicated`` bool[N, count]: these units.
+        """
 
     def take_told(self) -> Told | None:
-        """What became of the latest exchange, once; ``None`` where nobody chooses."""
+        """The record of the latest exchange, once; ``None`` if no sender chooses."""
 
     @classmethod
     def check(cls, config: LossyConfig) -> None:
@@ -193,7 +196,7 @@ class GradRecovery(Rule):
 
     @classmethod
     def kept_share(cls, lost: float) -> float:
-        """Elements that the rule keeps between steps, per element of the gradients, if a step loses ``lost`` of them."""
+        """Elements kept between steps, per element of the gradients. ``lost``: the share that a step loses."""
         return 0.0
 
 
@@ -203,7 +206,7 @@ def add_up(pieces: torch.Tensor, delivery: Delivery, x: Gradients) -> None:
 
 
 def ordered_sum(pieces: torch.Tensor, averaged: bool = False) -> torch.Tensor:
-    """The sum [shard] of ``pieces`` [N, shard] one after another, in float32 at least; divided by N if ``averaged``."""
+    """The sum [shard] of ``pieces`` [N, shard] in their order, in float32 at least; divided by N if ``averaged``."""
     total = pieces[0].float() if pieces.element_size() < 4 else pieces[0].clone()
     for piece in pieces[1:]:
         total += piece

@@ -1,7 +1,7 @@
 """``compensated``: an owner sends its weights with a lead, so that the mean replica has the owner's weights.
 
-What is sent is V(t) = W(t) + E(t), with E(t) = c (W(t) - W(t-1)) + r E(t-1) (:mod:`megatron_lossy.theory.lag`). The
-owner computes, evaluates and saves with W. E is 0 in the beginning, and after a step in which nothing can be lost.
+The owner sends V(t) = W(t) + E(t), with E(t) = c (W(t) - W(t-1)) + r E(t-1) (:mod:`megatron_lossy.theory.lag`). It
+computes, evaluates and saves with W. E is 0 in the beginning, and after a step in which nothing can be lost.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Compensated(Stale):
-    """As :class:`Stale` for received units; puts the lead on the own shard while it is sent.
+    """Treats received units as :class:`Stale` does, and puts the lead on the own shard while it is sent.
 
-    ``weights``: set by whoever knows it, returns the own shard as the optimizer has it, float32 [shard]. Without it that
-    is what is sent, in its own dtype.
+    ``weights``: the caller may set this function; it returns the own shard as the optimizer has it, float32 [shard].
+    Without it the weights are the values that are sent, in their own dtype.
     """
 
     name = "compensated"
@@ -31,16 +31,16 @@ class Compensated(Stale):
         super().__init__(units, rank)
         self.weights: Callable[[], torch.Tensor] | None = None
         # Two float32 [shard] that take turns, so that no step allocates any.
-        self._before: torch.Tensor | None = None  # W of the last update; once the next one is sent, free for other use
+        self._before: torch.Tensor | None = None  # W of the last update; free for other use once the next one is sent
         self._lead: torch.Tensor | None = None  # E
-        self._updated = self._leads = False  # whether they hold that
-        self._step: int | None = None  # the update whose lead that is
+        self._updated = self._leads = False  # whether the two tensors hold these values
+        self._step: int | None = None  # the update that the lead belongs to
 
     def _own(self, sent: torch.Tensor) -> torch.Tensor:
         return sent.detach().float() if self.weights is None else self.weights()
 
     def before_update(self, sent: torch.Tensor) -> None:
-        """The weights of the own shard, which is sent as ``sent`` [shard], are about to be updated."""
+        """Keep the weights of the own shard, sent as ``sent`` [shard], before their update."""
         own = self._own(sent)
         if self._before is None:
             self._before = own.clone()
@@ -61,7 +61,10 @@ class Compensated(Stale):
         return own
 
     def put_lead(self, step: int, sent: torch.Tensor, lead: tuple[float, float]) -> None:
-        """Add the lead of ``step``, with these c and r, to ``sent`` [shard], the owner's weights; again, if sent again."""
+        """Add the lead of ``step``, with c and r in ``lead``, to ``sent`` [shard], the owner's weights.
+
+        If they are sent again, the same lead is added again.
+        """
         import torch
 
         weights = self._own(sent)
@@ -101,7 +104,7 @@ class Compensated(Stale):
 
     def state_dict(self) -> dict[str, Any]:
         lead = self._lead.clone() if self._leads and self._lead is not None else None
-        # Loops on the public collectives say right after an exchange that the next update begins.
+        # Loops on the public collectives announce the next update right after an exchange.
         before = self._before.clone() if self._updated and self._before is not None else None
         return {"lead": lead, "before": before, "step": self._step}
 

@@ -1,4 +1,4 @@
-"""Copies to an accelerator that wait for nothing, and memory that several streams use.
+"""Copies to an accelerator that do not block, and memory that several streams use.
 
 Torch is imported when it is needed: flags are checked where it is not installed.
 """
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def to_device(array: np.ndarray, device: torch.device | str = "cpu") -> torch.Tensor:
     """``array`` as a tensor on ``device``; on a CPU it shares the memory.
 
-    To a CUDA device it goes by way of page-locked memory. From other memory, a copy of more than 64 KiB waits until
-    the device has done all that is queued, a whole backward pass. torch keeps a pool of such memory and gives none of
-    it out again before the copy from it is done.
+    A copy to a CUDA device goes through page-locked memory. From other memory, a copy of more than 64 KiB waits until
+    the device has done all queued work, which may be a whole backward pass. torch keeps a pool of page-locked memory,
+    and reuses none of it before the copy from it is done.
     """
     import torch
 
@@ -40,10 +40,10 @@ def page_locked(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def used_here(tensors: Iterable[torch.Tensor]) -> None:
-    """The current stream uses ``tensors``, which may have been allocated on another one.
+    """Tell torch that the current stream uses ``tensors``, which another stream may have allocated.
 
-    Their memory is then not given out again before the current stream is done with it. HPU's graphs see to that
-    themselves, and on a CPU there are no streams.
+    torch then reuses their memory only after the current stream is done with it. HPU's graphs ensure this themselves,
+    and a CPU has no streams.
     """
     import torch
 

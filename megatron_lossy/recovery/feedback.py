@@ -1,8 +1,9 @@
-"""``error-feedback``: what is lost is kept by its sender and sent again with the next gradient (SMART, equations 3 to 5).
+"""``error-feedback``: a sender keeps its losses, and sends them again with the next gradient (SMART, equations 3 to 5).
 
-The owner adds up what arrives and divides by N. A sender's gradients all count in the end, so that the mean over time is
-the plain mean, whatever the gradients: over T steps what was applied is the sum of the gradients minus what is still
-kept. It goes with the weight 1/N only: among survivors alone, what is sent again would count twice.
+The owner adds up the units that arrive and divides by N. All gradients of a sender count in the end. So the mean over
+time is the plain mean, whatever the gradients: over T steps the applied sum is the sum of the gradients minus the
+residual that is still kept. The weight is always 1/N: with weights of survivors alone, a repeated gradient would count
+twice.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class ErrorFeedback(GradRecovery):
-    """Adds what was lost to what is sent next.
+    """Adds the lost units of a step to the next payload.
 
-    A residual has the dtype of the gradients, in which it was sent; float32 with a loss scale, by which it is divided.
-    It counts from the next step on, if the optimizer used this one; else the one before stays.
+    A residual has the dtype of the gradients that it was sent in. With a loss scale it is float32, divided by the
+    scale. It counts from the next step on if the optimizer used this step; else the residual before it stays.
     """
 
     name = "error-feedback"
@@ -36,10 +37,10 @@ class ErrorFeedback(GradRecovery):
     def __init__(self, units: BucketUnits, rank: int) -> None:
         super().__init__(units, rank)
         self._residuals: list[tuple[Lost, Saved]] = []
-        self._added: list[tuple[Lost, Saved]] = []  # of those, to the payload of the latest exchange
-        self._pending: tuple[int, Lost, Saved] | None = None  # of a step that may not count
-        self._payloads: dict[int, tuple[torch.Tensor, bool]] = {}  # of late steps: what was sent, and whether it counts
-        self._ages: np.ndarray | None = None  # steps that a unit has been in the residual
+        self._added: list[tuple[Lost, Saved]] = []  # the residuals that the payload of the latest exchange contains
+        self._pending: tuple[int, Lost, Saved] | None = None  # the residual of a step that may not count
+        self._payloads: dict[int, tuple[torch.Tensor, bool]] = {}  # late steps: the payload, and whether it counts
+        self._ages: np.ndarray | None = None  # number of steps that a unit has been in the residual
 
     @classmethod
     def kept_share(cls, lost: float) -> float:
@@ -60,7 +61,7 @@ class ErrorFeedback(GradRecovery):
         self._pending = (step, lost, kept if loss_scale is None else times(kept, 1 / loss_scale))
 
     def keep_all(self, step: int, payload: torch.Tensor, loss_scale: Any) -> None:
-        """See :meth:`GradRecovery.keep_all`. A report that is late delays the lost units, and drops none of them."""
+        """See :meth:`GradRecovery.keep_all`. A late report delays the lost units; it drops none of them."""
         self._payloads[step] = (payload.clone() if loss_scale is None else payload.float() / loss_scale, False)
 
     def keep_late(self, step: int, lost: Lost) -> None:
@@ -88,7 +89,7 @@ class ErrorFeedback(GradRecovery):
     def finish_step(self, step: int, successful: bool) -> None:
         if successful:
             counted = self._pending is not None and self._pending[0] == step
-            if counted or step in self._payloads:  # what was added has been sent
+            if counted or step in self._payloads:  # the added residual has been sent
                 self._residuals = [one for one in self._residuals if not any(one is added for added in self._added)]
             if counted:
                 assert self._pending is not None

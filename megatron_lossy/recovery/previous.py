@@ -1,8 +1,9 @@
-"""``previous``: a lost gradient is replaced by the last one received from that sender; zero before the first.
+"""``previous``: the last gradient received from a sender replaces a lost one; zero before the first.
 
-Algorithm 1, line 9 of the paper, per sender. The sender substitutes it: with drawn deliveries it knows what the owner
-received last. Where the owner gets pieces it does so itself. Whoever does, if it also knows which step comes next, and none can be rejected, it keeps only what that step will
-lose, about p times the buffer. Otherwise it keeps everything received last, twice while a step may still be rejected.
+This is Algorithm 1, line 9 of the paper, per sender. The sender substitutes it: with drawn deliveries it knows which
+gradient the owner received last. If the owner gets pieces, the owner substitutes it. That rank may also know which step
+comes next, and that no step can be rejected. Then it keeps only the units that the next step will lose, about p times
+the buffer. Otherwise it keeps all gradients received last, and twice as many while a step may still be rejected.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Previous(GradRecovery):
 
     def __init__(self, units: BucketUnits, rank: int) -> None:
         super().__init__(units, rank)
-        self._kept: dict[int, tuple[Lost, Saved]] = {}  # step: what it loses, and its substitutes
-        self._received: torch.Tensor | None = None  # last received on every link, of steps that counted
-        self._pending: tuple[int, torch.Tensor] | None = None  # the same after a step that may not count
+        self._kept: dict[int, tuple[Lost, Saved]] = {}  # by step: its lost units, and their substitutes
+        self._received: torch.Tensor | None = None  # the gradients last received on every link in steps that counted
+        self._pending: tuple[int, torch.Tensor] | None = None  # the same gradients after a step that may not count
         self._step: int | None = None  # the latest exchange
 
     @classmethod
@@ -52,7 +53,7 @@ class Previous(GradRecovery):
             self._kept = {number: kept for number, kept in self._kept.items() if number == step}
             return
         known = self._kept.get(step)
-        self._kept = {step: known} if known is not None else {}  # for a step that is repeated
+        self._kept = {step: known} if known is not None else {}  # the step may be repeated
         coming = x.coming()
         if coming is not None:
             self._kept[x.following] = (coming, self.rows(buffer).take(buffer, self.units, coming))
@@ -81,7 +82,7 @@ class Previous(GradRecovery):
                 self._received = None
             return
         self._pending = None
-        # All that there is was kept for a step that must not follow, or that did not come.
+        # The substitutes were kept for a step that must not follow, or that did not come.
         useless = {number for number in self._kept if (number > step if step == self._step else number == step)}
         if useless:
             self._kept = {number: kept for number, kept in self._kept.items() if number not in useless}

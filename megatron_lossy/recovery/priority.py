@@ -1,8 +1,9 @@
-"""``--grad-priority``: units of large gradients are delivered whatever the network does (SMART, section 3.1).
-``--param-priority``: so are units of parameters that have changed most.
+"""``--grad-priority``: the network delivers units of large gradients in any case (SMART, section 3.1).
 
-A network that recovers what is lost of a few datagrams, by parity or by sending them again, can do so for those that
-matter most. Which these are the sender decides, from what it sends.
+``--param-priority`` does so for the units of parameters that have changed most.
+
+A network can recover the losses of a few datagrams, by parity or by sending them again. It does so for the datagrams
+that matter most. The sender chooses these from the values that it sends.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ if TYPE_CHECKING:
     import torch
 
 _CACHED_BYTES = 2**18
-#: Numbers in [0, 1), as many as asked for, that depend on an exchange, a bucket and a sender alone.
+#: Returns numbers in [0, 1) that depend on an exchange, a bucket and a sender alone.
 Draw = Callable[[Exchange, int, int], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Protection:
-    """Which units count as high priority, and when those that do not are delivered all the same.
+    """The rule that gives units high priority, and the bound above which all other units are delivered too.
 
-    ``kind``: ``packet-mean``, ``element-quantile``, or ``none``, where only units with a value that is not finite are.
-    ``fraction``: K, in [0, 1]. ``scope``: what the K are of, ``bucket`` or ``destination``. ``sample``: values that the
-    quantile is taken from. ``bound``: if more than this share of the low-priority units of a message are lost, all
-    of them are delivered. ``own``: whether a rank's units for itself can be lost too. ``draw``: for the sample.
+    ``kind``: ``packet-mean``, ``element-quantile``, or ``none``; with ``none`` only units with a value that is not
+    finite have high priority. ``fraction``: K, in [0, 1]. ``scope``: K is a share of a ``bucket`` or of a
+    ``destination``. ``sample``: number of values that the quantile is taken from. ``bound``: if a message loses more
+    than this share of its low-priority units, all of them are delivered. ``own``: whether a rank's units for itself can
+    be lost too. ``draw``: draws the sample.
     """
 
     kind: str = "none"
@@ -45,9 +47,11 @@ class Protection:
 
 @dataclass
 class Told:
-    """What became of the units of one bucket that a rank sent in a step.
+    """A record of the units of one bucket that a rank sent in a step.
 
-    ``lost`` of them, ``recovered`` of those, ``left``: lost for good. ``residual`` of ``payload``: sums of |values|.
+    ``high``: units of high priority. ``lost``: units that the network lost; ``recovered`` of these arrived after all,
+    and ``left`` are lost for good. ``residual`` and ``payload``: sums of |values| of the units lost for good, and of
+    all units.
     """
 
     units: int = 0
@@ -70,14 +74,14 @@ class Priority:
         self.protection = protection
         self.units = units
         self.rank = rank
-        #: bool[N, count], by destination: units that always are of high priority, whatever is in them; None for none.
+        #: bool[N, count], by destination: units that always have high priority, whatever their values; None for none.
         self.always: np.ndarray | None = None
         #: Of the latest exchange.
         self.told = Told()
         self._sums = np.zeros((0, units.count))
 
     def choose(self, buffer: torch.Tensor, exchange: Exchange) -> np.ndarray:
-        """bool[N, count]: what of ``buffer`` [N * shard] is of high priority."""
+        """bool[N, count]: the units of ``buffer`` [N * shard] that have high priority."""
         sizes = importance(buffer, self.units)
         crossing = self._crossing(len(sizes))
         high = self._high(buffer, sizes, crossing, exchange)
@@ -96,11 +100,11 @@ class Priority:
         return crossing
 
     def spare(self, buffer: torch.Tensor, lost: Lost, exchange: Exchange) -> Lost:
-        """What is lost for good of ``buffer`` [N * shard], of which the network loses ``lost``."""
+        """The units of ``buffer`` [N * shard] that are lost for good, if the network loses ``lost``."""
         high = self.choose(buffer, exchange)
         final = lost.mask & ~high
         low = ~high & self._crossing(len(high))[:, None]
-        # A message is what goes to one destination.
+        # A message is all units for one destination.
         beyond = final.sum(axis=1) > self.protection.bound * low.sum(axis=1)
         final[beyond] = False
         self.told.lost = int(lost.mask.sum())
@@ -109,17 +113,17 @@ class Priority:
         return Lost(final)
 
     def take_told(self) -> Told:
-        """What became of the latest exchange, once; nothing if there was none since."""
+        """The record of the latest exchange, once; an empty record if there was none since."""
         told, self.told = self.told, Told()
         return told
 
     def tell(self, final: Lost) -> None:
-        """Of what was chosen from last, ``final`` is lost for good."""
+        """Record ``final``: the units lost for good among those that :meth:`choose` saw last."""
         self.told.left = int(final.mask.sum())
         self.told.residual = float(self._sums[final.mask].sum())
 
     def _high(self, buffer: torch.Tensor, sizes: np.ndarray, crossing: np.ndarray, exchange: Exchange) -> np.ndarray:
-        # A lost infinity in a residual would be added again, and the step rejected, for ever.
+        # A lost infinity in a residual would be added in each step, and each step would be rejected.
         high = ~np.isfinite(sizes)
         if self.always is not None:
             high |= self.always
@@ -136,7 +140,7 @@ class Priority:
         return high
 
     def _quantile(self, buffer: torch.Tensor, rows: np.ndarray, exchange: Exchange) -> float:
-        """The (1 - K) quantile of |values|, over a sample of those for the destinations ``rows``."""
+        """The (1 - K) quantile of |values|, over a sample of the values for the destinations ``rows``."""
         import torch
 
         assert self.protection.draw is not None
@@ -152,10 +156,10 @@ class Priority:
 class ParamPriority:
     """Chooses the units of one bucket that an owner wants delivered to all ranks.
 
-    What a replica lacks of a unit is at most what has changed since the unit was last delivered for certain, whatever was
-    lost meanwhile; the mean of its absolute values is the unit's importance, so that none waits for ever. The mean of
-    absolute values of the unit itself would choose the same ones in every step. ``units``: how the bucket is cut.
-    ``fraction``: K, in [0, 1]. Keeps a copy of the owner's shard.
+    A replica lacks at most the change of a unit since the unit was last delivered for certain, whatever was lost
+    meanwhile. The mean of the absolute values of this change is the unit's importance, so that no unit waits for ever.
+    The mean of the absolute values of the unit itself would choose the same units in every step. ``units``: how the
+    bucket is cut. ``fraction``: K, in [0, 1]. The object keeps a copy of the owner's shard.
     """
 
     def __init__(self, fraction: float, units: BucketUnits) -> None:
@@ -164,15 +168,15 @@ class ParamPriority:
         self.restart()
 
     def restart(self) -> None:
-        """All replicas are equal."""
-        self._certain: torch.Tensor | None = None  # what each replica has at least
+        """Begin again with replicas that are all equal."""
+        self._certain: torch.Tensor | None = None  # the values of each unit when it last arrived for certain
         self._step: int | None = None
         self._chosen = np.zeros(self.units.count, dtype=bool)
 
     def choose(self, sent: torch.Tensor, step: int) -> np.ndarray:
-        """bool[count]: what of ``sent`` [shard], the parameters of ``step``, has to arrive; the same if it is sent again.
+        """bool[count]: the units of ``sent`` [shard], parameters of ``step``, that must arrive; the same for each call.
 
-        Nothing in the first step after replicas were equal: nothing is known of what has changed.
+        In the first step after replicas were equal no unit must arrive: no change is known yet.
         """
         import torch
 
@@ -193,7 +197,7 @@ class ParamPriority:
         return self._chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved for a run to continue bit for bit."""
+        """The state that must be saved for a run to continue bit for bit."""
         import torch
 
         certain = None if self._certain is None else self._certain.clone()
@@ -214,7 +218,7 @@ def lengths(units: BucketUnits) -> np.ndarray:
 def importance(buffer: torch.Tensor, units: BucketUnits) -> np.ndarray:
     """float32[N, count]: the mean of |values| of each unit of ``buffer`` [N * shard] (SMART, equation 1).
 
-    Added up in float32; not finite where a value is not.
+    Sums are taken in float32. The mean is not finite if a value is not.
     """
     import torch
 
@@ -226,10 +230,10 @@ def _sums(view: torch.Tensor) -> torch.Tensor:
     """float32[N, units]: sums of |values| of ``view`` [N, units, elements]."""
     import torch
 
-    # Elsewhere |values| of a whole bucket would be in memory; on a CPU this adds one after another, and takes longer.
+    # On a device the loop would hold |values| of a whole bucket; on a CPU this norm adds serially, which is slower.
     if view.device.type != "cpu":
         return torch.linalg.vector_norm(view, ord=1, dim=-1, dtype=torch.float32)
-    # As many units at a time as a core's cache holds: the values are read once, and nothing is written back.
+    # A piece holds as many units as fit in a core's cache: the values are read once, and nothing is written back.
     _, units, elements = view.shape
     most = max(1, _CACHED_BYTES // (elements * view.element_size()))
     result = view.new_empty(view.shape[:2], dtype=torch.float32)
@@ -241,7 +245,7 @@ def _sums(view: torch.Tensor) -> torch.Tensor:
 
 
 def top(sizes: np.ndarray, fraction: float) -> np.ndarray:
-    """bool, of the shape of ``sizes``: the largest share ``fraction`` of the finite ones, the first where they are equal."""
+    """bool, of the shape of ``sizes``: the largest share ``fraction`` of finite ones; of equal ones the first."""
     flat = np.where(np.isfinite(sizes), sizes, -1.0).ravel()
     count = int(fraction * flat.size + 0.5)
     chosen = np.zeros(flat.size, dtype=bool)

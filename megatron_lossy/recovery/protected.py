@@ -1,8 +1,9 @@
-"""Rules whose senders choose which units have to arrive (``--grad-priority``, ``error-feedback``).
+"""Rules whose senders choose the units that have to arrive (``--grad-priority``, ``error-feedback``).
 
-A network that recovers some of its losses, by parity or by sending again, can do so for the units that matter most. Only
-their sender knows which these are. So the sender removes the others itself where losses are drawn (:class:`Spared`), and
-tells the network where only that knows its losses (:class:`Required`). The rule inside never hears of it.
+A network can recover some of its losses, by parity or by sending again. It does so for the units that matter most. Only
+their sender knows these. If losses are drawn, the sender removes the other lost units itself (:class:`Spared`). If only
+the network knows its losses, the sender names the units that must arrive (:class:`Required`). The rule inside knows
+nothing of this.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Protected(GradRecovery):
-    """``rule``, of whose units ``priority`` chooses those that have to arrive."""
+    """``rule`` with a ``priority`` that chooses the units that have to arrive."""
 
     def __init__(self, rule: GradRecovery, priority: Priority) -> None:
         super().__init__(rule.units, rule.rank)
@@ -36,7 +37,7 @@ class Protected(GradRecovery):
         self.rule.after(shard, delivery, kept, x)
 
     def share(self, replicated: np.ndarray) -> None:
-        # What a sender chooses depends on what else is in a unit, which each copy has to itself.
+        # A unit may hold other values than the copies, and these differ between ranks: a choice would differ too.
         self.priority.always = replicated
 
     def take_told(self) -> Told:
@@ -56,7 +57,7 @@ class Protected(GradRecovery):
 
 
 class Spared(Protected):
-    """Of drawn losses: chosen units arrive all the same."""
+    """The rule for drawn losses: chosen units arrive even if the draw loses them."""
 
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
         self.correct(buffer, x)
@@ -74,11 +75,11 @@ class Spared(Protected):
 
 
 class Required(Protected):
-    """Of losses that only the network knows: chosen units must arrive, and destinations report which others did not."""
+    """The rule for losses that only the network knows: chosen units must arrive; other losses are reported."""
 
     def __init__(self, rule: GradRecovery, priority: Priority) -> None:
         super().__init__(rule, priority)
-        #: The payload of which nobody has said what arrived: step, payload, loss scale.
+        #: The payload without a report yet: step, payload, loss scale.
         self._sent: tuple[int, torch.Tensor, Any] | None = None
         self._late: list[int] = []
 

@@ -1,4 +1,4 @@
-"""``renormalize``: the mean of what arrived (paper, section 3 (2), Corollary 3.2).
+"""``renormalize``: the mean of the units that arrived (paper, section 3 (2), Corollary 3.2).
 
 The owner multiplies the sum of the K survivors by N/K; the division by N is Megatron's. A unit without survivor stays
 zero.

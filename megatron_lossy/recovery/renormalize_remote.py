@@ -1,7 +1,7 @@
 """``renormalize-remote``: own weight 1/N, the mean of the remote survivors (N-1)/N; the own gradient if there is none.
 
-In expectation the plain mean for any gradients, if a remote survivor exists. The own shard stays out of the sum where
-something is missing, so that the owner can weight the two parts apart.
+If a remote survivor exists, the expectation is the plain mean for any gradients. The own shard stays out of the sum
+where something is missing, so that the owner can weight the two parts apart.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RenormalizeRemote(GradRecovery):
         rows.scale_(shard, self.units, np.where(remote > 0, (size - 1) / np.maximum(remote, 1), 1.0))
         part = shard.new_zeros(shard.shape)
         rows.put_(part, self.units, kept_out, saved)
-        # Alone, the own gradient is the mean: it must survive the division by N.
+        # Without remote survivors the own gradient is the mean: it must survive the division by N.
         own_weight = np.where(remote > 0, 1.0, float(size)) / (size if x.averaged else 1)
         rows.scale_(part, self.units, own_weight)
         shard.add_(part)

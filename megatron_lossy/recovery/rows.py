@@ -1,8 +1,8 @@
-"""Reading and changing the lost units of a bucket in place.
+"""Reads and changes the lost units of a bucket in place.
 
-:class:`IndexedRows` touches only what was lost: its time and memory follow the loss. :class:`MaskedRows` has the
-same effect with shapes and numbers in its graph that do not depend on the loss, for devices that compile each graph
-(HPU). Lost values are selected, never multiplied: infinity times zero is not zero.
+:class:`IndexedRows` touches only lost units: its time and memory follow the loss. :class:`MaskedRows` has the same
+effect with shapes and numbers in its graph that do not depend on the loss, for devices that compile each graph (HPU).
+Lost values are selected, never multiplied: infinity times zero is not zero.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from . import copies
 if TYPE_CHECKING:
     import torch
 
-#: What ``take`` returns: tensors, for each view of the bucket.
+#: The result of ``take``: tensors for each view of the bucket.
 Saved = list[tuple[Any, ...]]
 
 
 def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Tensor, slice]]:
-    """``buffer`` [shards * shard] as [shards, units, elements], the shorter last unit apart; with unit numbers."""
+    """``buffer`` [shards * shard] as [shards, units, elements], with unit numbers. A shorter last unit is apart."""
     shards, start = buffer.numel() // units.shard, buffer.storage_offset()
     return [
         (
@@ -38,7 +38,7 @@ def unit_views(buffer: torch.Tensor, units: BucketUnits) -> list[tuple[torch.Ten
 
 
 def times(saved: Saved, factor: Any) -> Saved:
-    """What ``take`` returned, in float32, its values multiplied by ``factor``, a number or a scalar tensor."""
+    """The result of ``take`` in float32, its values multiplied by ``factor``, a number or a scalar tensor."""
     return [tuple(part.float() * factor if part.is_floating_point() else part for part in parts) for parts in saved]
 
 
@@ -47,7 +47,7 @@ def _float32(factors: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _flat(view: torch.Tensor) -> torch.Tensor:
-    """``view`` [shards, units, elements], without gaps, as [shards * units, elements]: whole rows are faster than two indices."""
+    """Contiguous ``view`` [shards, units, elements] as [shards * units, elements], for faster work on whole rows."""
     return view.view(-1, view.shape[2])
 
 
@@ -61,11 +61,11 @@ def _select(view: torch.Tensor, index: tuple[torch.Tensor, ...]) -> torch.Tensor
 
 
 class IndexedRows:
-    """Work proportional to what was lost."""
+    """Operations that cost work proportional to the loss."""
 
     @staticmethod
     def nothing(lost: Lost) -> bool:
-        """Whether the work for ``lost`` may be left out, because nothing was lost."""
+        """Whether the work for ``lost`` may be skipped, because nothing was lost."""
         return not lost.mask.any()
 
     @staticmethod
@@ -113,7 +113,7 @@ class IndexedRows:
 
     @classmethod
     def add_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
-        """Add to the units that are ``lost`` what :meth:`take` returned for them; the sum is rounded once."""
+        """Add the result of :meth:`take` for ``lost`` to the units that are ``lost``; the sum is rounded once."""
         for (view, numbers), values in zip(unit_views(buffer, units), saved, strict=True):
             copies.used_here(values)
             if units.count == 1:
@@ -141,11 +141,11 @@ class IndexedRows:
 
 
 class MaskedRows:
-    """The same with full-size masks: the same operations on the same shapes, whatever was lost."""
+    """The same operations with full-size masks: their shapes do not depend on the loss."""
 
     @staticmethod
     def nothing(lost: Lost) -> bool:
-        """See :meth:`IndexedRows.nothing`; never, since a graph that is left out would be another graph."""
+        """See :meth:`IndexedRows.nothing`; never True, because a skipped graph would be another graph."""
         return False
 
     @staticmethod
@@ -165,7 +165,7 @@ class MaskedRows:
 
     @classmethod
     def put_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
-        """See :meth:`IndexedRows.put_`. Shard by shard, so that no other whole copy of the bucket is needed."""
+        """See :meth:`IndexedRows.put_`. It works shard by shard: no second whole copy of the bucket is needed."""
         for (view, numbers), (value,) in zip(unit_views(buffer, units), saved, strict=True):
             copies.used_here((value,))
             for old, new, mask in zip(value, view, cls._mask(lost, numbers, buffer.device), strict=True):

@@ -1,7 +1,7 @@
-"""``stale``: a unit of parameters that is lost keeps the value that the worker received last (paper, section 3 (4)).
+"""``stale``: a lost unit of parameters keeps the value that the worker received last (paper, section 3 (4)).
 
-Some wires overwrite the whole replica: with those the rule puts lost units aside and puts them back. Others write only the
-units that arrive.
+Some wires overwrite the whole replica: with those the rule puts lost units aside and puts them back. Others write only
+the units that arrive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Stale(Rule):
-    """Keeps what was received last."""
+    """Keeps the values received last."""
 
     name = "stale"
 
@@ -29,26 +29,26 @@ class Stale(Rule):
         return delivery.lost_here(self.units)
 
     def put_aside(self, replica: torch.Tensor, delivery: Delivery) -> Saved | None:
-        """Copies of the units of ``replica`` [N * shard] that will be stale; ``None`` if nothing has to be done."""
+        """Copies of the units of ``replica`` [N * shard] that will be stale; ``None`` if there is nothing to do."""
         lost, rows = self.lost(delivery), self.rows(replica)
         return None if rows.nothing(lost) else rows.take(replica, self.units, lost)
 
     def put_back(self, replica: torch.Tensor, delivery: Delivery, saved: Saved | None) -> None:
-        """Undo in ``replica`` what overwrote the units that :meth:`put_aside` returned."""
+        """Write the units that :meth:`put_aside` returned back into ``replica``."""
         if saved is not None:
             self.rows(replica).put_(replica, self.units, self.lost(delivery), saved)
 
     def send(self, x: Parameters) -> Any:
-        """Let ``x.sent`` hold what is sent. The result is given to :meth:`sent`."""
+        """Put the values to send into ``x.sent``. The result is given to :meth:`sent`."""
 
     def sent(self, x: Parameters, own: Any) -> None:
-        """Let the own shard hold the owner's weights again."""
+        """Put the owner's weights back into the own shard."""
 
     def choose(self, sent: torch.Tensor, step: int) -> np.ndarray | None:
-        """bool[count]: the units of ``sent`` [shard], the parameters of ``step``, that must arrive; ``None`` for none."""
+        """bool[count]: the units of ``sent`` [shard], parameters of ``step``, that must arrive; ``None`` for none."""
 
     def before_update(self, sent: torch.Tensor) -> None:
-        """The weights of the own shard, which is sent as ``sent`` [shard], are about to be updated."""
+        """Called before the update of the own shard's weights, sent as ``sent`` [shard]."""
 
 
 class Prioritised(Stale):

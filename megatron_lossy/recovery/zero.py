@@ -1,4 +1,4 @@
-"""``zero``: what is lost counts as zero, the naive baseline. Expectation (g_own + (1-p) sum of others) / N."""
+"""``zero``: a lost unit counts as zero, the naive baseline. Expectation (g_own + (1-p) sum of others) / N."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from .base import GradRecovery
 
 
 class Zero(GradRecovery):
-    """Removes what is lost and corrects nothing."""
+    """Removes lost units and corrects nothing."""
 
     name = "zero"

@@ -19,7 +19,7 @@ from .writers import CURVES, TABLE_CSV, TABLE_MARKDOWN, report_files, write_repo
 
 @dataclass(frozen=True)
 class ReportConfig:
-    """What the report says, and where it goes."""
+    """The content of the report, and its folder."""
 
     out: str | None = flag(
         None, f"folder of {TABLE_MARKDOWN}, {TABLE_CSV} and {CURVES}; default RUNS_DIR", type=str, metavar="DIR"
@@ -36,7 +36,7 @@ class ReportConfig:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    """Do what the command line says. Raises :class:`UsageError`."""
+    """Run the command line. Raises :class:`UsageError`."""
     parser = ArgumentParser(
         "python -m megatron_lossy.report",
         description="Table of losses and training curves of a folder of runs, and of what else they recorded.",
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     out = Path(config.out if config.out is not None else namespace.runs)
     check_package("matplotlib", "--out", out, "matplotlib")
     check_folder("--out", out)
-    # A report beside its runs belongs to them and is renewed with them; elsewhere it may be that of other runs.
+    # A report beside its runs belongs to them and is renewed with them; elsewhere it may belong to other runs.
     if out.resolve() != Path(namespace.runs).resolve() and not config.overwrite:
         for name in report_files(config.metrics):
             if (out / name).exists():
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """:func:`run`, with wrong input as one line and exit status 2."""
+    """:func:`run`, which reports wrong input as one line and exit status 2."""
     sys.stdout.reconfigure(errors="replace")  # "±" on an ASCII terminal
     with usage_errors("megatron_lossy.report"):
         run(arguments)

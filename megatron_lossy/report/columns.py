@@ -1,6 +1,7 @@
-"""Which runs belong together: one column per loss rate, and per setting where runs of one rate differ in it.
+"""Groups runs into columns: one per loss rate, and one per setting if runs of one rate differ in it.
 
-Columns of errors in gradients are named by all flags of errors and of what was done about them."""
+Columns of errors in gradients are named by all flags of errors and of the actions on them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .runs import Run
 SEEDS = {"seed", "loss_seed"}
 _RATES = {"p_grad", "p_param"}
 _LOSS_FLAGS = {f.name for f in dataclasses.fields(LossyConfig)}
-#: A run may go on with others of them, but they decide what a network loses, and what arrives too late.
+#: A run may go on with other values of these, but they decide which units a network loses, and which come too late.
 NETWORK = {
     "udp_rate",
     "udp_rate_control",
@@ -31,14 +32,14 @@ NETWORK = {
     "udp_fec",
     "udp_fec_budget",
 }
-# What is saved, logged and evaluated, where and when, changes no weight.
+# Settings of saving, logging and evaluation change no weight.
 _NO_MATTER = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas", "eval_weights"}
 _NO_MATTER -= NETWORK
 
 
 @dataclass(frozen=True)
 class Column:
-    """Runs that repeat one setting. ``settings`` are those in which runs of the same rate differ."""
+    """Runs that repeat one setting. ``settings``: the settings in which runs of the same rate differ."""
 
     label: str
     runs: tuple[Run, ...]
@@ -50,12 +51,12 @@ class Column:
 
     @property
     def repetitions(self) -> int:
-        """Runs that differ in a seed that matters to them."""
+        """The number of runs that differ in a seed that matters to them."""
         return len({(run.seed, None if self.clean else run.loss_seed) for run in self.runs})
 
 
 def columns(runs: Sequence[Run]) -> list[Column]:
-    """``runs`` by column, in the order in which columns first appear."""
+    """``runs`` by column, in the order of the columns' first runs."""
     groups: dict[Any, list[Run]] = {}
     for run in runs:
         groups.setdefault(run.condition, []).append(run)
@@ -77,7 +78,7 @@ def baseline(of: Column, among: Sequence[Column]) -> Column | None:
 
 
 def other_differences(runs: Sequence[Run]) -> list[str]:
-    """Settings beside the loss flags in which runs differ, so that the loss does not explain everything."""
+    """Settings beside the loss flags in which runs differ. Then the loss does not explain everything."""
     return sorted(_differing(runs) - SEEDS - _LOSS_FLAGS)
 
 
@@ -87,13 +88,13 @@ def _differing(runs: Sequence[Run]) -> set[str]:
 
 
 def _settings(run: Run, differing: Set[str]) -> tuple[str, ...]:
-    """``differing`` keys as labels; how a run would have recovered from loss says nothing about one without any."""
+    """``differing`` keys as labels. For a run without loss, loss flags are left out: they had no effect."""
     keys = differing - _LOSS_FLAGS if run.clean else differing | _of_replicas(run)
     return tuple(f"{key.replace('_', '-')} {run.config.get(key)}" for key in sorted(keys))
 
 
 def _of_replicas(run: Run) -> set[str]:
-    """Flags of errors in gradients, of what keeps replicas equal, and of islands, that were given."""
+    """The given flags of errors in gradients, of synchronisation of replicas, and of islands."""
     found = set()
     for cls in (ErrorFlags, SyncFlags, IslandFlags):
         flags, defaults = of_flags(cls, run.config), cls()

@@ -75,7 +75,7 @@ def plot_curves(runs: Sequence[Run], path: str | Path) -> None:
 def plot_scalars(runs: Sequence[Run], names: Sequence[str], path: str | Path) -> None:
     """Draw scalars that have one axis, of all ``runs`` that recorded them, to the PNG ``path``, 1600 x 1000 pixels.
 
-    Faint: as recorded; lines: the running mean, dashed where the name says that it is a prediction of another.
+    Faint: as recorded; lines: the running mean, dashed for a name that is a prediction of another.
     """
     figure, axes = _figure()
     groups = columns(runs)
@@ -109,8 +109,8 @@ def plot_scalars(runs: Sequence[Run], names: Sequence[str], path: str | Path) ->
 def running_mean(values: np.ndarray) -> np.ndarray:
     """Mean over 1/40 of the values on either side. NaN counts nowhere and stays NaN.
 
-    Near the start, where losses fall steeply, both sides are cut alike, which shifts nothing; at the flat end
-    only the missing one is, which keeps the last values smooth.
+    Near the start losses fall steeply: there both sides are cut alike, which shifts nothing. At the flat end only the
+    missing side is cut, which keeps the last values smooth.
     """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
@@ -134,7 +134,7 @@ def _colours(groups: Sequence[Column]) -> np.ndarray:
 
 
 def _series(values: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    """Iterations in order, and the values there."""
+    """Iterations in order, and their values."""
     iterations = np.array(sorted(values), dtype=np.int64)
     return iterations, np.array([values[i] for i in iterations.tolist()], dtype=np.float64)
 
@@ -153,7 +153,7 @@ def _label(axes: Axes, title: str) -> None:
 
 
 def log_axis(axes, values: np.ndarray) -> None:
-    """Make the vertical axis logarithmic, around the finite ones of ``values``, with ticks that can be read."""
+    """Make the vertical axis logarithmic, around the finite ones of ``values``, with readable ticks."""
     axes.set_yscale("log")
     values = values[np.isfinite(values) & (values > 0)]
     if not len(values):

@@ -1,7 +1,7 @@
-"""Runs, read from what Megatron-LM itself writes: the log of its ranks, or its TensorBoard files.
+"""Runs, read from Megatron-LM's own output: the log of its ranks, or its TensorBoard files.
 
-Rank 0 prints all arguments at the start, and the last rank a line per log interval and per evaluation
-(``megatron/training/training.py``), so that the log of a run says what ``metrics.jsonl`` would. TensorBoard files hold
+Rank 0 prints all arguments at the start. The last rank prints a line per log interval and per evaluation
+(``megatron/training/training.py``). So the log of a run has the content of ``metrics.jsonl``. TensorBoard files hold
 the arguments as texts and the losses as scalars.
 """
 
@@ -28,11 +28,11 @@ EVENTS = "events.out.tfevents.*"
 _ARGUMENT = re.compile(r"\s(\w+) \.{2,} (.*)$")
 _TIME = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 _TRAIN = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
-# What the hooks of this package print below it (hooks/megatron_training.py).
+# The line that the hooks of this package print below it (hooks/megatron_training.py).
 _EXCHANGES = re.compile(r"exchanges up to iteration +(\d+) \|(.*)")
-# Names of ours, and in what they are there.
+# By Megatron-LM's name: our name, and the factor to our unit.
 _IN_LOGS = {"number of skipped iterations": ("skipped", 1), "elapsed time per iteration (ms)": ("seconds", 1e-3)}
-# Those on the test set come after training and are of other data.
+# Losses on the test set come after training and are of other data.
 _VALID = re.compile(r"validation loss at iteration (\d+)(?: on validation set)? \|(.*)")
 _VALID_LOSSES = {
     "replica": re.compile(r"\blm loss value: (\S+)"),
@@ -43,7 +43,7 @@ _SCALARS = {
     ("valid", "replica"): "lm loss validation",
     ("valid", "owner"): "lm loss (owner weights) validation",
 }
-# A training record replaces what was there of its iteration.
+# A training record replaces older records of its iteration.
 _ORDER = ("train", "valid", "scalars")
 # Steps of these count samples.
 _NOT_BY_ITERATION = " vs samples"
@@ -59,7 +59,7 @@ _SETTINGS = {field.name for cls in (TrainConfig, LossyConfig) for field in datac
 def read_megatron_run(folder: str | Path) -> Run | None:
     """The run that Megatron-LM logged in ``folder`` or below it, or None if it logged none.
 
-    Raises :class:`UsageError` if it does not say with which arguments, or if there are several runs.
+    Raises :class:`UsageError` if the log does not show its arguments, or if there are several runs.
     """
     folder = Path(folder)
     return _from_logs(folder) or _from_tensorboard(folder)
@@ -70,7 +70,7 @@ def read_megatron_run(folder: str | Path) -> Run | None:
 
 @dataclasses.dataclass
 class _Log:
-    """What one file says: arguments as printed, records in order, and when its first iteration was."""
+    """The content of one file: arguments as printed, records in order, and the time of its first iteration."""
 
     path: Path
     arguments: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -202,7 +202,7 @@ def _recorder(folder: Path, arguments: Mapping[str, str]) -> RunRecorder:
 
 
 def _described(folder: Path, arguments: Mapping[str, str]) -> Run:
-    """A run without losses yet. One without our flags lost nothing."""
+    """A run without losses yet. A run without our flags lost nothing."""
     settings = {name: _value(text) for name, text in arguments.items() if name in _SETTINGS}
     try:
         return Run(

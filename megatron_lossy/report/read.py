@@ -1,4 +1,4 @@
-"""Runs, read from folders: from the ``metrics.jsonl`` that training writes, or what Megatron-LM logged."""
+"""Runs, read from folders: from the ``metrics.jsonl`` that training writes, or from Megatron-LM's logs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .runs import Run, RunRecorder
 
 
 def read_runs(folder: str | Path) -> list[Run]:
-    """The runs in the folders of ``folder``, least loss first, or that in ``folder`` itself. Raises :class:`UsageError`.
+    """The runs in the folders of ``folder``, least loss first, or that in it. Raises :class:`UsageError`.
 
-    Of each folder its ``metrics.jsonl``, or those of the islands of one run, or else what Megatron-LM logged there.
+    Each folder gives its ``metrics.jsonl``, or those of the islands of one run, or else Megatron-LM's logs.
     """
     folder = Path(folder)
     one = (folder / METRICS_FILE).is_file() or _islands(folder)
@@ -52,7 +52,7 @@ def _islands(path: Path) -> list[Path]:
 
 
 def _together(islands: list[Run], name: str) -> Run:
-    """The run of ``islands``: the mean of their training losses; all else as the first one has it."""
+    """The run of ``islands``: the mean of their training losses; all else comes from the first one."""
     common = set(islands[0].train).intersection(*(island.train for island in islands))
     train = {iteration: fmean(island.train[iteration] for island in islands) for iteration in sorted(common)}
     return replace(islands[0], name=name, train=train)
@@ -106,7 +106,7 @@ def _described(record: dict[str, Any], folder: str) -> Run:
         p_param=record["p_param"] + 0.0,
         loss_seed=record.get("loss_seed"),
         seed=record.get("seed"),
-        # The number of ranks decides what is lost, as the flags do.
+        # The number of ranks decides the losses, as the flags do.
         config={**(record.get("config") or {}), "world_size": record.get("world_size")},
         origin={key: record[key] for key in ("date", "hardware", "versions") if key in record},
     )

@@ -1,12 +1,12 @@
-"""Runs, read from the ``metrics.jsonl`` that training writes; those of Megatron-LM are read by :mod:`.megatron_logs`.
+"""Runs, read from the ``metrics.jsonl`` that training writes; :mod:`.megatron_logs` reads those of Megatron-LM.
 
-The first line describes the run (``kind`` = ``run``: name, p_grad, p_param, loss_seed, seed, config). Then come
-records of training (``train``: iteration, lm loss, skipped, …) and of evaluation (``valid``: iteration, lm loss,
-weights). A killed run may leave a last line without an end, which is left out. A resumed run continues the same
-file from its checkpoint: a record of an iteration replaces everything that was recorded from there on.
+The first line describes the run (``kind`` = ``run``: name, p_grad, p_param, loss_seed, seed, config). Then come records
+of training (``train``: iteration, lm loss, skipped, …) and of evaluation (``valid``: iteration, lm loss, weights). A
+killed run may leave a last line without an end, which is left out. A resumed run continues the same file from its
+checkpoint: a record of an iteration replaces all records from there on.
 
-A "train" record's other numbers are the run's scalars, by name and iteration. Readers of other files may add some that
-were written apart from it, in records of the kind ``scalars``.
+A "train" record's other numbers are the run's scalars, by name and iteration. Readers of other files may add scalars
+that were written apart from it, in records of the kind ``scalars``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..registry import CHANNELS
 
 WEIGHTS = ("replica", "owner", "consensus")
 LOSS = "lm loss"
-# What is no scalar of a "train" record.
+# The keys of a "train" record that are no scalars.
 _NO_SCALARS = {"kind", "iteration", LOSS}
-# Of what is a record's largest or smallest value, the mean over records would be neither.
+# Some scalars are a record's largest or smallest value. Their mean over records would be neither.
 _SUMMARIES: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": min}
 
 
@@ -36,8 +36,8 @@ _SUMMARIES: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": 
 class Run:
     """One training run.
 
-    ``train`` maps an iteration to the training loss recorded there, the mean since the record before (NaN where it
-    was not finite; left out where the optimizer skipped every iteration of it). ``valid`` maps weights
+    ``train`` maps an iteration to the training loss recorded there: the mean since the record before. It is NaN if the
+    loss was not finite, and missing if the optimizer skipped every iteration of the record. ``valid`` maps weights
     (``replica``, ``owner``, ``consensus`` of islands) to iterations to validation losses.
     """
 
@@ -52,13 +52,13 @@ class Run:
     iterations: int = 0
     """The last iteration trained."""
     origin: dict[str, Any] = field(default_factory=dict)
-    """Where the run was trained, as far as it was recorded: ``date``, ``hardware``, ``versions``."""
+    """The origin of the run, as far as it was recorded: ``date``, ``hardware``, ``versions``."""
     scalars: dict[str, dict[int, float]] = field(default_factory=dict)
     """All other numbers of its training records, by name and iteration; NaN where one was not finite."""
 
     @property
     def condition(self) -> tuple[str, str]:
-        """How gradients and parameters lose data, as labels: a rate in percent, or what replaces a rate."""
+        """The losses of gradients and parameters, as labels: a rate in percent, or the flag that replaces a rate."""
         return self._loss("grad", self.p_grad), self._loss("param", self.p_param)
 
     @property
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def lossless(self) -> bool:
-        """True for a run that lost nothing, and in which nothing was late on purpose."""
+        """Whether the run lost nothing, and nothing in it was late on purpose."""
         boundaries = any(self.config.get(name) for name in ("p_act", "p_act_grad"))
         islands = self.config.get("islands", 1) > 1 and self.config.get("sync_method") != "gradients"
         late = self.config.get("async_pipeline")
@@ -77,16 +77,16 @@ class Run:
 
     @property
     def clean(self) -> bool:
-        """True for a run in which nothing was lost or wrong: the baseline.
+        """Whether nothing was lost or wrong in the run: the baseline.
 
-        Replicas that were equal and averaged all the same are not what they were (docs/corruption.md).
+        Equal replicas that were averaged in spite of that are not unchanged (docs/corruption.md).
         """
         averaged = self.config.get("param_sync_interval") and self.config.get("param_sync_always")
         return self.lossless and not averaged and not of_flags(ErrorFlags, self.config).errs
 
     @property
     def diverged(self) -> bool:
-        """True if the last training loss is not finite."""
+        """Whether the last training loss is not finite."""
         return bool(self.train) and math.isnan(self.train[max(self.train)])
 
     @property
@@ -96,7 +96,10 @@ class Run:
         return float(np.mean(last)) if last else math.nan
 
     def valid_loss(self, weights: str) -> float | None:
-        """Loss of the last evaluation with ``weights``; NaN if the run diverged, before any or since; None if there was none."""
+        """Loss of the last evaluation with ``weights``; None if there was none.
+
+        It is NaN if the run diverged, before any evaluation or since.
+        """
         losses = self.valid.get(weights)
         if self.diverged and (losses or not self.valid):
             return math.nan
@@ -109,9 +112,9 @@ class Run:
     def scalar(self, name: str) -> float | None:
         """The scalar ``name`` at the end of the run; None if it was never recorded.
 
-        The mean of its finite values in the last 10 % of the iterations (at least 10), or the last value before if it
-        was not recorded there; the largest or smallest for a name that ends in "max" or "min". NaN if the run
-        diverged or if no value there is finite.
+        It is the mean of its finite values in the last 10 % of the iterations (at least 10), or the last value before
+        if it was not recorded there. For a name that ends in "max" or "min" it is the largest or smallest of these
+        values. It is NaN if the run diverged or if no value there is finite.
         """
         values = self.recorded(name)
         if not values:
@@ -130,7 +133,7 @@ class Run:
         models = self.config.get("loss_model") or LossyConfig.loss_model
         models = [models] if isinstance(models, str) else models
         model = models[0 if phase == "grad" else -1]
-        if model not in CHANNELS:  # of a package that is not installed here
+        if model not in CHANNELS:  # its package is not installed here
             return model
         label = CHANNELS.load(model).label({**self.config, f"p_{phase}": rate}, phase)
         if self.config.get("transport") == "udp":
@@ -179,6 +182,6 @@ class RunRecorder:
 
 
 def _number(value: Any) -> float:
-    """JSON has no NaN; some writers say null."""
+    """The number in ``value``. JSON has no NaN; some writers use null."""
     number = math.nan if value is None else value + 0.0
     return number if math.isfinite(number) else math.nan

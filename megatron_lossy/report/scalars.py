@@ -1,4 +1,4 @@
-"""Recorded scalars by name: what they are in, which of them predict others, and which a user may ask for.
+"""Recorded scalars by name: their units, their predictions, and the names that a user may ask for.
 
 The names are those of docs/monitors.md and of the training records; runs of Megatron-LM may have more.
 """
@@ -21,7 +21,7 @@ DEFINITION = (
 
 @dataclass(frozen=True)
 class Axis:
-    """How a scalar is drawn: the label of its axis, with the unit, and whether the axis is logarithmic."""
+    """The axis for a scalar: its label, with the unit, and whether it is logarithmic."""
 
     label: str
     logarithmic: bool = False
@@ -93,7 +93,7 @@ AXES = {
 
 
 def axis_of(name: str) -> Axis:
-    """The axis of any scalar; one that only Megatron-LM knows has its name for a label."""
+    """The axis of any scalar; for a scalar that only Megatron-LM knows, the label is its name."""
     return AXES.get(name, Axis(name))
 
 
@@ -109,7 +109,7 @@ def recorded(runs: Sequence[Run]) -> list[str]:
 
 
 def check_names(flag: str, names: Sequence[object], allowed: Sequence[str]) -> None:
-    """Raise :class:`UsageError` for a name that is not among ``allowed``, or that stands twice among ``names``."""
+    """Raise :class:`UsageError` for a name outside ``allowed``, or a repeated name."""
     for name in names:
         if name not in allowed:
             hint = "" if "drift owner" in allowed or not needs_drift(str(name)) else " (drift needs --drift-interval)"
@@ -119,7 +119,7 @@ def check_names(flag: str, names: Sequence[object], allowed: Sequence[str]) -> N
 
 
 def with_predictions(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """``names`` in groups that belong into one figure: (X, X predicted) where both are asked for, else (X,)."""
+    """``names`` in groups for one figure each: (X, X predicted) if both are asked for, else (X,)."""
     asked = set(names)
     groups = []
     for name in names:
@@ -130,5 +130,5 @@ def with_predictions(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def file_name(name: str) -> str:
-    """A name as part of that of a file: letters, digits, dots and dashes; all else is one underscore."""
+    """A name as part of a file's name: letters, digits, dots and dashes; all else becomes one underscore."""
     return re.sub(r"[^\w.-]+", "_", name).strip("_")

@@ -1,8 +1,8 @@
 """The table of final losses: the layout of Table 1 of *Distributed Training under Packet Loss*.
 
-Rows are training and validation loss and perplexity, with one column per loss rate and the change relative to
-the column without loss or errors. Several runs of one column give the mean and its standard error. Recorded scalars may follow as
-further rows.
+Rows are training and validation loss and perplexity. There is one column per loss rate, and the change relative to the
+column without loss or errors. Several runs of one column give the mean and its standard error. Recorded scalars may
+follow as further rows.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ DEFINITIONS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One value: ``mean`` over ``runs`` runs, its standard ``error`` (None for one run) and the ``change``
-    relative to the clean column in percent (None if there is nothing to compare with), with its standard
-    ``change_error`` if the runs are paired with clean ones. ``mean`` is NaN if ``diverged`` of the runs have no
-    finite loss; ``runs`` is 0 if none has recorded the value."""
+    """One value: ``mean`` over ``runs`` runs, its standard ``error``, and its ``change`` in percent.
+
+    ``change`` is relative to the clean column, and None if there is nothing to compare with. ``error`` is None for one
+    run. ``change_error``: the standard error of ``change`` if the runs are paired with clean ones. ``mean`` is NaN if
+    ``diverged`` of the runs have no finite loss; ``runs`` is 0 if none has recorded the value.
+    """
 
     mean: float
     error: float | None
@@ -77,7 +79,7 @@ class LossTable:
     notes: tuple[str, ...]
 
     def text(self) -> str:
-        """For a terminal: aligned with blanks, ending in a newline."""
+        """The table for a terminal: aligned with blanks, ending in a newline."""
         lines = [["metric", *self.headings], *([name, *map(str, entries)] for name, entries in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
@@ -202,7 +204,7 @@ def _notes(groups: Sequence[Column], runs: Sequence[Run], weights: Sequence[str]
 
 
 def _lengths(runs: Sequence[Run]) -> list[str]:
-    """Which runs are shorter than the longest, or were last evaluated earlier than the latest."""
+    """Notes on runs that are shorter than the longest, or were last evaluated earlier than the latest."""
     notes = []
     evaluated = {run.name: max((i for losses in run.valid.values() for i in losses), default=0) for run in runs}
     trained = {run.name: run.iterations for run in runs}

@@ -22,7 +22,7 @@ def report_files(scalars: Sequence[str] = ()) -> list[str]:
 def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path, scalars: Sequence[str] = ()) -> list[Path]:
     """Write table and curves of ``runs`` to ``folder``, replacing an older report. Returns the files.
 
-    ``scalars``: recorded ones to draw too, a prediction in the figure of what it predicts if both are named.
+    ``scalars``: recorded scalars to draw too. A prediction is in the figure of its scalar if both are named.
     """
     from .curves import plot_curves, plot_scalars
 
@@ -30,7 +30,7 @@ def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path, scal
     folder = Path(folder)
     with writing("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # What is large goes first: if it does not fit, the older report is still all of one piece.
+        # Large files go first: if they do not fit, the older report is still complete.
         plot_curves(runs, folder / CURVES)
         for group, figure in zip(with_predictions(scalars), files[3:], strict=True):
             plot_scalars(runs, group, folder / figure)

@@ -1,7 +1,7 @@
-"""What replicas exchange beside gradients: fingerprints, repairs, averages of parameters; averages between islands. No megatron.
+"""Exchanges of replicas beside gradients: fingerprints, repairs, averages; and averages of islands. No megatron.
 
-Replicas of one training job are kept equal over :class:`Peers`, and so alike for one in each process and for all of them in
-one. Islands, training jobs of their own, average some of their parameters by a :class:`Rule` in :class:`Rounds`.
+Replicas of one training job are kept equal over :class:`Peers`, with one replica in each process or all in one process.
+Islands, training jobs of their own, average some of their parameters by a :class:`Rule` in :class:`Rounds`.
 """
 
 from .mean import Crossing, InMemory, Mean

@@ -1,7 +1,7 @@
-"""Setting the parameters of replicas to their mean, or to those of one of them.
+"""Sets the parameters of replicas to their mean, or to those of one of them.
 
-PAFT, equation 7 and Algorithm 2, line 7. What differs: replicas that are not finite are left out, by selection and not by
-multiplication, since 0 x inf is no 0; and nothing is averaged in less than the tensors' own precision.
+PAFT, equation 7 and Algorithm 2, line 7, with two differences. Replicas that are not finite are left out by selection,
+not by multiplication, because 0 x inf is not 0. Nothing is averaged in less than the tensors' own precision.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from ..monitor.drift import SAMPLE
 from .peers import Handle, Peers
 
-#: Elements that are exchanged at once: what a copy of them costs in memory.
+#: Elements that are exchanged at once. This bounds the memory for a copy.
 PIECE = 2**22
-#: Elements from which a tensor is exchanged by itself, in place, where that can be. Copies are of smaller ones.
+#: A tensor of at least this many elements is exchanged by itself, in place if possible. Smaller ones are copied.
 ALONE = 2**18
 
 
 @dataclass(frozen=True)
 class Target:
-    """What the replicas ``written`` bool[N] are set to: the mean over ``chosen`` bool[N], or replica ``source``.
+    """The new value of the replicas ``written`` bool[N]: the mean over ``chosen`` bool[N], or replica ``source``.
 
-    ``kind``: "mean"; or, of a source, "majority" if most replicas are equal to it, else "first".
+    ``kind``: "mean"; with a source, "majority" if most replicas are equal to it, else "first".
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Target:
 class Divergence:
     """Sums of squares over the parameters of this process: ``apart`` of |mean - replica|, ``mean`` of the mean replica.
 
-    Both are shares of the mean over replicas: added up over all processes of a stream they are that mean.
+    Both are shares of a mean over replicas: added up over all processes of a stream they give that mean.
     """
 
     apart: float = 0.0
@@ -49,10 +49,11 @@ class Divergence:
 
 
 class Piece:
-    """Some consecutive elements of the tensors of each local replica, on the way.
+    """Consecutive elements of the tensors of each local replica, on the way.
 
-    ``runs``: of each local replica flat views of one dtype on one device, alike. ``in_place``: exchange the only run itself, which must
-    not be read before the end; divergence is then that of every ``stride``-th coordinate, scaled up.
+    ``runs``: for each local replica flat views of one dtype on one device, alike. ``in_place``: exchange the only run
+    itself, which must not be read before the end. Divergence is then estimated from every ``stride``-th coordinate,
+    scaled up.
     """
 
     def __init__(self, runs: Sequence[Sequence[torch.Tensor]], in_place: bool = False, stride: int = 1) -> None:
@@ -77,14 +78,17 @@ class Piece:
         self._divisor = int(target.chosen.sum())
 
     def wait(self) -> None:
-        """End the exchange: ``result`` holds, for each local replica, what it is to be set to."""
+        """End the exchange: ``result`` holds the new value for each local replica."""
         self._handle.wait()
         for tensor in self.result if self._divisor > 1 else ():
             tensor.div_(self._divisor)
         self._divisor = 1
 
     def differences(self, peers: Peers, target: Target) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Norms [local] of result - replica and of the result, of chosen replicas; after :meth:`wait`, before :meth:`write`."""
+        """Norms [local] of result - replica and of the result, for chosen replicas.
+
+        Call it after :meth:`wait` and before :meth:`write`.
+        """
         apart, mean = [], []
         for k, number in enumerate(peers.local):
             if not target.chosen[number]:
@@ -106,18 +110,18 @@ class Piece:
                 run.copy_(part)
 
     def state_dict(self) -> dict[str, list[torch.Tensor]]:
-        """What must be saved of a piece under way, beside the tensors themselves. Waits for it."""
+        """The state to save for a piece under way, beside the tensors themselves. Waits for the piece."""
         self.wait()
         return {"result": [] if self.in_place else self.result, "before": self._before}
 
     def load_state_dict(self, state: dict[str, list[torch.Tensor]]) -> None:
-        """Restore :meth:`state_dict`, when the tensors have been."""
+        """Restore :meth:`state_dict`, after the tensors have been restored."""
         self.result = [replica[0] for replica in self._runs] if self.in_place else state["result"]
         self._before = state["before"]
 
 
 def stride_of(population: int) -> int:
-    """Between the coordinates from which the divergence of ``population`` is estimated, about :data:`SAMPLE`."""
+    """The distance between about :data:`SAMPLE` coordinates of ``population`` that estimate the divergence."""
     return max(1, population // SAMPLE) | 1  # odd, so that it does not follow the columns of a matrix
 
 
@@ -153,10 +157,10 @@ def pieces(replicas: Sequence[Sequence[torch.Tensor]], in_place: bool = False) -
 def measured(target: Target, norms: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> Divergence:
     """The divergence of pieces, from their :meth:`Piece.differences`.
 
-    The mean is at hand only where replicas were averaged. Where one was copied, the distances d of the n replicas from it
-    say as much. From one that is equal to most, it is (1/n - 1/n^2) sum d^2: exact for one outlier, and for several if
-    they are orthogonal, as independent errors are. From any of n that all differ, sum d^2 / n is 2/n times the sum of all
-    deviations, twice as much.
+    The mean is at hand only if replicas were averaged. If one was copied, the distances d of the n replicas from it
+    give the same information. From a replica that is equal to most, the divergence is (1/n - 1/n^2) sum d^2: exact for
+    one outlier, and for several if they are orthogonal, as independent errors are. From one of n replicas that all
+    differ, sum d^2 / n is 2/n times the sum of all deviations, twice as much.
     """
     kept = [pair for pair in norms if pair is not None]
     if not kept:

@@ -1,4 +1,4 @@
-"""Which replicas agree: classes of equal fingerprints. NumPy only."""
+"""Classes of replicas with equal fingerprints. NumPy only."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 
 
 def all_equal(fingerprints: np.ndarray) -> bool:
-    """Whether the ``fingerprints`` [N] are one."""
+    """Whether the ``fingerprints`` [N] are equal."""
     return bool((fingerprints == fingerprints[0]).all())
 
 
 def largest_class(fingerprints: np.ndarray) -> int | None:
     """The lowest replica of the largest class of equal ``fingerprints`` [N].
 
-    ``None`` if no two agree, or if another class is as large: then nobody knows who is right.
+    ``None`` if no two agree, or if another class is as large: then no replica is known to be right.
     """
     _, first, counts = np.unique(fingerprints, return_index=True, return_counts=True)
     largest = counts.max()

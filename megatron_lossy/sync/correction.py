@@ -1,10 +1,10 @@
-"""What becomes of an island's progress while a mean was under way (*AsyncMesh*, section 3).
+"""Rules for an island's progress while a mean was under way (*AsyncMesh*, section 3).
 
-``none``: the weights become the mean (Eq. 5; without delay Eq. 4, SPARTA). ``ema``: a moving average of the progress is
-added to it (Eq. 6 and 7). ``mixing``: the weights move by a gain towards where the mean says they should have been; with
-gain 1 that is the ablation of section 5.4, and DaSGD. It keeps nothing between exchanges and leaves the mean over
-islands as it is. ``smith`` is mixing that leaves out what means have moved since the exchange began: the feedback then has no
-delay, and cannot diverge (O. J. M. Smith's predictor, 1957).
+``none``: the weights become the mean (Eq. 5; without delay Eq. 4, SPARTA). ``ema``: adds a moving average of the
+progress to the mean (Eq. 6 and 7). ``mixing``: the weights move by a gain towards the mean that they should have been;
+with gain 1 that is the ablation of section 5.4, and DaSGD. It keeps nothing between exchanges and leaves the mean over
+islands as it is. ``smith`` is mixing minus the corrections already applied since the exchange began: the feedback then
+has no delay, and cannot diverge (O. J. M. Smith's predictor, 1957).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from ..config.refusal import check_refusals
 from .places import Places, read_at, write_at
 from .rule import Back, Rule
 
-# Of the bound of equal gaps, where they vary between 1 and 2n - 1 exchanges (``partition``). With n from 2 to 40 and a delay of
-# n - 1 deviations grow from a gain of 1.25 to 1.4 on, instead of 2; with more overlap the bound is nearer to that of equal gaps.
+# A factor on the bound of equal gaps, for gaps that vary between 1 and 2n - 1 exchanges (``partition``). With n from 2
+# to 40 and a delay of n - 1, deviations grow from a gain of 1.25 to 1.4 on, instead of 2; with more overlap the bound
+# is nearer to that of equal gaps.
 _IRREGULAR = 0.6
 
 
@@ -42,7 +43,7 @@ class Mixing(Rule):
         self.gain = gain
 
     def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
-        # So that without delay, and with a coefficient of 1, ema comes to the same bits.
+        # This order of operations gives the same bits as ema without delay and with a coefficient of 1.
         if self.gain == 1:
             mixed = (now - back.sent).add_(back.mean)
         else:
@@ -51,11 +52,12 @@ class Mixing(Rule):
 
 
 class SmithPredictor(Rule):
-    """w + gain ((mean - sent) - what means have moved w by since it was sent).
+    """w + gain ((mean - sent) - the moves of w by means since it was sent).
 
-    An island's deviation from the mean when it sent, mean - sent, is not what it is now: its own progress has come to it, which
-    nobody else knows yet, and what exchanges that began earlier have taken from it meanwhile, which this rule remembers. So
-    every mean takes of what is known of a deviation, and nothing is taken twice. ``size``: elements of the vector.
+    An island's deviation from the mean when it sent is mean - sent. Two changes have come since. The island has made
+    progress, which no other island knows yet. Exchanges that began earlier have removed part of the deviation, and this
+    rule remembers that part. So every mean removes a share of the known deviation, and nothing is removed twice.
+    ``size``: elements of the vector.
     """
 
     keeps_rest = True
@@ -63,7 +65,7 @@ class SmithPredictor(Rule):
     def __init__(self, gain: float, islands: int, size: int, device: torch.device) -> None:
         self.gain = gain
         self.moved = torch.zeros(islands, size, device=device)
-        # Of each island, by the iteration after which an exchange began.
+        # The moves of each island, by the iteration after which an exchange began.
         self._moved_before: dict[int, list[torch.Tensor]] = {}
 
     def begin(self, step: int, places: Places | None) -> None:
@@ -77,7 +79,7 @@ class SmithPredictor(Rule):
         known = moved - before
         off = back.mean - back.sent - known
         write_at(self.moved[island], back.places, back.where_arrived(torch.add(moved, off, alpha=self.gain), moved))
-        # As mixing where nothing was under way, to the bit.
+        # Without another exchange under way this equals mixing, to the bit.
         if self.gain == 1:
             corrected = (now - back.sent).add_(back.mean).sub_(known)
         else:
@@ -146,18 +148,19 @@ def make_correction(config: LossyConfig, islands: int, size: int, steps: int | N
 
 
 def critical_gain(config: LossyConfig) -> float:
-    """``--mixing-gain auto``: about the fastest, and without oscillation."""
+    """The gain of ``--mixing-gain auto``: about the fastest one without oscillation."""
     if config.sync_subset == "bernoulli":
         return theory.critical_gain_drawn(config.sync_fraction, config.rounds_under_way)
     return theory.critical_gain(config.overlap)
 
 
 def predictor_gain(config: LossyConfig) -> float:
-    """``--mixing-gain auto`` of ``smith``: 1 without loss, and 1/(1 + p q) with a loss rate of p; p = 1 if it is not known.
+    """The gain of ``--mixing-gain auto`` with ``smith``: 1 without loss, else 1/(1 + p q).
 
-    A mean of those who arrived is off that of all, and this error is no deviation, so that nothing corrects it: the mean over
-    islands makes a step of it. Rounds that overlap do not know of each other's. Its mean square is about proportional to p and
-    to the deviation, whose age is as q + 1/2 in visits; this gain keeps it near what it is with q = 0, below the noise of the
+    p is the loss rate; 1 if it is not known. The mean of the islands that arrived differs from the mean of all. This
+    error is no deviation, so that nothing corrects it: the mean over islands makes a step of it. Overlapping rounds do
+    not know the errors of each other. The mean square of the error is about proportional to p and to the deviation,
+    whose age in visits goes as q + 1/2. This gain keeps the error near its value at q = 0, below the noise of the
     islands' own steps (tests/test_averaging.py).
     """
     if config.sync_lossless:
@@ -167,7 +170,7 @@ def predictor_gain(config: LossyConfig) -> float:
 
 
 def stability_bound(config: LossyConfig) -> float:
-    """The gain from which on deviations may grow."""
+    """The least gain at which deviations may grow."""
     if config.sync_subset == "bernoulli":
         return theory.stability_bound_drawn(config.sync_fraction, config.rounds_under_way)
     irregular = config.sync_subset == "partition" and config.parts > 1 and config.rounds_under_way

@@ -1,8 +1,8 @@
 """64 bits that tell a buffer from another, at the cost of reading it.
 
-A plain sum of words is not enough: two buffers that have the same bit flipped at different places have equal sums. So the
-words form a matrix [R, 4096], and the sums of its rows and columns are mixed with where they are: a word that moves
-changes a row or a column.
+A plain sum of words is not enough: two buffers that have the same bit flipped at different places have equal sums. So
+the words form a matrix [R, 4096], and the sums of its rows and columns are mixed with their positions: a word that
+moves changes a row or a column.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def fingerprint(buffers: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """int64, without dimensions, on ``device``, by default that of the first buffer: equal if all bits of all of them are.
+    """int64, without dimensions, on ``device`` (default: the first buffer's): equal if all bits of all buffers are.
 
-    Any dtypes, lengths and devices; contiguous. Different contents have the same fingerprint with a probability of about
-    2^-64.
+    Buffers are contiguous, of any dtypes, lengths and devices. Different contents have the same fingerprint with a
+    probability of about 2^-64.
     """
     if not buffers:
         return torch.zeros((), dtype=torch.int64, device=device)
@@ -34,7 +34,7 @@ def _of_one(buffer: torch.Tensor) -> torch.Tensor:
     words = _words(buffer.detach().view(-1))
     rows = len(words) // COLUMNS
     matrix, rest = words[: rows * COLUMNS].view(rows, COLUMNS), words[rows * COLUMNS :]
-    # Rows, columns and single words count on, so that none of them is mixed alike.
+    # Rows, columns and single words share one count, so that each is mixed with another number.
     result = _mixed(rest, COLUMNS).sum() + buffer.numel()
     if rows:
         columns, sums = _sums(matrix)
@@ -47,14 +47,14 @@ def _sums(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if matrix.device.type != "cpu":
         return matrix.sum(0), matrix.sum(1)
     columns, sums = torch.zeros_like(matrix[0]), []
-    for part in matrix.split(_CACHED_ROWS):  # which then are read from memory once
+    for part in matrix.split(_CACHED_ROWS):  # so that each row is read from memory once
         columns += part.sum(0)
         sums.append(part.sum(1))
     return columns, torch.cat(sums)
 
 
 def _words(flat: torch.Tensor) -> torch.Tensor:
-    """int64: the bits of ``flat``, zeros after its end."""
+    """int64: the bits of ``flat``, with zeros after its end."""
     if flat.dtype == torch.bool or flat.is_complex():
         flat = flat.view(torch.uint8)
     size = flat.element_size()
@@ -90,7 +90,7 @@ def _signed(word: int) -> int:
 
 
 def finite(buffers: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """bool, without dimensions, on ``device`` as of :func:`fingerprint`: whether every value is finite. Integers are."""
+    """bool, without dimensions, on ``device`` as in :func:`fingerprint`: whether all floating values are finite."""
     # Both are NaN if a value is. A norm, or isfinite() of every value, takes ten times as long on a CPU.
     device = device or (buffers[0].device if buffers else None)
     extremes = [

@@ -1,9 +1,9 @@
-"""After how many updates replicas are averaged next.
+"""The number of updates until replicas are averaged next.
 
 PAFT, Algorithm 2, line 11 (``snr``), and a rule of ours (``divergence``). Divergence grows with the updates k since the
-last synchronisation as k^a: a = 1/2 for SGD and Adam, up to 3/2 with momentum. The rule H <- k tau / r with r ~ k^a is a
-map of slope 1 - a in logarithms, between -1/2 and 1/2: it settles. The slope of ``snr``, H ~ 1/r, is -a: a cycle
-from a = 1 on.
+last synchronisation as k^a: a = 1/2 for SGD and Adam, up to 3/2 with momentum. The rule H <- k tau / r with r ~ k^a is
+a map of slope 1 - a in logarithms, between -1/2 and 1/2: it settles. The slope of ``snr``, H ~ 1/r, is -a: a cycle from
+a = 1 on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEP = 4
 
 
 class Interval:
-    """H, and the rule that changes it. ``current``: H now."""
+    """The interval H, and the rule that changes it. ``current``: H now."""
 
     def __init__(self, config: SyncFlags) -> None:
         self._config = config
@@ -26,14 +26,15 @@ class Interval:
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether the rule wants to know the length of local gradients."""
+        """Whether the rule needs the length of local gradients."""
         return self._config.param_sync_rule == "snr"
 
     def arrived(self, updates: int, divergence: float, mean: float, gradient: float | None) -> None:
-        """A synchronisation that followed ``updates`` has arrived; all else are sums of squares over all parameters.
+        """Adapt H after a synchronisation that followed ``updates``.
 
-        ``divergence``: |mean - replica|^2, the mean over replicas, before it; ``mean``: of the mean replica; ``gradient``:
-        of local gradients before their reduction, the mean over replicas.
+        All other arguments are sums of squares over all parameters. ``divergence``: |mean - replica|^2 before it, the
+        mean over replicas. ``mean``: of the mean replica. ``gradient``: of local gradients before their reduction, the
+        mean over replicas.
         """
         if self._config.param_sync_rule == "snr":
             assert gradient is not None
@@ -47,7 +48,7 @@ class Interval:
         return round(min(max(interval, low), high))
 
     def state_dict(self) -> dict[str, Any]:
-        """H."""
+        """The state: H."""
         return {"current": self.current}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -56,7 +57,7 @@ class Interval:
 
 
 def relative(divergence: float, mean: float) -> float:
-    """r: the distance of replicas from their mean in units of its length; both arguments are sums of squares."""
+    """r: the distance of replicas from their mean, relative to its length. Both arguments are sums of squares."""
     if divergence == 0:
         return 0.0
     r = math.sqrt(divergence / mean) if mean else math.inf
@@ -72,6 +73,6 @@ def snr(gradient: float, divergence: float) -> float:
 
 
 def proportional(updates: int, r: float, tolerance: float) -> float:
-    """The interval after which r would be ``tolerance`` if it grew in proportion, at most :data:`STEP` times another."""
+    """The interval for r = ``tolerance`` under proportional growth; at most a factor :data:`STEP` from ``updates``."""
     wanted = STEP * updates if r == 0 else updates * tolerance / r
     return min(max(wanted, math.ceil(updates / STEP)), STEP * updates)

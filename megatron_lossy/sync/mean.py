@@ -1,7 +1,7 @@
-"""The mean over islands, of what arrives: a reduce-scatter to owners and an all-gather of their means, both lossy.
+"""The lossy mean over islands: a reduce-scatter to owners and an all-gather of their means.
 
-An exchange of k elements is cut into one shard per island. The owner of a shard averages what arrives of it (its own is
-always there), and sends the mean back; where that does not arrive an island goes on without. Nothing is sent again.
+An exchange of k elements is cut into one shard per island. The owner of a shard averages the copies that arrive (its
+own always does), and sends the mean back. An island that does not get it goes on without. Nothing is sent again.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from ..transport import Network
 from ..transport.drawn import draw
 from .fingerprint import finite
 
-#: What crosses, by ``--sync-dtype``.
+#: The dtype that crosses, by ``--sync-dtype``.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Mean(NamedTuple):
-    """``values`` [k]: the owners' means. ``arrived`` bool[islands of this process, k], or ``None``: all of it everywhere.
+    """The result of an exchange. ``values`` [k]: the owners' means.
 
-    ``owed`` [islands of this process, k], or ``None`` where nothing was rounded: what an owner adds to its own copy of a mean, so
-    that all islands together get what the mean was before it was rounded.
+    ``arrived`` bool[islands of this process, k], or ``None`` if all arrived everywhere. ``owed`` [islands of this
+    process, k], or ``None`` if nothing was rounded: an owner adds it to its own copy of a mean, so that all islands
+    together get the mean before rounding.
     """
 
     values: torch.Tensor
@@ -39,11 +40,11 @@ class Pending(Protocol):
     """An exchange that is under way."""
 
     def wait(self) -> Mean:
-        """Its result, which is kept: it may be asked for again."""
+        """The result of the exchange. It is kept, and may be asked for again."""
 
 
 class Crossing(Protocol):
-    """How what islands send becomes a mean. ``dtype``: of what crosses."""
+    """Turns the vectors that islands send into a mean. ``dtype``: of the data that crosses."""
 
     dtype: torch.dtype
 
@@ -62,7 +63,7 @@ class Done:
 
 
 class InMemory:
-    """All islands in this process. ``deliveries``: what arrived in the latest exchange, none of one without loss."""
+    """All islands in this process. ``deliveries``: those of the latest exchange; empty without loss."""
 
     def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
         self._config, self._stream = config, stream
@@ -95,7 +96,7 @@ class InMemory:
         return Done(Mean(values, gathered.reshape(islands, -1)[:, :count], owed))
 
     def _delivered(self, step: int, parts: Sequence[BucketUnits], present: np.ndarray) -> list[Delivery | None]:
-        """What arrives in each phase; ``None``: everything. Means to which nobody sent are lost."""
+        """The delivery of each phase; ``None``: everything arrives. A mean without a sender is lost."""
         reduced, gathered = (self._arrived(phase, step, parts, present) for phase in SYNC_PHASES)
         sent = None if reduced is None else reduced.arrived.any(axis=1)  # [owners, units]
         if sent is not None and not sent.all():
@@ -105,7 +106,7 @@ class InMemory:
         return [reduced, gathered]
 
     def _arrived(self, phase: str, step: int, parts: Sequence[BucketUnits], present: np.ndarray) -> Delivery | None:
-        """What arrives in ``phase``; ``None``: everything. Of an island that is not ``present`` nobody gets anything."""
+        """The delivery of ``phase``; ``None``: everything arrives. Islands that are not ``present`` reach nobody."""
         exchange, network = Exchange(phase, self._stream, step), self._networks[phase]
         if network.lossless and present.all():
             return None
@@ -120,7 +121,7 @@ class InMemory:
 
 
 def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> dict[str, Network]:
-    """Who loses what between islands, by phase. Raises :class:`UsageError` for a channel that cannot serve them."""
+    """The networks between islands, by phase. Raises :class:`UsageError` for a channel that cannot serve them."""
     networks = {phase: Network(config, phase, config.islands) for phase in SYNC_PHASES}
     for phase, network in networks.items():
         if not network.lossless:
@@ -129,9 +130,10 @@ def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> 
 
 
 def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
-    """The mean [owners, shard] of what arrived of ``sent`` float32[sources, owners, shard]; where nothing did, zeros, which are none.
+    """The mean [owners, shard] of the elements of ``sent`` float32[sources, owners, shard] that arrived.
 
-    ``arrived`` bool[owners, sources, shard]; ``None``: all. Added up in the order of the islands.
+    Elements that nobody delivered are zero; these zeros are no means. ``arrived`` bool[owners, sources, shard];
+    ``None``: all. Sums are taken in the order of the islands.
     """
     if arrived is not None:
         sent = torch.where(arrived.transpose(0, 1), sent, torch.zeros((), device=sent.device))
@@ -143,7 +145,7 @@ def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
 
 
 def owed_to(owners: Sequence[int], rest: torch.Tensor, islands: int) -> torch.Tensor:
-    """:attr:`Mean.owed` [owners, islands x shard] of ``owners``, from whose means rounding took ``rest`` [owners, shard]."""
+    """:attr:`Mean.owed` [owners, islands x shard] of ``owners``. ``rest`` [owners, shard]: removed by rounding."""
     owed = torch.zeros(len(owners), islands, rest.shape[1], device=rest.device)
     for row, owner in enumerate(owners):
         owed[row, owner] = islands * rest[row]
@@ -151,7 +153,7 @@ def owed_to(owners: Sequence[int], rest: torch.Tensor, islands: int) -> torch.Te
 
 
 def finite_rows(rows: torch.Tensor) -> np.ndarray:
-    """bool[M]: whether all of each of ``rows`` [M, n] is."""
+    """bool[M]: for each of ``rows`` [M, n] whether all of it is finite."""
     return torch.stack([finite([row]) for row in rows]).cpu().numpy()
 
 

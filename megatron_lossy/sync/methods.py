@@ -1,4 +1,4 @@
-"""The rule of ``--sync-method``, and what to say about it."""
+"""The rule of ``--sync-method``, and notes about it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .mean import networks_between
 from .outer import make_outer
 from .rule import Rule
 
-#: Exchanges of an element below which a moving average has not settled.
+#: A moving average of an element settles in this many exchanges.
 _SETTLES = 10
 
 
 def make_rule(config: LossyConfig, weights: torch.Tensor, steps: int | None) -> Rule:
-    """The rule for islands of this process with ``weights`` [islands, size], in a run of ``steps`` iterations, if known."""
+    """The rule for islands of this process with ``weights`` [islands, size]. ``steps``: length of the run, if known."""
     if config.sync_method == "parameters":
         return make_correction(config, *weights.shape, steps, weights.device)
     return make_outer(config, weights)
@@ -32,7 +32,7 @@ def check_between(config: LossyConfig, train_iters: int | None) -> None:
 
 
 def notes_on_averaging(config: LossyConfig, steps: int | None) -> list[str]:
-    """What is allowed and unlikely to be wanted in a run of ``steps`` iterations, if known, in lines."""
+    """Lines about flags that are allowed but rarely wanted, for a run of ``steps`` iterations, if known."""
     if not config.averages or config.sync_method != "parameters":
         return []
     notes = []

@@ -13,7 +13,10 @@ from .synchroniser import Synced
 
 
 class ReplicaMonitor(Observer):
-    """``replicas()``: the full replicas, or ``None`` with the distributed optimizer. ``interval``: iterations between looks."""
+    """Metrics of full replicas. ``interval``: iterations between looks.
+
+    ``replicas()``: the full replicas, or ``None`` with the distributed optimizer.
+    """
 
     def __init__(self, replicas: Callable[[], FullReplicas | None], interval: int) -> None:
         self._replicas = replicas

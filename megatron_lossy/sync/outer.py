@@ -1,17 +1,18 @@
 """An outer optimizer over the islands' progress: DiLoCo, and its variant with a late mean.
 
-``diloco`` (Douillard et al., arXiv:2311.08105): all K iterations the outer weights, which all islands started from, take a
-step of SGD with Nesterov momentum along their distance to the mean of the islands; islands go on from there.
+``diloco`` (Douillard et al., arXiv:2311.08105): all islands start from the outer weights. Every K iterations these take
+a step of SGD with Nesterov momentum along their distance to the mean of the islands, and islands go on from there.
 
-``eager-diloco`` (Kale, Douillard and Donchev, arXiv:2502.12996): the mean is used K iterations later; an island takes the
-mean distance of the round before with its own part in it replaced by its own distance of now,
+``eager-diloco`` (Kale, Douillard and Donchev, arXiv:2502.12996): the mean is used K iterations later. An island takes
+the mean distance of the round before, with its own part in it replaced by its own distance of now,
 
     mean(before) + (own - own before) / M.
 
-In the first round nothing was before. So everybody's progress comes to count once, for each island; with all of its own in the first
-round an island would for ever be (1 - 1/M) of that away from the others, many times so with momentum. Nothing ever pulls outer
-weights together that have come apart: a mean must not be lost. The abstract and summaries say as much as the formula; the
-algorithm as it is printed there could not be compared. What *AsyncMesh* calls its special case is another rule, and slower (docs/islands.md).
+In the first round there is no earlier mean, and an island takes own / M alone. So the progress of each island counts
+once in the end. With all of its own progress in the first round, an island would stay (1 - 1/M) of it away from the
+others, and many times as much with momentum. Nothing pulls outer weights together again once they differ: a mean must
+not be lost. The abstract and summaries say as much as the formula; the algorithm printed in the paper could not be
+compared. The special case that *AsyncMesh* names is another rule, and slower (docs/islands.md).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .rule import Back, Rule
 class DiLoCo(Rule):
     """b <- mu b + D, w <- v - lr (D + mu b), with the outer weights v and D = v - mean.
 
-    ``start``: the weights [size] of each island of this process. Where no mean arrives, w, v and b stay.
+    ``start``: the weights [size] of each island of this process. Elements without a mean keep w, v and b.
     """
 
     def __init__(self, start: torch.Tensor, lr: float, momentum: float) -> None:
@@ -43,7 +44,7 @@ class DiLoCo(Rule):
         outer, buffer = self.outer[island], self.buffer[island]
         distance = outer - back.mean
         moved = self._momentum * buffer + distance
-        # v - lr (D + mu b), in terms of the mean: with lr = 1 and mu = 0 it is the mean, to the bit.
+        # v - lr (D + mu b), written in terms of the mean: with lr = 1 and mu = 0 it is the mean, to the bit.
         step = back.mean + (1 - self._lr) * distance - self._lr * self._momentum * moved
         buffer.copy_(back.where_arrived(moved, buffer))
         outer.copy_(back.where_arrived(step, outer))
@@ -58,7 +59,7 @@ class DiLoCo(Rule):
 
 
 class EagerDiLoCo(DiLoCo):
-    """The same with D = mean(before) + (own - own before) / M; what islands send is their distance to v."""
+    """The same with D = mean(before) + (own - own before) / M. Islands send their distance to v."""
 
     always: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""The N replicas of a stream, of which this process holds some: one on a real rank, all of them in one process."""
+"""The N replicas of a stream. A process holds some of them: one on a real rank, or all."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 
 class Handle:
-    """What is under way. :meth:`wait` ends it; a second call does nothing."""
+    """An operation under way. :meth:`wait` ends it; a second call does nothing."""
 
     def __init__(self, end: Callable[[], object] | None = None) -> None:
         self._end = end
 
     def wait(self) -> None:
-        """Return when the result is there; on an accelerator, for what its current stream does next."""
+        """Return when the result is there; on an accelerator, when its current stream may use it."""
         end, self._end = self._end, None
         if end is not None:
             end()
@@ -27,8 +27,8 @@ class Handle:
 class Peers(ABC):
     """N replicas. All methods are collective calls of all processes that hold some of them.
 
-    ``size``: N. ``local``: the numbers of the replicas of this process; where a method takes one thing per local replica,
-    it is in their order.
+    ``size``: N. ``local``: the numbers of the replicas of this process. An argument with one item per local replica has
+    this order.
     """
 
     size: int
@@ -40,18 +40,22 @@ class Peers(ABC):
 
     @abstractmethod
     def sum_(self, tensors: Sequence[torch.Tensor]) -> Handle:
-        """Each of ``tensors``, one per local replica, becomes their sum over all replicas, the same bits everywhere.
+        """Replace each of ``tensors``, one per local replica, by their sum over all replicas, the same bits everywhere.
 
-        Contiguous, of the same length and dtype. In place, asynchronous: neither read nor written before the handle's end.
+        Tensors are contiguous, of the same length and dtype. The sum is in place and asynchronous: neither read nor
+        write them before the handle's end.
         """
 
     @abstractmethod
     def broadcast_(self, tensors: Sequence[torch.Tensor], source: int) -> Handle:
-        """Each of ``tensors``, one per local replica, becomes that of replica ``source``. As :meth:`sum_`."""
+        """Replace each of ``tensors``, one per local replica, by that of replica ``source``; else as :meth:`sum_`."""
 
 
 class RankPeers(Peers):
-    """One replica on each rank of a process group. ``device``: where its collectives need tensors; others are copied there."""
+    """One replica on each rank of a process group.
+
+    ``device``: the device that its collectives need. Tensors elsewhere are copied there.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> None:
         self.group = group or dist.group.WORLD
@@ -61,7 +65,7 @@ class RankPeers(Peers):
         self._ranks = dist.get_process_group_ranks(self.group)
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
-        # As integers, which every backend carries as they are.
+        # Rows travel as integers: every backend carries these unchanged.
         words = torch.from_numpy(np.ascontiguousarray(rows[0]).view(np.int64)).to(self._device)
         everyone = [torch.empty_like(words) for _ in range(self.size)]
         dist.all_gather(everyone, words, group=self.group)
@@ -90,7 +94,7 @@ class RankPeers(Peers):
 
 
 class LocalPeers(Peers):
-    """N replicas in this process. Sums go from the first to the last; of two they are those of :class:`RankPeers`."""
+    """N replicas in this process. Sums go from the first to the last; of two they equal those of :class:`RankPeers`."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,4 +1,4 @@
-"""Which elements of a vector an exchange carries: blocks of consecutive ones, so that few numbers say it."""
+"""The elements of a vector that an exchange carries: blocks of consecutive ones, so that few numbers name them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..recovery import copies
 
 
 class Part(NamedTuple):
-    """Chosen elements within a stretch of a vector.
+    """The chosen elements within a stretch of a vector.
 
-    ``where``: among all that are chosen. ``first``: of the stretch. ``rows`` int64[n]: which rows of ``width`` elements, from
-    ``first`` on; ``None``: the elements from ``first`` on, one after the other.
+    ``where``: their places among all chosen elements. ``first``: their first place in the stretch. ``rows`` int64[n]:
+    the chosen rows of ``width`` elements, counted from ``first``; ``None``: consecutive elements from ``first`` on.
     """
 
     where: slice
@@ -25,7 +25,7 @@ class Part(NamedTuple):
     rows: torch.Tensor | None
 
     def read(self, stretch: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy what is chosen of ``stretch`` to its place in ``values`` [k], all that is chosen."""
+        """Copy the chosen elements of ``stretch`` to their place in ``values`` [k], all chosen elements."""
         out, there = values[self.where], self._of(stretch)
         if self.rows is None:
             out.copy_(there)
@@ -33,7 +33,7 @@ class Part(NamedTuple):
             torch.index_select(there, 0, self.rows, out=out.view(len(self.rows), *there.shape[1:]))
 
     def write(self, stretch: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy its part of ``values`` [k] into ``stretch``."""
+        """Copy this part of ``values`` [k] into ``stretch``."""
         new, there = values[self.where].to(stretch.dtype), self._of(stretch)
         if self.rows is None:
             there.copy_(new)
@@ -43,17 +43,17 @@ class Part(NamedTuple):
     def _of(self, stretch: torch.Tensor) -> torch.Tensor:
         if self.rows is None:
             return stretch[self.first : self.first + self.where.stop - self.where.start]
-        if self.width == 1:  # rows of one element as they are, which is faster
+        if self.width == 1:  # rows of one element stay as they are, which is faster
             return stretch
         count = (len(stretch) - self.first) // self.width
         return stretch[self.first : self.first + count * self.width].view(count, self.width)
 
 
 class Places:
-    """Elements of a vector of ``size``: the ``blocks`` int64[n], rising, of ``width`` consecutive ones; the last may be cut."""
+    """Elements of a vector of ``size``: ``blocks`` int64[n], rising, of ``width`` elements; the last may be cut."""
 
     def __init__(self, blocks: np.ndarray, width: int, size: int, device: torch.device) -> None:
-        # Here to look numbers up, which on the device would be waited for, and there to copy by.
+        # Blocks are kept twice: here for look-ups, which would wait for the device, and on the device for copies.
         self._blocks, self._rows, self._width, self._size = blocks, copies.to_device(blocks, device), width, size
         self._count = len(blocks) * width
         if len(blocks):
@@ -70,7 +70,7 @@ class Places:
         return values
 
     def write(self, vector: torch.Tensor, values: torch.Tensor) -> None:
-        """Put ``values`` [k] there."""
+        """Put ``values`` [k] at these elements of ``vector``."""
         for part in self._whole:
             part.write(vector, values)
 
@@ -79,7 +79,7 @@ class Places:
         return [part for _, part in self.parts([(0, self._size)])]
 
     def parts(self, stretches: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Part]]:
-        """What is chosen of each of ``stretches``, from an element to another one, with the number of the stretch."""
+        """The chosen elements of each of ``stretches``, (first, last + 1), with the number of the stretch."""
         width = self._width
         edges = [(start // width, -(-start // width), stop // width, -(-stop // width)) for start, stop in stretches]
         bounds = np.searchsorted(self._blocks, edges).tolist()
@@ -99,18 +99,18 @@ class Places:
                 yield number, self._run(third, 0, stop - high * width, high * width - start)
 
     def _run(self, index: int, offset: int, length: int, first: int) -> Part:
-        """``length`` elements of the block ``index`` from ``offset`` on, which are those from ``first`` on of a stretch."""
+        """The part of ``length`` elements of block ``index`` from ``offset`` on, at ``first`` in a stretch."""
         start = index * self._width + offset
         return Part(slice(start, start + length), first, self._width, None)
 
 
 def read_at(vector: torch.Tensor, places: Places | None) -> torch.Tensor:
-    """The elements [k] of ``vector`` at ``places``; of ``None`` the vector itself."""
+    """The elements [k] of ``vector`` at ``places``; with ``None`` the vector itself."""
     return vector if places is None else places.read(vector)
 
 
 def write_at(vector: torch.Tensor, places: Places | None, values: torch.Tensor) -> None:
-    """Put ``values`` [k] there; ``None``: everywhere."""
+    """Put ``values`` [k] at ``places`` of ``vector``; ``None``: everywhere."""
     if places is None:
         vector.copy_(values)
     else:

@@ -1,7 +1,8 @@
-"""The mean over islands where this process is of one of them: the real exchange of :mod:`.mean`.
+"""The mean over islands if this process belongs to one of them: the real exchange of :mod:`.mean`.
 
-Every island sends each owner its piece (an all-to-all), owners add up in the order of the islands, so that the result is that
-of islands in one process, and their means are gathered. Both halves are made on a thread of their own while training goes on.
+Every island sends each owner its piece (an all-to-all). Owners add up in the order of the islands, so that the result
+is the same as for islands in one process. Then their means are gathered. Both halves run on a thread of their own while
+training goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .mean import DTYPES, Mean, elements_of, finite_rows, mean_of, networks_betw
 from .stopping import Stopping
 from .world import Meeting
 
-#: Elements behind each piece and each mean, which say whether to stop.
+#: Elements behind each piece and each mean. They say whether to stop.
 ASIDE = 1
 #: Integers as long as elements.
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -33,24 +34,24 @@ _BITS = {2: torch.int16, 4: torch.int32}
 class Carrier(Protocol):
     """Carries one exchange after the other between the islands, in host memory."""
 
-    #: Whether it says what did not arrive.
+    #: Whether it reports losses.
     observes: bool
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
-        """[M, n] of ``pieces`` [M, n], one for each island: what they sent here, and bool[M, units or more], ``None``: all.
+        """Send ``pieces`` [M, n], one to each island. Returns the pieces for this island [M, n], and the arrived units.
 
-        Zeros where nothing arrived.
+        The second is bool[M, units or more]; ``None``: all. Elements that did not arrive are zero.
         """
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
-        """[M, n]: ``own`` [n] of every island, and what of it arrived."""
+        """[M, n]: ``own`` [n] of every island, and the units that arrived as in :meth:`scatter`."""
 
     def close(self) -> None:
-        """There are no more exchanges."""
+        """Close the carrier after the last exchange."""
 
 
 class Reliable:
-    """Over torch. Nothing is lost but what is drawn."""
+    """Carries exchanges over torch. Only drawn losses occur."""
 
     observes = False
 
@@ -68,18 +69,19 @@ class Reliable:
 
 
 class Crossed(NamedTuple):
-    """An exchange that is over: its mean, and by phase what arrived here, bool[M, units]."""
+    """A finished exchange: its mean, and by phase the units that arrived here, bool[M, units]."""
 
     mean: Mean
     arrived: list[np.ndarray]
 
 
 class BetweenRanks:
-    """This process is of island ``island``. ``carriers``: take turns, each on a thread of its own.
+    """The exchanges of island ``island``, which this process belongs to.
 
-    ``told``: is told what arrives here: when an exchange begins, if that is drawn alone, else when its mean is asked for.
-    ``steps``: length of the run, if known. ``stopping``: its number crosses behind every piece and every mean. Raises
-    :class:`UsageError` for a channel that cannot serve the islands.
+    ``carriers``: take turns, each on a thread of its own. ``told``: gets the deliveries at this island. If losses are
+    drawn alone, it gets them when an exchange begins, else when its mean is asked for. ``steps``: length of the run, if
+    known. ``stopping``: its number crosses behind every piece and every mean. Raises :class:`UsageError` for a channel
+    that cannot serve the islands.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class BetweenRanks:
             for piece, part in zip_longest(pieces, own.split(shard), fillvalue=own[:0]):
                 piece[: len(part)].copy_(part)
                 piece[len(part) :].zero_()
-        else:  # which tells the others that nothing comes from here
+        else:  # values that are not finite tell the others that nothing comes from here
             pieces.fill_(torch.nan)
         [units], _ = cut([shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
         arrived = [self._arrived(phase, step, units, present) for phase in SYNC_PHASES]
@@ -130,7 +132,7 @@ class BetweenRanks:
                 self._told(Delivery(exchange, islands, here, one[None], [units]))
 
     def _arrived(self, phase: str, step: int, units: BucketUnits, present: bool) -> np.ndarray | None:
-        """bool[M, units]: what is drawn to arrive here; ``None``: everything."""
+        """bool[M, units]: the units that the draw delivers here; ``None``: everything."""
         network, exchange = self._networks[phase], Exchange(phase, self._stream, step)
         if network.lossless and present:
             return None
@@ -143,7 +145,7 @@ class BetweenRanks:
     def _cross(
         self, carrier: Carrier, pieces: torch.Tensor, units: BucketUnits, drawn: Sequence[np.ndarray | None]
     ) -> Crossed:
-        """On a thread. ``pieces`` [M, shard + ASIDE]."""
+        """Make both halves of the exchange, on a thread. ``pieces`` [M, shard + ASIDE]."""
         self._say(pieces)
         received, arrived = carrier.scatter(pieces)
         rows = self._heard(received, units, drawn[0], arrived)
@@ -152,7 +154,7 @@ class BetweenRanks:
         exact = mean_of(rows[:, None], here)[0]
         mean = exact.to(self.dtype)
         averaged = reduced.any(axis=0)
-        if not averaged.all():  # where nobody sent there is no mean, which the others are told so
+        if not averaged.all():  # elements without a sender have no mean; NaN tells the others
             mean.masked_fill_(~elements_of(averaged[None, None], units, mean.device)[0, 0], torch.nan)
         sent = torch.cat([mean, mean.new_zeros(ASIDE)])
         self._say(sent)
@@ -167,14 +169,16 @@ class BetweenRanks:
         return Crossed(Mean(values.reshape(-1), back, owed), [reduced, complete])
 
     def _say(self, rows: torch.Tensor) -> None:
-        """Put behind each of ``rows`` whether to stop, as bits."""
+        """Put the signal to stop behind each of ``rows``, as bits."""
         rows.view(_BITS[rows.element_size()])[..., -1] = self._stopping.number
 
     def _heard(
         self, rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
     ) -> torch.Tensor:
-        """``rows`` [M, shard] in float32, without what others say of stopping, if it arrived: as the last elements, or in a unit
-        behind them."""
+        """``rows`` [M, shard] in float32, without the signals to stop behind them.
+
+        A signal counts only if it arrived: with the last elements, or in a unit behind them.
+        """
         said = rows.view(_BITS[rows.element_size()])[:, -1].numpy()
         if drawn is not None:
             said = said * drawn[:, -1]
@@ -184,9 +188,9 @@ class BetweenRanks:
         return rows[:, : units.shard].float()
 
     def close(self) -> None:
-        """There are no more exchanges."""
+        """End the exchanges and close the carriers."""
         for thread in self._threads:
-            thread.shutdown()  # what all islands have begun comes to its end
+            thread.shutdown()  # exchanges that all islands have begun come to their end
         for carrier in self.carriers:
             carrier.close()
 
@@ -194,7 +198,7 @@ class BetweenRanks:
 def _complete(
     rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
 ) -> np.ndarray:
-    """bool[M, units]: what of ``rows`` [M, shard] arrived and counts: what is not finite does not."""
+    """bool[M, units]: the units of ``rows`` [M, shard] that arrived and count; only finite units count."""
     finite = finite_rows(rows)
     result = np.repeat(finite[:, None], units.count, axis=1)
     for row in np.flatnonzero(~finite):
@@ -207,7 +211,10 @@ def _complete(
 
 
 class Waiting:
-    """An exchange under way on a thread. ``own`` [k]: what this island sent. ``tell``: is told what arrived, if anything is."""
+    """An exchange under way on a thread. ``own`` [k]: the vector of this island.
+
+    ``tell``: gets the units that arrived, or is ``None``.
+    """
 
     def __init__(
         self, future: Future[Crossed], own: torch.Tensor, tell: Callable[[list[np.ndarray]], None] | None
@@ -216,7 +223,7 @@ class Waiting:
         self._mean: Mean | None = None
 
     def wait(self) -> Mean:
-        """Its result, which is kept. Raises what went wrong on the way: another island that is gone, for example."""
+        """The result of the exchange, which is kept. Raises its errors: another island is gone, for example."""
         if self._mean is None:
             (values, arrived, owed), crossed = self._future.result()
             if self._tell is not None:

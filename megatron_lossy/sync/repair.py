@@ -1,6 +1,6 @@
-"""Before an update: do the reduced gradients of all replicas agree, and if not, make them.
+"""Compares the reduced gradients of all replicas before an update, and makes them equal.
 
-Where errors are rare, the majority has the right value, and the run is the one without the error, bit for bit.
+If errors are rare, the majority has the right value, and the run equals the run without the error, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .peers import Peers
 
 @dataclass(frozen=True)
 class Compared:
-    """``fingerprints``: int64[N, B], of the B buckets of each replica."""
+    """Fingerprints of gradients. ``fingerprints``: int64[N, B], of the B buckets of each replica."""
 
     fingerprints: np.ndarray
 
@@ -29,17 +29,17 @@ class Compared:
 
     @property
     def differing(self) -> np.ndarray:
-        """The numbers of the buckets in which replicas differ."""
+        """The numbers of the buckets whose gradients differ between replicas."""
         return np.flatnonzero((self.fingerprints != self.fingerprints[0]).any(axis=0))
 
     def outside(self, bucket: int) -> list[int]:
-        """The replicas that are not of the largest class in ``bucket``; all, if no class is the largest."""
+        """The replicas outside the largest class in ``bucket``; all, if no class is the largest."""
         column = self.fingerprints[:, bucket]
         right = largest_class(column)
         return list(range(len(column))) if right is None else np.flatnonzero(column != column[right]).tolist()
 
 
-#: Of each local replica, of each of its buckets, the tensors that hold its gradient.
+#: For each local replica and each of its buckets, the tensors that hold its gradient.
 Buckets = Sequence[Sequence[Sequence[torch.Tensor]]]
 
 
@@ -50,10 +50,11 @@ def compare(peers: Peers, buckets: Buckets) -> Compared:
 
 
 def repair(peers: Peers, buckets: Buckets, compared: Compared) -> dict[int, str]:
-    """Make the gradients of all replicas equal, in place. Returns what was done, by the number of the bucket.
+    """Make the gradients of all replicas equal, in place. Returns the action, by the number of the bucket.
 
-    ``majority``: the lowest of the largest class sent its own; ``mean``: no class was the largest, and each has the mean of
-    those that are finite. Without any that is finite, all have that of replica 0, so that all reject the step.
+    ``majority``: the lowest replica of the largest class sent its gradient. ``mean``: no class was the largest, and
+    each replica has the mean of the finite ones. If none is finite, all have the gradient of replica 0, so that all
+    reject the step.
     """
     done = {}
     alone = []
@@ -81,13 +82,13 @@ def _parts(buckets: Buckets, bucket: int) -> list[tuple[torch.Tensor, ...]]:
 
 
 def mean_(peers: Peers, tensors: Sequence[torch.Tensor], chosen: np.ndarray) -> None:
-    """Set ``tensors``, one per local replica, to the mean of the ``chosen`` bool[N] replicas, or to the first of none."""
+    """Set ``tensors``, one per local replica, to the mean of the ``chosen`` bool[N] ones; without any, to the first."""
     if not chosen.any():
         peers.broadcast_(tensors, 0).wait()
         return
     for number, tensor in zip(peers.local, tensors, strict=True):
         if not chosen[number]:
-            tensor.zero_()  # not multiplied: 0 x inf
+            tensor.zero_()  # not multiplied by 0, because 0 x inf is not 0
     peers.sum_(tensors).wait()
     for tensor in tensors:
         tensor.div_(int(chosen.sum()))

@@ -1,7 +1,8 @@
 """Full replicas between their gradients and their next update: check, repair and synchronisation, in that order.
 
-The order of an iteration (docs/corruption.md): gradients are reduced, and errors hit them; on entry to the optimizer's step they
-are compared, and repaired; what was averaged meanwhile arrives; the update; a synchronisation that is due begins.
+The order of an iteration (docs/corruption.md): gradients are reduced, and errors hit them. On entry to the optimizer's
+step they are compared, and repaired; a mean under way arrives. Then comes the update, and a synchronisation that is due
+begins.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Replicas had different gradients in ``bucket`` of ``stream``.
+    """A report that replicas had different gradients in ``bucket`` of ``stream``.
 
-    ``outside``: replicas that are not of the largest class; all where there is none. ``repaired``: "majority", "mean" or, if
-    nothing was done, "".
+    ``outside``: replicas outside the largest class; all if there is no largest class. ``repaired``: "majority", "mean",
+    or "" if nothing was repaired.
     """
 
     stream: Stream
@@ -46,16 +47,17 @@ class Mismatch:
     repaired: str
 
     def rows(self) -> list[dict[str, Any]]:
-        """For the log of errors: one for each replica that differed."""
+        """Rows for the log of errors: one for each replica that differed."""
         row = {"stream": self.stream.name, "bucket": self.bucket, "kind": "mismatch", "repaired": self.repaired}
         return [{**row, "rank": rank} for rank in self.outside]
 
 
 class FullReplicas:
-    """The replicas of this process, of N that all update everything. All verbs are collective calls of the whole world.
+    """The replicas of this process, out of N that all update everything. All verbs are collective calls of the world.
 
-    ``gradients``, ``copies``: of each stream. ``total``: adds up float64[k] over all processes of the world. ``renew``: makes the
-    model's weights of the named streams those of the main parameters. ``models``: of each local replica, weights that are copies of main parameters.
+    ``gradients``, ``copies``: for each stream. ``total``: adds up float64[k] over all processes of the world.
+    ``renew``: copies the main parameters of the named streams into the model's weights. ``models``: for each local
+    replica, weights that are copies of main parameters.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class FullReplicas:
         return self._synchroniser.wants_gradient
 
     def check(self) -> None:
-        """Compare the gradients, and do what ``--replica-check`` says where they differ."""
+        """Compare the gradients. If they differ, act as ``--replica-check`` says."""
         mode = self._config.replica_check
         if mode == "none":
             return
@@ -102,17 +104,17 @@ class FullReplicas:
             ]
 
     def arrive(self, gradient: Sequence[Sequence[float]] | None) -> None:
-        """The update is about to be made. ``gradient``: if it is wanted, of each stream and local replica |g|^2."""
-        self._synchroniser.arrive(gradient)  # the update itself renews what are copies
+        """Call this before the update. ``gradient``: if it is wanted, |g|^2 for each stream and local replica."""
+        self._synchroniser.arrive(gradient)  # the update itself renews the copies
 
     def finished(self, gradient: Sequence[Sequence[float]] | None) -> None:
-        """The update has been made."""
+        """Call this after the update. ``gradient``: see :meth:`arrive`."""
         changed = self._synchroniser.finished(gradient)
         if changed:
             self._renew(changed)
 
     def take(self) -> list[Mismatch | Synced]:
-        """What has happened since the last call. Mismatches are told by the process that has the first replica."""
+        """The events since the last call. The process that has the first replica reports mismatches."""
         first = {one.stream for one in self._gradients if 0 in one.peers.local}
         mismatches = [one for one in self._mismatches if one.stream in first]
         self._mismatches = []
@@ -125,21 +127,22 @@ class FullReplicas:
 
     @property
     def interval(self) -> int:
-        """Updates between synchronisations, at present; 0 without any."""
+        """Updates between synchronisations, at present; 0 if there are none."""
         return self._synchroniser.interval.current if self._config.synchronises else 0
 
     # --- the mean of all replicas ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within this context all replicas are the mean of those that are finite, moments as well; then themselves again.
+        """A context in which all replicas are the mean of the finite ones, with moments. Then they are themselves
+        again.
 
         If all are equal nothing is touched.
         """
         with torch.no_grad():
-            self._synchroniser.state_dict()  # ends what is in flight
+            self._synchroniser.state_dict()  # ends exchanges in flight
             apart = [one for one in self._copies if not compare(one.peers, _whole(one)).equal]
-            # Of what is in flight the model's weights know nothing yet.
+            # The model's weights do not have the result of an exchange in flight yet.
             differ = self._total(np.array([float(bool(apart) or self._synchroniser.moves)]))[0] > 0
             kept = self._keep() if differ else []
             if differ:
@@ -158,9 +161,9 @@ class FullReplicas:
         return [(tensor, tensor.clone()) for tensor in held]
 
     def divergence(self) -> float | None:
-        """r: the distance of replicas from their mean, in units of the length of the mean, over a sample of the coordinates.
+        """r: the distance of replicas from their mean, relative to the mean's length, over a sample of coordinates.
 
-        ``None`` while a synchronisation is under way, which then tells r, and leaves no replica to look at.
+        ``None`` while a synchronisation is under way: it reports r itself, and leaves no replica to look at.
         """
         if self._synchroniser.under_way:
             return None
@@ -180,7 +183,7 @@ class FullReplicas:
     # --- saved state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the replicas of this process are, and what is under way."""
+        """The complete state of the replicas of this process, and of the exchange under way."""
         synchroniser = self._synchroniser.state_dict()
         replicas = [[[tensor.clone() for tensor in replica] for replica in _everything(one)] for one in self._copies]
         models = [[tensor.clone() for tensor in model()] for model in self._models]
@@ -197,7 +200,7 @@ class FullReplicas:
         self._synchroniser.load_state_dict(state["synchroniser"])
 
     def restart(self) -> None:
-        """All replicas are equal."""
+        """Begin again with replicas that are all equal."""
         self._synchroniser.restart()
         self._mismatches.clear()
 

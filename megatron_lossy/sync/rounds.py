@@ -1,8 +1,8 @@
 """Exchanges between islands in their order: begun, under way, used (*AsyncMesh*, Algorithm 1 and section 3.1).
 
-After each iteration, also of one that the optimizer skipped: if an exchange is due it is begun with the weights as they
-are; then those that were begun ``--sync-delay`` iterations ago are used, oldest first. The delay is exact, so that a run can
-be repeated; whoever is late is waited for.
+After each iteration, also one that the optimizer skipped, an exchange that is due begins with the current weights. Then
+the exchanges that began ``--sync-delay`` iterations ago are used, oldest first. The delay is exact, so that a run can
+be repeated; a late island is waited for.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Weights(Protocol):
         """A copy [k] of the elements at ``places``; ``None``: all."""
 
     def write(self, places: Places | None, values: torch.Tensor) -> None:
-        """Put ``values`` [k] there, and into the weights that are computed with."""
+        """Put ``values`` [k] at ``places`` of the main weights, and into the weights of forward and backward passes."""
 
 
 @dataclass
 class Flight:
-    """An exchange under way: its number, the iteration after which it was begun, of which elements, what was sent."""
+    """An exchange under way: its number, the iteration before it, its elements, and the values that were sent."""
 
     number: int
     step: int
@@ -44,8 +44,8 @@ class Flight:
 class Rounds:
     """The exchanges of one vector of the islands of this process.
 
-    ``rule``: what is made of a mean. ``crossing``: how it is made. ``interval``, ``delay``: in iterations. ``device``:
-    where weights are. ``used``: told, when a mean is used, for how many seconds it was waited for, what had been sent
+    ``rule``: applies a mean. ``crossing``: makes it. ``interval``, ``delay``: in iterations. ``device``: the device of
+    the weights. ``used``: called when a mean is used, with the seconds of waiting for it, the values that had been sent
     float32[islands, k], and the mean.
     """
 
@@ -66,7 +66,10 @@ class Rounds:
         self._used = used
 
     def after_iteration(self, step: int, weights: Sequence[Weights]) -> int | None:
-        """Iteration ``step`` (from 0) is made. Returns how many elements an exchange has that begins now, if one does."""
+        """Begin and use the exchanges that are due after iteration ``step`` (from 0).
+
+        Returns the number of elements of the exchange that begins, or ``None`` if none does.
+        """
         begun = None
         if (step + 1) % self._interval == 0:
             begun = self._begin((step + 1) // self._interval - 1, step, weights)
@@ -88,9 +91,9 @@ class Rounds:
         now = [one.read(places) for one in weights]
         payloads = [self.rule.payload(island, vector) for island, vector in enumerate(now)]
         sent = torch.stack(payloads) if len(payloads) > 1 else payloads[0][None]
-        if not sent.shape[1]:  # of a subset that is drawn
+        if not sent.shape[1]:  # a drawn subset may be empty
             return None
-        # As it crosses: what rounding takes away is then progress that an island keeps, until it has become enough to cross.
+        # The values are kept as rounded: the rest is progress that an island keeps until it is large enough to cross.
         sent = sent.to(self._crossing.dtype).float()
         self.rule.begin(step, places)
         flight = Flight(number, step, places, sent, self._crossing.begin(step, sent))
@@ -108,7 +111,7 @@ class Rounds:
             one.write(places, self.rule.apply(island, one.read(places), back))
 
     def state_dict(self) -> dict[str, Any]:
-        """What is under way, waited for, and the state of the rule."""
+        """The exchanges under way, which are waited for, and the state of the rule."""
         flights = []
         for flight in self.flights:
             mean = flight.pending.wait()

@@ -1,4 +1,4 @@
-"""What a rule is: what an island sends, and what it makes of the mean that comes back."""
+"""The base class of rules: a rule makes an island's payload, and applies the mean that comes back."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .places import Places
 
 @dataclass(frozen=True)
 class Back:
-    """What came back to an island of one exchange.
+    """The result of one exchange for one island.
 
-    ``sent``, ``mean`` float32[k]: what it sent, and the mean of all. ``arrived`` bool[k]: where the mean is here; ``None``:
-    everywhere. ``places``: which elements these are; ``None``: all. ``begun``: the iteration after which it was sent; ``step``: the
-    one that has just been made.
+    ``sent``, ``mean`` float32[k]: the values that it sent, and the mean of all. ``arrived`` bool[k]: the elements whose
+    mean is here; ``None``: all. ``places``: the places of these elements; ``None``: all of the vector. ``begun``: the
+    iteration before the exchange; ``step``: the iteration that has just ended.
     """
 
     sent: torch.Tensor
@@ -35,24 +35,24 @@ class Back:
 class Rule(ABC):
     """One rule for one vector of the islands of this process. Islands are numbered from 0 within the process."""
 
-    #: Whether something is done at every exchange, also when no mean has come back yet.
+    #: Whether the rule acts at every exchange, also when no mean has come back yet.
     always: ClassVar[bool] = False
-    #: Whether an island keeps what it is off what it sent, so that what rounding takes from a mean can stay with its owner.
+    #: Whether an island keeps its difference to the rounded values that it sent. Then owners may keep rounding's rest.
     keeps_rest: ClassVar[bool] = False
 
     def payload(self, island: int, now: torch.Tensor) -> torch.Tensor:
-        """What ``island`` sends: [k] for its weights ``now`` [k]. It may be the same tensor."""
+        """The values that ``island`` sends: [k] for its weights ``now`` [k]. It may be the same tensor."""
         return now
 
     def begin(self, step: int, places: Places | None) -> None:
-        """An exchange begins after iteration ``step``, of the elements at ``places``."""
+        """Called when an exchange of the elements at ``places`` begins after iteration ``step``."""
 
     @abstractmethod
     def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
         """The new weights float32[k] of ``island``, whose weights are ``now`` float32[k]."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved for a run to continue bit for bit."""
+        """The state that must be saved for a run to continue bit for bit."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
-"""Whether islands stop, and after which iteration: the same for all, though messages are lost and islands stand still.
+"""The agreement of islands to stop after one iteration, the same for all, although messages are lost.
 
-Who is told to stop says so in every message of every exchange, and so does whoever hears it. The first ranks of the islands
-then meet, each on a thread, while training goes on: once to be sure that all know, and once for the latest iteration that
-any of them has begun, after which all of them stop. Nobody waits for an island that has not heard; and for this last answer,
-which only threads have to give, no longer than it takes to cross. Islands that come to the end of the run take part as well.
+A rank that is told to stop puts the signal into every message of every exchange, and so does every rank that hears it.
+The first ranks of the islands then meet, each on a thread, while training goes on. They meet once to be sure that all
+know, and once for the latest iteration that any of them has begun: after that one all of them stop. No island waits for
+another that has not heard, or stands still. The last answer needs only threads, and so takes no longer than a message.
+Islands that reach the end of the run take part as well.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from datetime import timedelta
 
 from .world import Meeting
 
-#: Beside the numbers of signals: an island that is at the end of its run.
+#: A number beside those of signals: the island is at the end of its run.
 _OVER = 1 << 14
-#: Others may hear of it with their next exchange only, or be at their end much later. Who dies is noticed all the same.
+#: Others may hear only with their next exchange, or end much later. A dead island is noticed in other ways.
 _PATIENCE = timedelta(days=365)
 
 
 class Stopping:
-    """What a rank knows of it. ``meeting``: of the first ranks of all islands, for one of these.
+    """The knowledge of one rank about stopping. ``meeting``: of the first ranks of all islands, on one of these.
 
-    Iterations are counted from 1 and from where this process began, which islands do alike.
+    Iterations are counted from 1, beginning where this process began; all islands begin alike.
     """
 
     def __init__(self, meeting: Meeting | None = None) -> None:
-        #: The signal that somebody was told to stop by, as far as it is known here; 0: none. It crosses in messages.
+        #: The signal to stop, as far as it is known here; 0: none. It crosses in messages.
         self.number = 0
         self._changed = threading.Condition()
         self._begun = 0
-        self._asked = 0  # questions, of those who exchange nothing, that are still to be put
+        self._asked = 0  # questions still to be put, by islands that exchange nothing
         self._over = False
-        self._most: int | None = None  # iterations that may be begun before it is known which one is the last
+        self._most: int | None = None  # iterations that may begin before the last one is known
         self._last: int | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -41,21 +42,21 @@ class Stopping:
             self._thread.start()
 
     def hear(self, number: int) -> None:
-        """Somebody says that ``number`` tells to stop. On any thread."""
+        """Note that ``number`` is a signal to stop. May be called on any thread."""
         with self._changed:
             self.number = max(self.number, number)
             self._changed.notify_all()
 
     def ask(self) -> None:
-        """Ask the others whether they stop, without a wait. All islands ask equally often."""
+        """Ask the others whether they stop, without waiting. All islands ask equally often."""
         with self._changed:
             self._asked += 1
             self._changed.notify_all()
 
     def begin(self) -> tuple[int, int]:
-        """The next iteration begins. Returns the signal and the last iteration, as far as they are known, or 0.
+        """Begin the next iteration. Returns the signal and the last iteration, each 0 if not known.
 
-        Waits where it could be later than the last one. Raises what went wrong between islands.
+        Waits if the iteration could be later than the last one. Raises errors between islands.
         """
         with self._changed:
             self._begun += 1
@@ -65,7 +66,7 @@ class Stopping:
             return self.number, self._last or 0
 
     def leave(self) -> None:
-        """Iterations are over: wait until they are so in all islands, which may still need what was sent from here."""
+        """Wait, after the last iteration, until all islands are there: they may still need data from this one."""
         if self._thread is not None:
             with self._changed:
                 self._over = True
@@ -99,7 +100,7 @@ class Stopping:
         with self._changed:
             self.number = max(self.number, known % _OVER)
             self._most = self._begun
-            mine = self._begun if self._over else self._begun + 1  # which begins when all of its ranks can know
+            mine = self._begun if self._over else self._begun + 1  # the next one begins when all of its ranks can know
         last = meeting.largest(mine, _PATIENCE)
         with self._changed:
             self._last = last

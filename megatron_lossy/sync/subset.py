@@ -1,4 +1,4 @@
-"""Which elements an exchange carries: a function of seed, stream and round, so that no index is sent.
+"""The elements of an exchange: a function of seed, stream and round, so that no index is sent.
 
 *AsyncMesh*, section 2.3, after SPARTA, whose public code draws a partition per tensor and broadcasts a mask of bytes.
 """
@@ -18,8 +18,8 @@ from .places import Places
 class Subset:
     """The elements of each round of one vector of ``size`` elements. Raises :class:`UsageError` if they are too few.
 
-    ``cyclic``: blocks of elements are permuted once and cut into n parts, of which round r takes part r mod n.
-    ``partition``: the same, permuted anew every n rounds. ``bernoulli``: every block with the probability of the fraction.
+    ``cyclic``: blocks of elements are permuted once and cut into n parts; round r takes part r mod n. ``partition``:
+    the same, permuted anew every n rounds. ``bernoulli``: every block with the probability of the fraction.
     """
 
     def __init__(self, config: LossyConfig, size: int, seed: int, stream: Stream) -> None:

@@ -1,11 +1,11 @@
-"""Full replicas are set to their mean every H updates (PAFT-Sync, PAFT-Dyn), and to more than that where possible.
+"""Sets full replicas to their mean every H updates (PAFT-Sync, PAFT-Dyn), or to a majority if there is one.
 
-PAFT, Algorithms 1 and 2. Before each synchronisation every replica tells a fingerprint of itself and whether it is finite.
+PAFT, Algorithms 1 and 2. Before each synchronisation every replica tells its fingerprint and whether it is finite.
 
-1. All are equal: nothing is sent or changed. The mean of equal numbers is not that number from three on.
+1. All are equal: nothing is sent or changed. The mean of three or more equal numbers may differ from that number.
 2. More than half are equal and finite: the lowest of them sends its parameters and optimizer state to all, at once.
-3. Else all are set to the mean of those that are finite. Those that are not get the optimizer state of one that is, too,
-   and then all of it happens at once.
+3. Else all are set to the mean of the finite ones. If some are not finite, they also get the optimizer state of a
+   finite one, and all of it happens at once.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Tensors = Callable[[], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Replica:
-    """What one replica holds of a stream; functions, since optimizers make their state late. All tensors contiguous.
+    """The tensors of one replica in a stream; functions, since optimizers make their state late. All are contiguous.
 
-    ``parameters``: main parameters. ``moments``: what ``--param-sync-state all`` averages too. ``others``: what else must
-    be copied for a replica to go on as another. ``aside``: forward and backward passes read copies of the parameters, so
-    that they can be averaged in place meanwhile.
+    ``parameters``: main parameters. ``moments``: tensors that ``--param-sync-state all`` averages too. ``others``: more
+    tensors that a replica needs to go on as another one. ``aside``: forward and backward passes read copies of the
+    parameters, so that these can be averaged in place meanwhile.
     """
 
     parameters: Tensors
@@ -47,22 +47,22 @@ class Replica:
 
 @dataclass(frozen=True)
 class Copies:
-    """The N replicas of one stream. ``replicas``: of this process, one for each of ``peers.local``."""
+    """The N replicas of one stream. ``replicas``: those of this process, one for each of ``peers.local``."""
 
     name: str
     peers: Peers
     replicas: Sequence[Replica]
 
     def parameters(self) -> list[Sequence[torch.Tensor]]:
-        """Of each local replica."""
+        """The parameters of each local replica."""
         return [replica.parameters() for replica in self.replicas]
 
     def moments(self) -> list[Sequence[torch.Tensor]]:
-        """Of each local replica."""
+        """The moments of each local replica."""
         return [replica.moments() for replica in self.replicas]
 
     def state(self) -> list[Sequence[torch.Tensor]]:
-        """All that is not parameters, of each local replica."""
+        """All tensors of each local replica beside the parameters."""
         return [[*replica.moments(), *replica.others()] for replica in self.replicas]
 
 
@@ -70,9 +70,10 @@ class Copies:
 class Synced:
     """A synchronisation that has arrived.
 
-    ``kinds``: of each stream "equal", "majority", "mean", "first", or "nothing", if no replica was finite. ``updates``
-    before it; ``interval`` until the next. ``divergence``: r, the distance of replicas from their mean before it, root mean
-    square, in units of the length of the mean. ``not_finite``: replicas that were not, over the streams of this process.
+    ``kinds``: for each stream "equal", "majority", "mean", "first", or "nothing" if no replica was finite. ``updates``:
+    their number before it. ``interval``: updates until the next. ``divergence``: r, the root mean square distance of
+    replicas from their mean before it, relative to the length of the mean. ``not_finite``: replicas that were not
+    finite, over the streams of this process.
     """
 
     kinds: dict[str, str]
@@ -82,14 +83,14 @@ class Synced:
     not_finite: int
 
     def rows(self) -> list[dict[str, Any]]:
-        """For the log of errors: one for each stream."""
+        """Rows for the log of errors: one for each stream."""
         row = {"kind": "sync", "interval": self.interval, "divergence": self.divergence}
         return [{**row, "stream": stream, "repaired": kind} for stream, kind in self.kinds.items()]
 
 
 @dataclass
 class _Part:
-    """Of one stream, what is under way: ``pieces`` of parameters and then of ``moments``, to be waited for and written."""
+    """The exchange of one stream under way: ``pieces`` of parameters, then of ``moments``, to wait for and write."""
 
     kind: str
     target: Target | None
@@ -137,20 +138,23 @@ class Synchroniser:
 
     @property
     def under_way(self) -> bool:
-        """Whether a synchronisation is: in all processes alike."""
+        """Whether a synchronisation is under way; all processes agree."""
         return self._flight is not None
 
     @property
     def moves(self) -> bool:
-        """Whether parameters of this process are on the way: main parameters may be sums, and the model has them from before."""
+        """Whether parameters of this process are on the way.
+
+        Main parameters may then be sums, and the model has the earlier values.
+        """
         return self._flight is not None and any(part.parameters for part in self._flight.parts)
 
     def finished(self, gradient: Sequence[Sequence[float]] | None = None) -> list[str]:
-        """An update has succeeded. Launch a synchronisation if it is due, and without overlap end it.
+        """Call this after a successful update. Launches a synchronisation if it is due; without overlap ends it.
 
-        ``gradient``: if it is wanted, of each stream and local replica |g|^2 of the local gradient before its reduction.
-        Returns the streams whose parameters may have changed, so that copies of them must be renewed: not those under
-        way, which hold sums where they are averaged in place.
+        ``gradient``: if it is wanted, |g|^2 of the local gradient before its reduction, for each stream and local
+        replica. Returns the streams whose parameters may have changed, so that their copies must be renewed. Streams
+        under way are not among them: parameters that are averaged in place hold sums.
         """
         self._since += 1
         if not self._config.synchronises or self._since < self.interval.current:
@@ -166,20 +170,20 @@ class Synchroniser:
         return changed
 
     def arrive(self, gradient: Sequence[Sequence[float]] | None = None) -> None:
-        """The next update, which renews all copies, is about to be made: end what is under way.
+        """End the synchronisation under way. Call this before the next update, which renews all copies.
 
-        ``gradient``: as of :meth:`finished`.
+        ``gradient``: see :meth:`finished`.
         """
         if self._flight is not None:
             flight, self._flight = self._flight, None
             self._end(flight, gradient)
 
     def take(self) -> list[Synced]:
-        """What has happened since the last call."""
+        """The synchronisations that arrived since the last call."""
         happened, self._happened = self._happened, []
         return happened
 
-    # --- what they do ----------------------------------------------------------------------------------------------
+    # --- their work ------------------------------------------------------------------------------------------------
 
     def _launch(self) -> _Flight:
         return _Flight(self._since, [self._launch_stream(stream) for stream in self._streams])
@@ -194,7 +198,7 @@ class Synchroniser:
             if kind == "nothing" and not self._warned:
                 self._warned = True
                 logger.warning("no replica of %s is finite: none is averaged (said once)", stream.name)
-            # Equal replicas have a length too: a stream that has not drifted makes r of all smaller.
+            # Equal replicas have a length too: a stream that has not drifted lowers r over all streams.
             length = self._length(stream) if kind == "equal" else Divergence()
             return _Part(kind, None, divergence=length, not_finite=lost)
         # A replica that is not finite would spoil the gradients of all others before the next update.
@@ -217,7 +221,7 @@ class Synchroniser:
         return part
 
     def _tell(self, stream: Copies) -> tuple[np.ndarray, np.ndarray]:
-        """uint64[N] and bool[N]: of each replica its fingerprint, and whether everything in it is finite."""
+        """uint64[N] and bool[N]: for each replica its fingerprint, and whether everything in it is finite."""
         rows = []
         for replica in stream.replicas:
             parameters, moments = list(replica.parameters()), list(replica.moments())
@@ -244,7 +248,7 @@ class Synchroniser:
 
     @staticmethod
     def _exchange(peers: Peers, target: Target, parts: Any, overlaps: bool) -> tuple[list[Piece], list[Any]]:
-        """Launch pieces; without overlap also end them, one after another. Returns those under way, or their norms."""
+        """Launch pieces; without overlap end each at once. Returns pieces under way, and norms of ended ones."""
         launched, norms = [], []
         for piece in parts:
             piece.launch(peers, target)
@@ -295,9 +299,10 @@ class Synchroniser:
     # --- saved state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved for a run to continue bit for bit, before the parameters are: what is in flight ends here.
+        """The state that must be saved for a run to continue bit for bit.
 
-        Pieces averaged in place are the parameters, or moments, themselves.
+        Call it before saving parameters: it ends exchanges. Pieces averaged in place are the parameters, or moments,
+        themselves.
         """
         state: dict[str, Any] = {"interval": self.interval.state_dict(), "since": self._since, "flight": None}
         if self._flight is not None:
@@ -317,7 +322,7 @@ class Synchroniser:
             self._flight = _Flight(state["flight"]["updates"], parts)
 
     def restart(self) -> None:
-        """All replicas are equal: a checkpoint without their state was loaded."""
+        """Begin again with replicas that are all equal: a checkpoint without their state was loaded."""
         self._since, self._flight = 0, None
         self.interval = Interval(self._config)
         self._happened.clear()

@@ -1,7 +1,7 @@
 """M worlds out of one launch: an island is a world of its own, whose ranks meet those of other islands beside it.
 
-Whoever asks torch for the default group, Megatron above all, sees the ranks of one island. Rank k of every island meets
-rank k of the others over host memory, in groups that the default world does not know.
+A program that asks torch for the default group, Megatron above all, sees the ranks of one island. Rank k of every
+island meets rank k of the others over host memory, in groups that the default world does not know.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from ..device.attempt import attempt_store
 from ..errors import refuse
 
-_store: Any = None  # of all ranks that were launched, in this attempt; its server must not be started twice
+_store: Any = None  # the store of all launched ranks in this attempt; its server must not be started twice
 _opened = 0
 _LOOK = 0.1  # seconds
 
 
 class IslandWorld:
-    """Where this rank is, out of ``islands`` islands of equally many consecutive ranks. Raises :class:`UsageError`.
+    """The place of this rank in ``islands`` islands of equally many consecutive ranks. Raises :class:`UsageError`.
 
-    ``launched_rank``, ``launched_ranks``: among all; ``island``; ``rank``, ``size``: within the island. ``seed``: of what is
-    exchanged, the same for all.
+    ``launched_rank``, ``launched_ranks``: among all; ``island``; ``rank``, ``size``: within the island. ``seed``: for
+    the exchanges, the same for all.
     """
 
     def __init__(self, islands: int, seed: int = 0) -> None:
@@ -42,14 +42,14 @@ class IslandWorld:
         self._prefix = ""
 
     def tell_environment(self) -> None:
-        """Let RANK and WORLD_SIZE be those of the island, for a program that reads them later."""
+        """Set RANK and WORLD_SIZE to those of the island, for a program that reads them later."""
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.size)}
 
     def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:
         """Make the island the default world. A collective call of all ranks of all islands.
 
-        ``init_process_group``: makes the default group of ``store``, ``rank``, ``world_size`` and ``timeout``. ``timeout``: after
-        which a rank gives up on another one, in its island or not.
+        ``init_process_group``: makes the default group from ``store``, ``rank``, ``world_size`` and ``timeout``.
+        ``timeout``: the time after which a rank gives up on another one, in its island or not.
         """
         global _store, _opened
         self._timeout = timeout
@@ -66,18 +66,18 @@ class IslandWorld:
         return self._timeout.total_seconds()
 
     def wait_for_first(self, first_is_through: Callable[[], None]) -> None:
-        """The first rank of the island calls ``first_is_through``; the others wait until that returns, however long it takes."""
+        """Call ``first_is_through`` on the first rank of the island; the others wait until it returns."""
         store = torch.distributed.PrefixStore(f"{self._prefix}/{self.island}/through", _store)
         if not self.rank:
             first_is_through()
             store.set("done", "1")
             return
-        with contextlib.suppress(torch.distributed.DistError):  # who serves it leaves after all are through
+        with contextlib.suppress(torch.distributed.DistError):  # the serving rank leaves when all are through
             while not store.check(["done"]):
                 time.sleep(_LOOK)
 
     def store(self, name: str) -> Any:
-        """What the ranks with this one's place in every island write to, and nobody else. ``name``: of its use, unique."""
+        """A store of the ranks with this one's place in every island alone. ``name``: its purpose, unique."""
         return torch.distributed.PrefixStore(f"{self._prefix}/meet/{self.rank}/{name}", _store)
 
     def meet(self, name: str) -> Meeting:
@@ -86,14 +86,14 @@ class IslandWorld:
 
 
 class Meeting:
-    """One rank of each island, over gloo. What is exchanged is in host memory and contiguous, of any dtype."""
+    """One rank of each island, over gloo. Exchanged tensors are in host memory and contiguous, of any dtype."""
 
     def __init__(self, store: Any, island: int, islands: int, timeout: timedelta) -> None:
         self.island, self.islands = island, islands
         self._group = torch.distributed.ProcessGroupGloo(store, island, islands, timeout)
 
     def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
-        """[M, n]: what every island sends to this one, for ``pieces`` [M, n], one for each."""
+        """[M, n]: the pieces of all islands for this one. ``pieces`` [M, n]: one for each island."""
         received = torch.empty_like(pieces)
         self._group.alltoall_base(_bytes(received), _bytes(pieces), [], []).wait()
         return received
@@ -105,7 +105,7 @@ class Meeting:
         return received
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum of ``own`` over islands, on its device, added up in their order."""
+        """The sum of ``own`` over islands, on its device, added up in the order of the islands."""
         everyone = self.all_gather(own.detach().cpu().contiguous())
         result = everyone[0].clone()
         for one in everyone[1:]:
@@ -113,7 +113,7 @@ class Meeting:
         return result.to(own.device)
 
     def largest(self, value: int, patience: timedelta | None = None) -> int:
-        """The largest ``value`` of all islands. ``patience``: how long others are waited for, if not the world's time."""
+        """The largest ``value`` of all islands. ``patience``: how long to wait for others; default the world's time."""
         result = torch.tensor([value])
         options = torch.distributed.AllreduceOptions()
         if patience is not None:

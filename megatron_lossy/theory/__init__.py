@@ -1,7 +1,7 @@
 """Closed forms for ages, drift and recovery rules, each with its derivation in a line or two (docs/theory.md).
 
-They need NumPy only. :mod:`megatron_lossy.lab.theory` counts the same things with the real channels and recovery
-rules, and in a training run. Those of full replicas whose gradients are hit by errors are in :mod:`.divergence`.
+They need NumPy only. :mod:`megatron_lossy.lab.theory` counts the same quantities with the real channels and recovery
+rules, and in a training run. :mod:`.divergence` is about full replicas with errors in their gradients.
 """
 
 from .ages import age_exceeds, age_max, age_mean, age_variance, burst_tail

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-#: What is left out of an infinite sum.
+#: The bound for terms that an infinite sum leaves out.
 _REMAINDER = 1e-18
 
 

@@ -1,9 +1,9 @@
 """Sparse, late averaging of M islands (*AsyncMesh*, sections 2.3 and 3): closed forms. NumPy only.
 
 An element is exchanged once in n rounds of K iterations (``cyclic``, ``partition``), or with probability f in each
-(``bernoulli``), and the mean is used tau iterations later. q = floor(tau / (n K)) later exchanges of the element are then
-under way. What corrects the delay is a feedback of gain g (alpha of ``mixing``, lambda of ``ema``): per visit the deviation
-of an island from the mean follows x(k+1) = x(k) - g x(k-q), if an element's gaps are equal.
+(``bernoulli``), and the mean is used tau iterations later. q = floor(tau / (n K)) later exchanges of the element are
+then under way. The correction of the delay is a feedback of gain g (alpha of ``mixing``, lambda of ``ema``). Per visit
+the deviation of an island from the mean follows x(k+1) = x(k) - g x(k-q), if an element's gaps are equal.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 def stability_bound(overlap: int) -> float:
     """The gain below which deviations die out: 2 sin(pi / (2 (2q + 1))), with ``overlap`` q: 2, 1, 0.618, 0.445, ...
 
-    x(k+1) = x(k) - g x(k-q) leaves the unit circle at z = exp(i a) where z^q (z - 1) = -g: |z - 1| = 2 sin(a/2) = g and
-    q a + (pi + a)/2 = pi, so a = pi / (2q + 1) (Levin and May, 1976). The proof of the paper's theorem 4 takes the noise
-    since the exchange began for independent of the deviation then, and so finds every gain below 2 stable.
+    x(k+1) = x(k) - g x(k-q) leaves the unit circle at z = exp(i a) with z^q (z - 1) = -g: |z - 1| = 2 sin(a/2) = g and
+    q a + (pi + a)/2 = pi, so a = pi / (2q + 1) (Levin and May, 1976). The proof of the paper's theorem 4 takes the
+    noise since the exchange began as independent of the deviation at that time, and so finds every gain below 2 stable.
     """
     if overlap < 0:
         raise ValueError(f"overlap = {overlap}: must be at least 0")
@@ -26,9 +26,10 @@ def stability_bound(overlap: int) -> float:
 
 
 def critical_gain(overlap: int) -> float:
-    """The largest gain without oscillation, q^q / (q + 1)^(q + 1): 1, 1/4, 4/27, ...; near it deviations die out fastest.
+    """The largest gain without oscillation, q^q / (q + 1)^(q + 1): 1, 1/4, 4/27, ...; near it deviations die out
+    fastest.
 
-    z^(q+1) - z^q + g = 0 has its double real root at z = q / (q + 1), and this is g there.
+    z^(q+1) - z^q + g = 0 has its double real root at z = q / (q + 1), and this is g at that root.
     """
     if overlap < 0:
         raise ValueError(f"overlap = {overlap}: must be at least 0")
@@ -36,16 +37,17 @@ def critical_gain(overlap: int) -> float:
 
 
 def stability_bound_drawn(fraction: float, delay: int) -> float:
-    """The same for ``bernoulli``, of the mean square of deviations; ``delay``: floor(tau/K), exchanges of any elements.
+    """The same bound for ``bernoulli``, for the mean square of deviations.
 
-    x(t+1) = x(t) - g b x(t-tau) per exchange, with b = 1 with probability f; b is independent of x(t-tau), so that this is
-    the mean's x(t+1) = x(t) - g f x(t-tau) with noise of variance g^2 f (1-f) E x(t-tau)^2. The square of that recursion's response to
-    an impulse adds up to (1 + sin c)/(2 sin a cos c) with 2 sin(a/2) = g f and c = a (tau + 1/2): autocovariances follow
-    r(k) = r(k-1) - g f r(tau+1-k), which cos(ak) and sin(ak) solve. Noise dies out if it begets less than itself:
-    tan(a/2) tan(pi/4 + c/2) < f/(1-f). With f = 1 that is the bound of fixed gaps, without delay 2.
+    ``delay``: floor(tau/K), exchanges of any elements. x(t+1) = x(t) - g b x(t-tau) per exchange, with b = 1 with
+    probability f. b is independent of x(t-tau), so that this is the mean's recursion x(t+1) = x(t) - g f x(t-tau) with
+    noise of variance g^2 f (1-f) E x(t-tau)^2. The squared impulse response of that recursion adds up to (1 + sin c)/(2
+    sin a cos c) with 2 sin(a/2) = g f and c = a (tau + 1/2): autocovariances follow r(k) = r(k-1) - g f r(tau+1-k),
+    which cos(ak) and sin(ak) solve. Noise dies out if it begets less than itself: tan(a/2) tan(pi/4 + c/2) < f/(1-f).
+    With f = 1 this is the bound of fixed gaps; without delay it is 2.
     """
     _check_drawn(fraction, delay)
-    low, high = 0.0, math.pi / (2 * delay + 1)  # where c is pi/2, beyond which the mean diverges
+    low, high = 0.0, math.pi / (2 * delay + 1)  # c is pi/2 at ``high``; beyond it the mean diverges
     for _ in range(60):
         a = (low + high) / 2
         begets = (1 - fraction) * math.tan(a / 2) * math.tan(math.pi / 4 + a * (delay + 0.5) / 2)
@@ -54,7 +56,7 @@ def stability_bound_drawn(fraction: float, delay: int) -> float:
 
 
 def critical_gain_drawn(fraction: float, delay: int) -> float:
-    """:func:`critical_gain` of the mean for ``bernoulli``, at most 1; ``delay`` as in :func:`stability_bound_drawn`."""
+    """:func:`critical_gain` for the mean with ``bernoulli``, at most 1. ``delay``: as for its stability bound."""
     _check_drawn(fraction, delay)
     return min(1.0, critical_gain(delay) / fraction)
 
@@ -65,7 +67,7 @@ def _check_drawn(fraction: float, delay: int) -> None:
 
 
 def growth(gain: float, overlap: int) -> float:
-    """The factor by which a deviation changes per visit in the long run: the largest root of z^(q+1) - z^q + g."""
+    """The long-run factor on a deviation per visit: the largest root of z^(q+1) - z^q + g."""
     polynomial = np.zeros(overlap + 2)
     polynomial[0] = 1.0
     polynomial[1] -= 1.0
@@ -74,21 +76,21 @@ def growth(gain: float, overlap: int) -> float:
 
 
 def contraction(gain: float) -> float:
-    """The factor by which a deviation changes per n rounds with q = 0 and no noise: 1 - g; 0 with gain 1."""
+    """The factor on a deviation per n rounds with q = 0 and no noise: 1 - g; 0 with gain 1."""
     return 1 - gain
 
 
 def contraction_drawn(fraction: float) -> float:
-    """The factor of the expected squared deviation per round, ``bernoulli``, tau = 0 (lemma 1): 1 - f."""
+    """The factor on the expected squared deviation per round, ``bernoulli``, tau = 0 (lemma 1): 1 - f."""
     return 1 - fraction
 
 
 def speed_uncorrected(fraction: float, interval: int, delay: int, drawn: bool) -> float:
-    """The share of a constant drift that is left without correction, ``--delay-correction none``.
+    """The share of a constant drift that remains without correction, ``--delay-correction none``.
 
-    A visit throws away the last tau steps. With fixed gaps of n K iterations that is 1 - tau / (n K), for q = 0; with
-    geometric ones (``drawn``), where visits may overlap, 1 / (1 + f tau / K): of the steps between two visits that count
-    those within tau after the first are lost. ``ema`` and ``mixing`` keep all of it.
+    A visit throws away the last tau steps. With fixed gaps of n K iterations the share is 1 - tau / (n K), for q = 0.
+    With geometric gaps (``drawn``) visits may overlap, and the share is 1 / (1 + f tau / K): the steps within tau after
+    the first of two visits are lost. ``ema`` and ``mixing`` keep all of the drift.
     """
     if drawn:
         return 1 / (1 + fraction * delay / interval)
@@ -99,19 +101,22 @@ def speed_uncorrected(fraction: float, interval: int, delay: int, drawn: bool) -
 
 
 def deviation(fraction: float, variance: float, islands: int, before: bool = False) -> float:
-    """E of the squared distance of an island to the mean, per element: ``bernoulli``, K = 1, tau = 0, white local steps.
+    """E of the squared distance of an island to the mean, per element: ``bernoulli``, K = 1, tau = 0, white local
+    steps.
 
-    Every step adds ``variance`` (1 - 1/M), every round keeps 1 - f of all: (1 - f)/f of it after a round and 1/f before.
+    Every step adds ``variance`` (1 - 1/M), and every round keeps 1 - f of all. The result is (1 - f)/f of a step's
+    addition after a round, and 1/f ``before`` it.
     """
     return (1.0 if before else 1 - fraction) / fraction * variance * (1 - 1 / islands)
 
 
 def deviation_predicted(fraction: float, interval: int, delay: int, drawn: bool) -> float:
-    """What is left of the squared distance of an island to the mean, after each iteration, with ``smith`` and no loss.
+    """The remaining squared distance of an island to the mean, after each iteration, with ``smith`` and no loss.
 
-    In squared deviations that white local steps make in one iteration. A mean takes all that was there when it was sent, and
-    leaves what came since: tau iterations, and those since the exchange was begun that was used last: (n K - 1)/2 on
-    average with fixed gaps, and (1/f - 1) K + (K - 1)/2 where elements are drawn. No rule can know of the last tau.
+    The unit is the squared deviation that white local steps make in one iteration. A mean removes all of the deviation
+    at the time when it was sent, and leaves the rest: tau iterations, and those since the exchange began that was used
+    last. The second part is (n K - 1)/2 on average with fixed gaps, and (1/f - 1) K + (K - 1)/2 if elements are drawn.
+    No rule can know the last tau.
     """
     if drawn:
         return delay + (1 / fraction - 1) * interval + (interval - 1) / 2
@@ -121,9 +126,9 @@ def deviation_predicted(fraction: float, interval: int, delay: int, drawn: bool)
 def removed(loss: float, islands: int) -> float:
     """The share of the squared deviation that one exchange with ``loss`` in both halves removes; 1 - loss for large M.
 
-    Of M deviations with variance 1, an owner averages s (its own always there) and g islands get the mean, s - 1 and g - 1
-    binomial(M - 1, 1 - loss). Squares then add up to g/s + M - g, and the square of the sum is
-    g^2/s + M - g + 2 g (s - 1)/s (M - g)/(M - 1), since an average island outside of g is in s with (s - 1)/(M - 1).
+    For M deviations with variance 1, an owner averages s (its own always there) and g islands get the mean, s - 1 and g
+    - 1 binomial(M - 1, 1 - loss). Squares then add up to g/s + M - g, and the square of the sum is g^2/s + M - g + 2 g
+    (s - 1)/s (M - g)/(M - 1), since an average island outside of g is in s with (s - 1)/(M - 1).
     """
     others = islands - 1
     counts = np.arange(others + 1)
@@ -139,5 +144,5 @@ def removed(loss: float, islands: int) -> float:
 
 
 def bytes_sent(elements: int, islands: int, itemsize: int = 4) -> float:
-    """What an island sends in one exchange of ``elements``: to owners and back, all but what it owns itself."""
+    """The bytes that an island sends in one exchange of ``elements``, to owners and back, without its own part."""
     return 2 * (islands - 1) / islands * elements * itemsize

@@ -1,8 +1,9 @@
-"""Divergence of full replicas whose reduced gradients are hit by errors, and what averaging them costs. NumPy only.
+"""Divergence of full replicas with errors in their reduced gradients, and the cost of averaging them. NumPy only.
 
-After *Identifying and Mitigating Errors in Gradient Aggregation of Distributed Data Parallel Training* (PAFT). Each of N
-replicas gets g + e_m; errors are independent over replicas, steps and the d elements, with variance sigma^2. Divergence
-is E|mean - theta_m|^2, in squared units of the weights. Rates eta are the learning rates of the steps, one after another.
+After *Identifying and Mitigating Errors in Gradient Aggregation of Distributed Data Parallel Training* (PAFT). Each of
+N replicas gets g + e_m; errors are independent over replicas, steps and the d elements, with variance sigma^2.
+Divergence is E|mean - theta_m|^2, in squared units of the weights. Rates eta are the learning rates of the steps, one
+after another.
 
 All linear rules share a factor: with x_m independent and of variance v, Var(mean x - x_m) = v (1 - 1/N), since x_m is
 itself in the mean, with 1/N of its weight.
@@ -15,7 +16,7 @@ from numpy.typing import ArrayLike
 
 
 def share(replicas: int) -> float:
-    """1 - 1/N, the factor of everything here. Raises ``ValueError`` below one replica."""
+    """1 - 1/N, the common factor of this module. Raises ``ValueError`` below one replica."""
     if replicas < 1:
         raise ValueError(f"replicas = {replicas}: must be at least 1")
     return 1 - 1 / replicas
@@ -30,25 +31,26 @@ def divergence_paper(replicas: int, sigma: float, rates: ArrayLike) -> float:
 
 
 def divergence(replicas: int, sigma: float, rates: ArrayLike, dimension: int = 1, momentum: float = 0.0) -> float:
-    """After steps with ``rates``: d (1 - 1/N) sigma^2 sum eta^2 for SGD.
+    """The divergence after steps with ``rates``: d (1 - 1/N) sigma^2 sum eta^2 for SGD.
 
-    With heavy-ball momentum b, v <- b v + g, theta <- theta - eta v: the error of step s has been added to the weight with
-    R = sum over t >= s of eta(t) b^(t-s), and errors are independent, so that sum R^2 takes the place of sum eta^2. With a
-    constant rate R = eta (1 - b^(j+1))/(1 - b), j steps later: in the long run 1/(1-b)^2 times SGD. A decaying mean of
-    gradients, v <- b v + (1-b) g, is that with eta (1-b): in the long run as SGD.
+    With heavy-ball momentum b, v <- b v + g, theta <- theta - eta v: the error of step s has been added to the weight
+    with R = sum over t >= s of eta(t) b^(t-s). Errors are independent, so that sum R^2 takes the place of sum eta^2.
+    With a constant rate R = eta (1 - b^(j+1))/(1 - b), j steps later: in the long run 1/(1-b)^2 times SGD. A decaying
+    mean of gradients, v <- b v + (1-b) g, is the same with eta (1-b): in the long run it equals SGD.
     """
     return dimension * share(replicas) * sigma**2 * float((_responses(rates, momentum) ** 2).sum())
 
 
 def lost_all_reduce(replicas: int, p: float) -> float:
-    """E|theta_m - theta_n|^2 of two replicas after a step of SGD whose all-reduce lost ``p``, twice: in units of s^2 eta^2.
+    """E|theta_m - theta_n|^2 of two replicas after a step of SGD whose all-reduce lost ``p``, twice: in units of s^2
+    eta^2.
 
     Local gradients are independent, with variance s^2. The owner of an element has the mean of the K that arrived, its
-    own among them: e = E 1/K = (1 - p^N) / (N (1-p)). Another one is among them with E 1[m in K] / K = (1 - e)/(N - 1), since all
-    others are alike, so that from the result its gradient is a = 1 + e - 2 (1 - e)/(N - 1) away. Of two replicas that
-    own nothing one keeps its own with 2p(1-p), and both with p^2, when they are 2 apart; of the share 2/N of the elements
-    one of the two is the owner, who has the result. Without loss in the first half and for many replicas that is
-    2p(1-p) + 2p^2.
+    own among them: e = E 1/K = (1 - p^N) / (N (1-p)). Another rank is among them with E 1[m in K] / K = (1 - e)/(N -
+    1), since all others are alike. So its gradient is a = 1 + e - 2 (1 - e)/(N - 1) away from the result. Of two
+    replicas that own nothing, one keeps its own gradient with 2p(1-p). Both keep theirs with p^2, and are then 2 apart.
+    For the share 2/N of the elements one of the two is the owner, who has the result. Without loss in the first half
+    and for many replicas the sum is 2p(1-p) + 2p^2.
     """
     if replicas < 2 or not 0 <= p < 1:
         raise ValueError(f"replicas = {replicas}, p = {p}: must be at least 2, and in [0, 1)")
@@ -59,7 +61,7 @@ def lost_all_reduce(replicas: int, p: float) -> float:
 
 
 def _responses(rates: ArrayLike, momentum: float) -> np.ndarray:
-    """float64[steps]: how much the last weight depends on the gradient of each step, without its sign."""
+    """float64[steps]: the change of the last weight per unit of each step's gradient, without its sign."""
     eta = np.asarray(rates, dtype=np.float64)
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum = {momentum}: must be in [0, 1)")
@@ -82,9 +84,10 @@ def after_synchronisation(
 ) -> float:
     """Divergence ``updates`` = k after one of many synchronisations, of parameters or of the ``whole`` state.
 
-    Of the whole: replicas are equal, and it grows as from the start, sum over i <= k of ((1-b^i)/(1-b))^2 eta^2. Of parameters
-    only, momenta still differ, by their stationary variance s^2 = sigma^2/(1-b^2), and go on as an AR(1) process; the
-    weight adds up k of its values, with Var = s^2 (k + 2 sum over 0 < j < k of (k-j) b^j).
+    With the whole state replicas are equal, and divergence grows as from the start: sum over i <= k of
+    ((1-b^i)/(1-b))^2 eta^2. With parameters only, momenta still differ by their stationary variance s^2 =
+    sigma^2/(1-b^2), and go on as an AR(1) process. The weight adds up k of its values, with Var = s^2 (k + 2 sum over 0
+    < j < k of (k-j) b^j).
     """
     b = momentum
     if whole:
@@ -103,7 +106,7 @@ def over_interval(
     momentum: float = 0.0,
     whole: bool = False,
 ) -> float:
-    """Mean of :func:`after_synchronisation` over the updates 1 to H of an interval: what replicas compute gradients with."""
+    """Mean of :func:`after_synchronisation` over updates 1 to H: the divergence while gradients are computed."""
     steps = (
         after_synchronisation(replicas, sigma, rate, k, dimension, momentum, whole) for k in range(1, interval + 1)
     )
@@ -111,11 +114,12 @@ def over_interval(
 
 
 def adam(replicas: int, rho: float, rates: ArrayLike, dimension: int = 1) -> float:
-    """Divergence of Adam: d (1 - 1/N) rho sum eta^2; rho = sigma^2 / E g_m^2, the share of errors in a gradient's square.
+    """Divergence of Adam: d (1 - 1/N) rho sum eta^2; rho = sigma^2 / E g_m^2, the share of errors in a gradient's
+    square.
 
-    A step is eta m / sqrt(v) with v about E g_m^2, so that errors move a weight by eta rho^(1/2) a step in random walk
-    (the decaying mean m passes what is constant, as in :func:`divergence`). Since rho <= 1, larger errors do not drive
-    replicas further apart. It holds where gradients are mostly noise and beta2 is near 1.
+    A step is eta m / sqrt(v) with v about E g_m^2. So errors move a weight by eta rho^(1/2) a step in a random walk
+    (the decaying mean m passes constants unchanged, as in :func:`divergence`). Since rho <= 1, larger errors do not
+    drive replicas further apart. The form holds if gradients are mostly noise and beta2 is near 1.
     """
     if not 0 <= rho <= 1:
         raise ValueError(f"rho = {rho}: must be in [0, 1]")
@@ -123,5 +127,5 @@ def adam(replicas: int, rho: float, rates: ArrayLike, dimension: int = 1) -> flo
 
 
 def overhead(interval: float, parameter_bytes: float, gradient_bytes: float, moments: int = 0) -> float:
-    """Traffic of synchronisation in units of that of gradients, for an element: (1 + moments) main/grad bytes / H."""
+    """Traffic of synchronisation relative to that of gradients, per element: (1 + moments) main/grad bytes / H."""
     return (1 + moments) * parameter_bytes / gradient_bytes / interval

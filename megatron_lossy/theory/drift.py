@@ -24,8 +24,8 @@ UNCORRELATED = (1.0,)
 def drift_paper(p: ArrayLike, step: int | None = None) -> np.ndarray:
     """The paper's drift between two workers: 2p/(1+p) (Theorem 3.1), or after ``step`` broadcasts (its proof).
 
-    It takes a worker that missed a broadcast to have been up to date before, so that a difference never adds up
-    over steps lost in a row by one of the two: too small by the factor 1-p. See :func:`drift_between`.
+    The paper assumes that a worker that missed a broadcast was up to date before. So a difference never adds up over
+    steps lost in a row by one of the two, and the result is too small by the factor 1-p. See :func:`drift_between`.
     """
     p = rate_array(p)
     steady = 2 * p / (1 + p)
@@ -68,7 +68,7 @@ def drift_between(
 
 
 def drift_over_pairs(p: ArrayLike, workers: int, together: bool = False, **options: Any) -> np.ndarray:
-    """Mean drift over all pairs of N ``workers`` (at least 2), the owner among them: in 2 of N pairs.
+    """Mean drift over all pairs of N ``workers`` (at least 2). The owner is in 2 of N pairs.
 
     2/N of :func:`drift_to_owner` and 1 - 2/N of :func:`drift_between`, which is 0 if receivers lose ``together``;
     ``options`` (``gamma``, ``step``, ``burst``) go to both.
@@ -80,7 +80,7 @@ def drift_over_pairs(p: ArrayLike, workers: int, together: bool = False, **optio
 def drift_of_ages(tail: ArrayLike, gamma: Sequence[float] = UNCORRELATED) -> tuple[float, float]:
     """Drift to the owner and between two independent receivers, for any ages with P(A > i) = ``tail[i]``.
 
-    Ages beyond the end of ``tail`` count as its length t, so that this is also the drift after t broadcasts.
+    Ages beyond the end of ``tail`` count as its length t. So this is also the drift after t broadcasts.
     """
     later = np.asarray(tail, dtype=np.float64)
     steps = len(later)
@@ -102,8 +102,8 @@ def ar1(phi: float, lags: int) -> np.ndarray:
 def settling_steps(p: float, tolerance: float = 0.01, burst: float | None = None) -> tuple[int, int]:
     """Broadcasts until drift to the owner, and between workers, is within ``tolerance`` (relative) of its limit.
 
-    Uncorrelated increments. What is missing after t, with x = r^t: x of the drift to the owner, and of that
-    between workers (x - c x^2)/(1 - c), c = p/(1+r); solved for x.
+    For uncorrelated increments. The part that is missing after t broadcasts, with x = r^t, is x for the drift to the
+    owner, and (x - c x^2)/(1 - c), c = p/(1+r), for the drift between workers. Both are solved for x.
     """
     rate = rate_array(p)
     r = float(persistence(rate, burst))
@@ -117,7 +117,7 @@ def settling_steps(p: float, tolerance: float = 0.01, burst: float | None = None
 
 
 def second_moments(increments: np.ndarray, lags: int) -> np.ndarray:
-    """float64[lags]: gamma of measured ``increments`` [steps, ...], the mean over steps and all else.
+    """float64[lags]: gamma of measured ``increments`` [steps, ...], the mean over steps and all other dimensions.
 
     Raises :class:`ValueError` unless there are more steps than lags.
     """
@@ -135,7 +135,7 @@ def _discounted(r: np.ndarray, gamma: Sequence[float]) -> np.ndarray:
 
 
 def _growth(gamma: Sequence[float], count: int) -> np.ndarray:
-    """float64[count]: E of the squared sum of i+1 increments less that of i."""
+    """float64[count]: E of the squared sum of i+1 increments minus E of the squared sum of i."""
     terms = np.zeros(count)
     known = np.asarray(gamma, dtype=np.float64)[:count]
     terms[: len(known)] = known

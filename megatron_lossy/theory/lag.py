@@ -1,20 +1,20 @@
-"""The lag of replicas as a filter, its inverse, and how large a learning rate it leaves stable. NumPy only.
+"""The lag of replicas as a filter, its inverse, and the largest learning rate that it leaves stable. NumPy only.
 
 Averaged over receivers and draws, a worker's copy of a remote unit is the owner's trajectory passed through
 
     S(x) = sum of P(A = a) x^a = (1 - s - (q - s) x) / (1 - q x),    P(A > i) = s q^i,
 
 with x the delay by one update, A the age (:mod:`.ages`), ``s`` the share of receivers that miss an update, and ``q``
-the probability that a missed one is followed by another. Independent losses have s = q = p, bursts of mean length B
-s = p and q = 1 - 1/B; where only a share f of receivers has lossy links (``--lossy-links inter-node``, or the owner
-itself counted in), s = f p. The mean lag is E A = s / (1 - q).
+the probability that another miss follows. Independent losses have s = q = p; bursts of mean length B have s = p and q =
+1 - 1/B. If only a share f of receivers has lossy links (``--lossy-links inter-node``, or the owner itself counted in),
+s = f p. The mean lag is E A = s / (1 - q).
 
 The owner undoes it by sending V = C(x) W instead of its weights W:
 
     C(x) = 1 + c (1 - x) / (1 - r x),    c = s / (1 - s),    r = (q - s) / (1 - s) = 1 - c / E A,
 
-since (1 + c) (1 - s) = 1 and (r + c) (1 - s) = q make C(x) = (1 - q x) / ((1 - s) (1 - r x)) = 1 / S(x). So the
-mean over receivers is W, for any trajectory. In the time domain V = W + E with E(t) = c (W(t) - W(t-1)) + r E(t-1).
+since (1 + c) (1 - s) = 1 and (r + c) (1 - s) = q make C(x) = (1 - q x) / ((1 - s) (1 - r x)) = 1 / S(x). So the mean
+over receivers is W, for any trajectory. In the time domain V = W + E with E(t) = c (W(t) - W(t-1)) + r E(t-1).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GRID = 20_000
 
 
 class Lead(NamedTuple):
-    """What the owner adds to its weights: E(t) = ``c`` (W(t) - W(t-1)) + ``r`` E(t-1). Nothing by default."""
+    """The owner's addition to its weights: E(t) = ``c`` (W(t) - W(t-1)) + ``r`` E(t-1). Nothing by default."""
 
     c: float = 0.0
     r: float = 0.0
@@ -40,14 +40,14 @@ class Lead(NamedTuple):
 
 @dataclass(frozen=True)
 class Lag:
-    """The lag filter: ``share`` s of receivers miss an update, and miss the next one too with probability ``again`` q."""
+    """The lag filter: a ``share`` s of receivers misses an update; ``again`` q: the chance of another miss."""
 
     share: float = 0.0
     again: float = 0.0
 
     @classmethod
     def of(cls, p: float, burst: float | None = None, lossy: float = 1.0) -> Lag:
-        """Of receivers that lose a share ``p``, in bursts of mean length ``burst``; only the share ``lossy`` of them does.
+        """The lag of receivers: the share ``lossy`` of them loses ``p``, in bursts of mean length ``burst``.
 
         Raises ``ValueError`` for p outside [0, 1), a burst below 1 or p/(1-p), or ``lossy`` outside [0, 1].
         """
@@ -58,7 +58,7 @@ class Lag:
 
     @property
     def mean(self) -> float:
-        """E A = s / (1 - q): how many updates receivers are late, on average."""
+        """E A = s / (1 - q): the mean number of updates that receivers are late."""
         return self.share / (1 - self.again)
 
     @property
@@ -68,7 +68,7 @@ class Lag:
 
 
 def lead(share: float, mean_age: float) -> Lead:
-    """The lead for receivers of whom ``share`` miss an update and who are ``mean_age`` updates late on average.
+    """The lead for receivers with the share ``share`` of missed updates and the mean age ``mean_age``, in updates.
 
     Only these two are needed, and receivers can count them. r is cut off to [0, 0.95]: bursts of more than about 20
     updates are then undone in part, and losses that avoid each other a little more than undone.
@@ -82,28 +82,29 @@ def lead(share: float, mean_age: float) -> Lead:
 
 
 def mean_lag(lag: Lag, sent: Lead = Lead()) -> float:
-    """How many updates the mean of receivers is behind the owner, which sends with a lead: E A - c / (1 - r).
+    """The number of updates that the mean of receivers is behind an owner that sends with a lead: E A - c / (1 - r).
 
-    That is minus the slope at x = 1 of C(x), beside that of S(x); 0 for :attr:`Lag.lead`.
+    E A is minus the slope of S(x) at x = 1, and c / (1 - r) the slope of C(x) there. The lag is 0 for :attr:`Lag.lead`.
     """
     return lag.mean - sent.c / (1 - sent.r)
 
 
 def stability_limit(beta1: float, lag: Lag = Lag(), sent: Lead = Lead(), nesterov: bool = False) -> float:
-    """The largest stable (learning rate x eigenvalue of the preconditioned Hessian) of Adam with first moment ``beta1``.
+    """The largest stable (learning rate x eigenvalue of the preconditioned Hessian) of Adam with first moment
+    ``beta1``.
 
-    Along an eigenvector the weights follow W(t+1) = W(t) - k F(x) S(x) C(x) W(t), F(x) = (1 - b) / (1 - b x) the
+    Along an eigenvector the weights follow W(t+1) = W(t) - k F(x) S(x) C(x) W(t). F(x) = (1 - b) / (1 - b x) is the
     first moment, or (1 - b) (1 + b - b x) / (1 - b x) with ``nesterov`` (NAdam). From k = 0 on, stability ends at the
-    smallest k for which k x/(1-x) F S C = -1 somewhere on the unit circle. Without loss: 2 (1 + b) / (1 - b). After
-    Cohen et al., "Adaptive Gradient Methods at the Edge of Stability" (arXiv:2207.14484), for the lag-free case.
+    smallest k with k x/(1-x) F S C = -1 somewhere on the unit circle. Without loss it is 2 (1 + b) / (1 - b). The
+    lag-free case follows Cohen et al., "Adaptive Gradient Methods at the Edge of Stability" (arXiv:2207.14484).
     """
     if not 0 <= beta1 < 1:
         raise ValueError(f"beta1 = {beta1}: must be in [0, 1)")
-    # Denser towards 0, where a lag of many updates turns the phase.
+    # Angles are denser towards 0: there a lag of many updates turns the phase.
     angle = np.pi * np.linspace(0, 1, _GRID + 1)[1:] ** 2
     gain = _open_loop(angle, beta1, lag, sent, nesterov)
     crossings = [1 / -gain[-1].real] if gain[-1].real < 0 else []
-    sign = np.sign(gain.imag[:-1])  # at pi it is 0
+    sign = np.sign(gain.imag[:-1])  # at pi the imaginary part is 0
     for k in np.flatnonzero(sign[:-1] * sign[1:] < 0):
         low, high = angle[k], angle[k + 1]
         for _ in range(60):

@@ -1,12 +1,12 @@
-"""Expectation and variance of what the recovery rules make of gradients (docs/theory.md). NumPy only.
+"""Expectation and variance of recovered gradients, for each recovery rule (docs/theory.md). NumPy only.
 
 p is the loss rate of gradients (``--p-grad``), N the number of workers. An owner's estimate is the sum of w g: each
-rule gives the N gradients weights that depend on who arrived, and on nothing else. So with gradients that are
-independent of the losses and of each other, of means mu_i and variances v_i,
+rule gives the N gradients weights that depend only on which of them arrived. So with gradients that are independent of
+the losses and of each other, of means mu_i and variances v_i,
 
     E estimate = sum of E[w_i] mu_i,    Var estimate = sum of E[w_i^2] v_i + Var(sum of w_i mu_i),
 
-and the first two moments of the weights are all there is to know.
+and the first two moments of the weights are sufficient.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def no_survivor(p: ArrayLike, workers: int, lossy_self: bool = False) -> np.ndar
 
 @dataclass(frozen=True)
 class Weights:
-    """First and second moments over the losses of the weights w that N ``workers``' gradients get at an owner.
+    """First and second moments, over the losses, of the weights w that N ``workers``' gradients get at an owner.
 
     The owner's estimate is the sum of w g. ``own``: E w of the owner's gradient; ``other``: of each other one.
-    ``own_own``, ``own_other``, ``other_other``: E of the products; ``same_other``: E of the square of another's.
-    Arrays of the shape of p. Losses are exchangeable over the others, so that this is all there is to know.
+    ``own_own``, ``own_other``, ``other_other``: E of the products; ``same_other``: E of the square of another's. Arrays
+    have the shape of p. Losses are exchangeable over the others, so that these moments are sufficient.
     """
 
     workers: int
@@ -55,14 +55,15 @@ class Weights:
 
     @property
     def total(self) -> np.ndarray:
-        """E of the sum of weights; the factor of the expectation if all gradients have the same one."""
+        """E of the sum of weights; the factor on the expectation if all gradients have the same one."""
         return self.own + (self.workers - 1) * self.other
 
     @property
     def noise(self) -> np.ndarray:
-        """E of the sum of squared weights: variance of the estimate over that of one of i.i.d. gradients, mean 0.
+        """E of the sum of squared weights: the variance of the estimate relative to that of one of i.i.d. gradients,
+        mean 0.
 
-        Without loss 1/N. With mean m, add m^2 times :attr:`total_variance`.
+        Without loss it is 1/N. With mean m, add m^2 times :attr:`total_variance`.
         """
         return self.own_own + (self.workers - 1) * self.same_other
 
@@ -74,15 +75,16 @@ class Weights:
         return self.noise + pairs - self.total**2
 
     def mean(self, gradients: ArrayLike) -> np.ndarray:
-        """Expectation of the estimate for ``gradients`` [N] of these means, the owner's first."""
+        """Expectation of the estimate for gradients with the means ``gradients`` [N], the owner's first."""
         gradients = np.asarray(gradients, dtype=np.float64)
         return self.own * gradients[0] + self.other * gradients[1:].sum()
 
     def variance(self, gradients: ArrayLike, variances: ArrayLike = 0.0) -> np.ndarray:
-        """Variance of the estimate for ``gradients`` [N] of these means, the owner's first, and ``variances`` [N].
+        """Variance of the estimate for gradients with the means ``gradients`` [N], the owner's first, and ``variances``
+        [N].
 
-        Over losses and gradients, which are independent of each other and across workers; with fixed gradients, by
-        default, over losses alone.
+        It is over losses and gradients, which are independent of each other and across workers. By default gradients
+        are fixed, and it is over losses alone.
         """
         gradients = np.asarray(gradients, dtype=np.float64)
         own, others = gradients[0], gradients[1:].sum()
@@ -102,17 +104,17 @@ def weights(rule: str, p: ArrayLike, workers: int, lossy_self: bool = False, ste
     """Weights that ``--grad-recovery rule`` gives, for losses of rate ``p`` that are independent over senders.
 
     One step's weights are the same under bursts and under ``--loss-correlation source``: the rate alone matters.
-    ``step``: for ``previous``, after so many exchanges; the steady state by default, when all weights are 1/N, and
-    its gradients are old (:func:`previous_staleness`).
+    ``step``: for ``previous``, the number of exchanges so far; the default is the steady state. There all weights are
+    1/N, and its gradients are old (:func:`previous_staleness`).
 
-    Derived from the number of survivors: given K, every sender is among them with the same probability, and so is
-    every pair.
+    The weights follow from the number of survivors: given K, every sender is among them with the same probability, and
+    so is every pair.
     """
     p = rate_array(p)
     others, unit = workers - 1, np.ones_like(p)
     remote = np.arange(workers)  # number of remote survivors
     if rule in ("zero", "previous"):
-        # previous: with gradients constant in time only those never received are missing.
+        # previous: with gradients constant in time, only gradients that were never received are missing.
         lost = p if rule == "zero" else p ** (np.inf if step is None else step)
         own, other = (1 - lost if lossy_self else unit) / workers, (1 - lost) / workers
         moments = (own, other, own / workers, own * other, other / workers, other**2)
@@ -147,9 +149,9 @@ def weights(rule: str, p: ArrayLike, workers: int, lossy_self: bool = False, ste
 def previous_staleness(p: ArrayLike, rho: Sequence[float]) -> np.ndarray:
     """``previous``: mean squared error of one sender's substituted gradient against its current one, over variance.
 
-    E (g(t-A) - g(t))^2 = 2 (1 - E rho(A)), with autocorrelation ``rho`` (lags from 0, rho[0] = 1; 0 beyond) and A
-    as for parameters. The estimate's error against the plain mean of the current gradients is (N-1)/N^2 of this,
-    while its variance stays 1/N: what is substituted is as noisy as what was lost.
+    E (g(t-A) - g(t))^2 = 2 (1 - E rho(A)), with autocorrelation ``rho`` (lags from 0, rho[0] = 1; 0 beyond) and A as
+    for parameters. The estimate's error against the plain mean of the current gradients is (N-1)/N^2 of this, while its
+    variance stays 1/N: a substituted gradient is as noisy as a lost one.
     """
     p = rate_array(p)
     return 2 * (1 - (1 - p) * (p[..., None] ** np.arange(len(rho)) * np.asarray(rho, np.float64)).sum(axis=-1))
@@ -158,8 +160,8 @@ def previous_staleness(p: ArrayLike, rho: Sequence[float]) -> np.ndarray:
 def previous_long_run(p: ArrayLike, rho: Sequence[float] = (1.0,)) -> np.ndarray:
     """``previous``: variance of the sum of one sender's gradients over T steps, over T and their variance; large T.
 
-    A gradient is used again until the next arrives. m steps later it is the same one with probability p^m, else one
-    of age B < m, rho(m - B + A) apart: 1 + 2p/(1-p) + 2 sum of (1-p^n) rho(n), n >= 1; uncorrelated (1+p)/(1-p).
+    A gradient is used again until the next arrives. m steps later it is the same one with probability p^m. Else it is
+    one of age B < m, rho(m - B + A) apart: 1 + 2p/(1-p) + 2 sum of (1-p^n) rho(n), n >= 1; uncorrelated (1+p)/(1-p).
     """
     p = rate_array(p)
     lags = np.arange(1, len(rho))
@@ -167,18 +169,18 @@ def previous_long_run(p: ArrayLike, rho: Sequence[float] = (1.0,)) -> np.ndarray
 
 
 def error_feedback_variance(p: ArrayLike) -> np.ndarray:
-    """``error-feedback``: variance of what one sender's constant gradient contributes in a step, over its square.
+    """``error-feedback``: variance of one sender's contribution in a step, over its squared constant gradient.
 
-    With probability 1 - p its payload arrives, 1 + A gradients after A losses in a row: E = 1 and
-    E w^2 = (1-p) E (1+A)^2 = (1+p)/(1-p). With N senders, the owner's always there, the mean has (N-1)/N^2 of
-    2p/(1-p). Gradients independent over time add no more than without loss: each is applied once.
+    With probability 1 - p its payload arrives, 1 + A gradients after A losses in a row: E = 1 and E w^2 = (1-p) E
+    (1+A)^2 = (1+p)/(1-p). With N senders, the owner's always there, the mean has (N-1)/N^2 of 2p/(1-p). Gradients
+    independent over time add no more than without loss: each is applied once.
     """
     p = rate_array(p)
     return 2 * p / (1 - p)
 
 
 def error_feedback_residual(p: ArrayLike) -> np.ndarray:
-    """``error-feedback``: mean of what a sender keeps for one destination, over its constant gradient: p/(1-p)."""
+    """``error-feedback``: mean residual of a sender for one destination, over its constant gradient: p/(1-p)."""
     p = rate_array(p)
     return p / (1 - p)
 

@@ -14,7 +14,7 @@ PROGRAM = "megatron_lossy.train"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train as the command line says."""
+    """Run the command line."""
     with usage_errors(PROGRAM):
         parser = make_parser(
             f"python -m {PROGRAM}", "Pretrain a LLaMA-style model over a lossy data-parallel exchange."
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with rank_errors(PROGRAM):
             quiet_imports()
             require_megatron()
-            # Wrong flags are found before this import, which takes seconds.
+            # Wrong flags are found before this import, because it takes seconds.
             from .loop import train
 
             diverged = train(config, lossy_config)["diverged"]

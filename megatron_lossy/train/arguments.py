@@ -62,7 +62,7 @@ def read_arguments(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
             raise UsageError(f"--config {file}: {error}") from None
         given = parser.parse_args(arguments)
         if given.data_path and not given.data:
-            namespace.data = None  # one's own data instead of the file's
+            namespace.data = None  # the command line's data replaces the file's
     return parser.parse_args(arguments, namespace)
 
 

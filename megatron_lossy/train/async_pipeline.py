@@ -1,8 +1,8 @@
 """Real ranks of an asynchronous pipeline: an endless 1F1B in the place of Megatron's schedule (docs/async_pipeline.md).
 
-A stage knows of others only by their messages. What Megatron does over all stages is done within one: the gradient's
-norm, clipping, and the number of tokens. Between iterations no message is under way, and the model has the newest
-weights, so that evaluating and saving need no drain.
+A stage knows others only by their messages. Megatron does some work over all stages: the gradient's norm, clipping, and
+the number of tokens. Here each stage does it for itself. Between iterations no message is under way, and the model has
+the newest weights, so that evaluating and saving need no drain.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .workers import Begun, Workers
 
 @dataclass
 class _UnderWay:
-    """A micro-batch that went forward and not yet backward. ``drawn_from``: the random state before, if it is to be saved."""
+    """A micro-batch between forward and backward pass. ``drawn_from``: the earlier random state, if it is saved."""
 
     input: torch.Tensor | None
     output: torch.Tensor
@@ -66,7 +66,7 @@ class StageWorkers(Workers):
         if self._stage.stages > 1:
             check_refusals(flags, of_model(self._chunk))
         self._micro_batches = config.global_batch_size // (config.micro_batch_size * self._size)
-        # Of a micro-batch, the first stage ends that many backward passes after the last one, which must not wait for it.
+        # The first stage ends a micro-batch that many backward passes after the last one. The last must not wait.
         self.late = max(1, math.ceil((self._stage.stages - 1) / self._micro_batches))
         self._messages = StageMessages(
             (config.seq_length, config.micro_batch_size, config.hidden_size), self._megatron.pipeline_dtype
@@ -80,7 +80,7 @@ class StageWorkers(Workers):
         self._measure_per_stage(optimizer)
 
     def _measure_per_stage(self, optimizer: MegatronOptimizer) -> None:
-        """Let the norm of the gradient be that of this stage."""
+        """Restrict the norm of the gradient to this stage."""
         if self._config.use_distributed_optimizer:
             group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         else:  # all ranks have all of the gradient
@@ -117,7 +117,7 @@ class StageWorkers(Workers):
         return begun, successful, grad_norm or 0.0
 
     def _passes(self, batches: RankBatches) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """All passes of an iteration; (sum of losses, tokens) on the last stage, and the tokens on any."""
+        """Make all passes of an iteration. Returns (sum of losses, tokens) on the last stage, and the tokens on any."""
         newest: Version | None = None
         losses: list[torch.Tensor] = []
         tokens = torch.zeros([], dtype=torch.int, device=device.current_device())
@@ -170,7 +170,7 @@ class StageWorkers(Workers):
         return _UnderWay(received, output, batch["loss_mask"].sum().to(torch.int), version, drawn_from)
 
     def _backward(self, one: Pass) -> torch.Tensor:
-        """The backward pass of the oldest micro-batch; returns its tokens."""
+        """Make the backward pass of the oldest micro-batch; returns its tokens."""
         passed = self._under_way.popleft()
         gradient = None if self._stage.last else self._messages.gradient()
         more = one.micro + 1 < self._micro_batches
@@ -184,14 +184,17 @@ class StageWorkers(Workers):
         return passed.tokens
 
     def _divide_by(self, tokens: torch.Tensor) -> None:
-        """As Megatron does, which asks the last stage for their number; here each stage has counted those of its batch."""
+        """Divide the gradient by the number of tokens of all ranks.
+
+        Megatron asks the last stage for this number. Here each stage has counted the tokens of its batch.
+        """
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         torch.distributed.all_reduce(tokens, group=group)
         if tokens > 0:
             self._chunk.scale_gradients(1.0 / tokens)
 
     def begin_norm(self, grad_norm: float) -> Callable[[], float]:
-        """Begin to add up the norms of the stages: what it returns waits for the norm over all. A collective call."""
+        """Begin to add up the norms of the stages, a collective call. Returns a function that waits for the sum."""
         if self._stage.stages == 1:
             return lambda: grad_norm
         first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
@@ -207,7 +210,7 @@ class StageWorkers(Workers):
     # --- saved replicas --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is under way between two iterations, and the weights it was computed with; see :attr:`Run.pipeline`."""
+        """The micro-batches under way between iterations, and their weights; see :attr:`Run.pipeline`."""
         versions: list[Version] = []
         for passed in self._under_way:
             if passed.version is not None and passed.version not in versions:
@@ -232,7 +235,7 @@ class StageWorkers(Workers):
 
     def _recompute(self, state: dict[str, Any], batches: RankBatches) -> None:
         versions = [self._stash.restored(flats) for flats in state["versions"]]
-        now = rng_state()  # which the last forward pass leaves again
+        now = rng_state()  # the state after the last forward pass must be this one again
         for number, saved in enumerate(state["under way"]):
             if saved["drawn from"] is not None:
                 set_rng_state(now | on_cpu(saved["drawn from"]))
@@ -244,5 +247,5 @@ class StageWorkers(Workers):
 
 
 def _torch_only(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Of :func:`rng_state` what layers draw from."""
+    """The parts of :func:`rng_state` that layers draw from."""
     return None if state is None else {name: state[name] for name in ("torch", "tracker", "device") if name in state}

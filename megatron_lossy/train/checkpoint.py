@@ -38,11 +38,11 @@ from ..run import Run
 from .process import OtherRankFailed, lost_contact
 from .saved import iteration_folder, latest_iteration
 
-# What a folder is called until its checkpoint is whole.
+# The suffix of a folder until its checkpoint is whole.
 _ASIDE = ".tmp"
-# What reading a damaged file raises, or one that lacks what the model needs.
+# Errors from reading a damaged file, or a file that lacks values of the model.
 _DAMAGE = (CheckpointingException, EOFError, KeyError, OSError, ValueError, pickle.UnpicklingError)
-# The same of torch, by a plain RuntimeError, which anything else may raise too.
+# torch reports the same by a plain RuntimeError, and other code raises that too.
 _CUT_SHORT = re.compile("PytorchStreamReader|unexpected EOF|corrupt")
 
 
@@ -59,7 +59,8 @@ class Checkpoints:
     def save(self, folder: str, iteration: int, common: dict[str, Any]) -> None:
         """Write the checkpoint of ``iteration`` into ``folder``, with ``common`` values, equal on all ranks.
 
-        Raises what :func:`megatron_lossy.files.writing` does. Then it is not there, and earlier ones are as they were.
+        Raises the errors of :func:`megatron_lossy.files.writing`. Then the checkpoint is not there, and earlier ones
+        are unchanged.
         """
 
         def fill(aside: Path) -> None:
@@ -72,9 +73,9 @@ class Checkpoints:
         self._save(folder, iteration, fill)
 
     def save_consensus(self, folder: str, iteration: int, writes: bool) -> None:
-        """Write the mean weights of islands, and nothing else, into ``folder``, as :meth:`save` does.
+        """Write only the mean weights of islands into ``folder``, as :meth:`save` does.
 
-        A collective call of all islands, of whom one ``writes``.
+        A collective call of all islands; one of them ``writes``.
         """
 
         def fill(aside: Path) -> None:
@@ -99,10 +100,10 @@ class Checkpoints:
             first = torch.distributed.get_rank() == 0
             everywhere = isinstance(error, CheckpointException)
             if everywhere:
-                failed = _on_any_rank(failed)  # also, nobody tries any more to write where the first rank clears up
+                failed = _on_any_rank(failed)  # from here no rank writes any more, and the first one may clear up
             if first or not everywhere:
                 shutil.rmtree(aside, ignore_errors=True)
-            if failed is None and everywhere and not first:  # which knows of all failures
+            if failed is None and everywhere and not first:  # the first rank knows of all failures
                 raise OtherRankFailed("another rank could not write the checkpoint") from None
             if failed is None:
                 raise
@@ -114,14 +115,14 @@ class Checkpoints:
         first = torch.distributed.get_rank() == 0
         if first:
             with writing("--save", final.parent):
-                for left in final.parent.glob(f"iter_*{_ASIDE}"):  # of a killed run
+                for left in final.parent.glob(f"iter_*{_ASIDE}"):  # left by a killed run
                     shutil.rmtree(left, ignore_errors=True)
                 aside.mkdir(parents=True)
         torch.distributed.barrier()
         fill(aside)
         torch.distributed.barrier()
         if first:
-            # A folder of this name that the tracker does not name is what a killed run left.
+            # A killed run may have left a folder of this name that the tracker does not name.
             shutil.rmtree(final, ignore_errors=True)
             publish(aside, final)
             write_text(final.parent / TRACKER, str(iteration))
@@ -141,9 +142,9 @@ class Checkpoints:
         :class:`UsageError` for a checkpoint that cannot be read.
         """
         path = str(iteration_folder(folder, latest_iteration(folder)))
-        with _reading(path, (Exception,)):  # nothing but files are read, and unpickling raises what it likes
+        with _reading(path, (Exception,)):  # only files are read, and unpickling may raise any error
             saved = dist_checkpointing.load_common_state_dict(path)
-            FileSystemReader(path).read_metadata()  # of which torch would print a traceback
+            FileSystemReader(path).read_metadata()  # torch would print a traceback of its errors
         state = self._state(is_loading=True)
         same_ranks = saved["ranks"] == _ranks()
         if not same_ranks:
@@ -205,7 +206,7 @@ def _in_this_process() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _errors_only_raised() -> Iterator[None]:
-    """megatron-core also logs what goes wrong in the processes that write, before it raises it."""
+    """A context without megatron-core's log of errors in the processes that write. The errors are still raised."""
     logger = logging.getLogger("megatron.core.dist_checkpointing.strategies.filesystem_async")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -216,14 +217,14 @@ def _errors_only_raised() -> Iterator[None]:
 
 
 def _told(error: BaseException) -> OSError | None:
-    """The failure of the machine that ``error`` only tells of: that of another process, or of another rank."""
+    """The failure of the machine that the text of ``error`` names: that of another process, or of another rank."""
     told = re.search(r"\[Errno (\d+)\]", str(error))
     number = int(told[1]) if told else None
     return OSError(number, os.strerror(number)) if number in MACHINE_ERRORS else None
 
 
 def _tried(folder: Path) -> OSError | None:
-    """The failure of the machine to write into ``folder`` now: torch's writer says only that its position is wrong."""
+    """The failure of the machine to write into ``folder`` now. torch's writer reports only a wrong position."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(2**20))
@@ -235,7 +236,7 @@ def _tried(folder: Path) -> OSError | None:
 
 
 def _on_any_rank(failed: OSError | None) -> OSError | None:
-    """``failed``, or what another rank gives: the first there is. Collective, but for ranks that died meanwhile."""
+    """``failed``, or the first failure of another rank. A collective call, except for ranks that died meanwhile."""
     found: list[OSError | None] = [None] * _ranks()
     with contextlib.suppress(RuntimeError):
         torch.distributed.all_gather_object(found, failed)
@@ -244,7 +245,7 @@ def _on_any_rank(failed: OSError | None) -> OSError | None:
 
 @contextlib.contextmanager
 def _reading(path: str, damage: tuple[type[Exception], ...] = _DAMAGE) -> Iterator[None]:
-    """What is raised in this context, if it is one of ``damage``, says that the checkpoint at ``path`` is damaged."""
+    """A context in which an error of the types ``damage`` means that the checkpoint at ``path`` is damaged."""
     try:
         yield
     except UsageError:

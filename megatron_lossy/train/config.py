@@ -1,7 +1,7 @@
-"""Every flag of the pretraining program, in one frozen dataclass, and what they may be together.
+"""Every flag of the pretraining program, in one frozen dataclass, and the checks of their combinations.
 
-Names and meanings are Megatron-LM's (``megatron/training/arguments.py``) wherever it has the flag. Loss flags are
-those of :class:`megatron_lossy.config.LossyConfig`.
+Names and meanings are Megatron-LM's (``megatron/training/arguments.py``) if it has the flag. Loss flags are those of
+:class:`megatron_lossy.config.LossyConfig`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..data import check_blend, is_weight
 from ..errors import UsageError, refuse
 from ..flags import flag, flag_name, refuse_unused
 
-# What fixes the shapes of the saved weights.
+# The flags that fix the shapes of the saved weights.
 SHAPE = (
     "num_layers",
     "hidden_size",
@@ -33,7 +33,7 @@ SHAPE = (
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Every flag but the loss flags. Raises :class:`UsageError` where a value is not allowed."""
+    """Every flag except the loss flags. Raises :class:`UsageError` for a value that is not allowed."""
 
     num_layers: int | None = flag(None, "transformer layers", type=int, metavar="N", group="model")
     hidden_size: int | None = flag(None, "hidden size", type=int, metavar="N")
@@ -316,7 +316,7 @@ class TrainConfig:
 
     @property
     def metrics_folder(self) -> str | None:
-        """Where metrics.jsonl goes, if anywhere."""
+        """The folder of metrics.jsonl; None if there is none."""
         return self.metrics_dir or self.save
 
     def data_sets(self) -> list[tuple[str, str]]:
@@ -332,7 +332,7 @@ class TrainConfig:
         }
 
 
-#: What has no default.
+#: The flags without a default.
 REQUIRED = (
     "num_layers",
     "hidden_size",

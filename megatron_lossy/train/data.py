@@ -1,7 +1,7 @@
 """Samples in Megatron's order: indexed files, GPTDataset, and the slice of each global batch that a rank takes.
 
-The order is a function of (seed, consumed samples) alone: GPTDataset shuffles by the seed, and sample ``s`` of
-global batch ``b`` is sample ``b * global_batch_size + s`` of the shuffled data set, whatever the number of ranks.
+The order is a function of (seed, consumed samples) alone. GPTDataset shuffles by the seed. Sample ``s`` of global batch
+``b`` is sample ``b * global_batch_size + s`` of the shuffled data set, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def build_datasets(
 ) -> tuple[GPTDataset, GPTDataset | None]:
     """Training and validation data, with the samples that ``config`` needs. Collective over all ranks.
 
-    ``iterations``: of whoever makes most of them; default ``--train-iters``.
+    ``iterations``: those of the fastest island; default ``--train-iters``.
     """
     evaluations = -(-config.train_iters // config.eval_interval)
     train_samples = (iterations or config.train_iters) * config.global_batch_size
@@ -47,12 +47,12 @@ def build_datasets(
     first = torch.distributed.get_rank() == 0
     if first:
         build_helper()
-    # Aside, because a cache that was being written when the run was killed looks complete to GPTDataset; and in a
+    # The cache is written aside, because GPTDataset takes the unfinished cache of a killed run for complete. It has a
     # folder of its own, because another run may be building the same one.
     place = [str(cache if cache.is_dir() else _building_folder(cache)) if first else None]
     torch.distributed.broadcast_object_list(place)
     folder = Path(place[0])
-    importlib.invalidate_caches()  # of folders as they were before the helper was there
+    importlib.invalidate_caches()  # caches of folders may be older than the helper
     dataset_config = GPTDatasetConfig(
         random_seed=config.seed,
         sequence_length=config.seq_length,
@@ -81,14 +81,14 @@ def build_datasets(
     if first and folder != cache:
         try:
             publish(folder, cache)
-        except OSError:  # another run was faster; what we have loaded stays mapped
+        except OSError:  # another run was faster; the loaded files stay mapped
             shutil.rmtree(folder, ignore_errors=True)
     return train, valid
 
 
 @contextlib.contextmanager
 def _naming_cache(cache: Path) -> Iterator[None]:
-    """In this context ``cache`` is written: an :class:`OSError` of a file elsewhere keeps its name, others get that."""
+    """A context that writes ``cache``. Its :class:`OSError` names ``cache``, or a file elsewhere."""
     try:
         yield
     except Exception as error:
@@ -101,9 +101,9 @@ def _naming_cache(cache: Path) -> Iterator[None]:
 
 
 def build_helper() -> None:
-    """Build megatron-core's dataset helper where it is missing: a wheel has it, a fresh checkout does not.
+    """Build megatron-core's dataset helper if it is missing: a wheel has it, a fresh checkout does not.
 
-    As Megatron-LM does at its start, but for this Python. Raises :class:`UsageError` if it cannot be built.
+    Megatron-LM does the same at its start; here it is built for this Python. Raises :class:`UsageError` if that fails.
     """
     folder = Path(megatron.core.datasets.__path__[0])
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -124,7 +124,7 @@ def build_helper() -> None:
 
 
 def _building_folder(cache: Path) -> Path:
-    """A new folder beside ``cache``. Those that killed runs left there an hour ago are removed."""
+    """A new folder beside ``cache``. Folders that killed runs left there at least an hour ago are removed."""
     with writing("--data-cache-path", cache.parent):
         cache.parent.mkdir(parents=True, exist_ok=True)
     for left in cache.parent.glob(f"{cache.name}.building.*"):
@@ -136,7 +136,7 @@ def _building_folder(cache: Path) -> Path:
 
 
 def _cache_folder(config: TrainConfig, *samples: int) -> Path:
-    """A folder for exactly these sample indices: other data, even under the same name, has another one."""
+    """A folder for exactly these sample indices: other data has another folder, even under the same name."""
     files = [os.path.abspath(prefix) + ".idx" for prefix in prefixes(config)]
     content = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
     text = json.dumps([content, config.data_path, config.valid_data_path, config.seed, config.seq_length, samples])
@@ -149,7 +149,7 @@ class RankBatches:
 
     Each is a dictionary of tensors [micro-batch, sequence] on the device of the rank: ``tokens``, ``labels``,
     ``position_ids`` (int64) and ``loss_mask`` (float32). Reading a sample costs microseconds (a slice of a mapped
-    file), which is why no worker process does it.
+    file), so that no worker process is needed.
     """
 
     def __init__(self, dataset: GPTDataset, config: TrainConfig, consumed: int, rank: int, size: int) -> None:

@@ -25,11 +25,11 @@ def mean_loss(config: TrainConfig, sums: list[torch.Tensor], of_islands: Total |
 def begin_mean_loss(
     config: TrainConfig, sums: list[torch.Tensor], of_islands: Total | None = None, late: bool = False
 ) -> Callable[[], float]:
-    """Begin to add up losses; what it returns waits for the loss per token over all ranks. A collective call, both times.
+    """Begin to add up losses. Returns a function that waits for the loss per token over all ranks.
 
-    ``sums``: on ranks of the last pipeline stage, (sum of losses, tokens) of each rank of this process. ``of_islands``: adds
-    them up over islands; without it they are those of this rank's island. ``late``: what it returns may be called an
-    iteration later; then no stage waits there for another.
+    Both are collective calls. ``sums``: on ranks of the last pipeline stage, (sum of losses, tokens) of each rank of
+    this process. ``of_islands``: adds them up over islands; without it they cover this rank's island. ``late``: the
+    function may be called an iteration later; then no stage waits in it for another.
     """
     last_stage = parallel_state.is_pipeline_last_stage()
     counts = last_stage and (not late or parallel_state.get_tensor_model_parallel_rank() == 0)
@@ -59,9 +59,9 @@ def evaluate(
     lossy: Run,
     weights: str,
 ) -> dict[str, float]:
-    """The loss of evaluation ``number`` (from 0) by whose weights it is: "replica", "owner", "consensus" (of islands).
+    """The loss of evaluation ``number`` (from 0) by its weights: "replica", "owner", "consensus" (of islands).
 
-    For "both" that of replicas and of what islands agree on, or without islands the owners.
+    For ``weights`` "both" it is the loss of replicas, and of the islands' consensus, or without islands of the owners.
 
     Evaluation ``number`` has its own batches, which depend on nothing else, and uses no random state, so that
     evaluating does not disturb training. Collective over all ranks.

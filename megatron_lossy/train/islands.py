@@ -22,8 +22,8 @@ from .workers import Begun, Workers
 class IslandWorkers(Workers):
     """All workers of all islands.
 
-    ``optimizer`` and ``scheduler``: those of the first island, which a checkpoint has. :meth:`iterate` uses them and the
-    others', whatever it is given.
+    ``optimizer`` and ``scheduler`` are those of the first island, which a checkpoint has. :meth:`iterate` uses those of
+    every island, and ignores its arguments.
     """
 
     def __init__(self, config: TrainConfig, model_chunks: list, islands: VirtualIslands) -> None:
@@ -92,7 +92,7 @@ class IslandWorkers(Workers):
         return sums, updated, norm or 0.0
 
     def run(self, batches: list[RankBatches], samples: int, forward_only: bool) -> list[torch.Tensor]:
-        """As :meth:`Workers.run`, without gradients: every worker with its replica of its island's weights."""
+        """Runs as :meth:`Workers.run` does, without gradients. Every worker has its replica of its island's weights."""
         assert forward_only, "gradients are computed by iterate()"
         sums = []
         for island in range(self._islands.config.islands):
@@ -118,7 +118,7 @@ class IslandWorkers(Workers):
 
 
 def _with_clock(config: TrainConfig, iterations: int) -> TrainConfig:
-    """``config`` for an island that makes ``iterations``: its learning rate rises and falls in as much shorter a time."""
+    """``config`` for an island that makes ``iterations``: its schedule of learning rates is shorter in proportion."""
     if iterations == config.train_iters:
         return config
     share = iterations / config.train_iters

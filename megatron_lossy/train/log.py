@@ -1,4 +1,4 @@
-"""What a run prints, in Megatron-LM's line formats, so that whoever reads its logs can read ours.
+"""The printed lines of a run, in Megatron-LM's formats, so that readers of its logs can read ours.
 
 Only rank 0 prints. The same records go to the metric writers (:mod:`megatron_lossy.train.metrics`).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-#: What is said of weights that are not the replicas'.
+#: The text for weights that are not the replicas'.
 WHOSE = {"owner": " with the owners' weights", "consensus": " with the mean weights"}
 
 
@@ -40,27 +40,27 @@ def valid_lines(record: dict[str, Any]) -> str:
 
 
 class Console:
-    """Prints a run; a subclass may print it otherwise. Used on rank 0 only."""
+    """Prints a run. A subclass may print it in another form. Used on rank 0 only."""
 
     def header(self, text: str) -> None:
-        """What is about to be run."""
+        """Print the description of the coming run."""
         self.note(text)
 
     def note(self, text: str) -> None:
-        """Something that happened once."""
+        """Print an event that happened once."""
         print(text, flush=True)
 
     def train(self, record: dict[str, Any], train_iters: int, global_batch_size: int) -> None:
-        """The average of the iterations since the last call."""
+        """Print the average of the iterations since the last call."""
         print(train_line(record, train_iters, global_batch_size), flush=True)
 
     def valid(self, record: dict[str, Any]) -> None:
-        """An evaluation."""
+        """Print an evaluation."""
         print(valid_lines(record), flush=True)
 
 
 class Silent(Console):
-    """Of ranks other than 0."""
+    """The console of ranks other than 0. It prints nothing."""
 
     def note(self, text: str) -> None:
         pass
@@ -73,7 +73,7 @@ class Silent(Console):
 
 
 def clock(seconds: float) -> str:
-    """``seconds`` as minutes:seconds, with hours where there are any."""
+    """``seconds`` as minutes:seconds, with hours if there are any."""
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes}:{rest:02d}"

@@ -172,8 +172,8 @@ class _Run:
         except Diverged as error:
             diverged = str(error)
         else:
-            if self.islands is not None:
-                self.islands.leave()
+            if isinstance(self.lossy, hooks.Lossy):
+                self.lossy.leave()
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)

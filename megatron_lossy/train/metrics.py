@@ -1,7 +1,7 @@
-"""Where the records of a run go: a JSON-lines file, TensorBoard, Weights & Biases.
+"""Writers of a run's records: a JSON-lines file, TensorBoard, Weights & Biases.
 
-A record is a flat dictionary with a ``kind``: "run" (what was run, once, first), "train" and "valid" (values at an
-``iteration``). Every writer has ``write(record)`` and ``close()``.
+A record is a flat dictionary with a ``kind``: "run" (the description of the run, once, first), "train" and "valid"
+(values at an ``iteration``). Every writer has ``write(record)`` and ``close()``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Writer(Protocol):
 class JsonLinesWriter:
     """``metrics.jsonl`` in ``folder``, a record per line, each complete on disk when :meth:`write` returns.
 
-    A run that resumes at ``iteration`` keeps what is there of iterations up to it; ``None`` starts a new file.
+    A run that resumes at ``iteration`` keeps the records of iterations up to it; ``None`` starts a new file.
     """
 
     def __init__(self, folder: str | os.PathLike, iteration: int | None) -> None:
@@ -47,7 +47,7 @@ class JsonLinesWriter:
 
     def write(self, record: dict[str, Any]) -> None:
         if record["kind"] == "run" and not self.empty:
-            return  # the file has the one of the run that is resumed
+            return  # the file has the record of the resumed run
         with naming(self._file.name):
             self._file.write(_line(record))
             self._file.flush()
@@ -58,7 +58,7 @@ class JsonLinesWriter:
 
 
 def _line(record: dict[str, Any]) -> str:
-    """``record`` as a line of JSON, which has no word for infinite or undefined numbers but null."""
+    """``record`` as a line of JSON. JSON has only null for infinite or undefined numbers."""
     known = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in record.items()
     }
@@ -71,7 +71,7 @@ def _records_until(path: Path, iteration: int) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
         except ValueError:
-            break  # what a killed run was writing
+            break  # the unfinished line of a killed run
         if record.get("iteration", 0) <= iteration:
             records.append(record)
     return records
@@ -119,7 +119,7 @@ def check_wandb(project: str) -> None:
 
 
 def perplexity(loss: float | None) -> float | None:
-    """exp of a loss in nats, which is cut at 20 as Megatron does where it prints perplexities; None of None."""
+    """exp of a loss in nats, which is cut at 20 as in Megatron's printed perplexities; None for None."""
     return None if loss is None else math.exp(min(20.0, loss)) if not math.isnan(loss) else math.nan
 
 

@@ -26,13 +26,13 @@ from ..data import padded_vocab_size
 from ..errors import refuse
 from .config import TrainConfig
 
-# megatron-core's own defaults, which only Megatron-LM's training loop applies.
+# The defaults of megatron-core. Only Megatron-LM's training loop applies them.
 _BUCKET_PARAMETERS = 40_000_000
 _BUCKET_PARAMETERS_PER_RANK = 1_000_000
 
 
 def transformer_impl(config: TrainConfig) -> str:
-    """``local`` or ``transformer_engine``. Raises :class:`UsageError` if the layers asked for cannot run here."""
+    """``local`` or ``transformer_engine``. Raises :class:`UsageError` if the requested layers cannot run here."""
     possible = HAVE_TE and device.device_type() == "cuda"
     if config.transformer_impl == "transformer_engine" and not possible:
         raise refuse("--transformer-impl", "transformer_engine", "needs transformer-engine and CUDA; use local")
@@ -42,7 +42,7 @@ def transformer_impl(config: TrainConfig) -> str:
 def transformer_config(config: TrainConfig) -> TransformerConfig:
     """megatron-core's model configuration."""
     dtype = torch.bfloat16 if config.bf16 else torch.float32
-    # The fused kernels are CUDA's; on another device they would be compiled by torch or missing.
+    # The fused kernels are CUDA's; on another device torch would compile them, or they would be missing.
     fused = device.device_type() == "cuda"
     return TransformerConfig(
         num_layers=config.num_layers,
@@ -124,10 +124,10 @@ def _ddp_config(config: TrainConfig) -> DistributedDataParallelConfig:
 
 
 def forward_step(data_iterator, model):
-    """One micro-batch through this stage: the form in which Megatron's schedules want it.
+    """Make one micro-batch's forward pass through this stage, in the form that Megatron's schedules expect.
 
-    Returns the stage's output and the function that makes of the last stage's output, per-token losses
-    [micro-batch, sequence], their sum, the number of tokens and both as a vector to report.
+    Returns the stage's output and a function of the last stage's output, per-token losses [micro-batch, sequence]. The
+    function returns their sum, the number of tokens, and both as a vector to report.
     """
     batch = next(data_iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])

@@ -18,12 +18,12 @@ import torch
 
 
 class NAdamW(torch.optim.Optimizer):
-    """NAdam; :meth:`instead_of` puts it in the place of the Adam of a Megatron optimizer.
+    """NAdam. :meth:`instead_of` makes one that replaces the Adam of a Megatron optimizer.
 
     Args:
         params: parameter groups, with ``lr``, ``weight_decay``, ``betas`` and ``eps``.
         momentum_decay: psi.
-        step_in_group: whether a group has one ``step``, as Apex and Transformer Engine have it, or each parameter, as torch.
+        step_in_group: whether a group has one ``step``, as in Apex and Transformer Engine, or each parameter (torch).
     """
 
     def __init__(self, params: Any, momentum_decay: float, step_in_group: bool) -> None:
@@ -34,7 +34,7 @@ class NAdamW(torch.optim.Optimizer):
 
     @classmethod
     def instead_of(cls, adam: torch.optim.Optimizer, momentum_decay: float) -> NAdamW:
-        """One with the parameter groups of ``adam``, which has made no step; Megatron's shards are no leaves."""
+        """An optimizer with the parameter groups of ``adam`` before its first step. Megatron's shards are no leaves."""
         in_group = not isinstance(adam, torch.optim.AdamW)
         optimizer = cls([torch.zeros(1, requires_grad=True)], momentum_decay, step_in_group=in_group)
         optimizer.param_groups = adam.param_groups
@@ -50,7 +50,7 @@ class NAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every parameter that has a gradient."""
+        """Make one update of every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

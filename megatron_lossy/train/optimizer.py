@@ -10,15 +10,15 @@ from ..hooks.versions import optimizers
 from .config import TrainConfig
 from .nadam import NAdamW
 
-# Megatron's distributed optimizer shards Adam's state only. With an epsilon beside which the second moment is
-# nothing, Adam's step is lr/epsilon times the mean gradient: SGD, exactly, as multiplying by a power of two is exact.
+# Megatron's distributed optimizer shards Adam's state only. With an epsilon so large that the second moment vanishes
+# beside it, Adam's step is lr/epsilon times the mean gradient: exact SGD, since multiplying by a power of two is exact.
 _SGD_SCALE = 2.0**40
-# Of NAdam, times the length of the run: torch's default after 30,000 iterations.
+# The momentum decay of NAdam times the length of the run: torch's default for 30,000 iterations.
 _MOMENTUM_DECAY = 0.004 * 30_000
 
 
 def lr_scale(config: TrainConfig) -> float:
-    """What the optimizer's learning rates are in units of ``--lr``."""
+    """The factor between the optimizer's learning rates and ``--lr``."""
     return _SGD_SCALE if config.optimizer == "sgd" else 1.0
 
 

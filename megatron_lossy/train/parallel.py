@@ -23,9 +23,9 @@ from .config import TrainConfig
 
 @contextlib.contextmanager
 def world(config: TrainConfig, islands: IslandWorld | None = None) -> Iterator[None]:
-    """The default process group, destroyed at the end; one that exists is used and left as it is.
+    """A context with the default process group, destroyed at the end. An existing group is used and left as it is.
 
-    ``islands``: it is the world of this rank's island.
+    ``islands``: if given, the group is the world of this rank's island.
     """
     if torch.distributed.is_initialized():
         yield
@@ -39,13 +39,13 @@ def world(config: TrainConfig, islands: IslandWorld | None = None) -> Iterator[N
         store = torch.distributed.HashStore()
         device.init_process_group(store=store, rank=0, world_size=1, timeout=timeout)
     yield
-    # After an exception other ranks may be gone: leave the group to the end of the process.
+    # After an exception other ranks may be gone: the end of the process then destroys the group.
     torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
 def model_parallel(config: TrainConfig) -> Iterator[None]:
-    """Megatron's process groups and random states of one run. Afterwards the next run finds none of them."""
+    """A context with Megatron's process groups and random states of one run. The next run finds none of them."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -56,7 +56,7 @@ def model_parallel(config: TrainConfig) -> Iterator[None]:
     groups = list(parallel_state._global_process_group_list)
     _seed(config.seed)
     yield
-    # destroy_model_parallel only forgets the groups, whose sockets would add up over the runs of a sweep.
+    # destroy_model_parallel only forgets the groups. Their sockets would add up over the runs of a sweep.
     parallel_state.destroy_model_parallel()
     gc.collect()
     for group in groups:
@@ -65,7 +65,7 @@ def model_parallel(config: TrainConfig) -> Iterator[None]:
 
 
 def _seed(seed: int) -> None:
-    """As Megatron-LM seeds: pipeline stages differ, data-parallel ranks agree."""
+    """Seed as Megatron-LM does: pipeline stages differ, data-parallel ranks agree."""
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     np.random.seed(seed)

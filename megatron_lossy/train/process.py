@@ -1,4 +1,4 @@
-"""How a rank's process starts, and how it ends when something goes wrong."""
+"""The start of a rank's process, and its end after an error."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..errors import (
     under_torchrun,
 )
 
-#: Seconds by which a rank that lost contact leaves torchrun time to notice who failed.
+#: Seconds that a rank waits after it lost contact, so that torchrun can notice the failed rank.
 _NOTICE = 2.0
-#: And seconds between ranks of a node, of which the first to speak is the only one.
+#: Seconds between ranks of a node. Only the first of them reports.
 _BETWEEN = 0.3
 _told_to_end = False
 
@@ -32,13 +32,13 @@ def launched_ranks() -> int:
 
 
 def quiet_imports() -> None:
-    """Keep out of the log what every rank would repeat: packages megatron-core does without, renamed functions."""
+    """Filter warnings that every rank would repeat: packages megatron-core does without, renamed functions."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
 
 
 def require_megatron() -> None:
-    """Raise :class:`UsageError` if megatron-core is missing or not one that this program trains with."""
+    """Raise :class:`UsageError` if megatron-core is missing, or this program cannot train with its version."""
     try:
         import megatron.core
     except ImportError as error:
@@ -50,13 +50,13 @@ def require_megatron() -> None:
 
 
 class OtherRankFailed(RuntimeError):
-    """Another rank says what went wrong, and this one cannot go on without it."""
+    """An error for a rank that cannot go on, because another rank failed and reports why."""
 
 
 def told_to_end() -> None:
-    """SIGTERM came. Under torchrun that is mostly because another rank failed; what fails on this one then, follows from it.
+    """Note that SIGTERM came. Under torchrun mostly another rank has failed, and errors of this rank follow.
 
-    But somebody else may have sent it, and then a failure is one.
+    Another process may have sent it, too; then an error on this rank is a failure of its own.
     """
     global _told_to_end
     _told_to_end = True
@@ -64,10 +64,10 @@ def told_to_end() -> None:
 
 @contextlib.contextmanager
 def rank_errors(program: str) -> Iterator[None]:
-    """After an error, end the process with status 1 at once: leaving process groups in order waits for the others.
+    """End the process with status 1 at once after an error: leaving process groups in order would wait for the others.
 
-    When a rank dies the others lose contact with it; they say so in a line. What :func:`usage_errors` reports passes.
-    Any other error shows its traceback. Under torchrun one rank of a node speaks.
+    When a rank dies the others lose contact with it, and report that in a line. Errors that :func:`usage_errors`
+    reports pass through. Any other error shows its traceback. Under torchrun one rank of a node reports.
     """
     try:
         yield
@@ -98,7 +98,7 @@ def rank_errors(program: str) -> Iterator[None]:
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether ``error`` is that another rank cannot be reached."""
+    """Whether ``error`` means that another rank cannot be reached."""
     import torch
 
     from ..transport.udp import PeerLost

@@ -1,4 +1,4 @@
-"""Where a run is, and what it records: the first record of its metrics, and the writers that it feeds."""
+"""The progress of a run and its records: the first record of its metrics, and its writers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .metrics import JsonLinesWriter, TensorBoardWriter, WandbWriter, Writer, Wr
 
 @dataclass
 class Progress:
-    """Where a run is. ``window_…`` sum up the iterations since the last log line. Saved in checkpoints."""
+    """The progress of a run. ``window_…`` sum up the iterations since the last log line. Saved in checkpoints."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -29,18 +29,18 @@ class Progress:
     window_seconds: float = 0.0
 
     def advance(self, samples: int) -> None:
-        """One more iteration, of which :meth:`add` tells the rest."""
+        """Count one more iteration; :meth:`add` completes it."""
         self.iteration += 1
         self.consumed_samples += samples
 
     def add(self, loss: float, updated: bool) -> None:
-        """What came of the next iteration, which updated the weights or was skipped by the optimizer."""
+        """Add the result of the next iteration. ``updated``: it updated the weights; the optimizer did not skip it."""
         self.window_loss += loss if updated else 0.0
         self.window_iterations += 1
         self.window_skipped += not updated
 
     def close_window(self) -> tuple[float, int, float]:
-        """Mean loss, skipped iterations and mean seconds of the window, and a new one."""
+        """Return mean loss, skipped iterations and mean seconds of the window, and begin a new one."""
         updated = self.window_iterations - self.window_skipped
         result = (
             self.window_loss / max(1, updated),
@@ -54,7 +54,7 @@ class Progress:
 def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int | None) -> Writers:
     """The writers that the flags ask for, on rank 0, with the "run" record written.
 
-    ``resumed_at``: the iteration of the checkpoint that the run continues, of which earlier records are kept.
+    ``resumed_at``: the iteration of the checkpoint that the run continues. Records up to it are kept.
     """
     if torch.distributed.get_rank() != 0:
         return Writers([])

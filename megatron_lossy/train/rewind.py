@@ -1,4 +1,4 @@
-"""Islands save for themselves: if one is killed while it does, the others may have a checkpoint that it does not have."""
+"""Finds a common checkpoint of islands. Each saves its own: a killed island may lack one that the others have."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .saved import iteration_folder, latest_iteration
 def rewind(folder: str, islands: RankIslands) -> str | None:
     """Let all islands load the newest checkpoint that each has, if some have a newer one. A collective call of all.
 
-    ``folder``: of this rank's island, from which the run goes on. Returns what to tell about it. Where an island has none at
-    all nothing is changed, and the loaded iterations will be refused: it may be the wrong folder.
+    ``folder``: of this rank's island, from which the run goes on. Returns a line to report. If an island has no
+    checkpoint at all, nothing is changed, and the loaded iterations will be refused: it may be the wrong folder.
     """
     latest = _of_all(latest_iteration(folder) or 0, islands)
     common = min(latest)

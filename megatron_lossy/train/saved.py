@@ -1,6 +1,6 @@
-"""What a run's folder says about the run: its settings and its latest checkpoint.
+"""The description of a run in its folder: its settings and its latest checkpoint.
 
-Read before any process group exists, so that a wrong folder costs one line and no launch.
+It is read before any process group exists, so that a wrong folder costs one line and no launch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .config import SHAPE, TrainConfig
 from .metrics import METRICS_FILE
 
 SETTINGS = "settings.json"
-# What fixes which sample is which.
+# The flags that fix the order of the samples.
 _SAMPLES = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "seed")
 
 
 def iteration_folder(folder: str | os.PathLike, iteration: int) -> Path:
-    """Where Megatron puts the checkpoint of ``iteration``."""
+    """The folder in which Megatron puts the checkpoint of ``iteration``."""
     return Path(folder) / f"iter_{iteration:07d}"
 
 
@@ -44,13 +44,13 @@ def latest_iteration(folder: str | os.PathLike) -> int | None:
 
 
 def settings_of(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> dict[str, Any]:
-    """What makes a run what it is, as JSON gives it back. ``data``: the fingerprint of its data, if known."""
+    """The settings that identify a run, as JSON gives them back. ``data``: the fingerprint of its data, if known."""
     settings = {"train": identity(config), "loss": identity(lossy), "data": data}
     return json.loads(json.dumps(settings))
 
 
 def in_folders_of_island(config: TrainConfig, island: int) -> TrainConfig:
-    """``config`` with what the run reads and writes in folders of ``island`` within those that it names."""
+    """``config`` with the folders of ``island`` within those that it names."""
     named = {name: getattr(config, name) for name in ("save", "metrics_dir", "tensorboard_dir")}
     folders = {name: folder_of_island(path, island) for name, path in named.items() if path}
     if config.load:
@@ -59,7 +59,7 @@ def in_folders_of_island(config: TrainConfig, island: int) -> TrainConfig:
 
 
 def same_folder(a: str | None, b: str | None) -> bool:
-    """True if both name one folder."""
+    """Whether both name one folder."""
     return a is not None and b is not None and os.path.realpath(a) == os.path.realpath(b)
 
 
@@ -132,7 +132,7 @@ def _check_loaded(config: TrainConfig, lossy: LossyConfig, data: list[Any] | Non
         there, here = saved.shape()[name], config.shape()[name]
         if there != here:
             raise refuse("--load", config.load, f"{flag_name(TrainConfig, name)} was {there} there and is {here} here")
-    # Of samples that are under way between stages one has the activations, and another their labels.
+    # For samples under way between stages, one stage has the activations and another the labels.
     under_way = config.pipeline_model_parallel_size > 1 and latest_iteration(config.load) != saved.train_iters
     if not (lossy.async_pipeline and lossy.save_replicas and under_way):
         return

@@ -1,7 +1,7 @@
-"""Messages between the stages of an asynchronous pipeline: activations to the next one, their gradients to the previous.
+"""Messages between stages of an asynchronous pipeline: activations to the next one, gradients to the previous.
 
-Sends and receives of a pair of stages are begun in one order at both ends (:meth:`megatron_lossy.pipeline.Stage.passes`),
-as NCCL needs it, which runs those of a pair one after another, or all of a rank.
+Sends and receives of a pair of stages begin in one order at both ends (:meth:`megatron_lossy.pipeline.Stage.passes`).
+NCCL needs this: it runs those of a pair one after another, or all of a rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .. import device
 
 
 class StageMessages:
-    """What this rank sends to and receives from its neighbours in the pipeline: contiguous tensors of ``shape``."""
+    """The messages of this rank to and from its neighbours in the pipeline: contiguous tensors of ``shape``."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self._shape = shape
@@ -34,14 +34,14 @@ class StageMessages:
         self._inputs.append(self._receive(self._previous))
 
     def next_input(self) -> torch.Tensor:
-        """The activations that were the first to be begun; waits for them."""
+        """Wait for the oldest activations that were begun, and return them."""
         tensor, work = self._inputs.popleft()
         if work is not None:
             work.wait()
         return tensor.requires_grad_()
 
     def gradient(self) -> torch.Tensor:
-        """The gradient of the activations that were the first to be sent; waits for it."""
+        """Wait for the gradient of the oldest sent activations, and return it."""
         tensor, work = self._receive(self._next)
         work.wait()
         return tensor
@@ -55,7 +55,7 @@ class StageMessages:
         self._send(tensor, self._previous)
 
     def settle(self) -> None:
-        """Wait for everything that was begun; activations stay to be taken. No neighbour waits for more than it has to."""
+        """Wait for everything that was begun; activations stay to be taken. Neighbours wait no longer than needed."""
         for _, work in self._sent:
             work.wait()
         self._sent.clear()
@@ -66,11 +66,11 @@ class StageMessages:
 
     @property
     def waiting(self) -> list[torch.Tensor]:
-        """After :meth:`settle`: activations that were received and not taken."""
+        """Activations that were received and not taken; valid after :meth:`settle`."""
         return [tensor for tensor, _ in self._inputs]
 
     def restore(self, waiting: list[torch.Tensor]) -> None:
-        """Have received ``waiting``."""
+        """Make ``waiting`` the received activations."""
         self._inputs = deque((tensor, None) for tensor in waiting)
 
     def _receive(self, peer: int) -> tuple[torch.Tensor, Any]:

@@ -1,4 +1,4 @@
-"""The data sets of a run: which files they are, made first if need be, and whether they fit."""
+"""The data sets of a run: their files, made first if need be, and their check."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def prepare_text(config: TrainConfig) -> None:
 
 
 def write_text(paths: TrainConfig) -> None:
-    """Write the data sets of ``--data``, of which ``paths`` has the paths, unless they exist.
+    """Write the data sets of ``--data`` unless they exist. ``paths`` has their paths.
 
-    Of several processes at once, on machines that share the folder, one writes and the others wait: what a run has
-    found complete must not be replaced while it reads it.
+    If several processes, on machines that share the folder, call this at once, one writes and the others wait. Data
+    that a run has found complete must not be replaced while it reads it.
     """
     tokenizer = build_tokenizer(paths.tokenizer)
     if _complete(paths, tokenizer):
@@ -88,7 +88,7 @@ def check_data(config: TrainConfig) -> None:
 
 
 def fingerprint(config: TrainConfig) -> list[Any]:
-    """What tells these data sets from others under the same names: a hash of the text, or at least the size."""
+    """Values that tell these data sets from others under the same names: a hash of the text, or at least the size."""
     result = []
     for prefix in prefixes(config):
         description = read_description(prefix)

@@ -25,9 +25,8 @@ Begun = TypeVar("Begun")
 class Workers:
     """Runs micro-batches of every rank of this process, each with the rank's own replica, data and random state.
 
-    ``late``: iterations after which what is said of one, its loss and its norm, has to be known.
-
-    A rank of ``island`` has its data by its number among the ranks of all ``islands``.
+    ``late``: number of iterations after which the loss and the norm of an iteration must be known. A rank of ``island``
+    has its data by its number among the ranks of all ``islands``.
     """
 
     late = 0
@@ -47,7 +46,7 @@ class Workers:
             self._size = cluster.workers
 
     def training_batches(self, dataset: GPTDataset, iteration: int, consumed: int) -> list[RankBatches]:
-        """What :meth:`iterate` takes, after ``iteration`` iterations with ``consumed`` samples."""
+        """The argument of :meth:`iterate`, after ``iteration`` iterations with ``consumed`` samples."""
         return self.batches(dataset, consumed)
 
     def samples(self, iteration: int) -> int:
@@ -59,10 +58,10 @@ class Workers:
         return [RankBatches(dataset, self._config, consumed, rank, self._size) for rank in self._ranks]
 
     def run(self, batches: list[RankBatches], samples: int, forward_only: bool) -> list[torch.Tensor]:
-        """Forward (and backward) passes over the next ``samples`` samples of all ranks of the world.
+        """Run forward (and backward) passes over the next ``samples`` samples of all ranks of the world.
 
         Returns for each rank of this process its (sum of losses, tokens); nothing before the last pipeline stage.
-        Gradients are reduced at the end on real ranks, and by the virtual cluster's step otherwise.
+        Gradients are reduced at the end on real ranks, and otherwise by the virtual cluster's step.
         """
         number = samples // (self._config.micro_batch_size * self._size)
         if self._cluster is None:
@@ -85,9 +84,10 @@ class Workers:
         scheduler: OptimizerParamScheduler,
         begin: Callable[[list[torch.Tensor]], Begun],
     ) -> tuple[Begun, bool, float]:
-        """One iteration with ``batches``: what ``begin`` made of it, whether weights were updated, the gradient norm.
+        """Make one iteration with ``batches``. Returns ``begin``'s result, whether weights changed, and the gradient
+        norm.
 
-        ``begin``: is given the sums of :meth:`run`, as soon as they are known.
+        ``begin`` gets the sums of :meth:`run`, as soon as they are known.
         """
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -100,15 +100,15 @@ class Workers:
         return begun, successful, grad_norm or 0.0
 
     def begin_norm(self, grad_norm: float) -> Callable[[], float]:
-        """What it returns waits for the norm of the gradient of which :meth:`iterate` returned this rank's."""
+        """Returns a function that waits for the global gradient norm. ``grad_norm``: this rank's norm."""
         return lambda: grad_norm
 
     def step(self, optimizer: MegatronOptimizer) -> tuple[bool, float | None, int | None]:
-        """The update; returns what ``optimizer.step()`` does: success, gradient norm, number of zeros."""
+        """Make the update. Returns the result of ``optimizer.step()``: success, gradient norm, number of zeros."""
         return optimizer.step() if self._cluster is None else self._cluster.step(optimizer)
 
     def evaluate_owner(self, batches: list[RankBatches], samples: int) -> list[torch.Tensor]:
-        """As :meth:`run` without gradients, with the weights that are in the model: the owners'."""
+        """Runs as :meth:`run` does, without gradients, and with the weights that are in the model: the owners'."""
         number = samples // (self._config.micro_batch_size * self._size)
         sums = []
         for rank, own in enumerate(batches):

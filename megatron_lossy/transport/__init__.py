@@ -1,4 +1,4 @@
-"""How an exchange crosses; lossy reduce-scatter and all-gather over a torch process group, with or without Megatron."""
+"""Transports of exchanges: lossy reduce-scatter and all-gather over a torch process group, with or without Megatron."""
 
 from .base import Transfer, Wire
 from .choice import BucketSpec, cut_buckets

@@ -1,7 +1,7 @@
-"""How an exchange crosses. A wire carries it, and calls the verbs of the rule that it needs on its way.
+"""The base classes of transports. A wire carries an exchange, and calls the verbs of the rule on its way.
 
-A wire knows how the buckets of one group are cut, and whether a phase can lose anything. It may know a delivery before the
-exchange, as drawn losses are known, or only after it, as on a real network.
+A wire knows how the buckets of one group are cut, and whether a phase can lose anything. A wire with drawn losses knows
+a delivery before the exchange; a wire over a real network knows it only afterwards.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from ..recovery import Gradients, GradRecovery, Parameters, Priority, Stale
 class Transfer:
     """An exchange under way. :meth:`wait` completes it, recovery included; it may be called again.
 
-    ``work``: the handle of what carries the exchange, or ``None`` if nobody has to wait for it here. ``deliver``: completes
-    the exchange once that has arrived, and returns what :meth:`wait` does. Other attributes are those of ``work``, until then.
+    ``work``: the handle of the collective that carries the exchange, or ``None`` if nobody has to wait for it here.
+    ``deliver``: completes the exchange once its data has arrived, and returns the result of :meth:`wait`. Until then
+    all other attributes are those of ``work``.
     """
 
     def __init__(self, work: Any, deliver: Callable[[], Any]) -> None:
@@ -38,30 +39,30 @@ class Transfer:
         return self._work is not None
 
     def then(self, act: Callable[[Any], None]) -> Transfer:
-        """Call ``act`` with the delivery when the exchange is complete, after what was asked for before."""
+        """Call ``act`` with the delivery when the exchange is complete, after all earlier requests."""
         self._then.append(act)
         return self
 
     def wait(self) -> Any:
         """Wait until the exchange has arrived and recovery is done; returns its :class:`Delivery`."""
-        # Only until it is complete: every wait of gloo's reduce-scatter copies the unrecovered result into the output again.
+        # A complete exchange has no handle: each wait of gloo's reduce-scatter copies the unrecovered result again.
         if self._work is not None:
             self._work.wait()
         return self.complete()
 
     def complete(self) -> Any:
-        """As :meth:`wait`, where somebody has waited already for what carries the exchange."""
+        """Completes the exchange as :meth:`wait` does, for callers that have waited already for the handle."""
         if not self._done:
             with torch.no_grad():
                 self._result = self._deliver()
                 for act in self._then:
                     act(self._result)
             self._done = True
-            # They hold buffers, and whoever keeps a transfer need not keep those.
+            # These hold buffers, and a kept transfer should not keep them.
             self._work, self._deliver, self._then = None, _nothing, []
         return self._result
 
-    #: Ends it where the coalescing context that it was begun in has waited for all collectives.
+    #: Completes the exchange after its coalescing context has waited for all collectives.
     end_of_context = complete
 
     def __getattr__(self, name: str) -> Any:
@@ -69,7 +70,7 @@ class Transfer:
 
 
 class Crossing(Transfer):
-    """An exchange that crosses in a way of its own, for which no coalescing context waits."""
+    """An exchange with a collective of its own, which no coalescing context waits for."""
 
     end_of_context = Transfer.wait
 
@@ -79,10 +80,10 @@ def _nothing() -> None:
 
 
 class Wire(ABC):
-    """How the exchanges of one stream cross, for one rank of a group.
+    """The exchanges of one stream, for one rank of a group.
 
     Args:
-        stream: what the buckets belong to.
+        stream: the stream of the buckets.
         members: the group's ranks within the full group (all of it with one optimizer instance).
         rank: this process's rank in the group.
         cut: by phase, how each bucket is cut into units.
@@ -102,27 +103,27 @@ class Wire(ABC):
 
     @abstractmethod
     def lossless(self, phase: str) -> bool:
-        """Whether nothing can be lost in ``phase``; its exchanges then need not go through here."""
+        """Whether nothing can be lost in ``phase``; its exchanges then need not use this wire."""
 
     @abstractmethod
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
-        """Begin the exchange of the gradients ``x``, of whose lost units ``rule`` takes care."""
+        """Begin the exchange of the gradients ``x``; ``rule`` handles their lost units."""
 
     @abstractmethod
     def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
-        """Begin the exchange of the parameters ``x``, of whose lost units ``rule`` takes care."""
+        """Begin the exchange of the parameters ``x``; ``rule`` handles their lost units."""
 
     @abstractmethod
     def protected(self, rule: GradRecovery, priority: Priority) -> GradRecovery:
-        """``rule``, with senders whose ``priority`` chooses units that have to arrive."""
+        """Returns ``rule`` with senders whose ``priority`` chooses the units that have to arrive."""
 
     def note_all_reduce(self, x: Callable[[], Gradients], rule: GradRecovery) -> None:
-        """The gradients ``x()`` are about to be all-reduced: all of them arrive."""
+        """Note that the gradients ``x()`` are about to be all-reduced: all of them arrive."""
 
     def foresee(self, exchange: Exchange) -> Delivery | None:
-        """The delivery of ``exchange``, if it is known whether or not the exchange was made.
+        """The delivery of ``exchange``, if the wire knows it without making the exchange.
 
-        Raises :class:`UsageError` where a recorded run that is replayed does not go so far.
+        Raises :class:`UsageError` if a replayed run is too short for it.
         """
         return None
 
@@ -131,36 +132,36 @@ class Wire(ABC):
         return self.foresee(exchange)
 
     def restore(self, delivery: Delivery) -> None:
-        """``delivery`` was made before the checkpoint was saved that is loaded now. Made again, it must be the same."""
+        """Restore ``delivery``, made before the loaded checkpoint was saved. Made again, it must be the same."""
 
     def restart(self) -> None:
-        """A checkpoint was loaded: no exchange was made yet."""
+        """Forget all exchanges: a checkpoint was loaded."""
 
     def hear(self, rule: GradRecovery, bucket: int, step: int, seconds: float) -> None:
-        """Tell ``rule`` which of its units of ``step`` arrived, if it wants to know. Waits so long for others to say so."""
+        """Tell ``rule`` which of its units of ``step`` arrived, if it asks. Waits ``seconds`` at most for reports."""
 
     def hear_late(self, rule: GradRecovery, bucket: int, seconds: float) -> None:
-        """As :meth:`hear`, for steps that are over."""
+        """Tells ``rule`` the same as :meth:`hear`, for steps that are over."""
 
     def agree(self, phase: str, bucket: int, replicated: np.ndarray, group: dist.ProcessGroup) -> None:
-        """Let the ranks of ``group``, which have copies of the same parameters, lose the same of them.
+        """Make the ranks of ``group``, which hold copies of the same parameters, lose the same units of them.
 
-        ``replicated`` bool[N, units]: where they are, by shard. Drawn losses are the same anyway.
+        ``replicated`` bool[N, units]: the units with copies, by shard. Drawn losses are the same anyway.
         """
 
     def lag(self, exchange: Exchange) -> tuple[float, float] | None:
-        """The share of the other ranks that miss what this one sends, and how many updates they are late on average.
+        """The share of other ranks that miss a unit of this rank, and the mean number of updates that they are late.
 
-        In the steady state, where that is known beforehand; else ``None``.
+        Both are of the steady state; ``None`` if they are not known beforehand.
         """
         return None
 
     def steps(self, phase: str) -> int | None:
-        """How many steps, from 0 on, can be foreseen; ``None``: any."""
+        """The number of steps, from 0 on, that can be foreseen; ``None``: any."""
         return None
 
     def prepare(self, exchange: Exchange) -> None:
-        """``exchange`` comes next."""
+        """Prepare ``exchange``, which comes next."""
 
     def close(self) -> None:
-        """There are no more exchanges."""
+        """Close the wire after the last exchange."""

@@ -1,4 +1,4 @@
-"""Which wire and which rules the flags ask for, and how they cut buckets into units."""
+"""Chooses the wire and the rules that the flags ask for, and cuts buckets into units."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BucketSpec:
 
 
 def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str, list[BucketUnits]]:
-    """How each bucket is cut into units, by phase. Raises :class:`UsageError` if a packet holds no element."""
+    """The cut of each bucket into units, by phase. Raises :class:`UsageError` if a packet holds no element."""
     shards = [bucket.shard for bucket in buckets]
     result = {}
     for phase in PHASES:
@@ -44,7 +44,7 @@ def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str,
 
 
 def protection_of(config: LossyConfig) -> Protection:
-    """What the flags say about priorities."""
+    """The :class:`Protection` that the flags ask for."""
 
     def draw(exchange: Exchange, source: int, number: int) -> np.ndarray:
         return generator(config.loss_seed, exchange, source, number).random(config.grad_priority_sample)
@@ -96,10 +96,10 @@ def wire_for(
     steps: int | None,
     group: dist.ProcessGroup | None,
 ) -> Wire:
-    """How rank ``rank`` of ``members``, ranks of the full group of ``networks``, exchanges ``buckets``.
+    """The wire of rank ``rank`` for ``buckets``. ``members`` are ranks of the full group of ``networks``.
 
-    ``steps``: length of the run, if known. ``group``: the torch process group of the members. Raises :class:`UsageError` if
-    the channel cannot serve the group or a packet holds no element.
+    ``steps``: length of the run, if known. ``group``: the torch process group of the members. Raises
+    :class:`UsageError` if the channel cannot serve the group or a packet holds no element.
     """
     check_owners(config)
     parts = cut_buckets(config, buckets)

@@ -1,4 +1,4 @@
-"""How late receivers are, where nobody can say beforehand: from what they count."""
+"""The lag of receivers, counted if no law gives it beforehand."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import torch
 
 from ..exchange import BucketUnits, Delivery
 
-#: Units that must have been sent before they say anything: the share is then right to about 0.1.
+#: Units that must have been sent before the counts are used: the share is then right to about 0.1.
 _ENOUGH = 100
 _HIGHEST = 0.9
 
 
 class Counted:
-    """Of the parameters that this rank receives: losses and ages since the run began, in units.
+    """Losses and ages of the parameters that this rank receives since the run began, in units.
 
-    ``sums``: of this rank. ``coming``: the sums over all ranks, put there by whoever adds them up; they count from the next
-    update on.
+    ``sums``: of this rank. ``coming``: the sums over all ranks; the caller that adds them up sets it. They count from
+    the next update on.
     """
 
     def __init__(self) -> None:
-        self._ages: dict[int, np.ndarray] = {}  # by bucket: int32[S, count]
+        self._ages: dict[int, np.ndarray] = {}  # by bucket: the age of each unit, int32[S, count]
         self._steps: dict[int, int] = {}
-        self.sums = np.zeros(3)  # units that were lost, their ages, units that were sent; whole numbers
+        self.sums = np.zeros(3)  # lost units, their ages, sent units; whole numbers
         self.coming: np.ndarray | None = None
         self._agreed = np.zeros(3)
 
     def count(self, bucket: int, units: BucketUnits, delivery: Delivery) -> None:
-        """Count what arrived of ``bucket``, once for each step."""
+        """Count the lost units of ``bucket``, once for each step."""
         step = delivery.exchange.step
         if self._steps.get(bucket) == step:
             return
@@ -40,12 +40,12 @@ class Counted:
         self.sums += lost.sum(), ages.sum(), lost.size
 
     def begin_update(self) -> None:
-        """What was coming counts from now on."""
+        """Use the ``coming`` sums from now on."""
         if self.coming is not None:
             self._agreed, self.coming = self.coming, None
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be saved for a run to continue bit for bit."""
+        """The state that must be saved for a run to continue bit for bit."""
         ages = {bucket: torch.from_numpy(ages) for bucket, ages in self._ages.items()}
         coming = None if self.coming is None else self.coming.tolist()
         sums = {"sums": self.sums.tolist(), "agreed": self._agreed.tolist(), "coming": coming}
@@ -59,6 +59,6 @@ class Counted:
         self.coming = None if state["coming"] is None else np.array(state["coming"])
 
     def lag(self) -> tuple[float, float]:
-        """The share of units that were lost, and their mean age; nothing while too few were sent to tell."""
+        """The share of units that were lost, and their mean age; zeros while too few units were sent."""
         lost, ages, sent = self._agreed
         return (min(lost / sent, _HIGHEST), max(ages, lost) / sent) if sent >= _ENOUGH else (0.0, 0.0)

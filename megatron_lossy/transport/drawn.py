@@ -19,28 +19,28 @@ from .network import Network
 
 #: Draws of at least this many units are made ahead of time, on another thread.
 _AHEAD = 2**17
-#: The networks of both phases: who loses what between the ranks of the full group.
+#: The networks of both phases: they decide the losses between the ranks of the full group.
 Networks = dict[str, Network]
 
 
 class Latest:
-    """What belongs to the latest two exchanges of each phase: a draw, which could be repeated, or what was observed."""
+    """Keeps a value for the latest two exchanges of each phase: a draw, which could be repeated, or an observation."""
 
     def __init__(self) -> None:
         self._kept: dict[str, list[tuple[Exchange, Any]]] = {}
 
     def get(self, exchange: Exchange) -> Any:
-        """What was :meth:`put` for ``exchange``; ``None`` if it is not there."""
+        """The value that was :meth:`put` for ``exchange``; ``None`` if there is none."""
         return next((value for known, value in self._kept.get(exchange.phase, ()) if known == exchange), None)
 
     def put(self, exchange: Exchange, value: Any) -> None:
-        """Keep ``value`` for ``exchange``, in the place of what was kept for it or else of the oldest."""
+        """Keep ``value`` for ``exchange``. It replaces the value of the same exchange, or else the oldest value."""
         kept = [item for item in self._kept.get(exchange.phase, ()) if item[0] != exchange]
         self._kept[exchange.phase] = [*kept[-1:], (exchange, value)]
 
 
 class DrawnWire(Wire):
-    """Runs the collective that it is given. The rules have removed from the buffer what will not arrive."""
+    """Runs the caller's collective. The rules have removed the units that will not arrive from the buffer."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class DrawnWire(Wire):
 
     @abstractmethod
     def foresee(self, exchange: Exchange) -> Delivery:
-        """What this rank's exchange brings. Of gradients with what others get of it."""
+        """The delivery at this rank. For gradients it includes the units of this rank that others get."""
 
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
         delivery = self.foresee(x.exchange)
@@ -96,17 +96,17 @@ class DrawnWire(Wire):
         rule.before(sent.buffer, delivery.lost_there(rule.units), delivery, sent)
 
     def _made(self, delivery: Delivery) -> Delivery:
-        """What an exchange has delivered of which ``delivery`` was foreseen."""
+        """The delivery of an exchange after it was made. ``delivery``: the delivery that was foreseen."""
         return delivery
 
     def _looking_ahead(self, x: Gradients, units: BucketUnits) -> Gradients:
-        """``x``, with what the exchange after it loses."""
+        """``x`` with a function that returns the losses of the following exchange."""
         if x.following is None:
             return x
         exchange, steps = replace(x.exchange, step=x.following), self.steps(x.exchange.phase)
 
         def coming() -> Lost | None:
-            # Beyond the end of a trace nothing is lost; if such a step comes, it is refused.
+            # Beyond the end of a trace nothing is lost; such a step is refused when it comes.
             over = steps is not None and exchange.step >= steps
             return None if over else self._lost(self.foresee(exchange), units)
 
@@ -148,7 +148,7 @@ class CollectiveWire(DrawnWire):
         self._latest = Latest()
 
     def prepare(self, exchange: Exchange) -> None:
-        """Start drawing on another thread if it is much work."""
+        """Start drawing on another thread if it takes long."""
         phase = exchange.phase
         if self.lossless(phase) or units_of(self.cut[phase]) * self.size < _AHEAD or self._latest.get(exchange):
             return
@@ -162,7 +162,7 @@ class CollectiveWire(DrawnWire):
         return delivery
 
     def _work_out(self, delivery: Delivery) -> None:
-        """Find what recovery will ask for, which may take longer than the draw."""
+        """Compute the values that recovery will ask for. This may take longer than the draw."""
         for units in delivery.cut:
             grads = delivery.exchange.phase == "grad"
             if grads:
@@ -195,7 +195,7 @@ def draw(
     receivers: Sequence[int],
     cut: Sequence[BucketUnits],
 ) -> np.ndarray:
-    """bool[R, S, units], read-only: what arrives at ``receivers`` from ``members``, ranks of the full group."""
+    """bool[R, S, units], read-only: units of ``members`` that arrive at ``receivers``, ranks of the full group."""
     sources, destinations = np.tile(members, len(receivers)), np.repeat(receivers, len(members))
     arrived = network.delivered_links(exchange, sources, destinations, units_of(cut))
     arrived = arrived.reshape(len(receivers), len(members), -1)
@@ -206,7 +206,7 @@ def draw(
 def draw_sent(
     network: Network, exchange: Exchange, source: int, members: Sequence[int], cut: Sequence[BucketUnits]
 ) -> np.ndarray:
-    """bool[N, units], read-only: what ``source`` sends and arrives at each of ``members``, ranks of the full group."""
+    """bool[N, units], read-only: the units of ``source`` that arrive at each of ``members``, in the full group."""
     others = np.array(members)
     sent = network.delivered_links(exchange, np.full_like(others, source), others, units_of(cut))
     sent.flags.writeable = False

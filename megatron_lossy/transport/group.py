@@ -1,7 +1,7 @@
 """One path for every exchange of the buckets that one process group shards.
 
-:class:`LossyGroup` joins a wire with the rules for units that do not arrive, and says which step counts. Megatron's hooks,
-the virtual cluster and :mod:`megatron_lossy.transport.ops` all go through it.
+:class:`LossyGroup` joins a wire with the rules for units that do not arrive, and decides which step counts. Megatron's
+hooks, the virtual cluster and :mod:`megatron_lossy.transport.ops` all go through it.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from .network import Network, check_ranks, find_nodes
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that the end of a step waits for others to say what arrived there; later they delay what is sent again.
+#: Seconds that the end of a step waits for reports of others. Later reports delay the units that are sent again.
 _PATIENCE = 1.0
 
 
 class LossyGroup:
     """The exchanges of a list of buckets, in canonical order, over one group, as one of its ranks makes them.
 
-    ``wire``: how they cross. ``grads``, ``params``: for each bucket, the rule for units that do not arrive.
+    ``wire``: carries them. ``grads``, ``params``: for each bucket, the rule for units that do not arrive.
     """
 
     def __init__(self, config: LossyConfig, wire: Wire) -> None:
         self.wire = wire
         self.stream, self.size, self.rank = wire.stream, wire.size, wire.rank
-        #: What hits the gradients that this rank owns after their reduction, and what these are multiplied with beside the
-        #: loss scale, compared with those that the optimizer sees.
+        #: The errors of the gradients that this rank owns, after their reduction; and the factor between these
+        #: gradients and those that the optimizer sees, beside the loss scale.
         self.errors: Errors | None = None
         self.gradient_unit = 1.0
         self._given_lead = config.lead
         self.grads = [grad_rule(config, units, wire) for units in wire.cut["grad"]]
         self.params = [param_rule(config, units, wire) for units in wire.cut["param"]]
-        self._told: dict[int, Told] = {}  # by bucket
-        self._open: dict[int, int] = {}  # by bucket: a step with gradients of which nobody has said whether it counts
+        self._told: dict[int, Told] = {}  # by bucket: its latest record
+        self._open: dict[int, int] = {}  # by bucket: a step with gradients that nobody has ended yet
         #: Whether parameters are sent with a lead.
         self.compensates = config.param_send == "compensated" and not self.lossless("param")
         counts = self.compensates and config.lead is None
         known = counts and wire.lag(Exchange("param", self.stream, 0)) is not None
-        #: What receivers count, where nothing else says how late they are.
+        #: The counts of receivers, if nothing else gives their lag.
         self.counted = Counted() if counts and not known else None
         self._made: dict[str, tuple[int, set[int]]] = {}  # by phase: the latest step, and its buckets
 
@@ -97,14 +97,14 @@ class LossyGroup:
         steps: int | None,
         group: dist.ProcessGroup | None = None,
     ) -> LossyGroup:
-        """As :meth:`create`, for the rank ``rank`` of ``members``, which are ranks of the full group of ``networks``.
+        """Makes a group as :meth:`create` does, for rank ``rank`` of ``members``, ranks of the group of ``networks``.
 
         ``group``: their torch process group.
         """
         return cls(config, wire_for(config, buckets, networks, members, rank, stream, steps, group))
 
     def share_copies(self, bucket: int, replicated: Mapping[str, np.ndarray], tensor: dist.ProcessGroup) -> None:
-        """Let the ranks of ``tensor``, which have copies of the same parameters in a bucket, lose the same of them.
+        """Make the ranks of ``tensor``, which hold copies of the same parameters in a bucket, lose the same units.
 
         ``replicated``: by phase, bool[N, count], units with such parameters, by shard.
         """
@@ -115,7 +115,7 @@ class LossyGroup:
     # --- exchanges -----------------------------------------------------------------------------------------------
 
     def lossless(self, phase: str) -> bool:
-        """Whether nothing can be lost in ``phase``: its exchanges need not go through here."""
+        """Whether nothing can be lost in ``phase``; its exchanges then need not use this group."""
         return self.wire.lossless(phase)
 
     def reduce_scatter(
@@ -131,8 +131,8 @@ class LossyGroup:
     ) -> Transfer:
         """Begin a reduce-scatter of ``buffer`` [N * shard] into ``output`` [shard], keyed by ``step``.
 
-        The arguments are those of :class:`Gradients`. A step of which nobody says how it ended (:meth:`finish_step`) counts
-        when a later one begins.
+        The arguments are those of :class:`Gradients`. A step that nobody ends with :meth:`finish_step` counts when a
+        later one begins.
         """
         self._begin_step(bucket, step)
         exchange = Exchange("grad", self.stream, step)
@@ -150,7 +150,7 @@ class LossyGroup:
         loss_scale: torch.Tensor | float | None = None,
         following: int | None = None,
     ) -> None:
-        """``buffer()`` [N * shard], a copy of the gradients of ``step``, is about to be all-reduced: all of it will arrive."""
+        """Note that ``buffer()`` [N * shard], gradients of ``step``, is about to be all-reduced: all of it arrives."""
         rule = self.grads[bucket]
         if self.lossless("grad") or not rule.carries_over:
             return
@@ -167,8 +167,8 @@ class LossyGroup:
     ) -> Transfer:
         """Begin an all-gather into ``buffer`` [N * shard], this rank's replica, keyed by ``step``.
 
-        A unit that does not arrive keeps the value that it had before. ``sent`` [shard]: this rank's part, in ``buffer``
-        or not; it may change until the exchange is over. ``collective``: runs the all-gather.
+        A unit that does not arrive keeps its old value. ``sent`` [shard]: this rank's part, in ``buffer`` or not; it
+        may change until the exchange is over. ``collective``: runs the all-gather.
         """
         if self.lossless("param"):
             return Transfer(collective(), _nothing)
@@ -190,13 +190,13 @@ class LossyGroup:
         return theory.lead(*known)
 
     def before_update(self, sent: Sequence[torch.Tensor]) -> None:
-        """The own shard [shard] of every bucket, sent as ``sent``, is about to be updated."""
+        """Call this before the update of every bucket's own shard [shard], sent as ``sent``."""
         if self.compensates:
             for rule, shard in zip(self.params, sent, strict=True):
                 rule.before_update(shard)
 
     def keep_sent(self, bucket: int, sent: torch.Tensor) -> None:
-        """The exchange of ``sent`` is over, and it will be updated: what :meth:`before_update` says, for one bucket."""
+        """End the exchange of ``sent`` before its update: does for one bucket the work of :meth:`before_update`."""
         if self.compensates:
             self.params[bucket].before_update(sent)
             if self.counted is not None:
@@ -209,13 +209,13 @@ class LossyGroup:
             self.errors.hit(x.exchange, x.bucket, x.output, lambda: self.gradient_unit * float(scale))
 
     def put_stale_aside(self, bucket: int, buffer: torch.Tensor, step: int) -> Callable[[], None] | None:
-        """Before ``buffer`` is gathered reliably: keep what of it is not the owners' weights since ``step``.
+        """Keep the values of ``buffer`` that differ from the owners' weights of ``step``, before a reliable gather.
 
-        Returns what puts it back, or ``None`` in a phase without loss.
+        Returns a function that puts them back, or ``None`` in a phase without loss.
         """
         if self.lossless("param"):
             return None
-        if self.compensates:  # what arrived is ahead of them
+        if self.compensates:  # the values that arrived are ahead of the owners' weights
             replica = buffer.clone()
             return lambda: buffer.copy_(replica)
         delivery, rule = self.delivery("param", step), self.params[bucket]
@@ -226,7 +226,7 @@ class LossyGroup:
     # --- deliveries ----------------------------------------------------------------------------------------------
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
-        """What arrived at this rank in the exchange of ``step``, if it is one of the latest two or can be foreseen.
+        """The delivery at this rank in the exchange of ``step``, if it is one of the latest two or can be foreseen.
 
         ``None`` in a phase without loss.
         """
@@ -240,16 +240,16 @@ class LossyGroup:
             self._made[exchange.phase] = (exchange.step, {bucket})
 
     def not_made(self, phase: str, step: int) -> list[int]:
-        """The buckets that have not been exchanged in ``step``, though they can lose something."""
+        """The buckets that have not been exchanged in ``step``, although they can lose something."""
         if self.lossless(phase):
             return []
         latest, buckets = self._made.get(phase, (None, set()))
         return [bucket for bucket in range(len(self.grads)) if latest != step or bucket not in buckets]
 
     def restore(self, step: int, lost: dict[int, np.ndarray]) -> None:
-        """This rank missed these parameters of ``step``, the last update before a checkpoint was saved.
+        """Restore the parameters that this rank missed in ``step``, the last update before a checkpoint was saved.
 
-        ``lost``: bool[N, count] by bucket; of the others nothing.
+        ``lost``: bool[N, count] by bucket; the other buckets lost nothing.
         """
         parts, members = self.wire.cut["param"], self.wire.members
         arrived = np.ones((1, self.size, units_of(parts)), dtype=bool)
@@ -259,13 +259,13 @@ class LossyGroup:
         self.wire.restore(Delivery(Exchange("param", self.stream, step), members, receivers, arrived, parts))
 
     def told(self) -> list[Told]:
-        """What became of what this rank sent in the latest step that is over, bucket by bucket."""
+        """The records of the units that this rank sent in the latest step that is over, bucket by bucket."""
         return [told for _, told in sorted(self._told.items(), key=lambda one: one[0])]
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
     def prepare(self, step: int, following: int | None = None) -> None:
-        """The exchanges of ``step`` come next, and after them those of ``following``, if that is known."""
+        """Prepare the exchanges of ``step``, which come next, and those of ``following`` after them, if it is known."""
         for phase in PHASES:
             self.wire.prepare(Exchange(phase, self.stream, step))
         steps = self.wire.steps("grad")
@@ -273,7 +273,7 @@ class LossyGroup:
             self.wire.prepare(Exchange("grad", self.stream, following))
 
     def keep_lost(self, bucket: int, step: int) -> None:
-        """The exchange of ``step`` is over, and its gradients may be overwritten: keep what others say that they lack."""
+        """Keep the units that others report as lost, before the gradients of ``step`` are overwritten."""
         self.wire.hear(self.grads[bucket], bucket, step, _PATIENCE)
 
     def _begin_step(self, bucket: int, step: int) -> None:
@@ -281,7 +281,7 @@ class LossyGroup:
         self._open[bucket] = step
 
     def _count_before(self, bucket: int, step: float) -> None:
-        """If nobody has said how the latest step of ``bucket`` ended, and it is before ``step``, it counts."""
+        """Count the latest step of ``bucket`` if it is before ``step`` and nobody has ended it."""
         before = self._open.get(bucket)
         if before is None or before >= step:
             return
@@ -309,19 +309,19 @@ class LossyGroup:
             rule.finish_step(step, successful)
 
     def close(self) -> None:
-        """There are no more exchanges."""
+        """Close the group after the last exchange."""
         self._count_all()
         self.wire.close()
 
     def restart(self) -> None:
-        """All replicas are equal, and begin as those of a checkpoint that was loaded."""
+        """Begin again with replicas that are all equal, as after loading a checkpoint."""
         self._open = {}
         self.wire.restart()
         for rule in (*self.grads, *self.params):
             rule.restart()
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """The states of the rules, by phase, and what was counted. The latest step counts, if nobody has said otherwise."""
+        """The states of the rules, by phase, and the counts. The latest step counts if nobody has ended it."""
         self._count_all()
         for bucket, rule in enumerate(self.grads):
             self.wire.hear_late(rule, bucket, math.inf)
@@ -340,4 +340,4 @@ class LossyGroup:
 
 
 def _nothing() -> None:
-    """Somebody else carries it, or there is no recovery to do."""
+    """Do nothing: somebody else carries the exchange, or there is no recovery."""

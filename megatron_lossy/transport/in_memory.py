@@ -30,9 +30,9 @@ from .network import Network, consecutive_nodes
 def groups_in_memory(
     config: LossyConfig, specs: Sequence[BucketSpec], stream: Stream, members: range, ranks: int, steps: int | None
 ) -> tuple[Memory, list[LossyGroup]]:
-    """What the workers ``members`` of ``ranks`` exchange through, and the group of each of them.
+    """The memory that the workers ``members`` of ``ranks`` exchange through, and the group of each of them.
 
-    ``steps``: length of the run, if known. Raises :class:`UsageError` where the loss flags do not fit.
+    ``steps``: length of the run, if known. Raises :class:`UsageError` if the loss flags do not fit.
     """
     cut = cut_buckets(config, specs)
     nodes = None
@@ -45,10 +45,11 @@ def groups_in_memory(
 
 
 class LossyWorkers:
-    """``workers`` ranks in one process. They lose what as many real ranks lose with the same flags.
+    """``workers`` ranks in one process. They lose the same units as so many real ranks with the same flags.
 
-    ``buckets`` and ``steps``: as of :meth:`LossyGroup.create`. ``groups``: one of each worker. Gradients are added up in the
-    order of the workers, in float32 at least, and rounded once. Raises :class:`UsageError` where the loss flags do not fit.
+    ``buckets`` and ``steps``: see :meth:`LossyGroup.create`. ``groups``: one for each worker. Gradients are added up in
+    the order of the workers, in float32 at least, and rounded once. Raises :class:`UsageError` if the loss flags do not
+    fit.
     """
 
     def __init__(
@@ -71,16 +72,16 @@ class LossyWorkers:
         step: int,
         averaged: bool = False,
     ) -> None:
-        """What :func:`lossy_reduce_scatter` does on every rank.
+        """Does for all workers what :func:`lossy_reduce_scatter` does on one rank.
 
-        ``outputs``: of each worker [shard]; they receive the recovered sum, or mean if ``averaged``. ``inputs``: of each
-        worker [N * shard], changed in place.
+        ``outputs``: for each worker [shard]; they receive the recovered sum, or mean if ``averaged``. ``inputs``: for
+        each worker [N * shard], changed in place.
         """
         pairs = zip(self.groups, inputs, outputs, strict=True)
         transfers = [
             group.reduce_scatter(bucket, whole, output, step, _nothing, averaged) for group, whole, output in pairs
         ]
-        # What will not arrive has been removed from all of them.
+        # The units that will not arrive have been removed from all inputs.
         for rank, output in enumerate(outputs):
             parts = torch.stack([whole.chunk(len(inputs))[rank] for whole in inputs])
             output.copy_(ordered_sum(parts, averaged))
@@ -91,10 +92,10 @@ class LossyWorkers:
     def all_gather(
         self, bucket: int, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], step: int
     ) -> None:
-        """What :func:`lossy_all_gather` does on every rank.
+        """Does for all workers what :func:`lossy_all_gather` does on one rank.
 
-        ``outputs``: of each worker its replica [N * shard]; a unit that does not arrive keeps its old value. ``inputs``: of
-        each worker the fresh values of its shard [shard], in its replica or not.
+        ``outputs``: for each worker its replica [N * shard]; a unit that does not arrive keeps its old value.
+        ``inputs``: for each worker the fresh values of its shard [shard], in its replica or not.
         """
         pairs = zip(self.groups, outputs, inputs, strict=True)
         transfers = [group.all_gather(bucket, replica, sent, step, _nothing) for group, replica, sent in pairs]
@@ -106,10 +107,10 @@ class LossyWorkers:
             group.keep_sent(bucket, sent)
 
     def finish_step(self, step: int, successful: bool) -> None:
-        """As :meth:`LossyGroup.finish_step`, for all workers."""
+        """Calls :meth:`LossyGroup.finish_step` for all workers."""
         for group in self.groups:
             group.finish_step(step, successful)
 
 
 def _nothing() -> None:
-    """All buffers are here."""
+    """Do nothing: all buffers are in this process."""

@@ -12,12 +12,12 @@ from ..errors import cannot, refuse
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of the least secret: as many as AES-128 has.
+#: The least number of bytes of a secret: as many as an AES-128 key has.
 LEAST_BYTES = 16
 
 
 def read_key_file(path: str | None) -> bytes | None:
-    """The secret. Raises :class:`UsageError` if it cannot be read, or is too short to be one."""
+    """The secret in ``path``. Raises :class:`UsageError` if the file cannot be read or is too short."""
     if path is None:
         return None
     try:
@@ -34,7 +34,7 @@ def read_key_file(path: str | None) -> bytes | None:
 
 @cache
 def _say_open(path: str, mode: int) -> None:
-    # No error: secrets that a container mounts often have such a mode, and cannot be given another.
+    # This is no error: secrets that a container mounts often have such a mode, and it cannot be changed.
     logger.warning(
         "--udp-key-file %s: other users of this host may read it (mode %03o); chmod 600 %s", path, mode, path
     )

@@ -14,7 +14,7 @@ from .drawn import DrawnWire, Latest, Networks, draw
 
 
 class Memory:
-    """What arrives between ``members`` at once, ranks of the full group; :meth:`worker` is the transport of one of them."""
+    """The deliveries between all ``members``, ranks of the full group. :meth:`worker` is the wire of one of them."""
 
     def __init__(
         self, networks: Networks, stream: Stream, members: Sequence[int], cut: dict[str, Sequence[BucketUnits]]
@@ -27,7 +27,7 @@ class Memory:
         self._final = Latest()
 
     def recovered(self, exchange: Exchange, source: int, units: BucketUnits, lost: np.ndarray) -> None:
-        """Of the units that ``source`` sends, ``lost`` bool[N, count] are lost for good."""
+        """Note the units from ``source`` that are lost for good, ``lost`` bool[N, count]."""
         known = self._final.get(exchange)
         arrived = self.foresee(exchange).arrived if known is None else known[0]
         if not arrived.flags.writeable:  # it is in a delivery
@@ -36,7 +36,7 @@ class Memory:
         self._final.put(exchange, (arrived, None))
 
     def final(self, exchange: Exchange) -> Delivery:
-        """The delivery at all workers, after what senders had delivered all the same."""
+        """The delivery at all workers, including units that senders delivered in spite of the draw."""
         known = self._final.get(exchange)
         if known is None:
             return self.foresee(exchange)
@@ -48,7 +48,7 @@ class Memory:
         return delivery
 
     def foresee(self, exchange: Exchange) -> Delivery:
-        """The delivery at all workers."""
+        """The drawn delivery at all workers."""
         delivery = self._latest.get(exchange)
         if delivery is None:
             network, cut = self.networks[exchange.phase], self.cut[exchange.phase]
@@ -63,7 +63,7 @@ class Memory:
 
 
 class WorkerWire(DrawnWire):
-    """What one worker sees of :class:`Memory`."""
+    """One worker's view of :class:`Memory`."""
 
     def __init__(self, memory: Memory, rank: int) -> None:
         super().__init__(memory.networks, memory.stream, memory.members, rank, memory.cut)
@@ -76,7 +76,7 @@ class WorkerWire(DrawnWire):
         return transfer
 
     def recovered(self, exchange: Exchange, units: BucketUnits, lost: np.ndarray) -> None:
-        """Of the bucket cut into ``units``, ``lost`` bool[N, count] of what this worker sends are lost for good."""
+        """Note the units of this worker's bucket, cut into ``units``, that stay lost: ``lost`` bool[N, count]."""
         self._memory.recovered(exchange, self.rank, units, lost)
 
     def foresee(self, exchange: Exchange) -> Delivery:
@@ -86,7 +86,7 @@ class WorkerWire(DrawnWire):
         return self._of(self._memory.final(exchange))
 
     def _made(self, delivery: Delivery) -> Delivery:
-        # What senders have delivered all the same is known when all have begun.
+        # The units that senders delivered in spite of the draw are known when all have begun.
         return self.delivery(delivery.exchange)
 
     def _of(self, everyone: Delivery) -> Delivery:

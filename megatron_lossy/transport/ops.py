@@ -33,17 +33,17 @@ def lossy_reduce_scatter(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Transfer | None:
-    """Reduce-scatter in which some units do not arrive. The configured rule recovers the result.
+    """Reduce-scatter that may lose units. The configured rule recovers the result.
 
-    A step counts when a later one begins, when the state of ``lossy`` is saved, and when that is closed. For a step whose
-    result is not used, call ``lossy.finish_step(step, False)`` before the next one.
+    A step counts when a later one begins, when the state of ``lossy`` is saved, and when ``lossy`` is closed. If the
+    result of a step is not used, call ``lossy.finish_step(step, False)`` before the next one.
 
     Args:
-        lossy: says what ``group`` loses, and what is done about it.
+        lossy: decides which units ``group`` loses, and how the result is recovered.
         bucket: the number of the bucket.
         output: [shard], of any floating dtype. It receives the recovered sum (SUM, the default) or mean (AVG) of this
             rank's shard. It may be this rank's part of ``input``.
-        input: [N * shard], of the same dtype. It is changed in place: what will not arrive is removed from it.
+        input: [N * shard], of the same dtype. It is changed in place: units that will not arrive are removed from it.
         step: the iteration, from 0. It must be the same on all ranks, and grow.
     """
     averaged = op == dist.ReduceOp.AVG
@@ -63,7 +63,7 @@ _averages: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def check_average(flag: str, group: dist.ProcessGroup | None) -> None:
-    """Raise :class:`UsageError`, on behalf of ``flag``, if a reduce-scatter of ``group`` does not average.
+    """Raise :class:`UsageError`, naming ``flag``, if a reduce-scatter of ``group`` does not average.
 
     Gloo of older versions of torch sums instead, without a word. The first call for a group is a collective call.
     """
@@ -86,10 +86,10 @@ def lossy_all_gather(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Transfer | None:
-    """All-gather in which some units do not arrive. Such a unit of ``output`` keeps its old value.
+    """All-gather that may lose units. A lost unit of ``output`` keeps its old value.
 
     Args:
-        lossy: says what ``group`` loses.
+        lossy: decides which units ``group`` loses.
         bucket: the number of the bucket.
         output: [N * shard], this rank's replica.
         input: [shard], the fresh values of this rank's shard. It may be this rank's part of ``output``.

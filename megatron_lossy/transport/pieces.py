@@ -1,7 +1,8 @@
-"""``--transport pieces``: every source's piece reaches the owner, who adds them up; nothing is removed before it is sent.
+"""``--transport pieces``: each source's piece reaches the owner, who adds them up. Nothing is removed before.
 
-The arithmetic of a real network, over torch's reliable collectives. A reduce-scatter adds in an order of its own, gloo's
-another than NCCL's; here the order is that of the ranks, and a recorded run of ``--transport udp`` can be replayed.
+It does the arithmetic of a real network over torch's reliable collectives. A reduce-scatter adds in an order of its
+own, which differs between gloo and NCCL. Here the order is that of the ranks, so that a recorded run of ``--transport
+udp`` can be replayed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .drawn import CollectiveWire
 
 @contextlib.contextmanager
 def stale_kept(buffer: torch.Tensor, units: BucketUnits, delivery: Delivery) -> Iterator[None]:
-    """Within this context the replica ``buffer`` may be overwritten; what was lost of it is afterwards as it was."""
+    """A context in which the replica ``buffer`` may be overwritten. Afterwards lost units have their old values."""
     rows, lost = rows_for(buffer.device), delivery.lost_here(units)
     stale = rows.take(buffer, units, lost)
     yield
@@ -36,7 +37,7 @@ class PieceWire(Wire):
     def _scatter_reliably(
         self, x: Gradients, rule: GradRecovery, kept: Any, deliver: Callable[[], Delivery]
     ) -> Transfer:
-        """Exchange the pieces of all gradients over torch, of which ``deliver()`` says afterwards what arrived."""
+        """Exchange the pieces of all gradients over torch. ``deliver()`` returns afterwards the delivery to apply."""
         pieces = torch.empty_like(x.buffer)
         work = dist.all_to_all_single(pieces, x.buffer, group=self.group, async_op=True)
 
@@ -48,11 +49,11 @@ class PieceWire(Wire):
         return Crossing(work, arrived)
 
     def _gather_reliably(self, x: Parameters, rule: Stale, deliver: Callable[[], Delivery]) -> Transfer:
-        """Exchange all parameters over torch, of which ``deliver()`` says afterwards what arrived."""
+        """Exchange all parameters over torch. ``deliver()`` returns afterwards the delivery to apply."""
         with torch.no_grad():
             own = rule.send(x)
         received = torch.empty_like(x.buffer)
-        # all_gather_into_tensor would wait for the end of Megatron's coalescing context, which cannot be told here.
+        # all_gather_into_tensor would wait for the end of Megatron's coalescing context, which is unknown here.
         work = dist.all_gather(list(received.chunk(self.size)), x.sent, group=self.group, async_op=True)
 
         def arrived() -> Delivery:
@@ -67,20 +68,20 @@ class PieceWire(Wire):
 
 
 def combine(pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients, rule: GradRecovery) -> None:
-    """Let ``rule`` put the recovered sum of ``pieces``, which were allocated where the exchange began, into the output."""
+    """Let ``rule`` put the recovered sum of ``pieces``, allocated where the exchange began, into the output."""
     copies.used_here((pieces,))
     rule.combine(pieces, delivery, kept, x)
 
 
 class Pieces(PieceWire, CollectiveWire):
-    """Loses what a channel draws."""
+    """Loses the units that a channel draws."""
 
     def __init__(self, *args: Any, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(*args)
         self.group = group
 
     def lossless(self, phase: str) -> bool:
-        # Without loss the sum is another one too.
+        # Without loss the sum differs too: its order is another.
         return self.size == 1 and super().lossless(phase)
 
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
@@ -95,7 +96,7 @@ class Pieces(PieceWire, CollectiveWire):
         return self._gather_reliably(x, rule, lambda: delivery)
 
     def note_all_reduce(self, x: Callable[[], Gradients], rule: GradRecovery) -> None:
-        """Nobody can tell the pieces of a sum."""
+        """Do nothing: an all-reduced sum does not show its pieces."""
 
     def _lost(self, delivery: Delivery, units: BucketUnits) -> Lost:
         return delivery.lost_here(units)

@@ -1,4 +1,4 @@
-"""What all virtual runs share: workers that take turns on one model, in one process and a world of one rank."""
+"""The base of all virtual runs: workers that take turns on one model, in one process and a world of one rank."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ..run import Run
 
 
 class VirtualRun(Run):
-    """``workers`` data-parallel workers in this process; takes the place of installed hooks in a training program.
+    """``workers`` data-parallel workers in this process. They take the place of installed hooks in a training program.
 
-    ``ranks``: workers of all islands, where these are those of one. Build the model within :meth:`building`, then call
-    :meth:`attach`. Raises :class:`UsageError` where the loss flags do not fit.
+    ``ranks``: the workers of all islands, if these are the workers of one. Build the model within :meth:`building`,
+    then call :meth:`attach`. Raises :class:`UsageError` if the loss flags do not fit.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class VirtualRun(Run):
         super().__init__(config, steps, gapless, writer)
         self.workers = workers
         self._all_workers = ranks or workers
-        self._worker: int | None = None  # whose turn it is
-        self._rank = 0  # whose data are computed with
+        self._worker: int | None = None  # the worker whose turn it is
+        self._rank = 0  # the rank whose data are used
         self._boundaries = Boundaries(self) if config.loses_at_boundaries else None
         self._ledger = Ledger("virtual boundaries")
         if self._boundaries is not None:
@@ -55,13 +55,13 @@ class VirtualRun(Run):
 
     @abstractmethod
     def building(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context DistributedDataParallel lays its buffers out as N ranks would."""
+        """A context in which DistributedDataParallel lays its buffers out as N ranks would."""
 
     def attach(self, ddp: Any) -> None:
         """Take over the gradients of ``ddp``, one model chunk of a world of one rank, built in :meth:`building`.
 
-        From here on Megatron neither reduces gradients nor gathers parameters: it calls this run where it would
-        finish the gradients of a rank.
+        From here on Megatron neither reduces gradients nor gathers parameters. It calls this run when the gradients of
+        a rank are complete.
         """
         check_refusals(self.config, of_model(ddp, self._all_workers, virtual=True))
         ddp.ddp_config.overlap_grad_reduce = False  # it has cut the buckets; nothing is sent
@@ -73,20 +73,21 @@ class VirtualRun(Run):
             self._boundaries.attach(ddp, lambda: self._rank)
 
     def take_gradients(self) -> None:
-        """Be the one whom Megatron calls when the gradients of a rank are complete."""
+        """Make Megatron call this run when the gradients of a rank are complete."""
         self._transformer.finalize_model_grads_func = self._collect
 
     @abstractmethod
     def _add(self, ddp: Any) -> None:
-        """Know the buckets of ``ddp``."""
+        """Register the buckets of ``ddp``."""
 
     # --- an iteration --------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def worker(self, worker: int, evaluates: bool = False) -> Iterator[None]:
-        """Within this context the model has the replica of ``worker``, and gradients are its own.
+        """A context in which the model has the replica of ``worker``, and gradients are its own.
 
-        ``evaluates``: there are none; virtual stages have their newest weights. Without it: a batch of an iteration, once.
+        ``evaluates``: there are no gradients, and virtual stages have their newest weights. Without it: a batch of an
+        iteration, once.
         """
         with self._replica(worker):
             self._worker = worker
@@ -98,11 +99,11 @@ class VirtualRun(Run):
 
     @abstractmethod
     def _replica(self, worker: int) -> contextlib.AbstractContextManager[Any]:
-        """Within this context the model has the weights of ``worker``."""
+        """A context in which the model has the weights of ``worker``."""
 
     @contextlib.contextmanager
     def data_of(self, worker: int) -> Iterator[None]:
-        """Within this context what is computed is that of ``worker``, with whatever weights."""
+        """A context in which the data is that of ``worker``, with any weights."""
         before, self._rank = self._rank, worker
         try:
             yield
@@ -110,7 +111,7 @@ class VirtualRun(Run):
             self._rank = before
 
     def _collect(self, model: Any, num_tokens: torch.Tensor | None = None, **_: Any) -> None:
-        """In the place of Megatron's ``finalize_model_grads``, at the end of a worker's last backward pass."""
+        """Replaces Megatron's ``finalize_model_grads``, at the end of a worker's last backward pass."""
         assert self._worker is not None, "gradients were computed outside a worker's turn"
         with torch.no_grad():
             self._collect_of(self._worker)
@@ -122,7 +123,7 @@ class VirtualRun(Run):
         """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards."""
 
     def _per_token(self) -> float | None:
-        """What the sum of the gradients is multiplied with to be that of a token; ``None`` where losses are not sums."""
+        """The factor that turns the sum of the gradients into that of a token; ``None`` if losses are no sums."""
         if self._tokens is None:
             return None
         tokens, self._tokens = self._tokens.item(), None
@@ -130,13 +131,13 @@ class VirtualRun(Run):
 
     @abstractmethod
     def step(self, optimizer: Any) -> Any:
-        """Reduce the gradients of all workers and make the update; returns what ``optimizer.step()`` does."""
+        """Reduce the gradients of all workers and make the update. Returns the result of ``optimizer.step()``."""
 
     def uninstall(self) -> None:
         super().uninstall()
         self._ledger.uninstall()
 
-    # --- what every run answers ------------------------------------------------------------------------------------
+    # --- answers of every run --------------------------------------------------------------------------------------
 
     def loss_scale(self) -> torch.Tensor | None:
         scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers()]
@@ -147,7 +148,7 @@ class VirtualRun(Run):
         return optimizers(getattr(self._transformer.grad_scale_func, "__self__", None))
 
     def settle(self) -> None:
-        """Nothing is under way between iterations."""
+        """Do nothing: no exchange is under way between iterations."""
 
     def replica_file(self) -> str:
         return "virtual.pt"

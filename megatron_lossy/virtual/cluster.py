@@ -1,8 +1,8 @@
 """The virtual cluster: N workers take turns on one model.
 
-An iteration: for each worker, its replica is swapped in and its micro-batches leave a gradient in Megatron's buffer;
-what will not arrive is removed from it and the rest added to a sum. Then each owner's rule corrects its shard of the
-sum, and the optimizer, which holds all shards, makes one update.
+An iteration: each worker's replica is swapped in, and its micro-batches leave a gradient in Megatron's buffer. Units
+that will not arrive are removed from it, and the rest is added to a sum. Then each owner's rule corrects its shard of
+the sum. The optimizer, which holds all shards, makes one update.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from .stream import StreamBuckets
 
 
 class VirtualCluster(VirtualRun):
-    """Workers whose replicas are the owners' weights but for what is stale: one optimizer, and old versions of shards.
+    """Workers whose replicas are the owners' weights except for stale units: one optimizer, and old versions of shards.
 
-    ``members``: the workers' ranks among ``ranks``, of which others are elsewhere. ``writer``: the rank that the delivery log
-    has as its writer; default this process's.
+    ``members``: the workers' ranks among ``ranks``; the other ranks are elsewhere. ``writer``: the rank that the
+    delivery log names as its writer; default this process's.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class VirtualCluster(VirtualRun):
 
     def _add(self, ddp: Any) -> None:
         corruption = make_corruption(self.config, recorded_events(self.config))
-        # Ranks divide by their number before the sum, but for gradients that are sums over tokens.
+        # Ranks divide by their number before the sum, unless gradients are sums over tokens.
         unit = 1.0 if ddp.config.calculate_per_token_loss else float(self.workers)
         for name, _, pairs in buckets_by_stream(ddp):
             stream = StreamBuckets(
@@ -125,7 +125,7 @@ class VirtualCluster(VirtualRun):
         return result
 
     def make_update(self, optimizer: Any) -> Any:
-        """As :meth:`step`, but the iteration is not over."""
+        """Make the update as :meth:`step` does, without ending the iteration."""
         scale = self._per_token()
         if scale is None:
             scale = 1.0 / self.workers
@@ -152,7 +152,7 @@ class VirtualCluster(VirtualRun):
                     stream.count(self.iteration)
         return result
 
-    # --- what every run answers ------------------------------------------------------------------------------------
+    # --- answers of every run --------------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
         super().begin_update()
@@ -168,7 +168,7 @@ class VirtualCluster(VirtualRun):
             leads.withdraw()
 
     def _send(self) -> None:
-        """Let receivers have the last update with its lead."""
+        """Give receivers the last update with its lead."""
         for leads in self._leads if self.update is not None else ():
             leads.send(self.update)
 
@@ -189,7 +189,7 @@ class VirtualCluster(VirtualRun):
 
     @contextlib.contextmanager
     def owner_weights(self, model_chunks: Any) -> Iterator[None]:
-        """Within this context the model has the owners' weights: always, outside of a worker's turn, without leads."""
+        """A context in which the model has the owners' weights without leads. Call it outside of a worker's turn."""
         assert self._worker is None
         with torch.no_grad():
             self._withdraw()

@@ -14,7 +14,7 @@ import torch
 def get_grad_norm_fp32(
     buffers: Sequence[torch.Tensor], workers: int, original: Callable, grads_for_norm: Any, *args: Any, **kwargs: Any
 ) -> float:
-    """Around megatron-core's function of that name; gradients are views into ``buffers`` [N * shard]."""
+    """Wraps megatron-core's function of that name; gradients are views into ``buffers`` [N * shard]."""
     shards: list[list[torch.Tensor]] = [[] for _ in range(workers)]
     for grad in grads_for_norm:
         for owner, piece in _pieces(grad, buffers, workers):
@@ -26,7 +26,7 @@ def get_grad_norm_fp32(
 
 
 def _pieces(grad: torch.Tensor, buffers: Sequence[torch.Tensor], workers: int) -> list[tuple[int, torch.Tensor]]:
-    """Parts of ``grad`` with the rank whose shard they are in."""
+    """Parts of ``grad``, each with the rank that owns its shard."""
     for buffer in buffers:
         first = (grad.data_ptr() - buffer.data_ptr()) // buffer.element_size()
         if 0 <= first < buffer.numel() and grad.device == buffer.device:

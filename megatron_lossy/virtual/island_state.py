@@ -1,4 +1,4 @@
-"""What a checkpoint holds of islands: weights, optimizer and scheduler of each, and the exchanges under way."""
+"""The state of islands in a checkpoint: weights, optimizer and scheduler of each, and the exchanges under way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..files import replace_file
 
 #: The file of the islands in a checkpoint.
 ISLANDS = "lossy_islands.pt"
-#: Random states that training draws from, of those that a checkpoint has of the process.
+#: The random states that training draws from, among those of the process in a checkpoint.
 RANDOM = ("torch", "tracker", "device")
 _FORMAT = 1
 
@@ -40,7 +40,7 @@ def load_island_state(
             weights.copy_(saved)
     for one, saved in zip(optimizers, state["optimizers"], strict=True):
         one.optimizer.load_state_dict(saved)
-    scheduler.num_steps = 0  # to which Megatron adds what it loads
+    scheduler.num_steps = 0  # Megatron adds the loaded number to it
     scheduler.load_state_dict(state["scheduler"])
 
 
@@ -62,7 +62,7 @@ def save_islands(folder: str | os.PathLike, state: dict[str, Any]) -> None:
 
 
 def load_islands(folder: str | os.PathLike, islands: int, device: torch.device) -> dict[str, Any]:
-    """What :func:`save_islands` wrote. Raises :class:`UsageError` if there is nothing, or of a later version."""
+    """The state that :func:`save_islands` wrote. Raises :class:`UsageError` without one, or for a later version."""
     path = Path(folder, ISLANDS)
     if not path.is_file():
         raise refuse("--islands", islands, f"the checkpoint {Path(folder)} is of no islands")

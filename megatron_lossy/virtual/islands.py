@@ -1,8 +1,8 @@
 """Islands in one process: each a virtual cluster with an optimizer of its own; they take turns on one model.
 
-An iteration: each island in its turn has its weights in the model, computes with its own data, and makes its update. Then
-the exchanges between them (:mod:`megatron_lossy.sync`) read and write the weights of all. What an island's workers lose
-among themselves is drawn by their ranks among those of all islands, so that no two islands lose the same.
+An iteration: each island in its turn has its weights in the model, computes with its own data, and makes its update.
+Then the exchanges between them (:mod:`megatron_lossy.sync`) read and write the weights of all. Losses within an island
+are drawn by its workers' ranks among those of all islands, so that no two islands lose the same.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from .layout import buffers_for
 
 
 class VirtualIslands(Run):
-    """``config.islands`` islands with ``workers`` workers altogether; in the place of :class:`VirtualCluster`.
+    """``config.islands`` islands with ``workers`` workers altogether, in the place of :class:`VirtualCluster`.
 
-    Build the model within :meth:`building`, call :meth:`attach`, then :meth:`start`. ``steps``: iterations of the slowest
-    island. ``seed``: of what is exchanged. Raises :class:`UsageError` where the flags do not fit.
+    Build the model within :meth:`building`, call :meth:`attach`, then :meth:`start`. ``steps``: iterations of the
+    slowest island. ``seed``: for the exchanges. Raises :class:`UsageError` if the flags do not fit.
     """
 
     def __init__(self, config: LossyConfig, workers: int, steps: int, seed: int, gapless: bool = False) -> None:
@@ -63,11 +63,11 @@ class VirtualIslands(Run):
     # --- building --------------------------------------------------------------------------------------------------
 
     def building(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context DistributedDataParallel lays its buffers out as the ranks of an island would."""
+        """A context in which DistributedDataParallel lays its buffers out as the ranks of an island would."""
         return buffers_for(self.clusters[0].workers)
 
     def attach(self, ddp: Any) -> None:
-        """Take over the gradients of ``ddp``, as :meth:`VirtualCluster.attach`."""
+        """Take over the gradients of ``ddp``; see :meth:`VirtualCluster.attach`."""
         for cluster in self.clusters:
             cluster.attach(ddp)
             for stream, first in zip(cluster.streams, self.clusters[0].streams, strict=True):
@@ -75,7 +75,7 @@ class VirtualIslands(Run):
         self._transformer = ddp.config
 
     def start(self, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
-        """Every island starts from the weights in the model. ``optimizers``, ``schedulers``: Megatron's, by island."""
+        """Start every island from the weights in the model. ``optimizers``, ``schedulers``: Megatron's, by island."""
         self._optimizers, self._schedulers = list(optimizers), list(schedulers)
         self._kept = [[bucket.param_data.clone() for bucket in self._buckets] for _ in self.clusters]
         if self.config.sync_method == "none":
@@ -105,7 +105,7 @@ class VirtualIslands(Run):
 
     @contextlib.contextmanager
     def turn(self, island: int, keep: bool = True) -> Iterator[VirtualCluster]:
-        """Within this context the model has the owners' weights of ``island``. ``keep``: what becomes of them there."""
+        """A context in which the model has the owners' weights of ``island``. ``keep``: whether to keep changes."""
         cluster, kept = self.clusters[island], self._kept[island]
         with torch.no_grad():
             for bucket, weights in zip(self._buckets, kept, strict=True):
@@ -120,7 +120,7 @@ class VirtualIslands(Run):
 
     @contextlib.contextmanager
     def random_state(self, island: int, draws: bool) -> Iterator[None]:
-        """Within this context random numbers are those of ``island``, if it ``draws`` any: all begin with the same."""
+        """A context in which random numbers are those of ``island``, if it ``draws`` any. All islands begin alike."""
         if draws:
             before = rng_state()
             set_rng_state(before | self._random.get(island, {}))
@@ -131,7 +131,7 @@ class VirtualIslands(Run):
 
     @torch.no_grad()
     def exchange(self, successful: Sequence[bool]) -> None:
-        """All islands have made the updates of this iteration, or not ``successful`` ones: let them exchange."""
+        """Let islands exchange after the updates of this iteration. ``successful``: by island, whether it updated."""
         for rounds, vectors, crossing in zip(self._rounds, self._vectors, self._crossings, strict=True):
             count = rounds.after_iteration(self.iteration, vectors)
             if count is not None:
@@ -154,13 +154,13 @@ class VirtualIslands(Run):
 
     @contextlib.contextmanager
     def owner_weights(self, model_chunks: Any) -> Iterator[None]:
-        """Within this context the model has the weights of the first island, which are those in a checkpoint."""
+        """A context in which the model has the weights of the first island, which a checkpoint holds."""
         with self.turn(0, keep=False):
             yield
 
     @contextlib.contextmanager
     def consensus_weights(self, model_chunks: Any) -> Iterator[None]:
-        """Within this context the model has the mean of the islands' owners' weights, reliably."""
+        """A context in which the model has the mean of the islands' owners' weights, reliably."""
         with torch.no_grad():
             for number, bucket in enumerate(self._buckets):
                 total = self._kept[0][number].float()
@@ -171,7 +171,7 @@ class VirtualIslands(Run):
 
     @torch.no_grad()
     def _spread(self) -> dict[str, float]:
-        """Mean squared distance of islands to their mean, per element: of weights, and of what ``ema`` remembers."""
+        """Mean squared distance of islands to their mean, per element: of weights, and of the memory of ``ema``."""
         size = sum(weights.numel() for weights in self._kept[0])
         squares = sum(_squares([kept[number] for kept in self._kept]) for number in range(len(self._kept[0])))
         result = {"sync deviation": squares / (size * len(self._kept))}
@@ -180,7 +180,7 @@ class VirtualIslands(Run):
             result["sync progress spread"] = sum(map(_squares, progress)) / (size * len(self._kept))
         return result
 
-    # --- what every run answers ------------------------------------------------------------------------------------
+    # --- answers of every run --------------------------------------------------------------------------------------
 
     @property
     def groups(self) -> list[LossyGroup]:
@@ -198,7 +198,7 @@ class VirtualIslands(Run):
         return []
 
     def settle(self) -> None:
-        """Nothing is under way between iterations that is not kept here."""
+        """Do nothing: exchanges under way between iterations are kept in this object."""
 
     def set_iteration(self, iteration: int) -> None:
         super().set_iteration(iteration)
@@ -208,7 +208,7 @@ class VirtualIslands(Run):
             kept.copy_(bucket.param_data)
 
     def metrics(self) -> dict[str, float]:
-        """Those of the islands, on average (or the largest or smallest), and those between them."""
+        """The metrics of the islands, on average (or the largest or smallest), and those between them."""
         islands = [cluster.metrics() for cluster in self.clusters]
         result = {}
         for name in islands[0]:
@@ -249,7 +249,7 @@ class VirtualIslands(Run):
             load_states(cluster.observers, saved["observers"])
 
     def save_replicas(self, folder: str | os.PathLike) -> None:
-        """Write every island's state and the exchanges under way; with ``--save-replicas`` what :class:`Run` says too."""
+        """Write all islands' states and the exchanges under way; with ``--save-replicas`` also that of :class:`Run`."""
         for observer in (one for cluster in self.clusters for one in cluster.observers):
             observer.save()
         islands = [
@@ -262,7 +262,7 @@ class VirtualIslands(Run):
         super().save_replicas(folder)
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
-        """Restore what :meth:`save_replicas` wrote. Raises :class:`UsageError` for the checkpoint of another run."""
+        """Restore the state of :meth:`save_replicas`. Raises :class:`UsageError` for the checkpoint of another run."""
         saved = load_islands(folder, len(self.clusters), self.device)
         for name, here in self.identity().items():
             there = saved["identity"].get(name)
@@ -280,7 +280,7 @@ class VirtualIslands(Run):
 
 
 def _squares(vectors: Sequence[torch.Tensor]) -> float:
-    """The sum of squared distances of ``vectors`` to their mean; exactly 0 for equal ones, whose mean may be rounded."""
+    """The sum of squared distances of ``vectors`` to their mean; exactly 0 for equal ones, despite rounding."""
     first = vectors[0].float()
     apart = torch.stack([vector.float() - first for vector in vectors])
     return float((apart - apart.mean(dim=0)).square().sum())

@@ -1,7 +1,7 @@
-"""Buffers with the layout that N real ranks have, in a world of one.
+"""Buffers with the layout of N real ranks, in a world of one.
 
-Megatron pads each bucket so that it can be cut into as many shards as the group has ranks; where a shard ends, and so
-what is lost together, depends on N.
+Megatron pads each bucket so that it can be cut into as many shards as the group has ranks. So the ends of shards, and
+the units that are lost together, depend on N.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..ledger import Ledger, Patch, Takes
 
 
 class _Sized:
-    """A process group of one rank that says it has ``size`` ranks."""
+    """A process group of one rank that reports ``size`` ranks."""
 
     def __init__(self, group: Any, size: int) -> None:
         self._group = group
@@ -29,7 +29,7 @@ class _Sized:
 
 @contextlib.contextmanager
 def buffers_for(workers: int) -> Iterator[None]:
-    """Within this context DistributedDataParallel pads its buckets as on ``workers`` ranks."""
+    """A context in which DistributedDataParallel pads its buckets as on ``workers`` ranks."""
 
     def padded(original: type) -> type:
         class PaddedBuffer(original):

@@ -1,8 +1,8 @@
-"""What the owners of a virtual cluster send with a lead (``--param-send compensated``).
+"""The values that owners of a virtual cluster send with a lead (``--param-send compensated``).
 
-Between updates the parameter buffers hold what was sent, V, so that :class:`Versions` keeps what receivers have. The
-owners' weights, W, are kept beside them, and put back for whoever has to see them: an owner in its own shard, the
-optimizer, evaluation with the owners' weights, a checkpoint.
+Between updates the parameter buffers hold the sent values, V, so that :class:`Versions` keeps the values that receivers
+have. The owners' weights, W, are kept beside them. They are put back for an owner in its own shard, the optimizer,
+evaluation with the owners' weights, and a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ..transport import LossyGroup
 class Leads:
     """The leads of all buckets of a stream.
 
-    ``groups``: of every worker. ``buffers``: of every bucket, [N * shard]. ``main``: gives a bucket's weights in float32,
-    as the optimizer has them. ``weights``: W of every bucket; those in ``buffers`` themselves while no lead is on them.
+    ``groups``: one for every worker. ``buffers``: one for every bucket, [N * shard]. ``main``: returns a bucket's
+    weights in float32, as the optimizer has them. ``weights``: W of every bucket; these are ``buffers`` themselves
+    while no lead is on them.
     """
 
     def __init__(
@@ -58,20 +59,20 @@ class Leads:
             self._whole = {}
 
     def withdraw(self) -> None:
-        """Let the buffers hold the owners' weights."""
+        """Put the owners' weights into the buffers."""
         if self._kept is not None:
             for buffer, weights in zip(self._buffers, self._kept, strict=True):
                 buffer.copy_(weights)
             self._kept = None
 
     def before_update(self) -> None:
-        """The owners' weights are about to be updated."""
+        """Call this before the update of the owners' weights."""
         with self._optimizers_weights():
             for worker, group in enumerate(self._groups):
                 group.before_update([buffer.chunk(len(self._groups))[worker] for buffer in self._buffers])
 
     def send(self, step: int) -> None:
-        """Let the buffers, which hold the owners' weights, hold what is sent of ``step``."""
+        """Add the leads of ``step`` to the owners' weights in the buffers."""
         self._kept = [buffer.clone() for buffer in self._buffers]
         with self._optimizers_weights():
             for worker, group in enumerate(self._groups):
@@ -81,7 +82,7 @@ class Leads:
 
     @contextlib.contextmanager
     def owner(self, worker: int) -> Iterator[None]:
-        """Within this context the shards of ``worker`` hold its weights."""
+        """A context in which the shards of ``worker`` hold its weights."""
         if self._kept is None:
             yield
             return
@@ -96,5 +97,5 @@ class Leads:
                 shard.copy_(value)
 
     def restart(self) -> None:
-        """The buffers hold the owners' weights, of a checkpoint."""
+        """Begin again with the owners' weights of a checkpoint in the buffers."""
         self._kept = None

@@ -26,11 +26,13 @@ class LossyReduction:
         specs = [BucketSpec(shard_size(len(flat), workers), flat.dtype, flat.dtype) for flat in gradients]
         self._memory, self.groups = groups_in_memory(config, specs, one.stream, range(workers), workers, steps)
         self._sums = [flat.new_empty(workers * spec.shard) for flat, spec in zip(gradients, specs, strict=True)]
-        self._own: list[list[torch.Tensor]] = []  # of each worker, as it thinks of the sum by itself
+        self._own: list[list[torch.Tensor]] = []  # for each worker, the sum as it would be with its own gradients alone
         self._begun: list[Transfer] = []
 
     def collect(self, worker: int, gradients: list[torch.Tensor], step: int, loss_scale: Any, following: Any) -> None:
-        """``worker`` has the ``gradients``, scaled as ranks scale them, of ``step``; the workers in their order."""
+        """Take the ``gradients`` of ``worker`` in ``step``, scaled as ranks scale them. Call it in the order of the
+        workers.
+        """
         if worker == 0:
             self._own = []
         own = []
@@ -66,7 +68,7 @@ class LossyReduction:
         return self._own[worker]
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
-        """What arrives at all workers in ``step``; ``None`` in a phase without loss."""
+        """The delivery at all workers in ``step``; ``None`` in a phase without loss."""
         if self.groups[0].lossless(phase):
             return None
         return self._memory.foresee(Exchange(phase, self._stream, step))

@@ -1,8 +1,8 @@
 """Full replicas in one process: N workers, each with all weights and all of the optimizer, take turns on one model.
 
-An iteration: each worker's micro-batches leave a gradient in Megatron's buffer, which is added to a sum, in the order of the
-workers. Then each worker gets the sum, with errors of its own, and makes its update. Of two workers it is what two ranks
-do, bit for bit; of more up to rounding, since ranks add up in another order.
+An iteration: each worker's micro-batches leave a gradient in Megatron's buffer, which is added to a sum, in the order
+of the workers. Then each worker gets the sum, with errors of its own, and makes its update. For two workers the result
+equals that of two ranks, bit for bit; for more up to rounding, since ranks add up in another order.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .base import VirtualRun
 from .reduction import LossyReduction
 from .states import TrainingStates
 
-# Of an element: weights and two moments in float32, and a copy of the weights in the model's precision or of the gradients;
-# and the gradients of a worker, where they are kept to be compared, or to stand in for what is lost.
+# Bytes per element: weights and two moments in float32, and a copy of the weights in the model's precision or of the
+# gradients; and the gradients of a worker, if they are kept for comparison or as substitutes for lost ones.
 _BYTES, _OF_GRADIENTS = 16, 4
 
 
@@ -43,12 +43,12 @@ class VirtualReplicas(VirtualRun):
         self._corruption = make_corruption(config, recorded_events(config))
         self._errors: list[list[Errors]] = []  # by stream and worker
         self._sums: list[list[torch.Tensor]] = []  # by stream and bucket
-        self._own: list[list[list[torch.Tensor]]] = []  # by stream, worker and bucket, where they are compared
+        self._own: list[list[list[torch.Tensor]]] = []  # by stream, worker and bucket, if they are compared
         self._squares: list[list[float]] = []  # by stream and worker
         self._collected = 0
         self._states: TrainingStates | None = None
         self._together: FullReplicas | None = None
-        self._lossy: list[LossyReduction] = []  # by stream, where gradients are lost
+        self._lossy: list[LossyReduction] = []  # by stream, if gradients are lost
         #: Whether workers can ever differ.
         self.differ = workers > 1 and config.drives_apart
         self.after_update.append(lambda _: self._finished())
@@ -152,7 +152,7 @@ class VirtualReplicas(VirtualRun):
             self._states = TrainingStates(self._parameters, self._optimizers(), self.workers)
 
     def _reduce(self, worker: int, into: list[list[torch.Tensor]], scale: float | None) -> None:
-        """Let ``into`` have the reduced gradients as ``worker`` gets them."""
+        """Put the reduced gradients, as ``worker`` gets them, into ``into``."""
         for stream, (one, sums) in enumerate(zip(self._replica_streams, self._sums, strict=True)):
             exchange = Exchange("grad", one.stream, self.iteration)
             if self._lossy:
@@ -183,7 +183,7 @@ class VirtualReplicas(VirtualRun):
         if self.full_replicas is not None:
             self.full_replicas.finished(self._gradient())
 
-    # --- what every run answers ------------------------------------------------------------------------------------
+    # --- answers of every run --------------------------------------------------------------------------------------
 
     def happened(self) -> list[Any]:
         once = 1 if self.config.grad_error_at == "reduce" else self.workers
@@ -219,7 +219,7 @@ class VirtualReplicas(VirtualRun):
                 renew(self._replica_streams, names, mains)
 
     def owner_weights(self, model_chunks: Any) -> contextlib.AbstractContextManager[None]:
-        """Within this context the model has the mean of the workers that are finite."""
+        """A context in which the model has the mean of the finite workers."""
         together = self.full_replicas
         return contextlib.nullcontext() if together is None else together.averaged()
 

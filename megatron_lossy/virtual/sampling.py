@@ -49,5 +49,5 @@ class VirtualSampler:
         if not self._leads:
             return everyone
         owners = np.concatenate([chosen // shard for chosen, shard in zip(places, self.shards, strict=True)])
-        everyone[owners, np.arange(len(owners))] = self.own(places)  # which no lead is on
+        everyone[owners, np.arange(len(owners))] = self.own(places)  # without leads
         return everyone

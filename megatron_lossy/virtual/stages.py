@@ -1,9 +1,9 @@
 """Pipeline stages in one process, each with weights as old as in an asynchronous pipeline with weight stashing.
 
-Of P stages, stage s (from 0) begins with batch n when it has made n - (P - 1 - s) updates, and makes the backward pass with
-the weights of the forward pass (PipeDream, Narayanan et al. 2019, section 3.3; *AsyncMesh*, section 2.2). So the gradient of
-batch n is that of one forward and backward pass with stage s as it was P - 1 - s updates before, which is what is computed
-here. The update is made to the newest weights, and each stage clips its gradient by its own norm.
+Stage s of P (from 0) begins batch n after n - (P - 1 - s) updates. It makes the backward pass with the weights of the
+forward pass (PipeDream, Narayanan et al. 2019, section 3.3; *AsyncMesh*, section 2.2). So the gradient of batch n comes
+from one forward and backward pass with stage s as it was P - 1 - s updates before, and this module computes just that.
+The update is made to the newest weights, and each stage clips its gradient by its own norm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PIECE = 2**17
 
 
 def stage_of(name: str, layers: int, stages: int) -> int:
-    """The stage of the parameter ``name`` of a GPT, as Megatron cuts ``layers`` into ``stages`` of equal length."""
+    """The stage of the parameter ``name`` of a GPT, if Megatron cuts ``layers`` into ``stages`` of equal length."""
     layer = re.search(r"\bdecoder\.layers\.(\d+)\.", name)
     if layer:
         return int(layer[1]) * stages // layers
@@ -39,7 +39,7 @@ def stage_of(name: str, layers: int, stages: int) -> int:
 class Stages:
     """The ``stages`` stages of ``ddp``, whose buckets are ``pairs``, Megatron's (buffer, bucket).
 
-    ``histories``: how many histories of weights there are: one of each worker, or one that all workers share.
+    ``histories``: number of histories of weights: one for each worker, or one that all workers share.
     """
 
     def __init__(self, ddp: Any, pairs: Sequence[tuple[Any, Any]], stages: int, histories: int) -> None:
@@ -61,7 +61,7 @@ class Stages:
 
     @contextlib.contextmanager
     def turn(self, worker: int, last: bool) -> Iterator[None]:
-        """Within this context the model has what is in it as old as the stages of ``worker`` are, for a batch.
+        """A context in which the weights in the model are as old as those of the stages of ``worker``, for a batch.
 
         ``last``: no worker comes after it in this iteration.
         """
@@ -84,12 +84,12 @@ class Stages:
         return sum(history.kept for history in self._histories)
 
     def restart(self) -> None:
-        """All versions are equal to the newest."""
+        """Begin again with all versions equal to the newest."""
         for history in self._histories:
             history.restart()
 
     def state_dict(self) -> list[list[list[torch.Tensor]]]:
-        """The old weights: of each history and range, from the oldest on."""
+        """The old weights: for each history and range, from the oldest on."""
         return [history.state() for history in self._histories]
 
     def load_state_dict(self, state: list[list[list[torch.Tensor]]]) -> None:
@@ -101,7 +101,7 @@ class Stages:
 
     @contextlib.contextmanager
     def clipped_apart(self) -> Iterator[None]:
-        """Within this context an optimizer clips each stage by its own norm, and says the norm of all."""
+        """A context in which an optimizer clips each stage by its own norm, and reports the norm of all."""
         ledger = Ledger("virtual stages")
         why = "a stage of an asynchronous pipeline knows its own gradients alone"
         until = "never: Megatron has one stage here"
@@ -144,7 +144,7 @@ class Stages:
             original(own, max_norm, norm)
 
     def _by_stage(self, items: Any, gradient: Callable[[Any], torch.Tensor]) -> list[list[Any]]:
-        """``items`` of each stage; ``gradient`` gives that of an item, a view into the gradient buffers."""
+        """``items`` of each stage. ``gradient`` returns the gradient of an item, a view into the gradient buffers."""
         result: list[list[Any]] = [[] for _ in range(self._stages)]
         for item in items:
             result[self._stage_of(gradient(item))].append(item)
@@ -159,7 +159,7 @@ class Stages:
 
 
 class _History:
-    """Old weights of ``views``, each with as many versions as its number says."""
+    """Old weights of ``views``. Each pair is (view, number of its versions)."""
 
     def __init__(self, views: Sequence[tuple[torch.Tensor, int]]) -> None:
         self._views = views
@@ -176,7 +176,7 @@ class _History:
                 old.copy_(kept)
 
     def advance(self) -> None:
-        """After :meth:`swap`: forget the oldest weights, and put the newest, of which a copy is kept, back."""
+        """Forget the oldest weights and put the newest back, keeping a copy. Call it after :meth:`swap`."""
         for (view, _), versions in zip(self._views, self._versions, strict=True):
             view.copy_(versions[0])
             versions.rotate(-1)
@@ -197,7 +197,7 @@ class _History:
 
 
 def _ranges(buffer: Any, bucket: Any, numbers: dict[Any, int]) -> list[tuple[int, int, int]]:
-    """(start, stop, stage) of the elements of ``bucket``; neighbours of one stage are together, with the padding between."""
+    """(start, stop, stage) of the elements of ``bucket``. Neighbours of one stage are one range, with padding."""
     places = sorted(
         (*(place - bucket.offset for place in buffer.param_index_map[parameter][:2]), numbers[parameter])
         for parameter in bucket.params_list

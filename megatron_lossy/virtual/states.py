@@ -1,4 +1,4 @@
-"""Complete training states, weights and optimizer state, of which one is in the model at a time: by pointer.
+"""Complete training states, weights and optimizer state. One at a time is in the model, by pointer.
 
 Nothing is copied when the state in the model changes. Gradients are not part of a state.
 """
@@ -19,7 +19,7 @@ from ..sync import Replica
 
 @dataclass
 class _State:
-    """Of one worker: the data of all weights, the state of each main weight, the ``step`` of each group that has one."""
+    """One worker's state: the data of all weights, the state of each main weight, the ``step`` of groups with one."""
 
     weights: list[torch.Tensor]
     moments: list[dict[str, Any]]
@@ -27,9 +27,9 @@ class _State:
 
 
 class TrainingStates:
-    """``count`` states of the model with ``parameters`` and Megatron's ``optimizers``, all as these have them now.
+    """``count`` states of the model with ``parameters`` and Megatron's ``optimizers``. All begin as these are.
 
-    The first is in the model until :meth:`turn`, and in between.
+    The first is in the model until :meth:`turn`, and between turns.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizers: Sequence[Any], count: int) -> None:
@@ -56,7 +56,7 @@ class TrainingStates:
 
     @contextlib.contextmanager
     def turn(self, worker: int) -> Iterator[None]:
-        """Within this context the model and its optimizer have the state of ``worker``."""
+        """A context in which the model and its optimizer have the state of ``worker``."""
         self._put(worker)
         try:
             yield
@@ -74,12 +74,12 @@ class TrainingStates:
             group["step"] = copy.copy(step)
 
     def spread(self) -> None:
-        """Every worker gets a copy of what the model has: a checkpoint was loaded, which may have replaced its tensors."""
+        """Give every worker a copy of the state in the model: a loaded checkpoint may have replaced its tensors."""
         self._states = [self._here(), *([None] * (len(self._states) - 1))]
         self._states[1:] = [copy.deepcopy(self._states[0]) for _ in self._states[1:]]
 
     def replica(self, worker: int, own: Sequence[int], aside: bool) -> Replica:
-        """The state of ``worker`` in the main weights ``own``, numbers in :attr:`mains`. ``aside``: see :class:`Replica`."""
+        """The state of ``worker`` in main weights ``own``, numbers in :attr:`mains`. ``aside``: :class:`Replica`."""
 
         def state(which: int) -> list[torch.Tensor]:
             held = self._states[worker]
@@ -98,5 +98,5 @@ class TrainingStates:
 
     @property
     def mains(self) -> list[torch.Tensor]:
-        """The weights that the optimizer updates, as objects: those of the model where it has them in float32."""
+        """The weights that the optimizer updates, as objects; those of the model if it has them in float32."""
         return [main for _, main in self._mains]

@@ -21,17 +21,17 @@ from ..transport.in_memory import groups_in_memory
 from .leads import Leads
 from .versions import Versions
 
-# Adding in pieces that fit into a core's cache, and clearing each while it is there.
+# Sums are added in pieces that fit into a core's cache, and each source is cleared while it is there.
 _PIECE = 2**17
 
 
 class StreamBuckets:
     """The buckets of one stream: their losses and rules for every worker, the sum, and the replicas.
 
-    ``pairs``: Megatron's (buffer, bucket) in canonical order. ``workers``: how many. ``unit``: of the sums of their gradients
-    in units of what ranks would have there. ``corruption``: which errors hit the owners. ``steps``: length of the run, if
-    known. ``optimizers``: gives Megatron's, once they exist. ``members``: the workers' ranks among ``ranks``; by default
-    there are no others. Raises :class:`UsageError` where the loss flags do not fit.
+    ``pairs``: Megatron's (buffer, bucket) in canonical order. ``workers``: their number. ``unit``: the sums of the
+    workers' gradients relative to those of ranks. ``corruption``: decides which errors hit the owners. ``steps``:
+    length of the run, if known. ``optimizers``: returns Megatron's, once they exist. ``members``: the workers' ranks
+    among ``ranks``; by default there are no others. Raises :class:`UsageError` if the loss flags do not fit.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class StreamBuckets:
                 group.errors = errors_of_owner(config, corruption, stream, pairs, workers, rank, rank)
                 group.gradient_unit = unit
         self.sums = [torch.empty_like(bucket.grad_data) for bucket in buckets]
-        # Where owners add up pieces they do so in float32, and round once.
+        # Owners that add up pieces do so in float32, and round once.
         wide = config.transport == "pieces"
         self._totals = [total.float() if wide and total.element_size() < 4 else total for total in self.sums]
-        self._begun: list[Transfer] = []  # of this iteration, worker by worker
+        self._begun: list[Transfer] = []  # the transfers of this iteration, worker by worker
         buffers = [bucket.param_data for bucket in buckets]
         self.versions = Versions(buffers, self.cut["param"], units_of(self.cut["param"]), workers)
         main = functools.cache(lambda bucket: MainWeights(optimizers(), buckets[bucket], buffers[bucket]))
-        #: With ``--param-send compensated``.
+        #: Set with ``--param-send compensated``.
         self.leads: Leads | None = None
         if self.groups[0].compensates:
             self.leads = Leads(self.groups, buffers, lambda bucket: main(bucket)())
 
     @contextlib.contextmanager
     def turn(self, worker: int) -> Iterator[None]:
-        """Within this context the parameter buffers hold the replica of ``worker``."""
+        """A context in which the parameter buffers hold the replica of ``worker``."""
         with torch.no_grad():
             self.versions.swap_in(worker)
         try:
@@ -87,11 +87,11 @@ class StreamBuckets:
                 self.versions.swap_out()
 
     def share_sums(self, other: StreamBuckets) -> None:
-        """Add up where ``other`` does, which reduces its gradients at another time."""
+        """Use the sums of ``other``, which reduces its gradients at another time."""
         self.sums, self._totals = other.sums, other._totals
 
     def count(self, step: int) -> None:
-        """Let every worker count what it received of ``step``, where that tells how late it is."""
+        """Let every worker count the losses of ``step``, if the counts give its lag."""
         for group in self.groups:
             if group.counted is not None:
                 delivery = group.delivery("param", step)
@@ -99,7 +99,7 @@ class StreamBuckets:
                     group.counted.count(number, units, delivery)
 
     def add_up(self) -> None:
-        """Add up what the workers have counted; it counts from the next update on, as on real ranks."""
+        """Add up the counts of the workers. The sums are used from the next update on, as on real ranks."""
         counted = [group.counted for group in self.groups if group.counted is not None]
         for one in counted:
             one.begin_update()
@@ -119,7 +119,7 @@ class StreamBuckets:
     def collect(self, worker: int, step: int, loss_scale: torch.Tensor | None, following: int | None) -> None:
         """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards.
 
-        ``loss_scale``: what it was multiplied with. ``following``: the step of the next exchange, if it is known.
+        ``loss_scale``: the factor in the gradient. ``following``: the step of the next exchange, if it is known.
         """
         first = not self._begun
         begun = []
@@ -147,14 +147,14 @@ class StreamBuckets:
             torch.mul(total, scale, out=bucket.grad_data)
 
     def lost(self, step: int) -> np.ndarray:
-        """bool[N receivers, N sources, units]: what the update of ``step`` does not bring, as far as is known."""
+        """bool[N receivers, N sources, units]: the units that the update of ``step`` loses, as far as is known."""
         delivery = self.delivery("param", step)
         if delivery is None:
             return np.zeros_like(self.versions.held, dtype=bool)
         return ~(delivery.arrived if delivery.final is None else delivery.final)
 
     def choose(self, step: int) -> None:
-        """Let every owner choose what of ``step``, whose update is done, is delivered whatever is lost."""
+        """Let every owner choose the units of ``step``, after its update, that are delivered in any case."""
         if self.groups[0].lossless("param"):
             return
         exchange = Exchange("param", self.stream, step)
@@ -167,7 +167,7 @@ class StreamBuckets:
                     group.wire.recovered(exchange, units, ~drawn[:, worker, units.numbers] & ~chosen)
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
-        """What arrives at all workers in ``step``; ``None`` in a phase without loss."""
+        """The delivery at all workers in ``step``; ``None`` in a phase without loss."""
         if self.groups[0].lossless(phase):
             return None
         exchange = Exchange(phase, self.stream, step)

@@ -1,9 +1,9 @@
 """Replicas of all workers as versions of shards.
 
-A replica differs from the owners' weights only in units whose broadcast was missed, and there it holds what the
-owner had at an earlier update. So the parameter buffers hold the fresh weights; of each earlier version only the units
-that some replica still has are kept, once; and an array says which version of each unit each worker has. Memory grows
-with the oldest version in use, not with the number of workers.
+A replica differs from the owners' weights only in units whose broadcast was missed. There it holds the owner's value at
+an earlier update. So the parameter buffers hold the fresh weights. For each earlier version only the units that some
+replica still has are kept, once. An array says which version of each unit each worker has. Memory grows with the oldest
+version in use, not with the number of workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Places = tuple[np.ndarray, np.ndarray]
 
 
 class Block:
-    """Units of one version of one view of a bucket: ``rows`` [k, elements], and which row each unit is in."""
+    """Units of one version of one view of a bucket: ``rows`` [k, elements], and an index of the row of each unit."""
 
     def __init__(self, view: torch.Tensor, kept: np.ndarray) -> None:
         places = np.nonzero(kept)
@@ -34,7 +34,7 @@ class Block:
         self.index[places] = np.arange(len(places[0]))
 
     def drop_all_but(self, needed: np.ndarray) -> None:
-        """Forget units that are not ``needed`` once they are the half of it or more."""
+        """Forget units that are not ``needed`` when they are at least half of all."""
         needed = needed & (self.index >= 0)
         count = int(np.count_nonzero(needed))
         if count > len(self.rows) // 2 and count:
@@ -46,7 +46,7 @@ class Block:
 
 
 def _gather(view: torch.Tensor, places: Places, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """The units of ``view`` [N, units, elements] at ``places``, as [k, elements]; in ``rows`` if that has room."""
+    """The units of ``view`` [N, units, elements] at ``places``, as [k, elements]; in ``rows`` if these are enough."""
     if view.shape[1] == 1:
         count = len(places[0])
         rows = rows[:count] if rows is not None and len(rows) >= count else view.new_empty(count, view.shape[2])
@@ -92,21 +92,21 @@ class Versions:
         #: int32[N receivers, N sources, units]: the update whose value each replica holds.
         self.held = np.full((workers, workers, total), FIRST, dtype=np.int32)
         self.current = FIRST
-        self._blocks: dict[int, list[Block]] = {}  # by version, a block per view
+        self._blocks: dict[int, list[Block]] = {}  # by version: a block per view
         self._pending: tuple[int, np.ndarray, list[Block] | None] | None = None
         self._fresh: list[tuple[Places, torch.Tensor]] | None = None
         # Rows of earlier turns, by view: on a CPU touching new memory costs far more than copying into it.
         self._spare: dict[int, torch.Tensor] = {}
 
     def before_update(self, step: int, lost: np.ndarray) -> None:
-        """Keep what the update of ``step`` is about to overwrite and somebody misses: ``lost`` bool[N, N, units]."""
+        """Keep the units that the update of ``step`` overwrites and some worker misses: ``lost`` bool[N, N, units]."""
         assert self._fresh is None, "a replica is swapped in"
         kept = (lost & (self.held == self.current)).any(axis=0)
         blocks = [Block(view, kept[:, numbers]) for view, numbers in self._views] if kept.any() else None
         self._pending = (step, lost, blocks)
 
     def after_update(self, successful: bool, lost: np.ndarray | None = None) -> None:
-        """The update is done, or was skipped. ``lost`` bool[N, N, units]: in the end, if that is less than was said before."""
+        """End the update, made or skipped. ``lost`` bool[N, N, units]: the final losses, if there are fewer."""
         (step, drawn, blocks), self._pending = self._pending, None
         if not successful:
             return
@@ -125,7 +125,7 @@ class Versions:
                 block.drop_all_but(needed[:, numbers])
 
     def swap_in(self, worker: int) -> None:
-        """Let the parameter buffers hold the replica of ``worker``."""
+        """Put the replica of ``worker`` into the parameter buffers."""
         assert self._fresh is None, "another replica is swapped in"
         held = self.held[worker]
         stale = held != self.current
@@ -145,13 +145,13 @@ class Versions:
                 _scatter(view, places, block.rows, block.index[places])
 
     def swap_out(self) -> None:
-        """Let the parameter buffers hold the fresh weights again."""
+        """Put the fresh weights back into the parameter buffers."""
         fresh, self._fresh = self._fresh, None
         for (places, rows), (view, _) in zip(fresh, self._views, strict=True):
             _scatter(view, places, rows)
 
     def everyone(self, bucket: int, places: np.ndarray) -> torch.Tensor:
-        """[N, S]: what each replica has at ``places``, offsets int64[S] into ``bucket``."""
+        """[N, S]: the value of each replica at ``places``, offsets int64[S] into ``bucket``."""
         assert self._fresh is None, "a replica is swapped in"
         buffer, cut = self._buckets[bucket]
         result = buffer[torch.from_numpy(places).to(buffer.device)].repeat(len(self.held), 1)
@@ -177,13 +177,13 @@ class Versions:
         return blocks + pending + sum(rows.numel() for rows in turn.values())
 
     def restart(self) -> None:
-        """All replicas are equal to the parameter buffers."""
+        """Begin again with replicas that equal the parameter buffers."""
         self.held.fill(FIRST)
         self.current = FIRST
         self._blocks.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What makes the replicas differ."""
+        """The differences of the replicas."""
         blocks = {
             version: [(block.rows, torch.from_numpy(block.index)) for block in blocks]
             for version, blocks in self._blocks.items()

@@ -1,7 +1,7 @@
-"""What happens to gradients after their reduction: which errors, and where. Pure: no process group, no megatron.
+"""Errors in gradients after their reduction: which happen, and where. Pure: no process group, no megatron.
 
-After *Identifying and Mitigating Errors in Gradient Aggregation of Distributed Data Parallel Training* (PAFT),
-Definition 2.1 and section 5; flipped bits and recorded errors are ours (docs/corruption.md).
+The models are those of *Identifying and Mitigating Errors in Gradient Aggregation of Distributed Data Parallel
+Training* (PAFT), Definition 2.1 and section 5; flipped bits and recorded errors are ours (docs/corruption.md).
 """
 
 from .base import Corruption, Event, make_corruption, warn_of_one_rank

@@ -1,4 +1,4 @@
-"""What a model of errors is: a function that says which errors hit the reduced gradients of a rank.
+"""The base class of error models: a model decides which errors hit the reduced gradients of a rank.
 
 Definition 2.1 of PAFT: rank m receives g + e_m in place of the reduced gradient g, with an error e_m of its own.
 """
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: Purposes of draws: whether an error happens, its noise, the elements and the bits that it hits.
 HAPPENS, NOISE, ELEMENTS, BITS = 16, 17, 18, 19
-#: Of float32, in which noise is drawn and added.
+#: The largest number of float32. Noise is drawn and added in float32.
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -31,11 +31,12 @@ LARGEST = float(np.finfo(np.float32).max)
 class Event:
     """One error in one bucket of one rank.
 
-    ``iteration``: attempted, from 0. ``rank``: in the group; of an error of the reduction, its owner or 0. ``kind``: the
-    model that makes it again, "gaussian" or "bit-flip". ``std``: of the noise, in units of the gradient that the
-    optimizer sees; or of the root mean square of the bucket's gradient, if ``relative``, until it is applied. ``seed``: of
-    the noise, 64 bits. ``elements``, ``bits``: which elements are hit, counted over all that are no padding, and which bit
-    of each. ``digest``: what told the bucket afterwards where it was recorded; empty if nobody did.
+    ``iteration``: the attempted iteration, from 0. ``rank``: in the group; for an error of the reduction, its owner or
+    0. ``kind``: the model that makes the error again, "gaussian" or "bit-flip". ``std``: the standard deviation of the
+    noise, in units of the gradient that the optimizer sees. If ``relative``, its unit is the root mean square of the
+    bucket's gradient, until the error is applied. ``seed``: 64 bits, for the noise. ``elements``, ``bits``: the
+    elements that are hit, counted without padding, and the bit of each. ``digest``: the digest of the bucket after the
+    recorded error; empty if nobody recorded one.
     """
 
     iteration: int
@@ -56,7 +57,7 @@ class Corruption(ABC):
 
     #: The value of ``--grad-error``.
     name: ClassVar[str]
-    #: Flags that this model reads, of those that not all read.
+    #: Flags that this model reads and that other models may not read.
     flags: ClassVar[tuple[str, ...]] = ("grad_error_rate", "grad_error_at", "grad_error_ranks")
 
     def __init__(self, config: LossyConfig, recorded: Iterable[Event] = ()) -> None:
@@ -68,15 +69,16 @@ class Corruption(ABC):
 
     @classmethod
     def describe(cls, config: ErrorFlags) -> str:
-        """What happens, in words."""
+        """The errors of this model in words."""
         return cls.name
 
     def events(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
         """The errors of ``rank`` in the gradients of ``exchange``, at most one per bucket, in canonical order.
 
-        ``exchange``: of phase "grad", its step the attempted iteration. ``rank``: whose gradients, in the full group;
-        for ``--grad-error-at reduce`` the owner of the shard, or 0 for all replicas. ``sizes``: of each bucket the
-        elements that are no padding, or those of the owner's shard. ``width``: bits of an element.
+        ``exchange``: of phase "grad"; its step is the attempted iteration. ``rank``: the rank that has the gradients,
+        in the full group; for ``--grad-error-at reduce`` the owner of the shard, or 0 for all replicas. ``sizes``: for
+        each bucket the number of elements without padding, or the number in the owner's shard. ``width``: bits of an
+        element.
         """
         ranks = self.config.grad_error_ranks
         if ranks is not None and rank not in ranks:
@@ -87,10 +89,10 @@ class Corruption(ABC):
 
     @abstractmethod
     def draw(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
-        """As :meth:`events`, of an error that happens."""
+        """Returns the errors as :meth:`events` does, for an exchange in which errors happen."""
 
     def differs(self, event: Event) -> None:
-        """The bucket is not what it was where ``event`` was recorded."""
+        """Reports that the bucket differs from the bucket where ``event`` was recorded."""
 
 
 class Nothing(Corruption):
@@ -107,11 +109,11 @@ class Nothing(Corruption):
 
 
 def warn_of_one_rank(config: ErrorFlags, ranks: int) -> None:
-    """Say that no error happens where one of ``ranks`` is all there is."""
+    """Warn that no error can happen if there is only one of ``ranks``."""
     if config.errs and ranks == 1:
         logger.warning("--grad-error with one data-parallel rank: nothing is reduced, so that no error happens")
 
 
 def make_corruption(config: LossyConfig, recorded: Iterable[Event] = ()) -> Corruption:
-    """The model of errors that the flags ask for. ``recorded``: what ``--grad-error-trace`` holds."""
+    """The model of errors that the flags ask for. ``recorded``: the events that ``--grad-error-trace`` holds."""
     return GRAD_ERRORS.load(config.grad_error)(config, recorded)

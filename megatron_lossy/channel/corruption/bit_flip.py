@@ -18,7 +18,7 @@ ALLOWED_BITS = "needs 0 <= LOW <= HIGH <= {last}, the bits of a gradient"
 
 
 class BitFlip(Corruption):
-    """Flips one bit in each of some different elements of a stream, all equally likely."""
+    """Flips one bit in each of several different elements of a stream. All elements are equally likely."""
 
     name = "bit-flip"
     flags = (*Corruption.flags, "grad_error_flips", "grad_error_bits")
@@ -65,7 +65,7 @@ def check_bits(config: ErrorFlags, width: int) -> None:
 
 
 def _different(words: Callable[[int], np.ndarray], count: int, population: int) -> np.ndarray:
-    """int64[count]: different numbers below ``population``, the first ones that ``words`` give."""
+    """int64[count]: the first different numbers below ``population`` that ``words`` gives."""
     found: dict[int, None] = {}
     while len(found) < count:
         for number in (words(count) % np.uint64(population)).tolist():

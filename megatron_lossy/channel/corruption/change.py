@@ -1,4 +1,4 @@
-"""What an error does to a buffer. Torch is imported in the functions, so that flags can be checked without it."""
+"""Changes a buffer as an error says. Functions import torch themselves, so that flags can be checked without it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 AddUp = Callable[[np.ndarray], np.ndarray]
-#: Elements whose noise is drawn at once: what it costs in memory.
+#: Elements whose noise is drawn at once. This bounds the memory for noise.
 PIECE = 2**22
 
 
@@ -27,15 +27,15 @@ def apply(
     ranges: Sequence[tuple[int, int]] | None = None,
     add_up: AddUp | None = None,
 ) -> Event | None:
-    """Do to ``buffer`` [n] what ``event`` says, in place. Returns the event as it happened, or ``None`` if nothing did.
+    """Apply ``event`` to ``buffer`` [n] in place. Returns the event as it happened, or ``None`` if nothing happened.
 
-    ``unit``: what the gradients in the buffer are multiplied with, compared with those that the optimizer sees (loss
-    scale, number of tokens, …). ``ranges``: first and last + 1 of each run of elements that are no padding; default all.
-    ``add_up``: adds up float64[2] over ranks that have parts of one gradient, and copies of some of it, which must stay copies.
+    ``unit``: the factor between the gradients in the buffer and those that the optimizer sees (loss scale, number of
+    tokens, …). ``ranges``: first and last + 1 of each run of elements without padding; default all. ``add_up``: adds up
+    float64[2] over the ranks that hold parts of one gradient. Some ranks may hold copies, and these must stay copies.
 
-    Noise is drawn on the buffer's device, in float32, and added before one rounding to the buffer's dtype. Applied
-    again, the event that is returned does the same, whatever the gradient. Relative noise needs a finite gradient:
-    nothing is added to another.
+    Noise is drawn on the buffer's device, in float32, and added before one rounding to the buffer's dtype. The returned
+    event, applied again, adds the same noise to any gradient. Relative noise needs a finite gradient that is not zero:
+    any other gradient stays unchanged.
     """
     runs = [buffer[first:last] for first, last in (ranges if ranges is not None else [(0, len(buffer))])]
     if event.kind == "bit-flip":
@@ -91,7 +91,7 @@ def _flip(buffer: torch.Tensor, event: Event, lengths: Sequence[int], firsts: Se
     run = np.searchsorted(ends, elements, side="right")
     places = elements - (ends[run] - np.array(lengths)[run]) + np.array(firsts)[run]
     width = 8 * buffer.element_size()
-    # As signed numbers: the highest bit alone is the least of them.
+    # The words are signed: the highest bit alone is the least number.
     masks = [(1 << bit) - (1 << width if bit == width - 1 else 0) for bit in event.bits]
     whole = buffer.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[width])
     where = torch.from_numpy(places).to(buffer.device)

@@ -1,4 +1,4 @@
-"""The errors of one rank: what hits its gradients, bucket by bucket, in any order."""
+"""The errors of one rank, applied to its gradients bucket by bucket, in any order."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class Hit:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What happened to the gradients of ``rank`` in one reduction of ``stream``.
+    """The errors in the gradients of ``rank`` in one reduction of ``stream``.
 
-    ``sizes``: of each bucket the elements that could be hit, of ``width`` bits. ``hits``: in canonical order. ``spared``:
-    buckets without a gradient that is finite and not zero, where an error in units of the gradient is nothing.
+    ``sizes``: for each bucket the number of elements that an error could hit, each of ``width`` bits. ``hits``: in
+    canonical order. ``spared``: buckets that a relative error left unchanged, because their gradient is zero or not
+    finite.
     """
 
     stream: Stream
@@ -41,10 +42,10 @@ class Reduction:
 
 
 class Errors:
-    """What hits the gradients of ``rank`` in one stream.
+    """Applies errors to the gradients of ``rank`` in one stream.
 
-    ``ranges``: of each bucket int64[k, 2], the first and last + 1 of each run of elements that are no padding. ``width``: bits
-    of an element. ``records``: whether digests are wanted. ``add_up``: see :func:`apply`.
+    ``ranges``: for each bucket int64[k, 2], the first and last + 1 of each run of elements without padding. ``width``:
+    bits of an element. ``records``: whether digests are wanted. ``add_up``: see :func:`apply`.
     """
 
     def __init__(
@@ -72,9 +73,9 @@ class Errors:
     def hit(
         self, exchange: Exchange, bucket: int, buffer: torch.Tensor, unit: Callable[[], float] = lambda: 1.0
     ) -> None:
-        """Do to ``buffer``, the reduced gradient of ``bucket``, what happens in ``exchange``.
+        """Apply the errors of ``exchange`` to ``buffer``, the reduced gradient of ``bucket``.
 
-        ``unit()``: see :func:`apply`. It is asked for only if something happens: a loss scale is on the device.
+        ``unit()``: see :func:`apply`. It is called only if an error happens, because a loss scale is on the device.
         """
         if exchange != self._reduced:
             self._reduced, self._told = exchange, False
@@ -94,7 +95,7 @@ class Errors:
         self._hits[bucket] = Hit(happened, left)
 
     def take(self, step: int) -> list[Reduction]:
-        """What has happened in ``step``, once; nothing if gradients were not reduced."""
+        """Returns the errors of ``step``, once; nothing if gradients were not reduced."""
         if self._reduced is None or self._reduced.step != step or self._told:
             return []
         self._told = True

@@ -1,4 +1,4 @@
-"""Gaussian errors (PAFT, equation 4), and now and then a larger one (section 5, "accidental large noise")."""
+"""Gaussian errors (PAFT, equation 4), and at an interval a larger one (section 5, "accidental large noise")."""
 
 from __future__ import annotations
 

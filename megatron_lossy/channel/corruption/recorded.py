@@ -1,4 +1,4 @@
-"""Errors of another run, again: flips by their place, noise by its seed."""
+"""Errors recorded in another run: flips come back by their place, noise by its seed."""
 
 from __future__ import annotations
 

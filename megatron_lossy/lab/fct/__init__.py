@@ -1,4 +1,4 @@
-"""How long a message takes between two data centers, if packets are lost: schemes of recovery in a packet model.
+"""Completion times of messages between two data centers with packet loss: schemes of recovery in a packet model.
 
 No torch, no network: NumPy, and times in microseconds (docs/fct.md).
 """

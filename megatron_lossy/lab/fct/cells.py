@@ -18,7 +18,10 @@ _RESAMPLES = 400
 
 @dataclass(frozen=True)
 class Condition:
-    """A message of ``size`` bytes, a loss rate, its mean ``burst`` (``None``: independent), and RTOs of ``timeout`` round trips."""
+    """A message of ``size`` bytes, a loss rate, and more.
+
+    ``burst``: mean number of losses in a row (``None``: independent). ``timeout``: the RTO in round trips.
+    """
 
     size: float
     rate: float
@@ -37,9 +40,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Cell:
-    """Completion times in microseconds under one condition. ``again``, ``parities``, ``zeros``: packets per packet of data.
+    """Completion times in microseconds under one condition.
 
-    ``collective``, ``collective_p99``: of a ring all-reduce of which every step sends such a message each way.
+    ``again``, ``parities``, ``zeros``: packets per packet of data. ``collective``, ``collective_p99``: of a ring
+    all-reduce. Each of its steps sends such a message each way.
     """
 
     scheme: str
@@ -55,7 +59,7 @@ class Cell:
 
 
 def make_scheme(name: str, given: Mapping[str, Any], timeout: float) -> Scheme:
-    """The scheme that a study calls ``name``. Raises :class:`UsageError` for settings that are none of its."""
+    """The scheme that a study calls ``name``. Raises :class:`UsageError` for settings that it does not have."""
     settings = dict(given)
     recovery = settings.pop("recovery", None)
     kinds: dict[str, type[Scheme]] = {
@@ -76,7 +80,7 @@ def make_scheme(name: str, given: Mapping[str, Any], timeout: float) -> Scheme:
 def run_cell(
     name: str, given: Mapping[str, Any], condition: Condition, path: Path, flows: int, seed: int, ranks: int
 ) -> Cell:
-    """Send ``flows`` messages, one after another. The losses are those of every other scheme's."""
+    """Send ``flows`` messages, one after another. All schemes have the same losses."""
     scheme = make_scheme(name, given, condition.timeout)
     packets = path.packets(condition.size)
     done = [scheme.flow(path, packets, Losses(condition.rate, seed, flow, condition.burst)) for flow in range(flows)]

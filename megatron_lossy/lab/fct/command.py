@@ -1,4 +1,4 @@
-"""``python -m megatron_lossy.lab fct``: how long messages take between two data centers, by scheme of recovery.
+"""``python -m megatron_lossy.lab fct``: completion times between two data centers, by scheme of recovery.
 
 A file is YAML::
 
@@ -15,7 +15,7 @@ A file is YAML::
       SR: {recovery: selective-repeat}
       LoWAR (100,10): {recovery: uniform, block: 100, parity: 10}
       SMART: {recovery: smart, block: 100, parity: 50, fraction: 0.01}
-    ours: SMART                        # what is compared with the others
+    ours: SMART                        # the scheme to compare with the others
     paper: {SR: 91.7, "LoWAR (100,10)": 73.0}    # by how much its P99 is below theirs at most, in percent
 """
 
@@ -48,7 +48,7 @@ _COLORS = ("#c53030", "#dd6b20", "#2b6cb0", "#2f855a", "#6b46c1", "#666666")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a file says. Raises :class:`UsageError`."""
+    """The content of a file. Raises :class:`UsageError`."""
 
     title: str
     megabytes: Sequence[float]
@@ -91,13 +91,13 @@ class Settings:
 
     @property
     def conditions(self) -> list[Condition]:
-        """All of them."""
+        """All conditions."""
         axes = itertools.product(self.megabytes, self.timeouts, self.bursts, self.rates)
         return [Condition(1e6 * size, rate, timeout, burst) for size, timeout, burst, rate in axes]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run what the command line names, print the table and write table, values and figures."""
+    """Run the file that the command line names, print the table and write table, values and figures."""
     parser = ArgumentParser(
         "megatron_lossy.lab fct",
         description="How long messages take between two data centers if packets are lost, by scheme of recovery "
@@ -167,11 +167,11 @@ def run(settings: Settings, jobs: int) -> dict[tuple[str, Condition], Cell]:
     return cells
 
 
-# --- what is shown -------------------------------------------------------------------------------------------------
+# --- tables and figures --------------------------------------------------------------------------------------------
 
 
 def below(ours: Cell, theirs: Cell) -> float:
-    """By how many percent our P99 is below theirs."""
+    """The percentage by which our P99 is below theirs."""
     return 100 * (1 - ours.p99.value / theirs.p99.value)
 
 
@@ -247,7 +247,7 @@ def values(cells: Mapping[tuple[str, Condition], Cell]) -> str:
 
 
 def draw_times(settings: Settings, cells: Mapping[tuple[str, Condition], Cell], path: FilePath) -> None:
-    """Mean and P99 over the loss rate, for every size (the paper's Figures 3 and 4)."""
+    """Draw mean and P99 over the loss rate, for every size (the paper's Figures 3 and 4)."""
     sizes = settings.megabytes
     figure = Figure(figsize=(9, 2.6 * len(sizes) + 0.8), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -278,7 +278,7 @@ def draw_times(settings: Settings, cells: Mapping[tuple[str, Condition], Cell], 
 
 
 def draw_gains(settings: Settings, cells: Mapping[tuple[str, Condition], Cell], path: FilePath) -> None:
-    """By how much our P99 is below the others', the most over all rates, over the size of a message."""
+    """Draw how far our P99 is below the others', the most over all rates, over the size of a message."""
     others = list(settings.paper) or [name for name in settings.schemes if name != settings.ours]
     figure = Figure(figsize=(4.8 * len(others), 4.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)

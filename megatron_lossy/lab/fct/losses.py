@@ -1,4 +1,4 @@
-"""What is lost of the packets of one message: the same for every scheme, as far as they send the same."""
+"""The lost packets of one message. All schemes have the same losses, as far as they send the same packets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Losses:
     """The draws of one message.
 
     ``p``: loss rate. ``burst``: mean number of packets lost in a row (Gilbert-Elliott; everything is lost in the bad
-    state), or ``None`` for independent losses. What is sent again is lost independently.
+    state), or ``None`` for independent losses. Packets that are sent again are lost independently.
     """
 
     def __init__(self, p: float, seed: int, flow: int, burst: float | None = None) -> None:
@@ -21,9 +21,9 @@ class Losses:
         return np.random.Generator(np.random.Philox(key=self._key[0], counter=[0, 0, self._key[1], purpose]))
 
     def first(self, data: int, parities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """bool[data] and bool[parities]: what is lost when first sent.
+        """bool[data] and bool[parities]: the packets that are lost when first sent.
 
-        ``parities`` int[P]: after how many packets of data each is sent.
+        ``parities`` int[P]: the number of data packets before each parity.
         """
         if self.burst is None:
             lost = self._generator(0).random(data) < self.p
@@ -40,7 +40,7 @@ class Losses:
         if not self.p:
             return np.zeros(length, dtype=bool)
         random = self._generator(0)
-        good, bad = self.p / ((1 - self.p) * self.burst), 1 / self.burst  # of leaving that state
+        good, bad = self.p / ((1 - self.p) * self.burst), 1 / self.burst  # probabilities of leaving that state
         state = bool(random.random() < self.p)
         runs: list[int] = []
         while sum(runs) < length:
@@ -49,9 +49,9 @@ class Losses:
         return np.repeat(states, runs)[:length]
 
     def again(self, data: int) -> np.ndarray:
-        """int[data]: how often each packet must be sent again until it arrives, if it is."""
+        """int[data]: the number of repetitions that each packet needs to arrive, if it is sent again."""
         return self._generator(2).geometric(1 - self.p, data)
 
     def important(self, data: int, count: int) -> np.ndarray:
-        """int[count], rising: which packets of data are of high priority."""
+        """int[count], rising: the packets of data that have high priority."""
         return np.sort(self._generator(3).permutation(data)[:count])

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Path:
     """Nine hops between servers of two fat-trees, each site's border joined to its cores. Times in microseconds.
 
-    ``inside``, ``between``: Gbit/s of a link of a data center, and of the one between them, which ``pairs`` of servers
-    share evenly. ``delay``, ``hop_delay``: propagation of the link between, and of each other one. ``payload``,
+    ``inside``, ``between``: Gbit/s of a link in a data center, and of the link between them, which ``pairs`` of servers
+    share evenly. ``delay``, ``hop_delay``: propagation of the link between, and of each other link. ``payload``,
     ``headers``: bytes of a packet.
     """
 
@@ -24,26 +24,26 @@ class Path:
 
     @property
     def slot(self) -> float:
-        """From one packet to the next, at the rate that a sender has."""
+        """The time from one packet to the next, at the sender's rate."""
         return _time(self.payload + self.headers, min(self.inside, self.between / self.pairs))
 
     @property
     def latency(self) -> float:
-        """From the time that a packet has left its sender until it has arrived."""
+        """The time from a packet's departure at its sender to its arrival."""
         return self._way(self.payload + self.headers)
 
     @property
     def control(self) -> float:
-        """The same for a packet without payload; these are never lost."""
+        """The latency of a packet without payload; such packets are never lost."""
         return self._way(self.headers)
 
     @property
     def rtt(self) -> float:
-        """A packet there, and its answer back."""
+        """The time of a packet to its receiver, and of the answer back."""
         return self.latency + self.control
 
     def _way(self, size: int) -> float:
-        # Eight hops inside, of which the first is the sender's own, and one between.
+        # There are eight hops inside, the first being the sender's own, and one between.
         return self.delay + 8 * self.hop_delay + 7 * _time(size, self.inside) + _time(size, self.between)
 
     def packets(self, size: float) -> int:

@@ -1,7 +1,7 @@
-"""How a message gets there although packets are lost (SMART, sections 3.2 and 4.1).
+"""Schemes that deliver a message in spite of packet loss (SMART, sections 3.2 and 4.1).
 
-A sender has one link, and sends a packet in every slot of it as long as there is one to send: first what is sent
-again, then what is new. A receiver answers by packets that are never lost and take no time on the link.
+A sender has one link, and sends a packet in every slot of it as long as there is one to send: first packets that are
+sent again, then new ones. A receiver answers by packets that are never lost and take no time on the link.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ _NOTHING = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Flow:
-    """What became of a message: microseconds from the first byte until it was delivered, and packets."""
+    """The result of a message: microseconds from the first byte until it was delivered, and numbers of packets."""
 
     time: float
     data: int
     parities: int = 0
     again: int = 0
-    #: Data that was delivered as zeros.
+    #: Packets of data that were delivered as zeros.
     zeros: int = 0
 
 
 class Link:
-    """The sender's link over the time of one message: when everything was sent.
+    """The sender's link over the time of one message: the time at which each packet was sent.
 
-    ``packets``: sent in this order, one after another. ``again(left)``: given when each of those had left the sender,
-    the times from which on some are sent again, int[R] and float[R]: which, and when that is known. ``attempts``
-    int[R]: how often; each time but the last it is lost, and ``timeout`` later sent once more.
+    ``packets``: sent in this order, one after another. ``again(left)``: a function of the times at which these packets
+    left. It returns int[R] and float[R]: the packets to send again, and the times at which that is known. ``attempts``
+    int[R]: the number of tries of each. A try is lost except for the last, and the packet is sent once more ``timeout``
+    later.
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class Link:
     ) -> None:
         slot, order = path.slot, np.arange(packets)
         places, taken = order, np.zeros((0,), dtype=np.int64)
-        tries = np.repeat(np.arange(len(attempts)), attempts)  # of which packet
+        tries = np.repeat(np.arange(len(attempts)), attempts)  # the packet of each try
         first = np.cumsum(attempts) - attempts
         number = np.arange(len(tries)) - first[tries]
-        # What is known at a time depends on earlier slots only: every round is right for one round trip more.
+        # Knowledge at a time depends on earlier slots only: every round is right for one round trip more.
         while True:
             left = (places + 1) * slot
             if not len(attempts):
@@ -76,30 +77,30 @@ class Link:
             if len(taken) == len(now) and np.array_equal(now, taken) and np.array_equal(new, places):
                 break
             places, taken = new, now
-        #: When each packet had left.
+        #: The time at which each packet had left.
         self.left = left
-        #: When each of those that are sent again arrives.
+        #: The time at which each repeated packet arrives.
         last = first + attempts - 1
         self.arrives_again = (taken[last] + 1) * slot + path.latency if len(attempts) else np.zeros(0)
         self.sent_again = len(tries)
 
 
 class Scheme(ABC):
-    """A scheme of recovery; ``timeout``: of what is sent again, and of the end of a message, in round trips."""
+    """A scheme of recovery. ``timeout``: for repeated packets, and for the end of a message, in round trips."""
 
     def __init__(self, timeout: float = 2.0) -> None:
         self.timeout = timeout
 
     @abstractmethod
     def flow(self, path: Path, packets: int, losses: Losses) -> Flow:
-        """Send a message of so many ``packets`` of data."""
+        """Send a message of ``packets`` packets of data."""
 
     def _rto(self, path: Path) -> float:
         return self.timeout * path.rtt
 
 
 class SelectiveRepeat(Scheme):
-    """A receiver that gets a packet asks for those before it that are missing; what is lost after that times out."""
+    """A receiver that gets a packet asks for missing ones before it; later losses time out."""
 
     def flow(self, path: Path, packets: int, losses: Losses) -> Flow:
         lost, _ = losses.first(packets, _NOTHING)
@@ -118,7 +119,7 @@ class SelectiveRepeat(Scheme):
 
 
 class Uniform(Scheme):
-    """LoWAR: every block has parity, and what it cannot replace is asked for when the block is over."""
+    """LoWAR: every block has parity. Packets that it cannot replace are asked for when the block is over."""
 
     def __init__(self, block: int, parity: int, timeout: float = 2.0) -> None:
         super().__init__(timeout)
@@ -129,7 +130,7 @@ class Uniform(Scheme):
     def flow(self, path: Path, packets: int, losses: Losses) -> Flow:
         code = _Coded(packets, self.block, self.parity, losses)
         missing = np.flatnonzero(code.residual)
-        # The last of the block's parities, or what comes next after it.
+        # The last of the block's parities, or the next packet that arrives.
         last = code.last_of_block[missing // self.block]
         known_by = _next_there(~code.lost_sent, last - 1)
 
@@ -143,7 +144,7 @@ class Uniform(Scheme):
 
 
 class Smart(Scheme):
-    """SMART's gradients: packets of high priority have parity, behind the data, and are asked for; others count as zero.
+    """SMART's gradients: packets of high priority have parity, behind the data, and are asked for; others may be zero.
 
     ``fraction``: share of packets of high priority. The sender's end of the message always arrives.
     """
@@ -179,7 +180,10 @@ class Smart(Scheme):
 
 
 class Tolerant(Scheme):
-    """SMART's activations: everything has parity, and of a message ``bound`` may stay lost; beyond it all that is, is asked for."""
+    """SMART's activations: everything has parity, and a share ``bound`` of a message may stay lost.
+
+    Beyond the bound all lost packets are asked for.
+    """
 
     def __init__(self, block: int = 100, parity: int = 10, bound: float = 0.01, timeout: float = 2.0) -> None:
         super().__init__(timeout)
@@ -203,7 +207,7 @@ class Tolerant(Scheme):
             return np.full(len(missing), left[-1] + path.latency + path.control)
 
         link = Link(path, code.sent, asked, losses.again(packets)[missing], self._rto(path))
-        # Whether something is still to come is known at the end of the message.
+        # At the end of the message it is known whether packets are still to come.
         end = link.left[-1] if code.residual.any() else code.complete(link.left)
         end = max(end + path.latency, link.arrives_again.max(initial=0.0))
         self._report(code)
@@ -213,7 +217,7 @@ class Tolerant(Scheme):
         return self.parity
 
     def _report(self, code: _Coded) -> None:
-        """Messages follow each other: what a receiver reports of one is known before the next."""
+        """Do nothing. Messages follow each other: a receiver's report on one is known before the next."""
 
 
 class Adaptive(Tolerant):
@@ -231,20 +235,20 @@ class Adaptive(Tolerant):
 
 
 class _Coded:
-    """A message whose blocks are followed by their parities; without parity, its data."""
+    """A message with parities behind each block; without parity, its data."""
 
     def __init__(self, packets: int, block: int, parity: int, losses: Losses) -> None:
         self.packets = packets
         self.layout = Layout(packets, block, parity) if parity else Layout(0, 1, 1)
         group = self.layout.group if parity else np.zeros(packets, dtype=np.int64)
         parities = self.layout.parities
-        #: By parity: the data that is sent before it.
+        #: By parity: the number of data packets that are sent before it.
         behind = np.zeros(parities, dtype=np.int64)
         if parity:
             behind = np.minimum((np.arange(parities) // parity + 1) * block, packets)
         lost, lost_parity = losses.first(packets, behind)
         self.sent = packets + parities
-        #: In the order of sending: the places of data and parity.
+        #: The places of data and parity in the order of sending.
         self.parity_places = behind + np.arange(parities)
         data = np.ones(self.sent, dtype=bool)
         data[self.parity_places] = False
@@ -260,13 +264,13 @@ class _Coded:
         self._there = self.data_places[~lost]
 
     def complete(self, left: np.ndarray) -> float:
-        """When all has left that is needed for what is there in the end, but for what is sent again."""
+        """The time at which all needed packets have left, except for repeated ones."""
         data = left[self._there[-1]] if len(self._there) else 0.0
         return float(max(data, left[self.parity_places[self._replaced[-1]]] if len(self._replaced) else 0.0))
 
 
 def _next_there(there: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """int: for each place ``after``, the next one that is ``there``; their number if none is."""
+    """int: for each place ``after``, the next place that is ``there``; their number if there is none."""
     following = np.append(np.where(there, np.arange(len(there)), len(there)), len(there))
     following = np.minimum.accumulate(following[::-1])[::-1]
     return following[after + 1]

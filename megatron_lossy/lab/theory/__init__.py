@@ -1,1 +1,1 @@
-"""The closed forms of :mod:`megatron_lossy.theory`, counted instead: with the real channels and rules, and in a real run."""
+"""Experiments on the closed forms of :mod:`megatron_lossy.theory`, with real channels and rules, and a real run."""

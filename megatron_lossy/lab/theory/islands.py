@@ -22,16 +22,16 @@ class Row:
         self.values = values
 
     def read(self, places: Places | None) -> torch.Tensor:
-        """As :meth:`megatron_lossy.sync.Weights.read`."""
+        """See :meth:`megatron_lossy.sync.Weights.read`."""
         return self.values.clone() if places is None else places.read(self.values)
 
     def write(self, places: Places | None, values: torch.Tensor) -> None:
-        """As :meth:`megatron_lossy.sync.Weights.write`."""
+        """See :meth:`megatron_lossy.sync.Weights.write`."""
         write_at(self.values, places, values)
 
 
 def rounds_of(config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) -> tuple[Rounds, list[Row]]:
-    """The exchanges between islands with ``weights`` [islands, size], and what they read and write."""
+    """The exchanges between islands with ``weights`` [islands, size], and the rows that they read and write."""
     subset = Subset(config, weights.shape[1], 1, STREAM)
     rule, crossing = make_rule(config, weights, steps), InMemory(config, STREAM, None)
     interval, delay = config.sync_interval, config.sync_delay
@@ -43,8 +43,8 @@ def simulate(
 ) -> torch.Tensor:
     """``weights`` [islands, size] after ``steps`` iterations, in place.
 
-    ``local`` makes an iteration of all islands, ``after`` looks when they have exchanged; both are given its number and the
-    weights.
+    ``local`` makes an iteration of all islands, and ``after`` is called when they have exchanged. Both get the number
+    of the iteration and the weights.
     """
     rounds, rows = rounds_of(config, weights)
     for step in range(steps):
@@ -62,12 +62,12 @@ def spread(weights: torch.Tensor) -> torch.Tensor:
 
 
 def growth_per_iteration(config: LossyConfig, steps: int = 800, size: int = 400) -> float:
-    """By what factor deviations change per iteration without local noise, over the second half of ``steps``."""
+    """The factor on deviations per iteration without local noise, over the second half of ``steps``."""
     random = torch.Generator().manual_seed(0)
     weights = torch.randn(config.islands, size, generator=random)
     rounds, rows = rounds_of(config, weights)
     if config.sync_method == "parameters" and config.delay_correction == "ema":
-        # Else the first exchange would remove the deviations, which are no progress.
+        # Without this the first exchange would remove the deviations, which are no progress.
         rounds.rule.load_state_dict({"progress": spread(weights)})
     squares = []
     for step in range(steps):
@@ -81,7 +81,7 @@ def growth_per_iteration(config: LossyConfig, steps: int = 800, size: int = 400)
 def deviation(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
     """The squared distance of islands to their mean, over the second half of ``steps``, under white local steps.
 
-    Relative to what one iteration of such steps makes of it.
+    It is relative to the distance that one iteration of such steps makes.
     """
     random = torch.Generator().manual_seed(0)
     squares: list[float] = []
@@ -98,7 +98,7 @@ def deviation(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
 
 
 def speed(config: LossyConfig, steps: int = 1200, size: int = 400) -> float:
-    """The share of a constant drift that is left, over the second half of ``steps``."""
+    """The share of a constant drift that remains, over the second half of ``steps``."""
     means: list[float] = []
 
     def drift(step: int, weights: torch.Tensor) -> None:

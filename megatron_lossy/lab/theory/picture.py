@@ -21,9 +21,9 @@ _RULES = {
     "previous": _GREEN,
     "zero": _RED,
 }
-_RATE = 0.4  # of the panels on recovery
-_LAGS = 20  # of real runs
-_WINDOW, _WINDOW_LAGS = 20, 12  # of the prediction that follows one
+_RATE = 0.4  # the rate in the panels on recovery
+_LAGS = 20  # lags in real runs
+_WINDOW, _WINDOW_LAGS = 20, 12  # for the prediction that follows a run
 _PAPER = {"color": _RED, "linestyle": "--", "label": "paper"}
 
 
@@ -195,7 +195,7 @@ def _real(panel, rows: Sequence[Row], run: Any) -> None:
     p = np.linspace(0, 0.45, 200)
     measured = theory.second_moments(run.increments[len(run.increments) // 2 :], _LAGS)
     for part, name, gamma, color, marker, width in (
-        ("drift, momentum 0.9", "$0.9^k$", theory.ar1(0.9, 200), _GREY, "s", 5),  # seen beside what is over it
+        ("drift, momentum 0.9", "$0.9^k$", theory.ar1(0.9, 200), _GREY, "s", 5),  # visible beside the curve over it
         ("real run", "real run", measured / measured[0], _BLUE, "o", 1.5),
     ):
         label = f"{name}: from the correlation"

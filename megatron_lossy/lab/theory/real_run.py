@@ -1,7 +1,7 @@
-"""Increments and drift of weights in a real training run, on a virtual cluster; what is predicted from the former.
+"""Increments and drift of weights in a real training run, on a virtual cluster, and predictions from the increments.
 
-Real increments are correlated (momentum), and their scale follows the learning rate and the gradients. So a run
-should have a constant learning rate, and predictions use the increments of the same window of iterations.
+Real increments are correlated (momentum), and their scale follows the learning rate and the gradients. So a run should
+have a constant learning rate, and predictions use the increments of the same window of iterations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...train.workers import Workers
 from ...virtual import VirtualCluster
 from .simulate import Measured, squared_differences
 
-#: Groups of neighbouring coordinates, which share few units: their scatter is the error of a ratio.
+#: Groups of neighbouring coordinates. Groups share few units, so that their scatter is the error of a ratio.
 GROUPS = 20
 
 
@@ -36,7 +36,7 @@ class RealRun:
     """A run at loss rate ``p`` of parameters, iteration by iteration.
 
     ``increments`` [T, coordinates]: of sampled weights at their owners. ``between``, ``to_owner`` [T, GROUPS]: drift
-    between two receivers and to the owner after it, means over groups of those weights.
+    after each iteration, between two receivers and to the owner, means over groups of those weights.
     """
 
     p: float
@@ -47,9 +47,9 @@ class RealRun:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One kind of drift over a window of a run, and what follows from the second moments of its increments.
+    """One kind of drift over a window of a run, measured, and predicted from the second moments of its increments.
 
-    Both in units of the mean squared increment. The error is that of measured against predicted.
+    Both are in units of the mean squared increment. The error is that of measured against predicted.
     """
 
     measured: Measured
@@ -116,7 +116,7 @@ def _measure(
 def predict(
     run: RealRun, measured: np.ndarray, formula: Callable[..., np.ndarray], first: int, lags: int
 ) -> Prediction:
-    """``measured``, one of the drifts of ``run``, from iteration ``first`` on, as ``formula`` predicts it."""
+    """``measured``, one of the drifts of ``run`` from iteration ``first`` on, with the prediction of ``formula``."""
     groups = [second_moments(part[first:], lags) for part in np.array_split(run.increments, GROUPS, axis=1)]
     predictions = np.array([formula(run.p, gamma) for gamma in groups])
     means = measured[first:].mean(axis=0)

@@ -1,4 +1,4 @@
-"""The comparisons of ``scripts/theory.py`` as rows: CSV, Markdown, and how well simulation and formula agree."""
+"""The comparisons of ``scripts/theory.py`` as rows: CSV, Markdown, and the agreement of simulation and formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from .simulate import Measured
 
-#: What tells the rows of a part apart, by how its name begins: field and heading.
+#: The fields that tell the rows of a part apart, with their headings, by the beginning of the part's name.
 _KEYS = (
     ("time to", (("p", "p"), ("x", "broadcasts"))),
     ("age", (("p", "p"), ("x", "age"))),
@@ -25,9 +25,9 @@ STABILITY = "stability"
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. ``x`` is what the part is a function of: p, N, broadcasts, age or links.
+    """One comparison. ``x``: the argument of the part: p, N, broadcasts, age or links.
 
-    ``paper``: the paper's formula for it; ``uncorrelated``: what uncorrelated increments would give in a real run.
+    ``paper``: the paper's formula for it; ``uncorrelated``: the value for uncorrelated increments, in a real run.
     """
 
     part: str
@@ -53,7 +53,7 @@ def of(rows: Iterable[Row], part: str, quantity: str | None = None, **fields: fl
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """All rows, with every digit."""
+    """Write all rows, with every digit."""
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         keys = ["part", "quantity", "p", "workers", "x"]
@@ -65,7 +65,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def agreement(rows: Sequence[Row]) -> str:
-    """A sentence: how many simulated values are within two standard errors of the closed form."""
+    """A sentence: the number of simulated values within two standard errors of the closed form."""
     deviations = np.array(
         [
             abs(row.measured.mean - row.formula) / row.measured.error
@@ -94,7 +94,7 @@ def _stability(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table per part; of recovery only some N."""
+    """A table per part; for recovery only some N."""
     text = []
     for part in dict.fromkeys(row.part for row in rows):
         chosen = of(rows, part)

@@ -1,7 +1,7 @@
-"""What the closed forms say, counted instead: with the real channels and the real recovery rules.
+"""Simulations of the closed forms with the real channels and the real recovery rules.
 
-Replicas hold random walks instead of a model's weights, and gradients are random numbers; who loses what, and what is
-done about it, is the code that training uses.
+Replicas hold random walks instead of a model's weights, and gradients are random numbers. Losses and their recovery use
+the code of training.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ...theory import Lead
 from ...transport import Network
 from ...transport.memory import Memory
 
-#: What the elements of a unit are in :func:`estimates`.
+#: The elements of a unit in :func:`estimates`.
 TOTAL, OWN, GRADIENT = range(3)
 
-#: Is told of each step of work done.
+#: Called after each step of work.
 Tick = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A mean and its standard error, from parts that are independent or long against what correlates them."""
+    """A mean and its standard error, from parts that are independent, or much longer than their correlations."""
 
     mean: float
     error: float
@@ -60,8 +60,8 @@ def drift(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Drift between two receivers, and to the owner, after each broadcast of replicas that start equal.
 
-    ``increments`` [steps, N, coordinates]: what each owner adds to the weights of its shard. Returns
-    float64[steps, coordinates] twice: means over shards, and over pairs of receivers or over receivers.
+    ``increments`` [steps, N, coordinates]: each owner's additions to the weights of its shard. Returns float64[steps,
+    coordinates] twice: means over shards, and over pairs of receivers or over receivers.
     """
     arrived = _arrivals(config, "param", workers, 1)
     steps, _, coordinates = increments.shape
@@ -81,7 +81,7 @@ def _memory(config: LossyConfig, phase: str, workers: int, cuts: Sequence[Bucket
 
 
 def _arrivals(config: LossyConfig, phase: str, workers: int, units: int) -> Callable[[int], np.ndarray]:
-    """bool[receivers, sources, units] of each step."""
+    """Returns a function of the step: bool[receivers, sources, units], the units that arrive."""
     memory = _memory(config, phase, workers, [BucketUnits(0, units, units, 1)])
     return lambda step: memory.foresee(Exchange(phase, Stream(), step)).arrived
 
@@ -89,8 +89,8 @@ def _arrivals(config: LossyConfig, phase: str, workers: int, units: int) -> Call
 def squared_differences(gaps: np.ndarray) -> np.ndarray:
     """[2, ...]: mean squared difference between two receivers, and to the owner.
 
-    ``gaps`` [N, ...]: what each worker has less the owner's, which is 0 for the owner itself, whoever that is.
-    The sum over pairs of (a-b)^2 is n sum of a^2 - (sum of a)^2; gaps are small, so that nothing cancels.
+    ``gaps`` [N, ...]: each worker's value minus the owner's; 0 for the owner itself, whichever worker that is. The sum
+    over pairs of (a-b)^2 is n sum of a^2 - (sum of a)^2; gaps are small, so that nothing cancels.
     """
     receivers = len(gaps) - 1
     squares, square = (gaps**2).sum(axis=0), gaps.sum(axis=0) ** 2
@@ -102,7 +102,7 @@ def squared_differences(gaps: np.ndarray) -> np.ndarray:
 def lags(
     config: LossyConfig, workers: int, steps: int, sent: Lead, burn_in: int = 0, tick: Tick = lambda: None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How far remote replicas are behind owners whose weights grow by 1 with every update, which send with a lead.
+    """The distance of remote replicas behind owners that send with a lead. Owners' weights grow by 1 with every update.
 
     Returns float64[steps] twice, after ``burn_in`` more steps: the mean over all links, and the mean square.
     """
@@ -122,10 +122,10 @@ def lags(
 
 
 def largest_stable(config: LossyConfig, beta1: float, sent: Lead, receivers: int, expected: float) -> float:
-    """The learning rate of a quadratic of curvature 1 from which on heavy-ball descent diverges, found by bisection.
+    """The least learning rate of a quadratic of curvature 1 at which heavy-ball descent diverges, found by bisection.
 
-    The gradient is the mean of those of ``receivers`` replicas of one owner. Between a third and three times
-    ``expected``; to 0.5 %.
+    The gradient is the mean of those of ``receivers`` replicas of one owner. The search is between a third and three
+    times ``expected``, to 0.5 %.
     """
     steps = 600
     network = Network(config, "param", receivers + 1)
@@ -189,7 +189,7 @@ def estimates(
     burn_in: int = 0,
     seed: int = 1234,
 ) -> np.ndarray:
-    """float32[steps, N * units, 3]: what the owners' gradients become, unit by unit, after ``burn_in`` more steps.
+    """float32[steps, N * units, 3]: the owners' recovered gradients, unit by unit, after ``burn_in`` more steps.
 
     The elements of a unit: ``TOTAL``, 1 in every gradient, shows the sum of the weights; ``OWN``, 1 in the owner's
     gradient and 0 in others, shows its weight; ``GRADIENT`` is normal, of mean 1 and variance 1, new in every step.
@@ -227,7 +227,7 @@ def estimates(
 
 
 def one_step(values: np.ndarray) -> dict[str, Measured]:
-    """Of :func:`estimates`: mean weights (``total``, ``own``), mean and ``variance`` of the gradient's estimate."""
+    """Results of :func:`estimates`: mean weights (``total``, ``own``), mean and ``variance`` of the gradient."""
     values = values.astype(np.float64)
     gradient = values[..., GRADIENT]
     return {
@@ -239,9 +239,9 @@ def one_step(values: np.ndarray) -> dict[str, Measured]:
 
 
 def long_run(values: np.ndarray, lags: int) -> Measured:
-    """Of :func:`estimates`: variance of the sum of the gradient's estimates over T steps, over T, for large T.
+    """Variance of the sum of the gradient's :func:`estimates` over T steps, over T, for large T.
 
-    The sum of autocovariances up to ``lags``.
+    It is the sum of autocovariances up to ``lags``.
     """
     series = values[..., GRADIENT].astype(np.float64)
     series -= series.mean()

@@ -1,7 +1,7 @@
-"""Exchanges that travel as UDP datagrams: what does not arrive in time is lost, and said to be.
+"""Exchanges that travel as UDP datagrams: a unit that does not arrive in time is lost, and reported as lost.
 
-What decides is in ``_engine.c``, without input or output; the tests drive models in Python with the same events.
-``session`` says what ranks must agree on, ``engine`` is what others call.
+The decisions are in ``_engine.c``, without input or output; the tests drive models in Python with the same events.
+``session`` holds the agreement of ranks; callers use ``engine``.
 """
 
 from .engine import Channel, Engine, PeerLost, Transfer

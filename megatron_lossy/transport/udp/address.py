@@ -1,4 +1,4 @@
-"""Which address of this host datagrams are sent from, and how fast its interface is."""
+"""The address of this host that datagrams are sent from, and the speed of its interface."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import psutil
 from ...errors import UsageError, refuse
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
-#: Bytes per second where an interface does not say what it can, and on the loopback, which has no limit.
+#: Bytes per second of an interface that does not report its speed, and of the loopback, which has no limit.
 UNKNOWN_SPEED = 125e6
 LOOPBACK_SPEED = 12.5e9
 
 
 def find_address(interface: str | None, master: str) -> str:
-    """The first address of ``interface``, IPv4 before IPv6; without one that from which ``master`` is reached."""
+    """The first address of ``interface``, IPv4 before IPv6; without one the address that reaches ``master``."""
     if interface is None:
         return _source_towards(master)
     interfaces = psutil.net_if_addrs()
@@ -53,7 +53,7 @@ def interface_of(address: str) -> str | None:
 
 
 def speed_of(address: str) -> float:
-    """Bytes per second that the interface of ``address`` says it can."""
+    """The speed that the interface of ``address`` reports, in bytes per second."""
     name = interface_of(address)
     if address.startswith("127.") or address == "::1" or name == "lo":
         return LOOPBACK_SPEED

@@ -1,4 +1,4 @@
-"""Compile the engine when it is first used, once per user, source and compiler."""
+"""Compiles the engine at its first use, once per user, source and compiler."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ FLAGS = (
 
 
 def compiler() -> str | None:
-    """``CC``, or the first of the usual names that is there."""
+    """``CC``, or the first of the usual names that is installed."""
     names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
 def cache_folder() -> Path:
-    """Where the user's libraries are; a folder of theirs below the temporary one if the home cannot be written."""
+    """The folder of the user's libraries; below the temporary folder if the home cannot be written."""
     wanted = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_lossy"
     fallback = Path(tempfile.gettempdir()) / f"megatron_lossy-{os.getuid()}"
     for folder in (wanted, fallback):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # What is loaded from here runs as this user.
+            # A library that is loaded from here runs as this user.
             if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK | os.X_OK):
                 return folder
         except OSError:
@@ -51,7 +51,7 @@ def cache_folder() -> Path:
 
 @functools.cache
 def library() -> Path:
-    """The compiled engine. Ranks that start together may all compile it: each writes aside and renames."""
+    """The compiled engine. Ranks that start together may all compile it: each writes a file aside and renames it."""
     source = hashlib.blake2b(SOURCE.read_bytes() + " ".join(FLAGS).encode(), digest_size=8).hexdigest()
     stem = f"engine-{platform.machine()}-{source}"
     folder = cache_folder()
@@ -69,7 +69,7 @@ def library() -> Path:
 
 
 def compile_library(cc: str, path: Path, extra: Sequence[str] = ()) -> None:
-    """Compile the engine with ``extra`` flags to ``path``, which appears whole."""
+    """Compile the engine with ``extra`` flags to ``path``. The file appears there only when it is complete."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         aside = Path(folder, path.name)
         command = [cc, *FLAGS, *extra, "-o", str(aside), str(SOURCE), "-ldl"]

@@ -1,7 +1,8 @@
-"""``--transport udp``: the exchanges of one group as datagrams. What has not arrived in time is lost, and is reported.
+"""``--transport udp``: the exchanges of one group as datagrams. Late units are lost, and reported.
 
-The engine writes what arrives where it belongs; here tensors become addresses, and bitmaps deliveries. An exchange that
-is made again (evaluation, a save, a rerun) crosses torch's process group, with the delivery that was observed.
+The engine writes arrived units where they belong; this module turns tensors into addresses, and bitmaps into
+deliveries. An exchange that is made again (evaluation, a save, a rerun) crosses torch's process group, with the
+observed delivery.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ Dtypes = dict[str, Sequence[torch.dtype]]
 class UdpWire(PieceWire):
     """One rank's exchanges with the other ranks of ``group``, over a channel of ``engine``.
 
-    ``networks``: what is drawn to be lost beside what is lost; with nodes, those of a node exchange over ``group``.
-    ``open_channel(buckets, peers=ranks, reported=phases)``: opens the channel, a collective call. ``codes``: by phase in
-    which senders choose, how what must arrive is protected.
+    ``networks``: draws losses beside the real ones; with nodes, ranks of one node exchange over ``group``.
+    ``open_channel(buckets, peers=ranks, reported=phases)``: opens the channel, a collective call. ``codes``: by phase,
+    the code that protects the units that must arrive, for phases whose senders choose.
     """
 
     observed = True
@@ -64,7 +65,7 @@ class UdpWire(PieceWire):
         #: Ranks of the group that are reached without datagrams, and those that are not.
         self.near = [other for other in others if here[other] == here[rank]]
         self.far = [other for other in others if other not in self.near]
-        # Ranks have none to send to where all are on one node; then all have none.
+        # If all ranks are on one node, no rank has others to send to.
         self._alone = len(set(here.tolist())) < 2
         sizes = {
             phase: [
@@ -76,7 +77,7 @@ class UdpWire(PieceWire):
         self._codes = dict(codes or {})
         self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(self._codes))
         self._unreported: dict[tuple[Exchange, int], tuple[Datagrams, np.ndarray]] = {}
-        self._known = Latest()  # of each exchange an _Arriving
+        self._known = Latest()  # an _Arriving for each exchange
         self._draws = Latest()
         self._numbers: dict[tuple[str, int], int] = {}
         self._agreements: dict[tuple[str, int], tuple[np.ndarray, dist.ProcessGroup]] = {}
@@ -92,7 +93,7 @@ class UdpWire(PieceWire):
         self.hear_late(rule, x.bucket, 0.0)
         with torch.no_grad():
             must = rule.choose(x)
-        if self._arriving(x.exchange).was_begun(x.bucket):  # it crosses reliably, and what did not arrive is known
+        if self._arriving(x.exchange).was_begun(x.bucket):  # it crosses reliably, and its losses are known
             return self._scatter_reliably(x, rule, None, lambda: self.delivery(x.exchange))
         pieces = torch.empty_like(x.buffer)
         rows, own = pieces.chunk(self.size), x.buffer.chunk(self.size)
@@ -118,13 +119,13 @@ class UdpWire(PieceWire):
         with torch.no_grad():
             own = rule.send(x)
         buffer, rows, units = x.buffer, x.buffer.chunk(self.size), self.cut["param"][x.bucket]
-        # On a CPU what arrives is written into the replica at once; nobody reads it before the exchange is over.
+        # On a CPU units are written into the replica as they arrive; nobody reads it before the exchange is over.
         withdrawn = self._may_be_withdrawn(x.exchange, x.bucket) if not staged(buffer) else None
         old = IndexedRows.take(buffer, units, withdrawn) if withdrawn is not None else None
         near = self._exchange_near([x.sent] * len(self.near), [rows[other] for other in self.near])
         stage = Stage(x.sent, buffer) if staged(buffer) else None
         here, there = (x.sent, buffer) if stage is None else (stage.out, stage.back)
-        for exchange, other in list(self._unreported):  # the code wants to know; nobody else asks
+        for exchange, other in list(self._unreported):  # the code needs the reports, and only this call asks for them
             if exchange.phase == "param" and other == x.bucket:
                 self.reports(exchange, x.bucket, 0.0)
         udp = self._over_udp(x.exchange, x.bucket, there, [here] * self.size, stage, must)
@@ -161,7 +162,7 @@ class UdpWire(PieceWire):
             return []
         ranks = [dist.get_global_rank(self.group or dist.group.WORLD, other) for other in self.near]
         pairs = zip(ranks, out, into, strict=True)
-        # Not batch_isend_irecv: its context for coalescing cannot be within the one that Megatron has around all buckets.
+        # batch_isend_irecv cannot be used: its coalescing context may not be inside Megatron's, around all buckets.
         group, device = self.group or dist.group.WORLD, out[0].device
         coalesced = getattr(group._get_backend(device), "supports_coalescing", False)
         if coalesced:
@@ -229,7 +230,7 @@ class UdpWire(PieceWire):
         self._known = Latest()
 
     def _record(self, exchange: Exchange, bucket: int, udp: _Exchange) -> Delivery:
-        """Note which units of ``bucket`` arrived. Returns the delivery, which knows of no other bucket."""
+        """Note which units of ``bucket`` arrived. Returns a delivery of this bucket alone."""
         phase = exchange.phase
         arrived = udp.transfer.arrived.copy()
         arrived[[*self.near, self.rank]] = True
@@ -240,7 +241,7 @@ class UdpWire(PieceWire):
         return self._arriving(exchange).record(bucket, arrived)
 
     def _may_be_withdrawn(self, exchange: Exchange, bucket: int) -> Lost | None:
-        """Units of parameters that may arrive and yet count as lost."""
+        """Units of parameters that may arrive and still count as lost."""
         units = self.cut["param"][bucket]
         mask = np.zeros((self.size, units.count), dtype=bool)
         if not self.networks["param"].lossless:
@@ -250,7 +251,7 @@ class UdpWire(PieceWire):
         return Lost(mask) if mask.any() else None
 
     def _drawn(self, exchange: Exchange) -> np.ndarray:
-        """bool[N, units]: what the channel lets through, of all buckets."""
+        """bool[N, units]: the units that the channel delivers, of all buckets."""
         drawn = self._draws.get(exchange)
         if drawn is None:
             network, cut = self.networks[exchange.phase], self.cut[exchange.phase]
@@ -259,10 +260,10 @@ class UdpWire(PieceWire):
         return drawn
 
     def agree(self, phase: str, bucket: int, replicated: np.ndarray, group: dist.ProcessGroup) -> None:
-        """Let the ranks of ``group`` (tensor parallel), which have copies of the same parameters, lose the same of them.
+        """Make the ranks of ``group`` (tensor parallel), which hold copies of the same parameters, lose the same units.
 
-        ``replicated`` bool[N, units]: where they are, by shard. What one of them lost counts as lost by all, so that these
-        units are sent three times.
+        ``replicated`` bool[N, units]: the units with copies, by shard. A unit that one of the ranks lost counts as lost
+        by all. Therefore these units are sent three times.
         """
         if not replicated.any() or self._alone:
             return
@@ -277,7 +278,7 @@ class UdpWire(PieceWire):
         arrived[mask] = common.cpu().numpy().astype(bool)
         return arrived
 
-    # --- what must arrive ----------------------------------------------------------------------------------------
+    # --- units that must arrive ----------------------------------------------------------------------------------
 
     def hear(self, rule: GradRecovery, bucket: int, step: int, seconds: float) -> None:
         if rule.sent_in(step):
@@ -288,9 +289,9 @@ class UdpWire(PieceWire):
             rule.reported(step, self.reports(Exchange("grad", self.stream, step), bucket, seconds))
 
     def reports(self, exchange: Exchange, bucket: int, seconds: float) -> np.ndarray | None:
-        """bool[N, count]: what of this rank's ``bucket`` did not arrive at others; ``None``: not all of them have said so.
+        """bool[N, count]: the units of this rank's ``bucket`` that others lost; ``None`` if a report is missing.
 
-        Waits as long. Every exchange of which units had to arrive must be asked for.
+        Waits at most ``seconds`` for the reports. Call it for every exchange with units that had to arrive.
         """
         known = self._unreported.get((exchange, bucket))
         if known is None:
@@ -307,18 +308,18 @@ class UdpWire(PieceWire):
         self._codes[exchange.phase].report(lost[self.far], must[self.far])
         return lost
 
-    # --- what the user sees --------------------------------------------------------------------------------------
+    # --- output for the user -------------------------------------------------------------------------------------
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Of each peer, by its rank in the group."""
+        """Counters of each peer, by its rank in the group."""
         return {} if self._channel is None else self._channel.counters()
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """Towards each peer: bytes per second, least round trip in seconds, and more."""
+        """Rates towards each peer: bytes per second, least round trip in seconds, and more."""
         return {} if self._channel is None else self._channel.rates()
 
     def close(self) -> None:
-        """No more exchanges; those under way need not end."""
+        """Close the wire after the last exchange. Exchanges under way may stay incomplete."""
         if self._sender is not None:
             self._sender.shutdown()
         if self._channel is not None:
@@ -326,7 +327,7 @@ class UdpWire(PieceWire):
 
 
 class _Arriving:
-    """What has arrived so far of ``exchange``, bucket by bucket, and which buckets were begun."""
+    """The units of ``exchange`` that have arrived so far, bucket by bucket, and the buckets that were begun."""
 
     def __init__(self, exchange: Exchange, members: Sequence[int], rank: int, cut: Sequence[BucketUnits]) -> None:
         self._exchange, self._members, self._me, self._cut = exchange, members, members[rank], cut
@@ -335,18 +336,18 @@ class _Arriving:
         self._whole: Delivery | None = None
 
     def was_begun(self, bucket: int) -> bool:
-        """Whether ``bucket`` was begun before. It is now."""
+        """Whether ``bucket`` was begun before this call. The call marks it as begun."""
         before = bucket in self._begun
         self._begun.add(bucket)
         return before
 
     def record(self, bucket: int, arrived: np.ndarray) -> Delivery:
-        """``arrived`` bool[S, count] of ``bucket``. Returns the delivery of that bucket, of which nobody asks for others."""
+        """Record ``arrived`` bool[S, count] of ``bucket``. Returns a delivery of that bucket alone."""
         self._arrived[bucket], self._whole = arrived, None
         return self._of({bucket: arrived})
 
     def delivery(self) -> Delivery:
-        """What has arrived of all buckets."""
+        """The delivery of all buckets so far."""
         if self._whole is None:
             self._whole = self._of(self._arrived)
         return self._whole
@@ -360,9 +361,9 @@ class _Arriving:
 
 
 class Code:
-    """The parity of units that must arrive: ``fixed`` (B, C), or as much as the loss asks for.
+    """The parity of units that must arrive: ``fixed`` (B, C), or as much as the loss requires.
 
-    ``budget``: at most this share of a message.
+    ``budget``: the parity is at most this share of a message.
     """
 
     def __init__(self, fixed: tuple[int, int] | None, budget: float) -> None:
@@ -383,12 +384,15 @@ class Code:
         return block, parity
 
     def report(self, lost: np.ndarray, must: np.ndarray) -> None:
-        """``lost`` bool[D, count] did not arrive: of what need not, as often as the network loses something."""
+        """Record the losses ``lost`` bool[D, count] of units outside ``must``: these are the losses of the network."""
         self._adaptive.report(int((lost & ~must).sum()), int((~must).sum()))
 
 
 def _restore(buffer: torch.Tensor, units: BucketUnits, withdrawn: Lost, old: Saved, delivery: Delivery) -> None:
-    """Put back what was written into ``buffer`` and counts as lost. ``old``: all that may be ``withdrawn``."""
+    """Put the old values back into units of ``buffer`` that were written and count as lost.
+
+    ``old``: copies of all units that may be ``withdrawn``.
+    """
     fresh = Lost(withdrawn.mask & delivery.incoming(units))
     new = IndexedRows.take(buffer, units, fresh)
     IndexedRows.put_(buffer, units, withdrawn, old)
@@ -396,7 +400,7 @@ def _restore(buffer: torch.Tensor, units: BucketUnits, withdrawn: Lost, old: Sav
 
 
 class _Exchange:
-    """What crosses as datagrams: a handle that is waited for until all has arrived that will, and all was sent."""
+    """An exchange as datagrams. Its wait ends when nothing more will arrive and all units were sent."""
 
     def __init__(self, transfer: Datagrams, sending: Future | None, seconds: float) -> None:
         self.transfer = transfer
@@ -404,7 +408,7 @@ class _Exchange:
         self._seconds = seconds
 
     def wait(self) -> None:
-        """Raises :class:`PeerLost` after ``seconds``, too, in which a process that lives has sent nothing."""
+        """Wait for the exchange. Raises :class:`PeerLost`, also if a live process has sent nothing for ``seconds``."""
         until = time.monotonic() + self._seconds
         try:
             if self._sending is not None:
@@ -416,7 +420,7 @@ class _Exchange:
 
 
 class _Waits:
-    """Several handles in the place of one."""
+    """Several handles as one handle."""
 
     def __init__(self, handles: Sequence[Any]) -> None:
         self._handles = handles

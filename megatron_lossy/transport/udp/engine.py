@@ -1,4 +1,4 @@
-"""The engine of this process, its channels, and the exchanges that they carry."""
+"""The engine of this process, its channels, and the exchanges on them."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from .packet import PHASES, overhead
 from .settings import MIB, UdpSettings
 
 SECOND = 1_000_000_000
-#: Seconds in which ranks find each other, once all have opened a channel.
+#: Seconds for ranks to find each other, once all have opened a channel.
 PROBE_TIME = 3.0
 #: Seconds between looks at signals while waiting.
 _SLICE = 0.2
-#: Complete times that ``--udp-deadline auto`` looks back on, and that it needs.
+#: ``--udp-deadline auto`` looks back on this many complete times, and needs at least this many.
 _HISTORY, _ENOUGH = 100, 20
-#: DATA that may always be on the way, whatever the receiver's buffer.
+#: Number of DATA datagrams that may always be on the way, whatever the receiver's buffer.
 LEAST_WINDOW = 8
 
-#: Of a receive buffer, as the kernel counts: below this the user is told; and what gives more, 4 MiB asked for.
+#: A receive buffer below this size, as the kernel counts, is reported to the user; the command allows 4 MiB.
 LITTLE_BUFFER, MORE_BUFFER = 8 * MIB, "sysctl -w net.core.rmem_max=4194304"
 
-#: What :meth:`Channel.rates` says, in the order of the engine.
+#: The names of the values of :meth:`Channel.rates`, in the order of the engine.
 _RATES = ("rate", "rtt_min", "foreign_loss", "delivered", "outstanding", "window", "limit")
 
 Pointers = Sequence[int | None]
@@ -95,7 +95,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("member_counters", None, pointer, u32, pointer),
         ("engine_counters", None, pointer, pointer),
         ("member_rate", None, pointer, u32, pointer),
-        # Without socket and thread, for tests:
+        # Functions without socket and thread, for tests:
         ("handle", i, pointer, pointer, pointer, size, i64),
         ("produce", i, pointer, i64, pointer, pointer),
         ("timers", None, pointer, i64),
@@ -138,7 +138,10 @@ def charge(datagram: int) -> int:
 
 
 def windows(granted: int, datagram: int, peers: int) -> tuple[int, int]:
-    """DATA that each of ``peers`` may have on the way to a socket with ``granted`` bytes: with ease, and at most."""
+    """Numbers of DATA datagrams that each of ``peers`` may have on the way to a socket with ``granted`` bytes.
+
+    Returns two numbers: the one that fits with ease, and the largest one.
+    """
     held = granted // charge(datagram) // max(peers, 1)
     return max(held // 3, LEAST_WINDOW), max(held * 9 // 10, LEAST_WINDOW)
 
@@ -147,11 +150,11 @@ class Engine:
     """One socket and one thread. A context manager.
 
     Args:
-        settings: of this process.
-        address: what to send from, numeric (:func:`.address.find_address`).
+        settings: the settings of this process.
+        address: the numeric address to send from (:func:`.address.find_address`).
         log: called with lines for the user.
         local_rank: added to ``settings.port``, unless that is 0.
-        sharers: processes of this host that share the interface's speed, where no rate is set.
+        sharers: processes of this host that share the interface's speed, if no rate is set.
     """
 
     def __init__(
@@ -170,13 +173,13 @@ class Engine:
         self.datagram = settings.packet_bytes + overhead(settings.cipher)
         self.rate = settings.rate or speed_of(address) / sharers
         self._channels: list[Channel] = []
-        self._lock = threading.RLock()  # of what is promised to whom
+        self._lock = threading.RLock()  # guards the promises to senders
         self._lib = load()
         if settings.cipher != "none" and self._lib.ml_load_cipher():
             raise refuse("--udp-cipher", settings.cipher, "needs libcrypto.so.3 or libcrypto.so.1.1: install OpenSSL")
         packed = pack_address(address, settings.port + local_rank if settings.port else 0)
         result = (ctypes.c_int64 * 3)()
-        # A privileged process gets what it asks for; the others what net.core.rmem_max allows.
+        # A privileged process gets the buffer that it asks for; other processes get at most net.core.rmem_max.
         self._engine = self._lib.ml_create(
             ctypes.byref(self.c_settings()), packed, len(packed), settings.socket_buffer, 1, result
         )
@@ -231,19 +234,19 @@ class Engine:
         phases: Sequence[str] = tuple(PHASES),
         called: Sequence[int] | None = None,
     ) -> Channel:
-        """A channel of ``size`` ranks; all of them must call this.
+        """Open a channel of ``size`` ranks; all of them must call this.
 
         Args:
-            name: of the channel, in messages.
-            rank: this one's.
-            store: what all ranks read and write; ``get`` waits for a key.
-            prefix: of the keys; no other channel has it, nor had it in this store.
-            buckets: for each of ``phases``, of each bucket: bytes of a shard, and of a unit.
+            name: the name of the channel, for messages.
+            rank: the rank of this process.
+            store: the store that all ranks read and write; ``get`` waits for a key.
+            prefix: the prefix of the keys; no other channel has it, nor had it in this store.
+            buckets: for each of ``phases`` and each bucket: bytes of a shard, and of a unit.
             peers: the ranks that are reached over UDP, all if ``None``. If i names j, j must name i.
-            alike: what else must be the same on all ranks.
-            reported: phases whose senders are told what did not arrive, and may name units that must.
+            alike: other text that must be the same on all ranks.
+            reported: phases whose senders get reports of lost units, and may name units that must arrive.
             phases: the two kinds of exchanges.
-            called: what the ranks are called in messages, by their number.
+            called: the names of the ranks in messages, by their number.
         """
         if self.closed:
             raise RuntimeError(f"the engine of {self.address} is closed, or that of a process that forked this one")
@@ -256,22 +259,22 @@ class Engine:
         return not self._engine
 
     def windows(self, more: int = 0) -> tuple[int, int]:
-        """:func:`windows` of each process that sends here, over all channels, and of ``more`` processes."""
+        """:func:`windows` of each process that sends to this one, over all channels and ``more`` processes."""
         return windows(self.granted, self.datagram, len(self.senders) + more)
 
     @property
     def senders(self) -> set[str]:
-        """The processes that send here, over all channels, by their instance."""
+        """The processes that send to this one, over all channels, by their instance."""
         return {channel.hellos[peer].instance for channel in self._channels if channel.hellos for peer in channel.peers}
 
     def promise(self) -> None:
-        """Tell all senders how much of the buffer is each one's, now that a channel was opened or closed."""
+        """Tell all senders their share of the buffer, after a channel was opened or closed."""
         with self._lock:
             if self._engine:
                 self._lib.ml_promise(self._engine, *self.windows())
 
     def counters(self) -> dict[str, int]:
-        """Of the socket, and of datagrams that belong to no rank; none of a closed engine."""
+        """Counters of the socket, and of datagrams that belong to no rank; empty for a closed engine."""
         if not self._engine:
             return {}
         names = self._lib.ml_engine_counter_names().decode().rstrip(",").split(",")
@@ -280,7 +283,7 @@ class Engine:
         return dict(zip(names, values))
 
     def close(self, linger: float = 5.0) -> None:
-        """Close all channels, and the socket. ``linger``: :meth:`Channel.close`."""
+        """Close all channels, and the socket. ``linger``: see :meth:`Channel.close`."""
         for channel in list(self._channels):
             channel.close(linger)
         with self._lock:
@@ -290,7 +293,7 @@ class Engine:
                 atexit.unregister(self.close)
 
     def _forked(self) -> None:
-        """This is a child process: without the thread, and the sockets are the parent's."""
+        """Release the engine in a child process: it has no engine thread, and the sockets belong to the parent."""
         atexit.unregister(self.close)
         self._lock = threading.RLock()
         engine, self._engine = self._engine, None
@@ -308,11 +311,11 @@ class Engine:
 
 
 class Channel:
-    """The exchanges of a group of ranks. Made by :meth:`Engine.open`.
+    """The exchanges of a group of ranks, made by :meth:`Engine.open`.
 
-    An exchange is known by its phase, step and bucket; steps of a bucket rise. ``post`` says where what others send
-    goes, ``send`` what they get, in any order and from any thread. Buffers must stay where they are, those that are
-    sent unchanged, until :meth:`Transfer.wait` and :meth:`Transfer.sent` have returned, or the channel is closed.
+    The phase, step and bucket name an exchange; steps of a bucket rise. ``post`` gives the memory for pieces of others,
+    and ``send`` the pieces for others, in any order and from any thread. Buffers must stay where they are, and sent
+    ones unchanged, until :meth:`Transfer.wait` and :meth:`Transfer.sent` have returned, or the channel is closed.
     """
 
     def __init__(
@@ -342,7 +345,7 @@ class Channel:
         self._lock = threading.Condition()
         self._users = 0
         self._channel: int | None = None
-        self._closer: int | None = None  # the thread that closes it; 0: that is done
+        self._closer: int | None = None  # the thread that closes the channel; 0: it is closed
         self._final: tuple[dict[int, dict[str, int]], dict[int, dict[str, float]]] | None = None  # counters, rates
         self._transfers: dict[tuple[int, int, int], Transfer] = {}
         self._took: dict[tuple[int, int], deque[float]] = {}
@@ -356,7 +359,7 @@ class Channel:
         self._reported = frozenset(reported)
         if reported and settings.packet_bytes < UDP_REPORT_BYTES:
             raise ValueError(f"reports need packets of {UDP_REPORT_BYTES} bytes at least, not {settings.packet_bytes}")
-        #: What all ranks have said of themselves, once they have.
+        #: The hellos of all ranks, once all have come.
         self.hellos: list[session.Hello] = []
         drawn = _first_draws(store, f"{prefix}/random", rank)
         alike += repr(sorted(reported))
@@ -377,7 +380,7 @@ class Channel:
 
     def _meet(self, store: session.Store, prefix: str, buckets: str) -> list[session.Hello]:
         engine, settings = self._engine, self._engine.settings
-        window, limit = engine.windows(len(self.peers))  # some may be counted twice; REPORTs say how much it is
+        window, limit = engine.windows(len(self.peers))  # some peers may be counted twice; REPORTs correct the window
         senders = len(engine.senders) + len(self.peers)
         if window == LEAST_WINDOW and senders * window * charge(engine.datagram) > engine.granted:
             needed = senders * window * charge(engine.datagram) // 2
@@ -403,7 +406,7 @@ class Channel:
         )
         texts = _all(store, f"{prefix}/hello", self.rank, self.size, hello.encode())
         hellos = [session.Hello.decode(text, rank, self.name) for rank, text in enumerate(texts)]
-        hellos[self.rank] = hello  # not what the store says of it: who can write there could bring back an old random
+        hellos[self.rank] = hello  # not the stored copy: a writer to the store could bring back an old random
         session.check_agreement(self.name, hellos, settings.key)
         return hellos
 
@@ -443,7 +446,7 @@ class Channel:
 
     @contextmanager
     def _using(self, transfer: Transfer | None = None) -> Iterator[None]:
-        """Meanwhile the channel is not closed, and ``transfer`` keeps its handle."""
+        """A context in which the channel is not closed, and ``transfer`` keeps its handle."""
         with self._lock:
             if self._channel is None:
                 raise RuntimeError(f"channel {self.name} is closed")
@@ -475,13 +478,13 @@ class Channel:
             raise ValueError(f"{length} bytes in {phase}, bucket {bucket} of {self.name}")
 
     def _half(self, key: tuple[int, int, int], result: int, handle: ctypes.c_void_p) -> Transfer:
-        """The transfer of ``key``, of which a half has begun. Called with the lock."""
+        """The transfer of ``key`` after one of its halves has begun. Called with the lock."""
         if result:
             if result == -1:
                 raise self.lost()
             where = f"{self.phases[key[0]]} {key[2]}, bucket {key[1]} of {self.name}"
             raise ValueError(f"{where}: not later than its last step") if result == -2 else MemoryError(where)
-        # Of a channel that only sends, or of which nobody asks what was sent, halves would stay for ever.
+        # Without this, halves would stay for ever in a channel that only sends, or that nobody asks about sent data.
         for old in [old for old in self._transfers if old[:2] == key[:2] and 0 < (key[2] - old[2]) % 2**32 < 2**31]:
             self._transfers[old]._forget()
         transfer = self._transfers.setdefault(key, Transfer(self, key))
@@ -502,12 +505,12 @@ class Channel:
         hurries: bool = True,
         length: int = 0,
     ) -> Transfer:
-        """Say where the piece of each source goes: addresses, ``None`` for this rank and for who sends nothing.
+        """Give the address for the piece of each source; ``None`` for this rank and for sources that send nothing.
 
-        So many of the units of a source that must arrive may be missing for good; if more are, after repair, all of them
-        are sent again. ``dropped`` bool[units + parities]: what counts as lost when it comes for the first time.
-        ``hurries``: whether ``--udp-deadline`` holds. ``length``: bytes of each piece, if fewer than the bucket has; the units
-        behind them count as arrived.
+        ``tolerance``: of the units that must arrive from a source, this many may be missing for good. If more are
+        missing after repair, all of them are sent again. ``dropped`` bool[units + parities]: packets that count as lost
+        when they come for the first time. ``hurries``: whether ``--udp-deadline`` applies. ``length``: bytes of each
+        piece, if fewer than the bucket has; the units behind them count as arrived.
         """
         key, pointers = self._key(phase, step, bucket), self._pointers(destinations)
         self._check_length(phase, bucket, length)
@@ -534,10 +537,11 @@ class Channel:
         code: tuple[int, int] = (1, 0),
         length: int = 0,
     ) -> Transfer:
-        """Say what each destination gets: addresses, ``None`` for this rank and for who gets nothing.
+        """Give the address of each destination's piece; ``None`` for this rank and for destinations that get nothing.
 
-        ``must`` bool[N, units], of a reported phase: what must arrive at each. Of every ``code[0]`` such units go
-        ``code[1]`` packets of parity. ``length``: bytes of each piece, if fewer than the bucket has; all its units must arrive.
+        ``must`` bool[N, units], in a reported phase: the units that must arrive at each destination. Each ``code[0]``
+        of such units get ``code[1]`` packets of parity. ``length``: bytes of each piece, if fewer than the bucket has;
+        all its units must arrive.
         """
         key, pointers = self._key(phase, step, bucket), self._pointers(sources)
         self._check_length(phase, bucket, length)
@@ -562,7 +566,7 @@ class Channel:
             return transfer
 
     def transfer(self, phase: str, step: int, bucket: int) -> Transfer:
-        """The exchange that was posted or sent, while a half of it is outstanding."""
+        """The exchange that was posted or sent, as long as one of its halves is outstanding."""
         with self._lock:
             found = self._transfers.get((self.phases.index(phase), bucket, step % 2**32))
         if found is None:
@@ -570,7 +574,10 @@ class Channel:
         return found
 
     def copies(self, phase: str, bucket: int, mask: np.ndarray) -> None:
-        """Send the units of ``mask`` three times, a third of the message apart. Not while the bucket is being sent."""
+        """Send the units of ``mask`` three times, a third of the message apart.
+
+        Raises ``RuntimeError`` while the bucket is being sent.
+        """
         units = self._units[phase][bucket]
         mask = np.asarray(mask, np.bool_)
         if mask.shape != (units,):
@@ -598,7 +605,7 @@ class Channel:
         return 1.2 * float(np.quantile(took, 0.95)) if len(took) >= _ENOUGH else 0.0
 
     def lost(self) -> PeerLost:
-        """Who is gone, as far as the engine knows."""
+        """An error that names the rank that is gone, as far as the engine knows."""
         culprit = ctypes.c_int()
         reason = self._lib.ml_failed(self._channel, ctypes.byref(culprit))
         why = {
@@ -616,7 +623,7 @@ class Channel:
         return self.hellos[rank].where
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Of each peer; of a closed channel, those that it had then."""
+        """Counters of each peer; for a closed channel, those at its end."""
         if self._final is not None:
             return self._final[0]
         names = self._lib.ml_member_counter_names().decode().rstrip(",").split(",")
@@ -629,10 +636,11 @@ class Channel:
         return result
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """Towards each peer: bytes per second; seconds; the share lost that is not ours; what arrived of late; DATA on the way, and
-        how much of it its buffer holds for this process.
+        """Rates towards each peer; for a closed channel, those at its end.
 
-        Of a closed channel, as it was then.
+        ``rate``: bytes per second. ``rtt_min``: seconds. ``foreign_loss``: the share of loss that this process does not
+        cause. ``delivered``: the greatest recent rate of arrivals. ``outstanding``: DATA on the way. ``window``,
+        ``limit``: DATA that the peer's buffer holds for this process.
         """
         if self._final is not None:
             return self._final[1]
@@ -645,10 +653,10 @@ class Channel:
         return result
 
     def close(self, linger: float = 5.0) -> None:
-        """Buffers are not touched after this.
+        """Close the channel. Buffers are not touched after this.
 
         Args:
-            linger: seconds to wait until peers have what was sent; they may still be asking for it.
+            linger: seconds to wait until peers have all sent data; they may still be asking for it.
         """
         with self._lock:
             if self._closer is not None:  # its end is waited for, since the engine may be freed after this
@@ -675,7 +683,7 @@ class Channel:
                 self._lock.notify_all()
 
     def _ended(self) -> None:
-        """The engine has forgotten the channel, and its exchanges: memory that it read and wrote may go."""
+        """Release the memory that the engine read and wrote: it has forgotten the channel and its exchanges."""
         for transfer in list(self._transfers.values()):
             transfer._ended()
         self._transfers.clear()
@@ -684,17 +692,17 @@ class Channel:
                 self._engine._channels.remove(self)
 
     def _forked(self) -> None:
-        """This is a child process, in which nobody holds the lock."""
+        """Reset the channel in a child process, where nobody holds the lock."""
         self._final = {}, {}
         self._lock, self._users, self._channel, self._closer = threading.Condition(), 0, None, 0
         for transfer in self._transfers.values():
             transfer._handle = None
-            _of_parent.append(transfer.keep)  # page-locked memory is not given back by a process without the device
+            _of_parent.append(transfer.keep)  # a process without the device cannot give page-locked memory back
         self._transfers.clear()
 
 
 class Outcome(NamedTuple):
-    """Units that were missing at the end of a message, those that parity did not bring back, and whether it came again."""
+    """The end of a message: units that were missing, units missing after parity, and whether it was sent again."""
 
     raw: int
     residual: int
@@ -707,7 +715,7 @@ class Transfer:
     def __init__(self, channel: Channel, key: tuple[int, int, int]) -> None:
         self.key = key
         self.arrived: np.ndarray | None = None
-        #: What owns the memory that the engine reads and writes: as long as it does, even if nobody waits.
+        #: Owns the memory that the engine reads and writes. It is kept for as long as that takes, even if nobody waits.
         self.keep: object = None
         #: Seconds from the posting to the end.
         self.took: float | None = None
@@ -717,14 +725,14 @@ class Transfer:
         self._users, self._dropped = 0, False
         self._outcomes: np.ndarray | None = None  # [N, 3]
         self._sending = self._all_sent = False
-        self._reports = False  # are still wanted
+        self._reports = False  # whether reports are still wanted
 
     def __str__(self) -> str:
         phase, bucket, step = self.key
         return f"{self._channel.phases[phase]} {step}, bucket {bucket} of {self._channel.name}"
 
     def _drop(self) -> None:
-        """Nobody will ask the engine for it. Called with the channel's lock."""
+        """Drop the transfer: nobody will ask the engine for it. Called with the channel's lock."""
         self._channel._transfers.pop(self.key, None)
         self._dropped = True
         self._release()
@@ -739,7 +747,7 @@ class Transfer:
         self._handle = self.keep = None
 
     def _forget(self) -> None:
-        """A later step has begun. Called with the channel's lock."""
+        """Drop the transfer if it is over, because a later step has begun. Called with the channel's lock."""
         if self._handle is not None and self._sending and not self._all_sent:
             self._all_sent = self._lib.ml_wait(self._handle, 1, 0) == 0
         over = self.arrived is None or self.took is not None
@@ -747,43 +755,43 @@ class Transfer:
             self._drop()
 
     def done(self) -> bool:
-        """Whether everything has arrived that will. Raises :class:`PeerLost`."""
+        """Whether the exchange is complete: nothing more will arrive. Raises :class:`PeerLost`."""
         return self._wait(0, 0.0)
 
     def wait(self, timeout: float | None = None) -> np.ndarray:
-        """bool[N, units]: what arrived, the own row all true, that of a source without destination all false.
+        """bool[N, units]: the units that arrived. The own row is true; that of a source without destination is false.
 
-        Waits for the exchange to be posted, too, and not for what this rank sends.
-        Raises :class:`PeerLost`, or TimeoutError after ``timeout`` seconds; the engine may then still write.
+        Waits also until the exchange is posted, but not for the data that this rank sends. Raises :class:`PeerLost`, or
+        TimeoutError after ``timeout`` seconds; the engine may then still write.
         """
         if not self._wait(0, timeout):
             raise TimeoutError(f"{self}: {self._missing()} after {timeout:g} s")
         return self.arrived
 
     def outcome(self, source: int) -> Outcome:
-        """What became of what had to arrive from ``source``, of a reported phase; once it has been waited for."""
+        """The :class:`Outcome` of units that had to arrive from ``source``, in a reported phase, after :meth:`wait`."""
         if self._outcomes is None:
             raise ValueError(f"{self}: has no outcome before it is waited for, and only where senders choose")
         raw, residual, again = self._outcomes[source].tolist()
         return Outcome(raw, residual, bool(again))
 
     def all_sent(self) -> bool:
-        """Whether nothing is read from the sources any more. Raises :class:`PeerLost`."""
+        """Whether the engine reads nothing from the sources any more. Raises :class:`PeerLost`."""
         return self._wait(1, 0.0)
 
     def sent(self, timeout: float | None = None) -> None:
-        """Wait until nothing is read from the sources any more; also until ``send`` is called."""
+        """Wait until the engine reads nothing from the sources any more, and also until ``send`` is called."""
         if not self._wait(1, timeout):
             raise TimeoutError(f"{self}: not all sent after {timeout:g} s")
 
     def expects_reports(self, wanted: bool = True) -> None:
-        """Somebody will ask for :meth:`reports`; said before it is sent."""
+        """Announce that :meth:`reports` will be called. Call this before the data is sent."""
         self._reports = wanted
 
     def reports(self) -> np.ndarray | None:
-        """bool[N, units]: what did not arrive of what was sent, of a reported phase; ``None``: not all have said.
+        """bool[N, units]: the sent units that did not arrive, in a reported phase; ``None`` while a report is missing.
 
-        Raises :class:`PeerLost`. It must be asked for until it is there, once :meth:`expects_reports` was said.
+        Raises :class:`PeerLost`. After :meth:`expects_reports`, call this until it returns the array.
         """
         channel = self._channel
         phase, bucket, _ = self.key
@@ -827,7 +835,7 @@ class Transfer:
         return True
 
     def _note(self, what: int) -> None:
-        """It is over, or all is sent."""
+        """Note that the exchange is over (``what`` 0), or that all is sent (1)."""
         channel = self._channel
         with channel._lock:
             if what:
@@ -842,7 +850,7 @@ class Transfer:
                 self._drop()
 
 
-#: Engines of this process, and in a child what the engines of its parent keep.
+#: Engines of this process; and in a child, the objects that the engines of its parent keep.
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()
 _of_parent: list[object] = []
 
@@ -862,6 +870,6 @@ def _first_draws(store: session.Store, key: str, rank: int) -> bytes:
 
 
 def _all(store: session.Store, key: str, rank: int, size: int, value: bytes) -> list[bytes]:
-    """What every rank says under ``key``."""
+    """The values of all ranks under ``key``."""
     store.set(f"{key}/{rank}", value)
     return [bytes(store.get(f"{key}/{other}")) for other in range(size)]

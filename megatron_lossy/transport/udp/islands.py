@@ -1,6 +1,6 @@
-"""Exchanges between islands as datagrams: of both halves, what does not arrive in time is lost, and reported.
+"""Exchanges between islands as datagrams. In both halves, a unit that does not arrive in time is lost, and reported.
 
-Messages have one length, that of the longest exchange; shorter ones end in zeros.
+All messages have the length of the longest exchange; shorter ones end in zeros.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .stages import patiently
 
 
 class IslandLink:
-    """Exchanges of this island with all others, one after another. Opening it is a collective call of one rank of each.
+    """Exchanges of this island with all others, one after another. One rank of each island opens it, a collective call.
 
-    ``shard``: the most elements of a message, of ``dtype``. ``store``: of these ranks, new. ``patience``: seconds after which an
-    island counts as gone that sends nothing.
+    ``shard``: the most elements of a message, of ``dtype``. ``store``: a new store of these ranks. ``patience``: an
+    island that sends nothing for this many seconds counts as gone.
     """
 
     observes = True
@@ -47,16 +47,19 @@ class IslandLink:
         )
         self._begun = 0
         self._memory, self._hurries = config.udp_memory, config.udp_deadline_seconds is not None
-        self._leaving: deque[tuple[Transfer, int]] = deque()  # with their bytes
-        self._silent: list[int] = []  # islands of whose latest message nothing came
+        self._leaving: deque[tuple[Transfer, int]] = deque()  # messages being sent, and their bytes
+        self._silent: list[int] = []  # islands that sent nothing of their latest message
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """[M, n] of ``pieces`` [M, n]: what islands sent here, zeros where nothing came; and bool[M, units]: what came."""
+        """Send ``pieces`` [M, n], one to each island. Returns the pieces for this island [M, n], and the arrived units.
+
+        The second is bool[M, units]. Elements that did not arrive are zero.
+        """
         sent = self._padded(pieces)
         return self._cross(SYNC_PHASES[0], sent, list(sent), pieces.shape[1])
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-        """[M, n]: ``own`` [n] of every island, and what of it came."""
+        """[M, n]: ``own`` [n] of every island, and bool[M, units]: the units that came."""
         sent = self._padded(own[None])
         result = self._cross(SYNC_PHASES[1], sent, [sent[0]] * self._islands, len(own))
         self._begun += 1
@@ -83,8 +86,8 @@ class IslandLink:
     def _left_out(self) -> list[int]:
         """Make room for a message. Returns the islands that get none.
 
-        What an island that stands still has not taken stays here. If that becomes more than ``--udp-memory``, silent islands get
-        nothing for a while; without a deadline everybody waits for them anyway.
+        Data that a stalled island has not taken stays here. If it grows above ``--udp-memory``, silent islands get
+        nothing for a while. Without a deadline everybody waits for them anyway.
         """
         while self._leaving and self._leaving[0][0].all_sent():
             self._leaving.popleft()
@@ -99,11 +102,11 @@ class IslandLink:
         return [row.data_ptr() if island in there else None for island, row in enumerate(rows)]
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Of every other island."""
+        """Counters of every other island."""
         return self._channel.counters()
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """Towards every other island."""
+        """Rates towards every other island."""
         return self._channel.rates()
 
     def close(self) -> None:

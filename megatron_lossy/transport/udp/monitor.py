@@ -1,4 +1,4 @@
-"""What becomes of datagrams: metrics, a line for each thing that a user can mend, and a table at the end of a run."""
+"""Reports on datagrams: metrics, a line for each problem that a user can mend, and a table at the end of a run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def totals(peers: Sequence[Mapping[str, int]], engine: Mapping[str, int]) -> Cou
 
 
 def advice(now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
-    """What should be said, by the name of the reason. ``much_loss_since``: iterations in a row with much loss."""
+    """Lines of advice, by the name of the reason. ``much_loss_since``: iterations in a row with much loss."""
     result = {}
     if now["overflow"] > _OVERFLOW * max(now["received"], 1):
         result["overflow"] = (
@@ -82,7 +82,7 @@ def advice(now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
 
 
 class Carrier(Protocol):
-    """One end of what sends datagrams: its name, and its rank in that."""
+    """An end of a link that sends datagrams: its name, and its rank on that link."""
 
     name: str
     rank: int
@@ -93,9 +93,9 @@ class Carrier(Protocol):
 
 
 class DatagramMonitor(Observer):
-    """Counts over all ranks. ``transports``: those of this process, once there are any.
+    """Counts datagrams over all ranks. ``transports``: returns those of this process, once there are any.
 
-    ``rank``: what this process is called, if not by its rank: islands all have a rank 0.
+    ``rank``: the number of this process, if it is not its rank: every island has a rank 0.
     """
 
     def __init__(self, transports: Callable[[], Sequence[Carrier]], rank: int | None = None) -> None:
@@ -144,7 +144,7 @@ class DatagramMonitor(Observer):
 
 
 def summary(transports: Sequence[Carrier], rank: int) -> list[str]:
-    """What this rank sent and got, in a line; from the first rank also of each peer of each stream."""
+    """Lines with the totals of this rank; on the first rank also a line for each peer of each stream."""
     lines, total = [], Counter()
     for transport in transports:
         rates = transport.rates()

@@ -1,4 +1,4 @@
-"""The datagram: a header of 28 bytes, little-endian, the payload, and 16 bytes of tag where there is a cipher."""
+"""The datagram: a header of 28 bytes, little-endian, the payload, and with a cipher a tag of 16 bytes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ HEADER = np.dtype(
         ("bucket", "<u2"),
         ("phase", "u1"),
         ("attempt", "u1"),  # 0
-        # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 1 for the
-        # last. PARITY: which. NACK: how many units it names. ASK: 0.
+        # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 1 for
+        # the last. PARITY: its number. NACK: number of units that it names. ASK: 0.
         ("index", "<u4"),
     ]
 )
 assert HEADER.itemsize == 28
 
-#: Payload of a REPORT: what has come from its addressee, the highest number + 1, how many µs ago that came, and the
-#: clock of the reporter (µs) then; DATA that the addressee may have on the way: with ease, and at most.
+#: Payload of a REPORT: datagrams and bytes that came from its addressee; the highest number + 1, the time since it came
+#: (µs), and the clock of the reporter (µs) then; DATA that the addressee may have on the way: with ease, and at most.
 REPORT_PAYLOAD = np.dtype(
     [
         ("datagrams", "<u8"),
@@ -47,8 +47,9 @@ REPORT_PAYLOAD = np.dtype(
 )
 
 
-#: In front of the units that must arrive, u4 each, in the payload of an END of a bucket with reports: how many in all
-#: parts, and block << 16 | parities of a block. None are listed where all of the message must: then the count is ``ALL``.
+#: In a bucket with reports, an END's payload lists the units that must arrive, u4 each. In front of them stand
+#: their count in all parts, and block << 16 | parities of a block. If all units must arrive, the count is ``ALL``, and
+#: none are listed.
 ALL = 2**32 - 1
 END_PAYLOAD = np.dtype([("count", "<u4"), ("code", "<u4")])
 
@@ -66,7 +67,7 @@ def overhead(cipher: str) -> int:
 
 
 def encode(kind: int, payload: bytes = b"", *, version: int = VERSION, **fields: int) -> bytes:
-    """A datagram without tag; fields that are not given are 0."""
+    """A datagram without tag; omitted fields are 0."""
     header = np.zeros((), HEADER)
     header["kind"] = version << 4 | kind
     for name, value in fields.items():
@@ -75,7 +76,7 @@ def encode(kind: int, payload: bytes = b"", *, version: int = VERSION, **fields:
 
 
 def decode(datagram: bytes) -> tuple[int, int, dict[str, int], bytes]:
-    """Version, type, all fields, and what follows the header."""
+    """Version, type, all fields, and the bytes behind the header."""
     header = np.frombuffer(datagram, HEADER, 1)[0]
     fields = {name: int(header[name]) for name in HEADER.names[1:]}
     return int(header["kind"]) >> 4, int(header["kind"]) & 15, fields, datagram[HEADER.itemsize :]

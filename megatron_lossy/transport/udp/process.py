@@ -1,4 +1,4 @@
-"""The engine of this process, which all its groups share, from the flags; and the transports over it."""
+"""The one engine of this process, made from the flags, and the transports over it. All groups share the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _engines: dict[UdpSettings, Engine] = {}
 
 
 def settings_of(config: LossyConfig) -> UdpSettings:
-    """What the flags ask for. Raises :class:`UsageError` if the key file cannot be read, or is none."""
+    """The settings that the flags ask for. Raises :class:`UsageError` for an unreadable or too short key file."""
     return UdpSettings(
         interface=config.udp_interface,
         port=config.udp_port,
@@ -44,7 +44,7 @@ def settings_of(config: LossyConfig) -> UdpSettings:
 
 
 def engine_for(config: LossyConfig) -> Engine:
-    """This process's engine with these flags; it lives until the process ends or :func:`close_engines`."""
+    """This process's engine for these flags; it lives until the process ends or :func:`close_engines` is called."""
     settings = settings_of(config)
     if settings not in _engines or _engines[settings].closed:  # in a child process
         address = find_address(settings.interface, os.environ.get("MASTER_ADDR", "127.0.0.1"))
@@ -55,14 +55,14 @@ def engine_for(config: LossyConfig) -> Engine:
             local_rank=int(os.environ.get("LOCAL_RANK", 0)),
             sharers=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         )
-        # After the engine, which registers an end without patience: what is registered last runs first.
+        # The engine has registered an end without patience. This is registered later, and so runs earlier.
         atexit.unregister(close_engines)
         atexit.register(close_engines)
     return _engines[settings]
 
 
 def engine_counters() -> Counter[str]:
-    """Of the sockets of this process."""
+    """Counters of the sockets of this process."""
     found: Counter[str] = Counter()
     for engine in _engines.values():
         found.update(engine.counters())
@@ -70,7 +70,7 @@ def engine_counters() -> Counter[str]:
 
 
 def close_engines() -> None:
-    """Close every channel and socket, once others have what was sent. Runs when the process ends, too."""
+    """Close every channel and socket, once others have all sent data. Runs when the process ends, too."""
     while _engines:
         _engines.popitem()[1].close()
 
@@ -85,12 +85,12 @@ def open_wire(
     cut: dict[str, Sequence[BucketUnits]],
     group: dist.ProcessGroup | None,
 ) -> UdpWire:
-    """The wire of one group. A collective call. Raises :class:`UsageError` where ranks differ or do not reach each other."""
+    """The wire of one group. A collective call. Raises :class:`UsageError` if ranks differ or are out of reach."""
     group = group or dist.group.WORLD
     # Every rank is in one group of a stream, and all make the same channels in the same order.
     first = dist.get_process_group_ranks(group)[0]
     name = f"{stream.name}-{first}"
-    # Not what ranks that are gone have left in the store: torchrun may use one store for all its attempts.
+    # A drawn prefix keeps keys of dead ranks out: torchrun may use one store for all its attempts.
     drawn = [os.urandom(8).hex()]
     dist.broadcast_object_list(drawn, first, group)
     prefix = f"megatron_lossy/udp/{name}/{drawn[0]}"

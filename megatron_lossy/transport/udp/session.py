@@ -1,4 +1,4 @@
-"""What the ranks of a channel tell each other through the store, and what they must agree on. No input or output."""
+"""The messages of a channel's ranks through the store, and the values that they must agree on. No input or output."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Protocol
 from ...errors import UsageError
 from .packet import PHASES
 
-#: Of the datagrams and of what stands in the store.
+#: The version of the datagrams and of the entries in the store.
 PROTOCOL = 4
-#: For each phase, of each bucket: bytes of a shard, and of a unit.
+#: For each phase and each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
 
 
 class Store(Protocol):
-    """What a channel needs of torch's store."""
+    """The methods of torch's store that a channel needs."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
@@ -28,21 +28,21 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Hello:
-    """What one rank says of itself."""
+    """The description that one rank gives of itself."""
 
     address: str
     port: int
-    instance: str  # of the process, hexadecimal
-    random: str  # of this channel, hexadecimal
-    proof: str  # that it has the same --udp-key-file
+    instance: str  # names the process, hexadecimal
+    random: str  # a random number for this channel, hexadecimal
+    proof: str  # proves that it has the same --udp-key-file
     buckets: str  # their digest
     size: int
     protocol: int
     packet_bytes: int
     cipher: str
-    eager: int  # bytes that it keeps of each sender before it has posted
-    window: int  # DATA of one sender that its buffer holds with ease
-    limit: int  # and at most
+    eager: int  # bytes that it keeps from each sender before it has posted
+    window: int  # DATA from one sender that its buffer holds with ease
+    limit: int  # DATA from one sender that its buffer holds at most
 
     @property
     def where(self) -> str:
@@ -61,7 +61,7 @@ class Hello:
 
 
 def digest_buckets(buckets: Buckets, alike: str, phases: Sequence[str] = tuple(PHASES)) -> str:
-    """Of all that the ranks of a channel must cut alike, and of what else must be ``alike``."""
+    """Digest of the cut that all ranks of a channel must share, and of other text that must be ``alike``."""
     cut = [[[int(shard), int(unit)] for shard, unit in buckets.get(phase, ())] for phase in phases]
     text = json.dumps([cut, alike])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -73,17 +73,20 @@ def channel_id(drawn: bytes, name: str) -> int:
 
 
 def prove(file_key: bytes | None, random: str) -> str:
-    """That one has the key file, for those who have it too. Who replays it gains nothing: :meth:`Secrets.proof` is new."""
+    """Proves that this rank has the key file, to ranks that have it too.
+
+    A replay of the proof gains nothing: :meth:`Secrets.proof` is new for each channel.
+    """
     return _mac(file_key or b"", b"megatron-lossy proof", bytes.fromhex(random)).hex()
 
 
 class Secrets:
-    """The keys of a channel, from what every rank has said, and from the key file.
+    """The keys of a channel, from the hellos of all ranks and from the key file.
 
-    The order is that of Noise's NNpsk0, without its Diffie-Hellman: the key file, the transcript, then the randoms of both
-    ends. ``hellos[rank]`` must be what this rank made itself, not what the store gives back: with its own fresh random no key, and so
-    no pair of key and nonce, comes a second time, whatever the store replays. What others said stands in the transcript: who changes
-    an address, a port or a window there changes every key, and :meth:`check` says so.
+    The order is that of Noise's NNpsk0, without its Diffie-Hellman: the key file, the transcript, then the randoms of
+    both ends. ``hellos[rank]`` must be the hello that this rank made itself, not the copy in the store. Its own fresh
+    random ensures that no key, and so no pair of key and nonce, is used twice, whatever the store replays. The hellos
+    of others are in the transcript: a changed address, port or window changes every key, and :meth:`check` reports it.
     """
 
     def __init__(self, name: str, channel: int, hellos: Sequence[Hello], file_key: bytes | None) -> None:
@@ -95,17 +98,17 @@ class Secrets:
         self._chain = _mac(_mac(b"megatron-lossy udp 2", file_key or b""), hashlib.sha256(prologue).digest() + said)
 
     def key(self, source: int, destination: int) -> bytes:
-        """HKDF-SHA256: 16 bytes for AES-128, of what ``source`` sends to ``destination``."""
+        """The key of datagrams from ``source`` to ``destination``: HKDF-SHA256, 16 bytes for AES-128."""
         randoms = b"".join(bytes.fromhex(self._hellos[rank].random) for rank in (source, destination))
         info = b"".join(number.to_bytes(4, "little") for number in (self.channel, source, destination))
         return _mac(_mac(self._chain, randoms), info + b"\x01")[:16]
 
     def proof(self, rank: int) -> bytes:
-        """That ``rank`` has heard the same of all, and has the key file."""
+        """Proves that ``rank`` has heard the same of all ranks, and has the key file."""
         return _mac(self._chain, b"heard", rank.to_bytes(4, "little"))
 
     def check(self, proofs: Sequence[bytes]) -> None:
-        """Raise :class:`UsageError` unless all ranks have the ``proofs`` of having heard the same."""
+        """Raise :class:`UsageError` unless the ``proofs`` of all ranks show that they have heard the same."""
         for rank, proof in enumerate(proofs):
             if not hmac.compare_digest(proof, self.proof(rank)):
                 raise UsageError(
@@ -118,7 +121,7 @@ def _mac(key: bytes, *texts: bytes) -> bytes:
     return hmac.new(key, b"".join(texts), hashlib.sha256).digest()
 
 
-#: Field, how it is called, and the flag that sets it.
+#: Field, its name in messages, and the flag that sets it.
 _EQUAL = (
     ("protocol", "protocol version", "--transport udp"),
     ("size", "number of ranks", "--transport udp"),
@@ -129,7 +132,7 @@ _EQUAL = (
 
 
 def check_agreement(name: str, hellos: Sequence[Hello], file_key: bytes | None) -> None:
-    """Raise :class:`UsageError`, the same on every rank, unless all can exchange."""
+    """Raise :class:`UsageError`, the same on every rank, unless all ranks can exchange."""
     first = hellos[0]
     for rank, hello in enumerate(hellos):
         for field, what, flag in _EQUAL:
@@ -152,7 +155,7 @@ def check_agreement(name: str, hellos: Sequence[Hello], file_key: bytes | None) 
 
 
 def check_reached(name: str, hellos: Sequence[Hello], heard: Sequence[Sequence[bool]], datagram: int) -> None:
-    """Raise :class:`UsageError`, the same on every rank, if some rank got nothing from another one."""
+    """Raise :class:`UsageError`, the same on every rank, if some rank got nothing from another rank."""
     for rank, row in enumerate(heard):
         for source, came in enumerate(row):
             if not came:

@@ -1,4 +1,4 @@
-"""What a user can set about the UDP transport."""
+"""The settings of the UDP transport that a user can choose."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class UdpSettings:
-    """One process's. ``rate`` in bytes per second, times in seconds; ``None`` leaves the choice to the engine.
+    """The settings of one process. ``rate`` is in bytes per second, times are in seconds; ``None``: engine's choice.
 
-    ``port`` is that of the first process of a host, or 0. All ranks must have the same ``cipher``, ``key`` and
-    ``packet_bytes``. ``eager_bytes``: what others may send before this one has posted, each; less where ``memory`` is
-    not enough for all.
+    ``port`` is the port of the first process of a host, or 0. All ranks must have the same ``cipher``, ``key`` and
+    ``packet_bytes``. ``eager_bytes``: bytes that each other rank may send before this one has posted; fewer if
+    ``memory`` is too small for all.
     """
 
     interface: str | None = None
@@ -29,5 +29,5 @@ class UdpSettings:
     key: bytes | None = None
     peer_timeout: float = 30.0
     packet_bytes: int = 1408
-    #: Bytes to ask for as the socket's buffers. Not more than the sysctl allows, but for a privileged process.
+    #: Bytes to ask for as the socket's buffers. The sysctl limits them, except for a privileged process.
     socket_buffer: int = 16 * MIB

@@ -1,7 +1,7 @@
 """``--act-transport udp``: messages between two pipeline stages as datagrams (docs/boundaries.md#over-udp).
 
-All packets of a message are ones that must arrive, with parity. The receiver looks when it knows the end of the message:
-if parity leaves no more missing than it tolerates, it takes the message as it is; else it asks for all that is missing.
+All packets of a message must arrive, and have parity. The receiver decides when it knows the end of the message: if
+parity leaves at most the tolerated number missing, it takes the message as it is; else it asks for all missing packets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .staging import Stage, device_of, patience_of, staged
 
 
 class Received(NamedTuple):
-    """What came of a message: ``arrived`` bool[packets], and what it took."""
+    """The packets of a message that came, ``arrived`` bool[packets], and the message's outcome."""
 
     arrived: np.ndarray
     outcome: Outcome
@@ -36,7 +36,7 @@ class Received(NamedTuple):
 class Link:
     """Messages between the stages of two ranks: ``first`` sends activations, ``second`` their gradients.
 
-    ``packets``: the most of a message, and ``packet`` the bytes of one.
+    ``packets``: the most packets of a message. ``packet``: bytes of a packet.
     """
 
     def __init__(self, ranks: tuple[int, int], rank: int, channel: Channel, packets: int, packet: int) -> None:
@@ -50,12 +50,12 @@ class Link:
         self._begun = dict.fromkeys(BOUNDARY_PHASES, 0)
 
     def next(self, phase: str) -> int:
-        """The number of the message that begins; both ranks count alike, since messages keep their order."""
+        """The number of the message that begins. Both ranks count alike, because messages keep their order."""
         self._begun[phase] += 1
         return self._begun[phase] - 1
 
     def send(self, phase: str, number: int, memory: torch.Tensor, code: tuple[int, int]) -> Datagrams:
-        """``memory`` may change when this returns."""
+        """Send the bytes of ``memory``, which may change when this returns: the engine has copied them."""
         size = _size(memory)
         must = np.zeros((2, self._packets), dtype=bool)
         must[1 - self._place, : -(-size // self._packet)] = True
@@ -64,7 +64,10 @@ class Link:
     def post(
         self, phase: str, number: int, memory: torch.Tensor, tolerance: int, dropped: np.ndarray | None
     ) -> Callable[[float], Received]:
-        """What waits so many seconds until the message is in ``memory``. Raises :class:`PeerLost` or TimeoutError."""
+        """Returns a function that waits so many seconds until the message is in ``memory``.
+
+        The function raises :class:`PeerLost` or TimeoutError.
+        """
         size = _size(memory)
         posted = self._channel.post(phase, number, 0, self._only_other(memory), tolerance, dropped, False, size)
         posted.keep = memory
@@ -80,11 +83,11 @@ class Link:
         return [None if rank == self._place else memory.data_ptr() for rank in range(2)]
 
     def counters(self) -> dict[int, dict[str, int]]:
-        """Of the other rank, by its number in the world."""
+        """Counters of the other rank, by its number in the world."""
         return {self._peer: self._channel.counters()[1 - self._place]}
 
     def rates(self) -> dict[int, dict[str, float]]:
-        """Towards the other rank."""
+        """Rates towards the other rank."""
         return {self._peer: self._channel.rates()[1 - self._place]}
 
     def close(self) -> None:
@@ -92,32 +95,32 @@ class Link:
 
 
 class StageLinks:
-    """The links of this process. A collective call of all ranks of the world; links open with their first message."""
+    """The links of this process, made by all ranks of the world together. Links open with their first message."""
 
     def __init__(self, config: LossyConfig) -> None:
         self._config = config
         self._rank = dist.get_rank()
         self._patience = patience_of(None)
-        # Not what ranks that are gone have left in the store: torchrun may use one store for all its attempts.
+        # A drawn prefix keeps keys of dead ranks out: torchrun may use one store for all its attempts.
         drawn = [os.urandom(8).hex()]
         dist.broadcast_object_list(drawn, 0)
         self._prefix = f"megatron_lossy/udp/stages/{drawn[0]}"
         self._links: dict[tuple[tuple[int, int], int, int], Link] = {}
-        self._leaving: deque[tuple[Datagrams, int]] = deque()  # with their bytes
+        self._leaving: deque[tuple[Datagrams, int]] = deque()  # messages being sent, and their bytes
         self._sender: ThreadPoolExecutor | None = None
 
     @property
     def all(self) -> list[Link]:
-        """Those that were opened."""
+        """The links that were opened."""
         return list(self._links.values())
 
     def send(
         self, phase: str, tensor: torch.Tensor, peer: int, packet: int, code: tuple[int, int], varies: bool = False
     ) -> Sending:
-        """Begin to send the contiguous ``tensor`` to the global rank ``peer``, in packets of so many bytes.
+        """Begin to send the contiguous ``tensor`` to the global rank ``peer``, in packets of ``packet`` bytes.
 
-        Of every ``code[0]`` packets go ``code[1]`` of parity. ``varies``: whether messages have different lengths; then those of
-        similar ones share a link.
+        Each ``code[0]`` packets get ``code[1]`` packets of parity. ``varies``: whether messages have different lengths;
+        then messages of similar lengths share a link.
         """
         link = self._link(phase, tensor, peer, packet, sends=True, varies=varies)
         number, memory = link.next(phase), tensor.detach()
@@ -129,7 +132,7 @@ class StageLinks:
 
         def leave() -> None:
             stage.ready()
-            # On this thread as well: nobody else may ask for what the next message makes the channel forget.
+            # This stays on this thread: the next message makes the channel forget this one, and nobody may ask then.
             self.left(link.send(phase, number, stage.out, code), _size(tensor))
 
         return Sending(self, self._sender.submit(leave), _size(tensor))
@@ -144,10 +147,10 @@ class StageLinks:
         dropped: np.ndarray | None = None,
         varies: bool = False,
     ) -> Receiving:
-        """Begin to receive the contiguous ``tensor`` from the global rank ``peer``, in packets of so many bytes.
+        """Begin to receive the contiguous ``tensor`` from the global rank ``peer``, in packets of ``packet`` bytes.
 
-        ``tolerance``: packets that may be missing for good. ``dropped`` bool[packets + parities]: what counts as lost.
-        ``varies``: as of :meth:`send`.
+        ``tolerance``: packets that may be missing for good. ``dropped`` bool[packets + parities]: packets that count as
+        lost. ``varies``: see :meth:`send`.
         """
         link = self._link(phase, tensor, peer, packet, sends=False, varies=varies)
         memory = tensor.detach()
@@ -156,7 +159,7 @@ class StageLinks:
         return Receiving(wait, memory, stage, self._patience)
 
     def _link(self, phase: str, tensor: torch.Tensor, peer: int, packet: int, sends: bool, varies: bool) -> Link:
-        """The link with ``peer`` for ``tensor``. Opens it, when ``peer`` does so too."""
+        """The link with ``peer`` for ``tensor``. A missing link is opened, together with ``peer``."""
         assert tensor.is_contiguous()
         earlier = sends == (phase == "act")  # this rank has the earlier one of the two stages
         ranks, size = (self._rank, peer) if earlier else (peer, self._rank), _size(tensor)
@@ -184,7 +187,7 @@ class StageLinks:
         )
 
     def left(self, sending: Datagrams, size: int) -> None:
-        """What is sent has been copied. Wait only if more than ``--udp-memory`` waits to leave."""
+        """Keep a message until it has left. Waits only if more than ``--udp-memory`` bytes wait to leave."""
         self._leaving.append((sending, size))
         while self._leaving and self._leaving[0][0].all_sent():
             self._leaving.popleft()
@@ -192,7 +195,7 @@ class StageLinks:
             patiently(self._leaving.popleft()[0].sent, self._patience)
 
     def close(self) -> None:
-        """No more messages; what was sent arrives."""
+        """Close the links after the last message; sent messages still arrive."""
         if self._sender is not None:
             self._sender.shutdown()
         for link in self.all:
@@ -200,7 +203,7 @@ class StageLinks:
 
 
 class Sending:
-    """A message on its way. Waiting for it is not waiting for its receiver, which may wait for another one of this rank."""
+    """A message on its way. Waiting for it does not wait for its receiver, which may wait for this rank."""
 
     def __init__(self, links: StageLinks, begun: Datagrams | Future[None], size: int) -> None:
         self._links: StageLinks | None = links
@@ -216,7 +219,7 @@ class Sending:
 
 
 class Receiving:
-    """A message that is awaited."""
+    """A message that this rank waits for."""
 
     def __init__(
         self, wait: Callable[[float], Received], tensor: torch.Tensor, stage: Stage | None, patience: float
@@ -227,7 +230,7 @@ class Receiving:
         self._patience = patience
 
     def wait(self) -> Received:
-        """Wait until it is there. Once."""
+        """Wait until the message is there. Call it once."""
         received = patiently(self._wait, self._patience)
         if self._stage is not None:
             self._stage.bring([self._tensor], [self._stage.back])
@@ -235,7 +238,7 @@ class Receiving:
 
 
 def patiently(wait: Callable[[float], Any], seconds: float) -> Any:
-    """``wait(seconds)``. Raises :class:`PeerLost` if that was too short: nothing came of a process that lives."""
+    """``wait(seconds)``. Raises :class:`PeerLost` if that was too short: a live process has sent nothing."""
     began = time.monotonic()
     try:
         return wait(seconds)
@@ -244,7 +247,7 @@ def patiently(wait: Callable[[float], Any], seconds: float) -> Any:
 
 
 def lost_by_any(lost: np.ndarray, group: dist.ProcessGroup) -> np.ndarray:
-    """bool[packets]: what any rank of ``group`` lost of a message that all of them get. A collective call."""
+    """bool[packets]: the packets of a common message that any rank of ``group`` lost. A collective call."""
     common = torch.from_numpy(lost.astype(np.uint8)).to(device_of(group))
     dist.all_reduce(common, dist.ReduceOp.MAX, group=group)
     return common.cpu().numpy().astype(bool)

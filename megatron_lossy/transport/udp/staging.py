@@ -1,4 +1,4 @@
-"""Between a device and the network: page-locked memory; and how long a rank that lives is waited for."""
+"""Page-locked memory between a device and the network; and the patience with a rank that lives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..pieces import stale_kept
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors must be that collectives of ``group`` take."""
+    """The device for tensors of ``group``'s collectives."""
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else current_device()
 
 
@@ -26,12 +26,12 @@ def patience_of(group: dist.ProcessGroup | None) -> float:
 
 
 def staged(buffer: torch.Tensor) -> bool:
-    """Whether the engine, which is on the CPU, cannot read and write ``buffer`` where it is."""
+    """Whether the engine, which is on the CPU, cannot read and write ``buffer`` in place."""
     return buffer.device.type != "cpu"
 
 
 class Stage:
-    """Page-locked memory between a device and the network: a copy of what is sent, and room for what arrives."""
+    """Page-locked memory between a device and the network: a copy of the sent data, and room for arriving data."""
 
     def __init__(self, sent: torch.Tensor, received: torch.Tensor) -> None:
         cuda = sent.device.type == "cuda"
@@ -51,7 +51,7 @@ class Stage:
         sent.record_stream(side)
 
     def ready(self) -> None:
-        """Wait, on any thread, until what is sent is there."""
+        """Wait, on any thread, until the sent data is there."""
         if self._copied is not None:
             # Else a thread's first call makes a context on device 0, whatever the process uses.
             torch.cuda.set_device(self._device)
@@ -64,7 +64,7 @@ class Stage:
             row.copy_(values, non_blocking=True)
 
     def write(self, buffer: torch.Tensor, units: BucketUnits, delivery: Delivery, sources: Sequence[int]) -> None:
-        """Copy what arrived from ``sources`` into the replica on the device, and nothing else."""
+        """Copy the units that arrived from ``sources`` into the replica on the device, and nothing else."""
         rows, staged = (whole.chunk(len(delivery.sources)) for whole in (buffer, self.back))
         with stale_kept(buffer, units, delivery):
             self.bring([rows[source] for source in sources], [staged[source] for source in sources])

@@ -1,0 +1,78 @@
+"""How many files one has to read to follow an exchange, counted on real ranks: every call, the smallest property too.
+
+The numbers are ceilings. Whoever makes a way shorter lowers them; whoever makes it longer says why.
+"""
+
+import pytest
+import torch
+from megatron.core.distributed import param_and_grad_buffer
+
+from megatron_lossy import hooks
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.theory.islands import rounds_of
+from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatter
+from tests.journeys import Journey
+from tests.ranks import run_ranks
+from tests.tiny_gpt import TinyGPT, build
+
+PACKETS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256}
+#: By what crosses: the most files, and the most changes of file.
+CEILINGS = {
+    "a gradient bucket": (16, 62),
+    "a parameter broadcast": (14, 52),
+    "a gradient bucket over datagrams": (14, 52),
+    "an exchange between islands": (14, 42),
+}
+
+
+def under_megatron(rank):
+    """The reduction and the gather of the first bucket group in the second iteration."""
+    hooks.install(LossyConfig(**PACKETS))
+    run = build(TinyGPT())
+    run.step(0)
+    grads, params = Journey(), Journey()
+    group = param_and_grad_buffer._ParamAndGradBucketGroup
+    group.start_grad_sync = grads.wrap(group.start_grad_sync)
+    group.start_param_sync = params.wrap(group.start_param_sync)
+    run.step(1)
+    return {"a gradient bucket": grads.files, "a parameter broadcast": params.files}
+
+
+def over_datagrams(rank):
+    group = LossyGroup.create(LossyConfig(transport="udp", packet_bytes=256), [BucketSpec(1000)])
+    output, journey = torch.empty(1000), Journey()
+    for step in range(2):
+        lossy_reduce_scatter(group, 0, output, torch.ones(2000), step)
+    with journey:
+        lossy_reduce_scatter(group, 0, output, torch.ones(2000), 2)
+    group.close()
+    return {"a gradient bucket over datagrams": journey.files}
+
+
+def between_islands():
+    config = LossyConfig(islands=2, sync_method="parameters", sync_delay=1, p_sync=0.2, loss_unit="bucket")
+    rounds, rows = rounds_of(config, torch.randn(2, 50))
+    for step in range(2):
+        rounds.after_iteration(step, rows)
+    with Journey() as journey:
+        rounds.after_iteration(2, rows)
+    return {"an exchange between islands": journey.files}
+
+
+@pytest.fixture(scope="module")
+def journeys():
+    found = {**run_ranks(under_megatron, 2)[0], **run_ranks(over_datagrams, 2)[0], **between_islands()}
+    return {what: _of(files) for what, files in found.items()}
+
+
+def _of(files):
+    journey = Journey()
+    journey.files = files
+    return journey
+
+
+@pytest.mark.parametrize("what", CEILINGS)
+def test_a_way_through_few_files(journeys, what):
+    journey, (files, changes) = journeys[what], CEILINGS[what]
+    told = f"{len(journey.passed)} files, {journey.changes} changes: {' '.join(journey.passed)}"
+    assert journey.files and len(journey.passed) <= files and journey.changes <= changes, told
