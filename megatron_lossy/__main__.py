@@ -16,11 +16,13 @@ import sys
 from pathlib import Path
 
 from .errors import ArgumentParser, UsageError, refuse
+from .loss_flags import with_preset
 from .plugin import check_command_line, install, parse_loss_flags, running
 from .shipped import copy_shipped
 
 USAGE = (
-    "usage: python -m megatron_lossy SCRIPT [Megatron's arguments] [loss flags]; --help after SCRIPT lists all; "
+    "usage: python -m megatron_lossy SCRIPT [Megatron's arguments] [loss flags]; --help after SCRIPT lists most, "
+    "--help-loss all loss flags and presets; "
     "python -m megatron_lossy doctor [--help] examines this machine; "
     "python -m megatron_lossy refusals [SECTION] lists which flags do not go together; "
     "python -m megatron_lossy copy FOLDER puts configurations and the launchers' scripts there"
@@ -35,6 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
             if arguments and arguments[0] in ("-h", "--help"):
                 print(USAGE)
                 return
+            if arguments and arguments[0].partition("=")[0] == "--help-loss":
+                parse_loss_flags(arguments)  # which prints and exits
             raise UsageError(USAGE)
         script, *rest = arguments
         if script == "doctor":  # a script of that name is ./doctor
@@ -51,6 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
             return
         if not Path(script).is_file():
             raise refuse("SCRIPT", script, "must be a Python file, for example Megatron-LM's pretrain_gpt.py")
+        rest = with_preset(rest)
         config = parse_loss_flags(rest)
         steps = check_command_line(config, rest)
         sys.argv = [script, *rest]

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from typing import Any, TypeVar
@@ -14,17 +15,24 @@ from .errors import UsageError, refuse
 
 Config = TypeVar("Config")
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
+_FIRST_CLAUSE = re.compile(r"(?:[\w-]+(?:, [\w-]+)*: )?[^;:]*?(?=[;:]| \([a-z]|$)")
 
 
 def flag(
-    default: Any, help: str, *, incidental: bool = False, group: str | None = None, **argparse_options: Any
+    default: Any,
+    help: str,
+    *,
+    basic: bool = False,
+    incidental: bool = False,
+    group: str | None = None,
+    **argparse_options: Any,
 ) -> Any:
     """A dataclass field that is also a command-line flag ``--name-with-dashes``.
 
     ``argparse_options`` go to ``ArgumentParser.add_argument``; ``flag="--x"`` overrides the name. A default of
-    ``False`` or ``True`` makes a switch. ``incidental``: the flag changes no weight and no loss of a run, only the
-    files, their places and their times. ``group``: the heading that begins with this flag in help and documentation,
-    and holds until the next.
+    ``False`` or ``True`` makes a switch. ``basic``: a short help shows the flag. ``incidental``: the flag changes no
+    weight and no loss of a run, only the files, their places and their times. ``group``: the heading that begins with
+    this flag in help and documentation, and holds until the next.
     """
     options = dict(argparse_options, help=help)
     if isinstance(default, bool):
@@ -33,7 +41,7 @@ def flag(
         options["type"] = type(default)
     if isinstance(default, list):
         raise TypeError("use a tuple for a default of several values")
-    return field(default=default, metadata={"flag": options, "incidental": incidental, "group": group})
+    return field(default=default, metadata={"flag": options, "basic": basic, "incidental": incidental, "group": group})
 
 
 def incidental_fields(cls: type) -> set[str]:
@@ -142,10 +150,12 @@ def add_flags(
     title: str,
     description: str | None = None,
     only: Callable[[str], bool] = lambda name: True,
+    short: bool = False,
 ) -> Parser:
     """Add the flags of the dataclass ``cls`` to ``parser``, in groups titled ``title``. Returns ``parser``.
 
-    The defaults of the parser are those of ``cls``. ``only``: whether to add a field, by its name.
+    The defaults of the parser are those of ``cls``. ``only``: whether to add a field, by its name. ``short``: the help
+    shows the first clause of basic flags, and none of the others.
     """
     if "error" not in vars(parser):
         parser.error = functools.partial(_with_hint, parser, parser.error)  # type: ignore[method-assign]
@@ -157,8 +167,29 @@ def add_flags(
         for f in chosen:
             options = dict(f.metadata["flag"])
             name = options.pop("flag", flag_name(cls, f.name))
+            if short:
+                options["help"] = first_clause(options["help"]) if f.metadata["basic"] else argparse.SUPPRESS
             group.add_argument(name, dest=f.name, default=f.default, **options)
     return parser
+
+
+def first_clause(help: str) -> str:
+    """``help`` up to its first semicolon, colon or bracket with words.
+
+    A colon after one word, or after words between commas, ends no clause: these name what the flag goes with.
+    """
+    found = _FIRST_CLAUSE.match(help)
+    return help if found is None else found[0]
+
+
+def flag_help(cls: type, title: str, headings: Iterable[str]) -> str:
+    """The help of the flags of ``cls`` under ``headings``, in full."""
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+    groups = flag_groups(cls)
+    for heading in headings:
+        names = {f.name for f in groups[heading]}
+        add_flags(parser, cls, title, only=names.__contains__)
+    return parser.format_help().strip()
 
 
 def from_namespace(cls: type[Config], namespace: argparse.Namespace) -> Config:
@@ -170,14 +201,15 @@ def from_namespace(cls: type[Config], namespace: argparse.Namespace) -> Config:
     return cls(**values)
 
 
-def flag_tables(cls: type, level: str = "###") -> str:
-    """The flags of ``cls`` as Markdown, a table for each heading."""
+def flag_tables(cls: type, level: str = "###", mark: str = "") -> str:
+    """The flags of ``cls`` as Markdown, a table for each heading; ``mark`` stands behind the basic ones."""
     return "\n\n".join(
-        f"{level} {heading[:1].upper()}{heading[1:]}\n\n{flag_table(cls, heading)}" for heading in flag_groups(cls)
+        f"{level} {heading[:1].upper()}{heading[1:]}\n\n{flag_table(cls, heading, mark)}"
+        for heading in flag_groups(cls)
     )
 
 
-def flag_table(cls: type, heading: str | None = None) -> str:
+def flag_table(cls: type, heading: str | None = None, mark: str = "") -> str:
     """The flags of ``cls``, or those under ``heading``, as a Markdown table: flag, default, meaning."""
     rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
     for f in _flag_fields(cls) if heading is None else flag_groups(cls)[heading]:
@@ -192,7 +224,11 @@ def flag_table(cls: type, heading: str | None = None) -> str:
         default = "" if f.default is None else as_text(f.default)
         if isinstance(f.default, bool):
             default = "on" if f.default else "off"
-        cells = (f"`{flag_name(cls, f.name)}{value}`", default, options["help"].replace("%%", "%"))
+        cells = (
+            f"`{flag_name(cls, f.name)}{value}`{mark if f.metadata['basic'] else ''}",
+            default,
+            options["help"].replace("%%", "%"),
+        )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 

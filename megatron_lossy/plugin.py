@@ -22,6 +22,7 @@ from .config.facts import Facts
 from .config.refusal import check_refusals
 from .errors import ArgumentParser, UsageError, tell_torchrun, usage_errors
 from .flags import add_flags, from_namespace
+from .loss_flags import add_preset_and_help, with_preset
 
 if TYPE_CHECKING:
     from .hooks import Lossy
@@ -37,12 +38,14 @@ def _parser() -> ArgumentParser:
 
 
 def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    return add_flags(_parser(), LossyConfig, "loss").parse_known_args(arguments)
+    parser = add_flags(_parser(), LossyConfig, "loss")
+    add_preset_and_help(parser)  # --help-loss ends here, before any import of Megatron
+    return parser.parse_known_args(arguments)
 
 
 def parse_loss_flags(arguments: list[str]) -> LossyConfig:
     """Read the loss flags among Megatron's arguments. Whatever needs no import is checked."""
-    return from_namespace(LossyConfig, _split(arguments)[0])
+    return from_namespace(LossyConfig, _split(with_preset(arguments))[0])
 
 
 def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
@@ -151,7 +154,7 @@ def running() -> Iterator[None]:
 
 
 def _obey_command_line() -> None:
-    arguments = sys.argv[1:]
+    arguments = sys.argv[1:] = with_preset(sys.argv[1:])  # Megatron's parser sees the flags of a preset
     if _lossy is not None or len(_split(arguments)[1]) < len(arguments):
         config = parse_loss_flags(arguments)
         if _lossy is None or _lossy.config != config:

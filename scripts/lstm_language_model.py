@@ -27,8 +27,8 @@ from lstm_training import ARMS, LOSSLESS, SCALES, Run, Text, check_text, read_te
 from megatron_lossy.data import build_tokenizer
 from megatron_lossy.errors import ArgumentParser, UsageError, refuse, usage_errors
 from megatron_lossy.files import check_folder, replace_file, write_text, writing
+from megatron_lossy.settings import read_yaml
 from megatron_lossy.shipped import find_config
-from megatron_lossy.train.arguments import read_yaml
 
 PROGRAM = "scripts/lstm_language_model.py"
 

@@ -6,7 +6,8 @@ Between ``<!-- flags: loss -->`` and ``<!-- end -->``: the loss flags, from mega
 those of the asynchronous pipeline; between ``<!-- refusals: all -->`` and ``<!-- end -->``: the table of refusals, from
 megatron_lossy/refusals; between
 ``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results; between ``<!-- list: studies -->``
-and ``<!-- end -->``: the questions of configs/studies.
+and ``<!-- end -->``: the questions of configs/studies; between ``<!-- list: presets -->`` and ``<!-- end -->``: the files of
+configs/presets.
 
 The tables of a study are made from its runs.csv, whether the page shows or links them; those that are linked are files.
 """
@@ -27,6 +28,7 @@ from megatron_lossy.config.pipeline import PipelineFlags
 from megatron_lossy.files import write_text
 from megatron_lossy.flags import flag_groups, flag_table, flag_tables
 from megatron_lossy.lab.commands import recorded_tables
+from megatron_lossy.loss_flags import presets, title
 from megatron_lossy.refusals import listing
 from megatron_lossy.report import LossTable
 from megatron_lossy.train.config import TrainConfig
@@ -47,9 +49,12 @@ def current(text: str) -> str:
 def _content(kind: str, name: str) -> str:
     if kind == "flags":
         cls = _FLAGS[name]
-        return (flag_tables(cls) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
+        mark = " \\*" if name == "loss" else ""
+        return (flag_tables(cls, mark=mark) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
     if kind == "refusals":
         return listing.pages() + "\n"
+    if kind == "list" and name == "presets":
+        return _presets()
     if kind == "list":
         return _questions(ROOT / "configs" / name)
     return table(RESULTS / name)
@@ -84,6 +89,12 @@ def _questions(folder: Path) -> str:
     for path in sorted(folder.glob("*.yaml")):
         question = yaml.safe_load(path.read_text(encoding="utf-8"))["question"]
         rows.append(f"| [{path.name}](../{path.relative_to(ROOT)}) | {question} |")
+    return "\n".join(rows) + "\n"
+
+
+def _presets() -> str:
+    rows = ["| preset | |", "| --- | --- |"]
+    rows += [f"| [{name}](../configs/presets/{name}.yaml) | {title(name)} |" for name in presets()]
     return "\n".join(rows) + "\n"
 
 

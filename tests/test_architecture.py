@@ -14,7 +14,8 @@ ORDER = """
 errors
 files registry ledger
 flags
-config shipped
+config shipped settings
+loss_flags
 device exchange theory data
 channel coding recovery
 pipeline

@@ -23,9 +23,10 @@ class BoundaryFlags:
         "--loss-model says (docs/boundaries.md)",
         metavar="P",
         group="between pipeline stages",
+        basic=True,
     )
     p_act_grad: float = flag(
-        0.0, "mean loss rate of gradients of activations between pipeline stages, in [0, 1)", metavar="P"
+        0.0, "mean loss rate of gradients of activations between pipeline stages, in [0, 1)", metavar="P", basic=True
     )
     act_transport: str = flag(
         "torch",

@@ -19,6 +19,7 @@ class ErrorFlags:
         "(docs/corruption.md)",
         choices=GRAD_ERRORS,
         group="errors in gradients",
+        basic=True,
     )
     grad_error_std: float | None = flag(
         None,
@@ -28,10 +29,11 @@ class ErrorFlags:
     )
     grad_error_relative: float | None = flag(
         None,
-        "gaussian: instead, the standard deviation in units of the root mean square of the bucket's gradient; with 1 the "
-        "error is as long as the gradient",
+        "gaussian: standard deviation in units of the root mean square of the bucket's gradient; in the place of "
+        "--grad-error-std; with 1 the error is as long as the gradient",
         type=float,
         metavar="R",
+        basic=True,
     )
     grad_error_rate: float = flag(
         1.0, "probability that the error happens, per iteration, rank and stream; in [0, 1]", metavar="P"

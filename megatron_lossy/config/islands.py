@@ -41,24 +41,27 @@ class IslandFlags:
 
     islands: int = flag(
         1,
-        "complete training jobs, each with data, optimizer state, clipping and learning-rate clock of its own, that exchange "
-        "parameters as --sync-method says (docs/islands.md)",
+        "complete training jobs that exchange parameters as --sync-method says; each has data, optimizer state, clipping and "
+        "a learning-rate clock of its own (docs/islands.md)",
         metavar="M",
         group="islands",
+        basic=True,
     )
     sync_method: str = flag(
         "gradients",
         "what islands exchange: gradients, so that they are one data-parallel group; parameters, averaged; the same through "
         "an outer optimizer; that with a mean that is one round late; or none",
         choices=("gradients", "parameters", *_DILOCO, "none"),
+        basic=True,
     )
     sync_fraction: float = flag(
         1.0,
         "parameters: share of the elements in an exchange, in (0, 1]; cyclic and partition take one in 1/F, rounded up",
         metavar="F",
+        basic=True,
     )
-    sync_interval: int = flag(1, "iterations between two exchanges", metavar="K")
-    sync_delay: int = flag(0, "iterations from an exchange to the use of its mean", metavar="TAU")
+    sync_interval: int = flag(1, "iterations between two exchanges", metavar="K", basic=True)
+    sync_delay: int = flag(0, "iterations from an exchange to the use of its mean", metavar="TAU", basic=True)
     sync_subset: str = flag(
         "cyclic",
         "which elements: the next part of one fixed partition; of a partition drawn anew whenever all parts have had their "
@@ -98,7 +101,7 @@ class IslandFlags:
         nargs="+",
         metavar="V",
     )
-    p_sync: float = flag(0.0, "mean loss rate of the exchanges between islands, in [0, 1)", metavar="P")
+    p_sync: float = flag(0.0, "mean loss rate of the exchanges between islands, in [0, 1)", metavar="P", basic=True)
 
     save_consensus: bool = flag(
         False,

@@ -57,9 +57,9 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
     """Every loss flag. Raises :class:`UsageError` where a value is not allowed."""
 
     p_grad: float = flag(
-        0.0, "mean loss rate of the gradient reduce-scatter, in [0, 1)", metavar="P", group="what is lost"
+        0.0, "mean loss rate of the gradient reduce-scatter, in [0, 1)", metavar="P", group="what is lost", basic=True
     )
-    p_param: float = flag(0.0, "mean loss rate of the parameter all-gather, in [0, 1)", metavar="P")
+    p_param: float = flag(0.0, "mean loss rate of the parameter all-gather, in [0, 1)", metavar="P", basic=True)
     loss_model: tuple[str, ...] = flag(
         ("bernoulli",),
         "who loses what: independent losses, bursts, a rate per link, or a recorded trace; "
@@ -68,6 +68,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         type=str,
         nargs="+",
         choices=CHANNELS,
+        basic=True,
     )
     ge_mean_burst: tuple[float, ...] = flag(
         (4.0,),
@@ -105,6 +106,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         None,
         "trace: recorded deliveries to replay: a folder that --delivery-log wrote, or an .npz file (docs/semantics.md)",
         metavar="PATH",
+        basic=True,
     )
     loss_schedule: tuple[str, ...] | None = flag(
         None,
@@ -133,31 +135,36 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         "what is lost as a whole: the shard of an iteration over all buckets (the default), the shard of a bucket, or a "
         "packet (the only unit of --transport udp, where it is a datagram)",
         choices=("shard", "bucket", "packet"),
+        basic=True,
     )
     packet_bytes: int = flag(
         None,
         "packet: payload bytes of a packet, in the dtype that crosses the wire; default 4096, with --transport udp 1408",
         type=int,
         metavar="BYTES",
+        basic=True,
     )
-    loss_seed: int = flag(1234, "seed of all loss draws, 0 to 2^64 - 1", metavar="SEED")
+    loss_seed: int = flag(1234, "seed of all loss draws, 0 to 2^64 - 1", metavar="SEED", basic=True)
     eval_weights: str = flag(
         None,
-        "evaluate each worker's own, possibly stale, replica; the owners' weights; their mean over islands (consensus); or "
-        "replicas and one of these on the same batches (both); default replica, with islands consensus",
+        "which weights are evaluated: each worker's own, possibly stale, replica; the owners'; their mean over islands "
+        "(consensus); or replicas and one of these on the same batches (both); default replica, with islands consensus",
         choices=("replica", "owner", "consensus", "both"),
         group="evaluation, checkpoints, drift",
+        basic=True,
     )
     save_replicas: bool = flag(
         False,
         "checkpoints also hold the stale units and what --grad-recovery keeps, so that a resumed run continues bit "
         "for bit",
+        basic=True,
     )
     drift_interval: int = flag(
         0,
         "iterations between measurements of how far replicas are apart (docs/monitors.md); 0 never measures",
         metavar="N",
         incidental=True,
+        basic=True,
     )
 
     delivery_log: str | None = flag(
@@ -166,6 +173,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         metavar="FOLDER",
         incidental=True,
         group="delivery log",
+        basic=True,
     )
     delivery_log_bitmaps: bool = flag(
         False,

@@ -17,6 +17,7 @@ class PipelineFlags:
         "pipeline stages without a flush: each updates after every global batch, with the gradient of weights that are as "
         "many updates old as there are stages after it (docs/async_pipeline.md)",
         group="asynchronous pipeline",
+        basic=True,
     )
     virtual_stages: int | None = flag(
         None,

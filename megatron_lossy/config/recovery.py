@@ -21,6 +21,7 @@ class RecoveryFlags:
         "next (docs/smart.md)",
         choices=GRAD_RECOVERIES,
         group="recovery",
+        basic=True,
     )
     grad_priority: str = flag(
         None,
@@ -50,6 +51,7 @@ class RecoveryFlags:
         "what an owner sends: its weights; or its weights with a lead, so that replicas are not late on average "
         "(docs/lag.md)",
         choices=("plain", "compensated"),
+        basic=True,
     )
     param_lag: str = flag(
         "auto",

@@ -17,10 +17,11 @@ class SyncFlags:
 
     param_sync_interval: int = flag(
         0,
-        "full replicas: updates after which their parameters are set to their mean; 0 never; with a rule other than fixed, "
+        "updates after which the parameters of full replicas are set to their mean; 0 never; with a rule other than fixed, "
         "the first interval (docs/corruption.md)",
         metavar="H",
         group="full replicas",
+        basic=True,
     )
     param_sync_rule: str = flag(
         "fixed",

@@ -25,15 +25,21 @@ class TransportFlags:
         "summed by the owner in the order of ranks; or udp, datagrams that may really be lost (docs/transport.md)",
         choices=("torch", "pieces", "udp"),
         group="transport",
+        basic=True,
     )
     udp_interface: str | None = flag(
         None,
         "udp: network interface to send from; default the one that reaches MASTER_ADDR",
         metavar="NAME",
         incidental=True,
+        basic=True,
     )
     udp_port: int = flag(
-        0, "udp: port of local rank 0, the next ones for the others; 0 takes free ones", metavar="BASE", incidental=True
+        0,
+        "udp: port of local rank 0, the next ones for the others; 0 takes free ones",
+        metavar="BASE",
+        incidental=True,
+        basic=True,
     )
     udp_rate: str | None = flag(
         None,
@@ -82,6 +88,7 @@ class TransportFlags:
         "udp: file with a secret that all ranks share; without it whoever reads torch's store could forge datagrams",
         metavar="FILE",
         incidental=True,
+        basic=True,
     )
     udp_fec: tuple[str, ...] = flag(
         ("auto",),

@@ -20,8 +20,8 @@ from ..config.islands import TRACKER
 from ..delivery_log.writer import claim_delivery_log
 from ..device.attempt import with_attempt_store
 from ..errors import usage_errors
-from ..flags import add_flags
 from ..ledger import Patch, Takes
+from ..loss_flags import add_loss_flags
 from ..sync import notes_on_averaging
 from .checks import check_run
 from .facts import of_arguments
@@ -133,7 +133,7 @@ def patches(lossy: Lossy) -> list[Patch]:
 
 
 def _add_distributed_args(original: Callable, parser: Any) -> Any:
-    return add_flags(original(parser), LossyConfig, FLAG_GROUP)
+    return add_loss_flags(original(parser), FLAG_GROUP)
 
 
 def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> Any:

@@ -41,9 +41,10 @@ from ..config.refusal import check_refusals
 from ..errors import UsageError, refuse
 from ..flags import as_flag, incidental_fields
 from ..report.scalars import AXES, check_names, needs_drift
+from ..settings import read_yaml
 from ..shipped import find_config
 from ..sync import check_between
-from ..train.arguments import configurations, make_parser, read_arguments, read_yaml, setting_arguments
+from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
 from ..train.checks import check_flags
 from ..train.facts import of_trainer
 from .cells import Cell, make_cell

@@ -12,6 +12,7 @@ from ..config import LossyConfig, given
 from ..config.islands import folder_of_island
 from ..errors import ArgumentParser, UsageError, refuse
 from ..flags import add_flags, did_you_mean, flag_name, from_namespace
+from ..loss_flags import preset_arguments
 from ..train.arguments import configurations, make_parser, setting_arguments
 from ..train.config import TrainConfig
 from .devices import DEVICES, ENVIRONMENT, Device
@@ -156,7 +157,7 @@ def _launch_config(
 def _note_missing_of_training(missing: Collector, recipe: Recipe, file: str, rest: list[str]) -> None:
     """Note missing flags of the training, as far as the flags can be read."""
     with contextlib.suppress(UsageError):
-        settings = _settings(recipe, file)
+        settings = _settings(recipe, file, rest)
         known, others = make_parser(f"python -m {PROGRAM}", "").parse_known_args([*settings, *rest])
         if "--mock-data" in others or recipe.megatron.get("mock-data"):
             known.data = "stdlib"
@@ -167,17 +168,19 @@ def _note_missing_of_training(missing: Collector, recipe: Recipe, file: str, res
                 check_tokenizer(known.tokenizer)
 
 
-def _settings(recipe: Recipe, file: str) -> list[str]:
+def _settings(recipe: Recipe, file: str, rest: Sequence[str]) -> list[str]:
+    """What ``rest`` is over: the preset that it names, then the settings of the file."""
     try:
-        return setting_arguments(recipe.settings)
+        settings = setting_arguments(recipe.settings)
     except UsageError as error:
         raise UsageError(f"--config {file}: {error}") from None
+    return [*preset_arguments(rest), *settings]
 
 
 def _program(
     launch: LaunchConfig, recipe: Recipe, file: str, rest: list[str], folder: Path
 ) -> tuple[TrainConfig, LossyConfig, list[str], list[str]]:
-    settings = _settings(recipe, file)
+    settings = _settings(recipe, file, rest)
     parser = make_parser(f"python -m {PROGRAM}", "")
     given, from_command_line = parser.parse_known_args(rest)
     for name in _FROM_OUT:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import refuse
+from ..settings import read_yaml
 from ..shipped import find_config
-from ..train.arguments import read_yaml
 
 _OWN = ("launch", "megatron")
 

@@ -39,7 +39,7 @@ from matplotlib.figure import Figure
 
 from ...errors import ArgumentParser, UsageError, refuse
 from ...files import check_folder, replace_file, write_text
-from ...train.arguments import read_yaml
+from ...settings import read_yaml
 from .cells import Cell, Condition, make_scheme, run_cell
 from .path import Path
 
