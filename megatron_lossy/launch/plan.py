@@ -169,7 +169,7 @@ def _note_missing_of_training(missing: Collector, recipe: Recipe, file: str, res
 
 
 def _settings(recipe: Recipe, file: str, rest: Sequence[str]) -> list[str]:
-    """What ``rest`` is over: the preset that it names, then the settings of the file."""
+    """The flags below ``rest``: those of the preset that it names, then those of the file."""
     try:
         settings = setting_arguments(recipe.settings)
     except UsageError as error:
