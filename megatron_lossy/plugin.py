@@ -44,14 +44,14 @@ def _split(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def parse_loss_flags(arguments: list[str]) -> LossyConfig:
-    """Read the loss flags among Megatron's arguments. Whatever needs no import is checked."""
+    """Read the loss flags among Megatron's arguments. Checks everything that needs no import."""
     return from_namespace(LossyConfig, _split(with_preset(arguments))[0])
 
 
 def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
     """Check files of rates and traces against the size and the length of the run. Returns the length if it is known.
 
-    Where Megatron reads the sizes from a checkpoint or a file of settings, files are checked once it knows them.
+    If Megatron reads the sizes from a checkpoint or a file of settings, files are checked once it knows them.
     """
     from .sync import check_between
     from .transport import check_channels
@@ -80,7 +80,7 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
 
 
 def install(config: LossyConfig, steps: int | None) -> Lossy:
-    """Make ``megatron.training`` know our flags, and lose what ``config`` says. It must be importable.
+    """Make ``megatron.training``, which must be importable, know our flags, and lose data as ``config`` says.
 
     On a machine without an accelerator this also makes Megatron usable. ``steps`` is the length of the run, if it is
     known. Returns the hooks. A second call with the same ``config`` returns the same hooks. Raises
@@ -134,7 +134,7 @@ def enable() -> None:
 def running() -> Iterator[None]:
     """Wrap a run. A wrong input becomes one line and exit status 2. In the end the observers' records are complete.
 
-    A run that ends well waits for other islands, which may still need what it sent.
+    A run that ends well waits for other islands, which may still need its messages.
     """
     with usage_errors():
         try:

@@ -1,7 +1,7 @@
-"""One run, real or virtual: its clock, groups, observers, metrics, saved state, and what happens after an update.
+"""One run, real or virtual: its clock, groups, observers, metrics, saved state, and actions after an update.
 
 A real run has one worker in each process, whose exchanges Megatron makes (:mod:`megatron_lossy.hooks`). A virtual run
-has all of them in one (:mod:`megatron_lossy.virtual`). Whoever trains, logs and saves uses either in the same way.
+has all of them in one (:mod:`megatron_lossy.virtual`). Training, logs and checkpoints use both in the same way.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from .transport import LossyGroup
 
 #: The folder of saved replicas in a checkpoint.
 REPLICAS = "lossy_replicas"
-#: Of saved replicas.
+#: The format of saved replicas.
 FORMAT = 3
-# Flags that say what is done with replicas, not what they are.
+# Flags of the use of replicas, not of their values.
 _OF_NO_MATTER = ("eval_weights", "save_replicas")
 _FILES = ("link_rates_grad", "link_rates_param", "trace")
 
@@ -55,10 +55,10 @@ def make_observers(
     full_replicas: Callable[[], FullReplicas | None] = lambda: None,
     writer: int | None = None,
 ) -> list[Observer]:
-    """The observers that the flags ask for; none where nothing can happen.
+    """The observers that the flags ask for; none if the configuration is inert.
 
-    ``groups``, ``carriers``, ``full_replicas``: those of the run. ``writer``: the launched rank, as whom this process writes
-    the delivery log and lines for the user; default its rank.
+    ``groups``, ``carriers``, ``full_replicas``: those of the run. ``writer``: the launched rank whose number this
+    process writes into the delivery log and lines for the user; default its own rank.
     """
     if config.inert:
         return []
@@ -88,29 +88,31 @@ class Observed(Protocol):
     """Exchanges that are observed together."""
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
-        """What arrived in ``step``, at all ranks of this process; ``None`` in a phase without loss."""
+        """The delivery of ``step`` at all ranks of this process; ``None`` in a phase without loss."""
 
 
 class Pipeline(Protocol):
-    """What an asynchronous pipeline has under way between two iterations."""
+    """The work of an asynchronous pipeline that is under way between two iterations."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Of tensors, numbers, texts and ``None``."""
+        """The state to save, of tensors, numbers, texts and ``None``."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
 
 
 class Run(ABC):
-    """What all runs share.
+    """The common part of real and virtual runs.
 
     ``iteration`` counts attempted iterations; gradient exchanges of the next one are keyed by it. ``update`` is the
     iteration of the last successful update, which keys parameter exchanges; ``None`` while all replicas are equal.
-    ``after_update``: functions of the run, called in order after every successful update, before the iteration
-    counts as over: what replicas do beside the gradient exchange. The gather of the update may still be under way;
-    :meth:`settle` ends it. ``pipeline``: of this rank, if stages are asynchronous. ``steps``: length of the run, if known, to refuse a trace that is too short. ``gapless``:
-    promises that every iteration exchanges its gradients or all-reduces them, and that only a loss scale can make the
-    optimizer reject one (and no ``grad_norm_skip_threshold`` of Megatron's optimizer). Without the promise ``--grad-recovery previous`` keeps all gradients, twice.
+    ``after_update``: functions of the run, for work of replicas beside the gradient exchange. They are called in order
+    after every successful update, before the iteration counts as over. The gather of the update may still be under
+    way; :meth:`settle` ends it. ``pipeline``: that of this rank, if stages are asynchronous. ``steps``: length of the
+    run, if known, to refuse a trace that is too short. ``gapless``: promises that every iteration exchanges its
+    gradients or all-reduces them, and that only a loss scale can make the optimizer reject one (and no
+    ``grad_norm_skip_threshold`` of Megatron's optimizer). Without the promise ``--grad-recovery previous`` keeps all
+    gradients, twice.
     """
 
     def __init__(
@@ -128,10 +130,10 @@ class Run(ABC):
         self._flags = _identity_of(config) if config.save_replicas and not config.inert else {}
         self.after_update: list[Callable[[Run], None]] = []
         self.pipeline: Pipeline | None = None
-        #: What is over, but of which the observers have not been told: its last exchanges may still be under way.
+        #: The iteration that is over, but not yet told to the observers: its last exchanges may still be under way.
         self._untold: tuple[int, bool, bool] | None = None
 
-    # --- in what real and virtual runs differ ----------------------------------------------------------------------
+    # --- differences of real and virtual runs ----------------------------------------------------------------------
 
     @property
     @abstractmethod
@@ -140,13 +142,13 @@ class Run(ABC):
 
     @property
     def carriers(self) -> list[Any]:
-        """What sends datagrams, where something does: the transports of the groups, and more."""
+        """Senders of datagrams, if there are any: the transports of the groups, and more."""
         return [group.wire for group in self.groups]
 
     @property
     @abstractmethod
     def streams(self) -> Sequence[Observed]:
-        """What has deliveries of its own: the groups of a real rank, the streams of a virtual cluster."""
+        """Exchanges with deliveries of their own: the groups of a real rank, the streams of a virtual cluster."""
 
     @abstractmethod
     def replicas(self) -> Sequence[Replicas]:
@@ -154,27 +156,27 @@ class Run(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Let every replica have what it gets of the last update. A collective call."""
+        """Let every replica receive its part of the last update. A collective call."""
 
     @abstractmethod
     def owner_weights(
         self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module
     ) -> contextlib.AbstractContextManager[None]:
-        """Within this context the model holds the owners' weights; afterwards its replica again. A collective call."""
+        """A context in which the model holds the owners' weights; afterwards its replica again. A collective call."""
 
     def consensus_weights(
         self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module
     ) -> contextlib.AbstractContextManager[None]:
-        """As :meth:`owner_weights`, with the mean over islands; there is but one."""
+        """A context as of :meth:`owner_weights`, with the mean over islands; here there is one island."""
         return self.owner_weights(model_chunks)
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What must be equal for saved replicas to mean the same, by the names that an error gives them."""
+        """The settings that must be equal for saved replicas to mean the same, by their names in errors."""
 
     @abstractmethod
     def replica_state(self) -> Any:
-        """What makes the replicas of this process differ from the owners' weights."""
+        """The state that makes the replicas of this process differ from the owners' weights."""
 
     @abstractmethod
     def load_replica_state(self, state: Any) -> None:
@@ -193,19 +195,19 @@ class Run(ABC):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where replicas live."""
+        """The device of the replicas."""
 
     def loss_scale(self) -> torch.Tensor | None:
-        """What the loss is multiplied with, or ``None`` without a gradient scaler."""
+        """The factor of the loss, or ``None`` without a gradient scaler."""
         return None
 
     @property
     def full_replicas(self) -> FullReplicas | None:
-        """What replicas that each have all of the optimizer do together; ``None`` with the distributed optimizer."""
+        """Joint work of replicas that each have all of the optimizer; ``None`` with the distributed optimizer."""
         return None
 
     def happened(self) -> list[Any]:
-        """What happened in this iteration beside its exchanges; see :meth:`Observer.happened`."""
+        """Events of this iteration beside its exchanges; see :meth:`Observer.happened`."""
         return [one for group in self.groups if group.errors is not None for one in group.errors.take(self.iteration)]
 
     # --- an iteration ----------------------------------------------------------------------------------------------
@@ -217,7 +219,7 @@ class Run(ABC):
             observer.before_update(self.iteration, self.replicas)
 
     def finish_iteration(self, successful: bool, all_reduced: bool = False) -> None:
-        """The iteration is over. ``successful``: it updated the weights. ``all_reduced``: its gradients lost nothing."""
+        """End the iteration. ``successful``: it updated the weights. ``all_reduced``: its gradients lost nothing."""
         for group in self.groups:
             group.finish_step(self.iteration, successful)
         if successful:
@@ -237,8 +239,8 @@ class Run(ABC):
     def tell_observers(self, look: Callable[[], Sequence[Replicas]] | None = None) -> None:
         """Tell the observers of the last iteration, if they have not been.
 
-        Drawn losses are known at its end. What a network lost in its gather is known after the next forward pass, or
-        never if there is none; the gather must not be made before that again. ``look``: finds the replicas.
+        Drawn losses are known at its end. Losses of a network in its gather are known after the next forward pass, or
+        never without one; the next gather must come after that. ``look``: finds the replicas.
         """
         if self._untold is None:
             return
@@ -263,14 +265,14 @@ class Run(ABC):
         return self._replicas()
 
     def skip_iteration(self) -> None:
-        """An iteration passed without a step of the optimizer, with gradients or without."""
+        """Count an iteration that passed without a step of the optimizer, with gradients or without."""
         for group in self.groups:
             group.finish_step(self.iteration, False)
         self.iteration += 1
 
     @property
     def following(self) -> int | None:
-        """The iteration of the gradient exchange after that of this one, if it is known."""
+        """The iteration of the next gradient exchange but this one, if it is known."""
         return self.iteration + 1 if self.gapless else None
 
     def set_iteration(self, iteration: int) -> None:
@@ -284,17 +286,17 @@ class Run(ABC):
             observer.restart(iteration)
 
     def metrics(self) -> dict[str, float]:
-        """What the observers have measured since the last call (docs/monitors.md). A collective call."""
+        """Measurements of the observers since the last call (docs/monitors.md). A collective call."""
         return metrics_of(self.observers)
 
     def close_observers(self) -> None:
-        """Their records are complete, with those of the last iteration, of which a transport may know only now."""
+        """Close the observers. Their records include the last iteration, which a transport may know only now."""
         self.tell_observers(list)  # nobody may be there any more to look at replicas together
         for observer in self.observers:
             observer.close()
 
     def uninstall(self) -> None:
-        """The run is over: close the observers."""
+        """End the run: close the observers and the groups."""
         self.close_observers()
         for group in self.groups:
             group.close()
@@ -302,7 +304,10 @@ class Run(ABC):
     # --- saved replicas --------------------------------------------------------------------------------------------
 
     def save_replicas(self, folder: str | os.PathLike) -> None:
-        """With ``--save-replicas``: write what makes the replicas differ, and the state of rules and observers."""
+        """Write the differences of replicas and the state of rules and observers, with ``--save-replicas``.
+
+        Without the flag only the observers save, to files of their own.
+        """
         if self._untold is not None:
             self.settle()
             self.tell_observers()
@@ -325,7 +330,7 @@ class Run(ABC):
         replace_file(path, lambda aside: _save(state, aside))
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
-        """With ``--save-replicas``: restore what :meth:`save_replicas` wrote, after the checkpoint was loaded.
+        """Restore :meth:`save_replicas` after the checkpoint was loaded, with ``--save-replicas``.
 
         Raises :class:`UsageError` if it was written by another number of workers or with other loss flags.
         """
@@ -371,7 +376,7 @@ def _identity_of(config: LossyConfig) -> dict[str, str]:
 
 
 def _content(name: str, value: str) -> str:
-    """What tells the file, or the folder of a delivery log, from others, wherever it lies."""
+    """A digest of the file, or of the folder of a delivery log, that does not depend on its place."""
     path = Path(value)
     try:
         if path.is_dir():

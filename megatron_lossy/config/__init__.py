@@ -1,4 +1,4 @@
-"""The one source of every loss flag: its name, default, help, allowed values. A module for the flags of each mechanism."""
+"""The one source of every loss flag: name, default, help, allowed values. Each mechanism has a module."""
 
 from .lossy_config import LossyConfig, given
 from .phases import PHASES, PhaseLoss, Schedule

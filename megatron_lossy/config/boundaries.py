@@ -15,7 +15,7 @@ _OF_RECOVERY = ("act_high_depth", "act_fec_high", "act_fec_low", "act_residual_h
 
 @dataclass(frozen=True)
 class BoundaryFlags:
-    """How messages between stages lose data, and what is done about it. Raises :class:`UsageError`."""
+    """Flags of losses between stages and their recovery. Raises :class:`UsageError` for a value not allowed."""
 
     p_act: float = flag(
         0.0,
@@ -109,7 +109,7 @@ class BoundaryFlags:
         return {"act": self.p_act, "act-grad": self.p_act_grad}[phase]
 
     def describe_boundaries(self) -> str:
-        """What is lost between stages, and what is done about it, in words."""
+        """Losses between stages and their recovery, in words."""
         rates = f"activations {100 * self.p_act:g} %, their gradients {100 * self.p_act_grad:g} %"
         if self.act_transport == "udp":
             drawn = any(map(self.boundary_rate, BOUNDARY_PHASES))

@@ -11,7 +11,7 @@ from ..registry import GRAD_ERRORS
 
 @dataclass(frozen=True)
 class ErrorFlags:
-    """What happens to a gradient after its reduction. Raises :class:`UsageError` where a value is not allowed."""
+    """Flags of errors in reduced gradients. Raises :class:`UsageError` for a value that is not allowed."""
 
     grad_error: str = flag(
         "none",
@@ -74,7 +74,7 @@ class ErrorFlags:
 
     @property
     def errs(self) -> bool:
-        """Whether anything can happen to a reduced gradient."""
+        """Whether a reduced gradient can have errors."""
         return self.grad_error != "none" and self.grad_error_rate > 0
 
     def check_errors(self) -> None:
@@ -98,7 +98,7 @@ class ErrorFlags:
                 refuse_unused(self, name, f"needs --grad-error {' or '.join(needed)}, not {self.grad_error}")
 
     def describe_errors(self) -> str:
-        """What happens to gradients, in words; empty if nothing does."""
+        """Errors in gradients, in words; empty without any."""
         if not self.errs:
             return ""
         rate = "" if self.grad_error_rate == 1 else f" in {100 * self.grad_error_rate:g} % of the iterations"

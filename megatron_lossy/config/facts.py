@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Facts:
     """Facts of a run beside its loss flags.
 
-    ``None`` is a fact that is not known here: Megatron's arguments do not know whether a model is quantized, and a model
-    does not know how long it is trained. A refusal that needs an unknown fact does not apply.
+    ``None`` is a fact that is not known here: Megatron's arguments do not know whether a model is quantized, and a
+    model does not know how long it is trained. A refusal that needs an unknown fact does not apply.
     """
 
     # Ranks, workers and length.
@@ -83,5 +83,5 @@ class Facts:
 
     @property
     def copies_embedding(self) -> bool:
-        """Whether the last of several stages has a copy of the embedding: as its output layer, or to predict more tokens."""
+        """Whether the last of several stages copies the embedding: as output layer, or to predict more tokens."""
         return bool(self.tied or self.predicts_more_tokens)

@@ -9,26 +9,26 @@ from dataclasses import dataclass
 from ..errors import refuse
 from ..flags import as_text, flag, flag_name, refuse_unused
 
-#: Exchanges between islands: what they send goes to the owners of its mean, and the means go back to them.
+#: Exchanges between islands: elements go to the owners of their means, and the means come back.
 SYNC_PHASES = ("sync-reduce", "sync-gather")
 #: Exchanges of an island that cross at once at most, each over connections of its own.
 SYNC_LANES = 4
 #: The file that names the latest checkpoint of a folder: Megatron's.
 TRACKER = "latest_checkpointed_iteration.txt"
-#: Where the mean weights are, beside those or in the folder of virtual islands.
+#: The folder of the mean weights, beside the folders of real islands or in that of virtual ones.
 CONSENSUS_FOLDER = "consensus"
 _DILOCO = ("diloco", "eager-diloco")
 
 
 def folder_of_island(path: str | os.PathLike[str], island: int | str) -> str:
-    """Where ``island``, of real ranks, has what the run has in ``path``."""
+    """The folder of ``island``, of real ranks, in the folder ``path`` of the run."""
     return os.path.join(path, f"island_{island}")
 
 
 def folder_to_load(path: str | os.PathLike[str], island: int) -> str:
-    """Where ``island`` finds its checkpoint if ``--load`` is ``path``.
+    """The folder of the checkpoint of ``island`` if ``--load`` is ``path``.
 
-    A checkpoint in ``path`` itself is where all islands start from, until they have their own there.
+    All islands start from a checkpoint in ``path`` itself, until they have their own there.
     """
     own = folder_of_island(path, island)
     start, continued = (os.path.isfile(os.path.join(folder, TRACKER)) for folder in (path, own))
@@ -37,7 +37,7 @@ def folder_to_load(path: str | os.PathLike[str], island: int) -> str:
 
 @dataclass(frozen=True)
 class IslandFlags:
-    """The flags of islands, of which :class:`megatron_lossy.config.LossyConfig` is one."""
+    """The flags of islands. :class:`megatron_lossy.config.LossyConfig` inherits them."""
 
     islands: int = flag(
         1,
@@ -116,7 +116,7 @@ class IslandFlags:
 
     @property
     def has_outer_optimizer(self) -> bool:
-        """Whether islands have outer weights and a momentum of them."""
+        """Whether islands have outer weights, with a momentum."""
         return self.sync_method in _DILOCO
 
     @property
@@ -126,12 +126,12 @@ class IslandFlags:
 
     @property
     def share(self) -> float:
-        """Of the elements, in an exchange; with ``bernoulli`` on average."""
+        """Share of the elements in an exchange; with ``bernoulli`` on average."""
         return self.sync_fraction if self.sync_subset == "bernoulli" else 1 / self.parts
 
     @property
     def overlap(self) -> int:
-        """q: later exchanges of an element that are under way when one comes back; with ``bernoulli`` at least about."""
+        """q: later exchanges of an element under way when one comes back; with ``bernoulli`` about the least number."""
         return self.rounds_under_way // self.parts
 
     @property
@@ -170,13 +170,13 @@ class IslandFlags:
         return tuple(speed / min(speeds) for speed in speeds)
 
     def iterations(self, train_iters: int) -> int:
-        """Iterations of the slowest island, with which all islands together make M times ``train_iters``, at most."""
+        """Iterations of the slowest island, so that all M islands together make at most M times ``train_iters``."""
         if not self.averages or self.island_speeds is None:
             return train_iters
         return int(self.islands * train_iters / sum(self.relative_speeds) + 1e-9)
 
     def local_iterations(self, island: int, iteration: int) -> int:
-        """How many iterations ``island`` has made when the slowest has made ``iteration``."""
+        """Number of iterations that ``island`` has made when the slowest has made ``iteration``."""
         return int(iteration * self.relative_speeds[island] + 1e-9)
 
     def _check_islands(self) -> None:

@@ -1,7 +1,7 @@
 """All loss flags in one object.
 
-:mod:`megatron_lossy.flags` makes the argparse group and the table in ``docs/flags.md`` of :class:`LossyConfig`. The semantics of each
-flag are in ``docs/semantics.md``.
+:mod:`megatron_lossy.flags` makes the argparse group and the table in ``docs/flags.md`` from :class:`LossyConfig`.
+``docs/semantics.md`` has the semantics of each flag.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .transport import UDP_PACKET_BYTES, TransportFlags
 
 
 def given(config: Any) -> dict[str, Any]:
-    """The settings of ``config`` that differ from the defaults, those that depend on others worked out.
+    """The settings of ``config`` that differ from the defaults. Defaults that depend on other flags are worked out.
 
-    With them, and no others, the same configuration is made again.
+    These settings alone make the same configuration again.
     """
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     if not isinstance(config, LossyConfig):
@@ -246,10 +246,10 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         self.resolve_recovery()
 
     def _check_unused(self) -> None:
-        """Raise :class:`UsageError` for a flag that could not do anything with the others, whatever is lost.
+        """Raise :class:`UsageError` for a flag that has no effect with the others at any loss rate.
 
-        What does nothing only because nothing is lost, or because it is lost in other units, is no error, so that these can
-        be swept while the others stay; :meth:`describe` says it.
+        Flags without effect at rate 0 or with another unit are allowed, so that sweeps can vary rates and units;
+        :meth:`describe` names them.
         """
         needs = {
             "ge_mean_burst": ("loss_model", "gilbert-elliott" in self.loss_model, "gilbert-elliott"),
@@ -270,7 +270,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         return f"--p-{phase}" if phase in PHASES else "--p-sync"
 
     def phase(self, phase: str) -> PhaseLoss:
-        """How ``phase`` loses data: "grad", "param", or one of those between islands. Raises :class:`UsageError`."""
+        """The losses of ``phase``: "grad", "param", or one of those between islands. Raises :class:`UsageError`."""
         if phase in SYNC_PHASES and not self.averages:
             return PhaseLoss("bernoulli", Schedule((0,), (0.0,)), lossless=True)
         return CHANNELS.load(self.of_phase("loss_model", phase)).plan(self, phase)
@@ -278,7 +278,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
     def of_phase(self, name: str, phase: str) -> Any:
         """The value for ``phase`` of a flag that takes one for all phases, or two, or four; ``None`` if it is not set.
 
-        Of two, the first is also that of what islands send to owners, the second of what these send back.
+        With two values, the first also sets ``sync-reduce``, the second ``sync-gather``.
         """
         values = getattr(self, name)
         return values and values[(PHASES + SYNC_PHASES).index(phase) % len(values)]
@@ -291,7 +291,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
 
     @property
     def draws(self) -> bool:
-        """Whether losses are drawn, or a network has its own: whether ``loss_seed`` can matter, or a repetition."""
+        """Whether losses are drawn, or happen in a network, so that ``loss_seed`` or a repetition can matter."""
         return self._draws_exchanges or self.loses_at_boundaries or self.transport != "torch"
 
     @property
@@ -300,7 +300,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
 
     @property
     def sync_lossless(self) -> bool:
-        """Whether nothing that islands exchange can be lost."""
+        """Whether exchanges between islands can lose nothing."""
         return self.transport != "udp" and all(self.phase(phase).lossless for phase in SYNC_PHASES)
 
     @property
@@ -309,7 +309,10 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         return self.lossless and not self.errs and not self.synchronises and self.replica_check == "none"
 
     def all_reduced(self) -> LossyConfig:
-        """The flags of both halves of an all-reduce, which loses ``--p-grad`` twice, without those of replicas."""
+        """The flags of both halves of an all-reduce, each with the losses of ``--p-grad``.
+
+        Flags of errors and of full replicas have their defaults.
+        """
         reset: dict[str, Any] = {f.name: f.default for cls in (ErrorFlags, SyncFlags) for f in dataclasses.fields(cls)}
         bursts = self.loss_model[0] == "gilbert-elliott"
         grad: dict[str, Any] = {
@@ -334,7 +337,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
 
     @property
     def drives_apart(self) -> bool:
-        """Whether full replicas can receive different gradients: with errors of their own, or where some are lost."""
+        """Whether full replicas can receive different gradients: each has errors of its own, or some lose gradients."""
         return self.errs_apart or not self.untouched("grad")
 
     def untouched(self, phase: str) -> bool:
@@ -346,11 +349,11 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         return self.transport == "udp" or not self.phase(phase).lossless
 
     def label(self, phase: str) -> str:
-        """What the losses of ``phase`` are called: a rate in percent, or what replaces a rate."""
+        """A name for the losses of ``phase``: a rate in percent, or the setting that replaces a rate."""
         return CHANNELS.load(self.of_phase("loss_model", phase)).label(dataclasses.asdict(self), phase)
 
     def describe(self) -> str:
-        """What is lost, and what is done about it."""
+        """Losses and their recovery, in words."""
         unused = [*filter(None, (self.describe_errors(), self.describe_sync())), *self._describe_idle()]
         if self.lossless:
             return "; ".join(["none, the exchanges are Megatron's own", *unused])
@@ -395,7 +398,7 @@ class LossyConfig(PipelineFlags, IslandFlags, SyncFlags, ErrorFlags, TransportFl
         return "; ".join([*parts, crossing, *unused])
 
     def _describe_idle(self) -> list[str]:
-        """Which flags that were given do nothing as what they are about is not lost, or in other units."""
+        """Sentences about given flags without effect: their subject is not lost, or is lost in other units."""
         of_boundaries = {f.name for f in dataclasses.fields(BoundaryFlags)} - {"p_act", "p_act_grad", "act_transport"}
         about = {
             "no gradient is lost": (self._loses("grad"), {"grad_recovery", "grad_priority", "lossy_self"}),

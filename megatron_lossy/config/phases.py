@@ -1,4 +1,4 @@
-"""What a phase of an iteration loses, and when."""
+"""Losses of a phase of an iteration: its channel, and its loss rate over iterations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class PhaseLoss:
-    """How one phase loses data, after every flag has been read: what its channel is made of.
+    """The losses of one phase, after every flag has been read: the settings of its channel.
 
     ``model``: the channel's name. ``schedule``: the loss rate over iterations (constant for a plain rate).
     ``lossless``: nothing can ever be lost. ``burst``: mean length of bursts; ``transitions``: the four

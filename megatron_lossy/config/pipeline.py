@@ -10,7 +10,7 @@ from ..flags import check_choice, flag, refuse_unused
 
 @dataclass(frozen=True)
 class PipelineFlags:
-    """The flags of the asynchronous pipeline, of which :class:`megatron_lossy.config.LossyConfig` is one."""
+    """The flags of the asynchronous pipeline. :class:`megatron_lossy.config.LossyConfig` inherits them."""
 
     async_pipeline: bool = flag(
         False,

@@ -1,4 +1,4 @@
-"""Flags of what is done about what is lost (docs/semantics.md). :class:`.config.LossyConfig` inherits them."""
+"""Flags of the recovery from losses (docs/semantics.md). :class:`.config.LossyConfig` inherits them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..registry import GRAD_RECOVERIES
 
 @dataclass(frozen=True)
 class RecoveryFlags:
-    """What owners, senders and receivers do about losses. Raises :class:`UsageError` where a value is not allowed."""
+    """Flags of recovery by owners, senders and receivers. Raises :class:`UsageError` for a value not allowed."""
 
     grad_recovery: str = flag(
         "renormalize",

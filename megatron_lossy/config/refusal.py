@@ -1,7 +1,7 @@
-"""Refusals as data: a flag, what it does not go with, and why. One table, one order, one function that goes through it.
+"""Refusals as data: a flag, its refused companion, and the reason. One table, one order, one function that checks it.
 
-The rows are in :mod:`megatron_lossy.refusals`, a file for each mechanism. :data:`megatron_lossy.registry.REFUSALS` lists
-the files in the order of the table.
+The rows are in :mod:`megatron_lossy.refusals`, a file for each mechanism. :data:`megatron_lossy.registry.REFUSALS`
+lists the files in the order of the table.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NOTHING_KNOWN = Facts()
 class Refusal(Generic[Config]):
     """A flag that does not go with something.
 
-    ``flag``: its name, or several names; of several, the refusal is about the first that was given, and does not apply if
-    none was. ``beside``: what it does not go with. ``why`` ends the error message. It may name values: ``{config.…}``,
-    ``{facts.…}``, and what ``terms`` returns. ``value``: how the message shows the value; by default as a loss flag was
-    given, and not at all for other flags. ``when``: whether the refusal applies. It must be false where a fact that it
-    needs is ``None``.
+    ``flag``: its name, or several names. With several, the refusal is about the first that was given, and does not
+    apply if none was. ``beside``: the setting that it does not go with. ``why`` ends the error message. It may name
+    values: ``{config.…}``, ``{facts.…}``, and the keys of ``terms``. ``value``: the text of the value in the message;
+    by default the given value of a loss flag, and nothing for other flags. ``when``: whether the refusal applies. It
+    must be false if a fact that it needs is ``None``.
     """
 
     flag: str | tuple[str, ...]
@@ -48,7 +48,7 @@ class Refusal(Generic[Config]):
         return bool(self.when(config, facts)) and self._given(config) is not None
 
     def error(self, config: Config, facts: Facts) -> Refused:
-        """The error to raise where the refusal applies."""
+        """The error to raise if the refusal applies."""
         flag = self._given(config)
         assert flag is not None, "the refusal does not apply"
         terms = {} if self.terms is None else self.terms(config, facts)
@@ -57,7 +57,7 @@ class Refusal(Generic[Config]):
         return Refused(self, f"{flag} {value}: {why}" if value else f"{flag}: {why}")
 
     def cells(self) -> tuple[str, str, str]:
-        """The row of a table: flags, what they do not go with, and why, with an ellipsis for each value."""
+        """The row of a table: flags, the setting that they do not go with, and why, with an ellipsis for each value."""
         return ", ".join(self.flags), self.beside, re.sub(r"\{[^}]*\}", "…", self.why)
 
     def _given(self, config: Config) -> str | None:
@@ -77,7 +77,7 @@ class Refused(UsageError):
 
 @dataclass(frozen=True)
 class Section:
-    """The refusals of one mechanism, in order. ``name``: that of the registry."""
+    """The refusals of one mechanism, in order. ``name``: its name in the registry."""
 
     name: str
     about: str

@@ -1,4 +1,4 @@
-"""Flags of what keeps full replicas equal (docs/corruption.md). :class:`.config.LossyConfig` inherits them."""
+"""Flags that keep full replicas equal (docs/corruption.md). :class:`.config.LossyConfig` inherits them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_RULES = ("param_sync_min_interval", "param_sync_max_interval")
 
 @dataclass(frozen=True)
 class SyncFlags:
-    """How replicas are compared and averaged. Raises :class:`UsageError` where a value is not allowed."""
+    """Flags to compare and average replicas. Raises :class:`UsageError` for a value that is not allowed."""
 
     param_sync_interval: int = flag(
         0,
@@ -94,7 +94,7 @@ class SyncFlags:
                 refuse_unused(self, name, f"needs {what}")
 
     def describe_sync(self) -> str:
-        """What is done about replicas that differ, in words; empty if nothing is."""
+        """Averages and comparisons of replicas, in words; empty without any."""
         parts = []
         if self.synchronises:
             what = {"params": "parameters", "all": "parameters and moments"}[self.param_sync_state]

@@ -1,4 +1,4 @@
-"""Flags of what carries the exchanges (docs/transport.md). :class:`.config.LossyConfig` inherits them."""
+"""Flags of the transport of exchanges (docs/transport.md). :class:`.config.LossyConfig` inherits them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..flags import check_choice, flag, refuse_unused
 
 #: Payload of a datagram: with 28 bytes of header, 16 of authentication and 48 of UDP and IPv6, 1,500 bytes.
 UDP_PACKET_BYTES = 1408
-#: The least payload that holds a part of a report of what did not arrive.
+#: The least payload that holds a part of a report of lost packets.
 UDP_REPORT_BYTES = 16
 
 
 @dataclass(frozen=True)
 class TransportFlags:
-    """What carries the exchanges, and how. Raises :class:`UsageError` where a value is not allowed."""
+    """Flags of the transport of exchanges. Raises :class:`UsageError` for a value that is not allowed."""
 
     transport: str = flag(
         "torch",

@@ -1,4 +1,4 @@
-"""What we change in Megatron. With train/ the only place that imports megatron.
+"""Our changes to Megatron: patches of its functions, and the run behind them.
 
 Call ``install(LossyConfig(p_grad=0.1, p_param=0.1))`` before DDP wraps the model, then build and train with
 megatron-core as always.

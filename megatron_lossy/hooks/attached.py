@@ -1,4 +1,4 @@
-"""The mechanisms of a real rank: which of them the flags ask for, and how they are hooked to Megatron."""
+"""The mechanisms of a real rank: chosen by the flags, and hooked to Megatron."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .versions import data_parallel_rank
 
 
 def attached(config: LossyConfig, world: IslandWorld | None = None) -> list[Mechanism]:
-    """The mechanisms that ``config`` asks for. ``world``: the part of the launched world that this rank's job has."""
+    """The mechanisms that ``config`` asks for. ``world``: the launched world as this rank's job sees it."""
     if config.inert:
         return []
     result: list[Mechanism] = [FullReplica()]
@@ -39,7 +39,7 @@ def attached(config: LossyConfig, world: IslandWorld | None = None) -> list[Mech
 
 
 class TrainingIslands(RankIslands):
-    """Islands that may be under ``megatron.training``."""
+    """Islands that may run under ``megatron.training``."""
 
     def training_patches(self) -> list[Patch]:
         return island_training.patches(self)

@@ -1,7 +1,7 @@
-"""Lossy boundaries between pipeline stages: what arrives at a stage is zero-filled once it is there (docs/boundaries.md).
+"""Lossy boundaries between pipeline stages: lost packets of received messages become zeros (docs/boundaries.md).
 
 Every message between stages passes ``_p2p_ops`` or ``_batched_p2p_ops`` of Megatron's ``p2p_communication``, which
-``_communicate`` looks up by name. What is received from the previous stage are activations, from the next one
+``_communicate`` looks up by name. Messages from the previous stage are activations, those from the next one
 gradients. Senders need no draw, and nothing more is sent. With one stage, forward hooks of decoder layers do the same.
 """
 
@@ -43,12 +43,12 @@ _OPS = Takes(
     ),
     others=(),
 )
-#: Of a pipeline that runs forward and backward.
+#: Kinds of Megatron's schedules for several stages.
 _PIPELINED = ("with_interleaving", "without_interleaving")
 
 
 class _Schedule:
-    """One run of a schedule: its model chunks, and how many messages have arrived by phase."""
+    """One run of a schedule: its model chunks, and the order of their messages by phase."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], micro_batches: int, forward_only: bool) -> None:
         self.chunks = chunks
@@ -57,7 +57,10 @@ class _Schedule:
         self._order: dict[tuple[str, bool], Iterator[tuple[int, int]]] = {}
 
     def next(self, phase: str, stage: int, stages: int, sends: bool = False) -> int:
-        """The model chunk whose message arrives next at pipeline rank ``stage`` of ``stages``, or leaves it next."""
+        """The number of the model chunk whose message arrives next at pipeline rank ``stage`` of ``stages``.
+
+        With ``sends``: whose message leaves next.
+        """
         if len(self.chunks) == 1:
             return 0
         if (phase, sends) not in self._order:
@@ -70,8 +73,8 @@ class _Schedule:
 class Boundaries:
     """The boundaries of one process.
 
-    ``run``: the real or virtual run that it belongs to. ``on_one_node(peer)``: whether nothing is lost between this rank and
-    the global rank ``peer``.
+    ``run``: the real or virtual run that has them. ``on_one_node(peer)``: whether nothing is lost between this rank
+    and the global rank ``peer``.
     """
 
     def __init__(self, run: Run, on_one_node: Callable[[int], bool] = lambda peer: False) -> None:
@@ -79,13 +82,13 @@ class Boundaries:
         self.on_one_node = on_one_node
         self.config: LossyConfig = run.config
         self.messages = Messages(run.config)
-        #: What carries messages that leave the node, with ``--act-transport udp``; from the first model chunk on.
+        #: The links for messages that leave the node, with ``--act-transport udp``; made with the first model chunk.
         self.links: StageLinks | None = None
         self._schedule: _Schedule | None = None
 
     @contextlib.contextmanager
     def schedule(self, model: Any, micro_batches: int, forward_only: bool) -> Iterator[None]:
-        """Around a run of a schedule over ``model``: messages are counted anew."""
+        """Surround a run of a schedule over ``model``, in which messages are counted anew."""
         chunks = model if isinstance(model, list) else [model]
         self.messages.begin(self.run.iteration, micro_batches)
         outer, self._schedule = self._schedule, _Schedule(chunks, micro_batches, forward_only)
@@ -95,7 +98,7 @@ class Boundaries:
             self._schedule = outer
 
     def loses(self) -> bool:
-        """Whether what crosses now can lose anything: in evaluation nothing does, unless it shall."""
+        """Whether a message that crosses now can lose packets: in evaluation only with ``--act-loss-in-eval``."""
         return self.config.act_loss_in_eval or self._trains()
 
     def _trains(self) -> bool:
@@ -107,7 +110,7 @@ class Boundaries:
         return fate
 
     def identify(self, phase: str, boundary: Boundary, rank: int, tensor: int | None) -> Message:
-        """The next message at ``boundary``, that is about to be received; see :class:`Message`."""
+        """The next message to be received at ``boundary``; see :class:`Message`."""
         evaluation = self._schedule is not None and not self._trains()
         return self.messages.identify(phase, boundary, rank, tensor, self.run.iteration, evaluation)
 
@@ -119,9 +122,10 @@ class Boundaries:
     # --- several stages ----------------------------------------------------------------------------------------------
 
     def chunk(self, phase: str, group: Any, sends: bool = False) -> int | None:
-        """The number of the model chunk whose message crosses next; ``None`` outside of a schedule, where nothing is lost.
+        """The number of the model chunk whose message crosses next; ``None`` outside of a schedule, without loss.
 
-        ``group``: of the pipeline. Raises :class:`UsageError` where something should be lost.
+        ``group``: that of the pipeline. Raises :class:`UsageError` if a message of training that should lose packets
+        crosses outside of a schedule.
         """
         if self._schedule is not None:
             return self._schedule.next(phase, group.rank(), group.size(), sends)
@@ -133,14 +137,14 @@ class Boundaries:
         return None
 
     def module(self, chunk: int) -> Any:
-        """The model chunk of that number, of the schedule that runs."""
+        """The model chunk with number ``chunk`` of the schedule that runs."""
         assert self._schedule is not None
         return self._schedule.chunks[chunk]
 
     def receive(self, phase: str, tensor: torch.Tensor, group: Any, reliable: bool) -> Callable[[], None] | None:
-        """``tensor`` is about to be received in ``phase``; returns what to do once it is there, if anything.
+        """Prepare to receive ``tensor`` in ``phase``; returns a function to call on its arrival, if packets are lost.
 
-        ``group``: of the pipeline. ``reliable``: nothing is lost between these two ranks.
+        ``group``: that of the pipeline. ``reliable``: nothing is lost between these two ranks.
         """
         chunk = self.chunk(phase, group)
         if chunk is None or reliable or self.messages.loss[phase].lossless or not self.loses():
@@ -163,7 +167,7 @@ class Boundaries:
     def attach(self, model: torch.nn.Module, rank: Callable[[], int], stages: int | None = None) -> None:
         """Lose after the layers of ``--virtual-boundaries``. ``rank()``: the data-parallel rank that computes.
 
-        ``stages``: pipeline ranks that the parts between the boundaries would be on, in turns; default one each.
+        ``stages``: pipeline ranks that would have the parts between the boundaries, in turns; default one each.
         """
         layers = decoder_layers(model)
         places = sorted(self.config.virtual_boundaries or ())
@@ -190,7 +194,10 @@ class Boundaries:
 
 
 def fill(tensor: torch.Tensor, phase: str, lost: np.ndarray, elements: int, config: LossyConfig) -> None:
-    """Zeros in the place of what is ``lost`` bool[packets] of a received ``tensor``, and of what is sent back for it."""
+    """Zero the ``lost`` packets bool[packets] of a received ``tensor``.
+
+    With ``--act-zero-fill-gradient masked`` the gradient of lost activations becomes zero too.
+    """
     zero_fill_(tensor, lost, elements)
     if phase == "act" and config.act_zero_fill_gradient == "masked":
         tensor.register_hook(mask_of(lost, elements))
@@ -199,8 +206,8 @@ def fill(tensor: torch.Tensor, phase: str, lost: np.ndarray, elements: int, conf
 def boundary_of(phase: str, module: torch.nn.Module, chunk: int, stage: int, stages: int) -> Boundary:
     """The boundary at which ``chunk`` of pipeline rank ``stage`` receives in ``phase``.
 
-    Activations come from before its first layer, gradients from behind its last one. Raises :class:`UsageError` for a chunk
-    in the middle of the pipeline that has no layers.
+    Activations come from before its first layer, gradients from behind its last one. Raises :class:`UsageError` for a
+    chunk in the middle of the pipeline that has no layers.
     """
     layers = module.config.num_layers
     numbers = [layer.layer_number for layer in decoder_layers(module)]
@@ -212,7 +219,7 @@ def boundary_of(phase: str, module: torch.nn.Module, chunk: int, stage: int, sta
 
 
 def _edge(module: Any) -> int:
-    """Layers before a chunk without any: none at the begin of the model, all at its end."""
+    """Number of layers before a chunk that has none: 0 at the start of the model, all at its end."""
     inner = innermost(module)
     if getattr(inner, "post_process", False):
         return module.config.num_layers
@@ -222,7 +229,7 @@ def _edge(module: Any) -> int:
 
 
 def p2p_ops(boundaries: Boundaries, original: Callable, **kwargs: Any) -> Any:
-    """Around ``_p2p_ops`` and ``_batched_p2p_ops``: what is received has lost packets once it is waited for."""
+    """Wraps ``_p2p_ops`` and ``_batched_p2p_ops``: zeros lost packets of a received message once it is waited for."""
     fills: dict[str, Callable[[], None]] = {}
     for name, phase, peer in (
         ("recv_prev", "act", "prev_pipeline_rank"),
@@ -243,7 +250,7 @@ def p2p_ops(boundaries: Boundaries, original: Callable, **kwargs: Any) -> Any:
 
 
 def schedule(boundaries: Boundaries, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Around the functions of ``schedules``, which take keywords only."""
+    """Wraps the functions of ``schedules``, which take keywords only."""
     if kwargs.get("p2p_communicator") is not None:
         check_refusals(boundaries.config, of_communicator(kwargs["p2p_communicator"]))
     with boundaries.schedule(kwargs["model"], kwargs["num_microbatches"], kwargs.get("forward_only", False)):
@@ -251,7 +258,7 @@ def schedule(boundaries: Boundaries, original: Callable, *args: Any, **kwargs: A
 
 
 def patches(boundaries: Boundaries, ops: Callable = p2p_ops) -> list[Patch]:
-    """What lossy boundaries need in megatron-core. ``ops``: around the functions that begin messages."""
+    """Patches that lossy boundaries need in megatron-core. ``ops``: wraps the functions that begin messages."""
     virtual = boundaries.config.virtual_boundaries is not None
     kinds = (
         ["forward_backward_no_pipelining"]

@@ -1,4 +1,4 @@
-"""Megatron's buckets: which stream each belongs to, and where in it parameters are."""
+"""Megatron's buckets: their streams, and the places of parameters in them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def buckets_by_stream(ddp: DistributedDataParallel) -> list[tuple[Stream, Any, l
 
 
 def bucket_sizes(streams: Sequence[tuple[Stream, Sequence[tuple[Any, Any]]]]) -> dict[str, str]:
-    """Size and dtypes of every bucket, in words, by words for which one it is. ``streams``: with their pairs."""
+    """Size and dtypes of every bucket, in words, by its name. ``streams``: each with its (buffer, bucket) pairs."""
     return {
         f"bucket {number} of {stream.name}": (
             f"{bucket.grad_data.numel()} elements ({bucket.grad_data.dtype}, {_param_dtype(bucket)})"
@@ -52,12 +52,12 @@ def _param_dtype(bucket: Any) -> torch.dtype:
 
 
 def apart(stream: Stream, stage: int, tensor: ProcessGroup | None) -> Stream:
-    """``stream`` as a network knows it, which loses something else for each copy of it."""
+    """``stream`` with its stage and tensor-parallel rank, because a network loses other units of each copy."""
     return replace(stream, stage=stage, tensor=None if tensor is None else tensor.rank())
 
 
 def replicated_units(buffer: Any, bucket: Any, units: BucketUnits, shards: int) -> np.ndarray:
-    """bool[N, count]: units of ``bucket`` with parameters of which every tensor-parallel rank has a copy, by shard."""
+    """bool[N, count], by shard: units of ``bucket`` with parameters that every tensor-parallel rank has a copy of."""
     result = np.zeros((shards, units.count), dtype=bool)
     for parameter in bucket.params_list:
         if getattr(parameter, "tensor_model_parallel", False):
@@ -75,13 +75,13 @@ def _is_shared_embedding(bucket: Any) -> bool:
 
 
 def owned_ranges(ranges: np.ndarray, shard: int, owner: int) -> np.ndarray:
-    """int64[k, 2]: what of ``ranges``, places in a bucket, is in the shard of ``owner``, as places in the shard."""
+    """int64[k, 2]: the parts of ``ranges`` of a bucket that are in the shard of ``owner``, counted from its start."""
     inside = np.clip(ranges - owner * shard, 0, shard)
     return inside[inside[:, 0] < inside[:, 1]]
 
 
 def used_ranges(buffer: Any, bucket: Any) -> np.ndarray:
-    """int64[k, 2]: where parameters are in ``bucket`` of Megatron's ``buffer``; the rest is padding."""
+    """int64[k, 2]: the ranges of ``bucket`` of Megatron's ``buffer`` that hold parameters; the rest is padding."""
     ranges = [buffer.param_index_map[parameter][:2] for parameter in bucket.params_list]
     return np.array(sorted(ranges), dtype=np.int64).reshape(-1, 2) - bucket.offset
 

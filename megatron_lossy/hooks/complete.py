@@ -1,4 +1,4 @@
-"""Whether what should lose data is exchanged at all: loss that never happens must not go unnoticed."""
+"""Checks that lossy exchanges are made at all: loss that never happens must not go unnoticed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_registered(optimizer: Any, chunks: Sequence[Any]) -> None:
-    """Raise :class:`UsageError` if ``optimizer`` updates what the hooks do not know. ``chunks``: the models they know."""
+    """Raise :class:`UsageError` if ``optimizer`` updates unknown buckets. ``chunks``: the models the hooks know."""
     if not chunks and any(group["params"] for group in getattr(optimizer, "param_groups", ())):
         raise UsageError(
             "no model was wrapped in Megatron's DistributedDataParallel since the hooks were installed, so that nothing "
@@ -58,7 +58,7 @@ def warn_of_reliable_boundaries(nodes: Sequence[int]) -> None:
 
 
 def warn_of_one_replica(config: LossyConfig, replicas: int) -> None:
-    """Say, on the first rank, that there are none to average or to compare if a stream has only one of ``replicas``."""
+    """Say, on the first rank, that averages or comparisons do nothing if a stream has one replica."""
     if replicas == 1 and (config.synchronises or config.replica_check != "none") and dist.get_rank() == 0:
         what = "--param-sync-interval" if config.synchronises else "--replica-check"
         logger.warning("%s does nothing: there is one data-parallel rank", what)

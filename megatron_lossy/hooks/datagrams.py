@@ -1,7 +1,7 @@
 """``--act-transport udp``: messages between stages in different nodes cross as datagrams (docs/boundaries.md#over-udp).
 
-In the place of Megatron's requests stand ours, which it waits for in the same way. Messages within a node, and those
-outside of schedules, are Megatron's own.
+Our requests replace Megatron's, which waits for them in the same way. Messages within a node, and those outside of
+schedules, stay Megatron's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..transport.udp.stages import StageLinks, lost_by_any
 from .boundaries import Boundaries, boundary_of, fill
 from .versions import data_parallel_rank, sequence_parallel_rank, tensor_group
 
-#: Name, phase, the other rank, and whether this one sends. What is sent comes first: a link opens when both ranks begin.
+#: Name, phase, the other rank, and whether this one sends. Sends come first: a link opens when both ranks begin.
 _WAYS = (
     ("send_next", "act", "next_pipeline_rank", True),
     ("send_prev", "act-grad", "prev_pipeline_rank", True),
@@ -29,7 +29,7 @@ _OPPOSITE = {"act": "act-grad", "act-grad": "act"}
 
 
 def p2p_ops(boundaries: Boundaries, original: Callable, **kwargs: Any) -> Any:
-    """Around ``_p2p_ops`` and ``_batched_p2p_ops``: what leaves the node goes over the links of this process."""
+    """Wraps ``_p2p_ops`` and ``_batched_p2p_ops``: messages that leave the node use the links of this process."""
     far: dict[str, Callable[[], Any]] = {}
     for name, phase, whose, sends in _WAYS:
         tensor, peer, group = kwargs[f"tensor_{name}"], kwargs[whose], kwargs["group"]
@@ -57,7 +57,7 @@ def _packet(boundaries: Boundaries, tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _varies(module: Any) -> bool:
-    """Whether messages have different lengths, which both ranks know: Megatron sends the shape before."""
+    """Whether messages differ in length. Both ranks know the length, because Megatron sends the shape before."""
     return bool(getattr(module.config, "variable_seq_lengths", False))
 
 
@@ -80,7 +80,8 @@ def _receive(boundaries: Boundaries, phase: str, tensor: torch.Tensor, peer: int
         boundary = boundary_of(phase, module, chunk, group.rank(), group.size())
         rank, peers = data_parallel_rank(module), tensor_group(expert=False)
         message = boundaries.identify(phase, boundary, rank, None if peers is None else peers.rank())
-        # Tensor-parallel ranks that get the same message lose what any of them lost. Each may lose its part of the bound.
+        # Tensor-parallel ranks that get the same message lose a packet if any of them lost it. Each may lose its part
+        # of the bound.
         peers = None if module.config.sequence_parallel else peers
         tolerance = loss.bound(boundary, packets)
         if peers is not None and tolerance < packets:

@@ -1,4 +1,4 @@
-"""The groups in which Megatron's buckets are exchanged: who is in one, what is lost there, and whose memory it is."""
+"""The groups that exchange Megatron's buckets: their members, their losses and their buffers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Exchanges:
     """Makes the groups of this process.
 
-    ``job``: the number of this training job, and how many equal ones there are, of which no two lose the same. ``optimizers``:
-    gives Megatron's, which come after the groups.
+    ``job``: the number of this training job, and the number of equal jobs; no two lose the same. ``optimizers``:
+    returns Megatron's, which are made after the groups.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Exchanges:
         optimizers: Callable[[], list[Any]],
     ) -> None:
         self.config = config
-        #: The node of each rank of the world, with ``--lossy-links inter-node`` once they were found.
+        #: The node of each rank of the world, with ``--lossy-links inter-node``; ``None`` until they are found.
         self.nodes: list[int] | None = None
         self._job, self._jobs = job
         self._corruption = corruption
@@ -47,20 +47,20 @@ class Exchanges:
         self._networks: dict[tuple[str, tuple[int, ...]], Network] = {}
 
     def find_nodes(self) -> bool:
-        """Find what :attr:`nodes` wants, if it is not known; returns whether it was just found. A collective call."""
+        """Find :attr:`nodes` if they are needed and not known; returns whether it found them. A collective call."""
         if self.config.lossy_links != "inter-node" or self.nodes is not None:
             return False
         self.nodes = find_nodes(None, self.config.ranks_per_node)
         return True
 
     def on_one_node(self, peer: int) -> bool:
-        """Whether ``peer`` is on the node of this rank, as far as nodes matter."""
+        """Whether ``peer`` is on the node of this rank; false if nodes do not matter."""
         return self.nodes is not None and self.nodes[dist.get_rank()] == self.nodes[peer]
 
     def of_shards(self, ddp: DistributedDataParallel, steps: int | None) -> list[LossyGroup]:
         """The groups of a model chunk whose optimizer is distributed, one for each of its streams. A collective call.
 
-        ``steps``: how many the run has, if that is known, for a trace to be long enough.
+        ``steps``: length of the run, if known, to refuse a trace that is too short.
         """
         streams, stage = buckets_by_stream(ddp), pipeline_stage(ddp)
         return [self._of_stream(buckets, full, stream, stage, steps) for stream, full, buckets in streams]

@@ -1,6 +1,6 @@
 """Facts for the table of refusals, of Megatron's arguments and of a model chunk. One line for each fact.
 
-Versions of Megatron differ in what they have, so that what is absent has a default here, and nowhere else.
+Versions of Megatron differ in their attributes. An absent one has its default here, and nowhere else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SWITCHES = (
     "moe_router_enable_expert_bias",
     "phase_transition_iterations",
 )
-#: Those that the configurations of a model chunk have, its own and that of DDP.
+#: The switches in the configurations of a model chunk: its own, and that of DDP.
 _OF_TRANSFORMER = (
     "optimizer_cpu_offload",
     "overlap_moe_expert_parallel_comm",
@@ -44,7 +44,7 @@ _OF_DDP = ("use_megatron_fsdp", "reuse_grad_buf_for_mxfp8_param_ag")
 
 
 def of_arguments(args: Any, islands: int = 1) -> Facts:
-    """Facts of Megatron-LM's arguments. ``islands``: how many worlds of ranks with these arguments there are."""
+    """Facts of Megatron-LM's arguments. ``islands``: number of worlds of ranks with these arguments."""
     half = _half(args)
     in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", None)
     length = getattr(args, "train_iters", None)
@@ -118,7 +118,7 @@ def of_model(ddp: Any, workers: int | None = None, virtual: bool | None = None) 
 
 
 def of_communicator(communicator: Any) -> Facts:
-    """Facts of what carries messages between stages."""
+    """Facts of the communicator of messages between stages."""
     return Facts(several_modules=type(communicator).__name__.startswith("MultiModule"))
 
 

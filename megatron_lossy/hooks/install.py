@@ -26,7 +26,7 @@ def install(
     world: IslandWorld | None = None,
     asynchronous: bool = False,
 ) -> Lossy:
-    """Hook megatron-core so that data-parallel exchanges lose what ``config`` says. Call it before DDP is built.
+    """Hook megatron-core so that data-parallel exchanges lose data as ``config`` says. Call it before DDP is built.
 
     ``steps``: the length of the run, if known, so that a trace that is too short is refused at once. ``gapless``:
     promises that every iteration exchanges gradients (:class:`megatron_lossy.run.Run`), so that ``--grad-recovery
@@ -53,13 +53,13 @@ def install(
 
 
 def check_patches() -> list[Check]:
-    """Which patches a lossy run would make in the Megatron that is here, and whether they fit; applies none of them.
+    """Check whether the patches of a lossy run fit the installed Megatron; applies none of them.
 
-    With those of ``megatron.training`` if it can be imported. Raises ``ImportError`` without megatron-core.
+    Includes those of ``megatron.training`` if it can be imported. Raises ``ImportError`` without megatron-core.
     """
     import megatron.core
 
-    config = LossyConfig(eval_weights="both", p_act=0.1)  # which patches more
+    config = LossyConfig(eval_weights="both", p_act=0.1)  # these flags need more patches
     lossy = Lossy(config, mechanisms=attached(config))
     patches = megatron_core.patches(lossy)
     with contextlib.suppress(ImportError):

@@ -1,7 +1,8 @@
 """Islands under ``megatron.training``: each is a job of its own, with a part of the data and folders of its own.
 
-Megatron reads RANK and WORLD_SIZE of the island (:mod:`megatron_lossy.plugin`), finds its process group made when it wants to
-make one, and so counts, reduces and saves as if there were no other islands. What is left to say is which samples are whose.
+Megatron reads RANK and WORLD_SIZE of the island (:mod:`megatron_lossy.plugin`), and finds the island's process group
+made already. So it counts, reduces and saves as if there were no other islands. This module does the rest: the samples,
+the folders and the stop signals of each island.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _UNTIL = "Megatron knows of jobs beside its own"
 
 
 def patches(islands: RankIslands) -> list[Patch]:
-    """What Megatron's training program does otherwise on islands."""
+    """Patches of Megatron's training program for islands."""
     samplers = [
         Patch(
             target=f"megatron.{module}.data_samplers:{name}.__init__",
@@ -65,7 +66,7 @@ _signature = functools.lru_cache(inspect.signature)
 
 
 def sampler(islands: RankIslands, original: Callable, *args: Any, **kwargs: Any) -> None:
-    """Around the constructor of a sampler."""
+    """Wraps the constructor of a sampler: this rank takes its samples by its number among the ranks of all islands."""
     world = islands.world
     bound = _signature(original).bind(*args, **kwargs)
     given = bound.arguments
@@ -76,17 +77,17 @@ def sampler(islands: RankIslands, original: Callable, *args: Any, **kwargs: Any)
 
 
 def number_of_samples(islands: RankIslands, original: Callable) -> tuple[int | None, ...]:
-    """Around what says how many samples are needed for training, validation and test."""
+    """Wraps the count of samples for training, validation and test: multiplies it by the number of islands."""
     return tuple(None if number is None else number * islands.world.islands for number in original())
 
 
 def signals_received(islands: RankIslands, original: Callable, handler: Any) -> list[bool]:
-    """Around the question, once in an iteration, which ranks received a signal."""
+    """Wraps the question, once in an iteration, which ranks received a signal. Islands agree on the answer."""
     return [bool(islands.agree(int(any(original(handler)))))]
 
 
 def before_validation(islands: RankIslands, args: Any) -> None:
-    """Before Megatron checks its arguments: let its folders be those of the island. Once."""
+    """Give Megatron the folders of the island, before it checks its arguments. A second call changes nothing."""
     if getattr(args, "megatron_lossy_island", None) is None:
         args.megatron_lossy_island = island = islands.world.island
         for name in _FOLDERS:
@@ -98,7 +99,7 @@ def before_validation(islands: RankIslands, args: Any) -> None:
 
 @contextlib.contextmanager
 def consensus_saved(islands: RankIslands, args: Any) -> Iterator[bool]:
-    """Within this context the first island, for which it is true, saves weights alone, in the folder of their mean."""
+    """Surround a save of weights alone, in the folder of their mean. True for the first island, which writes."""
     folder = os.path.join(os.path.dirname(args.save), CONSENSUS_FOLDER)
     only_weights = {"save": folder, "no_save_optim": True, "no_save_rng": True, "async_save": False}
     before = {name: getattr(args, name, None) for name in only_weights}
@@ -110,7 +111,7 @@ def consensus_saved(islands: RankIslands, args: Any) -> Iterator[bool]:
 
 
 def enter(islands: RankIslands, args: Any) -> None:
-    """After all checks: make the island the default world, which Megatron then finds made."""
+    """Make the island the default world, after all checks. Megatron then finds it made."""
     if torch.distributed.is_initialized():
         return
     islands.world.seed = args.seed

@@ -1,7 +1,8 @@
-"""The island of this rank: its optimizer shard is averaged with that of the same rank of other islands (docs/islands.md).
+"""Islands of real ranks: a rank averages its optimizer shard with the same rank of other islands (docs/islands.md).
 
-An exchange begins, and is used, in a hook of torch's optimizer inside of Megatron's: after the update of the weights in
-float32, before these are rounded into the model and gathered. Where Megatron skips an update it follows the iteration.
+A hook of torch's optimizer, inside of Megatron's, begins exchanges and uses their means. It runs after the update of
+the float32 weights, before these are rounded into the model and gathered. If Megatron skips an update, the exchange
+follows at the end of the iteration.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _SAMPLE = 2**16
 
 @dataclass
 class _Shard:
-    """What one of torch's optimizers updates on this rank."""
+    """The weights that one of torch's optimizers updates on this rank, and their exchanges."""
 
     vector: Vector
     rounds: Rounds
@@ -79,7 +80,7 @@ class RankIslands(Mechanism):
         self._built()
 
     def end_iteration(self) -> None:
-        """The iteration is over; also one without an update, in which nothing has been exchanged yet."""
+        """Make the exchanges that a skipped update left out; the iteration is over."""
         left = [number for number in range(len(self._built())) if number not in self._made]
         for number in left:
             self._exchange(number)
@@ -96,10 +97,11 @@ class RankIslands(Mechanism):
         self._made.add(number)
 
     def begin_agree(self, value: int) -> Callable[[], int]:
-        """An iteration begins; ``value``: the signal by which this rank was told to stop, or 0.
+        """Begin to agree, at the start of an iteration, whether all islands stop after it.
 
-        What it returns waits for the ranks of this island, and gives the largest signal of any rank of any island if this is the
-        iteration after which all of them stop, else 0. Others are waited for only to know which one that is.
+        ``value``: the signal that told this rank to stop, or 0. Returns a function that waits for the ranks of this
+        island. Its result is the largest signal of any rank of any island if all of them stop after this iteration,
+        else 0. Other islands are waited for only to agree on that iteration.
         """
         self._stopping.hear(value)
         self._iterations += 1
@@ -122,7 +124,7 @@ class RankIslands(Mechanism):
         return self.begin_agree(value)()
 
     def leave(self) -> None:
-        """The last iteration is over: wait until it is so everywhere. A collective call of all ranks of all islands."""
+        """Wait until the last iteration is over everywhere. A collective call of all ranks of all islands."""
         if "_stopping" not in vars(self) or not dist.is_initialized():  # nothing was exchanged, or that is over
             return
         with self._waiting():
@@ -143,7 +145,7 @@ class RankIslands(Mechanism):
 
     @functools.cached_property
     def _control(self) -> Meeting:
-        """For what is not exchanged on a thread."""
+        """The meeting for exchanges that no thread makes."""
         return self.world.meet("control")
 
     def _built(self) -> list[_Shard]:
@@ -158,7 +160,7 @@ class RankIslands(Mechanism):
 
     @property
     def _exchanging(self) -> list[Any]:
-        """Those of the optimizers that have weights, if these are exchanged."""
+        """The optimizers that have weights; none if islands exchange nothing."""
         own = [one for one in self._run.living_optimizers() if one.optimizer is not None]
         return own if self._config.sync_method != "none" else []
 
@@ -228,7 +230,7 @@ class RankIslands(Mechanism):
         return [(bucket, buffer.data_parallel_group) for _, _, pairs in streams for buffer, bucket in pairs]
 
     def _gather(self) -> None:
-        """Let all ranks of the island have the shards as they are."""
+        """Gather the current shards to all ranks of the island, without loss."""
         with torch.no_grad():
             for bucket, group in self._buckets:
                 all_gather_single(bucket.param_data, own_shard(bucket, group.rank(), group.size()).clone(), group=group)
@@ -238,7 +240,7 @@ class RankIslands(Mechanism):
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
-        """Within this context the model has the mean of the islands' owners' weights. A collective call of all islands."""
+        """A context with the mean of the islands' owners' weights in the model. A collective call of all islands."""
         self._run.settle()
         with torch.no_grad():
             kept = [bucket.param_data.clone() for bucket, _ in self._buckets]
@@ -274,7 +276,7 @@ class RankIslands(Mechanism):
         return {"islands": self.world.islands, "island": self.world.island}
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """The exchanges under way, which are waited for, and the rules."""
+        """The state of the rules, and of the exchanges under way. Waits for these."""
         with self._waiting():
             return [shard.rounds.state_dict() for shard in self._built()]
 

@@ -1,7 +1,8 @@
-"""An all-reduce of gradients that loses data: what full replicas have in the place of a reduce-scatter and a gather.
+"""An all-reduce of the gradients of full replicas that loses data.
 
-It is made of both. In the reduce-scatter owners recover what is lost as always. Of the reduced gradient, which is then sent
-to all, a rank keeps its own gradient where a unit does not arrive: so replicas drift apart (docs/corruption.md).
+It is a reduce-scatter followed by a gather. In the reduce-scatter owners recover losses as always. They then send the
+reduced gradient to all ranks. For a unit that does not arrive, a rank keeps its own gradient, so that replicas drift
+apart (docs/corruption.md).
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ def shard_size(elements: int, ranks: int) -> int:
 def begin(
     run: Run, slot: Slot, gradient: torch.Tensor, averaged: bool, scatter: Callable, gather: Callable
 ) -> Transfer:
-    """Begin to all-reduce ``gradient`` [n], scaled as Megatron scales it, in place. It ends when the result is waited for.
+    """Begin to all-reduce ``gradient`` [n], scaled as Megatron scales it, in place. The wait for the result ends it.
 
     ``scatter(output, input)``, ``gather(output, input)``: run the collectives. ``averaged``: they give a mean.
     """
     group, number = slot.group, slot.bucket
     padded = gradient.new_zeros(group.size * shard_size(len(gradient), group.size))
     padded[: len(gradient)] = gradient
-    result = padded.clone() if averaged else padded * group.size  # what a rank thinks of the sum by itself
+    result = padded.clone() if averaged else padded * group.size  # the sum as a rank estimates it from its own gradient
     own = torch.empty_like(result[: len(result) // group.size])
     transfer = group.reduce_scatter(
         number, padded, own, run.iteration, lambda: scatter(own, padded), averaged, run.loss_scale(), run.following
@@ -56,7 +57,7 @@ def all_reduce(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """In the place of ``torch.distributed.all_reduce``: gradients of full replicas lose what their slot says."""
+    """Replaces ``torch.distributed.all_reduce``: gradients of full replicas lose units in the group of their slot."""
     slot = slot_of(tensor)
     if slot is None or slot.group.lossless("grad"):
         return original(tensor, op=op, group=group, async_op=async_op)
@@ -82,7 +83,7 @@ class _Changed(types.ModuleType):
 
 
 def patch(run: Run) -> Patch:
-    """What ``--p-grad`` needs in megatron-core without the distributed optimizer."""
+    """The patch that ``--p-grad`` needs in megatron-core without the distributed optimizer."""
 
     def changed(original: Any) -> Any:
         def lossy(*args: Any, **kwargs: Any) -> Any:

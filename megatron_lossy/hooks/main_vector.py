@@ -1,4 +1,4 @@
-"""The main weights of an island as one vector, wherever its optimizer has them."""
+"""The main weights of an island as one vector, wherever its optimizer keeps them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from .main_weights import main_pieces
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements from ``start`` on: ``main`` float32[n], and the rounded copy [n] that is computed with, if it is another."""
+    """Elements from ``start`` on: ``main`` float32[n], and its ``rounded`` copy [n] in the model.
+
+    ``rounded`` is ``None`` if the model computes with ``main`` itself.
+    """
 
     start: int
     main: torch.Tensor
@@ -41,7 +44,7 @@ class Vector:
         return result
 
     def write(self, places: Places | None, values: torch.Tensor) -> None:
-        """Put ``values`` [k] there."""
+        """Write ``values`` [k] to the elements at ``places``; ``None``: all."""
         for segment, part in self._parts(places):
             part.write(segment.main, values)
             if segment.rounded is not None:

@@ -1,4 +1,4 @@
-"""The weights as the optimizer has them: in float32, where the buffers that are sent have 16 bits."""
+"""Main weights: the optimizer's float32 weights, whose copies in the buffers that are sent may have 16 bits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..errors import UsageError
 
 
 class MainWeights:
-    """The shard ``own`` [shard] of ``bucket`` in float32, padding included, as ``optimizers`` have it when it is called.
+    """A function that returns the float32 weights, in ``optimizers``, of the shard ``own`` [shard] of ``bucket``.
 
-    Raises :class:`UsageError` where an optimizer keeps such weights to itself.
+    Includes padding. Raises :class:`UsageError` where an optimizer keeps such weights to itself.
     """
 
     def __init__(self, optimizers: Iterable[Any], bucket: Any, own: torch.Tensor) -> None:
@@ -28,7 +28,7 @@ class MainWeights:
 
 
 def main_pieces(optimizers: Iterable[Any], bucket: Any, own: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    """Where in ``own`` the weights of ``optimizers`` begin that it is a copy of, and these; float32, without padding.
+    """Returns (offset, float32 weight) for each weight of ``optimizers`` that ``own`` copies, without padding.
 
     Raises :class:`UsageError` where an optimizer keeps such weights to itself.
     """

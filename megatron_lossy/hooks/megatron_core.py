@@ -19,13 +19,13 @@ _ALL_GATHER = Takes(("output_tensor|output", "input_tensor|input", "group", "asy
 
 
 def after_init(note: Callable[[Any], None], original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Around a constructor: calls ``note`` with the finished object."""
+    """Wraps a constructor: calls ``note`` with the finished object."""
     original(self, *args, **kwargs)
     note(self)
 
 
 def step(run: Lossy, applies: bool, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around ``step`` and, where ``applies``, ``step_with_ready_grads`` of an optimizer."""
+    """Wraps ``step`` or, if ``applies``, ``step_with_ready_grads`` of an optimizer."""
     with run.optimizer_step(self, applies):
         return original(self, *args, **kwargs)
 

@@ -137,7 +137,7 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 
 
 def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Around Megatron's checks of its arguments: ours follow, and what they tell about the run."""
+    """Wraps Megatron's checks of its arguments: makes our checks, and tells the run its length."""
     for one in lossy.mechanisms:
         one.before_arguments(args)
     result = original(args, *rest, **kwargs)
@@ -158,12 +158,12 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
 
 
 def init_process_group(original: Callable, backend: str | None = None, *args: Any, **options: Any) -> None:
-    """Around the making of the default group: in a store of this attempt alone."""
+    """Wraps the making of the default group: it uses a store of this attempt alone."""
     original(backend, *args, **(options if args else with_attempt_store(options)))
 
 
 def dummy_train_step(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Around an iteration that trains nothing."""
+    """Wraps an iteration that trains nothing, and counts it."""
     result = original(*args, **kwargs)
     lossy.skip_iteration()
     return result
@@ -183,7 +183,7 @@ def _checkpoint_folder(save_or_load: str, iteration: int) -> str:
 
 
 def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around a save: the checkpoint holds the owners' weights."""
+    """Wraps a save: the checkpoint holds the owners' weights."""
     from megatron.training import get_args
 
     if not kwargs.get("non_persistent_ckpt"):
@@ -204,7 +204,7 @@ def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any
 
 
 def load_checkpoint(lossy: Lossy, original: Callable, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around a load: the run goes on at the checkpoint's iteration, with its replicas if they were saved."""
+    """Wraps a load: the run goes on at the checkpoint's iteration, with its replicas if they were saved."""
     result = original(model, optimizer, *args, **kwargs)
     if optimizer is not None:  # not a reference model
         from megatron.training import get_args
@@ -220,7 +220,7 @@ _signature = functools.lru_cache(inspect.signature)
 
 
 def training_log(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Around Megatron's log line: the monitors' values follow."""
+    """Wraps Megatron's log line, and writes the monitors' values after it."""
     from megatron.training import get_args
 
     result = original(*args, **kwargs)
@@ -231,7 +231,7 @@ def training_log(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any) ->
 
 
 def _write(metrics: dict[str, float], iteration: int) -> None:
-    """To the log, TensorBoard and Weights & Biases of the rank that has them."""
+    """Write ``metrics`` to the log, TensorBoard and Weights & Biases of the rank that has them."""
     from megatron.training import get_tensorboard_writer, get_wandb_writer, print_rank_last
 
     tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
@@ -262,7 +262,7 @@ class _Recorder:
 
 
 def _record(data_iterator: Any) -> tuple[Any, Callable[[], Any]]:
-    """A recording data iterator (or list of them, or None), and what makes one that repeats it."""
+    """A recording data iterator (or list of them, or None), and a function that makes one that repeats it."""
     if data_iterator is None:
         return None, lambda: None
     if isinstance(data_iterator, list):
@@ -279,9 +279,9 @@ def _record(data_iterator: Any) -> tuple[Any, Callable[[], Any]]:
 def evaluate(
     lossy: Lossy, original: Callable, forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around ``evaluate(forward_step_func, data_iterator, model, …)``: with owners' weights, or twice with both.
+    """Wraps ``evaluate(forward_step_func, data_iterator, model, …)``: evaluates with the weights of ``--eval-weights``.
 
-    Of several jobs: with their mean, and the losses are those of all.
+    With several jobs their mean weights replace the owners', and each loss is the mean over jobs.
     """
     weights, average = lossy.config.eval_weights, partial(_of_all_jobs, lossy)
     whose, held = ("owner", lossy.owner_weights) if lossy.jobs == 1 else ("consensus", lossy.consensus_weights)

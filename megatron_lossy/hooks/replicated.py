@@ -1,7 +1,7 @@
 """The full replica of a rank: data parallelism without the distributed optimizer (docs/corruption.md).
 
 Every rank has all of the optimizer. The gradients of a bucket are all-reduced within a coalescing context, which
-:mod:`.seam` surrounds; parameters are never exchanged, but for what :mod:`megatron_lossy.sync` does.
+:mod:`.seam` surrounds. Only :mod:`megatron_lossy.sync` exchanges parameters.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ class ReplicaStream:
 
     @property
     def buckets(self) -> list[Any]:
-        """In canonical order."""
+        """The buckets in canonical order."""
         return [bucket for _, bucket in self.pairs]
 
     @property
     def ranges(self) -> list[np.ndarray]:
-        """Of each bucket, where parameters are in it."""
+        """int64[k, 2] for each bucket: the ranges that hold parameters."""
         return [used_ranges(buffer, bucket) for buffer, bucket in self.pairs]
 
     @property
     def width(self) -> int:
-        """Bits of an element of the gradients, of the narrowest bucket."""
+        """Bits of a gradient's element in the narrowest bucket."""
         return min(8 * bucket.grad_data.element_size() for bucket in self.buckets)
 
     def errors(self, corruption: Corruption, rank: int, records: bool) -> Errors:
-        """What hits the gradients of ``rank``. Raises :class:`UsageError` for bits that they do not have."""
+        """The errors in the gradients of ``rank``. Raises :class:`UsageError` for bits that they do not have."""
         check_bits(corruption.config, self.width)
         return Errors(corruption, rank, self.ranges, self.width, records, add_up_of(self.stream, self.buckets[0]))
 
 
 def streams_of(ddp: Any) -> list[ReplicaStream]:
-    """The streams of a model chunk. A tied embedding, which is in a bucket with others, is of its own stage here."""
+    """The streams of a model chunk. A tied embedding shares its bucket, so its stream gets the chunk's stage."""
     result = []
     for stream, full, pairs in buckets_by_stream(ddp):
         if stream.kind == "embedding":
@@ -74,10 +74,10 @@ def errors_of_owner(
     shard: int,
     owner: int,
 ) -> Errors:
-    """What hits the gradients that a rank owns with the distributed optimizer: shard ``shard`` of ``shards`` of each bucket.
+    """The errors in the gradients that a rank owns with the distributed optimizer.
 
-    ``owner``: the rank in the full group, over all optimizer instances. Raises :class:`UsageError` for bits that gradients do
-    not have.
+    It owns shard ``shard`` of ``shards`` of each bucket. ``owner``: the rank in the full group, over all optimizer
+    instances. Raises :class:`UsageError` for bits that gradients do not have.
     """
     ranges = [
         owned_ranges(used_ranges(buffer, bucket), bucket.grad_data.numel() // shards, shard) for buffer, bucket in pairs
@@ -89,7 +89,7 @@ def errors_of_owner(
 
 
 def add_up_of(stream: Stream, bucket: Any) -> Callable[[np.ndarray], np.ndarray] | None:
-    """What adds up over the tensor-parallel ranks of ``stream``; ``None`` where there is but one."""
+    """A function that adds up over the tensor-parallel ranks of ``stream``; ``None`` if there is one."""
     group = tensor_group(stream.kind == "expert")
     if group is None:
         return None
@@ -97,12 +97,12 @@ def add_up_of(stream: Stream, bucket: Any) -> Callable[[np.ndarray], np.ndarray]
     return lambda sums: peers.gather(sums[None]).sum(axis=0)
 
 
-#: By the model's parameter: what is updated, in float32, and torch's optimizer that does it.
+#: For each of the model's parameters: the float32 tensor that is updated, and torch's optimizer that updates it.
 Mains = dict[torch.nn.Parameter, tuple[torch.Tensor, torch.optim.Optimizer]]
 
 
 def main_parameters(optimizers: Iterable[Any]) -> Mains:
-    """Of all parameters that are updated."""
+    """The float32 tensors and optimizers of all parameters that are updated."""
     result: Mains = {}
     for one in optimizers:
         if one.optimizer is None:  # a stage without parameters of a kind
@@ -119,7 +119,7 @@ def main_parameters(optimizers: Iterable[Any]) -> Mains:
 
 
 def moments_of(mains: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) -> tuple[list[Any], list[Any]]:
-    """Tensors in the optimizer's ``states`` of ``mains``: those that have a value for each element, and the others."""
+    """Tensors in the optimizer's ``states`` of ``mains``: those with a value for each element, and the others."""
     moments, others = [], []
     for main, state in zip(mains, states, strict=True):
         for name in sorted(state):
@@ -130,9 +130,9 @@ def moments_of(mains: Sequence[torch.Tensor], states: Sequence[dict[str, Any]]) 
 
 
 def renew(streams: Iterable[ReplicaStream], names: Collection[str], mains: Mains) -> None:
-    """Let the parameters of those of ``streams`` with one of ``names`` have what their optimizers have in float32.
+    """Copy the optimizers' float32 weights into the parameters of the ``streams`` called ``names``.
 
-    As Megatron copies all of them: main parameters of other streams may hold sums.
+    Megatron's own copy takes all streams, but main parameters of other streams may hold sums.
     """
     for one in streams:
         for parameter in one.parameters if one.stream.name in names else ():
@@ -168,11 +168,11 @@ class RankReplica:
 
     @property
     def streams(self) -> list[ReplicaStream]:
-        """Those of all model chunks."""
+        """The streams of all model chunks."""
         return self._streams
 
     def add(self, ddp: Any) -> None:
-        """Know the buckets of a model chunk."""
+        """Register the buckets of a model chunk."""
         for one in streams_of(ddp):
             number = len(self._streams)
             peers = RankPeers(one.group, one.buckets[0].grad_data.device)
@@ -205,7 +205,10 @@ class RankReplica:
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def before_reduction(self, bucket_group: Any) -> None:
-        """The gradients of ``bucket_group``, scaled as Megatron scales them, are about to be all-reduced."""
+        """Note the squared norms of the gradients of ``bucket_group`` before their all-reduce, if they are needed.
+
+        Megatron has scaled the gradients; the norms are free of the scale.
+        """
         if self._together is None or not self._together.wants_gradient:
             return
         for bucket in bucket_group.buckets:
@@ -213,7 +216,7 @@ class RankReplica:
             self._squares[self._places[id(bucket)]] = torch.linalg.vector_norm(local, dtype=torch.float32) ** 2
 
     def after_reduction(self, bucket_group: Any, step: int) -> None:
-        """They have been reduced."""
+        """Let errors hit the gradients of ``bucket_group`` after their all-reduce."""
         with torch.no_grad():
             for bucket in bucket_group.buckets:
                 number, k = self._places[id(bucket)]
@@ -244,8 +247,8 @@ class RankReplica:
         return [[one] for one, peers in zip(sums, self._peers, strict=True) if peers.size > 1]
 
     def take(self, step: int) -> list[Any]:
-        """What has happened in ``step``: :class:`Reduction`, :class:`Mismatch`, :class:`Synced`."""
-        everywhere = self._config.grad_error_at == "reduce"  # the same, of which the first replica tells
+        """Events of ``step``: :class:`Reduction`, :class:`Mismatch`, :class:`Synced`."""
+        everywhere = self._config.grad_error_at == "reduce"  # all replicas have the same, and the first one reports it
         reductions: list[Reduction] = [
             one
             for errors, peers in zip(self._errors, self._peers, strict=True)
@@ -256,10 +259,10 @@ class RankReplica:
 
 
 def _read(one: ReplicaStream) -> list[list[list[torch.Tensor]]]:
-    """What the optimizer reads of each bucket: from megatron-core 0.17 on not only the buffer.
+    """The tensors that the optimizer reads of each bucket: from megatron-core 0.17 on not only the buffer.
 
-    Parameters whose micro-batches are added up in float32 have a gradient of their own. Megatron copies what was
-    reduced into it, and adds up the gradients of tied embeddings there.
+    Parameters whose micro-batches are added up in float32 have a gradient of their own. Megatron copies the reduced
+    gradient into it, and adds up the gradients of tied embeddings there.
     """
     return [[[bucket.grad_data, *main_gradients(bucket)] for bucket in one.buckets]]
 

@@ -27,7 +27,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    """Random states of torch, read to any device, where it wants them."""
+    """``state`` with its tensors on the CPU, where torch wants random states; they may be on any device."""
     return {name: on_cpu(value) if isinstance(value, dict) else value.cpu() for name, value in state.items()}
 
 

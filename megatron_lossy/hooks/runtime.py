@@ -1,4 +1,4 @@
-"""A real run: what the hooks know of Megatron's buckets, steps and replicas in this process."""
+"""A real run: the hooks' knowledge of Megatron's buckets, steps and replicas in this process."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Lossy(Run):
         self._depth = 0
         self._successful = False
         self._chunks: weakref.WeakKeyDictionary[Any, list[LossyGroup]] = weakref.WeakKeyDictionary()
-        self._gathers = False  # parameters, of some chunk
-        self._all_reduced = False  # the gradients of this iteration
+        self._gathers = False  # whether some chunk gathers parameters
+        self._all_reduced = False  # whether gradients of this iteration were
         self._told_all_reduce = False
         self._adding: dict[LossyGroup, tuple[torch.Tensor, Any]] = {}  # sums that are under way
-        self._checked = False  # that all that is updated is exchanged
+        self._checked = False  # whether all buckets that are updated are known to be exchanged
         #: The number of this training job among equal ones, and how many there are.
         self.job, self.jobs = next((one.job for one in mechanisms if one.job != (0, 1)), (0, 1))
         corruption = make_corruption(config, recorded_events(config))
@@ -85,12 +85,12 @@ class Lossy(Run):
 
     @property
     def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Adds up a tensor over all jobs, a collective call of them; ``None`` where there is one."""
+        """A function that adds up a tensor over all jobs, a collective call of them; ``None`` with one job."""
         found = (one.total for one in self.mechanisms)
         return next((total for total in found if total is not None), None)
 
     def leave(self) -> None:
-        """A run that ends well is over: wait until it is so everywhere. A collective call of all jobs."""
+        """Wait, at the end of a run that ends well, until it is over everywhere. A collective call of all jobs."""
         for one in self.mechanisms:
             one.leave()
 
@@ -134,7 +134,7 @@ class Lossy(Run):
 
     @contextlib.contextmanager
     def optimizer_step(self, optimizer: Any, applies: bool) -> Iterator[None]:
-        """Around every ``step`` (``applies`` false) and ``step_with_ready_grads`` (true) of Megatron's optimizers.
+        """Surround every ``step`` (``applies`` false) and ``step_with_ready_grads`` (true) of Megatron's optimizers.
 
         They nest. An update begins on entry to the outermost ``step_with_ready_grads``, before any parameter is
         gathered; the iteration ends with the outermost of all.
@@ -212,12 +212,12 @@ class Lossy(Run):
         return scaler.scale if scaler is not None else None
 
     def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
-        """Around the start of the reduction of ``bucket_group``."""
+        """A context for the start of the reduction of ``bucket_group``."""
         found = (one.reducing for one in self.mechanisms if one.reducing is not None)
         return next((around(bucket_group) for around in found), contextlib.nullcontext())
 
     def note_all_reduce(self, bucket_group: Any) -> None:
-        """The gradients of ``bucket_group`` are about to be all-reduced, without loss. Say so once."""
+        """Note that the gradients of ``bucket_group`` are about to be all-reduced, without loss. Logs it once."""
         self._all_reduced = True
         for bucket in bucket_group.buckets:
             slot = slot_of(bucket.grad_data)
@@ -269,7 +269,7 @@ class Lossy(Run):
 
     @contextlib.contextmanager
     def owner_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
-        """See :meth:`Run.owner_weights`. ``model_chunks``: what Megatron calls ``model``, wrapped in DDP or not."""
+        """See :meth:`Run.owner_weights`. ``model_chunks``: Megatron's ``model``, wrapped in DDP or not."""
         held = (one.owner_weights() for one in self.mechanisms)
         if (weights := next((one for one in held if one is not None), None)) is not None:
             with weights:
@@ -339,7 +339,7 @@ class Lossy(Run):
         return f"rank_{dist.get_rank():05d}.pt"
 
     def buckets(self) -> list[Any]:
-        """Of all model chunks."""
+        """The buckets of all model chunks."""
         return [bucket for ddp in self.chunks for group in _bucket_groups(ddp) for bucket in group.buckets]
 
     def set_iteration(self, iteration: int) -> None:
@@ -348,7 +348,7 @@ class Lossy(Run):
             one.restart(iteration)
 
     def replica_state(self) -> Any:
-        """See :func:`stale_state`, or a mechanism's; with what mechanisms keep beside it."""
+        """The whole state of a mechanism that keeps it; else :func:`stale_state`, with the states of mechanisms."""
         for one in self.mechanisms:
             if (whole := one.replica_state()) is not None:
                 return whole
@@ -359,7 +359,7 @@ class Lossy(Run):
     def _stale(self) -> list[Any]:
         self._finish_adding()
         if any(group.compensates for group in self.groups):
-            self.settle()  # of what is still to be gathered nobody would have the lead again
+            self.settle()  # else the lead of a gather that is still to come would be lost
         return stale_state(self.buckets(), self.update)
 
     def load_replica_state(self, state: Any) -> None:
@@ -379,7 +379,7 @@ def _bucket_groups(ddp: Any) -> list[Any]:
 
 
 def _settle(bucket_group: Any) -> None:
-    """Let the parameter gather of the last update happen, if it was left to overlap with the next forward."""
+    """Complete the parameter gather of the last update, if it was left to overlap with the next forward pass."""
     overlapped = bucket_group.ddp_config.overlap_param_gather
     if overlapped and (not bucket_group.param_gather_dispatched or bucket_group.param_gather_handle is not None):
         bucket_group.start_param_sync(force_sync=True)

@@ -1,8 +1,8 @@
 """The seam: the three module globals through which Megatron's data-parallel traffic passes.
 
 ``megatron.core.distributed.param_and_grad_buffer`` calls ``dist_reduce_scatter_func`` and ``dist_all_gather_func``
-inside ``_coalescing_manager``. The collectives run when that context exits. So what must happen before them happens
-in the calls, and what must happen after them on leaving the context, or in the returned handle's ``wait``.
+inside ``_coalescing_manager``. The collectives run when that context exits. So the calls do the work that comes before
+them. The exit of the context, or the returned handle's ``wait``, does the work that comes after them.
 
 Buffers that take part carry a :class:`Slot` as an attribute; all others pass untouched.
 """
@@ -24,11 +24,11 @@ _ATTRIBUTE = "_megatron_lossy_slot"
 
 
 class _Open(threading.local):
-    """What completes the exchanges of this thread."""
+    """Functions that complete the exchanges of this thread."""
 
-    #: Of those begun in the coalescing context that is open; ``None`` without one.
+    #: They complete the exchanges begun in the open coalescing context; ``None`` without one.
     ends: list[Callable[[], Any]] | None = None
-    #: Of the all-reduce that the next coalescing context makes: what comes before, and what completes it.
+    #: For the all-reduce of the next coalescing context: a function to call before it, and one that completes it.
     around: tuple[Callable[[], Any], Callable[[], Any]] | None = None
 
 
@@ -37,7 +37,7 @@ _open = _Open()  # autograd launches collectives on a thread of its own
 
 @dataclass(frozen=True)
 class Slot:
-    """Which bucket of which lossy group a buffer belongs to."""
+    """The bucket of a lossy group that a buffer belongs to."""
 
     group: LossyGroup
     bucket: int
@@ -55,7 +55,10 @@ def slot_of(buffer: torch.Tensor) -> Slot | None:
 
 @contextlib.contextmanager
 def all_reduce(before: Callable[[], Any], after: Callable[[], Any]) -> Iterator[None]:
-    """Within this context the next coalescing context, if there is one, makes an all-reduce."""
+    """Surround the coalescing context of an all-reduce: ``before`` is called at its start, ``after`` completes it.
+
+    Without such a context nothing is called.
+    """
     outer, _open.around = _open.around, (before, after)  # one bucket group may end another before it begins
     try:
         yield
@@ -65,7 +68,7 @@ def all_reduce(before: Callable[[], Any], after: Callable[[], Any]) -> Iterator[
 
 @contextlib.contextmanager
 def coalescing_manager(original: Callable, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Around ``_coalescing_manager``: the lossy exchanges begun in it are complete when it is, or its handle."""
+    """Wraps ``_coalescing_manager``: completes the lossy exchanges begun in it at its end or its handle's ``wait``."""
     asynchronous = kwargs.get("async_ops", args[2] if len(args) > 2 else False)
     around, _open.around = _open.around, None
     ends: list[Callable[[], Any]] = []
@@ -85,7 +88,7 @@ def coalescing_manager(original: Callable, *args: Any, **kwargs: Any) -> Iterato
 
 
 def _complete_all(ends: list[Callable[[], Any]]) -> None:
-    """The collectives of a context have arrived."""
+    """Complete the exchanges of a context, whose collectives have arrived."""
     for end in ends:
         end()
 
@@ -93,7 +96,7 @@ def _complete_all(ends: list[Callable[[], Any]]) -> None:
 def reduce_scatter(
     run: Run, original: Callable, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around a reduce-scatter (``output, input, op=, group=, async_op=``): it loses what its slot says."""
+    """Wraps a reduce-scatter (``output, input, op=, group=, async_op=``): the group of its slot loses units."""
     slot = slot_of(input)
     if slot is None or (slot.group.lossless("grad") and slot.group.errors is None):
         return original(output, input, *args, **kwargs)
@@ -115,7 +118,7 @@ def reduce_scatter(
 def all_gather(
     run: Run, original: Callable, output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around an all-gather (``output, input, group=, async_op=``): it keeps the stale units that its slot says."""
+    """Wraps an all-gather (``output, input, group=, async_op=``): units that the group of its slot loses stay stale."""
     slot, update = slot_of(output), run.update
     if slot is None or update is None or slot.group.lossless("param"):
         return original(output, input, *args, **kwargs)
@@ -125,7 +128,7 @@ def all_gather(
 
 
 def start_grad_sync(run: Any, original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the start of the gradient exchange of a bucket group, which may be an all-reduce. ``run``: the hooks'."""
+    """Wraps the start of the gradient exchange of a bucket group, which may be an all-reduce. ``run``: the hooks'."""
     if any(args) or any(kwargs.values()):
         run.note_all_reduce(self)
     with run.reducing(self):
@@ -135,7 +138,7 @@ def start_grad_sync(run: Any, original: Callable, self: Any, *args: Any, **kwarg
 def begun(transfer: Transfer) -> Any:
     """Complete ``transfer`` when the open coalescing context ends or its handle is waited for.
 
-    Without a context a collective without a handle is over when it returns.
+    Without a context, a collective that returns no handle is over already.
     """
     if _open.ends is not None:
         _open.ends.append(transfer.end_of_context)

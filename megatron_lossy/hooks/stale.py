@@ -1,4 +1,4 @@
-"""What a rank's parameters differ in from their owners', to be saved beside a checkpoint and put back after it."""
+"""Differences of a rank's parameters from their owners': saved beside a checkpoint, and restored after it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def stale_state(buckets: Sequence[Any], update: int | None) -> list[Any]:
-    """For each bucket: which units are stale after ``update``, bool[N, count], and their values; or ``None``.
+    """The stale units of each bucket after ``update``, bool[N, count], and their values; ``None`` without any.
 
-    Where owners send with a lead, all values of the bucket besides: what arrived is not the owners' weights either.
+    If owners send with a lead, also all values of the bucket: units that arrived are not the owners' weights either.
     """
     stale = []
     for bucket in buckets:
@@ -39,7 +39,7 @@ def stale_state(buckets: Sequence[Any], update: int | None) -> list[Any]:
 def load_stale_state(
     buckets: Sequence[Any], groups: Sequence[LossyGroup], update: int | None, state: Sequence[Any]
 ) -> None:
-    """Restore :func:`stale_state` in ``buckets``, which are those of ``groups``."""
+    """Restore :func:`stale_state` in ``buckets``, the buckets of ``groups``."""
     lost: dict[LossyGroup, dict[int, np.ndarray]] = {group: {} for group in groups}
     for bucket, saved in zip(buckets, state, strict=True):
         if saved is None:

@@ -3,8 +3,8 @@
 The hooks are written for megatron-core 0.12 to 0.19, for the development of 0.20, and for the cores of HabanaAI's
 branches 1.22 (0.11 with changes of its own), 1.23 and 1.24 (both 0.13). ``docs/verified.md`` says what ran on each.
 
-Forks take changes out of order. So these functions look for an attribute that a later version has, and not for the
-number of the version.
+Forks take changes out of order. So these functions look for an attribute of a later version, not for the number of the
+version.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_version(version: str, oldest: tuple[int, int] = SUPPORTED[0]) -> None:
 
 
 def how_to_import(error: ImportError) -> str:
-    """What to say where megatron.training cannot be imported."""
+    """Advice for a user whose megatron.training cannot be imported."""
     if error.name == "pkg_resources":
         return "HabanaAI's Megatron-LM needs pip install 'setuptools<81'"
     return (
@@ -57,7 +57,10 @@ def dense_buffers(ddp: Any) -> list[Any]:
 
 
 def main_gradients(bucket: Any) -> list[torch.Tensor]:
-    """Gradients beside the buffer of ``bucket``, which the optimizer reads in their place. Only from 0.17 on, if asked for."""
+    """Gradients beside the buffer of ``bucket``, which the optimizer reads instead of those in it.
+
+    Only megatron-core 0.17 and later have them, if asked for.
+    """
     return [parameter.main_grad for parameter in getattr(bucket, "params_with_extra_main_grads", ())]
 
 
@@ -93,7 +96,7 @@ def expert_rank(ddp: Any) -> int:
 
 
 def tensor_group(expert: bool) -> torch.distributed.ProcessGroup | None:
-    """The ranks of tensor parallelism, those of experts or the others; ``None`` where there is but one."""
+    """The tensor-parallel group of experts or of the other layers; ``None`` without tensor parallelism."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -117,13 +120,13 @@ def model_chunk(ddp: torch.nn.Module) -> int:
 
 
 def optimizers(optimizer: Any) -> list[Any]:
-    """Those that ``optimizer`` is a chain of, or itself."""
+    """The optimizers that ``optimizer`` chains; itself if it is no chain."""
     chained = getattr(optimizer, "chained_optimizers", None)
     return [optimizer] if chained is None else [one for part in chained for one in optimizers(part)]
 
 
 def innermost(module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside its wrappers: DDP, and the one that converts its precision."""
+    """The model inside its wrappers, DDP and the conversion of precision."""
     while isinstance(getattr(module, "module", None), torch.nn.Module):
         module = module.module
     return module
@@ -154,7 +157,10 @@ def decoder_layers(module: torch.nn.Module) -> Any:
 
 
 def pipeline_groups() -> int:
-    """Pipelines that this rank is in. Before 0.13 there are several if encoder and decoder have their own parallelism."""
+    """Number of pipelines that this rank is in.
+
+    Before 0.13 there are several if encoder and decoder have their own parallelism.
+    """
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -164,7 +170,7 @@ def pipeline_groups() -> int:
 
 
 def pipeline_ranks() -> list[int]:
-    """The global ranks of this rank's pipeline; none where Megatron was not told globally."""
+    """The global ranks of this rank's pipeline; empty if Megatron's global state has no parallelism."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -182,7 +188,7 @@ def schedule_table(chunks: Any, micro_batches: int, stages: int) -> list[tuple[i
 
 
 def _schedule_table(micro_batches: int, chunks: int, group: int) -> list[tuple[int, int]]:
-    """What HabanaAI's 0.11 makes inside of its schedule: ``group`` micro-batches go through all chunks, then the next."""
+    """The order in the schedule of HabanaAI's 0.11: ``group`` micro-batches go through all chunks, then the next."""
     return [
         (number, chunk)
         for first in range(0, micro_batches, group)
@@ -192,7 +198,10 @@ def _schedule_table(micro_batches: int, chunks: int, group: int) -> list[tuple[i
 
 
 def backward_step(received: Any, output: Any, gradient: Any, config: Any) -> Any:
-    """Megatron's backward pass through a stage: the gradient of what it ``received``. Before 0.17 it takes a model type."""
+    """Call Megatron's backward pass through a stage; returns the gradient of ``received``.
+
+    Before 0.17 it takes a model type.
+    """
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import schedules
 
@@ -202,7 +211,7 @@ def backward_step(received: Any, output: Any, gradient: Any, config: Any) -> Any
 
 
 def parallel_sizes() -> dict[str, int]:
-    """The size of every kind of model parallelism, by the flag that sets it; none where Megatron was not told globally."""
+    """The size of every kind of model parallelism, by its flag; empty if Megatron's global state has no parallelism."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():

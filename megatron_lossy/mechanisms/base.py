@@ -1,6 +1,6 @@
 """The verbs that a real run calls on each of its mechanisms, at fixed moments. Each does nothing by default.
 
-The core imports no mechanism and never asks whether one is there. Who installs the hooks says which there are.
+The core imports no mechanism and never asks whether one is there. The installer of the hooks chooses them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ..transport import LossyGroup
 class Mechanism:
     """A part of a real run: an island, a full replica, boundaries between stages, …"""
 
-    #: Names it, in saved states too.
+    #: Its name, in saved states too.
     section: ClassVar[str]
     #: This job among equal ones whose losses are drawn apart: its number, and how many there are.
     job: tuple[int, int] = (0, 1)
-    #: The launched rank as whom this process writes records; ``None`` if that is its rank.
+    #: The launched rank whose number this process writes into records; ``None`` for its own rank.
     writer: int | None = None
-    #: Makes what surrounds the start of the reduction of a bucket group, where something has to.
+    #: Makes a context for the start of the reduction of a bucket group; ``None`` if none is needed.
     reducing: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None
 
     def attach(self, run: Any) -> None:
-        """Belong to ``run``, a real one that has just been made."""
+        """Attach to ``run``, a real run that has just been made."""
 
     def patches(self) -> list[Patch]:
         """Patches that it needs in megatron-core."""
@@ -81,7 +81,10 @@ class Mechanism:
         """Megatron and the hooks have checked ``args``; no process group exists."""
 
     def save_beside(self, args: Any) -> contextlib.AbstractContextManager[bool] | None:
-        """Surrounds another checkpoint, of :meth:`consensus_weights`, if there shall be one; its value: whether this rank writes."""
+        """A context for another checkpoint, of :meth:`consensus_weights`; ``None`` without one.
+
+        Its value: whether this rank writes.
+        """
         return None
 
     def leave(self) -> None:
@@ -90,16 +93,16 @@ class Mechanism:
     # --- weights and saved state -----------------------------------------------------------------------------------
 
     def owner_weights(self) -> contextlib.AbstractContextManager[None] | None:
-        """Within this context the model has the owners' weights, if the mechanism knows better than the exchanges do."""
+        """A context with the owners' weights in the model; ``None`` if the exchanges provide it."""
         return None
 
     def consensus_weights(self) -> contextlib.AbstractContextManager[None] | None:
-        """Within this context the model has the mean weights of all jobs, if there are several."""
+        """A context with the mean weights of all jobs in the model; ``None`` with one job."""
         return None
 
     @property
     def total(self) -> Callable[[Any], Any] | None:
-        """Adds up a tensor over all jobs, a collective call of them; ``None`` where there is one."""
+        """A function that adds up a tensor over all jobs, a collective call of them; ``None`` with one job."""
         return None
 
     def identity(self) -> dict[str, Any]:
@@ -111,7 +114,7 @@ class Mechanism:
         return None
 
     def load_replica_state(self, state: Any) -> bool:
-        """Restore :meth:`replica_state`. Returns whether it was the mechanism's."""
+        """Restore :meth:`replica_state`. Returns whether the state was the mechanism's."""
         return False
 
     def state_dict(self) -> Any:

@@ -1,4 +1,4 @@
-"""Refusals of what Megatron does and no loss can go with."""
+"""Refusals of features of Megatron that go with no loss."""
 
 from __future__ import annotations
 

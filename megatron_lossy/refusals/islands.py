@@ -30,7 +30,7 @@ def _workers(config: LossyConfig, facts: Facts) -> dict[str, object]:
 
 
 def _one_worker_each(config: LossyConfig, facts: Facts) -> bool:
-    """Whether losses within islands are asked for, and an island has one worker, which exchanges nothing."""
+    """Whether losses within islands are asked for although an island has one worker, which exchanges nothing."""
     loses_own = config.lossy_self and not config.phase("grad").lossless
     return config.transport != "udp" and facts.workers == config.islands and draws_losses(config) and not loses_own
 
@@ -46,7 +46,7 @@ def _length(config: LossyConfig, facts: Facts) -> dict[str, object]:
 
 
 def _too_short(config: LossyConfig, facts: Facts, needed: int) -> bool:
-    """Whether the run is known to have less than ``needed`` iterations, so that no mean is used."""
+    """Whether the run is known to have fewer than ``needed`` iterations, so that no mean is used."""
     steps = _steps(config, facts)
     return config.sync_method != "none" and steps is not None and needed > steps
 

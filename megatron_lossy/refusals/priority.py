@@ -23,7 +23,7 @@ def _changed_over_udp(config: LossyConfig) -> bool:
 
 
 def _is_told(config: LossyConfig) -> bool:
-    """Whether senders are told what a network lost of their gradients, and send it again."""
+    """Whether senders learn which of their gradients a network lost, and send them again."""
     return config.transport == "udp" and config.grad_recovery == "error-feedback"
 
 

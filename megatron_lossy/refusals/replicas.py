@@ -1,4 +1,4 @@
-"""Refusals of full replicas, their errors and what keeps them equal (docs/corruption.md)."""
+"""Refusals of full replicas, of their errors and of averages that keep them equal (docs/corruption.md)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOST = "lost parameters"
 
 
 def _apart(config: LossyConfig) -> bool:
-    """Whether replicas can differ, so that they could disagree on what overflows."""
+    """Whether replicas can differ, and so disagree on an overflow."""
     return (config.drives_apart or config.synchronises) and config.replica_check != "repair"
 
 
@@ -58,9 +58,9 @@ def _scale(config: LossyConfig, facts: Facts) -> dict[str, object]:
 
 
 def _copied(config: LossyConfig, facts: Facts) -> bool:
-    """Whether stages would make different weights of the copies of an embedding.
+    """Whether averages on different stages would make the copies of an embedding differ.
 
-    Each adds up its own, among other parameters. Sums of more than two replicas round otherwise there.
+    Each stage adds up its own copy, among other parameters. Sums of more than two replicas round differently there.
     """
     averages = config.synchronises or config.replica_check == "repair"
     return averages and above(facts.workers, 2) and above(facts.pipeline, 1) and facts.copies_embedding

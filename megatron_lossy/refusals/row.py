@@ -25,7 +25,7 @@ def draws_losses(config: LossyConfig) -> bool:
 
 
 def switch(flag: str, beside: str, why: str) -> Row:
-    """The refusal of a switch of Megatron where anything is lost."""
+    """The refusal of a switch of Megatron, unless the configuration is inert."""
     return Row(
         flag=flag, beside=beside, why=why, when=lambda config, facts: not config.inert and flag in facts.switches
     )

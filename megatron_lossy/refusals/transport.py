@@ -1,4 +1,4 @@
-"""Refusals of what carries the exchanges."""
+"""Refusals of transports."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from .row import Row, draws_losses
 
 
 def _loses_nothing(config: LossyConfig, facts: Facts) -> bool:
-    """Whether losses are asked for, and one rank has nobody to exchange anything with."""
+    """Whether losses are asked for although a lone rank exchanges nothing."""
     over_udp = config.transport == "udp" and config.act_transport != "udp"
     loses_own = config.lossy_self and not config.phase("grad").lossless
     return facts.largest_group == 1 and not config.averages and (over_udp or draws_losses(config)) and not loses_own
@@ -20,7 +20,7 @@ def _on_one_node(config: LossyConfig, facts: Facts) -> bool:
 
 
 def _beyond(config: LossyConfig, facts: Facts) -> list[int]:
-    """The ranks that errors should hit and that there are not."""
+    """Ranks of ``--grad-error-ranks`` that do not exist."""
     if facts.workers is None:
         return []
     return [rank for rank in config.grad_error_ranks or () if rank >= facts.workers]

@@ -1,4 +1,4 @@
-"""Flags of a run of :mod:`megatron_lossy.train` that cannot go together, or not with so many ranks. No process group."""
+"""Checks of the flags and the number of ranks of :mod:`megatron_lossy.train`. They need no process group."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from .facts import of_trainer
 
 
 def check_flags(config: TrainConfig, lossy: LossyConfig, ranks: int) -> None:
-    """Raise :class:`UsageError` for what cannot be on ``ranks`` ranks, into which ``config`` must divide."""
+    """Raise :class:`UsageError` for flags that cannot run on ``ranks`` ranks, which ``config`` must divide."""
     check_run(lossy, of_trainer(config, ranks))

@@ -1,6 +1,6 @@
 """The training loop: one run from its configuration to its summary.
 
-What happens in an iteration, and when parameters are gathered around evaluation and saving, follows
+The steps of an iteration, and the gathers of parameters around evaluation and saving, follow
 ``megatron/training/training.py`` of Megatron-LM.
 """
 
@@ -49,14 +49,14 @@ from .workers import Workers
 
 
 def _most_iterations(config: TrainConfig, lossy_config: LossyConfig) -> int:
-    """Iterations of whoever makes most of them."""
+    """Iterations of the island that makes most of them."""
     iterations = lossy_config.iterations(config.train_iters)
     islands = range(lossy_config.islands if lossy_config.averages else 1)
     return max(lossy_config.local_iterations(island, iterations) for island in islands)
 
 
 class Diverged(RuntimeError):
-    """The loss is not a number any more."""
+    """The loss is infinite or not a number."""
 
 
 def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | None = None) -> dict[str, Any]:
@@ -64,8 +64,8 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
 
     A collective call for all ranks of the world, which may follow another one in the same processes. The summary:
     ``iteration``, ``finished``, ``diverged`` (why, if the loss became infinite or no number), ``lm loss`` (of the
-    last log interval) and ``valid`` (the last evaluation's losses by whose weights). Raises :class:`UsageError` if
-    the configuration or the folders are wrong, before any process group exists.
+    last log interval) and ``valid`` (the losses of the last evaluation, by kind of weights). Raises
+    :class:`UsageError` if the configuration or the folders are wrong, before any process group exists.
     """
     device.prepare()
     device.take_device()
@@ -234,8 +234,9 @@ class _Run:
         )
 
     def _step(self, batches: list[RankBatches]) -> Callable[[], tuple[float, float, bool, int]]:
-        """One iteration. What it returns waits for the loss per token, the gradient norm, whether the weights were updated,
-        and a signal.
+        """Make one iteration. Returns a function that waits for its results.
+
+        They are the loss per token, the gradient norm, whether the weights were updated, and a signal or 0.
 
         The loss and the signal travel while the gradients are reduced and their norm is added up: over a long
         link one round trip after another would take longer than the update.
@@ -254,7 +255,10 @@ class _Run:
         return finish
 
     def _begin_stopping(self) -> Callable[[], int]:
-        """What it returns waits for the signal that told any rank to stop, or 0: all leave after the same iteration."""
+        """Begin to agree whether to stop, so that all leave after the same iteration.
+
+        Returns a function that waits for the signal that told any rank to stop, or 0.
+        """
         if self.islands is not None:
             return self.islands.begin_agree(self.stop)
         stop = torch.tensor([self.stop], dtype=torch.int32, device=device.current_device())
@@ -271,12 +275,12 @@ class _Run:
         if number == signal.SIGTERM:
             told_to_end()
         if number == signal.SIGINT:
-            # Whoever is impatient ends this rank at once. A second Ctrl-C at torchrun arrives as SIGTERM.
+            # A second signal ends this rank at once. A second Ctrl-C at torchrun arrives as SIGTERM.
             for again in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(again, signal.SIG_DFL)
             if torch.distributed.get_rank() == 0:
                 saves = ", with a checkpoint" if self.config.save else "; without --save nothing is kept"
-                # print() may be what was interrupted.
+                # The signal may have interrupted print().
                 os.write(1, f"stopping after this iteration{saves}; Ctrl-C again ends at once\n".encode())
 
     def _gather_in_forward(self, on: bool, sync: bool = True) -> None:
@@ -341,7 +345,7 @@ class _Run:
         self.console.note(f"  saved checkpoint of iteration {iteration:7d} to {self.config.save}")
 
     def _header(self) -> str:
-        """What is lost, between whom, and how often the training data are read."""
+        """The losses, the workers, and the epochs of training data, in words."""
         config, ranks = self.config, torch.distributed.get_world_size()
         tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         if config.virtual_workers:

@@ -1,4 +1,4 @@
-"""A channel with the rules that hold for all of them, as one rank sees it.
+"""A channel with the rules that hold for all channels, as one rank sees it.
 
 The own shard never crosses the network; links inside a node may be reliable; receivers of one sender may lose
 together (docs/semantics.md, Links).
@@ -26,7 +26,7 @@ _NOTHING = "no link leaves a node, and nothing can be lost"
 
 
 def channel_of(config: LossyConfig, phase: str) -> Channel:
-    """The channel of ``phase``, be it a recorded run. Raises :class:`UsageError` for unreadable files."""
+    """The channel of ``phase``, which may replay a recorded run. Raises :class:`UsageError` for unreadable files."""
     loss = config.phase(phase)
     if loss.trace is not None and loss.trace.is_dir():
         return Recorded(config, loss.trace)
@@ -44,7 +44,10 @@ def check_ranks(config: LossyConfig, size: int) -> None:
 
 
 def check_owners(config: LossyConfig) -> None:
-    """Raise :class:`UsageError` for what real ranks cannot do, such as rules whose owners know the priorities of all senders."""
+    """Raise :class:`UsageError` for flags that real ranks cannot have.
+
+    An example are rules whose owners know the priorities of all senders.
+    """
     check_refusals(config, Facts(virtual=False))
 
 
@@ -56,7 +59,7 @@ def check_channels(config: LossyConfig, size: int, steps: int | None) -> None:
 
 
 class Network:
-    """What arrives in one phase between the ranks of a full data-parallel (or expert-data) group.
+    """Deliveries of one phase between the ranks of a full data-parallel (or expert-data) group.
 
     ``nodes`` gives the node of every rank of the full group; needed for ``--lossy-links inter-node``.
     """
@@ -72,13 +75,13 @@ class Network:
             self.lossless = True  # no link leaves the node
 
     def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
-        """bool[units]: what arrives at ``destination`` from ``source`` (ranks in the full group)."""
+        """bool[units]: the units that arrive at ``destination`` from ``source`` (ranks in the full group)."""
         return self.delivered_links(exchange, np.array([source]), np.array([destination]), units)[0]
 
     def delivered_links(
         self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
     ) -> np.ndarray:
-        """bool[L, units]: what arrives on each of L links, given as integers [L] (ranks in the full group)."""
+        """bool[L, units]: the units that arrive on each of L links, given as integers [L] (ranks in the full group)."""
         assert exchange.phase == self.phase
         if self.lossless:
             return np.ones((len(sources), units), dtype=bool)
@@ -95,9 +98,9 @@ class Network:
         return result
 
     def lag(self, exchange: Exchange, source: int, members: Sequence[int], units: int) -> tuple[float, float] | None:
-        """What share of what ``source`` sends to the other ``members`` is lost, and its mean age there, in updates.
+        """The lost share of the units from ``source`` to the other ``members``, and the mean age there, in updates.
 
-        In the steady state at the rate of this step; ``None`` if the flags do not tell.
+        Both hold in the steady state at the rate of this step; ``None`` if the flags do not tell.
         """
         others = np.array([member for member in members if member != source])
         lossy = others if self.nodes is None else others[self.nodes[others] != self.nodes[source]]
@@ -109,7 +112,10 @@ class Network:
 
 
 def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> list[int]:
-    """The node number of each of ``ranks``, with ``--ranks-per-node``; raises :class:`UsageError` as :func:`find_nodes`."""
+    """The node number of each of ``ranks``, with ``--ranks-per-node``.
+
+    Raises :class:`UsageError` as :func:`find_nodes`.
+    """
     nodes = [rank // ranks_per_node for rank in ranks]
     if len(nodes) > 1 and len(set(nodes)) == 1:
         raise refuse("--ranks-per-node", ranks_per_node, f"puts all {len(nodes)} ranks on one node: {_NOTHING}")
@@ -119,8 +125,8 @@ def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> list[int]:
 def find_nodes(group: dist.ProcessGroup | None, ranks_per_node: int = 0) -> list[int]:
     """The node number of every rank of ``group``, for ``--lossy-links inter-node``.
 
-    By host name (a collective call), or by ``ranks_per_node`` consecutive global ranks (``--ranks-per-node``). Raises
-    :class:`UsageError` if several ranks are all on one node: nothing could be lost between them.
+    Found by host name (a collective call), or by ``ranks_per_node`` consecutive global ranks (``--ranks-per-node``).
+    Raises :class:`UsageError` if several ranks are all on one node: nothing could be lost between them.
     """
     group = group or dist.group.WORLD
     if ranks_per_node:
