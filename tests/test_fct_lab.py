@@ -129,6 +129,7 @@ def test_bad_flags(flags, error, tmp_path):
 
 
 @needs_lab
+@pytest.mark.programs
 @pytest.mark.slow
 def test_a_small_run(tmp_path, capsys):
     flags = ["--messages", "4", "--mebibytes", "0.25", "--loss", "0.02", "--out", str(tmp_path)]

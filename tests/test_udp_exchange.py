@@ -153,6 +153,7 @@ def test_a_stopwatch_counts_by_iteration_and_once():
 
 
 @needs_lab
+@pytest.mark.programs
 @pytest.mark.slow
 def test_a_training_over_a_wide_area_link(tmp_path, capsys):
     flags = ["--rtt", "4", "--loss", "0.001", "--iterations", "6", "--reno-iterations", "4", "--eval-interval", "3"]
