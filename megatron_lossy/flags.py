@@ -100,7 +100,7 @@ def refuse_unused(config: Any, name: str, why: str) -> None:
     """Raise :class:`UsageError` with the reason ``why`` if the flag ``name`` was given without effect."""
     value = getattr(config, name)
     if value != config.__dataclass_fields__[name].default:
-        raise refuse(flag_name(config, name), "on" if value is True else as_text(value), why)
+        raise refuse(flag_name(config, name), shown(value), why)
 
 
 def in_unit_interval(name: str, value: float) -> None:
@@ -236,6 +236,11 @@ def flag_table(cls: type, heading: str | None = None, mark: str = "") -> str:
 def as_text(value: Any) -> str:
     """The value of a flag as it is written on the command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def shown(value: Any) -> str:
+    """The value of a flag as a message shows it: a switch is on."""
+    return "on" if value is True else as_text(value)
 
 
 def as_flag(cls: Any, name: str, value: Any) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ..errors import UsageError
-from ..flags import as_text
+from ..flags import shown
 from ..registry import REFUSALS
 from .facts import Facts
 
@@ -63,8 +63,8 @@ class Refusal(Generic[Config]):
     def _given(self, config: Config) -> str | None:
         if isinstance(self.flag, str):
             return self.flag
-        defaults = {name: field.default for name, field in type(config).__dataclass_fields__.items()}  # type: ignore[attr-defined]
-        return next((flag for flag in self.flag if vars(config)[_name(flag)] != defaults[_name(flag)]), None)
+        fields = type(config).__dataclass_fields__  # type: ignore[attr-defined]
+        return next((flag for flag in self.flag if vars(config)[_name(flag)] != fields[_name(flag)].default), None)
 
 
 class Refused(UsageError):
@@ -105,5 +105,4 @@ def _name(flag: str) -> str:
 def _value(config: Any, flag: str) -> str:
     if _name(flag) not in vars(config):
         return ""
-    value = vars(config)[_name(flag)]
-    return "on" if value is True else as_text(value)
+    return shown(vars(config)[_name(flag)])

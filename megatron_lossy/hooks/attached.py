@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..channel.corruption import make_corruption
 from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
-from ..delivery_log.errors import recorded_events
 from ..ledger import Patch
 from ..mechanisms import Mechanism
 from ..sync import IslandWorld
@@ -99,8 +97,7 @@ class FullReplica(Mechanism):
 
     def attach(self, run: Any) -> None:
         self._run = run
-        corruption = make_corruption(run.config, recorded_events(run.config))
-        self.replica = RankReplica(run.config, corruption, run.living_optimizers, run.loss_scale)
+        self.replica = RankReplica(run.config, run.corruption, run.living_optimizers, run.loss_scale)
 
     @property
     def there(self) -> bool:

@@ -85,6 +85,13 @@ class Boundaries:
         #: The links for messages that leave the node, with ``--act-transport udp``; made with the first model chunk.
         self.links: StageLinks | None = None
         self._schedule: _Schedule | None = None
+        self._known: set[type] = {type(None)}  # of communicators
+
+    def check(self, communicator: Any) -> None:
+        """Raise :class:`UsageError` for a ``communicator`` of messages that cannot be; each kind is checked once."""
+        if type(communicator) not in self._known:
+            check_refusals(self.config, of_communicator(communicator))
+            self._known.add(type(communicator))
 
     @contextlib.contextmanager
     def schedule(self, model: Any, micro_batches: int, forward_only: bool) -> Iterator[None]:
@@ -251,8 +258,7 @@ def p2p_ops(boundaries: Boundaries, original: Callable, **kwargs: Any) -> Any:
 
 def schedule(boundaries: Boundaries, original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Wraps the functions of ``schedules``, which take keywords only."""
-    if kwargs.get("p2p_communicator") is not None:
-        check_refusals(boundaries.config, of_communicator(kwargs["p2p_communicator"]))
+    boundaries.check(kwargs.get("p2p_communicator"))
     with boundaries.schedule(kwargs["model"], kwargs["num_microbatches"], kwargs.get("forward_only", False)):
         return original(*args, **kwargs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +72,9 @@ class Lossy(Run):
         self._checked = False  # whether all buckets that are updated are known to be exchanged
         #: The number of this training job among equal ones, and how many there are.
         self.job, self.jobs = next((one.job for one in mechanisms if one.job != (0, 1)), (0, 1))
-        corruption = make_corruption(config, recorded_events(config))
-        self.exchanges = Exchanges(config, (self.job, self.jobs), corruption, self.living_optimizers)
+        #: Draws or replays the errors that hit gradients.
+        self.corruption = make_corruption(config, recorded_events(config))
+        self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption, self.living_optimizers)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
         for one in self.mechanisms:
             one.attach(self)
@@ -86,8 +87,7 @@ class Lossy(Run):
     @property
     def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """A function that adds up a tensor over all jobs, a collective call of them; ``None`` with one job."""
-        found = (one.total for one in self.mechanisms)
-        return next((total for total in found if total is not None), None)
+        return _first(one.total for one in self.mechanisms)
 
     def leave(self) -> None:
         """Wait, at the end of a run that ends well, until it is over everywhere. A collective call of all jobs."""
@@ -113,8 +113,7 @@ class Lossy(Run):
             one.meet(ddp)
         self.exchanges.find_nodes()
         number_model_chunk(ddp, len(self._chunks))
-        taken = (one.take_over(ddp) for one in self.mechanisms)
-        groups = next((groups for groups in taken if groups is not None), None)
+        groups = _first(one.take_over(ddp) for one in self.mechanisms)
         if groups is None:
             self._gathers, groups = True, self.exchanges.of_shards(ddp, self.steps)
         self._chunks[ddp] = groups
@@ -213,8 +212,8 @@ class Lossy(Run):
 
     def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
         """A context for the start of the reduction of ``bucket_group``."""
-        found = (one.reducing for one in self.mechanisms if one.reducing is not None)
-        return next((around(bucket_group) for around in found), contextlib.nullcontext())
+        around = _first(one.reducing for one in self.mechanisms)
+        return contextlib.nullcontext() if around is None else around(bucket_group)
 
     def note_all_reduce(self, bucket_group: Any) -> None:
         """Note that the gradients of ``bucket_group`` are about to be all-reduced, without loss. Logs it once."""
@@ -270,8 +269,7 @@ class Lossy(Run):
     @contextlib.contextmanager
     def owner_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
         """See :meth:`Run.owner_weights`. ``model_chunks``: Megatron's ``model``, wrapped in DDP or not."""
-        held = (one.owner_weights() for one in self.mechanisms)
-        if (weights := next((one for one in held if one is not None), None)) is not None:
+        if (weights := _first(one.owner_weights() for one in self.mechanisms)) is not None:
             with weights:
                 yield
             return
@@ -292,8 +290,7 @@ class Lossy(Run):
 
     @contextlib.contextmanager
     def consensus_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
-        held = (one.consensus_weights() for one in self.mechanisms)
-        with next((one for one in held if one is not None), None) or self.owner_weights(model_chunks):
+        with _first(one.consensus_weights() for one in self.mechanisms) or self.owner_weights(model_chunks):
             yield
 
     def _lossy_bucket_groups(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> list[Any]:
@@ -349,9 +346,8 @@ class Lossy(Run):
 
     def replica_state(self) -> Any:
         """The whole state of a mechanism that keeps it; else :func:`stale_state`, with the states of mechanisms."""
-        for one in self.mechanisms:
-            if (whole := one.replica_state()) is not None:
-                return whole
+        if (whole := _first(one.replica_state() for one in self.mechanisms)) is not None:
+            return whole
         states = {one.section: one.state_dict() for one in self.mechanisms}
         beside = {section: state for section, state in states.items() if state is not None}
         return {"stale": self._stale(), **beside} if beside else self._stale()
@@ -372,6 +368,11 @@ class Lossy(Run):
             state = state["stale"]
         self._restored = self.update
         load_stale_state(self.buckets(), self.groups, self.update, state)
+
+
+def _first(answers: Iterable[Any]) -> Any:
+    """The first of the mechanisms' ``answers`` that is not ``None``; the later ones are not asked for."""
+    return next((one for one in answers if one is not None), None)
 
 
 def _bucket_groups(ddp: Any) -> list[Any]:

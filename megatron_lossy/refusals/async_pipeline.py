@@ -10,8 +10,6 @@ from ..config.refusal import Section
 from .boundaries import LOSING
 from .row import Row, above
 
-_ALONE = "cannot be with --async-pipeline: "
-
 
 def _stages(config: LossyConfig, facts: Facts) -> int:
     """Stages that update by themselves; 1 if they are not known."""
@@ -20,9 +18,15 @@ def _stages(config: LossyConfig, facts: Facts) -> int:
     return (facts.pipeline if config.virtual_stages is None else config.virtual_stages) or 1
 
 
-def _of_several(when: Callable[[Facts], object]) -> Callable[[LossyConfig, Facts], bool]:
-    """A condition on a pipeline of several stages."""
-    return lambda config, facts: bool(_stages(config, facts) > 1 and when(facts))
+def _excluded(flag: str, why: str, when: Callable[[Facts], object], value: str | None = None) -> Row:
+    """The refusal of a setting that several stages exclude."""
+    return Row(
+        flag=flag,
+        beside="--async-pipeline",
+        value=value,
+        why=f"cannot be with --async-pipeline: {why}",
+        when=lambda config, facts: _stages(config, facts) > 1 and when(facts),
+    )
 
 
 def _cannot_divide(config: LossyConfig, facts: Facts) -> bool:
@@ -107,49 +111,32 @@ ASYNC_PIPELINE = Section(
             why="must divide the {facts.layers} layers",
             when=_cannot_divide,
         ),
-        Row(
-            flag="--share-embeddings-and-output-weights",
-            beside="--async-pipeline",
-            value="on",
-            why=f"{_ALONE}the first and the last stage would add up a gradient, and wait for each other",
-            when=_of_several(lambda facts: facts.tied),
+        _excluded(
+            "--share-embeddings-and-output-weights",
+            "the first and the last stage would add up a gradient, and wait for each other",
+            lambda facts: facts.tied,
+            "on",
         ),
-        Row(
-            flag="--overlap-param-gather",
-            beside="--async-pipeline",
-            value="on",
-            why=f"{_ALONE}forward passes use weights that were gathered long before",
-            when=_of_several(lambda facts: facts.overlap_param_gather),
+        _excluded(
+            "--overlap-param-gather",
+            "forward passes use weights that were gathered long before",
+            lambda facts: facts.overlap_param_gather,
+            "on",
         ),
-        Row(
-            flag="--fp16",
-            beside="--async-pipeline",
-            why=f"{_ALONE}an overflow in one stage would have to stop all others; choose --bf16",
-            when=_of_several(lambda facts: facts.fp16),
+        _excluded(
+            "--fp16", "an overflow in one stage would have to stop all others; choose --bf16", lambda facts: facts.fp16
         ),
-        Row(
-            flag="--num-experts",
-            beside="--async-pipeline",
-            why=f"{_ALONE}its balance of load is counted over all stages",
-            when=_of_several(lambda facts: facts.experts),
+        _excluded("--num-experts", "its balance of load is counted over all stages", lambda facts: facts.experts),
+        _excluded(
+            "--num-layers-per-virtual-pipeline-stage",
+            "a stage would have weights of several ages",
+            lambda facts: facts.virtual_pipeline,
         ),
-        Row(
-            flag="--num-layers-per-virtual-pipeline-stage",
-            beside="--async-pipeline",
-            why=f"{_ALONE}a stage would have weights of several ages",
-            when=_of_several(lambda facts: facts.virtual_pipeline),
+        _excluded(
+            "CUDA graphs",
+            "a captured graph has one version of the weights; turn them off",
+            lambda facts: facts.layer_graphs,
         ),
-        Row(
-            flag="CUDA graphs",
-            beside="--async-pipeline",
-            why=f"{_ALONE}a captured graph has one version of the weights; turn them off",
-            when=_of_several(lambda facts: facts.layer_graphs),
-        ),
-        Row(
-            flag="--mtp-num-layers",
-            beside="--async-pipeline",
-            why=f"{_ALONE}its layers are shared by stages",
-            when=_of_several(lambda facts: facts.predicts_more_tokens),
-        ),
+        _excluded("--mtp-num-layers", "its layers are shared by stages", lambda facts: facts.predicts_more_tokens),
     ),
 )

@@ -7,26 +7,16 @@ udp`` can be replayed.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..exchange import BucketUnits, Delivery, Lost
-from ..recovery import Gradients, GradRecovery, Parameters, Stale, copies, rows_for
+from ..recovery import Gradients, GradRecovery, Parameters, Stale, copies
 from .base import Crossing, Transfer, Wire
 from .drawn import CollectiveWire
-
-
-@contextlib.contextmanager
-def stale_kept(buffer: torch.Tensor, units: BucketUnits, delivery: Delivery) -> Iterator[None]:
-    """A context in which the replica ``buffer`` may be overwritten. Afterwards lost units have their old values."""
-    rows, lost = rows_for(buffer.device), delivery.lost_here(units)
-    stale = rows.take(buffer, units, lost)
-    yield
-    rows.put_(buffer, units, lost, stale)
 
 
 class PieceWire(Wire):
@@ -59,8 +49,9 @@ class PieceWire(Wire):
         def arrived() -> Delivery:
             delivery = deliver()
             copies.used_here((received,))
-            with stale_kept(x.buffer, rule.units, delivery):
-                x.buffer.copy_(received)
+            stale = rule.put_aside(x.buffer, delivery)
+            x.buffer.copy_(received)
+            rule.put_back(x.buffer, delivery, stale)
             rule.sent(x, own)
             return delivery
 

@@ -135,7 +135,7 @@ class UdpWire(PieceWire):
             if rows[self.rank].data_ptr() != x.sent.data_ptr():
                 rows[self.rank].copy_(x.sent)
             if stage is not None:
-                stage.write(buffer, units, delivery, self.far)
+                stage.write(buffer, rule, delivery, self.far)
             elif withdrawn is not None:
                 _restore(buffer, units, withdrawn, old, delivery)
             rule.sent(x, own)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ...device import current_device
-from ...exchange import BucketUnits, Delivery
-from ..pieces import stale_kept
+from ...exchange import Delivery
+from ...recovery import Stale
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
@@ -63,8 +63,9 @@ class Stage:
         for row, values in zip(rows, staged, strict=True):
             row.copy_(values, non_blocking=True)
 
-    def write(self, buffer: torch.Tensor, units: BucketUnits, delivery: Delivery, sources: Sequence[int]) -> None:
+    def write(self, buffer: torch.Tensor, rule: Stale, delivery: Delivery, sources: Sequence[int]) -> None:
         """Copy the units that arrived from ``sources`` into the replica on the device, and nothing else."""
         rows, staged = (whole.chunk(len(delivery.sources)) for whole in (buffer, self.back))
-        with stale_kept(buffer, units, delivery):
-            self.bring([rows[source] for source in sources], [staged[source] for source in sources])
+        stale = rule.put_aside(buffer, delivery)
+        self.bring([rows[source] for source in sources], [staged[source] for source in sources])
+        rule.put_back(buffer, delivery, stale)
