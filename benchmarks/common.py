@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_lossy import device
 from megatron_lossy.device.environment import hardware, processor, versions
 from megatron_lossy.files import write_text
-from megatron_lossy.sync import IslandWorld
+from megatron_lossy.mechanisms.islands.world import IslandWorld
 
 RESULTS = "benchmarks/results"
 

@@ -34,7 +34,7 @@ from benchmarks.step_overhead import (
 )
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import refuse, usage_errors
-from megatron_lossy.sync import IslandWorld
+from megatron_lossy.mechanisms.islands.world import IslandWorld
 
 _FEW = {"sync_method": "parameters", "sync_fraction": 0.05}
 _MUCH = {"sync_method": "parameters", "sync_fraction": 0.25, "sync_block": 128, "sync_delay": 10}

@@ -29,7 +29,7 @@ from benchmarks.common import RESULTS, heading, run_ranks
 from megatron_lossy import device
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import refuse, usage_errors
-from megatron_lossy.sync import IslandWorld
+from megatron_lossy.mechanisms.islands.world import IslandWorld
 
 BASELINE = "megatron-core"
 #: A second model of the baseline.

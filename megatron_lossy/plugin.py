@@ -53,7 +53,7 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
 
     If Megatron reads the sizes from a checkpoint or a file of settings, files are checked once it knows them.
     """
-    from .sync import check_between
+    from .mechanisms.islands.methods import check_between
     from .transport import check_channels
 
     parser = _parser()
@@ -96,7 +96,7 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
 
     from . import device, hooks
     from .hooks import megatron_training
-    from .sync import IslandWorld
+    from .mechanisms.islands.world import IslandWorld
 
     hooks.check_version(megatron.core.__version__)
     device.prepare(megatron_training=True)

@@ -98,12 +98,12 @@ REFUSALS = Registry(
     {
         "core": "megatron_lossy.refusals.core:CORE",
         "transport": "megatron_lossy.refusals.transport:TRANSPORT",
-        "islands": "megatron_lossy.refusals.islands:ISLANDS",
-        "boundaries": "megatron_lossy.refusals.boundaries:BOUNDARIES",
-        "async-pipeline": "megatron_lossy.refusals.async_pipeline:ASYNC_PIPELINE",
-        "replicas": "megatron_lossy.refusals.replicas:REPLICAS",
-        "priority": "megatron_lossy.refusals.priority:PRIORITY",
-        "lead": "megatron_lossy.refusals.lead:LEAD",
+        "islands": "megatron_lossy.mechanisms.islands.refusals:ISLANDS",
+        "boundaries": "megatron_lossy.mechanisms.boundaries.refusals:BOUNDARIES",
+        "async-pipeline": "megatron_lossy.mechanisms.async_pipeline.refusals:ASYNC_PIPELINE",
+        "replicas": "megatron_lossy.mechanisms.replicas.refusals:REPLICAS",
+        "priority": "megatron_lossy.mechanisms.priority.refusals:PRIORITY",
+        "lead": "megatron_lossy.mechanisms.lead.refusals:LEAD",
         "workers": "megatron_lossy.refusals.workers:WORKERS",
     },
 )

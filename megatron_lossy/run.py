@@ -17,26 +17,18 @@ from typing import Any, Protocol
 import torch
 
 from .config import PHASES, LossyConfig
-from .delivery_log.boundaries import BoundaryLog
 from .delivery_log.error_log import ErrorLog
 from .delivery_log.writer import DeliveryLog
 from .errors import UsageError, refuse
 from .exchange import Delivery
 from .files import replace_file
 from .flags import as_text, flag_name, identity
-from .monitor import (
-    BoundaryMonitor,
-    Drift,
-    ExchangeMonitor,
-    Observer,
-    PriorityMonitor,
-    Replicas,
-    load_states,
-    metrics_of,
-    states_of,
-)
-from .sync import FullReplicas
-from .sync.monitor import ReplicaMonitor
+from .mechanisms.boundaries.log import BoundaryLog
+from .mechanisms.boundaries.monitor import BoundaryMonitor
+from .mechanisms.priority.monitor import PriorityMonitor
+from .mechanisms.replicas.full_replicas import FullReplicas
+from .mechanisms.replicas.monitor import ReplicaMonitor
+from .monitor import Drift, ExchangeMonitor, Observer, Replicas, load_states, metrics_of, states_of
 from .transport import LossyGroup
 
 #: The folder of saved replicas in a checkpoint.

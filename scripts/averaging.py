@@ -9,7 +9,7 @@ from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.files import write_text
 from megatron_lossy.lab.theory.islands import deviation, growth_per_iteration, speed
-from megatron_lossy.sync.correction import critical_gain, stability_bound
+from megatron_lossy.mechanisms.islands.correction import critical_gain, stability_bound
 
 OUT = Path(__file__).parent.parent / "benchmarks" / "results" / "averaging.md"
 GAIN = 0.5  # the paper's first coefficient

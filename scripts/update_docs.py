@@ -23,12 +23,12 @@ from pathlib import Path
 import yaml
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.config.islands import IslandFlags
-from megatron_lossy.config.pipeline import PipelineFlags
 from megatron_lossy.files import write_text
 from megatron_lossy.flags import flag_groups, flag_table, flag_tables
 from megatron_lossy.lab.commands import recorded_tables
 from megatron_lossy.loss_flags import presets, title
+from megatron_lossy.mechanisms.async_pipeline.flags import PipelineFlags
+from megatron_lossy.mechanisms.islands.flags import IslandFlags
 from megatron_lossy.refusals import listing
 from megatron_lossy.report import LossTable
 from megatron_lossy.train.config import TrainConfig

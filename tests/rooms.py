@@ -1,6 +1,6 @@
 """The room of a test file, and files that two runs of pytest share.
 
-``pytest --room=recovery`` runs the tests of one room of ``megatron_lossy``: of files in ``tests/recovery``, and of files
+``pytest --room=recovery`` runs the tests of one room or mechanism of ``megatron_lossy``: of files in ``tests/recovery``, and of files
 that :data:`ROOMS` gives to it. A file that nobody gave to a room is a room by itself.
 """
 
@@ -16,29 +16,26 @@ PACKAGE = TESTS.parent / "megatron_lossy"
 
 #: How names of files begin, where not with the name of their room. The longest that fits holds.
 ROOMS = {
-    "async_pipeline": "pipeline",
     "attempt": "device",
-    "averaging": "sync",
+    "averaging": "replicas",
     "compat": "scripts",
-    "compensated": "recovery",
+    "compensated": "lead",
     "corruption": "channel",
     "error_log": "delivery_log",
     "fct": "lab",
-    "islands": "sync",
     "link": "lab",
     "lstm_language_model": "lab",
-    "main_vector": "sync",
+    "main_vector": "islands",
     "mutants": "scripts",
     "negative_controls": "hooks",
-    "param_priority": "recovery",
+    "param_priority": "priority",
     "patches_folder": "plugin",
     "pieces": "transport",
-    "priority_copies": "recovery",
-    "replicas": "hooks",
+    "priority_copies": "priority",
     "same_results": "scripts",
     "streams": "transport",
     "study": "lab",
-    "synchroniser": "sync",
+    "synchroniser": "replicas",
     "torchrun_report": "train",
     "udp": "transport",
     "waits": "transport",
@@ -49,7 +46,10 @@ def room_of(path: Path) -> str:
     """The room of a test file: its folder, or what its name begins with."""
     if path.parent != TESTS:
         return path.relative_to(TESTS).parts[0]
-    rooms = {one.stem: one.stem for one in PACKAGE.iterdir() if not one.stem.startswith("_")} | ROOMS
+    folders = (PACKAGE, PACKAGE / "mechanisms")
+    rooms = {
+        one.stem: one.stem for folder in folders for one in folder.iterdir() if not one.stem.startswith("_")
+    } | ROOMS
     name = path.stem.removeprefix("test_")
     fitting = [one for one in rooms if name == one or name.startswith(f"{one}_")]
     return rooms[max(fitting, key=len)] if fitting else name

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.pipeline import Stage, Stash
+from megatron_lossy.mechanisms.async_pipeline.schedule import Stage
+from megatron_lossy.mechanisms.async_pipeline.stash import Stash
 
 PIPES = dict(
     stages=st.integers(1, 6), iterations=st.integers(1, 9), micro_batches=st.integers(1, 3), start=st.integers(0, 8)

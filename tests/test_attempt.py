@@ -21,7 +21,7 @@ def served():
 def attempt(rank: int, port: int, late: list[float], islands: int, wait: timedelta = WAIT) -> list[float]:
     """What a process group of this attempt adds up, and one between islands. A rank comes ``late`` by so many seconds."""
     from megatron_lossy import device
-    from megatron_lossy.sync import IslandWorld
+    from megatron_lossy.mechanisms.islands.world import IslandWorld
 
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     device.prepare()

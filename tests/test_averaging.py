@@ -18,10 +18,11 @@ from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
 from megatron_lossy.lab.theory.islands import STREAM, deviation, rounds_of, simulate, spread
-from megatron_lossy.sync import InMemory, Subset, make_rule
-from megatron_lossy.sync.correction import Mixing, SmithPredictor, predictor_gain, stability_bound
-from megatron_lossy.sync.methods import notes_on_averaging
-from megatron_lossy.virtual.islands import _squares as squares_of
+from megatron_lossy.mechanisms.islands.correction import Mixing, SmithPredictor, predictor_gain, stability_bound
+from megatron_lossy.mechanisms.islands.mean import InMemory
+from megatron_lossy.mechanisms.islands.methods import make_rule, notes_on_averaging
+from megatron_lossy.mechanisms.islands.subset import Subset
+from megatron_lossy.mechanisms.islands.virtual import _squares as squares_of
 
 
 def flags(**settings):

@@ -18,7 +18,7 @@ def on_ranks(rank, benchmark, settings, islands=1):
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from megatron_lossy import device
-    from megatron_lossy.sync import IslandWorld
+    from megatron_lossy.mechanisms.islands.world import IslandWorld
 
     device.prepare()
     if islands > 1:

@@ -9,7 +9,6 @@ from megatron.core import parallel_state
 
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.delivery_log.boundaries import BoundaryLog, boundary_files, columns
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.schema import pack, unpack
 from megatron_lossy.delivery_log.summary import summarize_boundaries, summary_text
@@ -17,7 +16,9 @@ from megatron_lossy.delivery_log.verify import verify
 from megatron_lossy.delivery_log.writer import DeliveryLog
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
-from megatron_lossy.pipeline import Boundary, Messages
+from megatron_lossy.mechanisms.boundaries.log import BoundaryLog, boundary_files, columns
+from megatron_lossy.mechanisms.boundaries.loss import Boundary
+from megatron_lossy.mechanisms.boundaries.messages import Messages
 from megatron_lossy.virtual import VirtualCluster
 from tests.boundaries import boundary_lost, boundary_rows
 from tests.ranks import run_ranks

@@ -18,8 +18,9 @@ from megatron_lossy.delivery_log.verify_errors import verify_errors
 from megatron_lossy.delivery_log.writer import claim_delivery_log
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
+from megatron_lossy.mechanisms.replicas.full_replicas import Mismatch
+from megatron_lossy.mechanisms.replicas.synchroniser import Synced
 from megatron_lossy.run import make_observers
-from megatron_lossy.sync import Mismatch, Synced
 from tests.test_delivery_log import flip_bits, rewrite, truncate
 
 RANKS, STEPS, SIZES = 3, 9, (6, 5000, 3)

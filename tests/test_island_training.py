@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_lossy.hooks import island_training
+from megatron_lossy.mechanisms.islands import megatron_training as island_training
 
 
 def island(number, islands=3):

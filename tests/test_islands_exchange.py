@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.config.islands import SYNC_PHASES
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
-from megatron_lossy.sync import BetweenRanks, InMemory
-from megatron_lossy.sync import mean as means_in_memory
-from megatron_lossy.sync import ranks as means_of_ranks
+from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
+from megatron_lossy.mechanisms.islands import mean as means_in_memory
+from megatron_lossy.mechanisms.islands.between_ranks import BetweenRanks
+from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
+from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.transport.drawn import draw
 
 STREAM = Stream("islands", expert_rank=1, stage=2)

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.config.islands import TRACKER
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
-from megatron_lossy.sync import check_between
+from megatron_lossy.mechanisms.islands.flags import TRACKER
+from megatron_lossy.mechanisms.islands.methods import check_between
 from megatron_lossy.train.config import TrainConfig
 from megatron_lossy.train.facts import of_trainer
 from megatron_lossy.train.saved import check_folders, in_folders_of_island, latest_iteration
@@ -109,7 +109,8 @@ def flat_moments(island: dict) -> torch.Tensor:
 
 def same_data(rank: int, *runs):
     """Every worker reads what the first of two would, and a run of one worker too."""
-    from megatron_lossy.train import islands, workers
+    from megatron_lossy.mechanisms.islands import workers as islands
+    from megatron_lossy.train import workers
     from megatron_lossy.train.data import RankBatches
 
     def batches(dataset, config, consumed, rank, size):
@@ -241,7 +242,7 @@ def test_islands_lose_other_things(data, tmp_path):
 
 
 def look_at_losses(rank: int, config: dict, loss: dict) -> None:
-    from megatron_lossy.virtual import VirtualIslands
+    from megatron_lossy.mechanisms.islands.virtual import VirtualIslands
 
     seen = []
     exchange = VirtualIslands.exchange

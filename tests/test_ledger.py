@@ -91,8 +91,10 @@ def every_patch():
     """Every patch of the package, in the Megatron that is here."""
     from megatron_lossy.config import LossyConfig
     from megatron_lossy.device import cpu, cpu_training
-    from megatron_lossy.hooks import island_training, lossy_all_reduce, megatron_core, megatron_training
+    from megatron_lossy.hooks import megatron_core, megatron_training
     from megatron_lossy.hooks.runtime import Lossy
+    from megatron_lossy.mechanisms.islands import megatron_training as island_training
+    from megatron_lossy.mechanisms.replicas import lossy_all_reduce
     from megatron_lossy.plugin import _command_line_patches, _program_patches
 
     run = Lossy(LossyConfig(eval_weights="both"))

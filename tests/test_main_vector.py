@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.hooks import main_vector
-from megatron_lossy.hooks.main_vector import Segment, Vector, shard_vector
-from megatron_lossy.sync import Places
+from megatron_lossy.mechanisms.islands import main_vector
+from megatron_lossy.mechanisms.islands.main_vector import Segment, Vector, shard_vector
+from megatron_lossy.mechanisms.islands.places import Places
 
 CPU = torch.device("cpu")
 

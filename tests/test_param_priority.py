@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import cut
-from megatron_lossy.recovery import ParamPriority
+from megatron_lossy.mechanisms.priority.choosing import ParamPriority
 from megatron_lossy.transport import check_owners
 from tests import contract
 from tests.in_lab import run_in_lab

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
-from megatron_lossy.pipeline import Boundary, BoundaryLoss, Messages, elements_of, lossy, received, zero_filled
+from megatron_lossy.mechanisms.boundaries.loss import Boundary, BoundaryLoss
+from megatron_lossy.mechanisms.boundaries.messages import Messages, received
+from megatron_lossy.mechanisms.boundaries.zero_fill import elements_of, lossy, zero_filled
 from tests.boundaries import boundary_lost
 from tests.reference import boundary_residual, boundary_units, residual_rate
 

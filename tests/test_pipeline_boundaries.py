@@ -21,10 +21,10 @@ from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import versions
-from megatron_lossy.hooks.boundaries import Boundaries
 from megatron_lossy.hooks.facts import of_arguments, of_communicator, of_model
 from megatron_lossy.hooks.versions import decoder_layers
-from megatron_lossy.pipeline import Boundary
+from megatron_lossy.mechanisms.boundaries.hooks import Boundaries
+from megatron_lossy.mechanisms.boundaries.loss import Boundary
 from megatron_lossy.report.columns import columns
 from megatron_lossy.report.read import read_runs
 from megatron_lossy.virtual import VirtualCluster

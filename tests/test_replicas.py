@@ -74,7 +74,7 @@ def on_ranks(rank, cases, steps=STEPS):
 
 def virtually(rank, size, cases, steps=STEPS):
     """The same by virtual workers; losses and replicas are lists of the workers' own."""
-    from megatron_lossy.virtual import VirtualReplicas
+    from megatron_lossy.mechanisms.replicas.virtual import VirtualReplicas
     from tests.tiny_gpt import build
 
     results = {}
@@ -251,7 +251,7 @@ def test_errors_of_ranks_are_logged_as_those_of_virtual_workers(tmp_path, at):
 def hit_once(rank, size, tiny, hits, mode, steps):
     """A run in which buckets of some ranks are changed after their reduction. ``hits``: (step, rank, bucket, how)."""
     from megatron_lossy import hooks
-    from megatron_lossy.hooks import replicated
+    from megatron_lossy.mechanisms.replicas import ranks as replicated
     from tests.tiny_gpt import build
 
     lossy = hooks.install(LossyConfig(replica_check=mode))
@@ -353,7 +353,8 @@ def memory(rank):
     import types
 
     from megatron_lossy.errors import UsageError
-    from megatron_lossy.virtual import VirtualReplicas, replicas
+    from megatron_lossy.mechanisms.replicas import virtual as replicas
+    from megatron_lossy.mechanisms.replicas.virtual import VirtualReplicas
     from tests.tiny_gpt import build
 
     def fits(config):

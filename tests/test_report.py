@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.errors import ErrorFlags
-from megatron_lossy.config.sync import SyncFlags
 from megatron_lossy.errors import UsageError
+from megatron_lossy.mechanisms.replicas.flags import SyncFlags
 from megatron_lossy.report import loss_table, plot_curves, read_runs
 from megatron_lossy.report.__main__ import run as report
 from megatron_lossy.report.curves import running_mean

@@ -9,7 +9,8 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.theory.islands import rounds_of
-from megatron_lossy.sync import LocalPeers, average
+from megatron_lossy.mechanisms.replicas import average
+from megatron_lossy.peers import LocalPeers
 from megatron_lossy.transport import BucketSpec, LossyWorkers
 from tests.full_replicas import FullReplicas
 from tests.saved_state import unmissed, walk
@@ -23,35 +24,35 @@ WALKED = {
     "transport.group.LossyGroup": "test_groups",
     "transport.counted.Counted": "test_groups",
     "recovery.base.Rule": "test_groups",
-    "recovery.protected.Protected": "test_groups",
-    "recovery.stale.Prioritised": "test_saved_state_virtual.py",
-    "recovery.compensated.Compensated": "test_groups",
+    "mechanisms.priority.protected.Protected": "test_groups",
+    "mechanisms.priority.protected.Prioritised": "test_saved_state_virtual.py",
+    "mechanisms.lead.compensated.Compensated": "test_groups",
     "recovery.feedback.ErrorFeedback": "test_groups",
     "recovery.previous.Previous": "test_groups",
-    "recovery.priority.ParamPriority": "test_saved_state_virtual.py",
-    "sync.synchroniser.Synchroniser": "test_full_replicas",
-    "sync.average.Piece": "test_full_replicas",
-    "sync.interval.Interval": "test_full_replicas",
-    "sync.replicas.FullReplicas": "test_saved_state_virtual.py",
-    "sync.monitor.ReplicaMonitor": "test_saved_state_virtual.py",
-    "sync.rounds.Rounds": "test_islands",
-    "sync.rule.Rule": "test_islands",
-    "sync.outer.DiLoCo": "test_islands",
-    "sync.correction.MovingAverage": "test_islands",
-    "sync.correction.SmithPredictor": "test_islands",
+    "mechanisms.priority.choosing.ParamPriority": "test_saved_state_virtual.py",
+    "mechanisms.replicas.synchroniser.Synchroniser": "test_full_replicas",
+    "mechanisms.replicas.average.Piece": "test_full_replicas",
+    "mechanisms.replicas.interval.Interval": "test_full_replicas",
+    "mechanisms.replicas.full_replicas.FullReplicas": "test_saved_state_virtual.py",
+    "mechanisms.replicas.monitor.ReplicaMonitor": "test_saved_state_virtual.py",
+    "mechanisms.islands.rounds.Rounds": "test_islands",
+    "mechanisms.islands.rule.Rule": "test_islands",
+    "mechanisms.islands.outer.DiLoCo": "test_islands",
+    "mechanisms.islands.correction.MovingAverage": "test_islands",
+    "mechanisms.islands.correction.SmithPredictor": "test_islands",
     "virtual.versions.Versions": "test_saved_state_virtual.py",
-    "virtual.stages.Stages": "test_saved_state_virtual.py",
+    "mechanisms.async_pipeline.virtual.Stages": "test_saved_state_virtual.py",
     "monitor.observer.Observer": "test_saved_state_virtual.py",
     "monitor.window.Window": "test_saved_state_virtual.py",
     "monitor.exchanges.ExchangeMonitor": "test_saved_state_virtual.py",
     "monitor.drift.Drift": "test_saved_state_virtual.py",
-    "monitor.priority.PriorityMonitor": "test_saved_state_virtual.py",
-    "monitor.boundaries.BoundaryMonitor": "test_saved_state_virtual.py",
-    "monitor.islands.IslandMonitor": "test_islands_train.py, saved and resumed",
-    "hooks.islands.RankIslands": "test_islands_ranks.py, saved and resumed",
-    "mechanisms.base.Mechanism": "no state of its own: test_islands_ranks.py",
-    "pipeline.stash.Stash": "test_async_pipeline.py, saved and resumed",
-    "train.async_pipeline.StageWorkers": "test_async_pipeline.py, saved and resumed",
+    "mechanisms.priority.monitor.PriorityMonitor": "test_saved_state_virtual.py",
+    "mechanisms.boundaries.monitor.BoundaryMonitor": "test_saved_state_virtual.py",
+    "mechanisms.islands.monitor.IslandMonitor": "test_islands_train.py, saved and resumed",
+    "mechanisms.islands.ranks.RankIslands": "test_islands_ranks.py, saved and resumed",
+    "mechanism.Mechanism": "no state of its own: test_islands_ranks.py",
+    "mechanisms.async_pipeline.stash.Stash": "test_async_pipeline.py, saved and resumed",
+    "mechanisms.async_pipeline.workers.StageWorkers": "test_async_pipeline.py, saved and resumed",
     "run.Pipeline": "no class of its own: what a pipeline must have",
 }
 

@@ -30,7 +30,8 @@ class Virtual:
 
     def __init__(self, config, folder):
         from megatron_lossy.hooks.versions import optimizers
-        from megatron_lossy.virtual import VirtualCluster, VirtualReplicas
+        from megatron_lossy.mechanisms.replicas.virtual import VirtualReplicas
+        from megatron_lossy.virtual import VirtualCluster
         from tests.tiny_gpt import TinyGPT, build
 
         make = VirtualReplicas if config.replicates else VirtualCluster

@@ -12,10 +12,10 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.exchange import Stream
-from megatron_lossy.hooks.replicated import ReplicaStream
-from megatron_lossy.sync import LocalPeers
+from megatron_lossy.mechanisms.replicas.ranks import ReplicaStream
+from megatron_lossy.mechanisms.replicas.reduction import LossyReduction
+from megatron_lossy.peers import LocalPeers
 from megatron_lossy.theory import divergence as theory
-from megatron_lossy.virtual.reduction import LossyReduction
 from tests.full_replicas import FullReplicas
 
 N, D, SIGMA, ETA = 4, 20_000, 0.01, 0.1

@@ -20,11 +20,11 @@ from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
 from megatron_lossy.errors import UsageError
-from megatron_lossy.hooks import datagrams
 from megatron_lossy.hooks.facts import of_arguments
-from megatron_lossy.pipeline import received, sent
-from megatron_lossy.pipeline.loss import BoundaryLoss
-from megatron_lossy.transport.udp import stages
+from megatron_lossy.mechanisms.boundaries import datagrams
+from megatron_lossy.mechanisms.boundaries import links as stages
+from megatron_lossy.mechanisms.boundaries.loss import BoundaryLoss
+from megatron_lossy.mechanisms.boundaries.messages import received, sent
 from megatron_lossy.virtual import VirtualCluster
 from tests import contract
 from tests.boundaries import boundary_rows

@@ -8,11 +8,11 @@ import torch
 
 from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.hooks.islands import RankIslands
-from megatron_lossy.monitor.islands import IslandMonitor
+from megatron_lossy.mechanisms.islands.mean import Mean
+from megatron_lossy.mechanisms.islands.monitor import IslandMonitor
+from megatron_lossy.mechanisms.islands.places import Places
+from megatron_lossy.mechanisms.islands.ranks import RankIslands
 from megatron_lossy.recovery import copies
-from megatron_lossy.sync import Places
-from megatron_lossy.sync.mean import Mean
 from megatron_lossy.transport import BucketSpec, LossyGroup
 from tests.ranks import run_ranks
 from tests.test_replicas import BUCKETS, full

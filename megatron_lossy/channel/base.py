@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..config import PHASES, LossyConfig, PhaseLoss, Schedule
-from ..config.islands import SYNC_PHASES
 from ..errors import refuse
 from ..exchange import Exchange, Stream
 from ..flags import as_text
+from ..mechanisms.islands.flags import SYNC_PHASES
 from ..registry import CHANNELS
 
 

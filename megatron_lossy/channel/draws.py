@@ -16,9 +16,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ..config import PHASES
-from ..config.boundaries import BOUNDARY_PHASES
-from ..config.islands import SYNC_PHASES
 from ..exchange import KINDS, Exchange
+from ..mechanisms.boundaries.flags import BOUNDARY_PHASES
+from ..mechanisms.islands.flags import SYNC_PHASES
 from .base import Channel
 from .philox import philox4x64
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from .. import theory
 from ..config import LossyConfig, PhaseLoss
-from ..config.islands import SYNC_PHASES
 from ..errors import refuse
 from ..exchange import Exchange, Stream
+from ..mechanisms.islands.flags import SYNC_PHASES
 from .draws import DrawnChannel
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from ..config import PHASES, LossyConfig, PhaseLoss
-from ..config.islands import SYNC_PHASES
 from ..errors import refuse
 from ..exchange import Exchange, Stream
+from ..mechanisms.islands.flags import SYNC_PHASES
 from .base import Channel
 
 

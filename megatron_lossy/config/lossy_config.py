@@ -13,15 +13,15 @@ from typing import Any
 
 from ..errors import UsageError, refuse
 from ..flags import as_flag, as_text, check_choice, flag, flag_name, in_unit_interval, refuse_unused
+from ..mechanisms.async_pipeline.flags import PipelineFlags
+from ..mechanisms.boundaries.flags import BoundaryFlags
+from ..mechanisms.islands.flags import SYNC_PHASES, IslandFlags
+from ..mechanisms.replicas.flags import SyncFlags
 from ..registry import CHANNELS, GRAD_RECOVERIES
-from .boundaries import BoundaryFlags
 from .errors import ErrorFlags
-from .islands import SYNC_PHASES, IslandFlags
 from .phases import PHASES, PhaseLoss, Schedule
-from .pipeline import PipelineFlags
 from .recovery import RecoveryFlags
 from .refusal import check_refusals
-from .sync import SyncFlags
 from .transport import UDP_PACKET_BYTES, TransportFlags
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..config import PHASES, LossyConfig
-from ..config.boundaries import BOUNDARY_PHASES
-from ..config.islands import SYNC_PHASES
 from ..flags import flag_name
-from ..pipeline import Boundary
-from .boundaries import Crossings, boundary_files
+from ..mechanisms.boundaries.flags import BOUNDARY_PHASES
+from ..mechanisms.boundaries.log import Crossings, boundary_files
+from ..mechanisms.boundaries.loss import Boundary
+from ..mechanisms.islands.flags import SYNC_PHASES
 from .reader import DeliveryLogFolder, Links
 from .scan import Rates, percent, scan
 from .schema import loss_config

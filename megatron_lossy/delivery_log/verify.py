@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..config import PHASES, LossyConfig
-from ..config.boundaries import BOUNDARY_PHASES
-from ..config.islands import SYNC_PHASES
 from ..exchange import Exchange, Stream
-from .boundaries import BoundaryFile, boundary_files, check_crossings
+from ..mechanisms.boundaries.flags import BOUNDARY_PHASES
+from ..mechanisms.boundaries.log import BoundaryFile, boundary_files, check_crossings
+from ..mechanisms.islands.flags import SYNC_PHASES
 from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows
 from .replay import Redrawn
 from .verdict import Verdict, check_files

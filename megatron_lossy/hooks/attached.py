@@ -12,14 +12,16 @@ from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..ledger import Patch
-from ..mechanisms import Mechanism
-from ..sync import IslandWorld
+from ..mechanism import Mechanism
+from ..mechanisms.boundaries import hooks as boundaries
+from ..mechanisms.islands import megatron_training as island_training
+from ..mechanisms.islands.ranks import RankIslands
+from ..mechanisms.islands.world import IslandWorld
+from ..mechanisms.replicas import lossy_all_reduce
+from ..mechanisms.replicas.ranks import RankReplica
 from ..transport import LossyGroup
-from . import boundaries, island_training, lossy_all_reduce
 from .complete import warn_of_one_replica, warn_of_reliable_boundaries
 from .facts import of_model
-from .islands import RankIslands
-from .replicated import RankReplica
 from .seam import all_reduce
 from .versions import data_parallel_rank
 
@@ -64,7 +66,7 @@ class StageBoundaries(Mechanism):
     def patches(self) -> list[Patch]:
         if self._run.config.act_transport == "torch":
             return boundaries.patches(self.boundaries)
-        from . import datagrams
+        from ..mechanisms.boundaries import datagrams
 
         return boundaries.patches(self.boundaries, datagrams.p2p_ops)
 
@@ -73,7 +75,7 @@ class StageBoundaries(Mechanism):
         if self._run.exchanges.find_nodes():
             warn_of_reliable_boundaries(self._run.exchanges.nodes)
         if self._run.config.act_transport == "udp" and self.boundaries.links is None:
-            from ..transport.udp.stages import StageLinks
+            from ..mechanisms.boundaries.links import StageLinks
 
             self.boundaries.links = StageLinks(self._run.config)
 

@@ -7,7 +7,7 @@ from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..delivery_log.errors import recorded_events
-from ..sync import check_between
+from ..mechanisms.islands.methods import check_between
 from ..transport import check_channels, check_key_file
 
 

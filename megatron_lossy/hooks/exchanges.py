@@ -12,11 +12,11 @@ import torch.distributed as dist
 from ..channel.corruption import Corruption
 from ..config import PHASES, LossyConfig
 from ..exchange import Stream
+from ..mechanisms.replicas.lossy_all_reduce import shard_size
+from ..mechanisms.replicas.ranks import ReplicaStream, errors_of_owner
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
 from .buckets import apart, buckets_by_stream, own_shard, replicated_units
-from .lossy_all_reduce import shard_size
 from .main_weights import MainWeights
-from .replicated import ReplicaStream, errors_of_owner
 from .seam import Slot, attach
 from .versions import pipeline_stage, tensor_group
 

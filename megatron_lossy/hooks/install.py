@@ -10,7 +10,7 @@ from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..errors import UsageError
 from ..ledger import Check, check
-from ..sync import IslandWorld
+from ..mechanisms.islands.world import IslandWorld
 from . import megatron_core
 from .attached import attached
 from .runtime import Lossy

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from ..config import LossyConfig
-from ..config.islands import TRACKER
 from ..delivery_log.writer import claim_delivery_log
 from ..device.attempt import with_attempt_store
 from ..errors import usage_errors
 from ..ledger import Patch, Takes
 from ..loss_flags import add_loss_flags
-from ..sync import notes_on_averaging
+from ..mechanisms.islands.flags import TRACKER
+from ..mechanisms.islands.methods import notes_on_averaging
 from .checks import check_run
 from .facts import of_arguments
 from .rng import rng_state, set_rng_state

@@ -18,9 +18,9 @@ from ..config.refusal import check_refusals
 from ..delivery_log.errors import recorded_events
 from ..device.collectives import all_gather_single
 from ..ledger import Ledger
-from ..mechanisms import Mechanism
+from ..mechanism import Mechanism
+from ..mechanisms.replicas.full_replicas import FullReplicas
 from ..run import Run
-from ..sync import FullReplicas
 from ..transport import LossyGroup
 from .buckets import bucket_sizes, buckets_by_stream, own_shard
 from .complete import (

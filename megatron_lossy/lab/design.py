@@ -35,15 +35,15 @@ from pathlib import Path
 from typing import Any
 
 from ..config import LossyConfig, given
-from ..config.islands import IslandFlags
-from ..config.pipeline import PipelineFlags
 from ..config.refusal import check_refusals
 from ..errors import UsageError, refuse
 from ..flags import as_flag, incidental_fields
+from ..mechanisms.async_pipeline.flags import PipelineFlags
+from ..mechanisms.islands.flags import IslandFlags
+from ..mechanisms.islands.methods import check_between
 from ..report.scalars import AXES, check_names, needs_drift
 from ..settings import read_yaml
 from ..shipped import find_config
-from ..sync import check_between
 from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
 from ..train.checks import check_flags
 from ..train.facts import of_trainer

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..config.islands import SYNC_LANES
 from ..errors import ArgumentParser, refuse
+from ..mechanisms.islands.flags import SYNC_LANES
 from ..theory import bytes_sent, gradient_bytes, gradient_seconds, parts
 
 #: Gradients are chosen if they make an iteration at most this much longer: the cost of islands is known for tiny

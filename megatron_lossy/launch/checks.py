@@ -71,7 +71,7 @@ def _check_training(plan: Plan) -> None:
         why = "needs --program train; Megatron-LM's loop flushes the pipeline in every iteration"
         raise refuse("--async-pipeline", "on", why)
     if lossy.islands > 1:
-        from ..sync import check_between
+        from ..mechanisms.islands.methods import check_between
         from ..train.facts import of_trainer
 
         check_refusals(lossy, of_trainer(train, plan.launch.accelerators))

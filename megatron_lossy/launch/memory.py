@@ -37,10 +37,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..config import LossyConfig
+from ..mechanisms.islands.memory import BETWEEN, between_islands, of_islands, old_weights
 from ..registry import CHANNELS, GRAD_RECOVERIES
 from ..train.config import TrainConfig
 from .devices import GIB, Device
-from .island_memory import BETWEEN, between_islands, of_islands, old_weights
 
 #: Bytes for the driver's context, communication buffers, workspaces, and fragmentation: an assumption.
 RESERVED = 6 * GIB

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import LossyConfig, given
-from ..config.islands import folder_of_island
 from ..errors import ArgumentParser, UsageError, refuse
 from ..flags import add_flags, did_you_mean, flag_name, from_namespace
 from ..loss_flags import preset_arguments
+from ..mechanisms.islands.flags import folder_of_island
 from ..train.arguments import configurations, make_parser, setting_arguments
 from ..train.config import TrainConfig
 from .devices import DEVICES, ENVIRONMENT, Device

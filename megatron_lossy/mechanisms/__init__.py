@@ -1,5 +1,1 @@
-"""Mechanisms: parts of a run beside its exchanges. The core calls their verbs, and knows none of them by name."""
-
-from .base import Mechanism
-
-__all__ = ["Mechanism"]
+"""Mechanisms, a folder each. The core imports none of them; :data:`megatron_lossy.registry.MECHANISMS` names them."""

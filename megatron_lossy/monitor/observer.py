@@ -9,7 +9,8 @@ import numpy as np
 
 from ..config import PHASES
 from ..exchange import Delivery, Stream
-from ..pipeline import Fate, Message
+from ..mechanisms.boundaries.loss import Fate
+from ..mechanisms.boundaries.messages import Message
 
 
 class Replicas(Protocol):

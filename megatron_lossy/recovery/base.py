@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from ..config import LossyConfig
-    from .priority import Told
 
 #: Runs the caller's collective. Returns its handle, or ``None`` if it has completed or somebody else waits for it.
 Collective = Callable[[], Any]
@@ -72,6 +71,25 @@ class Parameters:
     sent: torch.Tensor
     collective: Collective
     lead: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass
+class Told:
+    """A record of the units of one bucket that a rank sent in a step.
+
+    ``high``: units of high priority. ``lost``: units that the network lost; ``recovered`` of these arrived after all,
+    and ``left`` are lost for good. ``residual`` and ``payload``: sums of |values| of the units lost for good, and of
+    all units.
+    """
+
+    units: int = 0
+    high: int = 0
+    lost: int = 0
+    recovered: int = 0
+    left: int = 0
+    residual: float = 0.0
+    payload: float = 0.0
+    oldest: int = 0
 
 
 class Rule(ABC):

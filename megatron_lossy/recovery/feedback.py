@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ..exchange import BucketUnits, Delivery, Lost
-from .base import Gradients, GradRecovery
-from .priority import Told
+from .base import Gradients, GradRecovery, Told
 from .rows import Saved, times
 
 if TYPE_CHECKING:

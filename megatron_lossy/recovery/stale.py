@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..exchange import BucketUnits, Delivery, Lost
+from ..exchange import Delivery, Lost
 from .base import Parameters, Rule
-from .priority import ParamPriority
 from .rows import Saved
 
 if TYPE_CHECKING:
@@ -49,23 +48,3 @@ class Stale(Rule):
 
     def before_update(self, sent: torch.Tensor) -> None:
         """Called before the update of the own shard's weights, sent as ``sent`` [shard]."""
-
-
-class Prioritised(Stale):
-    """``--param-priority``: units that have changed most must arrive."""
-
-    def __init__(self, units: BucketUnits, rank: int, fraction: float) -> None:
-        super().__init__(units, rank)
-        self.priority = ParamPriority(fraction, units)
-
-    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray:
-        return self.priority.choose(sent, step)
-
-    def restart(self) -> None:
-        self.priority.restart()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.priority.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        self.priority.load_state_dict(state, device)

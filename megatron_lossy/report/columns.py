@@ -12,9 +12,9 @@ from typing import Any
 
 from ..config import LossyConfig
 from ..config.errors import ErrorFlags
-from ..config.islands import IslandFlags
-from ..config.sync import SyncFlags
 from ..flags import incidental_fields, of_flags
+from ..mechanisms.islands.flags import IslandFlags
+from ..mechanisms.replicas.flags import SyncFlags
 from ..train.config import TrainConfig
 from .runs import Run
 

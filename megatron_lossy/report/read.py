@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..config.islands import folder_of_island
 from ..errors import cannot, refuse
+from ..mechanisms.islands.flags import folder_of_island
 from ..train.metrics import METRICS_FILE
 from .megatron_logs import read_megatron_run
 from .runs import Run, RunRecorder

@@ -29,11 +29,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from ..config.islands import TRACKER
 from ..errors import MACHINE_ERRORS, UsageError, cannot, machine_error, refuse
 from ..files import publish, write_text, writing
 from ..hooks.rng import rng_state, set_rng_state
 from ..ledger import Ledger, Patch
+from ..mechanisms.islands.flags import TRACKER
 from ..run import Run
 from .process import OtherRankFailed, lost_contact
 from .saved import iteration_folder, latest_iteration

@@ -21,28 +21,31 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from .. import device, hooks
 from ..config import LossyConfig
-from ..config.islands import CONSENSUS_FOLDER
 from ..data import build_tokenizer, epochs
 from ..delivery_log.writer import claim_delivery_log
 from ..flags import identity
+from ..mechanisms.async_pipeline.workers import StageWorkers
+from ..mechanisms.islands.flags import CONSENSUS_FOLDER
+from ..mechanisms.islands.methods import notes_on_averaging
+from ..mechanisms.islands.rewind import rewind
+from ..mechanisms.islands.virtual import VirtualIslands
+from ..mechanisms.islands.workers import IslandWorkers
+from ..mechanisms.islands.world import IslandWorld
+from ..mechanisms.replicas.virtual import VirtualReplicas
 from ..run import Run
-from ..sync import IslandWorld, notes_on_averaging
-from ..virtual import VirtualCluster, VirtualIslands, VirtualReplicas, VirtualRun
+from ..virtual import VirtualCluster, VirtualRun
 from . import parallel
-from .async_pipeline import StageWorkers
 from .checkpoint import Checkpoints
 from .checks import check_flags
 from .config import TrainConfig
 from .data import RankBatches, build_datasets
 from .evaluate import begin_mean_loss, evaluate
-from .islands import IslandWorkers
 from .log import Console, Silent
 from .metrics import check_wandb, perplexity
 from .model import build_model, transformer_impl
 from .optimizer import build_optimizer, lr_scale
 from .process import launched_ranks, told_to_end
 from .records import Progress, open_writers
-from .rewind import rewind
 from .saved import check_folders, in_folders_of_island, latest_iteration, same_folder, write_settings
 from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
 from .workers import Workers

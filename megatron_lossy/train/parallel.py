@@ -17,7 +17,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from .. import device
-from ..sync import IslandWorld
+from ..mechanisms.islands.world import IslandWorld
 from .config import TrainConfig
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..config import LossyConfig
-from ..config.islands import CONSENSUS_FOLDER, TRACKER, folder_of_island, folder_to_load
 from ..errors import cannot, refuse
 from ..files import check_folder, write_text, writing
 from ..flags import difference, flag_name, identity, of_flags
+from ..mechanisms.islands.flags import CONSENSUS_FOLDER, TRACKER, folder_of_island, folder_to_load
 from .config import SHAPE, TrainConfig
 from .metrics import METRICS_FILE
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ..exchange import BucketUnits, Delivery, Exchange, Stream
-from ..recovery import Gradients, GradRecovery, Parameters, Priority, Stale
+from ..mechanisms.priority.choosing import Priority
+from ..recovery import Gradients, GradRecovery, Parameters, Stale
 
 
 class Transfer:

@@ -14,7 +14,10 @@ import torch.distributed as dist
 from ..channel.draws import generator
 from ..config import PHASES, LossyConfig
 from ..exchange import BucketUnits, Exchange, Stream, cut
-from ..recovery import Compensated, GradRecovery, Prioritised, Priority, Protection, Stale
+from ..mechanisms.lead.compensated import Compensated
+from ..mechanisms.priority.choosing import Priority, Protection
+from ..mechanisms.priority.protected import Prioritised
+from ..recovery import GradRecovery, Stale
 from ..registry import GRAD_RECOVERIES
 from .base import Wire
 from .drawn import CollectiveWire, Networks, check_links

@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from ..exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
-from ..recovery import Gradients, GradRecovery, Parameters, Priority, Spared, Stale
+from ..mechanisms.priority.choosing import Priority
+from ..mechanisms.priority.protected import Spared
+from ..recovery import Gradients, GradRecovery, Parameters, Stale
 from .base import Transfer, Wire
 from .network import Network
 

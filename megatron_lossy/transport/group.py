@@ -22,8 +22,7 @@ from ..config import PHASES, LossyConfig
 from ..errors import UsageError
 from ..exchange import Delivery, Exchange, Stream, units_of
 from ..recovery import Gradients, Parameters
-from ..recovery.base import Collective
-from ..recovery.priority import Told
+from ..recovery.base import Collective, Told
 from .base import Transfer, Wire
 from .choice import BucketSpec, grad_rule, param_rule, wire_for
 from .counted import Counted

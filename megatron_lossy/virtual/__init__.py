@@ -8,7 +8,5 @@ the model.
 
 from .base import VirtualRun
 from .cluster import VirtualCluster
-from .islands import VirtualIslands
-from .replicas import VirtualReplicas
 
-__all__ = ["VirtualCluster", "VirtualIslands", "VirtualReplicas", "VirtualRun"]
+__all__ = ["VirtualCluster", "VirtualRun"]

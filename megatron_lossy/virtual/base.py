@@ -15,11 +15,11 @@ from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..errors import UsageError, refuse
-from ..hooks import boundaries
-from ..hooks.boundaries import Boundaries
 from ..hooks.facts import of_model
 from ..hooks.versions import optimizers
 from ..ledger import Ledger
+from ..mechanisms.boundaries import hooks as boundaries
+from ..mechanisms.boundaries.hooks import Boundaries
 from ..run import Run
 
 

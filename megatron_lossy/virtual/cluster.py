@@ -20,13 +20,13 @@ from ..config import LossyConfig
 from ..delivery_log.errors import recorded_events
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
 from ..ledger import Ledger, Patch
+from ..mechanisms.async_pipeline.virtual import Stages
+from ..mechanisms.lead.virtual import Leads
 from ..transport import LossyGroup
 from .base import VirtualRun
 from .grad_norm import get_grad_norm_fp32
 from .layout import buffers_for
-from .leads import Leads
 from .sampling import VirtualSampler
-from .stages import Stages
 from .stream import StreamBuckets
 
 

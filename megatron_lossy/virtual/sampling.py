@@ -10,7 +10,7 @@ import torch
 
 from ..exchange import Stream
 from ..hooks.buckets import used_ranges
-from .leads import Leads
+from ..mechanisms.lead.virtual import Leads
 from .versions import Versions
 
 

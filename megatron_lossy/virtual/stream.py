@@ -15,10 +15,10 @@ from ..channel.corruption import Corruption
 from ..config import LossyConfig
 from ..exchange import Delivery, Exchange, Stream, units_of
 from ..hooks.main_weights import MainWeights
-from ..hooks.replicated import errors_of_owner
+from ..mechanisms.lead.virtual import Leads
+from ..mechanisms.replicas.ranks import errors_of_owner
 from ..transport import BucketSpec, Transfer
 from ..transport.in_memory import groups_in_memory
-from .leads import Leads
 from .versions import Versions
 
 # Sums are added in pieces that fit into a core's cache, and each source is cleared while it is there.

@@ -8,8 +8,11 @@ import torch
 
 from ...config import LossyConfig
 from ...exchange import Stream
-from ...sync import InMemory, Places, Rounds, Subset, make_rule
-from ...sync.places import write_at
+from ...mechanisms.islands.mean import InMemory
+from ...mechanisms.islands.methods import make_rule
+from ...mechanisms.islands.places import Places, write_at
+from ...mechanisms.islands.rounds import Rounds
+from ...mechanisms.islands.subset import Subset
 
 STREAM = Stream("islands")
 Act = Callable[[int, torch.Tensor], object]

@@ -20,7 +20,9 @@ import torch.distributed as dist
 from ...coding.adaptive import AdaptiveCode
 from ...coding.xor import Layout
 from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
-from ...recovery import Gradients, GradRecovery, Parameters, Priority, Required, Stale
+from ...mechanisms.priority.choosing import Priority
+from ...mechanisms.priority.protected import Required
+from ...recovery import Gradients, GradRecovery, Parameters, Stale
 from ...recovery.rows import IndexedRows, Saved
 from ..base import Crossing, Transfer
 from ..drawn import Latest, Networks, draw

@@ -1,0 +1,42 @@
+"""Flags of the asynchronous pipeline: stages that update without waiting for each other (docs/async_pipeline.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import refuse
+from ...flags import check_choice, flag, refuse_unused
+
+
+@dataclass(frozen=True)
+class PipelineFlags:
+    """The flags of the asynchronous pipeline. :class:`megatron_lossy.config.LossyConfig` inherits them."""
+
+    async_pipeline: bool = flag(
+        False,
+        "pipeline stages without a flush: each updates after every global batch, with the gradient of weights that are as "
+        "many updates old as there are stages after it (docs/async_pipeline.md)",
+        group="asynchronous pipeline",
+        basic=True,
+    )
+    virtual_stages: int | None = flag(
+        None,
+        "with --virtual-workers and --async-pipeline: compute as this many pipeline stages would, in one process",
+        type=int,
+        metavar="P",
+    )
+    weight_stashing: str = flag(
+        "on",
+        "--async-pipeline: backward passes use the weights of their forward pass (PipeDream); off: the newest ones, which "
+        "saves the copies (PipeMare; real stages only)",
+        choices=("on", "off"),
+    )
+
+    def _check_pipeline(self) -> None:
+        check_choice(self, "weight_stashing")
+        if not self.async_pipeline:
+            for name in ("virtual_stages", "weight_stashing"):
+                refuse_unused(self, name, "needs --async-pipeline")
+            return
+        if self.virtual_stages is not None and self.virtual_stages < 1:
+            raise refuse("--virtual-stages", self.virtual_stages, "must be at least 1")

@@ -1,0 +1,252 @@
+"""Real ranks of an asynchronous pipeline: an endless 1F1B in the place of Megatron's schedule (docs/async_pipeline.md).
+
+A stage knows others only by their messages. Megatron does some work over all stages: the gradient's norm, clipping, and
+the number of tokens. Here each stage does it for itself. Between iterations no message is under way, and the model has
+the newest weights, so that evaluating and saving need no drain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel.schedules import forward_step as megatron_forward_step
+
+from ... import device
+from ...config import LossyConfig
+from ...config.refusal import check_refusals
+from ...hooks.facts import of_model
+from ...hooks.rng import on_cpu, rng_state, set_rng_state
+from ...hooks.versions import backward_step, optimizers
+from ...train.config import TrainConfig
+from ...train.data import RankBatches
+from ...train.model import forward_step
+from ...train.workers import Begun, Workers
+from .schedule import Pass, Stage
+from .stage_messages import StageMessages
+from .stash import Stash, Version
+
+
+@dataclass
+class _UnderWay:
+    """A micro-batch between forward and backward pass. ``drawn_from``: the earlier random state, if it is saved."""
+
+    input: torch.Tensor | None
+    output: torch.Tensor
+    tokens: torch.Tensor
+    version: Version | None
+    drawn_from: dict[str, Any] | None
+
+
+class StageWorkers(Workers):
+    """The one worker of this rank: a stage of an asynchronous pipeline."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model_chunks: list,
+        optimizer: MegatronOptimizer,
+        flags: LossyConfig,
+        island: int = 0,
+        islands: int = 1,
+    ) -> None:
+        super().__init__(config, model_chunks, None, island, islands)
+        [self._chunk] = model_chunks
+        self._megatron = self._chunk.config
+        group = parallel_state.get_pipeline_model_parallel_group()
+        self._stage = Stage(group.rank(), group.size())
+        if self._stage.stages > 1:
+            check_refusals(flags, of_model(self._chunk))
+        self._micro_batches = config.global_batch_size // (config.micro_batch_size * self._size)
+        # The first stage ends a micro-batch that many backward passes after the last one. The last must not wait.
+        self.late = max(1, math.ceil((self._stage.stages - 1) / self._micro_batches))
+        self._messages = StageMessages(
+            (config.seq_length, config.micro_batch_size, config.hidden_size), self._megatron.pipeline_dtype
+        )
+        self._stash = Stash(self._chunk.module.parameters())
+        self._stashes = self._stage.delay > 0 and flags.weight_stashing == "on"
+        self._saves_draws = flags.save_replicas and (config.hidden_dropout > 0 or config.attention_dropout > 0)
+        self._iteration = 0
+        self._under_way: deque[_UnderWay] = deque()
+        self._restored: dict[str, Any] | None = None
+        self._measure_per_stage(optimizer)
+
+    def _measure_per_stage(self, optimizer: MegatronOptimizer) -> None:
+        """Restrict the norm of the gradient to this stage."""
+        if self._config.use_distributed_optimizer:
+            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        else:  # all ranks have all of the gradient
+            group = parallel_state.get_tensor_model_parallel_group()
+        for one in optimizers(optimizer):
+            one.grad_stats_parallel_group = group
+
+    def training_batches(self, dataset: GPTDataset, iteration: int, consumed: int) -> list[RankBatches]:
+        self._iteration = iteration
+        return super().training_batches(dataset, iteration, consumed)
+
+    # --- an iteration ----------------------------------------------------------------------------------------------
+
+    def iterate(
+        self,
+        batches: list[RankBatches],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        begin: Callable[[list[torch.Tensor]], Begun],
+    ) -> tuple[Begun, bool, float]:
+        self._chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        sums, tokens = self._passes(batches[0])
+        self._megatron.finalize_model_grads_func([self._chunk], None)
+        if self._config.calculate_per_token_loss:
+            self._divide_by(tokens)
+        begun = begin(sums)
+        with self._stash.updating():
+            successful, grad_norm, _ = self.step(optimizer)
+        if successful:
+            scheduler.step(increment=self._config.global_batch_size)
+        self._iteration += 1
+        self._messages.settle()
+        return begun, successful, grad_norm or 0.0
+
+    def _passes(self, batches: RankBatches) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Make all passes of an iteration. Returns (sum of losses, tokens) on the last stage, and the tokens on any."""
+        newest: Version | None = None
+        losses: list[torch.Tensor] = []
+        tokens = torch.zeros([], dtype=torch.int, device=device.current_device())
+        if self._restored is not None:
+            self._recompute(self._restored, batches)
+            self._restored = None
+        forwarded = self._iteration + len(self._under_way) // self._micro_batches
+        received = forwarded + len(self._messages.waiting) // self._micro_batches
+        for one in self._stage.passes(
+            self._iteration, self._config.train_iters, self._micro_batches, forwarded, received
+        ):
+            if one.kind == "receive":
+                self._messages.begin_input()
+            elif one.kind == "forward":
+                if newest is None and self._stashes:
+                    newest = self._stash.newest()
+                received_input = None if self._stage.first else self._messages.next_input()
+                passed = self._forward(one.micro, received_input, newest, batches, losses)
+                if not self._stage.last:
+                    self._messages.send_output(passed.output)
+                self._under_way.append(passed)
+            else:
+                tokens += self._backward(one)
+        return [torch.stack(losses).sum(0)] if losses else [], tokens
+
+    def _forward(
+        self,
+        micro: int,
+        received: torch.Tensor | None,
+        version: Version | None,
+        batches: RankBatches,
+        losses: list[torch.Tensor],
+    ) -> _UnderWay:
+        drawn_from = rng_state() if self._saves_draws else None
+        batch = next(batches)
+        with self._stash.using(version):
+            output, _ = megatron_forward_step(
+                forward_step,
+                iter([batch]),
+                self._chunk,
+                self._micro_batches,
+                received,
+                losses,
+                self._megatron,
+                cp_group_size=1,
+                is_first_microbatch=micro == 0,
+                current_microbatch=micro,
+                is_last_stage=self._stage.last,
+            )
+        return _UnderWay(received, output, batch["loss_mask"].sum().to(torch.int), version, drawn_from)
+
+    def _backward(self, one: Pass) -> torch.Tensor:
+        """Make the backward pass of the oldest micro-batch; returns its tokens."""
+        passed = self._under_way.popleft()
+        gradient = None if self._stage.last else self._messages.gradient()
+        more = one.micro + 1 < self._micro_batches
+        no_sync = self._megatron.no_sync_func if more else None
+        with (no_sync or contextlib.nullcontext)(), self._stash.using(passed.version):
+            input_gradient = backward_step(passed.input, passed.output, gradient, self._megatron)
+        if not self._stage.first:
+            self._messages.send_gradient(input_gradient)
+        if passed.version is not None and not any(other.version is passed.version for other in self._under_way):
+            self._stash.release(passed.version)
+        return passed.tokens
+
+    def _divide_by(self, tokens: torch.Tensor) -> None:
+        """Divide the gradient by the number of tokens of all ranks.
+
+        Megatron asks the last stage for this number. Here each stage has counted the tokens of its batch.
+        """
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        torch.distributed.all_reduce(tokens, group=group)
+        if tokens > 0:
+            self._chunk.scale_gradients(1.0 / tokens)
+
+    def begin_norm(self, grad_norm: float) -> Callable[[], float]:
+        """Begin to add up the norms of the stages, a collective call. Returns a function that waits for the sum."""
+        if self._stage.stages == 1:
+            return lambda: grad_norm
+        first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
+        square = torch.tensor([grad_norm**2 if first else 0.0], device=device.current_device())
+        work = torch.distributed.all_reduce(square, async_op=True)
+
+        def finish() -> float:
+            work.wait()
+            return square.sqrt().item()
+
+        return finish
+
+    # --- saved replicas --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The micro-batches under way between iterations, and their weights; see :attr:`Run.pipeline`."""
+        versions: list[Version] = []
+        for passed in self._under_way:
+            if passed.version is not None and passed.version not in versions:
+                versions.append(passed.version)
+        return {
+            "micro batches": self._micro_batches,
+            "versions": [self._stash.state_dict(version) for version in versions],
+            "under way": [
+                {
+                    "input": None if passed.input is None else passed.input.detach(),
+                    "version": None if passed.version is None else versions.index(passed.version),
+                    "drawn from": _torch_only(passed.drawn_from),
+                }
+                for passed in self._under_way
+            ],
+            "received": self._messages.waiting,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`. The forward passes are computed again when the next iteration begins."""
+        self._restored = state
+
+    def _recompute(self, state: dict[str, Any], batches: RankBatches) -> None:
+        versions = [self._stash.restored(flats) for flats in state["versions"]]
+        now = rng_state()  # the state after the last forward pass must be this one again
+        for number, saved in enumerate(state["under way"]):
+            if saved["drawn from"] is not None:
+                set_rng_state(now | on_cpu(saved["drawn from"]))
+            received = None if saved["input"] is None else saved["input"].requires_grad_()
+            version = None if saved["version"] is None else versions[saved["version"]]
+            micro = number % state["micro batches"]
+            self._under_way.append(self._forward(micro, received, version, batches, []))
+        self._messages.restore(state["received"])
+
+
+def _torch_only(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The parts of :func:`rng_state` that layers draw from."""
+    return None if state is None else {name: state[name] for name in ("torch", "tracker", "device") if name in state}

@@ -1,0 +1,122 @@
+"""Flags of losses between pipeline stages (docs/boundaries.md). :class:`.config.LossyConfig` inherits them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...config.transport import check_code
+from ...errors import refuse
+from ...flags import as_text, check_choice, flag, flag_name, in_unit_interval, refuse_unused
+
+#: Messages between pipeline stages: forward, and backward.
+BOUNDARY_PHASES = ("act", "act-grad")
+_OF_RECOVERY = ("act_high_depth", "act_fec_high", "act_fec_low", "act_residual_high", "act_residual_low")
+
+
+@dataclass(frozen=True)
+class BoundaryFlags:
+    """Flags of losses between stages and their recovery. Raises :class:`UsageError` for a value not allowed."""
+
+    p_act: float = flag(
+        0.0,
+        "mean loss rate of activations between pipeline stages, in [0, 1): independent losses of packets, whatever "
+        "--loss-model says (docs/boundaries.md)",
+        metavar="P",
+        group="between pipeline stages",
+        basic=True,
+    )
+    p_act_grad: float = flag(
+        0.0, "mean loss rate of gradients of activations between pipeline stages, in [0, 1)", metavar="P", basic=True
+    )
+    act_transport: str = flag(
+        "torch",
+        "how messages between pipeline stages cross: as Megatron sends them, minus what --p-act draws; or udp, as datagrams "
+        "that may really be lost, with --transport udp (docs/boundaries.md)",
+        choices=("torch", "udp"),
+    )
+    act_packet_bytes: int = flag(
+        None,
+        "payload bytes of a packet between pipeline stages; default 4096, with --act-transport udp that of --packet-bytes",
+        type=int,
+        metavar="BYTES",
+    )
+    act_high_depth: float = flag(
+        0.5,
+        "boundaries after at most this share of the layers count as high, the others as low; in [0, 1]",
+        metavar="SHARE",
+    )
+    act_fec_high: tuple[int, ...] = flag(
+        (100, 34),
+        "high boundaries: C packets of XOR parity for each B of a message",
+        type=int,
+        nargs=2,
+        metavar=("B", "C"),
+    )
+    act_fec_low: tuple[int, ...] = flag(
+        (100, 10), "low boundaries: as --act-fec-high", type=int, nargs=2, metavar=("B", "C")
+    )
+    act_residual_high: float = flag(
+        0.01,
+        "high boundaries: if more than this share of a message is lost after the parity, it is sent again and nothing of it "
+        "is lost; in [0, 1)",
+        metavar="SHARE",
+    )
+    act_residual_low: float = flag(0.02, "low boundaries: as --act-residual-high", metavar="SHARE")
+    act_zero_fill_gradient: str = flag(
+        "masked",
+        "gradient of activations that were lost and became zeros: zeros too, which is exact; or as it is",
+        choices=("masked", "straight-through"),
+    )
+    act_retransmit: str = flag(
+        "on", "off: no parity and nothing is sent again, so that all that is lost becomes zeros", choices=("on", "off")
+    )
+    act_loss_in_eval: bool = flag(False, "activations are lost in forward passes without gradients, too")
+    virtual_boundaries: tuple[int, ...] | None = flag(
+        None,
+        "with one pipeline stage: lose at the boundaries that stages would have after these decoder layers, counted from 1",
+        type=int,
+        nargs="+",
+        metavar="LAYER",
+    )
+
+    def check_boundaries(self) -> None:
+        """Raise :class:`UsageError` for flags that are not allowed, or that do nothing."""
+        for name in ("act_zero_fill_gradient", "act_retransmit", "act_transport"):
+            check_choice(self, name)
+        for name in ("p_act", "p_act_grad"):
+            in_unit_interval(flag_name(BoundaryFlags, name), getattr(self, name))
+        if not 0 <= self.act_high_depth <= 1:
+            raise refuse("--act-high-depth", self.act_high_depth, "must be in [0, 1]")
+        for name in ("act_residual_high", "act_residual_low"):
+            in_unit_interval(flag_name(BoundaryFlags, name), getattr(self, name))
+        if self.act_packet_bytes < 1:
+            raise refuse("--act-packet-bytes", self.act_packet_bytes, "must be at least 1")
+        for name in ("act_fec_high", "act_fec_low"):
+            check_code(flag_name(BoundaryFlags, name), *getattr(self, name))
+        layers = self.virtual_boundaries
+        if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
+            raise refuse("--virtual-boundaries", " ".join(map(str, layers)), "must be different layers, from 1 on")
+        for name in _OF_RECOVERY if self.act_retransmit == "off" else ():
+            refuse_unused(self, name, "does nothing with --act-retransmit off")
+
+    @property
+    def loses_at_boundaries(self) -> bool:
+        """Whether messages between pipeline stages can lose anything."""
+        return self.act_transport == "udp" or any(map(self.boundary_rate, BOUNDARY_PHASES))
+
+    def boundary_rate(self, phase: str) -> float:
+        """The loss rate of ``phase`` ("act" or "act-grad")."""
+        return {"act": self.p_act, "act-grad": self.p_act_grad}[phase]
+
+    def describe_boundaries(self) -> str:
+        """Losses between stages and their recovery, in words."""
+        rates = f"activations {100 * self.p_act:g} %, their gradients {100 * self.p_act_grad:g} %"
+        if self.act_transport == "udp":
+            drawn = any(map(self.boundary_rate, BOUNDARY_PHASES))
+            rates = "activations and their gradients over UDP" + (f" and, drawn, {rates}" if drawn else "")
+        recovery = "without parity"
+        if self.act_retransmit == "on":
+            kinds = ((self.act_fec_high, self.act_residual_high), (self.act_fec_low, self.act_residual_low))
+            recovery = "parity " + " and ".join(f"{as_text(code)} up to {bound:g}" for code, bound in kinds)
+        where = "" if self.virtual_boundaries is None else f" after layers {as_text(self.virtual_boundaries)}"
+        return f"{rates}{where}, {recovery}"

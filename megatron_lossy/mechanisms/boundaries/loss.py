@@ -1,0 +1,117 @@
+"""Losses for good in messages between pipeline stages (SMART, sections 3.1 to 3.3). Pure: NumPy only.
+
+Packets of data and of parity are lost alike. The residual is the packets that the parity does not bring back. Up to a
+bound it is lost for good; beyond it the whole message is sent again. Depth decides how much parity a message has, and
+its bound: a boundary after l of L layers is high if l/L is at most ``--act-high-depth`` (equation 2).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...channel.bernoulli import Bernoulli
+from ...coding.xor import Layout
+from ...config import LossyConfig, PhaseLoss, Schedule
+from ...exchange import Exchange, Stream
+
+# Products such as 0.29 x 100 are a little below the exact number.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The place between two pipeline stages.
+
+    ``stage`` and ``chunk``: pipeline rank and model chunk of the later one. ``layer``: l, decoder layers before it;
+    ``layers``: L, decoder layers of the whole model.
+    """
+
+    stage: int
+    layer: int
+    layers: int
+    chunk: int = 0
+
+    def stream(self, rank: int) -> Stream:
+        """The stream of the messages of data-parallel rank ``rank`` at this boundary."""
+        return Stream("boundary", expert_rank=rank, stage=self.stage, chunk=self.chunk)
+
+
+@dataclass(frozen=True)
+class Fate:
+    """The fate of one message.
+
+    ``lost`` bool[packets]: the packets that are lost for good. ``raw``: number of data packets that the network lost;
+    ``residual``: number of these that the parity did not bring back; ``again``: whether the message was sent again for
+    them.
+    """
+
+    lost: np.ndarray
+    raw: int
+    residual: int
+    again: bool
+
+
+class BoundaryLoss:
+    """The losses of one phase, ``act`` or ``act-grad``: a function of the flags and the arguments alone."""
+
+    def __init__(self, config: LossyConfig, phase: str) -> None:
+        self.phase = phase
+        self._config = config
+        rate = config.boundary_rate(phase)
+        self.lossless = not rate
+        self._channel = Bernoulli(PhaseLoss("bernoulli", Schedule((0,), (rate,))), config.loss_seed)
+
+    def high(self, boundary: Boundary) -> bool:
+        """Whether messages have the code and the bound of high importance (equation 2)."""
+        return boundary.layer / boundary.layers <= self._config.act_high_depth
+
+    def code(self, boundary: Boundary) -> tuple[int, int] | None:
+        """B and C: each B packets of a message get C packets of parity; ``None`` if there is no parity."""
+        if self._config.act_retransmit == "off":
+            return None
+        block, parity = self._config.act_fec_high if self.high(boundary) else self._config.act_fec_low
+        return block, parity
+
+    def layout(self, boundary: Boundary, packets: int) -> Layout | None:
+        """The parity of a message of ``packets``; ``None`` if it has none."""
+        code = self.code(boundary)
+        return None if code is None else _layout(packets, *code)
+
+    def units(self, boundary: Boundary, packets: int) -> int:
+        """Number of units in the draw for a message of ``packets``: its own, then those of its parity."""
+        layout = self.layout(boundary, packets)
+        return packets if layout is None else packets + layout.parities
+
+    def bound(self, boundary: Boundary, packets: int) -> int:
+        """Packets of a message that may be lost for good."""
+        if self._config.act_retransmit == "off":
+            return packets
+        high = self.high(boundary)
+        share = self._config.act_residual_high if high else self._config.act_residual_low
+        return math.floor(share * packets + _ROUNDING)
+
+    def draw(self, boundary: Boundary, rank: int, tensor: int, step: int, units: int) -> np.ndarray:
+        """bool[units]: the lost units of ``step``, numbered from its first message on.
+
+        ``rank``: data-parallel. ``tensor``: tensor-parallel, or 0 if its peers get the same messages.
+        """
+        exchange = Exchange(self.phase, boundary.stream(rank), step)
+        return ~self._channel.delivered(exchange, tensor, tensor, units)
+
+    def fate(self, boundary: Boundary, packets: int, lost: np.ndarray) -> Fate:
+        """The fate of a message of ``packets`` that loses the units ``lost`` bool[units]."""
+        raw = lost[:packets]
+        layout = self.layout(boundary, packets)
+        residual = raw if layout is None else layout.residual(raw, lost[packets:])
+        count = int(residual.sum())
+        again = count > self.bound(boundary, packets)
+        return Fate(np.zeros_like(residual) if again else residual, int(raw.sum()), count, again)
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(packets: int, block: int, parity: int) -> Layout:
+    return Layout(packets, block, parity)

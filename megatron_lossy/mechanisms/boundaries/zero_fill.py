@@ -1,0 +1,86 @@
+"""Zeros in the place of lost packets, and their gradient. Shapes do not depend on the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import refuse
+from ...recovery.copies import to_device
+
+
+def elements_of(packet_bytes: int, dtype: torch.dtype) -> int:
+    """Elements in a packet. Raises :class:`UsageError` if a packet holds none."""
+    if packet_bytes < dtype.itemsize:
+        raise refuse("--act-packet-bytes", packet_bytes, f"must hold at least one element of {dtype.itemsize} bytes")
+    return packet_bytes // dtype.itemsize
+
+
+def zero_fill_(tensor: torch.Tensor, lost: np.ndarray, elements: int) -> None:
+    """Write zeros over the packets of ``elements`` in the contiguous ``tensor`` that are ``lost`` bool[packets].
+
+    The last packet may be shorter. Infinities become zeros, too.
+    """
+    flat = tensor.detach().view(-1)
+    mask = to_device(lost, tensor.device)
+    for part, packets in _parts(flat, mask, elements):
+        part.masked_fill_(packets, 0)
+
+
+def zero_filled(tensor: torch.Tensor, lost: np.ndarray, elements: int) -> torch.Tensor:
+    """A contiguous copy of ``tensor`` with the zeros of :func:`zero_fill_`."""
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    zero_fill_(result, lost, elements)
+    return result
+
+
+def _parts(flat: torch.Tensor, mask: torch.Tensor, elements: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    whole = flat.numel() // elements
+    assert len(mask) == -(-flat.numel() // elements)
+    yield flat[: whole * elements].view(whole, elements), mask[:whole, None]
+    if len(mask) > whole:
+        yield flat[whole * elements :], mask[whole:]
+
+
+class _Lossy(torch.autograd.Function):
+    """A boundary within one process: forward loses activations, backward gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, lost: np.ndarray, lost_gradients: np.ndarray, elements: int, masked: bool
+    ) -> torch.Tensor:
+        ctx.fill = []
+        if masked and lost.any():
+            ctx.fill.append(lost)
+        if lost_gradients.any():
+            ctx.fill.append(lost_gradients)
+        ctx.elements = elements
+        return zero_filled(tensor, lost, elements)  # a view could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        [gradient] = gradients
+        for lost in ctx.fill:
+            gradient = zero_filled(gradient, lost, ctx.elements)
+        return gradient, None, None, None, None
+
+
+def lossy(
+    tensor: torch.Tensor, lost: np.ndarray, lost_gradients: np.ndarray, elements: int, masked: bool
+) -> torch.Tensor:
+    """``tensor`` as it arrives at the next stage; its gradient loses packets on the way back.
+
+    ``lost``, ``lost_gradients`` bool[packets]: the packets that are lost forward, and backward. ``masked``: the
+    gradient of lost activations is zero, because zeros have none.
+    """
+    if not lost.any() and not lost_gradients.any():
+        return tensor
+    return _Lossy.apply(tensor, lost, lost_gradients, elements, masked)  # type: ignore[no-untyped-call]
+
+
+def mask_of(lost: np.ndarray, elements: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A hook for a received tensor. It makes the gradient of packets zero that were ``lost`` bool[packets]."""
+    return lambda gradient: zero_filled(gradient, lost, elements)

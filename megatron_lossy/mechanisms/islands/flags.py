@@ -1,0 +1,257 @@
+"""Flags of islands: complete training jobs that exchange parameters, few at a time and late (docs/islands.md)."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+from ...errors import refuse
+from ...flags import as_text, flag, flag_name, refuse_unused
+
+#: Exchanges between islands: elements go to the owners of their means, and the means come back.
+SYNC_PHASES = ("sync-reduce", "sync-gather")
+#: Exchanges of an island that cross at once at most, each over connections of its own.
+SYNC_LANES = 4
+#: The file that names the latest checkpoint of a folder: Megatron's.
+TRACKER = "latest_checkpointed_iteration.txt"
+#: The folder of the mean weights, beside the folders of real islands or in that of virtual ones.
+CONSENSUS_FOLDER = "consensus"
+_DILOCO = ("diloco", "eager-diloco")
+
+
+def folder_of_island(path: str | os.PathLike[str], island: int | str) -> str:
+    """The folder of ``island``, of real ranks, in the folder ``path`` of the run."""
+    return os.path.join(path, f"island_{island}")
+
+
+def folder_to_load(path: str | os.PathLike[str], island: int) -> str:
+    """The folder of the checkpoint of ``island`` if ``--load`` is ``path``.
+
+    All islands start from a checkpoint in ``path`` itself, until they have their own there.
+    """
+    own = folder_of_island(path, island)
+    start, continued = (os.path.isfile(os.path.join(folder, TRACKER)) for folder in (path, own))
+    return os.fspath(path) if start and not continued else own
+
+
+@dataclass(frozen=True)
+class IslandFlags:
+    """The flags of islands. :class:`megatron_lossy.config.LossyConfig` inherits them."""
+
+    islands: int = flag(
+        1,
+        "complete training jobs that exchange parameters as --sync-method says; each has data, optimizer state, clipping and "
+        "a learning-rate clock of its own (docs/islands.md)",
+        metavar="M",
+        group="islands",
+        basic=True,
+    )
+    sync_method: str = flag(
+        "gradients",
+        "what islands exchange: gradients, so that they are one data-parallel group; parameters, averaged; the same through "
+        "an outer optimizer; that with a mean that is one round late; or none",
+        choices=("gradients", "parameters", *_DILOCO, "none"),
+        basic=True,
+    )
+    sync_fraction: float = flag(
+        1.0,
+        "parameters: share of the elements in an exchange, in (0, 1]; cyclic and partition take one in 1/F, rounded up",
+        metavar="F",
+        basic=True,
+    )
+    sync_interval: int = flag(1, "iterations between two exchanges", metavar="K", basic=True)
+    sync_delay: int = flag(0, "iterations from an exchange to the use of its mean", metavar="TAU", basic=True)
+    sync_subset: str = flag(
+        "cyclic",
+        "which elements: the next part of one fixed partition; of a partition drawn anew whenever all parts have had their "
+        "turn; or each block with probability F",
+        choices=("cyclic", "partition", "bernoulli"),
+    )
+    sync_block: int = flag(1, "consecutive elements that are exchanged together", metavar="ELEMENTS")
+    sync_dtype: str = flag("fp32", "what crosses between islands; main weights stay fp32", choices=("fp32", "bf16"))
+    delay_correction: str = flag(
+        "mixing",
+        "parameters: what becomes of progress since the exchange began: none of it is kept; a moving average of it is added "
+        "to the mean (ema); the weights move towards the mean by a share of what they were off it then (mixing); or by a share "
+        "of that less what other means have moved them since (smith)",
+        choices=("none", "ema", "mixing", "smith"),
+    )
+    ema_coefficient: tuple[float, ...] = flag(
+        (0.5, 0.01),
+        "ema: coefficient at first, and at --train-iters after half a cosine",
+        type=float,
+        nargs=2,
+        metavar=("FIRST", "LAST"),
+    )
+    ema_hold_iters: int = flag(1000, "ema: iterations with the first coefficient", metavar="N")
+    mixing_gain: str = flag(
+        "auto",
+        "mixing, smith: share of the way to the mean, in (0, 2); auto: of mixing the fastest without oscillation, by how many "
+        "exchanges of an element are under way at once, of smith 1, and less if some of these may be lost",
+        metavar="{auto,A}",
+    )
+    outer_lr: float = flag(0.7, "diloco, eager-diloco: learning rate of the outer optimizer", metavar="LR")
+    outer_momentum: float = flag(0.9, "diloco, eager-diloco: Nesterov momentum of the outer optimizer", metavar="B")
+    island_speeds: tuple[float, ...] | None = flag(
+        None,
+        "speeds of the islands, one each: an island makes as many times K iterations between two exchanges as it is faster "
+        "than the slowest; the iterations of all together stay the same",
+        type=float,
+        nargs="+",
+        metavar="V",
+    )
+    p_sync: float = flag(0.0, "mean loss rate of the exchanges between islands, in [0, 1)", metavar="P", basic=True)
+
+    save_consensus: bool = flag(
+        False,
+        "each checkpoint has a second one beside it, of the mean weights of islands alone, in the folder consensus",
+        incidental=True,
+    )
+
+    @property
+    def averages(self) -> bool:
+        """Whether there are several islands that are not one data-parallel group."""
+        return self.islands > 1 and self.sync_method != "gradients"
+
+    @property
+    def has_outer_optimizer(self) -> bool:
+        """Whether islands have outer weights, with a momentum."""
+        return self.sync_method in _DILOCO
+
+    @property
+    def parts(self) -> int:
+        """n: exchanges until every element has had its turn; with ``bernoulli`` on average."""
+        return math.ceil(1 / self.sync_fraction - 1e-9)
+
+    @property
+    def share(self) -> float:
+        """Share of the elements in an exchange; with ``bernoulli`` on average."""
+        return self.sync_fraction if self.sync_subset == "bernoulli" else 1 / self.parts
+
+    @property
+    def overlap(self) -> int:
+        """q: later exchanges of an element under way when one comes back; with ``bernoulli`` about the least number."""
+        return self.rounds_under_way // self.parts
+
+    @property
+    def mean_overlap(self) -> float:
+        """:attr:`overlap`, with ``bernoulli`` on average."""
+        return self.share * self.rounds_under_way if self.sync_subset == "bernoulli" else self.overlap
+
+    @property
+    def may_overlap(self) -> bool:
+        """Whether an element can be in an exchange while it is in another."""
+        # With equal gaps (cyclic) only if q is not 0; with drawn ones two may follow each other.
+        return bool(self.overlap or (self.sync_subset != "cyclic" and self.rounds_under_way and self.parts > 1))
+
+    @property
+    def rounds_under_way(self) -> int:
+        """Later exchanges, of any elements, that are under way when one comes back."""
+        return self.sync_delay // self.sync_interval
+
+    @property
+    def gain(self) -> float | None:
+        """``--mixing-gain``; ``None`` for auto. Raises :class:`UsageError`."""
+        if self.mixing_gain == "auto":
+            return None
+        try:
+            gain = float(self.mixing_gain)
+        except ValueError:
+            gain = math.nan
+        if not 0 < gain < 2:
+            raise refuse("--mixing-gain", self.mixing_gain, "must be auto, or in (0, 2)")
+        return gain
+
+    @property
+    def relative_speeds(self) -> tuple[float, ...]:
+        """Local iterations of every island per iteration of the slowest."""
+        speeds = self.island_speeds or (1.0,) * self.islands
+        return tuple(speed / min(speeds) for speed in speeds)
+
+    def iterations(self, train_iters: int) -> int:
+        """Iterations of the slowest island, so that all M islands together make at most M times ``train_iters``."""
+        if not self.averages or self.island_speeds is None:
+            return train_iters
+        return int(self.islands * train_iters / sum(self.relative_speeds) + 1e-9)
+
+    def local_iterations(self, island: int, iteration: int) -> int:
+        """Number of iterations that ``island`` has made when the slowest has made ``iteration``."""
+        return int(iteration * self.relative_speeds[island] + 1e-9)
+
+    def _check_islands(self) -> None:
+        cls = type(self)
+        if self.islands < 1:
+            raise refuse("--islands", self.islands, "must be at least 1")
+        for name in ("sync_method", "sync_subset", "sync_dtype", "delay_correction"):
+            choices: tuple[str, ...] = cls.__dataclass_fields__[name].metadata["flag"]["choices"]
+            self._need(name, getattr(self, name) in choices, "must be one of " + ", ".join(choices))
+        self._check_used()
+        self._need("sync_fraction", 0 < self.sync_fraction <= 1, "must be in (0, 1]")
+        for name, least in (("sync_interval", 1), ("sync_block", 1), ("sync_delay", 0), ("ema_hold_iters", 0)):
+            self._need(name, getattr(self, name) >= least, f"must be at least {least}")
+        first_last = len(self.ema_coefficient) == 2 and all(0 < value <= 1 for value in self.ema_coefficient)
+        self._need("ema_coefficient", first_last, "must be two numbers in (0, 1]")
+        _ = self.gain
+        self._need("outer_lr", 0 < self.outer_lr < math.inf, "must be a positive number")
+        self._need("outer_momentum", 0 <= self.outer_momentum < 1, "must be in [0, 1)")
+        if self.has_outer_optimizer:
+            self._need("sync_fraction", self.sync_fraction == 1, f"must be 1 with --sync-method {self.sync_method}")
+        if self.sync_method == "diloco":
+            self._need("sync_delay", self.sync_delay == 0, "must be 0 with --sync-method diloco; see eager-diloco")
+        if self.sync_method == "eager-diloco":
+            allowed = f"must be --sync-interval {self.sync_interval} with --sync-method eager-diloco"
+            self._need("sync_delay", self.sync_delay == self.sync_interval, allowed)
+        if self.island_speeds is not None:
+            self._check_speeds(self.island_speeds)
+
+    def _need(self, name: str, fine: bool, allowed: str) -> None:
+        if not fine:  # NaN is never fine
+            raise refuse(flag_name(type(self), name), as_text(getattr(self, name)), allowed)
+
+    def _check_used(self) -> None:
+        """Raise :class:`UsageError` for a flag that does nothing."""
+        method, corrected = self.sync_method, self.sync_method == "parameters"
+        # In the order in which they are asked for: what a flag needs comes before it.
+        uses = {
+            "sync_method": (self.islands > 1, "--islands of at least 2"),
+            **dict.fromkeys(
+                ("island_speeds", "save_consensus"),
+                (self.averages, "--islands and a --sync-method other than gradients"),
+            ),
+            **dict.fromkeys(
+                ("p_sync", "sync_interval", "sync_delay", "sync_dtype"),
+                (
+                    self.averages and method != "none",
+                    "--islands and a --sync-method of parameters, diloco or eager-diloco",
+                ),
+            ),
+            "sync_fraction": (self.averages and method != "none", "--islands and --sync-method parameters"),
+            **dict.fromkeys(
+                ("sync_subset", "sync_block", "delay_correction"),
+                (self.averages and corrected, "--islands and --sync-method parameters"),
+            ),
+            **dict.fromkeys(
+                ("ema_coefficient", "ema_hold_iters"),
+                (corrected and self.delay_correction == "ema", "--delay-correction ema"),
+            ),
+            "mixing_gain": (
+                corrected and self.delay_correction in ("mixing", "smith"),
+                "--delay-correction mixing or smith",
+            ),
+            **dict.fromkeys(
+                ("outer_lr", "outer_momentum"), (self.has_outer_optimizer, "--sync-method diloco or eager-diloco")
+            ),
+        }
+        for name, (used, needs) in uses.items():
+            if not used:
+                refuse_unused(self, name, f"needs {needs}")
+
+    def _check_speeds(self, speeds: tuple[float, ...]) -> None:
+        if len(speeds) != self.islands or not all(0 < speed < math.inf for speed in speeds):
+            raise refuse("--island-speeds", as_text(speeds), f"must be {self.islands} positive numbers, one per island")
+        for speed, relative in zip(speeds, self.relative_speeds):
+            between = self.sync_interval * relative
+            if self.sync_method != "none" and abs(between - round(between)) > 1e-6:
+                why = f"gives an island {between:g} iterations between two exchanges; choose another --sync-interval"
+                raise refuse("--island-speeds", f"{speed:g} of {as_text(speeds)}", why)

@@ -1,0 +1,163 @@
+"""The lossy mean over islands: a reduce-scatter to owners and an all-gather of their means.
+
+An exchange of k elements is cut into one shard per island. The owner of a shard averages the copies that arrive (its
+own always does), and sends the mean back. An island that does not get it goes on without. Nothing is sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from ...config import LossyConfig
+from ...exchange import BucketUnits, Delivery, Exchange, Stream, cut, units_of
+from ...fingerprint import finite
+from ...transport import Network
+from ...transport.drawn import draw
+from .flags import SYNC_PHASES
+
+#: The dtype that crosses, by ``--sync-dtype``.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Mean(NamedTuple):
+    """The result of an exchange. ``values`` [k]: the owners' means.
+
+    ``arrived`` bool[islands of this process, k], or ``None`` if all arrived everywhere. ``owed`` [islands of this
+    process, k], or ``None`` if nothing was rounded: an owner adds it to its own copy of a mean, so that all islands
+    together get the mean before rounding.
+    """
+
+    values: torch.Tensor
+    arrived: torch.Tensor | None
+    owed: torch.Tensor | None = None
+
+
+class Pending(Protocol):
+    """An exchange that is under way."""
+
+    def wait(self) -> Mean:
+        """The result of the exchange. It is kept, and may be asked for again."""
+
+
+class Crossing(Protocol):
+    """Turns the vectors that islands send into a mean. ``dtype``: of the data that crosses."""
+
+    dtype: torch.dtype
+
+    def begin(self, step: int, sent: torch.Tensor) -> Pending:
+        """Begin the exchange of ``sent`` float32[islands of this process, k], keyed by the iteration ``step``."""
+
+
+class Done:
+    """An exchange that is over."""
+
+    def __init__(self, mean: Mean) -> None:
+        self._mean = mean
+
+    def wait(self) -> Mean:
+        return self._mean
+
+
+class InMemory:
+    """All islands in this process. ``deliveries``: those of the latest exchange; empty without loss."""
+
+    def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
+        self._config, self._stream = config, stream
+        self.dtype = DTYPES[config.sync_dtype]
+        self._networks = networks_between(config, stream, steps)
+        self.deliveries: list[Delivery] = []
+
+    def begin(self, step: int, sent: torch.Tensor) -> Done:
+        islands, count = sent.shape
+        shard = -(-count // islands)
+        crossing = torch.zeros(islands, islands * shard, device=sent.device)
+        crossing[:, :count] = sent.to(self.dtype)
+        present = finite_rows(sent)
+        parts, _ = cut([shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
+        delivered = self._delivered(step, parts, present)
+        lossless = all(delivery is None for delivery in delivered)
+        self.deliveries = [delivery for delivery in delivered if delivery is not None]
+        reduced, gathered = (
+            None if delivery is None else elements_of(delivery.arrived, parts[0], sent.device) for delivery in delivered
+        )
+        exact = mean_of(crossing.view(islands, islands, shard), reduced)  # [owners, shard]
+        rounded = exact.to(self.dtype).float()
+        values, owed = rounded.view(-1)[:count], None
+        if self.dtype != torch.float32:
+            owed = owed_to(range(islands), exact - rounded, islands)[:, :count]
+        if lossless:
+            return Done(Mean(values, None, owed))
+        if gathered is None:
+            gathered = torch.ones(islands, islands, shard, dtype=torch.bool, device=sent.device)
+        return Done(Mean(values, gathered.reshape(islands, -1)[:, :count], owed))
+
+    def _delivered(self, step: int, parts: Sequence[BucketUnits], present: np.ndarray) -> list[Delivery | None]:
+        """The delivery of each phase; ``None``: everything arrives. A mean without a sender is lost."""
+        reduced, gathered = (self._arrived(phase, step, parts, present) for phase in SYNC_PHASES)
+        sent = None if reduced is None else reduced.arrived.any(axis=1)  # [owners, units]
+        if sent is not None and not sent.all():
+            arrived = sent[None] & (True if gathered is None else gathered.arrived)
+            arrived, islands = np.broadcast_to(arrived, reduced.arrived.shape), reduced.sources
+            gathered = Delivery(Exchange(SYNC_PHASES[1], self._stream, step), islands, islands, arrived, parts)
+        return [reduced, gathered]
+
+    def _arrived(self, phase: str, step: int, parts: Sequence[BucketUnits], present: np.ndarray) -> Delivery | None:
+        """The delivery of ``phase``; ``None``: everything arrives. Islands that are not ``present`` reach nobody."""
+        exchange, network = Exchange(phase, self._stream, step), self._networks[phase]
+        if network.lossless and present.all():
+            return None
+        islands = range(self._config.islands)
+        if network.lossless:
+            arrived = np.ones((len(islands), len(islands), units_of(parts)), dtype=bool)
+        else:
+            arrived = draw(network, exchange, islands, islands, parts).copy()
+        arrived[:, ~present] = False
+        arrived[~present] = False
+        return Delivery(exchange, islands, islands, arrived, parts)
+
+
+def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> dict[str, Network]:
+    """The networks between islands, by phase. Raises :class:`UsageError` for a channel that cannot serve them."""
+    networks = {phase: Network(config, phase, config.islands) for phase in SYNC_PHASES}
+    for phase, network in networks.items():
+        if not network.lossless:
+            network.channel.check(phase, stream, config.islands, None, steps)
+    return networks
+
+
+def mean_of(sent: torch.Tensor, arrived: torch.Tensor | None) -> torch.Tensor:
+    """The mean [owners, shard] of the elements of ``sent`` float32[sources, owners, shard] that arrived.
+
+    Elements that nobody delivered are zero; these zeros are no means. ``arrived`` bool[owners, sources, shard];
+    ``None``: all. Sums are taken in the order of the islands.
+    """
+    if arrived is not None:
+        sent = torch.where(arrived.transpose(0, 1), sent, torch.zeros((), device=sent.device))
+    total = sent[0].clone()
+    for one in sent[1:]:
+        total += one
+    count = len(sent) if arrived is None else arrived.sum(dim=1).clamp_(min=1)
+    return total / count
+
+
+def owed_to(owners: Sequence[int], rest: torch.Tensor, islands: int) -> torch.Tensor:
+    """:attr:`Mean.owed` [owners, islands x shard] of ``owners``. ``rest`` [owners, shard]: removed by rounding."""
+    owed = torch.zeros(len(owners), islands, rest.shape[1], device=rest.device)
+    for row, owner in enumerate(owners):
+        owed[row, owner] = islands * rest[row]
+    return owed.flatten(1)
+
+
+def finite_rows(rows: torch.Tensor) -> np.ndarray:
+    """bool[M]: for each of ``rows`` [M, n] whether all of it is finite."""
+    return torch.stack([finite([row]) for row in rows]).cpu().numpy()
+
+
+def elements_of(arrived: np.ndarray, units: BucketUnits, device: torch.device) -> torch.Tensor:
+    """bool[receivers, sources, shard] of bool[receivers, sources, units]."""
+    by_unit = torch.from_numpy(arrived).to(device)
+    return by_unit.repeat_interleave(units.elements, dim=2)[:, :, : units.shard]

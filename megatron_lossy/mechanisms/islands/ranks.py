@@ -1,0 +1,299 @@
+"""Islands of real ranks: a rank averages its optimizer shard with the same rank of other islands (docs/islands.md).
+
+A hook of torch's optimizer, inside of Megatron's, begins exchanges and uses their means. It runs after the update of
+the float32 weights, before these are rounded into the model and gathered. If Megatron skips an update, the exchange
+follows at the end of the iteration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ... import device, theory
+from ...config import LossyConfig
+from ...device.collectives import all_gather_single
+from ...errors import UsageError, refuse
+from ...exchange import Delivery, Stream
+from ...hooks.buckets import buckets_by_stream, own_shard
+from ...hooks.versions import data_parallel_rank, pipeline_stage
+from ...mechanism import Mechanism
+from ...monitor import Observer
+from .between_ranks import ASIDE, BetweenRanks, Reliable
+from .flags import SYNC_LANES
+from .main_vector import Vector, shard_vector
+from .mean import DTYPES, Mean
+from .methods import make_rule
+from .monitor import IslandMonitor
+from .rounds import Rounds
+from .stopping import Stopping
+from .subset import Subset
+from .world import IslandWorld, Meeting
+
+#: Iterations between two questions whether to stop, of islands that exchange nothing.
+_ASKS = 10
+#: Elements of an exchange at most, about, from which the deviation is known.
+_SAMPLE = 2**16
+
+
+@dataclass
+class _Shard:
+    """The weights that one of torch's optimizers updates on this rank, and their exchanges."""
+
+    vector: Vector
+    rounds: Rounds
+    crossing: BetweenRanks
+
+
+class RankIslands(Mechanism):
+    """The exchanges of this rank with its peers in other islands. ``world``: open by the first iteration."""
+
+    section = "islands"
+
+    def __init__(self, config: LossyConfig, world: IslandWorld) -> None:
+        self.world = world
+        self.job = world.island, world.islands
+        self.writer = world.launched_rank
+        self.monitor = IslandMonitor()
+        self._config = config
+        self._shards: list[_Shard] | None = None
+        self._hooks: list[Any] = []
+        self._made: set[int] = set()  # shards whose exchanges of this iteration are made
+        self._iterations = 0  # that were begun, as far as stopping is concerned
+
+    def attach(self, run: Any) -> None:
+        self._run = run
+
+    @property
+    def observers(self) -> Sequence[Observer]:
+        return [self.monitor] if self._config.sync_method != "none" else []
+
+    # --- an iteration ----------------------------------------------------------------------------------------------
+
+    def begin_iteration(self) -> None:
+        """The optimizer is about to make its update."""
+        self._built()
+
+    def end_iteration(self) -> None:
+        """Make the exchanges that a skipped update left out; the iteration is over."""
+        left = [number for number in range(len(self._built())) if number not in self._made]
+        for number in left:
+            self._exchange(number)
+        if left and self._run.config.untouched("param"):
+            self._gather()
+        self._made.clear()
+
+    def _exchange(self, number: int, *_: Any) -> None:
+        shard, islands = self._built()[number], self._config.islands
+        with torch.no_grad():
+            count = shard.rounds.after_iteration(self._run.iteration, [shard.vector])
+        if count is not None:
+            self.monitor.exchanged(theory.bytes_sent(count, islands, DTYPES[self._config.sync_dtype].itemsize))
+        self._made.add(number)
+
+    def begin_agree(self, value: int) -> Callable[[], int]:
+        """Begin to agree, at the start of an iteration, whether all islands stop after it.
+
+        ``value``: the signal that told this rank to stop, or 0. Returns a function that waits for the ranks of this
+        island. Its result is the largest signal of any rank of any island if all of them stop after this iteration,
+        else 0. Other islands are waited for only to agree on that iteration.
+        """
+        self._stopping.hear(value)
+        self._iterations += 1
+        if self._config.sync_method == "none" and self._iterations % _ASKS == 0:  # there are no messages to hear it by
+            self._stopping.ask()
+        with self._waiting():
+            known = torch.tensor(self._stopping.begin(), dtype=torch.int32, device=device.current_device())
+        iteration, work = self._iterations, dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
+
+        def finish() -> int:
+            work.wait()
+            number, last = known.tolist()
+            self._stopping.hear(number)
+            return number if 0 < last <= iteration else 0
+
+        return finish
+
+    def agree(self, value: int) -> int:
+        """:meth:`begin_agree`, and its result."""
+        return self.begin_agree(value)()
+
+    def leave(self) -> None:
+        """Wait until the last iteration is over everywhere. A collective call of all ranks of all islands."""
+        if "_stopping" not in vars(self) or not dist.is_initialized():  # nothing was exchanged, or that is over
+            return
+        with self._waiting():
+            self.world.wait_for_first(self._stopping.leave)
+            dist.barrier()
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.monitor.waited(time.perf_counter() - began)
+
+    # --- building --------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _stopping(self) -> Stopping:
+        return Stopping(None if self.world.rank else self.world.meet("stop"))
+
+    @functools.cached_property
+    def _control(self) -> Meeting:
+        """The meeting for exchanges that no thread makes."""
+        return self.world.meet("control")
+
+    def _built(self) -> list[_Shard]:
+        if self._shards is None:
+            self._shards = [self._build(number, one) for number, one in enumerate(self._exchanging)]
+        return self._shards
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` if there are too few weights to exchange. There must be an optimizer."""
+        for number, one in enumerate(self._exchanging):
+            self._subset(self._vector(one), number)
+
+    @property
+    def _exchanging(self) -> list[Any]:
+        """The optimizers that have weights; none if islands exchange nothing."""
+        own = [one for one in self._run.living_optimizers() if one.optimizer is not None]
+        return own if self._config.sync_method != "none" else []
+
+    def _vector(self, one: Any) -> Vector:
+        buckets = [bucket for buffer in one.buffers for bucket in buffer.buckets]
+        group = one.buffers[0].data_parallel_group
+        weights = [bucket.param_data for bucket in buckets]
+        return shard_vector([one], buckets, weights, group.rank(), group.size())
+
+    def _subset(self, vector: Vector, number: int) -> Subset:
+        # Tensor-parallel ranks choose and lose alike, for the sake of the parameters of which all have a copy.
+        chunk = self._run.chunks[0]
+        stream = Stream("islands", data_parallel_rank(chunk), pipeline_stage(chunk), number)
+        return Subset(self._config, vector.size, self.world.seed, stream)
+
+    def _build(self, number: int, one: Any) -> _Shard:
+        config, vector = self._config, self._vector(one)
+        subset = self._subset(vector, number)
+        lanes = min(SYNC_LANES, max(1, config.rounds_under_way))
+        names = [f"{number}/{lane}" for lane in range(lanes)]
+        carriers: list[Any] = []
+        if config.transport == "udp":
+            from .datagrams import IslandLink  # which starts a thread
+
+            dtype, patience = DTYPES[config.sync_dtype], self.world.patience
+            length = -(-subset.most // config.islands) + ASIDE
+            for name in names:
+                link = IslandLink(config, name, self.world.island, self.world.store(name), length, dtype, patience)
+                carriers.append(link)
+        else:
+            carriers += [Reliable(self.world.meet(name)) for name in names]
+        crossing = BetweenRanks(
+            config, subset.stream, self.world.island, carriers, self._run.steps, self._tell, self._stopping
+        )
+        with torch.no_grad():
+            rule = make_rule(config, vector.read(None)[None], self._run.steps)
+        interval, delay = config.sync_interval, config.sync_delay
+        rounds = Rounds(subset, rule, crossing, interval, delay, self._run.device, self._note)
+        self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
+        return _Shard(vector, rounds, crossing)
+
+    def _tell(self, delivery: Delivery) -> None:
+        for observer in self._run.observers:
+            observer.observe(delivery)
+
+    def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
+        stride = mean.values.numel() // _SAMPLE | 1  # odd, so that it does not follow blocks
+        distance = mean.values[::stride] - sent[0, ::stride]
+        compared: torch.Tensor | int = distance.numel()
+        if mean.arrived is not None:
+            arrived = mean.arrived[0, ::stride]
+            distance = distance.where(arrived, 0.0)  # of the same shape, whatever was lost
+            compared = arrived.sum()
+        self.monitor.used(seconds, distance.dot(distance), compared)
+
+    @property
+    def carriers(self) -> Sequence[Any]:
+        shards = self._shards if self._config.transport == "udp" else None
+        return [carrier for shard in shards or () for carrier in shard.crossing.carriers]
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _buckets(self) -> list[tuple[Any, Any]]:
+        """Each bucket with the group that shards it."""
+        streams = [stream for chunk in self._run.chunks for stream in buckets_by_stream(chunk)]
+        return [(bucket, buffer.data_parallel_group) for _, _, pairs in streams for buffer, bucket in pairs]
+
+    def _gather(self) -> None:
+        """Gather the current shards to all ranks of the island, without loss."""
+        with torch.no_grad():
+            for bucket, group in self._buckets:
+                all_gather_single(bucket.param_data, own_shard(bucket, group.rank(), group.size()).clone(), group=group)
+
+    def consensus_weights(self) -> contextlib.AbstractContextManager[None]:
+        return self.consensus()
+
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """A context with the mean of the islands' owners' weights in the model. A collective call of all islands."""
+        self._run.settle()
+        with torch.no_grad():
+            kept = [bucket.param_data.clone() for bucket, _ in self._buckets]
+            for bucket, group in self._buckets:
+                mean = self.total(own_shard(bucket, group.rank(), group.size()).float()) / self._config.islands
+                all_gather_single(bucket.param_data, mean.to(bucket.param_data.dtype), group=group)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (bucket, _), values in zip(self._buckets, kept, strict=True):
+                    bucket.param_data.copy_(values)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of ``values`` over islands. A collective call of the ranks with this one's place in every island."""
+        with self._waiting():
+            return self._control.total(values)
+
+    # --- saving ----------------------------------------------------------------------------------------------------
+
+    def restart(self, iteration: int) -> None:
+        self.check_iteration(iteration)
+
+    def check_iteration(self, iteration: int) -> None:
+        """Raise :class:`UsageError` unless all islands were loaded at the same ``iteration``. A collective call."""
+        found = self._control.all_gather(torch.tensor([iteration])).view(-1).tolist()
+        if len(set(found)) > 1:
+            them = ", ".join(f"island {number} has {one}" for number, one in enumerate(found))
+            raise refuse("--load", f"iteration {iteration}", f"{them}; write one that all have into their trackers")
+
+    def identity(self) -> dict[str, Any]:
+        """See :meth:`Run.identity`."""
+        return {"islands": self.world.islands, "island": self.world.island}
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The state of the rules, and of the exchanges under way. Waits for these."""
+        with self._waiting():
+            return [shard.rounds.state_dict() for shard in self._built()]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        """Restore :meth:`state_dict`, once there is an optimizer."""
+        shards = self._built()
+        if len(state) != len(shards):
+            raise UsageError(f"--sync-method {self._config.sync_method}: the checkpoint has other exchanges")
+        for shard, saved in zip(shards, state, strict=True):
+            shard.rounds.load_state_dict(saved)
+
+    def close(self) -> None:
+        """The run is over."""
+        for hook in self._hooks:
+            hook.remove()
+        for shard in self._shards or ():
+            shard.crossing.close()

@@ -1,0 +1,288 @@
+"""Islands in one process: each a virtual cluster with an optimizer of its own; they take turns on one model.
+
+An iteration: each island in its turn has its weights in the model, computes with its own data, and makes its update.
+Then the exchanges between them (:mod:`megatron_lossy.sync`) read and write the weights of all. Losses within an island
+are drawn by its workers' ranks among those of all islands, so that no two islands lose the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import theory
+from ...config import LossyConfig
+from ...errors import refuse
+from ...exchange import Stream
+from ...hooks.buckets import bucket_sizes
+from ...hooks.rng import on_cpu, rng_state, set_rng_state
+from ...hooks.versions import optimizers as inner_optimizers
+from ...monitor import load_states, states_of
+from ...run import Run
+from ...transport import LossyGroup
+from ...virtual.cluster import VirtualCluster
+from ...virtual.layout import buffers_for
+from .main_vector import Vector, shard_vector
+from .mean import DTYPES, InMemory
+from .methods import make_rule
+from .monitor import IslandMonitor
+from .rounds import Rounds
+from .subset import Subset
+from .virtual_state import RANDOM, island_state, load_island_state, load_islands, save_islands
+
+
+class VirtualIslands(Run):
+    """``config.islands`` islands with ``workers`` workers altogether, in the place of :class:`VirtualCluster`.
+
+    Build the model within :meth:`building`, call :meth:`attach`, then :meth:`start`. ``steps``: iterations of the
+    slowest island. ``seed``: for the exchanges. Raises :class:`UsageError` if the flags do not fit.
+    """
+
+    def __init__(self, config: LossyConfig, workers: int, steps: int, seed: int, gapless: bool = False) -> None:
+        self.clusters: list[VirtualCluster] = []
+        super().__init__(config, steps, gapless)
+        self.workers = workers
+        size = workers // config.islands
+        for island in range(config.islands):
+            members = range(island * size, (island + 1) * size)
+            local = config.local_iterations(island, steps)
+            self.clusters.append(VirtualCluster(config, size, local, gapless, members, workers, island))
+        self._steps, self._seed = steps, seed
+        self._monitor = IslandMonitor(self._spread)
+        self.observers = [self._monitor]
+        self._kept: list[list[torch.Tensor]] = []  # by island, the parameters of each bucket
+        self._vectors: list[list[Vector]] = []  # by shard and island
+        self._crossings: list[InMemory] = []
+        self._rounds: list[Rounds] = []
+        self._random: dict[int, dict[str, Any]] = {}
+
+    # --- building --------------------------------------------------------------------------------------------------
+
+    def building(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which DistributedDataParallel lays its buffers out as the ranks of an island would."""
+        return buffers_for(self.clusters[0].workers)
+
+    def attach(self, ddp: Any) -> None:
+        """Take over the gradients of ``ddp``; see :meth:`VirtualCluster.attach`."""
+        for cluster in self.clusters:
+            cluster.attach(ddp)
+            for stream, first in zip(cluster.streams, self.clusters[0].streams, strict=True):
+                stream.share_sums(first)
+        self._transformer = ddp.config
+
+    def start(self, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
+        """Start every island from the weights in the model. ``optimizers``, ``schedulers``: Megatron's, by island."""
+        self._optimizers, self._schedulers = list(optimizers), list(schedulers)
+        self._kept = [[bucket.param_data.clone() for bucket in self._buckets] for _ in self.clusters]
+        if self.config.sync_method == "none":
+            return
+        for shard in range(self.clusters[0].workers):
+            vectors = [self._vector(island, shard) for island in range(len(self.clusters))]
+            stream = Stream("islands", expert_rank=shard)
+            crossing = InMemory(self.config, stream, self._steps)
+            subset = Subset(self.config, vectors[0].size, self._seed, stream)
+            weights = torch.stack([vector.read(None) for vector in vectors])
+            rule = make_rule(self.config, weights, self._steps)
+            interval, delay = self.config.sync_interval, self.config.sync_delay
+            self._rounds.append(Rounds(subset, rule, crossing, interval, delay, self.device))
+            self._vectors.append(vectors)
+            self._crossings.append(crossing)
+
+    def _vector(self, island: int, shard: int) -> Vector:
+        inner = inner_optimizers(self._optimizers[island])
+        kept, shards = self._kept[island], self.clusters[0].workers
+        return shard_vector(inner, self._buckets, kept, shard, shards)
+
+    @property
+    def _buckets(self) -> list[Any]:
+        return [bucket for stream in self.clusters[0].streams for bucket in stream.buckets]
+
+    # --- an iteration ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def turn(self, island: int, keep: bool = True) -> Iterator[VirtualCluster]:
+        """A context in which the model has the owners' weights of ``island``. ``keep``: whether to keep changes."""
+        cluster, kept = self.clusters[island], self._kept[island]
+        with torch.no_grad():
+            for bucket, weights in zip(self._buckets, kept, strict=True):
+                bucket.param_data.copy_(weights)
+        cluster.take_gradients()
+        self._transformer.grad_scale_func = self._optimizers[island].scale_loss
+        yield cluster
+        if keep:
+            with torch.no_grad():
+                for bucket, weights in zip(self._buckets, kept, strict=True):
+                    weights.copy_(bucket.param_data)
+
+    @contextlib.contextmanager
+    def random_state(self, island: int, draws: bool) -> Iterator[None]:
+        """A context in which random numbers are those of ``island``, if it ``draws`` any. All islands begin alike."""
+        if draws:
+            before = rng_state()
+            set_rng_state(before | self._random.get(island, {}))
+        yield
+        if draws:
+            self._random[island] = {name: value for name, value in rng_state().items() if name in RANDOM}
+            set_rng_state(before)
+
+    @torch.no_grad()
+    def exchange(self, successful: Sequence[bool]) -> None:
+        """Let islands exchange after the updates of this iteration. ``successful``: by island, whether it updated."""
+        for rounds, vectors, crossing in zip(self._rounds, self._vectors, self._crossings, strict=True):
+            count = rounds.after_iteration(self.iteration, vectors)
+            if count is not None:
+                itemsize = DTYPES[self.config.sync_dtype].itemsize
+                self._monitor.exchanged(theory.bytes_sent(count, len(self.clusters), itemsize))
+                self._tell(crossing)
+        for cluster, one in zip(self.clusters, successful, strict=True):
+            cluster.finish_iteration(one)
+        self.iteration += 1
+
+    def _tell(self, crossing: InMemory) -> None:
+        for delivery in crossing.deliveries:
+            self._monitor.observe(delivery)
+            for island, cluster in enumerate(self.clusters):
+                own = replace(delivery, receivers=[island], arrived=delivery.arrived[island : island + 1])
+                for observer in cluster.observers:
+                    observer.observe(own)
+
+    # --- evaluation ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def owner_weights(self, model_chunks: Any) -> Iterator[None]:
+        """A context in which the model has the weights of the first island, which a checkpoint holds."""
+        with self.turn(0, keep=False):
+            yield
+
+    @contextlib.contextmanager
+    def consensus_weights(self, model_chunks: Any) -> Iterator[None]:
+        """A context in which the model has the mean of the islands' owners' weights, reliably."""
+        with torch.no_grad():
+            for number, bucket in enumerate(self._buckets):
+                total = self._kept[0][number].float()
+                for kept in self._kept[1:]:
+                    total = total + kept[number]
+                bucket.param_data.copy_(total / len(self._kept))
+        yield
+
+    @torch.no_grad()
+    def _spread(self) -> dict[str, float]:
+        """Mean squared distance of islands to their mean, per element: of weights, and of the memory of ``ema``."""
+        size = sum(weights.numel() for weights in self._kept[0])
+        squares = sum(_squares([kept[number] for kept in self._kept]) for number in range(len(self._kept[0])))
+        result = {"sync deviation": squares / (size * len(self._kept))}
+        progress = [rounds.rule.state_dict().get("progress") for rounds in self._rounds]
+        if progress and progress[0] is not None:
+            result["sync progress spread"] = sum(map(_squares, progress)) / (size * len(self._kept))
+        return result
+
+    # --- answers of every run --------------------------------------------------------------------------------------
+
+    @property
+    def groups(self) -> list[LossyGroup]:
+        return [group for cluster in self.clusters for group in cluster.groups]
+
+    @property
+    def streams(self) -> list[Any]:
+        return []  # each island tells its own observers
+
+    @property
+    def device(self) -> torch.device:
+        return self.clusters[0].device
+
+    def replicas(self) -> list[Any]:
+        return []
+
+    def settle(self) -> None:
+        """Do nothing: exchanges under way between iterations are kept in this object."""
+
+    def set_iteration(self, iteration: int) -> None:
+        super().set_iteration(iteration)
+        for island, cluster in enumerate(self.clusters):
+            cluster.set_iteration(self.config.local_iterations(island, iteration))
+        for kept, bucket in zip(self._kept[0], self._buckets, strict=True):
+            kept.copy_(bucket.param_data)
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the islands, on average (or the largest or smallest), and those between them."""
+        islands = [cluster.metrics() for cluster in self.clusters]
+        result = {}
+        for name in islands[0]:
+            pick = {"max": max, "min": min}.get(name.rpartition(" ")[2])
+            values = [island[name] for island in islands if name in island]
+            result[name] = pick(values) if pick else sum(values) / len(values)
+        own = self._monitor.metrics()
+        return result | (own if self._rounds else {"sync deviation": own["sync deviation"]})
+
+    def uninstall(self) -> None:
+        for cluster in self.clusters:
+            cluster.uninstall()
+
+    # --- saving ----------------------------------------------------------------------------------------------------
+
+    def identity(self) -> dict[str, Any]:
+        sizes = bucket_sizes([(stream.stream, stream.pairs) for stream in self.clusters[0].streams])
+        return {"workers": self.workers, "islands": len(self.clusters), **sizes}
+
+    def replica_file(self) -> str:
+        return "virtual.pt"
+
+    def replica_state(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "iteration": cluster.iteration,
+                "update": cluster.update,
+                "replicas": cluster.replica_state(),
+                "observers": states_of(cluster.observers),
+            }
+            for cluster in self.clusters
+        ]
+
+    def load_replica_state(self, state: list[dict[str, Any]]) -> None:
+        for cluster, saved in zip(self.clusters, state, strict=True):
+            cluster.iteration, cluster.update = saved["iteration"], saved["update"]
+            cluster.load_replica_state(saved["replicas"])
+            load_states(cluster.observers, saved["observers"])
+
+    def save_replicas(self, folder: str | os.PathLike) -> None:
+        """Write all islands' states and the exchanges under way; with ``--save-replicas`` also that of :class:`Run`."""
+        for observer in (one for cluster in self.clusters for one in cluster.observers):
+            observer.save()
+        islands = [
+            island_state(inner_optimizers(optimizer), scheduler, kept)
+            for optimizer, scheduler, kept in zip(self._optimizers, self._schedulers, self._kept, strict=True)
+        ]
+        rounds = [one.state_dict() for one in self._rounds]
+        state = {"identity": self.identity(), "islands": islands, "rounds": rounds, "random": self._random}
+        save_islands(folder, state)
+        super().save_replicas(folder)
+
+    def load_replicas(self, folder: str | os.PathLike) -> None:
+        """Restore the state of :meth:`save_replicas`. Raises :class:`UsageError` for the checkpoint of another run."""
+        saved = load_islands(folder, len(self.clusters), self.device)
+        for name, here in self.identity().items():
+            there = saved["identity"].get(name)
+            if there != here:
+                raise refuse("--islands", f"with {Path(folder)}", f"{name} was {there} there and is {here} here")
+        if len(saved["rounds"]) != len(self._rounds):
+            raise refuse("--sync-method", self.config.sync_method, f"exchanges were others in {Path(folder)}")
+        states = zip(self._optimizers, self._schedulers, self._kept, saved["islands"], strict=True)
+        for optimizer, scheduler, kept, state in states:
+            load_island_state(inner_optimizers(optimizer), scheduler, kept, state)
+        for rounds, state in zip(self._rounds, saved["rounds"], strict=True):
+            rounds.load_state_dict(state)
+        self._random = {island: on_cpu(random) for island, random in saved["random"].items()}
+        super().load_replicas(folder)
+
+
+def _squares(vectors: Sequence[torch.Tensor]) -> float:
+    """The sum of squared distances of ``vectors`` to their mean; exactly 0 for equal ones, despite rounding."""
+    first = vectors[0].float()
+    apart = torch.stack([vector.float() - first for vector in vectors])
+    return float((apart - apart.mean(dim=0)).square().sum())

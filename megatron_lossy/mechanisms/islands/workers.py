@@ -1,0 +1,132 @@
+"""Islands in the training program: an iteration of each in its turn, then the exchanges between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from ...hooks.rng import rng_state, set_rng_state
+from ...train.config import TrainConfig
+from ...train.data import RankBatches
+from ...train.optimizer import build_optimizer
+from ...train.workers import Begun, Workers
+from .virtual import VirtualIslands
+
+
+class IslandWorkers(Workers):
+    """All workers of all islands.
+
+    ``optimizer`` and ``scheduler`` are those of the first island, which a checkpoint has. :meth:`iterate` uses those of
+    every island, and ignores its arguments.
+    """
+
+    def __init__(self, config: TrainConfig, model_chunks: list, islands: VirtualIslands) -> None:
+        super().__init__(config, model_chunks, None)
+        self._islands = islands
+        flags, steps = islands.config, islands.config.iterations(config.train_iters)
+        local = [flags.local_iterations(island, steps) for island in range(flags.islands)]
+        built = [build_optimizer(_with_clock(config, own), model_chunks) for own in local]
+        islands.start([optimizer for optimizer, _ in built], [scheduler for _, scheduler in built])
+        self.optimizer, self.scheduler = built[0]
+        self._optimizers, self._schedulers = zip(*built, strict=True)
+        self._ranks = list(range(islands.workers))
+        self._size = islands.workers
+
+    def training_batches(self, dataset: GPTDataset, iteration: int, consumed: int) -> list[RankBatches]:
+        return [
+            RankBatches(dataset, self._config, self._made(rank, iteration), rank, self._size) for rank in self._ranks
+        ]
+
+    def _made(self, rank: int, iteration: int) -> int:
+        """The global sample that ``rank`` counts from after ``iteration`` iterations of the slowest island."""
+        flags = self._islands.config
+        island = rank * flags.islands // self._size
+        return flags.local_iterations(island, iteration) * self._config.global_batch_size
+
+    def samples(self, iteration: int) -> int:
+        islands = range(self._islands.config.islands)
+        return sum(self._due(island, iteration) for island in islands) * self._config.global_batch_size // len(islands)
+
+    def _due(self, island: int, iteration: int) -> int:
+        """Local iterations of ``island`` in iteration number ``iteration`` of the slowest."""
+        flags = self._islands.config
+        return flags.local_iterations(island, iteration + 1) - flags.local_iterations(island, iteration)
+
+    def iterate(
+        self,
+        batches: list[RankBatches],
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler,
+        begin: Callable[[list[torch.Tensor]], Begun],
+    ) -> tuple[Begun, bool, float]:
+        islands = self._islands
+        sums, successful, norms = [], [], []
+        for island in range(islands.config.islands):
+            due = self._due(island, islands.iteration)
+            for number in range(due):
+                own, updated, norm = self._one(island, batches)
+                sums += own
+                norms.append(norm)
+                if number + 1 < due:
+                    islands.clusters[island].finish_iteration(updated)
+            successful.append(updated)
+        islands.exchange(successful)
+        return begin(sums), all(successful), sum(norms) / len(norms)
+
+    def _one(self, island: int, batches: list[RankBatches]) -> tuple[list[torch.Tensor], bool, float]:
+        config, optimizer = self._config, self._optimizers[island]
+        with self._islands.random_state(island, self._draws), self._islands.turn(island):
+            for chunk in self._chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            sums = self._run_island(island, batches, config.global_batch_size, forward_only=False)
+            updated, norm, _ = self._islands.clusters[island].make_update(optimizer)
+        if updated:
+            self._schedulers[island].step(increment=config.global_batch_size)
+        return sums, updated, norm or 0.0
+
+    def run(self, batches: list[RankBatches], samples: int, forward_only: bool) -> list[torch.Tensor]:
+        """Runs as :meth:`Workers.run` does, without gradients. Every worker has its replica of its island's weights."""
+        assert forward_only, "gradients are computed by iterate()"
+        sums = []
+        for island in range(self._islands.config.islands):
+            with self._islands.turn(island, keep=False):
+                sums += self._run_island(island, batches, samples, forward_only)
+        return sums
+
+    @property
+    def _draws(self) -> bool:
+        return self._config.hidden_dropout > 0 or self._config.attention_dropout > 0
+
+    def _run_island(self, island: int, batches: list[RankBatches], samples: int, forward_only: bool) -> list[Any]:
+        cluster = self._islands.clusters[island]
+        number = samples // (self._config.micro_batch_size * self._size)
+        state = rng_state() if self._draws and not forward_only else None
+        sums = []
+        for worker in range(cluster.workers):
+            if state is not None:  # all ranks start an iteration with the same random state
+                set_rng_state(state)
+            with cluster.worker(worker, evaluates=forward_only):
+                sums += self._run(batches[island * cluster.workers + worker], number, forward_only)
+        return sums
+
+
+def _with_clock(config: TrainConfig, iterations: int) -> TrainConfig:
+    """``config`` for an island that makes ``iterations``: its schedule of learning rates is shorter in proportion."""
+    if iterations == config.train_iters:
+        return config
+    share = iterations / config.train_iters
+    warmup, decay = round(config.lr_warmup_iters * share), config.lr_decay_iters
+    decay = decay and max(1, round(decay * share))
+    return dataclasses.replace(
+        config,
+        train_iters=iterations,
+        lr_warmup_iters=min(warmup, (decay or iterations) - 1),
+        lr_decay_iters=decay,
+    )

@@ -1,0 +1,127 @@
+"""M worlds out of one launch: an island is a world of its own, whose ranks meet those of other islands beside it.
+
+A program that asks torch for the default group, Megatron above all, sees the ranks of one island. Rank k of every
+island meets rank k of the others over host memory, in groups that the default world does not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ...device.attempt import attempt_store
+from ...errors import refuse
+
+_store: Any = None  # the store of all launched ranks in this attempt; its server must not be started twice
+_opened = 0
+_LOOK = 0.1  # seconds
+
+
+class IslandWorld:
+    """The place of this rank in ``islands`` islands of equally many consecutive ranks. Raises :class:`UsageError`.
+
+    ``launched_rank``, ``launched_ranks``: among all; ``island``; ``rank``, ``size``: within the island. ``seed``: for
+    the exchanges, the same for all.
+    """
+
+    def __init__(self, islands: int, seed: int = 0) -> None:
+        self.islands, self.seed = islands, seed
+        self.launched_rank = int(os.environ.get("RANK", "0"))
+        self.launched_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.launched_ranks % islands:
+            raise refuse("--islands", islands, f"must divide the {self.launched_ranks} ranks")
+        self.size = self.launched_ranks // islands
+        self.island, self.rank = divmod(self.launched_rank, self.size)
+        self._timeout = timedelta(minutes=10)
+        self._prefix = ""
+
+    def tell_environment(self) -> None:
+        """Set RANK and WORLD_SIZE to those of the island, for a program that reads them later."""
+        os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.size)}
+
+    def open(self, init_process_group: Callable[..., Any], timeout: timedelta) -> None:
+        """Make the island the default world. A collective call of all ranks of all islands.
+
+        ``init_process_group``: makes the default group from ``store``, ``rank``, ``world_size`` and ``timeout``.
+        ``timeout``: the time after which a rank gives up on another one, in its island or not.
+        """
+        global _store, _opened
+        self._timeout = timeout
+        if _store is None:
+            _store = attempt_store(self.launched_rank, self.launched_ranks, timeout)
+        _opened += 1
+        self._prefix = f"megatron_lossy/islands/{_opened}"
+        own = torch.distributed.PrefixStore(f"{self._prefix}/{self.island}", _store)
+        init_process_group(store=own, rank=self.rank, world_size=self.size, timeout=timeout)
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a rank gives up on another one."""
+        return self._timeout.total_seconds()
+
+    def wait_for_first(self, first_is_through: Callable[[], None]) -> None:
+        """Call ``first_is_through`` on the first rank of the island; the others wait until it returns."""
+        store = torch.distributed.PrefixStore(f"{self._prefix}/{self.island}/through", _store)
+        if not self.rank:
+            first_is_through()
+            store.set("done", "1")
+            return
+        with contextlib.suppress(torch.distributed.DistError):  # the serving rank leaves when all are through
+            while not store.check(["done"]):
+                time.sleep(_LOOK)
+
+    def store(self, name: str) -> Any:
+        """A store of the ranks with this one's place in every island alone. ``name``: its purpose, unique."""
+        return torch.distributed.PrefixStore(f"{self._prefix}/meet/{self.rank}/{name}", _store)
+
+    def meet(self, name: str) -> Meeting:
+        """A group of the ranks with this one's place in every island. A collective call of these. ``name``: unique."""
+        return Meeting(self.store(name), self.island, self.islands, self._timeout)
+
+
+class Meeting:
+    """One rank of each island, over gloo. Exchanged tensors are in host memory and contiguous, of any dtype."""
+
+    def __init__(self, store: Any, island: int, islands: int, timeout: timedelta) -> None:
+        self.island, self.islands = island, islands
+        self._group = torch.distributed.ProcessGroupGloo(store, island, islands, timeout)
+
+    def all_to_all(self, pieces: torch.Tensor) -> torch.Tensor:
+        """[M, n]: the pieces of all islands for this one. ``pieces`` [M, n]: one for each island."""
+        received = torch.empty_like(pieces)
+        self._group.alltoall_base(_bytes(received), _bytes(pieces), [], []).wait()
+        return received
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """[M, ...]: ``own`` of every island."""
+        received = torch.empty(self.islands, *own.shape, dtype=own.dtype)
+        self._group._allgather_base(_bytes(received), _bytes(own)).wait()
+        return received
+
+    def total(self, own: torch.Tensor) -> torch.Tensor:
+        """The sum of ``own`` over islands, on its device, added up in the order of the islands."""
+        everyone = self.all_gather(own.detach().cpu().contiguous())
+        result = everyone[0].clone()
+        for one in everyone[1:]:
+            result += one
+        return result.to(own.device)
+
+    def largest(self, value: int, patience: timedelta | None = None) -> int:
+        """The largest ``value`` of all islands. ``patience``: how long to wait for others; default the world's time."""
+        result = torch.tensor([value])
+        options = torch.distributed.AllreduceOptions()
+        if patience is not None:
+            options.timeout = patience
+        options.reduceOp = torch.distributed.ReduceOp.MAX
+        self._group.allreduce([result], options).wait()
+        return int(result)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

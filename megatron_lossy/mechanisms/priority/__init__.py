@@ -1,0 +1,1 @@
+"""Priority: what must arrive of gradients and parameters (docs/choosing.md)."""

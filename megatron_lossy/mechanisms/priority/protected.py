@@ -1,0 +1,143 @@
+"""Rules whose senders choose the units that have to arrive (``--grad-priority``, ``error-feedback``).
+
+A network can recover some of its losses, by parity or by sending again. It does so for the units that matter most. Only
+their sender knows these. If losses are drawn, the sender removes the other lost units itself (:class:`Spared`). If only
+the network knows its losses, the sender names the units that must arrive (:class:`Required`). The rule inside knows
+nothing of this.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...exchange import BucketUnits, Delivery, Lost
+from ...recovery.base import Gradients, GradRecovery, Told, add_up
+from ...recovery.stale import Stale
+from .choosing import ParamPriority, Priority
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Protected(GradRecovery):
+    """``rule`` with a ``priority`` that chooses the units that have to arrive."""
+
+    def __init__(self, rule: GradRecovery, priority: Priority) -> None:
+        super().__init__(rule.units, rule.rank)
+        self.rule = rule
+        self.priority = priority
+        self.name = rule.name  # type: ignore[misc]
+        self.foresight, self.carries_over = rule.foresight, rule.carries_over
+
+    def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
+        self.rule.correct(buffer, x)
+
+    def after(self, shard: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
+        self.rule.after(shard, delivery, kept, x)
+
+    def share(self, replicated: np.ndarray) -> None:
+        # A unit may hold other values than the copies, and these differ between ranks: a choice would differ too.
+        self.priority.always = replicated
+
+    def take_told(self) -> Told:
+        return self.priority.take_told()
+
+    def finish_step(self, step: int, successful: bool) -> None:
+        self.rule.finish_step(step, successful)
+
+    def restart(self) -> None:
+        self.rule.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rule.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self.rule.load_state_dict(state, device)
+
+
+class Spared(Protected):
+    """The rule for drawn losses: chosen units arrive even if the draw loses them."""
+
+    def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
+        self.correct(buffer, x)
+        self.final = self.priority.spare(buffer, lost, x.exchange)
+        kept = self.rule.remove(buffer, self.final, delivery, x)
+        self.rule.note(self.priority.told, self.final)
+        return kept
+
+    def leave_out(self, delivery: Delivery, x: Gradients) -> Any:
+        return self.before(x.buffer, delivery.lost_there(self.units), delivery, x)
+
+    def combine(self, pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
+        add_up(pieces, delivery, x)
+        self.after(x.output, delivery, kept, x)
+
+
+class Required(Protected):
+    """The rule for losses that only the network knows: chosen units must arrive; other losses are reported."""
+
+    def __init__(self, rule: GradRecovery, priority: Priority) -> None:
+        super().__init__(rule, priority)
+        #: The payload without a report yet: step, payload, loss scale.
+        self._sent: tuple[int, torch.Tensor, Any] | None = None
+        self._late: list[int] = []
+
+    def choose(self, x: Gradients) -> np.ndarray:
+        self.correct(x.buffer, x)
+        self.must = self.priority.choose(x.buffer, x.exchange)
+        self._sent = (x.exchange.step, x.buffer, x.loss_scale)
+        return self.must
+
+    def combine(self, pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:
+        self.rows(pieces).zero_(pieces, self.units, delivery.lost_here(self.units))
+        add_up(pieces, delivery, x)
+        self.after(x.output, delivery, None, x)
+
+    @property
+    def late(self) -> list[int]:
+        return list(self._late)
+
+    def sent_in(self, step: int) -> bool:
+        return self._sent is not None and self._sent[0] == step
+
+    def reported(self, step: int, lost: np.ndarray | None) -> None:
+        if self._sent is not None and self._sent[0] == step:
+            _, payload, loss_scale = self._sent
+            self._sent = None
+            if lost is None:
+                self._late.append(step)
+                self.rule.keep_all(step, payload, loss_scale)
+                return
+            self.final = Lost(lost)
+            self.priority.tell(self.final)
+            self.rule.keep(step, payload, self.final, loss_scale)
+            self.rule.note(self.priority.told, self.final)
+        elif lost is not None:
+            self._late.remove(step)
+            self.rule.keep_late(step, Lost(lost))
+
+    def restart(self) -> None:
+        super().restart()
+        self._sent, self._late = None, []
+
+
+class Prioritised(Stale):
+    """``--param-priority``: units that have changed most must arrive."""
+
+    def __init__(self, units: BucketUnits, rank: int, fraction: float) -> None:
+        super().__init__(units, rank)
+        self.priority = ParamPriority(fraction, units)
+
+    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray:
+        return self.priority.choose(sent, step)
+
+    def restart(self) -> None:
+        self.priority.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.priority.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        self.priority.load_state_dict(state, device)

@@ -1,0 +1,107 @@
+"""Flags that keep full replicas equal (docs/corruption.md). :class:`.config.LossyConfig` inherits them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ...errors import refuse
+from ...flags import check_choice, flag, refuse_unused
+
+_OF_RULES = ("param_sync_min_interval", "param_sync_max_interval")
+
+
+@dataclass(frozen=True)
+class SyncFlags:
+    """Flags to compare and average replicas. Raises :class:`UsageError` for a value that is not allowed."""
+
+    param_sync_interval: int = flag(
+        0,
+        "updates after which the parameters of full replicas are set to their mean; 0 never; with a rule other than fixed, "
+        "the first interval (docs/corruption.md)",
+        metavar="H",
+        group="full replicas",
+        basic=True,
+    )
+    param_sync_rule: str = flag(
+        "fixed",
+        "the next interval: always the same; the ratio of gradient to divergence (PAFT-Dyn); or what keeps the divergence at "
+        "--param-sync-tolerance",
+        choices=("fixed", "snr", "divergence"),
+    )
+    param_sync_tolerance: float = flag(
+        0.1,
+        "divergence: distance of replicas from their mean to aim at, in units of the length of the mean",
+        metavar="TAU",
+    )
+    param_sync_min_interval: int = flag(1, "snr, divergence: shortest interval", metavar="H")
+    param_sync_max_interval: int = flag(1000, "snr, divergence: longest interval", metavar="H")
+    param_sync_overlap: bool = flag(
+        False, "parameters are averaged during the next forward and backward pass, and applied before the next update"
+    )
+    param_sync_state: str = flag(
+        "params", "what is averaged: parameters; or the optimizer's moments too", choices=("params", "all")
+    )
+    param_sync_source: str = flag(
+        "mean", "what replicas are set to: their mean; or the first of them", choices=("mean", "first")
+    )
+    param_sync_always: bool = flag(
+        False, "average even if all replicas are equal, or most of them; without it those that are equal win"
+    )
+    replica_check: str = flag(
+        "none",
+        "compare the reduced gradients of full replicas before each update; if they differ: log it; repair them by majority "
+        "or mean; or abort",
+        choices=("none", "log", "repair", "abort"),
+    )
+    allow_divergence: bool = flag(
+        False,
+        "let full replicas drift apart: gradients may be lost without the distributed optimizer and without averaging",
+    )
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether replicas are averaged at all."""
+        return self.param_sync_interval > 0
+
+    def check_sync(self) -> None:
+        """Raise :class:`UsageError` for flags of synchronisation that are not allowed, or that do nothing."""
+        for name in ("param_sync_rule", "param_sync_state", "param_sync_source", "replica_check"):
+            check_choice(self, name)
+        if self.param_sync_interval < 0:
+            raise refuse("--param-sync-interval", self.param_sync_interval, "must be at least 0")
+        if not 0 < self.param_sync_tolerance < math.inf:
+            raise refuse("--param-sync-tolerance", self.param_sync_tolerance, "must be a finite number above 0")
+        if self.param_sync_min_interval < 1:
+            raise refuse("--param-sync-min-interval", self.param_sync_min_interval, "must be at least 1")
+        if self.param_sync_max_interval < self.param_sync_min_interval:
+            least = f"must be at least --param-sync-min-interval {self.param_sync_min_interval}"
+            raise refuse("--param-sync-max-interval", self.param_sync_max_interval, least)
+        low, high = self.param_sync_min_interval, self.param_sync_max_interval
+        if self.synchronises and self.param_sync_rule != "fixed" and not low <= self.param_sync_interval <= high:
+            within = f"must be within --param-sync-min-interval {low} and --param-sync-max-interval {high}"
+            raise refuse("--param-sync-interval", self.param_sync_interval, within)
+        needs = {
+            name: ("--param-sync-interval", self.synchronises)
+            for name in SyncFlags.__dataclass_fields__
+            if name.startswith("param_sync_") and name != "param_sync_interval"
+        }
+        if self.synchronises:
+            needs |= dict.fromkeys(_OF_RULES, ("--param-sync-rule snr or divergence", self.param_sync_rule != "fixed"))
+            needs["param_sync_tolerance"] = ("--param-sync-rule divergence", self.param_sync_rule == "divergence")
+        for name, (what, there) in needs.items():
+            if not there:
+                refuse_unused(self, name, f"needs {what}")
+
+    def describe_sync(self) -> str:
+        """Averages and comparisons of replicas, in words; empty without any."""
+        parts = []
+        if self.synchronises:
+            what = {"params": "parameters", "all": "parameters and moments"}[self.param_sync_state]
+            source = {"mean": "averaged", "first": "copied from the first replica"}[self.param_sync_source]
+            rule = "" if self.param_sync_rule == "fixed" else f" at first, then by {self.param_sync_rule}"
+            overlap = ", overlapped" if self.param_sync_overlap else ""
+            parts.append(f"{what} {source} every {self.param_sync_interval} updates{rule}{overlap}")
+        if self.replica_check != "none":
+            parts.append(f"gradients of replicas compared: {self.replica_check}")
+        return "; ".join(parts)

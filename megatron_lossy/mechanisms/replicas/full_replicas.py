@@ -1,0 +1,233 @@
+"""Full replicas between their gradients and their next update: check, repair and synchronisation, in that order.
+
+The order of an iteration (docs/corruption.md): gradients are reduced, and errors hit them. On entry to the optimizer's
+step they are compared, and repaired; a mean under way arrives. Then comes the update, and a synchronisation that is due
+begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...config import LossyConfig
+from ...exchange import Stream
+from ...peers import Peers
+from .average import sampled, stride_of
+from .flags import SyncFlags
+from .repair import Buckets, compare, repair
+from .synchroniser import Copies, Synced, Synchroniser
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The reduced gradients of one stream."""
+
+    stream: Stream
+    peers: Peers
+    buckets: Callable[[], Buckets]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A report that replicas had different gradients in ``bucket`` of ``stream``.
+
+    ``outside``: replicas outside the largest class; all if there is no largest class. ``repaired``: "majority", "mean",
+    or "" if nothing was repaired.
+    """
+
+    stream: Stream
+    bucket: int
+    outside: tuple[int, ...]
+    repaired: str
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows for the log of errors: one for each replica that differed."""
+        row = {"stream": self.stream.name, "bucket": self.bucket, "kind": "mismatch", "repaired": self.repaired}
+        return [{**row, "rank": rank} for rank in self.outside]
+
+
+class FullReplicas:
+    """The replicas of this process, out of N that all update everything. All verbs are collective calls of the world.
+
+    ``gradients``, ``copies``: for each stream. ``total``: adds up float64[k] over all processes of the world.
+    ``renew``: copies the main parameters of the named streams into the model's weights. ``models``: for each local
+    replica, weights that are copies of main parameters.
+    """
+
+    def __init__(
+        self,
+        config: LossyConfig,
+        gradients: Sequence[Gradients],
+        copies: Sequence[Copies],
+        total: Callable[[np.ndarray], np.ndarray],
+        renew: Callable[[Collection[str]], None],
+        models: Sequence[Callable[[], Sequence[torch.Tensor]]],
+    ) -> None:
+        self._config = config
+        self._gradients = [one for one in gradients if one.peers.size > 1]
+        self._copies = [one for one in copies if one.peers.size > 1]
+        self._total = total
+        self._renew = renew
+        self._models = models
+        self._synchroniser = Synchroniser(config, copies, total)
+        self._mismatches: list[Mismatch] = []
+
+    # --- an iteration ----------------------------------------------------------------------------------------------
+
+    @property
+    def wants_gradient(self) -> bool:
+        """See :attr:`Synchroniser.wants_gradient`."""
+        return self._synchroniser.wants_gradient
+
+    def check(self) -> None:
+        """Compare the gradients. If they differ, act as ``--replica-check`` says."""
+        mode = self._config.replica_check
+        if mode == "none":
+            return
+        for one in self._gradients:
+            buckets = one.buckets()
+            compared = compare(one.peers, buckets)
+            if compared.equal:
+                continue
+            outside = {bucket: tuple(compared.outside(bucket)) for bucket in compared.differing.tolist()}
+            if mode == "abort":
+                raise SystemExit(_what_differs(one.stream, outside))
+            done = repair(one.peers, buckets, compared) if mode == "repair" else {}
+            self._mismatches += [
+                Mismatch(one.stream, bucket, ranks, done.get(bucket, "")) for bucket, ranks in outside.items()
+            ]
+
+    def arrive(self, gradient: Sequence[Sequence[float]] | None) -> None:
+        """Call this before the update. ``gradient``: if it is wanted, |g|^2 for each stream and local replica."""
+        self._synchroniser.arrive(gradient)  # the update itself renews the copies
+
+    def finished(self, gradient: Sequence[Sequence[float]] | None) -> None:
+        """Call this after the update. ``gradient``: see :meth:`arrive`."""
+        changed = self._synchroniser.finished(gradient)
+        if changed:
+            self._renew(changed)
+
+    def take(self) -> list[Mismatch | Synced]:
+        """The events since the last call. The process that has the first replica reports mismatches."""
+        first = {one.stream for one in self._gradients if 0 in one.peers.local}
+        mismatches = [one for one in self._mismatches if one.stream in first]
+        self._mismatches = []
+        return [*mismatches, *self._synchroniser.take()]
+
+    @property
+    def checks(self) -> bool:
+        """Whether gradients are compared."""
+        return self._config.replica_check != "none"
+
+    @property
+    def interval(self) -> int:
+        """Updates between synchronisations, at present; 0 if there are none."""
+        return self._synchroniser.interval.current if self._config.synchronises else 0
+
+    # --- the mean of all replicas ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A context in which all replicas are the mean of the finite ones, with moments. Then they are themselves
+        again.
+
+        If all are equal nothing is touched.
+        """
+        with torch.no_grad():
+            self._synchroniser.state_dict()  # ends exchanges in flight
+            apart = [one for one in self._copies if not compare(one.peers, _whole(one)).equal]
+            # The model's weights do not have the result of an exchange in flight yet.
+            differ = self._total(np.array([float(bool(apart) or self._synchroniser.moves)]))[0] > 0
+            kept = self._keep() if differ else []
+            if differ:
+                Synchroniser(_ONCE, apart, self._total).finished()
+                self._renew([one.name for one in self._copies])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in kept:
+                    tensor.copy_(value)
+
+    def _keep(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        held = [tensor for one in self._copies for replica in _everything(one) for tensor in replica]
+        held += [tensor for model in self._models for tensor in model()]
+        return [(tensor, tensor.clone()) for tensor in held]
+
+    def divergence(self) -> float | None:
+        """r: the distance of replicas from their mean, relative to the mean's length, over a sample of coordinates.
+
+        ``None`` while a synchronisation is under way: it reports r itself, and leaves no replica to look at.
+        """
+        if self._synchroniser.under_way:
+            return None
+        apart = mean = 0.0
+        for one in self._copies:
+            rows = np.stack([_sampled(parameters) for parameters in one.parameters()])
+            values = one.peers.gather(rows)
+            center = values.mean(axis=0)
+            local = len(one.replicas) / one.peers.size
+            population = sum(tensor.numel() for tensor in one.parameters()[0])
+            scale = local * population / max(1, values.shape[1])
+            apart += scale * float(((values - center) ** 2).sum(axis=1).mean())
+            mean += scale * float((center**2).sum())
+        apart, mean = self._total(np.array([apart, mean])).tolist()
+        return float(np.sqrt(apart / mean)) if mean else 0.0
+
+    # --- saved state -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The complete state of the replicas of this process, and of the exchange under way."""
+        synchroniser = self._synchroniser.state_dict()
+        replicas = [[[tensor.clone() for tensor in replica] for replica in _everything(one)] for one in self._copies]
+        models = [[tensor.clone() for tensor in model()] for model in self._models]
+        return {"synchroniser": synchroniser, "replicas": replicas, "models": models}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        with torch.no_grad():
+            for one, replicas in zip(self._copies, state["replicas"], strict=True):
+                for tensors, values in zip(_everything(one), replicas, strict=True):
+                    _copy(tensors, values)
+            for model, values in zip(self._models, state["models"], strict=True):
+                _copy(model(), values)
+        self._synchroniser.load_state_dict(state["synchroniser"])
+
+    def restart(self) -> None:
+        """Begin again with replicas that are all equal."""
+        self._synchroniser.restart()
+        self._mismatches.clear()
+
+
+_ONCE = SyncFlags(param_sync_interval=1, param_sync_state="all", param_sync_always=True)
+
+
+def _everything(one: Copies) -> list[list[torch.Tensor]]:
+    return [[*parameters, *state] for parameters, state in zip(one.parameters(), one.state(), strict=True)]
+
+
+def _whole(one: Copies) -> Buckets:
+    return [[[tensor.detach() for tensor in replica]] for replica in _everything(one)]
+
+
+def _copy(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+def _sampled(parameters: Sequence[torch.Tensor]) -> np.ndarray:
+    """float64: about :data:`SAMPLE` coordinates spread evenly over ``parameters``."""
+    stride = stride_of(sum(tensor.numel() for tensor in parameters))
+    parts = [sampled(tensor.detach().view(-1), stride) for tensor in parameters]
+    return torch.cat(parts).cpu().double().numpy()
+
+
+def _what_differs(stream: Stream, outside: dict[int, tuple[int, ...]]) -> str:
+    parts = [f"bucket {bucket} (ranks {' '.join(map(str, ranks))})" for bucket, ranks in outside.items()]
+    return f"--replica-check abort: replicas have different gradients of {stream.name} in {', '.join(parts)}"

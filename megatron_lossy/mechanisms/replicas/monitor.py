@@ -1,0 +1,79 @@
+"""Metrics of errors in gradients and of replicas that differ (docs/corruption.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...channel.corruption import Reduction
+from ...monitor import Look, Observer
+from ...monitor.window import Window
+from .full_replicas import FullReplicas, Mismatch
+from .synchroniser import Synced
+
+
+class ReplicaMonitor(Observer):
+    """Metrics of full replicas. ``interval``: iterations between looks.
+
+    ``replicas()``: the full replicas, or ``None`` with the distributed optimizer.
+    """
+
+    def __init__(self, replicas: Callable[[], FullReplicas | None], interval: int) -> None:
+        self._replicas = replicas
+        self._interval = interval
+        self._window = Window(["hits", "squares", "noisy", "flips", "mismatches", "majority", "mean"], ["not finite"])
+        self._syncs = 0
+        self._divergence: float | None = None
+
+    def happened(self, iteration: int, what: Sequence[Any]) -> None:
+        for one in what:
+            if isinstance(one, Reduction):
+                for event in (hit.event for hit in one.hits):
+                    noisy, flips = event.kind == "gaussian", len(event.bits)
+                    self._window.add(hits=1, squares=event.std**2, noisy=noisy, flips=flips)
+            elif isinstance(one, Mismatch):
+                self._window.add(mismatches=1)
+                if one.repaired:
+                    self._window.add(**{one.repaired: 1})
+            elif isinstance(one, Synced):
+                self._syncs += any(kind in ("majority", "mean", "first") for kind in one.kinds.values())
+                self._window.add(**{"not finite": one.not_finite})
+                self._divergence = one.divergence
+
+    def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
+        replicas = self._replicas()
+        if replicas is not None and self._interval and (iteration + 1) % self._interval == 0:
+            seen = replicas.divergence()
+            self._divergence = self._divergence if seen is None else seen
+
+    def restart(self, iteration: int) -> None:
+        self._window.clear()
+        self._syncs, self._divergence = 0, None
+
+    def metrics(self) -> dict[str, float]:
+        total, replicas = self._window.close(), self._replicas()
+        result = {"gradient errors": total["hits"]}
+        if total["noisy"]:
+            result["error rms"] = (total["squares"] / total["noisy"]) ** 0.5
+        if total["flips"]:
+            result["flipped bits"] = total["flips"]
+        if replicas is None:
+            return result
+        if replicas.checks:
+            result["gradient mismatches"] = total["mismatches"]
+            result["gradient repairs by majority"] = total["majority"]
+            result["gradient repairs by mean"] = total["mean"]
+        if replicas.interval:
+            result |= {"param syncs": float(self._syncs), "param sync interval": float(replicas.interval)}
+            result["replicas not finite"] = max(total["not finite"], 0.0)
+            self._syncs = 0
+        if self._divergence is not None:
+            result["replica divergence"] = self._divergence
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"window": self._window.state_dict(), "syncs": self._syncs, "divergence": self._divergence}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._window.load_state_dict(state["window"])
+        self._syncs, self._divergence = state["syncs"], state["divergence"]

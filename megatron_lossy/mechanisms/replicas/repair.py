@@ -1,0 +1,94 @@
+"""Compares the reduced gradients of all replicas before an update, and makes them equal.
+
+If errors are rare, the majority has the right value, and the run equals the run without the error, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ...fingerprint import fingerprint, finite
+from ...peers import Peers
+from .classes import largest_class
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Fingerprints of gradients. ``fingerprints``: int64[N, B], of the B buckets of each replica."""
+
+    fingerprints: np.ndarray
+
+    @property
+    def equal(self) -> bool:
+        """Whether all replicas have the same gradients."""
+        return not len(self.differing)
+
+    @property
+    def differing(self) -> np.ndarray:
+        """The numbers of the buckets whose gradients differ between replicas."""
+        return np.flatnonzero((self.fingerprints != self.fingerprints[0]).any(axis=0))
+
+    def outside(self, bucket: int) -> list[int]:
+        """The replicas outside the largest class in ``bucket``; all, if no class is the largest."""
+        column = self.fingerprints[:, bucket]
+        right = largest_class(column)
+        return list(range(len(column))) if right is None else np.flatnonzero(column != column[right]).tolist()
+
+
+#: For each local replica and each of its buckets, the tensors that hold its gradient.
+Buckets = Sequence[Sequence[Sequence[torch.Tensor]]]
+
+
+def compare(peers: Peers, buckets: Buckets) -> Compared:
+    """Compare the gradients of all replicas."""
+    rows = torch.stack([torch.stack([fingerprint(bucket) for bucket in replica]) for replica in buckets])
+    return Compared(peers.gather(rows.cpu().numpy()))
+
+
+def repair(peers: Peers, buckets: Buckets, compared: Compared) -> dict[int, str]:
+    """Make the gradients of all replicas equal, in place. Returns the action, by the number of the bucket.
+
+    ``majority``: the lowest replica of the largest class sent its gradient. ``mean``: no class was the largest, and
+    each replica has the mean of the finite ones. If none is finite, all have the gradient of replica 0, so that all
+    reject the step.
+    """
+    done = {}
+    alone = []
+    for bucket in compared.differing.tolist():
+        right = largest_class(compared.fingerprints[:, bucket])
+        if right is None:
+            alone.append(bucket)
+            continue
+        for tensors in _parts(buckets, bucket):
+            peers.broadcast_(tensors, right).wait()
+        done[bucket] = "majority"
+    if alone:
+        rows = [torch.stack([finite(replica[bucket]) for bucket in alone]) for replica in buckets]
+        whole = peers.gather(torch.stack(rows).cpu().numpy().astype(np.int64)).astype(bool)
+        for number, bucket in enumerate(alone):
+            for tensors in _parts(buckets, bucket):
+                mean_(peers, tensors, whole[:, number])
+            done[bucket] = "mean"
+    return done
+
+
+def _parts(buckets: Buckets, bucket: int) -> list[tuple[torch.Tensor, ...]]:
+    """Each tensor of ``bucket``, of all local replicas."""
+    return list(zip(*(replica[bucket] for replica in buckets), strict=True))
+
+
+def mean_(peers: Peers, tensors: Sequence[torch.Tensor], chosen: np.ndarray) -> None:
+    """Set ``tensors``, one per local replica, to the mean of the ``chosen`` bool[N] ones; without any, to the first."""
+    if not chosen.any():
+        peers.broadcast_(tensors, 0).wait()
+        return
+    for number, tensor in zip(peers.local, tensors, strict=True):
+        if not chosen[number]:
+            tensor.zero_()  # not multiplied by 0, because 0 x inf is not 0
+    peers.sum_(tensors).wait()
+    for tensor in tensors:
+        tensor.div_(int(chosen.sum()))

@@ -1,0 +1,356 @@
+"""Sets full replicas to their mean every H updates (PAFT-Sync, PAFT-Dyn), or to a majority if there is one.
+
+PAFT, Algorithms 1 and 2. Before each synchronisation every replica tells its fingerprint and whether it is finite.
+
+1. All are equal: nothing is sent or changed. The mean of three or more equal numbers may differ from that number.
+2. More than half are equal and finite: the lowest of them sends its parameters and optimizer state to all, at once.
+3. Else all are set to the mean of the finite ones. If some are not finite, they also get the optimizer state of a
+   finite one, and all of it happens at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...fingerprint import fingerprint, finite
+from ...peers import Peers
+from .average import Divergence, Piece, Target, measured, pieces
+from .classes import all_equal, majority
+from .flags import SyncFlags
+from .interval import Interval, relative
+
+logger = logging.getLogger(__name__)
+
+Tensors = Callable[[], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The tensors of one replica in a stream; functions, since optimizers make their state late. All are contiguous.
+
+    ``parameters``: main parameters. ``moments``: tensors that ``--param-sync-state all`` averages too. ``others``: more
+    tensors that a replica needs to go on as another one. ``aside``: forward and backward passes read copies of the
+    parameters, so that these can be averaged in place meanwhile.
+    """
+
+    parameters: Tensors
+    moments: Tensors = list
+    others: Tensors = list
+    aside: bool = False
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The N replicas of one stream. ``replicas``: those of this process, one for each of ``peers.local``."""
+
+    name: str
+    peers: Peers
+    replicas: Sequence[Replica]
+
+    def parameters(self) -> list[Sequence[torch.Tensor]]:
+        """The parameters of each local replica."""
+        return [replica.parameters() for replica in self.replicas]
+
+    def moments(self) -> list[Sequence[torch.Tensor]]:
+        """The moments of each local replica."""
+        return [replica.moments() for replica in self.replicas]
+
+    def state(self) -> list[Sequence[torch.Tensor]]:
+        """All tensors of each local replica beside the parameters."""
+        return [[*replica.moments(), *replica.others()] for replica in self.replicas]
+
+
+@dataclass(frozen=True)
+class Synced:
+    """A synchronisation that has arrived.
+
+    ``kinds``: for each stream "equal", "majority", "mean", "first", or "nothing" if no replica was finite. ``updates``:
+    their number before it. ``interval``: updates until the next. ``divergence``: r, the root mean square distance of
+    replicas from their mean before it, relative to the length of the mean. ``not_finite``: replicas that were not
+    finite, over the streams of this process.
+    """
+
+    kinds: dict[str, str]
+    updates: int
+    interval: int
+    divergence: float
+    not_finite: int
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows for the log of errors: one for each stream."""
+        row = {"kind": "sync", "interval": self.interval, "divergence": self.divergence}
+        return [{**row, "stream": stream, "repaired": kind} for stream, kind in self.kinds.items()]
+
+
+@dataclass
+class _Part:
+    """The exchange of one stream under way: ``pieces`` of parameters, then of ``moments``, to wait for and write."""
+
+    kind: str
+    target: Target | None
+    parameters: list[Piece] = field(default_factory=list)
+    moments: list[Piece] = field(default_factory=list)
+    divergence: Divergence = field(default_factory=Divergence)
+    not_finite: int = 0
+
+    @property
+    def changed(self) -> bool:
+        """Whether parameters were set to something else already, so that none are on the way."""
+        return self.target is not None and not self.parameters
+
+
+@dataclass
+class _Flight:
+    updates: int
+    parts: list[_Part]
+
+
+class Synchroniser:
+    """Keeps the replicas of some streams together. All verbs are collective calls of the whole world.
+
+    ``total``: adds up float64[k] over all processes of the world, so that pipeline stages and tensor-parallel ranks
+    decide alike.
+    """
+
+    def __init__(self, config: SyncFlags, streams: Sequence[Copies], total: Callable[[np.ndarray], np.ndarray]) -> None:
+        self._config = config
+        self._streams = [stream for stream in streams if stream.peers.size > 1]
+        self._total = total
+        self._since = 0
+        self._flight: _Flight | None = None
+        self._happened: list[Synced] = []
+        self._warned = False
+        self.interval = Interval(config)
+
+    # --- verbs -----------------------------------------------------------------------------------------------------
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether the next verb that synchronises needs the length of this iteration's local gradients."""
+        due = self._flight is not None if self._config.param_sync_overlap else self._since + 1 >= self.interval.current
+        return self._config.synchronises and self.interval.needs_gradient and due
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a synchronisation is under way; all processes agree."""
+        return self._flight is not None
+
+    @property
+    def moves(self) -> bool:
+        """Whether parameters of this process are on the way.
+
+        Main parameters may then be sums, and the model has the earlier values.
+        """
+        return self._flight is not None and any(part.parameters for part in self._flight.parts)
+
+    def finished(self, gradient: Sequence[Sequence[float]] | None = None) -> list[str]:
+        """Call this after a successful update. Launches a synchronisation if it is due; without overlap ends it.
+
+        ``gradient``: if it is wanted, |g|^2 of the local gradient before its reduction, for each stream and local
+        replica. Returns the streams whose parameters may have changed, so that their copies must be renewed. Streams
+        under way are not among them: parameters that are averaged in place hold sums.
+        """
+        self._since += 1
+        if not self._config.synchronises or self._since < self.interval.current:
+            return []
+        assert self._flight is None
+        flight = self._launch()
+        self._since = 0
+        changed = [stream.name for stream, part in zip(self._streams, flight.parts, strict=True) if part.changed]
+        if self._config.param_sync_overlap:
+            self._flight = flight
+        else:
+            self._end(flight, gradient)
+        return changed
+
+    def arrive(self, gradient: Sequence[Sequence[float]] | None = None) -> None:
+        """End the synchronisation under way. Call this before the next update, which renews all copies.
+
+        ``gradient``: see :meth:`finished`.
+        """
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self._end(flight, gradient)
+
+    def take(self) -> list[Synced]:
+        """The synchronisations that arrived since the last call."""
+        happened, self._happened = self._happened, []
+        return happened
+
+    # --- their work ------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> _Flight:
+        return _Flight(self._since, [self._launch_stream(stream) for stream in self._streams])
+
+    def _launch_stream(self, stream: Copies) -> _Part:
+        peers = stream.peers
+        fingerprints, whole = self._tell(stream)
+        target = self._target(fingerprints, whole)
+        lost = int((~whole).sum())
+        if target is None:
+            kind = "equal" if whole.all() else "nothing"
+            if kind == "nothing" and not self._warned:
+                self._warned = True
+                logger.warning("no replica of %s is finite: none is averaged (said once)", stream.name)
+            # Equal replicas have a length too: a stream that has not drifted lowers r over all streams.
+            length = self._length(stream) if kind == "equal" else Divergence()
+            return _Part(kind, None, divergence=length, not_finite=lost)
+        # A replica that is not finite would spoil the gradients of all others before the next update.
+        overlaps = self._config.param_sync_overlap and target.kind != "majority" and not lost
+        part = _Part(target.kind, target, not_finite=lost)
+        in_place = overlaps and all(replica.aside for replica in stream.replicas)
+        part.parameters, norms = self._exchange(peers, target, pieces(stream.parameters(), in_place), overlaps)
+        part.divergence = measured(target, norms)
+        if target.kind == "majority":
+            self._exchange(peers, target, pieces(stream.state()), False)
+            return part
+        if self._config.param_sync_state == "all":
+            part.moments, _ = self._exchange(peers, target, pieces(stream.moments(), overlaps), overlaps)
+        if lost:
+            first = int(np.flatnonzero(whole)[0])
+            state = [replica.others() for replica in stream.replicas]
+            if self._config.param_sync_state == "params":
+                state = stream.state()
+            self._exchange(peers, Target("first", whole, ~whole, first), pieces(state), False)
+        return part
+
+    def _tell(self, stream: Copies) -> tuple[np.ndarray, np.ndarray]:
+        """uint64[N] and bool[N]: for each replica its fingerprint, and whether everything in it is finite."""
+        rows = []
+        for replica in stream.replicas:
+            parameters, moments = list(replica.parameters()), list(replica.moments())
+            compared = parameters + moments if self._config.param_sync_state == "all" else parameters
+            device = parameters[0].device
+            # Moments that are not finite would spoil the parameters of a replica again with its next update.
+            rows.append(torch.stack([fingerprint(compared, device), finite(parameters + moments, device).long()]))
+        told = stream.peers.gather(torch.stack(rows).cpu().numpy())
+        return told[:, 0], told[:, 1].astype(bool)
+
+    def _target(self, fingerprints: np.ndarray, whole: np.ndarray) -> Target | None:
+        if not whole.any():
+            return None
+        everyone = np.ones(len(whole), dtype=bool)
+        if not self._config.param_sync_always:
+            if all_equal(fingerprints) and whole.all():
+                return None
+            right = majority(fingerprints, whole)
+            if right is not None:
+                return Target("majority", whole, everyone, right)
+        if self._config.param_sync_source == "first":
+            return Target("first", whole, everyone, int(np.flatnonzero(whole)[0]))
+        return Target("mean", whole, everyone)
+
+    @staticmethod
+    def _exchange(peers: Peers, target: Target, parts: Any, overlaps: bool) -> tuple[list[Piece], list[Any]]:
+        """Launch pieces; without overlap end each at once. Returns pieces under way, and norms of ended ones."""
+        launched, norms = [], []
+        for piece in parts:
+            piece.launch(peers, target)
+            if overlaps:
+                launched.append(piece)
+                continue
+            piece.wait()
+            norms.append(piece.differences(peers, target))
+            piece.write(peers, target)
+        return launched, norms
+
+    @staticmethod
+    def _length(stream: Copies) -> Divergence:
+        squares = [torch.linalg.vector_norm(one.detach()).double() ** 2 for one in stream.parameters()[0]]
+        local = len(stream.replicas) / stream.peers.size
+        return Divergence(0.0, local * float(torch.stack(squares).sum()))
+
+    def _end(self, flight: _Flight, gradient: Sequence[Sequence[float]] | None) -> None:
+        for stream, part in zip(self._streams, flight.parts, strict=True):
+            norms = []
+            for piece in part.parameters + part.moments:
+                piece.wait()
+            for piece in part.parameters:
+                assert part.target is not None
+                norms.append(piece.differences(stream.peers, part.target))
+            if part.parameters:
+                assert part.target is not None
+                part.divergence = measured(part.target, norms)
+            for piece in part.parameters + part.moments:
+                assert part.target is not None
+                piece.write(stream.peers, part.target)
+        self._decide(flight, gradient)
+
+    def _decide(self, flight: _Flight, gradient: Sequence[Sequence[float]] | None) -> None:
+        apart = sum(part.divergence.apart for part in flight.parts)
+        mean = sum(part.divergence.mean for part in flight.parts)
+        local = 0.0
+        if self.interval.needs_gradient:
+            assert gradient is not None, "the length of the local gradients was wanted"
+            for stream, squares in zip(self._streams, gradient, strict=True):
+                local += sum(squares) / stream.peers.size
+        apart, mean, local = self._total(np.array([apart, mean, local])).tolist()
+        self.interval.arrived(flight.updates, apart, mean, local)
+        kinds = {stream.name: part.kind for stream, part in zip(self._streams, flight.parts, strict=True)}
+        not_finite = sum(part.not_finite for part in flight.parts)
+        self._happened.append(Synced(kinds, flight.updates, self.interval.current, relative(apart, mean), not_finite))
+
+    # --- saved state -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that must be saved for a run to continue bit for bit.
+
+        Call it before saving parameters: it ends exchanges. Pieces averaged in place are the parameters, or moments,
+        themselves.
+        """
+        state: dict[str, Any] = {"interval": self.interval.state_dict(), "since": self._since, "flight": None}
+        if self._flight is not None:
+            state["flight"] = {
+                "updates": self._flight.updates,
+                "parts": [_saved(part) for part in self._flight.parts],
+            }
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`, after the parameters and the optimizer's state."""
+        self.interval.load_state_dict(state["interval"])
+        self._since, self._flight = state["since"], None
+        if state["flight"] is not None:
+            saved = zip(self._streams, state["flight"]["parts"], strict=True)
+            parts = [self._restored(stream, part) for stream, part in saved]
+            self._flight = _Flight(state["flight"]["updates"], parts)
+
+    def restart(self) -> None:
+        """Begin again with replicas that are all equal: a checkpoint without their state was loaded."""
+        self._since, self._flight = 0, None
+        self.interval = Interval(self._config)
+        self._happened.clear()
+
+    def _restored(self, stream: Copies, saved: dict[str, Any]) -> _Part:
+        divergence = Divergence(*saved["divergence"])
+        part = _Part(saved["kind"], None, divergence=divergence, not_finite=saved["not_finite"])
+        if saved["chosen"] is not None:
+            chosen = saved["chosen"].numpy()
+            part.target = Target(saved["kind"], chosen, np.ones(len(chosen), dtype=bool), saved["source"])
+        if saved["parameters"]:
+            in_place = all(replica.aside for replica in stream.replicas)
+            part.parameters = list(pieces(stream.parameters(), in_place))
+        if saved["moments"]:
+            part.moments = list(pieces(stream.moments(), True))
+        for made, of in ((part.parameters, saved["parameters"]), (part.moments, saved["moments"])):
+            for piece, held in zip(made, of, strict=True):
+                piece.load_state_dict(held)
+        return part
+
+
+def _saved(part: _Part) -> dict[str, Any]:
+    return {
+        "kind": part.kind,
+        "chosen": None if part.target is None else torch.from_numpy(part.target.chosen),
+        "source": None if part.target is None else part.target.source,
+        "divergence": (part.divergence.apart, part.divergence.mean),
+        "not_finite": part.not_finite,
+        "parameters": [piece.state_dict() for piece in part.parameters],
+        "moments": [piece.state_dict() for piece in part.moments],
+    }
