@@ -27,7 +27,7 @@ from megatron_lossy.files import write_text
 from megatron_lossy.flags import flag_groups, flag_table, flag_tables
 from megatron_lossy.lab.commands import recorded_tables
 from megatron_lossy.loss_flags import presets, title
-from megatron_lossy.mechanisms.async_pipeline.flags import PipelineFlags
+from megatron_lossy.mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from megatron_lossy.mechanisms.islands.flags import IslandFlags
 from megatron_lossy.refusals import listing
 from megatron_lossy.report import LossTable
@@ -36,7 +36,7 @@ from megatron_lossy.train.config import TrainConfig
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": PipelineFlags}
+_FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": AsyncPipelineFlags}
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 _MARKS = re.compile(r"(<!-- (flags|table|list|refusals): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

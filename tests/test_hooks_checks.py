@@ -186,7 +186,7 @@ def test_a_trace_is_checked_against_the_sizes_that_megatron_settled_on(tmp_path,
     def validate(**sizes):
         arguments = Arguments()
         vars(arguments).update({"context_parallel_size": 1, "train_iters": 5} | sizes)
-        lossy = types.SimpleNamespace(config=config, mechanisms=(), job=0, jobs=1, steps=None)
+        lossy = types.SimpleNamespace(config=config, parts=(), job=0, jobs=1, steps=None)
         return megatron_training.validate_args(lossy, lambda args: args, arguments)
 
     assert validate(data_parallel_size=2).data_parallel_size == 2 and len(claimed) == 1
@@ -202,7 +202,7 @@ def test_other_processes_can_copy_the_owners_weights_while_a_checkpoint_is_sched
     happened = []
 
     class Lossy:
-        mechanisms = ()
+        parts = ()
 
         @contextlib.contextmanager
         def owner_weights(self, model):

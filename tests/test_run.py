@@ -1,6 +1,7 @@
 """What real and virtual runs share: what happens after an update, observers, saved replicas."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,8 +104,8 @@ def test_replicas_of_another_format_are_refused(tmp_path):
 
 
 def test_a_run_without_loss_has_no_observers():
-    assert run.make_observers(LossyConfig()) == []
-    assert len(run.make_observers(LossyConfig(p_grad=0.1, drift_interval=3))) == 2
+    assert run.make_observers(SimpleNamespace(config=LossyConfig())) == []
+    assert len(run.make_observers(SimpleNamespace(config=LossyConfig(p_grad=0.1, drift_interval=3)))) == 2
 
 
 def test_a_trace_that_cannot_be_read_is_named_where_replicas_are_saved(tmp_path):

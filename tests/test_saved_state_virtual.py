@@ -34,9 +34,14 @@ class Virtual:
         from megatron_lossy.virtual import VirtualCluster
         from tests.tiny_gpt import TinyGPT, build
 
-        make = VirtualReplicas if config.replicates else VirtualCluster
+        make = VirtualReplicas if config.needs_whole_optimizers() else VirtualCluster
         self.cluster = make(config, 2, gapless=True)
-        tiny = TinyGPT(distributed_optimizer=not config.replicates, hidden=16, heads=2, tied=not config.async_pipeline)
+        tiny = TinyGPT(
+            distributed_optimizer=not config.needs_whole_optimizers(),
+            hidden=16,
+            heads=2,
+            tied=not config.async_pipeline,
+        )
         self.tiny = build(tiny, self.cluster)
         self.inner = [one.optimizer for one in optimizers(self.tiny.optimizer)]
         self.parameters = list(self.tiny.model[0].module.parameters())

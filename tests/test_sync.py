@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.fingerprint import COLUMNS, fingerprint, finite
-from megatron_lossy.mechanisms.replicas.repair import repair
 from megatron_lossy.mechanisms.replicas.classes import all_equal, largest_class, majority
 from megatron_lossy.mechanisms.replicas.interval import Interval, relative
-from megatron_lossy.mechanisms.replicas.repair import compare
+from megatron_lossy.mechanisms.replicas.repair import compare, repair
 from megatron_lossy.peers import LocalPeers, RankPeers
 from tests.ranks import run_ranks
 
