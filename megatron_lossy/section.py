@@ -55,6 +55,10 @@ class Flags:
         """Whether the flags need full replicas: each rank with all of the optimizer."""
         return False
 
+    def drawn_with(self, phase: str) -> Any:
+        """The :class:`.LossyConfig` that exchanges of ``phase`` lose by, if it is another than was given; else ``None``."""
+        return None
+
     def iterations(self, train_iters: int) -> int:
         """Iterations of the training loop for ``train_iters`` iterations of work."""
         return train_iters
