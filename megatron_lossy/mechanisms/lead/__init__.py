@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Lead(Mechanism):
-    """The lead: their place among the mechanisms."""
+    """The place of the lead among the mechanisms."""
 
     name = "lead"
     Flags = LeadFlags

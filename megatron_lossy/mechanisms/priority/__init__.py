@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Priorities(Mechanism):
-    """Priority: their place among the mechanisms."""
+    """The place of priority among the mechanisms."""
 
     name = "priority"
     Flags = PriorityFlags
