@@ -59,6 +59,14 @@ class Flags:
         """The :class:`.LossyConfig` that exchanges of ``phase`` lose by, if it is another than was given; else ``None``."""
         return None
 
+    def chosen(self) -> tuple[str, ...]:
+        """The phases whose senders choose units that must arrive."""
+        return ()
+
+    def sends_weights(self) -> bool:
+        """Whether owners send their weights as they are."""
+        return True
+
     def iterations(self, train_iters: int) -> int:
         """Iterations of the training loop for ``train_iters`` iterations of work."""
         return train_iters
