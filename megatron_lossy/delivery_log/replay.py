@@ -121,8 +121,7 @@ class Recorded(Channel):
             stream = self._recorded(stream)
             recorded = self.folder.size(stream.name)
             if units is not None and not recorded:
-                models = "; --loss-model takes a value for each exchange: bernoulli bernoulli trace trace replays those of islands"
-                raise self._refuse(f"has no records of {stream.name}{models if self._of_islands(phase) else ''}")
+                raise self._refuse(f"has no records of {stream.name}{self._models(phase)}")
             if recorded and recorded != size:
                 raise self._refuse(f"is of {recorded} ranks, but the group has {size}")
             for streams in self.folder.streams.values():
@@ -134,9 +133,15 @@ class Recorded(Channel):
         except BadLog as error:
             raise self._refuse(error) from None
 
-    def _of_islands(self, phase: str) -> bool:
-        """Whether the recorded run lost something between islands alone."""
-        return self._config.averages and self._config.phase(phase).lossless
+    def _models(self, phase: str) -> str:
+        """The end of an error if the recorded run lost something between jobs alone: how to replay that."""
+        jobs = self._config.jobs()
+        if not jobs.several or not self._config.phase(phase).lossless:
+            return ""
+        return (
+            "; --loss-model takes a value for each exchange: bernoulli bernoulli trace trace replays those of "
+            f"{jobs.name}s"
+        )
 
     def _check_steps(self, stream: Stream, size: int, steps: int | None) -> None:
         for writer in {self._writer(stream, rank) for rank in range(size)}:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from ...mechanism import Mechanism
 from .flags import LeadFlags
 
 if TYPE_CHECKING:
+    from ...config import LossyConfig
     from ...config.refusal import Section
 
 
@@ -22,3 +24,9 @@ class Lead(Mechanism):
         from .refusals import LEAD
 
         return LEAD
+
+    @classmethod
+    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
+        from .memory import kept
+
+        return kept(config, device)

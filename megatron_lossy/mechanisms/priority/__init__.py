@@ -9,6 +9,7 @@ from ...mechanism import Mechanism
 from .flags import PriorityFlags
 
 if TYPE_CHECKING:
+    from ...config import LossyConfig
     from ...config.refusal import Section
     from ...monitor import Observer
 
@@ -24,6 +25,12 @@ class Priorities(Mechanism):
         from .refusals import PRIORITY
 
         return PRIORITY
+
+    @classmethod
+    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
+        from .memory import kept
+
+        return kept(config, device)
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

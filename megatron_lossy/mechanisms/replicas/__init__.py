@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
     from ...monitor import Observer
+    from ...run import Run
 
 
 class Replicas(Mechanism):
@@ -31,6 +32,16 @@ class Replicas(Mechanism):
         from .part import FullReplica
 
         return FullReplica()
+
+    @classmethod
+    def virtual_run(
+        cls, config: LossyConfig, workers: int, iterations: int, seed: int, whole_optimizers: bool
+    ) -> Run | None:
+        if not whole_optimizers:
+            return None
+        from .virtual import VirtualReplicas
+
+        return VirtualReplicas(config, workers, iterations, gapless=True)
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
