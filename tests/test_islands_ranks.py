@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_lossy.checkpoints import latest_iteration
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.train.config import TrainConfig
-from megatron_lossy.train.saved import latest_iteration
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs, write_data
 

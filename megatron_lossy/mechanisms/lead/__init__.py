@@ -56,3 +56,9 @@ class Lead(Mechanism):
         from .virtual import Leads
 
         return Leads(groups, buckets, optimizers)
+
+    @classmethod
+    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
+        from .memory import kept
+
+        return kept(config, device)

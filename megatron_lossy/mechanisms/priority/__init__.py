@@ -45,6 +45,12 @@ class Priorities(Mechanism):
         return [Prioritised(rule.units, rule.rank, config.param_priority_fraction) for rule in rules]
 
     @classmethod
+    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
+        from .memory import kept
+
+        return kept(config, device)
+
+    @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
         if not run.config.at_sender or run.config.untouched("grad"):
             return []
