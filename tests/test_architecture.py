@@ -91,29 +91,12 @@ delivery_log.summary mechanisms.boundaries.log
 delivery_log.summary mechanisms.boundaries.loss
 delivery_log.verify mechanisms.boundaries.flags
 delivery_log.verify mechanisms.boundaries.log
-hooks.exchanges mechanisms.replicas.lossy_all_reduce
-hooks.exchanges mechanisms.replicas.ranks
-hooks.runtime mechanisms.replicas.full_replicas
 mechanisms.async_pipeline.refusals mechanisms.boundaries.refusals
 mechanisms.islands.datagrams mechanisms.boundaries.links
-mechanisms.lead.refusals mechanisms.priority.refusals
 monitor.observer mechanisms.boundaries.loss
 monitor.observer mechanisms.boundaries.messages
-run mechanisms.replicas.full_replicas
-transport.base mechanisms.priority.choosing
-transport.choice mechanisms.lead.compensated
-transport.choice mechanisms.priority.choosing
-transport.choice mechanisms.priority.protected
-transport.drawn mechanisms.priority.choosing
-transport.drawn mechanisms.priority.protected
-transport.udp.carrier mechanisms.priority.choosing
-transport.udp.carrier mechanisms.priority.protected
 virtual.base mechanisms.boundaries.hooks
 virtual.cluster mechanisms.async_pipeline.virtual
-virtual.cluster mechanisms.lead.virtual
-virtual.sampling mechanisms.lead.virtual
-virtual.stream mechanisms.lead.virtual
-virtual.stream mechanisms.replicas.ranks
 """.strip().splitlines()
 )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Islands(Mechanism):
-    """Islands: their place among the mechanisms."""
+    """The place of islands among the mechanisms."""
 
     name = "islands"
     Flags = IslandFlags

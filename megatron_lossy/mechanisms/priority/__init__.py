@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
     from ...monitor import Observer
+    from ...recovery import GradRecovery, Stale
+    from ...transport import Wire
 
 
 class Priorities(Mechanism):
-    """Priority: their place among the mechanisms."""
+    """The place of priority among the mechanisms."""
 
     name = "priority"
     Flags = PriorityFlags
@@ -31,6 +33,22 @@ class Priorities(Mechanism):
         from .memory import kept
 
         return kept(config, device)
+
+    @classmethod
+    def grad_rules(cls, config: LossyConfig, rules: list[GradRecovery], wire: Wire) -> list[GradRecovery]:
+        if not config.at_sender:
+            return rules
+        from .protected import protected
+
+        return protected(config, rules, wire)
+
+    @classmethod
+    def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
+        if config.param_priority == "none":
+            return rules
+        from .protected import Prioritised
+
+        return [Prioritised(rule.units, rule.rank, config.param_priority_fraction) for rule in rules]
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
