@@ -88,11 +88,9 @@ class Run(ABC):
     gradients or all-reduces them, and that only a loss scale can make the optimizer reject one (and no
     ``grad_norm_skip_threshold`` of Megatron's optimizer). Without the promise ``--grad-recovery previous`` keeps all
     gradients, twice. ``job``, ``jobs``: the number of this process's job, and how many jobs of real ranks there are.
-    ``parts``: the parts of the mechanisms in a real run.
     """
 
     job, jobs = 0, 1
-    parts: Sequence[Part] = ()
 
     def __init__(
         self, config: LossyConfig, steps: int | None = None, gapless: bool = False, writer: int | None = None
