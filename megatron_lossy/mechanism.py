@@ -53,6 +53,19 @@ class Mechanism:
         return []
 
     @classmethod
+    def columns(cls) -> list[Any]:
+        """Columns (``pyarrow.Field``) of the log of errors, of rows about its own actions."""
+        return []
+
+    @classmethod
+    def check_row(cls, config: LossyConfig, row: Mapping[str, Any]) -> bool:
+        """Whether ``row`` of the log of errors is about an action of its own.
+
+        Raises ``ValueError`` if the mechanism does not act so with the flags of the run.
+        """
+        return False
+
+    @classmethod
     def grad_rules(cls, config: LossyConfig, rules: list[GradRecovery], wire: Wire) -> list[GradRecovery]:
         """The rules for the gradients of the buckets of ``wire``, instead of ``rules`` or around them."""
         return rules

@@ -11,19 +11,22 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from .channel.corruption import Corruption, make_corruption
 from .config import PHASES, LossyConfig
 from .delivery_log.error_log import ErrorLog
+from .delivery_log.errors import recorded_events
 from .delivery_log.writer import DeliveryLog
 from .errors import UsageError, refuse
 from .exchange import Delivery
 from .files import replace_file
 from .flags import as_text, flag_name, identity
-from .mechanisms.replicas.full_replicas import FullReplicas
+from .mechanism import Part
 from .monitor import Drift, ExchangeMonitor, Observer, Replicas, load_states, metrics_of, states_of
 from .registry import MECHANISMS
 from .transport import LossyGroup
@@ -95,6 +98,8 @@ class Run(ABC):
         self.gapless = gapless
         self.iteration = 0
         self.update: int | None = None
+        #: The parts that mechanisms have in this run.
+        self.parts: list[Part] = []
         self.observers = make_observers(self, writer)
         # At once, since files may be large, and be gone when something is saved.
         self._flags = _identity_of(config) if config.save_replicas and not config.inert else {}
@@ -102,6 +107,21 @@ class Run(ABC):
         self.pipeline: Pipeline | None = None
         #: The iteration that is over, but not yet told to the observers: its last exchanges may still be under way.
         self._untold: tuple[int, bool, bool] | None = None
+
+    @cached_property
+    def corruption(self) -> Corruption:
+        """Draws or replays the errors that hit gradients."""
+        return make_corruption(self.config, recorded_events(self.config))
+
+    def add_part(self, part: Part) -> None:
+        """Let a mechanism take part in the run, with its observers."""
+        self.parts.append(part)
+        part.attach(self)
+        self.observers += part.observers
+
+    def part(self, name: str) -> Any:
+        """The part of the mechanism of that name; ``None`` if it has none."""
+        return next((one for one in self.parts if one.name == name), None)
 
     # --- differences of real and virtual runs ----------------------------------------------------------------------
 
@@ -112,8 +132,8 @@ class Run(ABC):
 
     @property
     def carriers(self) -> list[Any]:
-        """Senders of datagrams, if there are any: the transports of the groups, and more."""
-        return [group.wire for group in self.groups]
+        """Senders of datagrams, if there are any: the transports of the groups, and those of mechanisms."""
+        return [*(group.wire for group in self.groups), *(carrier for one in self.parts for carrier in one.carriers)]
 
     @property
     @abstractmethod
@@ -167,18 +187,20 @@ class Run(ABC):
     def device(self) -> torch.device:
         """The device of the replicas."""
 
+    def living_optimizers(self) -> list[Any]:
+        """Megatron's optimizers that this process has, if they exist by now."""
+        return []
+
     def loss_scale(self) -> torch.Tensor | None:
         """The factor of the loss, or ``None`` without a gradient scaler."""
-        return None
-
-    @property
-    def full_replicas(self) -> FullReplicas | None:
-        """Joint work of replicas that each have all of the optimizer; ``None`` with the distributed optimizer."""
-        return None
+        scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self.living_optimizers())
+        return next((scaler.scale for scaler in scalers if scaler is not None), None)
 
     def happened(self) -> list[Any]:
         """Events of this iteration beside its exchanges; see :meth:`Observer.happened`."""
-        return [one for group in self.groups if group.errors is not None for one in group.errors.take(self.iteration)]
+        errors = [group.errors for group in self.groups if group.errors is not None]
+        beside = [event for one in self.parts for event in one.happened(self.iteration)]
+        return [*(reduction for one in errors for reduction in one.take(self.iteration)), *beside]
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -187,6 +209,8 @@ class Run(ABC):
         self.tell_observers()
         for observer in self.observers:
             observer.before_update(self.iteration, self.replicas)
+        for one in self.parts:
+            one.begin_update()
 
     def finish_iteration(self, successful: bool, all_reduced: bool = False) -> None:
         """End the iteration. ``successful``: it updated the weights. ``all_reduced``: its gradients lost nothing."""
@@ -254,6 +278,8 @@ class Run(ABC):
             group.restart()
         for observer in self.observers:
             observer.restart(iteration)
+        for one in self.parts:
+            one.restart(iteration)
 
     def metrics(self) -> dict[str, float]:
         """Measurements of the observers since the last call (docs/monitors.md). A collective call."""

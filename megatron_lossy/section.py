@@ -55,6 +55,10 @@ class Flags:
         """Whether the flags need full replicas: each rank with all of the optimizer."""
         return False
 
+    def drawn_with(self, phase: str) -> Any:
+        """The :class:`.LossyConfig` that exchanges of ``phase`` lose by, if it is another than was given; else ``None``."""
+        return None
+
     def chosen(self) -> tuple[str, ...]:
         """The phases whose senders choose units that must arrive."""
         return ()

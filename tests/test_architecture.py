@@ -92,11 +92,8 @@ delivery_log.summary mechanisms.boundaries.loss
 delivery_log.verify mechanisms.boundaries.flags
 delivery_log.verify mechanisms.boundaries.log
 hooks.checks mechanisms.islands.methods
-hooks.exchanges mechanisms.replicas.lossy_all_reduce
-hooks.exchanges mechanisms.replicas.ranks
 hooks.megatron_training mechanisms.islands.flags
 hooks.megatron_training mechanisms.islands.methods
-hooks.runtime mechanisms.replicas.full_replicas
 launch.checks mechanisms.islands.methods
 launch.memory mechanisms.islands.memory
 launch.plan mechanisms.islands.flags
@@ -109,7 +106,6 @@ plugin mechanisms.islands.world
 report.columns mechanisms.islands.flags
 report.columns mechanisms.replicas.flags
 report.read mechanisms.islands.flags
-run mechanisms.replicas.full_replicas
 train.checkpoint mechanisms.islands.flags
 train.loop mechanisms.async_pipeline.workers
 train.loop mechanisms.islands.flags
@@ -123,7 +119,6 @@ train.parallel mechanisms.islands.world
 train.saved mechanisms.islands.flags
 virtual.base mechanisms.boundaries.hooks
 virtual.cluster mechanisms.async_pipeline.virtual
-virtual.stream mechanisms.replicas.ranks
 """.strip().splitlines()
 )
 

@@ -107,6 +107,10 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     def needs_whole_optimizers(self) -> bool:
         return any(all_of(SECTIONS, "needs_whole_optimizers", of=self))
 
+    def drawn_with(self, phase: str) -> LossyConfig:
+        others = (config for config in all_of(SECTIONS, "drawn_with", phase, of=self) if config is not None)
+        return next(others, self)
+
     def chosen(self) -> tuple[str, ...]:
         return tuple(phase for phases in all_of(SECTIONS, "chosen", of=self) for phase in phases)
 

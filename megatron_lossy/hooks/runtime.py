@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..channel.corruption import make_corruption
 from ..config import LossyConfig
 from ..config.refusal import check_refusals
-from ..delivery_log.errors import recorded_events
 from ..device.collectives import all_gather_single
 from ..ledger import Ledger
 from ..mechanism import Part
-from ..mechanisms.replicas.full_replicas import FullReplicas
 from ..run import Run
 from ..transport import LossyGroup
 from .buckets import bucket_sizes, buckets_by_stream, own_shard
@@ -58,10 +55,9 @@ class Lossy(Run):
     ) -> None:
         writers = [one.writer for one in parts if one.writer is not None]
         super().__init__(config, steps, gapless, *writers)
-        self.parts = list(parts)
         self.ledger = Ledger("megatron-core")
         self.installed = False
-        self._optimizers: list[weakref.ref] = []  # Megatron's; the first one's gradient scaler scales the loss
+        self._optimizers: list[weakref.ref] = []  # Megatron's
         self._depth = 0
         self._successful = False
         self._chunks: weakref.WeakKeyDictionary[Any, list[LossyGroup]] = weakref.WeakKeyDictionary()
@@ -71,17 +67,10 @@ class Lossy(Run):
         self._checked = False  # whether all buckets that are updated are known to be exchanged
         #: The number of this training job among equal ones, and how many there are.
         self.job, self.jobs = next((one.job for one in parts if one.job != (0, 1)), (0, 1))
-        #: Draws or replays the errors that hit gradients.
-        self.corruption = make_corruption(config, recorded_events(config))
         self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
-        for one in self.parts:
-            one.attach(self)
-            self.observers += one.observers
-
-    def part(self, name: str) -> Any:
-        """The mechanism of that name; ``None`` if it is not there."""
-        return next((one for one in self.parts if one.name == name), None)
+        for one in parts:
+            self.add_part(one)
 
     @property
     def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -182,18 +171,8 @@ class Lossy(Run):
         self._optimizers = [*(known for known in self._optimizers if known() is not None), weakref.ref(optimizer)]
 
     def living_optimizers(self) -> list[Any]:
-        """Megatron's optimizers that this process has, in the order in which they were made."""
+        """See :meth:`Run.living_optimizers`: in the order in which they were made."""
         return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
-
-    def begin_update(self) -> None:
-        super().begin_update()
-        for one in self.parts:
-            one.begin_update()
-
-    def loss_scale(self) -> torch.Tensor | None:
-        optimizer = next(iter(self.living_optimizers()), None)
-        scaler = getattr(optimizer, "grad_scaler", None)
-        return scaler.scale if scaler is not None else None
 
     def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
         """A context for the start of the reduction of ``bucket_group``."""
@@ -232,10 +211,6 @@ class Lossy(Run):
     @property
     def streams(self) -> list[LossyGroup]:
         return self.groups
-
-    @property
-    def carriers(self) -> list[Any]:
-        return [*super().carriers, *(carrier for one in self.parts for carrier in one.carriers)]
 
     def replicas(self) -> list[RankSampler]:
         return [RankSampler(group, ranks, pairs) for group, ranks, pairs in self.exchanged()]
@@ -293,14 +268,6 @@ class Lossy(Run):
 
     # --- saved replicas --------------------------------------------------------------------------------------------
 
-    @property
-    def full_replicas(self) -> FullReplicas | None:
-        replicas = self.part("replicas")
-        return replicas.replica.together if replicas is not None and replicas.there else None
-
-    def happened(self) -> list[Any]:
-        return [*super().happened(), *(event for one in self.parts for event in one.happened(self.iteration))]
-
     def identity(self) -> dict[str, Any]:
         streams = [found for ddp in self.chunks for found in buckets_by_stream(ddp)]
         instances = {
@@ -318,11 +285,6 @@ class Lossy(Run):
     def buckets(self) -> list[Any]:
         """The buckets of all model chunks."""
         return [bucket for ddp in self.chunks for group in _bucket_groups(ddp) for bucket in group.buckets]
-
-    def set_iteration(self, iteration: int) -> None:
-        super().set_iteration(iteration)
-        for one in self.parts:
-            one.restart(iteration)
 
     def replica_state(self) -> Any:
         """The whole state of a mechanism that keeps it; else :func:`stale_state`, with the states of mechanisms."""

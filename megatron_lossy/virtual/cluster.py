@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from ..channel.corruption import make_corruption
 from ..config import LossyConfig
-from ..delivery_log.errors import recorded_events
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
 from ..ledger import Ledger, Patch
 from ..mechanisms.async_pipeline.virtual import Stages
@@ -58,12 +56,11 @@ class VirtualCluster(VirtualRun):
         return buffers_for(self.workers)
 
     def _add(self, ddp: Any) -> None:
-        corruption = make_corruption(self.config, recorded_events(self.config))
         # Ranks divide by their number before the sum, unless gradients are sums over tokens.
         unit = 1.0 if ddp.config.calculate_per_token_loss else float(self.workers)
         for name, _, pairs in buckets_by_stream(ddp):
             stream = StreamBuckets(
-                self.config, pairs, name, self.workers, unit, corruption, self.steps, self._optimizers,
+                self.config, pairs, name, self.workers, unit, self.corruption, self.steps, self.living_optimizers,
                 self._members, self._ranks,
             )  # fmt: skip
             self._streams.append(stream)

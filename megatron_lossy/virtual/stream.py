@@ -13,8 +13,8 @@ import torch
 from ..channel.corruption import Corruption
 from ..config import LossyConfig
 from ..exchange import Delivery, Exchange, Stream, units_of
+from ..hooks.errors import errors_of_owner
 from ..mechanism import Sending
-from ..mechanisms.replicas.ranks import errors_of_owner
 from ..registry import MECHANISMS
 from ..transport import BucketSpec, Transfer
 from ..transport.in_memory import groups_in_memory
@@ -58,7 +58,7 @@ class StreamBuckets:
         self.cut = self._memory.cut
         if config.errs and workers > 1:
             for rank, group in enumerate(self.groups):
-                group.errors = errors_of_owner(config, corruption, stream, pairs, workers, rank, rank)
+                group.errors = errors_of_owner(corruption, stream, pairs, workers, rank, rank)
                 group.gradient_unit = unit
         self.sums = [torch.empty_like(bucket.grad_data) for bucket in buckets]
         # Owners that add up pieces do so in float32, and round once.
