@@ -23,6 +23,7 @@ from .errors import UsageError, refuse
 from .exchange import Delivery
 from .files import replace_file
 from .flags import as_text, flag_name, identity
+from .mechanism import Part
 from .mechanisms.replicas.full_replicas import FullReplicas
 from .monitor import Drift, ExchangeMonitor, Observer, Replicas, load_states, metrics_of, states_of
 from .registry import MECHANISMS
@@ -95,6 +96,8 @@ class Run(ABC):
         self.gapless = gapless
         self.iteration = 0
         self.update: int | None = None
+        #: The parts that mechanisms have in this run.
+        self.parts: list[Part] = []
         self.observers = make_observers(self, writer)
         # At once, since files may be large, and be gone when something is saved.
         self._flags = _identity_of(config) if config.save_replicas and not config.inert else {}
@@ -102,6 +105,16 @@ class Run(ABC):
         self.pipeline: Pipeline | None = None
         #: The iteration that is over, but not yet told to the observers: its last exchanges may still be under way.
         self._untold: tuple[int, bool, bool] | None = None
+
+    def add_part(self, part: Part) -> None:
+        """Let a mechanism take part in the run, with its observers."""
+        self.parts.append(part)
+        part.attach(self)
+        self.observers += part.observers
+
+    def part(self, name: str) -> Any:
+        """The part of the mechanism of that name; ``None`` if it has none."""
+        return next((one for one in self.parts if one.name == name), None)
 
     # --- differences of real and virtual runs ----------------------------------------------------------------------
 
@@ -112,8 +125,8 @@ class Run(ABC):
 
     @property
     def carriers(self) -> list[Any]:
-        """Senders of datagrams, if there are any: the transports of the groups, and more."""
-        return [group.wire for group in self.groups]
+        """Senders of datagrams, if there are any: the transports of the groups, and those of mechanisms."""
+        return [*(group.wire for group in self.groups), *(carrier for one in self.parts for carrier in one.carriers)]
 
     @property
     @abstractmethod
@@ -178,7 +191,9 @@ class Run(ABC):
 
     def happened(self) -> list[Any]:
         """Events of this iteration beside its exchanges; see :meth:`Observer.happened`."""
-        return [one for group in self.groups if group.errors is not None for one in group.errors.take(self.iteration)]
+        errors = [group.errors for group in self.groups if group.errors is not None]
+        beside = [event for one in self.parts for event in one.happened(self.iteration)]
+        return [*(reduction for one in errors for reduction in one.take(self.iteration)), *beside]
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -187,6 +202,8 @@ class Run(ABC):
         self.tell_observers()
         for observer in self.observers:
             observer.before_update(self.iteration, self.replicas)
+        for one in self.parts:
+            one.begin_update()
 
     def finish_iteration(self, successful: bool, all_reduced: bool = False) -> None:
         """End the iteration. ``successful``: it updated the weights. ``all_reduced``: its gradients lost nothing."""
@@ -254,6 +271,8 @@ class Run(ABC):
             group.restart()
         for observer in self.observers:
             observer.restart(iteration)
+        for one in self.parts:
+            one.restart(iteration)
 
     def metrics(self) -> dict[str, float]:
         """Measurements of the observers since the last call (docs/monitors.md). A collective call."""

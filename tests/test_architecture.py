@@ -86,11 +86,6 @@ def room_of(module):
 #: Arrows to mechanisms that are still there: from the core, or from other mechanisms.
 STILL = set(
     """
-delivery_log.summary mechanisms.boundaries.flags
-delivery_log.summary mechanisms.boundaries.log
-delivery_log.summary mechanisms.boundaries.loss
-delivery_log.verify mechanisms.boundaries.flags
-delivery_log.verify mechanisms.boundaries.log
 hooks.checks mechanisms.islands.methods
 hooks.exchanges mechanisms.replicas.lossy_all_reduce
 hooks.exchanges mechanisms.replicas.ranks
@@ -100,11 +95,7 @@ hooks.runtime mechanisms.replicas.full_replicas
 launch.checks mechanisms.islands.methods
 launch.memory mechanisms.islands.memory
 launch.plan mechanisms.islands.flags
-mechanisms.async_pipeline.refusals mechanisms.boundaries.refusals
-mechanisms.islands.datagrams mechanisms.boundaries.links
 mechanisms.lead.refusals mechanisms.priority.refusals
-monitor.observer mechanisms.boundaries.loss
-monitor.observer mechanisms.boundaries.messages
 plugin mechanisms.islands.methods
 plugin mechanisms.islands.world
 report.columns mechanisms.islands.flags
@@ -130,8 +121,6 @@ transport.drawn mechanisms.priority.choosing
 transport.drawn mechanisms.priority.protected
 transport.udp.carrier mechanisms.priority.choosing
 transport.udp.carrier mechanisms.priority.protected
-virtual.base mechanisms.boundaries.hooks
-virtual.cluster mechanisms.async_pipeline.virtual
 virtual.cluster mechanisms.lead.virtual
 virtual.sampling mechanisms.lead.virtual
 virtual.stream mechanisms.lead.virtual

@@ -58,7 +58,6 @@ class Lossy(Run):
     ) -> None:
         writers = [one.writer for one in parts if one.writer is not None]
         super().__init__(config, steps, gapless, *writers)
-        self.parts = list(parts)
         self.ledger = Ledger("megatron-core")
         self.installed = False
         self._optimizers: list[weakref.ref] = []  # Megatron's; the first one's gradient scaler scales the loss
@@ -76,13 +75,8 @@ class Lossy(Run):
         self.corruption = make_corruption(config, recorded_events(config))
         self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption, self.living_optimizers)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
-        for one in self.parts:
-            one.attach(self)
-            self.observers += one.observers
-
-    def part(self, name: str) -> Any:
-        """The mechanism of that name; ``None`` if it is not there."""
-        return next((one for one in self.parts if one.name == name), None)
+        for one in parts:
+            self.add_part(one)
 
     @property
     def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -182,8 +176,6 @@ class Lossy(Run):
 
     def begin_update(self) -> None:
         super().begin_update()
-        for one in self.parts:
-            one.begin_update()
         self._finish_adding()
         for ddp in self.chunks if self.config.param_send == "compensated" else ():
             for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
@@ -247,10 +239,6 @@ class Lossy(Run):
     @property
     def streams(self) -> list[LossyGroup]:
         return self.groups
-
-    @property
-    def carriers(self) -> list[Any]:
-        return [*super().carriers, *(carrier for one in self.parts for carrier in one.carriers)]
 
     def replicas(self) -> list[RankSampler]:
         result = []
@@ -318,9 +306,6 @@ class Lossy(Run):
         replicas = self.part("replicas")
         return replicas.replica.together if replicas is not None and replicas.there else None
 
-    def happened(self) -> list[Any]:
-        return [*super().happened(), *(event for one in self.parts for event in one.happened(self.iteration))]
-
     def identity(self) -> dict[str, Any]:
         streams = [found for ddp in self.chunks for found in buckets_by_stream(ddp)]
         instances = {
@@ -338,11 +323,6 @@ class Lossy(Run):
     def buckets(self) -> list[Any]:
         """The buckets of all model chunks."""
         return [bucket for ddp in self.chunks for group in _bucket_groups(ddp) for bucket in group.buckets]
-
-    def set_iteration(self, iteration: int) -> None:
-        super().set_iteration(iteration)
-        for one in self.parts:
-            one.restart(iteration)
 
     def replica_state(self) -> Any:
         """The whole state of a mechanism that keeps it; else :func:`stale_state`, with the states of mechanisms."""

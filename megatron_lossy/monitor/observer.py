@@ -9,8 +9,6 @@ import numpy as np
 
 from ..config import PHASES
 from ..exchange import Delivery, Stream
-from ..mechanisms.boundaries.loss import Fate
-from ..mechanisms.boundaries.messages import Message
 
 
 class Replicas(Protocol):
@@ -50,9 +48,6 @@ class Observer:
     def observe(self, delivery: Delivery) -> None:
         """Called for each exchange of the iteration that just ended. Its ``step`` is that iteration in both phases."""
 
-    def crossed(self, message: Message, fate: Fate) -> None:
-        """Called at once when a lossy message between pipeline stages has arrived. ``fate``: its losses."""
-
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
         """Called when attempted iteration ``iteration`` (from 0) is over and all its exchanges have been observed.
 
@@ -62,8 +57,7 @@ class Observer:
     def happened(self, iteration: int, what: Sequence[Any]) -> None:
         """Called with other events of the iteration that just ended, before :meth:`finish_iteration`.
 
-        These are errors of :mod:`megatron_lossy.channel.corruption`, and actions of :mod:`megatron_lossy.sync` on
-        replicas that differ.
+        These are errors of :mod:`megatron_lossy.channel.corruption`, and events of mechanisms (:meth:`Part.happened`).
         """
 
     def restart(self, iteration: int) -> None:

@@ -107,11 +107,6 @@ class StreamBuckets:
             one.coming = sum(other.sums for other in counted)
 
     @property
-    def differ(self) -> bool:
-        """Whether replicas of workers can differ."""
-        return not self.groups[0].lossless("param")
-
-    @property
     def kept(self) -> int:
         """Elements of weights held beside the parameter buffers."""
         return self.versions.kept + (0 if self.leads is None else self.leads.kept)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...mechanism import Mechanism
+from ...mechanism import Mechanism, Part
 from .flags import AsyncPipelineFlags
 
 if TYPE_CHECKING:
+    from ...config import LossyConfig
     from ...config.refusal import Section
 
 
 class AsyncPipeline(Mechanism):
-    """The asynchronous pipeline: their place among the mechanisms."""
+    """The asynchronous pipeline: its place among the mechanisms."""
 
     name = "async-pipeline"
     Flags = AsyncPipelineFlags
@@ -22,3 +23,11 @@ class AsyncPipeline(Mechanism):
         from .refusals import ASYNC_PIPELINE
 
         return ASYNC_PIPELINE
+
+    @classmethod
+    def virtual_part(cls, config: LossyConfig) -> Part | None:
+        if (config.virtual_stages or 1) == 1:
+            return None
+        from .virtual import Stages
+
+        return Stages(config.virtual_stages)
