@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .section import Flags
 
 if TYPE_CHECKING:
+    import torch
+
     from .config import LossyConfig
     from .config.refusal import Section
     from .delivery_log.reader import DeliveryLogFolder
@@ -61,14 +63,37 @@ class Mechanism:
         return []
 
     @classmethod
-    def grad_rule(cls, config: LossyConfig, rule: GradRecovery, wire: Wire) -> GradRecovery:
-        """The rule for the gradients of a bucket on ``wire``, instead of ``rule`` or around it."""
-        return rule
+    def columns(cls) -> list[Any]:
+        """Columns (``pyarrow.Field``) of the log of errors, of rows about its own actions."""
+        return []
 
     @classmethod
-    def param_rule(cls, config: LossyConfig, rule: Stale, wire: Wire) -> Stale:
-        """The rule for the parameters of a bucket on ``wire``, instead of ``rule`` or around it."""
-        return rule
+    def check_row(cls, config: LossyConfig, row: Mapping[str, Any]) -> bool:
+        """Whether ``row`` of the log of errors is about an action of its own.
+
+        Raises ``ValueError`` if the mechanism does not act so with the flags of the run.
+        """
+        return False
+
+    @classmethod
+    def grad_rules(cls, config: LossyConfig, rules: list[GradRecovery], wire: Wire) -> list[GradRecovery]:
+        """The rules for the gradients of the buckets of ``wire``, instead of ``rules`` or around them."""
+        return rules
+
+    @classmethod
+    def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
+        """The rules for the parameters of the buckets of ``wire``, instead of ``rules`` or around them."""
+        return rules
+
+    @classmethod
+    def sending(
+        cls, groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers: Callable[[], list[Any]]
+    ) -> Sending | None:
+        """The values that the owners of a stream of virtual workers send; ``None`` for their weights.
+
+        ``groups``: one for every worker. ``buckets``: Megatron's. ``optimizers``: returns Megatron's, once they exist.
+        """
+        return None
 
     # --- records beside the deliveries -----------------------------------------------------------------------------
 
@@ -150,7 +175,7 @@ class Part:
         return None
 
     @property
-    def kept(self) -> int:
+    def kept_elements(self) -> int:
         """Elements of weights that it holds beside the model."""
         return 0
 
@@ -177,6 +202,9 @@ class Part:
         """A run that ends well is over. A collective call of all jobs."""
 
     # --- weights and saved state -----------------------------------------------------------------------------------
+
+    def begin_saving(self) -> None:
+        """The stale units of replicas are about to be saved. A collective call."""
 
     def owner_weights(self) -> contextlib.AbstractContextManager[None] | None:
         """A context with the owners' weights in the model; ``None`` if the exchanges provide it."""
@@ -222,3 +250,42 @@ class Part:
 
     def close(self) -> None:
         """The run is over."""
+
+
+class Sending:
+    """The values that the owners of a stream of virtual workers send: their weights, unless a mechanism sends others.
+
+    Between updates the parameter ``buffers``, [N * shard] for every bucket, hold the values that were sent.
+    """
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self.buffers = buffers
+
+    @property
+    def weights(self) -> Sequence[torch.Tensor]:
+        """The owners' weights of every bucket."""
+        return self.buffers
+
+    @property
+    def kept(self) -> int:
+        """Elements held beside the buffers."""
+        return 0
+
+    def owner(self, worker: int) -> contextlib.AbstractContextManager[None]:
+        """A context in which the shards of ``worker`` hold its weights."""
+        return contextlib.nullcontext()
+
+    def withdraw(self) -> None:
+        """Put the owners' weights into the buffers."""
+
+    def before_update(self) -> None:
+        """The owners' weights, which are in the buffers, are about to be updated."""
+
+    def after_update(self) -> None:
+        """The owners' weights have been updated."""
+
+    def send(self, step: int) -> None:
+        """Put what owners send after the update of ``step`` into the buffers. It may be called again for ``step``."""
+
+    def restart(self) -> None:
+        """Begin again with the owners' weights of a checkpoint in the buffers."""

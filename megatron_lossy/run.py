@@ -11,20 +11,22 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from .channel.corruption import Corruption, make_corruption
 from .config import PHASES, LossyConfig
 from .delivery_log.error_log import ErrorLog
+from .delivery_log.errors import recorded_events
 from .delivery_log.writer import DeliveryLog
 from .errors import UsageError, refuse
 from .exchange import Delivery
 from .files import replace_file
 from .flags import as_text, flag_name, identity
 from .mechanism import Part
-from .mechanisms.replicas.full_replicas import FullReplicas
 from .monitor import Drift, ExchangeMonitor, Observer, Replicas, load_states, metrics_of, states_of
 from .registry import MECHANISMS
 from .transport import LossyGroup
@@ -106,6 +108,11 @@ class Run(ABC):
         #: The iteration that is over, but not yet told to the observers: its last exchanges may still be under way.
         self._untold: tuple[int, bool, bool] | None = None
 
+    @cached_property
+    def corruption(self) -> Corruption:
+        """Draws or replays the errors that hit gradients."""
+        return make_corruption(self.config, recorded_events(self.config))
+
     def add_part(self, part: Part) -> None:
         """Let a mechanism take part in the run, with its observers."""
         self.parts.append(part)
@@ -180,14 +187,14 @@ class Run(ABC):
     def device(self) -> torch.device:
         """The device of the replicas."""
 
+    def living_optimizers(self) -> list[Any]:
+        """Megatron's optimizers that this process has, if they exist by now."""
+        return []
+
     def loss_scale(self) -> torch.Tensor | None:
         """The factor of the loss, or ``None`` without a gradient scaler."""
-        return None
-
-    @property
-    def full_replicas(self) -> FullReplicas | None:
-        """Joint work of replicas that each have all of the optimizer; ``None`` with the distributed optimizer."""
-        return None
+        scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self.living_optimizers())
+        return next((scaler.scale for scaler in scalers if scaler is not None), None)
 
     def happened(self) -> list[Any]:
         """Events of this iteration beside its exchanges; see :meth:`Observer.happened`."""

@@ -65,6 +65,18 @@ class Flags:
         """Whether the flags need full replicas: each rank with all of the optimizer."""
         return False
 
+    def drawn_with(self, phase: str) -> Any:
+        """The :class:`.LossyConfig` that exchanges of ``phase`` lose by, if it is another than was given; else ``None``."""
+        return None
+
+    def chosen(self) -> tuple[str, ...]:
+        """The phases whose senders choose units that must arrive."""
+        return ()
+
+    def sends_weights(self) -> bool:
+        """Whether owners send their weights as they are."""
+        return True
+
     def iterations(self, train_iters: int) -> int:
         """Iterations of the training loop for ``train_iters`` iterations of work."""
         return train_iters

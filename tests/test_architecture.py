@@ -87,21 +87,16 @@ def room_of(module):
 STILL = set(
     """
 hooks.checks mechanisms.islands.methods
-hooks.exchanges mechanisms.replicas.lossy_all_reduce
-hooks.exchanges mechanisms.replicas.ranks
 hooks.megatron_training mechanisms.islands.flags
 hooks.megatron_training mechanisms.islands.methods
-hooks.runtime mechanisms.replicas.full_replicas
 launch.checks mechanisms.islands.methods
 launch.memory mechanisms.islands.memory
 launch.plan mechanisms.islands.flags
-mechanisms.lead.refusals mechanisms.priority.refusals
 plugin mechanisms.islands.methods
 plugin mechanisms.islands.world
 report.columns mechanisms.islands.flags
 report.columns mechanisms.replicas.flags
 report.read mechanisms.islands.flags
-run mechanisms.replicas.full_replicas
 train.checkpoint mechanisms.islands.flags
 train.loop mechanisms.async_pipeline.workers
 train.loop mechanisms.islands.flags
@@ -113,18 +108,6 @@ train.loop mechanisms.islands.world
 train.loop mechanisms.replicas.virtual
 train.parallel mechanisms.islands.world
 train.saved mechanisms.islands.flags
-transport.base mechanisms.priority.choosing
-transport.choice mechanisms.lead.compensated
-transport.choice mechanisms.priority.choosing
-transport.choice mechanisms.priority.protected
-transport.drawn mechanisms.priority.choosing
-transport.drawn mechanisms.priority.protected
-transport.udp.carrier mechanisms.priority.choosing
-transport.udp.carrier mechanisms.priority.protected
-virtual.cluster mechanisms.lead.virtual
-virtual.sampling mechanisms.lead.virtual
-virtual.stream mechanisms.lead.virtual
-virtual.stream mechanisms.replicas.ranks
 """.strip().splitlines()
 )
 

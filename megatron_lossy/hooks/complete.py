@@ -6,8 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from ..config import PHASES, LossyConfig
 from ..errors import UsageError
 from ..transport import LossyGroup
@@ -46,13 +44,6 @@ def warn_of_lossless(config: LossyConfig, groups: Sequence[LossyGroup]) -> None:
         for group in groups:
             if group.lossless(phase) and group.rank == 0 and group.wire.members[0] == 0:
                 logger.warning("nothing of %s is lost in phase %s: %s", group.stream.name, phase, _why(group))
-
-
-def warn_of_one_replica(config: LossyConfig, replicas: int) -> None:
-    """Say, on the first rank, that averages or comparisons do nothing if a stream has one replica."""
-    if replicas == 1 and (config.synchronises or config.replica_check != "none") and dist.get_rank() == 0:
-        what = "--param-sync-interval" if config.synchronises else "--replica-check"
-        logger.warning("%s does nothing: there is one data-parallel rank", what)
 
 
 def _why(group: LossyGroup) -> str:

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ..channel.corruption import make_corruption
 from ..config import LossyConfig
 from ..config.refusal import check_refusals
-from ..delivery_log.errors import recorded_events
 from ..device.collectives import all_gather_single
 from ..ledger import Ledger
 from ..mechanism import Part
-from ..mechanisms.replicas.full_replicas import FullReplicas
 from ..run import Run
 from ..transport import LossyGroup
 from .buckets import bucket_sizes, buckets_by_stream, own_shard
@@ -60,20 +57,17 @@ class Lossy(Run):
         super().__init__(config, steps, gapless, *writers)
         self.ledger = Ledger("megatron-core")
         self.installed = False
-        self._optimizers: list[weakref.ref] = []  # Megatron's; the first one's gradient scaler scales the loss
+        self._optimizers: list[weakref.ref] = []  # Megatron's
         self._depth = 0
         self._successful = False
         self._chunks: weakref.WeakKeyDictionary[Any, list[LossyGroup]] = weakref.WeakKeyDictionary()
         self._gathers = False  # whether some chunk gathers parameters
         self._all_reduced = False  # whether gradients of this iteration were
         self._told_all_reduce = False
-        self._adding: dict[LossyGroup, tuple[torch.Tensor, Any]] = {}  # sums that are under way
         self._checked = False  # whether all buckets that are updated are known to be exchanged
         #: The number of this training job among equal ones, and how many there are.
         self.job, self.jobs = next((one.job for one in parts if one.job != (0, 1)), (0, 1))
-        #: Draws or replays the errors that hit gradients.
-        self.corruption = make_corruption(config, recorded_events(config))
-        self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption, self.living_optimizers)
+        self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
         for one in parts:
             self.add_part(one)
@@ -123,6 +117,12 @@ class Lossy(Run):
     def groups(self) -> list[LossyGroup]:
         return [group for ddp in self.chunks for group in self._chunks[ddp]]
 
+    def exchanged(self) -> Iterator[tuple[LossyGroup, dist.ProcessGroup, list[tuple[Any, Any]]]]:
+        """The groups, the process group of each, and Megatron's (buffer, bucket) in canonical order."""
+        for ddp in self.chunks:
+            for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
+                yield group, pairs[0][0].data_parallel_group, pairs
+
     # --- which step it is ----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -171,36 +171,8 @@ class Lossy(Run):
         self._optimizers = [*(known for known in self._optimizers if known() is not None), weakref.ref(optimizer)]
 
     def living_optimizers(self) -> list[Any]:
-        """Megatron's optimizers that this process has, in the order in which they were made."""
+        """See :meth:`Run.living_optimizers`: in the order in which they were made."""
         return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
-
-    def begin_update(self) -> None:
-        super().begin_update()
-        self._finish_adding()
-        for ddp in self.chunks if self.config.param_send == "compensated" else ():
-            for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
-                if group.compensates:
-                    group.before_update([own_shard(bucket, group.rank, group.size) for _, bucket in pairs])
-                    self._agree(group, pairs[0][0].data_parallel_group)
-
-    def _agree(self, group: LossyGroup, process_group: dist.ProcessGroup) -> None:
-        """Let the ranks of a group add up what they count. It takes until the next update, so that nobody waits."""
-        if group.counted is None:
-            return
-        group.counted.begin_update()
-        sums = torch.from_numpy(group.counted.sums.copy()).to(self.device)
-        self._adding[group] = (sums, dist.all_reduce(sums, group=process_group, async_op=True))
-
-    def _finish_adding(self) -> None:
-        for group, (sums, work) in self._adding.items():
-            work.wait()
-            group.counted.coming = sums.cpu().numpy()
-        self._adding.clear()
-
-    def loss_scale(self) -> torch.Tensor | None:
-        optimizer = next(iter(self.living_optimizers()), None)
-        scaler = getattr(optimizer, "grad_scaler", None)
-        return scaler.scale if scaler is not None else None
 
     def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
         """A context for the start of the reduction of ``bucket_group``."""
@@ -241,12 +213,7 @@ class Lossy(Run):
         return self.groups
 
     def replicas(self) -> list[RankSampler]:
-        result = []
-        for ddp in self.chunks:
-            streams = zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True)
-            for group, (_, _, pairs) in streams:
-                result.append(RankSampler(group, pairs[0][0].data_parallel_group, pairs))
-        return result
+        return [RankSampler(group, ranks, pairs) for group, ranks, pairs in self.exchanged()]
 
     def settle(self) -> None:
         with torch.no_grad():
@@ -301,11 +268,6 @@ class Lossy(Run):
 
     # --- saved replicas --------------------------------------------------------------------------------------------
 
-    @property
-    def full_replicas(self) -> FullReplicas | None:
-        replicas = self.part("replicas")
-        return replicas.replica.together if replicas is not None and replicas.there else None
-
     def identity(self) -> dict[str, Any]:
         streams = [found for ddp in self.chunks for found in buckets_by_stream(ddp)]
         instances = {
@@ -333,9 +295,8 @@ class Lossy(Run):
         return {"stale": self._stale(), **beside} if beside else self._stale()
 
     def _stale(self) -> list[Any]:
-        self._finish_adding()
-        if any(group.compensates for group in self.groups):
-            self.settle()  # else the lead of a gather that is still to come would be lost
+        for one in self.parts:
+            one.begin_saving()
         return stale_state(self.buckets(), self.update)
 
     def load_replica_state(self, state: Any) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class AsyncPipeline(Mechanism):
-    """The asynchronous pipeline: its place among the mechanisms."""
+    """The place of the asynchronous pipeline among the mechanisms."""
 
     name = "async-pipeline"
     Flags = AsyncPipelineFlags

@@ -87,7 +87,7 @@ class Stages(Part):
                     history.swap()
 
     @property
-    def kept(self) -> int:
+    def kept_elements(self) -> int:
         return sum(history.kept for history in self._histories)
 
     def restart(self, iteration: int) -> None:
