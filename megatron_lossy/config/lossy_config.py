@@ -33,6 +33,8 @@ SECTIONS: tuple[type[Flags], ...] = (
 )
 #: The flag (field) with the loss rate of each phase that has one.
 RATES: Mapping[str, str] = {phase: name for section in SECTIONS for phase, name in section.rates.items()}
+#: The flags that lose parts of messages between pipeline stages.
+STAGE_LOSSES: tuple[str, ...] = tuple(flag for section in SECTIONS for flag in section.stage_losses)
 
 
 def given(config: Any) -> dict[str, Any]:
@@ -104,6 +106,12 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     def draws(self) -> bool:
         """Whether losses are drawn, or happen in a network, so that ``loss_seed`` or a repetition can matter."""
         return self._draws_exchanges or any(all_of(SECTIONS, "draws", of=self))
+
+    def loses_between_stages(self) -> bool:
+        return any(all_of(SECTIONS, "loses_between_stages", of=self))
+
+    def uses_transport(self) -> bool:
+        return any(all_of(SECTIONS, "uses_transport", of=self))
 
     def needs_whole_optimizers(self) -> bool:
         return any(all_of(SECTIONS, "needs_whole_optimizers", of=self))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from ...errors import refuse
 from ...flags import as_text, check_choice, check_code, flag, flag_name, in_unit_interval, refuse_unused
@@ -16,6 +17,8 @@ _OF_RECOVERY = ("act_high_depth", "act_fec_high", "act_fec_low", "act_residual_h
 @dataclass(frozen=True)
 class BoundaryFlags(Flags):
     """Flags of losses between stages and their recovery. Raises :class:`UsageError` for a value not allowed."""
+
+    stage_losses: ClassVar[tuple[str, ...]] = ("--act-transport", "--p-act", "--p-act-grad")
 
     p_act: float = flag(
         0.0,
@@ -110,6 +113,12 @@ class BoundaryFlags(Flags):
     def boundary_rate(self, phase: str) -> float:
         """The loss rate of ``phase`` ("act" or "act-grad")."""
         return {"act": self.p_act, "act-grad": self.p_act_grad}[phase]
+
+    def loses_between_stages(self) -> bool:
+        return self.loses_at_boundaries and self.virtual_boundaries is None
+
+    def uses_transport(self) -> bool:
+        return self.act_transport == "udp"
 
     def changes(self) -> bool:
         return self.loses_at_boundaries

@@ -25,6 +25,7 @@ from ...run import Run
 from ...transport import Transfer
 from .loss import Boundary, Fate
 from .messages import Message, Messages, received, sent
+from .observer import BoundaryObserver
 from .zero_fill import elements_of, lossy, mask_of, zero_fill_
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ class Boundaries:
     def tell(self, message: Message, fate: Fate) -> None:
         """Tell the observers what became of a message."""
         for observer in self.run.observers:
-            observer.crossed(message, fate)
+            if isinstance(observer, BoundaryObserver):
+                observer.crossed(message, fate)
 
     # --- several stages ----------------------------------------------------------------------------------------------
 
