@@ -34,7 +34,6 @@ REPLICAS = "lossy_replicas"
 FORMAT = 3
 # Flags of the use of replicas, not of their values.
 _OF_NO_MATTER = ("eval_weights", "save_replicas")
-_FILES = ("link_rates_grad", "link_rates_param", "trace")
 
 
 def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
@@ -336,25 +335,31 @@ class Run(ABC):
 
 def _identity_of(config: LossyConfig) -> dict[str, str]:
     flags = {
-        flag_name(LossyConfig, name): _content(name, value) if name in _FILES and value else as_text(value)
+        flag_name(LossyConfig, name): as_text(value)
         for name, value in identity(config).items()
         if name not in _OF_NO_MATTER
     }
     if config.loss_unit != "packet":
         del flags["--packet-bytes"]
+    losses = {phase: config.phase(phase) for phase in config.exchanges()}
+    files = {phase: loss.matrix or loss.trace for phase, loss in losses.items()}
+    if any(files.values()):
+        flags["--loss-model"] = " ".join(
+            losses[phase].model + ("" if file is None else f" of {_content(file)}") for phase, file in files.items()
+        )
+        flags["--trace"] = ""
     return flags
 
 
-def _content(name: str, value: str) -> str:
+def _content(path: Path) -> str:
     """A digest of the file, or of the folder of a delivery log, that does not depend on its place."""
-    path = Path(value)
     try:
         if path.is_dir():
             described = repr(sorted((file.name, file.stat().st_size) for file in path.iterdir())).encode()
         else:
             described = path.read_bytes()
     except OSError as error:
-        raise refuse(flag_name(LossyConfig, name), value, f"cannot be read: {error.strerror}") from None
+        raise refuse("--loss-model", path, f"cannot be read: {error.strerror}") from None
     return f"SHA-256 {hashlib.sha256(described).hexdigest()[:16]}"
 
 

@@ -139,11 +139,11 @@ ISLAND = [
         {"train_iters": 8},
         "--sync-delay 7: must be at most 6, for the first mean to be used in a run of 8 iterations",
     ),
-    (EMA, {"ends": False}, "--ema-coefficient 0.5 0.01: falls until --train-iters, which is not known"),
+    (EMA, {"ends": False}, "--ema-coefficient 0.5 0.01 1000: falls until --train-iters, which is not known"),
     (
-        EMA | {"sync_delay": 3, "ema_coefficient": (0.9, 0.9)},
+        EMA | {"sync_delay": 3, "ema_coefficient": (0.9, 0.9, 1000)},
         {"workers": 4},
-        "--ema-coefficient 0.9 0.9: diverges: must be below 0.445 with 3 later exchanges of an element under way",
+        "--ema-coefficient 0.9 0.9 1000: diverges: must be below 0.445 with 3 later exchanges of an element under way",
     ),
     (
         ISLANDS | {"sync_delay": 3, "mixing_gain": "0.5"},
@@ -249,9 +249,9 @@ REPLICAS = [
         "--grad-error-std 0.5: gradients are sums over tokens where errors hit them",
     ),
     (
-        {"grad_error": "gaussian", "grad_error_burst_interval": 5, "grad_error_burst_std": 0.25},
+        {"grad_error": "gaussian", "grad_error_burst": (5, 0.25)},
         {"per_token_loss": True},
-        "--grad-error-burst-std 0.25: gradients are sums over tokens where errors hit them",
+        "--grad-error-burst 5 0.25: gradients are sums over tokens where errors hit them",
     ),
     (
         AVERAGED | {"param_sync_rule": "snr"},
@@ -347,11 +347,11 @@ LEAD = [
 
 NODES = {"lossy_links": "inter-node", "p_grad": 0.1}
 WORKERS = [
-    (NODES, {"virtual": True}, "--lossy-links inter-node: needs --ranks-per-node with --virtual-workers"),
+    (NODES, {"virtual": True}, "--lossy-links inter-node: needs inter-node:N with --virtual-workers"),
     (
-        NODES | {"ranks_per_node": 4},
+        {"p_grad": 0.1, "lossy_links": "inter-node:4"},
         {"virtual": True, "workers": 4},
-        "--ranks-per-node 4: puts all 4 ranks on one node: no link leaves a node, and nothing can be lost",
+        "--lossy-links inter-node:4: puts all 4 ranks on one node: no link leaves a node, and nothing can be lost",
     ),
     (
         GRAD,

@@ -48,8 +48,8 @@ TRAIN = [
     Case("--p-grad 1.0", "--p-grad 1.0: must be in [0, 1)"),
     Case("--p-grads 0.1 --sav=3", "unrecognized arguments: --p-grads 0.1 --sav=3, did you mean --p-grad and --save"),
     Case("--xyzzy 0.1", "unrecognized arguments: --xyzzy 0.1\n"),
-    Case("--p-grad 0.1 --ge-mean-burst 16", "--ge-mean-burst 16.0: needs --loss-model gilbert-elliott, not bernoulli"),
-    Case("--p-grad 0.1 --ranks-per-node 2", "--ranks-per-node 2: needs --lossy-links inter-node, not all"),
+    Case("--p-grad 0.1 --loss-model bernoulli:16", "--loss-model bernoulli:16: bernoulli takes nothing after a colon"),
+    Case("--p-grad 0.1 --lossy-links inter-node:0", "--lossy-links inter-node:0: must be all, inter-node or"),
     Case(
         "--p-grad 0.1 --loss-unit packet --packet-bytes 3",
         "--packet-bytes 3: must hold at least one element of 4 bytes",
@@ -67,7 +67,7 @@ TRAIN = [
     Case("--p-act 1.0", "--p-act 1.0: must be in [0, 1)"),
     Case("--p-act 0.1", "--p-act 0.1: nothing is sent with one pipeline stage; needs more of them, or --virtual-boun"),
     Case("--p-act 0.1 --virtual-boundaries 2", "--virtual-boundaries 2: must be layers from 1 to 1 of the 2"),
-    Case("--p-act 0.1 --act-fec-low 10 11", "--act-fec-low 10 11: needs 1 <= C <= B"),
+    Case("--p-act 0.1 --act-fec-low 10 11 0", "--act-fec-low 10 11: needs 1 <= C <= B"),
     Case(
         "--p-param 0.1 --loss-unit packet --param-priority change",
         "--param-priority change with --transport torch: needs virtual workers or --transport udp",
@@ -117,7 +117,7 @@ TRAIN = [
     Case("--wandb-project mine", "--wandb-project mine: needs the package wandb", cripple="without=wandb"),
     Case("--loss-model trace --trace text.txt", "--trace text.txt: must be a folder that", ranks=2),
     Case("--loss-model trace --trace broken/trace.npz", "--trace broken/trace.npz: must be a folder that", ranks=2),
-    Case("--loss-model per-link --link-rates-grad text.txt", "--link-rates text.txt: must be a", ranks=2),
+    Case("--loss-model per-link:text.txt", "--loss-model per-link:text.txt: must be a", ranks=2),
     Case("--p-grad 0.1 --delivery-log log", "--delivery-log log: holds another run (--p-param was 0.1", ranks=2),
     Case("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2: TP x PP = 2 x 1 needs a multiple of 2"),
     Case("--micro-batch-size 3", "--global-batch-size 8: must be divisible by --micro-batch-size 3 x 2", ranks=2),

@@ -22,7 +22,7 @@ from tests.tiny_gpt import TinyGPT, build, missing
 
 PLAIN = LossyConfig(p_grad=0.2, p_param=0.4, loss_unit="packet", packet_bytes=1000)
 COMPENSATED = dataclasses.replace(PLAIN, param_send="compensated")
-BURSTS = dataclasses.replace(COMPENSATED, loss_unit="shard", loss_model=("gilbert-elliott",), ge_mean_burst=(4.0,))
+BURSTS = dataclasses.replace(COMPENSATED, loss_unit="shard", loss_model=("gilbert-elliott:4",))
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
 SETTINGS = {
     "fp32": (2, TinyGPT(), COMPENSATED),
@@ -212,13 +212,12 @@ def test_the_lead_follows_the_loss_model(tmp_path):
         0,
         0,
     )
-    bursts = {"p_param": 0.4, "loss_model": ("gilbert-elliott",), "ge_mean_burst": (4.0,)}
+    bursts = {"p_param": 0.4, "loss_model": ("gilbert-elliott:4",)}
     assert lead(**bursts) == pytest.approx(tuple(theory.Lag.of(0.4, 4.0).lead))
     np.savetxt(tmp_path / "rates", [[0, 0.1, 0.1], [0.2, 0, 0.6], [0.1, 0.1, 0]])
-    files = {"loss_model": ("per-link",), "link_rates_grad": str(tmp_path / "rates")}
     mixed = theory.lead(0.4, (0.25 + 1.5) / 2)
-    assert lead(link_rates_param=str(tmp_path / "rates"), **files) == pytest.approx(tuple(mixed))
-    nodes = {"p_param": 0.4, "lossy_links": "inter-node", "ranks_per_node": 2}
+    assert lead(loss_model=(f"per-link:{tmp_path / 'rates'}",)) == pytest.approx(tuple(mixed))
+    nodes = {"p_param": 0.4, "lossy_links": "inter-node:2"}
     assert lead(p_param=0.4, param_lag="1.0,0.25") == (1.0, 0.25)
     assert nodes
 
@@ -312,7 +311,7 @@ def test_receivers_count_from_the_start_where_a_later_rate_tells_nothing():
     """Of bursts so long that ages of thousands of steps matter, after steps without loss."""
     for burst, counts in ((20.0, False), (500.0, True)):
         config = LossyConfig(
-            loss_model=("gilbert-elliott",), loss_schedule=("0:0,10:0.3",), ge_mean_burst=(burst,),
+            loss_model=(f"gilbert-elliott:{burst}",), loss_schedule=("0:0,10:0.3",),
             param_send="compensated",
         )  # fmt: skip
         group = group_in_memory(config, rank=1, shard=50)
@@ -370,7 +369,7 @@ def test_the_own_shard_has_no_lead_wherever_it_was_sent_from():
         assert found == [([step + 1.0], [step + 1.0]) for step in range(4)]
 
 
-@pytest.mark.parametrize("channel", [{}, {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (3.0,)}])
+@pytest.mark.parametrize("channel", [{}, {"loss_model": ("gilbert-elliott:3",)}])
 def test_replicas_of_a_plain_process_group_are_not_late(channel):
     """Constant growth: 1,000 packets are late by the mean age, and with a lead on time, within five standard errors."""
     for send, expected in (("plain", theory.Lag.of(0.4).mean), ("compensated", 0.0)):
@@ -389,9 +388,8 @@ def test_replicas_of_a_plain_process_group_are_not_late(channel):
 def test_a_lead_follows_a_schedule(resumed):
     """In steps without loss nothing is ahead, and the lead begins anew; against the recursion, also after a resume."""
     config = LossyConfig(
-        loss_model=("gilbert-elliott",),
+        loss_model=("gilbert-elliott:4",),
         loss_schedule=("0:0.4,4:0,7:0.2",),
-        ge_mean_burst=(4.0,),
         param_send="compensated",
     )
     workers, shard, random = 3, 8, np.random.default_rng(5)

@@ -168,7 +168,7 @@ def test_with_every_packet_of_high_priority_virtual_replicas_are_equal():
 def test_over_a_link_that_loses_a_tenth_what_has_changed_most_arrives(fec):
     flags = {
         "transport": "udp", "param_priority": "change", "param_priority_fraction": 0.1, "packet_bytes": 256,
-        "udp_interface": "lab0", "udp_fec": fec, "udp_fec_budget": 20.0 if fec == ("auto",) else 2.5,
+        "udp_interface": "lab0", "udp_fec": ("auto", "20") if fec == ("auto",) else fec,
     }  # fmt: skip
     output = run_in_lab("tests.param_priority_ranks", json.dumps(flags), "25", loss=0.1)
     told = [json.loads(found) for found in re.findall(r"\{\"rank\".*?\}", output)]

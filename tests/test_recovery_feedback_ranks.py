@@ -127,7 +127,7 @@ def telescopes(rank, config, steps, successful):
     [
         ("torch", {"grad_priority_fraction": 0.05}),
         ("pieces", {"grad_priority_fraction": 0.05}),
-        ("torch", {"grad_priority": "none", "loss_model": ("gilbert-elliott",), "ge_mean_burst": (8.0,)}),
+        ("torch", {"grad_priority": "none", "loss_model": ("gilbert-elliott:8",)}),
         ("torch", {"grad_priority": "element-quantile", "grad_residual_bound": 0.4}),
     ],
 )

@@ -50,7 +50,7 @@ WALKED = {
     "mechanisms.boundaries.monitor.BoundaryMonitor": "test_saved_state_virtual.py",
     "mechanisms.islands.monitor.IslandMonitor": "test_islands_train.py, saved and resumed",
     "mechanisms.islands.ranks.RankIslands": "test_islands_ranks.py, saved and resumed",
-    "mechanism.Mechanism": "no state of its own: test_islands_ranks.py",
+    "mechanism.Part": "no state of its own: test_islands_ranks.py",
     "mechanisms.async_pipeline.stash.Stash": "test_async_pipeline.py, saved and resumed",
     "mechanisms.async_pipeline.workers.StageWorkers": "test_async_pipeline.py, saved and resumed",
     "run.Pipeline": "no class of its own: what a pipeline must have",
@@ -72,7 +72,7 @@ def test_every_class_with_a_state_is_walked():
 
 SIZE = 3
 PACKETS = {"loss_unit": "packet", "packet_bytes": 16}
-BURSTS = {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (3.0,)}
+BURSTS = {"loss_model": ("gilbert-elliott:3",)}
 LEAD = {"param_send": "compensated"}
 GROUPS = {
     **{rule: PACKETS | {"grad_recovery": rule} for rule in ("renormalize", "zero", "previous")},

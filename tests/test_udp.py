@@ -179,7 +179,7 @@ def lost_of_each_source(rank, config):
 
 
 def test_within_a_node_nothing_crosses_as_a_datagram():
-    config = dataclasses.replace(HURRIED, lossy_links="inter-node", ranks_per_node=2)
+    config = dataclasses.replace(HURRIED, lossy_links="inter-node:2")
     lost = np.array(run_ranks(lost_of_each_source, 4, config))
     near = np.kron(np.eye(2), np.ones((2, 2))).astype(bool)
     assert (lost[near] == 0).all() and lost[~near].sum() > 0

@@ -53,7 +53,7 @@ def test_the_public_collectives_need_nobody_who_finishes_a_step():
 def test_over_a_link_that_loses_a_tenth_what_matters_arrives(fec):
     flags = {
         "transport": "udp", "grad_recovery": "error-feedback", "grad_priority_fraction": 0.1, "packet_bytes": 256,
-        "udp_interface": "lab0", "udp_fec": fec, "udp_fec_budget": 20.0 if fec == ("auto",) else 2.5,
+        "udp_interface": "lab0", "udp_fec": ("auto", "20") if fec == ("auto",) else fec,
     }  # fmt: skip
     output = run_in_lab("tests.udp_feedback_ranks", json.dumps(flags), "25", loss=0.1)
     told = [json.loads(found) for found in re.findall(r"\{\"rank\".*?\}", output)]
@@ -136,15 +136,15 @@ def test_the_code_follows_the_loss_within_the_budget():
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ({"udp_fec": ("10",)}, "--udp-fec 10: must be auto, or B C"),
+        ({"udp_fec": ("10",)}, "--udp-fec 10: must be auto, auto PERCENT, or B C"),
         ({"udp_fec": ("10", "256")}, "--udp-fec 10 256: needs 0 <= C, C at most 255"),
         ({"udp_fec": ("0", "0")}, "--udp-fec 0 0: needs"),
         ({"udp_fec": ("a", "b")}, "--udp-fec a b: must be auto"),
-        ({"udp_fec_budget": -1.0}, "--udp-fec-budget -1.0: must be percent"),
+        ({"udp_fec": ("auto", "-1")}, "--udp-fec auto -1: must be auto and at most one number"),
         ({"p_grad": 0.1}, "cannot be: what a channel draws beside the network"),
         ({"grad_residual_bound": 0.5}, "--grad-residual-bound 0.5: cannot be with --transport udp"),
         ({"packet_bytes": 12}, "--packet-bytes 12: must be at least 16"),
-        ({"udp_fec": ("10", "2"), "udp_fec_budget": 5.0}, "--udp-fec-budget 5.0: needs --udp-fec auto"),
+        ({"udp_fec": ("auto", "2", "5")}, "--udp-fec auto 2 5: must be auto and at most one number"),
         ({"grad_priority_sample": 500}, "--grad-priority-sample 500: needs --grad-priority element-quantile"),
     ],
 )

@@ -96,7 +96,7 @@ class _Drawing:
     def __init__(self, meta: ErrorMeta, config: LossyConfig) -> None:
         self._meta = meta
         self._config = config
-        self._keyed = config.grad_error != "trace"
+        self._keyed = config.error_kind != "trace"
         self._corruption = make_corruption(config)
 
     def check(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -142,7 +142,7 @@ class _Drawing:
         elif kind == "sync":
             if not config.synchronises or done not in _SYNCS:
                 raise ValueError(f"--param-sync-interval {config.param_sync_interval} synchronises nothing by {done!r}")
-            if config.param_sync_rule == "fixed" and row["interval"] != config.param_sync_interval:
+            if config.sync_rule[0] == "fixed" and row["interval"] != config.param_sync_interval:
                 raise ValueError(f"--param-sync-interval was {config.param_sync_interval}, not {row['interval']}")
         else:
             raise ValueError(f"{kind!r} is no kind of record")

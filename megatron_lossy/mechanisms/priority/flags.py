@@ -89,5 +89,5 @@ class PriorityFlags(Flags):
         codes = self.transport != "udp" or self.at_sender or self.param_priority != "none"
         return {
             "no parameter is lost": (self.loses("param"), {"param_send", "param_priority"}),
-            "no packet has priority": (codes, {"udp_fec", "udp_fec_budget"}),
+            "no packet has priority": (codes, {"udp_fec"}),
         }
