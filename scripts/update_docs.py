@@ -7,7 +7,8 @@ those of the asynchronous pipeline; between ``<!-- refusals: all -->`` and ``<!-
 megatron_lossy/refusals; between
 ``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results; between ``<!-- list: studies -->``
 and ``<!-- end -->``: the questions of configs/studies; between ``<!-- list: presets -->`` and ``<!-- end -->``: the files of
-configs/presets.
+configs/presets; ``<!-- list: features -->`` and ``<!-- list: machines -->``: what tests show, and where they ran
+(scripts/verified.py).
 
 The tables of a study are made from its runs.csv, whether the page shows or links them; those that are linked are files.
 """
@@ -32,6 +33,7 @@ from megatron_lossy.mechanisms.islands.flags import IslandFlags
 from megatron_lossy.refusals import listing
 from megatron_lossy.report import LossTable
 from megatron_lossy.train.config import TrainConfig
+from scripts.verified import feature_table, machine_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -53,10 +55,8 @@ def _content(kind: str, name: str) -> str:
         return (flag_tables(cls, mark=mark) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
     if kind == "refusals":
         return listing.pages() + "\n"
-    if kind == "list" and name == "presets":
-        return _presets()
     if kind == "list":
-        return _questions(ROOT / "configs" / name)
+        return _LISTS[name]()
     return table(RESULTS / name)
 
 
@@ -84,9 +84,9 @@ def linked_tables() -> dict[Path, str]:
     return {path: table(path) for path in found if path.suffix == ".md" and path.parent.parent == RESULTS / "studies"}
 
 
-def _questions(folder: Path) -> str:
+def _questions() -> str:
     rows = ["| file | question |", "| --- | --- |"]
-    for path in sorted(folder.glob("*.yaml")):
+    for path in sorted((ROOT / "configs/studies").glob("*.yaml")):
         question = yaml.safe_load(path.read_text(encoding="utf-8"))["question"]
         rows.append(f"| [{path.name}](../{path.relative_to(ROOT)}) | {question} |")
     return "\n".join(rows) + "\n"
@@ -96,6 +96,9 @@ def _presets() -> str:
     rows = ["| preset | |", "| --- | --- |"]
     rows += [f"| [{name}](../configs/presets/{name}.yaml) | {title(name)} |" for name in presets()]
     return "\n".join(rows) + "\n"
+
+
+_LISTS = {"studies": _questions, "presets": _presets, "features": feature_table, "machines": machine_table}
 
 
 def main() -> None:

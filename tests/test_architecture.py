@@ -7,6 +7,10 @@ import ast
 import functools
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.shows("imports run one way; pure rooms know no process group", device=False)
+
 PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 
 #: Rooms from the bottom up. Each may import what is in lines before its own, and nothing of its own line. Nothing may import the last.

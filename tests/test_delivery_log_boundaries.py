@@ -26,6 +26,8 @@ from tests.ranks import run_ranks
 from tests.test_pipeline_boundaries import BOTH, PLAIN, place_of
 from tests.tiny_gpt import TinyGPT, build
 
+pytestmark = pytest.mark.shows("messages between stages in the log: by value, drawn again, resumed")
+
 UDP = {"transport": "udp", "act_transport": "udp", "udp_cipher": "none", "loss_unit": "packet", "packet_bytes": 1408}
 #: Of messages of the tiny model.
 PACKETS = 21

@@ -24,6 +24,11 @@ from megatron_lossy.mechanisms.replicas.synchroniser import Synced
 from megatron_lossy.run import make_observers
 from tests.test_delivery_log import flip_bits, rewrite, truncate
 
+pytestmark = [
+    pytest.mark.shows("recorded errors are replayed where they were recorded"),
+    pytest.mark.shows("the log of errors: changed, missing and added records are noticed", device=False),
+]
+
 RANKS, STEPS, SIZES = 3, 9, (6, 5000, 3)
 KINDS = {
     "noise": {"grad_error": "gaussian", "grad_error_std": 0.5},

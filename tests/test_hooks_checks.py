@@ -15,6 +15,8 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import Lossy, check_version, megatron_training
 from megatron_lossy.hooks.facts import _expert_data_parallel_ranks, of_arguments, of_model
 
+pytestmark = pytest.mark.shows("versions of Megatron and settings that the hooks refuse", device=False)
+
 
 def check_arguments(arguments, config):
     check_refusals(config, of_arguments(arguments))

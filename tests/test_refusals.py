@@ -19,6 +19,8 @@ from megatron_lossy.train.facts import of_trainer
 from tests.refusal_examples import EXAMPLES
 from tests.trainer import TINY
 
+pytestmark = pytest.mark.shows("every refusal is reached, in one order, for each source of facts", device=False)
+
 PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 ROWS = [row for section in sections() for row in section.rows]
 

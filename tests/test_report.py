@@ -21,6 +21,8 @@ from megatron_lossy.report.scalars import AXES, check_names, file_name, recorded
 from megatron_lossy.report.table import ONE_SEED, ScalarEntry
 from megatron_lossy.train.metrics import perplexity
 
+pytestmark = pytest.mark.shows("tables and figures of runs, several seeds, metrics", device=False)
+
 
 def write_run(folder, p, losses, valid=None, seed=1, p_param=None, tail="", **config):
     """A metrics file: training losses from iteration 1, and validation losses by weights at the last iteration."""

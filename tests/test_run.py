@@ -15,6 +15,8 @@ from tests.test_hooks_owner_weights import CONFIG, save_and_go_on
 from tests.test_hooks_owner_weights import resume as resume_rank
 from tests.tiny_gpt import TinyGPT, build
 
+pytestmark = pytest.mark.shows("what real and virtual runs share: observers, updates, saved replicas")
+
 OVERLAPPED = TinyGPT(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=3000)
 FP16 = TinyGPT(dtype="fp16")
 

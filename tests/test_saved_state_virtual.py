@@ -10,6 +10,8 @@ from tests.ranks import run_ranks
 from tests.saved_state import unmissed, walk
 from tests.test_saved_state import BURSTS, ERRORS, LEAD, trace
 
+pytestmark = pytest.mark.shows("no entry of a saved state can be taken away unnoticed")
+
 BOTH = {"p_grad": 0.4, "p_param": 0.4, "save_replicas": True}
 SMALL_PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
 CLUSTERS = {

@@ -46,6 +46,11 @@ from megatron_lossy.report import Run
 from megatron_lossy.report.scalars import AXES
 from tests.programs import Program
 
+pytestmark = [
+    pytest.mark.shows("studies: cells run once, are shared, interrupted, killed, or fail"),
+    pytest.mark.shows("statistics of studies against plain NumPy", device=False),
+]
+
 ROOT = Path(__file__).parent.parent
 TINY = {
     "num-layers": 1,

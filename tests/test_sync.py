@@ -16,6 +16,11 @@ from megatron_lossy.mechanisms.replicas.repair import compare, repair
 from megatron_lossy.peers import LocalPeers, RankPeers
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.shows(
+    "fingerprints, majorities and repairs, in one process and over gloo",
+    "intervals of synchronisation: fixed, the paper's, ours",
+)
+
 # --- peers -----------------------------------------------------------------------------------------------------------
 
 
