@@ -135,7 +135,7 @@ def _models() -> Iterator[Case]:
     files = {"rates.txt": RATES}
     links = "--loss-model per-link:rates.txt"
     yield Case("per link/4 ranks", 4, (f"{links} {UNITS['packet']} {ON}",), files)
-    yield Case("per link/gradients only", 4, (f"{links} {UNITS['bucket']} {OVERLAPS['grad']}",), files)
+    yield Case("per link/gradients only", 4, (f"{links} bernoulli {UNITS['bucket']} {OVERLAPS['grad']}",), files)
     yield Case("per link/virtual", 0, (f"--virtual-workers 4 {links} {ON}",), files)
     source = f"{LOSS} --loss-correlation source"
     for unit, overlap in zip(UNITS, reversed(OVERLAPS)):
