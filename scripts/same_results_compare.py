@@ -47,9 +47,7 @@ def _failure(outcome: dict[str, Any], expected: int) -> str | None:
     return f"exit status {status} instead of {expected}: {told[-1]}"
 
 
-def verdict(
-    expected: int, old: dict[str, Any], new: dict[str, Any] | None = None, renamed: bool = False
-) -> Verdict:
+def verdict(expected: int, old: dict[str, Any], new: dict[str, Any] | None = None, renamed: bool = False) -> Verdict:
     """What to say of two outcomes of a case that should end with the status ``expected``; of one, if it ran."""
     for name, outcome in (("OLD", old), ("NEW", new)):
         if outcome is not None and "absent" in outcome:
