@@ -106,7 +106,8 @@ def test_a_mechanism_has_flags_refusals_and_observers(installed, tmp_path):
     assert table.returncode == 0 and "fewer than 3 ranks" in table.stdout
     help = run(installed, "-m", "megatron_lossy.train", "--help-loss", "alarm")
     assert help.returncode == 0 and "--alarm-above SHARE" in help.stdout
-    wrong = run(installed, "-m", "megatron_lossy.train", "--alarm-above", "2")
+    tiny = ROOT / "configs/tiny/llama_1m.yaml"
+    wrong = run(installed, "-m", "megatron_lossy.train", "--config", tiny, "--alarm-above", "2")
     assert wrong.returncode == 2 and "--alarm-above 2.0: must be in [0, 1)" in wrong.stderr
 
 
