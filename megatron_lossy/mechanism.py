@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .section import Flags
 
 if TYPE_CHECKING:
+    import torch
+
     from .config import LossyConfig
     from .config.refusal import Section
     from .ledger import Patch
@@ -51,14 +53,24 @@ class Mechanism:
         return []
 
     @classmethod
-    def grad_rule(cls, config: LossyConfig, rule: GradRecovery, wire: Wire) -> GradRecovery:
-        """The rule for the gradients of a bucket on ``wire``, instead of ``rule`` or around it."""
-        return rule
+    def grad_rules(cls, config: LossyConfig, rules: list[GradRecovery], wire: Wire) -> list[GradRecovery]:
+        """The rules for the gradients of the buckets of ``wire``, instead of ``rules`` or around them."""
+        return rules
 
     @classmethod
-    def param_rule(cls, config: LossyConfig, rule: Stale, wire: Wire) -> Stale:
-        """The rule for the parameters of a bucket on ``wire``, instead of ``rule`` or around it."""
-        return rule
+    def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
+        """The rules for the parameters of the buckets of ``wire``, instead of ``rules`` or around them."""
+        return rules
+
+    @classmethod
+    def sending(
+        cls, groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers: Callable[[], list[Any]]
+    ) -> Sending | None:
+        """The values that the owners of a stream of virtual workers send; ``None`` for their weights.
+
+        ``groups``: one for every worker. ``buckets``: Megatron's. ``optimizers``: returns Megatron's, once they exist.
+        """
+        return None
 
 
 class Part:
@@ -142,6 +154,9 @@ class Part:
 
     # --- weights and saved state -----------------------------------------------------------------------------------
 
+    def begin_saving(self) -> None:
+        """The stale units of replicas are about to be saved. A collective call."""
+
     def owner_weights(self) -> contextlib.AbstractContextManager[None] | None:
         """A context with the owners' weights in the model; ``None`` if the exchanges provide it."""
         return None
@@ -186,3 +201,42 @@ class Part:
 
     def close(self) -> None:
         """The run is over."""
+
+
+class Sending:
+    """The values that the owners of a stream of virtual workers send: their weights, unless a mechanism sends others.
+
+    Between updates the parameter ``buffers``, [N * shard] for every bucket, hold the values that were sent.
+    """
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self.buffers = buffers
+
+    @property
+    def weights(self) -> Sequence[torch.Tensor]:
+        """The owners' weights of every bucket."""
+        return self.buffers
+
+    @property
+    def kept(self) -> int:
+        """Elements held beside the buffers."""
+        return 0
+
+    def owner(self, worker: int) -> contextlib.AbstractContextManager[None]:
+        """A context in which the shards of ``worker`` hold its weights."""
+        return contextlib.nullcontext()
+
+    def withdraw(self) -> None:
+        """Put the owners' weights into the buffers."""
+
+    def before_update(self) -> None:
+        """The owners' weights, which are in the buffers, are about to be updated."""
+
+    def after_update(self) -> None:
+        """The owners' weights have been updated."""
+
+    def send(self, step: int) -> None:
+        """Put what owners send after the update of ``step`` into the buffers. It may be called again for ``step``."""
+
+    def restart(self) -> None:
+        """Begin again with the owners' weights of a checkpoint in the buffers."""

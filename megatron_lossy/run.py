@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .config import PHASES, LossyConfig
+from .config import PHASES, LossyConfig, PhaseLoss
 from .delivery_log.error_log import ErrorLog
 from .delivery_log.writer import DeliveryLog
 from .errors import UsageError, refuse
@@ -341,17 +341,20 @@ def _identity_of(config: LossyConfig) -> dict[str, str]:
     }
     if config.loss_unit != "packet":
         del flags["--packet-bytes"]
-    losses = {phase: config.phase(phase) for phase in config.exchanges()}
-    files = {phase: loss.matrix or loss.trace for phase, loss in losses.items()}
-    if any(files.values()):
-        flags["--loss-model"] = " ".join(
-            losses[phase].model + ("" if file is None else f" of {_content(file)}") for phase, file in files.items()
-        )
-        flags["--trace"] = ""
+    losses = [config.phase(phase) for phase in config.exchanges()]
+    if any(loss.matrix or loss.trace for loss in losses):
+        flags["--trace"], flags["--loss-model"] = "", " ".join(map(_model, losses))
     return flags
 
 
-def _content(path: Path) -> str:
+def _model(loss: PhaseLoss) -> str:
+    """The channel of ``loss``, with the content of its file."""
+    if loss.trace is not None:
+        return f"{loss.model} of {_content('--trace', loss.trace)}"
+    return loss.model if loss.matrix is None else f"{loss.model} of {_content('--loss-model', loss.matrix)}"
+
+
+def _content(flag: str, path: Path) -> str:
     """A digest of the file, or of the folder of a delivery log, that does not depend on its place."""
     try:
         if path.is_dir():
@@ -359,7 +362,7 @@ def _content(path: Path) -> str:
         else:
             described = path.read_bytes()
     except OSError as error:
-        raise refuse("--loss-model", path, f"cannot be read: {error.strerror}") from None
+        raise refuse(flag, path, f"cannot be read: {error.strerror}") from None
     return f"SHA-256 {hashlib.sha256(described).hexdigest()[:16]}"
 
 

@@ -55,6 +55,14 @@ class Flags:
         """Whether the flags need full replicas: each rank with all of the optimizer."""
         return False
 
+    def chosen(self) -> tuple[str, ...]:
+        """The phases whose senders choose units that must arrive."""
+        return ()
+
+    def sends_weights(self) -> bool:
+        """Whether owners send their weights as they are."""
+        return True
+
     def iterations(self, train_iters: int) -> int:
         """Iterations of the training loop for ``train_iters`` iterations of work."""
         return train_iters

@@ -61,6 +61,7 @@ TRANSPORT = [
     (UDP | {"lossy_self": True}, {}, "--lossy-self with --transport udp: cannot be: the own shard never crosses"),
     (UDP, {"torch": "2.7.1+cpu"}, "--transport udp: needs torch 2.8 or later under Megatron, this is 2.7.1+cpu"),
     (UDP, {"virtual": True}, "--transport udp: needs real ranks: virtual workers exchange in memory"),
+    (UDP, {"in_memory": True}, "--transport udp: must be torch or pieces: workers of one process exchange in memory"),
     (UDP, FULL, "--transport udp: carries no all-reduce; needs Megatron's distributed optimizer"),
     (
         UDP | {"udp_port": 65530},
@@ -300,11 +301,6 @@ PRIORITY = [
         {},
         "--transport udp with gradients lost by drawing, and --grad-priority or error-feedback: cannot be",
     ),
-    (
-        UDP | FIRST | {"grad_residual_bound": 0.5},
-        {},
-        "--grad-residual-bound 0.5: cannot be with --transport udp",
-    ),
     (UDP | FIRST | {"packet_bytes": 8}, {}, "--packet-bytes 8: must be at least 16 with --grad-priority over UDP"),
     (UDP | CHANGED | PARAM, {}, "--param-priority change over UDP with parameters lost by drawing: cannot be"),
     (UDP | CHANGED | {"packet_bytes": 8}, {}, "--packet-bytes 8: must be at least 16 with --param-priority over UDP"),
@@ -313,6 +309,7 @@ PRIORITY = [
         {"virtual": False},
         "--param-priority change with --transport torch: needs virtual workers or --transport udp",
     ),
+    (CHANGED | PARAM, {"in_memory": True}, "--param-priority change: must be none: workers of one process exchange"),
     (
         FIRST | GRAD,
         {"virtual": False},
@@ -337,7 +334,6 @@ PRIORITY = [
 ]
 
 LEAD = [
-    ({"param_lag": "0.5"}, {}, "--param-lag 0.5: needs --param-send compensated"),
     (
         GRAD | {"allow_divergence": True, "param_send": "compensated"},
         FULL,

@@ -102,7 +102,6 @@ launch.memory mechanisms.islands.memory
 launch.plan mechanisms.islands.flags
 mechanisms.async_pipeline.refusals mechanisms.boundaries.refusals
 mechanisms.islands.datagrams mechanisms.boundaries.links
-mechanisms.lead.refusals mechanisms.priority.refusals
 monitor.observer mechanisms.boundaries.loss
 monitor.observer mechanisms.boundaries.messages
 plugin mechanisms.islands.methods
@@ -122,19 +121,8 @@ train.loop mechanisms.islands.world
 train.loop mechanisms.replicas.virtual
 train.parallel mechanisms.islands.world
 train.saved mechanisms.islands.flags
-transport.base mechanisms.priority.choosing
-transport.choice mechanisms.lead.compensated
-transport.choice mechanisms.priority.choosing
-transport.choice mechanisms.priority.protected
-transport.drawn mechanisms.priority.choosing
-transport.drawn mechanisms.priority.protected
-transport.udp.carrier mechanisms.priority.choosing
-transport.udp.carrier mechanisms.priority.protected
 virtual.base mechanisms.boundaries.hooks
 virtual.cluster mechanisms.async_pipeline.virtual
-virtual.cluster mechanisms.lead.virtual
-virtual.sampling mechanisms.lead.virtual
-virtual.stream mechanisms.lead.virtual
 virtual.stream mechanisms.replicas.ranks
 """.strip().splitlines()
 )

@@ -75,7 +75,7 @@ TRAIN = [
         "--param-priority change with --transport torch: needs virtual workers or --transport udp",
         ranks=2,
     ),
-    Case("--param-priority-fraction 0.1", "--param-priority-fraction 0.1: needs --param-priority change"),
+    Case("--param-priority change:2", "--param-priority change:2: must be one of none, change[:K], with K in [0, 1]"),
     Case("--islands 3 --virtual-workers 4", "--islands 3: must divide the 4 virtual workers"),
     Case(
         "--islands 2 --sync-method parameters",

@@ -12,8 +12,8 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.hooks.buckets import own_shard
 from megatron_lossy.hooks.seam import slot_of
+from megatron_lossy.mechanisms.lead.lag import Counted
 from megatron_lossy.transport import BucketSpec, LossyGroup, LossyWorkers, lossy_all_gather
-from megatron_lossy.transport.counted import Counted
 from tests.ranks import RankFailed, run_ranks
 from tests.test_hooks_owner_weights import OVERLAPS, resume, save_and_go_on
 from tests.test_streams import Deferred
@@ -80,7 +80,7 @@ def record(rank, tiny, config, steps):
                     if lossy.update is not None
                     else None,
                     "elements": slot.group.params[slot.bucket].units.elements,
-                    "lead": slot.group.lead(step),
+                    "lead": slot.group.params[slot.bucket].lag.lead(step),
                     "success": report["success"],
                     "dtype": bucket.param_data.dtype,
                 }
@@ -148,7 +148,7 @@ def weights(rank, tiny, config, steps=4):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_without_a_lead_it_is_plain_bit_for_bit(dtype):
     tiny = TinyGPT(dtype=dtype, **OVERLAPPED)
-    nothing = dataclasses.replace(COMPENSATED, param_lag="0")
+    nothing = dataclasses.replace(COMPENSATED, param_send="compensated:0")
     plain, none, some = (run_ranks(weights, 2, tiny, config) for config in (PLAIN, nothing, COMPENSATED))
     for rank in range(2):
         for name, value in plain[rank].items():
@@ -194,13 +194,13 @@ def test_owners_weights_never_have_a_lead(overlap):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"param_lag": "x"}, "--param-lag x: must be auto, C0 or C0,R"),
-        ({"param_lag": "-1"}, "--param-lag -1: must be auto"),
-        ({"param_lag": "inf"}, "--param-lag inf: must be auto"),
-        ({"param_lag": "0.5,1"}, "--param-lag 0.5,1: must be auto"),
-        ({"param_lag": "0.5,0.1,2"}, "--param-lag 0.5,0.1,2: must be auto"),
-        ({"param_send": "plain", "param_lag": "0.5"}, "--param-lag 0.5: needs --param-send compensated"),
-        ({"param_send": "twice"}, "--param-send twice: must be one of plain, compensated"),
+        ({"param_send": "compensated:x"}, "--param-send compensated:x: must be plain"),
+        ({"param_send": "compensated:-1"}, "--param-send compensated:-1: must be plain"),
+        ({"param_send": "compensated:inf"}, "--param-send compensated:inf: must be plain"),
+        ({"param_send": "compensated:0.5,1"}, "--param-send compensated:0.5,1: must be plain"),
+        ({"param_send": "compensated:0.5,0.1,2"}, "--param-send compensated:0.5,0.1,2: must be plain"),
+        ({"param_send": "plain:0.5"}, "--param-send plain:0.5: must be plain, compensated"),
+        ({"param_send": "twice"}, "--param-send twice: must be plain, compensated"),
     ],
 )
 def test_bad_leads_are_refused(flags, message):
@@ -212,7 +212,7 @@ def test_the_lead_follows_the_loss_model(tmp_path):
     """From the flags, at the rate of the step, over the receivers of an owner."""
 
     def lead(step=5, rank=1, **flags):
-        return group_in_memory(LossyConfig(param_send="compensated", **flags), rank=rank).lead(step)
+        return group_in_memory(LossyConfig(**{"param_send": "compensated"} | flags), rank=rank).params[0].lag.lead(step)
 
     assert lead(p_param=0.4) == pytest.approx((2 / 3, 0))
     assert lead(loss_schedule=("0:0,3:0.2",)) == pytest.approx((0.25, 0)) and lead(2, loss_schedule=("0:0,3:0.2",)) == (
@@ -225,7 +225,7 @@ def test_the_lead_follows_the_loss_model(tmp_path):
     mixed = theory.lead(0.4, (0.25 + 1.5) / 2)
     assert lead(loss_model=(f"per-link:{tmp_path / 'rates'}",)) == pytest.approx(tuple(mixed))
     nodes = {"p_param": 0.4, "lossy_links": "inter-node:2"}
-    assert lead(p_param=0.4, param_lag="1.0,0.25") == (1.0, 0.25)
+    assert lead(p_param=0.4, param_send="compensated:1.0,0.25") == (1.0, 0.25)
     assert nodes
 
 
@@ -322,8 +322,9 @@ def test_receivers_count_from_the_start_where_a_later_rate_tells_nothing():
             param_send="compensated",
         )  # fmt: skip
         group = group_in_memory(config, rank=1, shard=50)
-        assert (group.counted is not None) == counts
-        assert group.lead(0) == (0, 0) and (group.lead(10) == (0, 0)) == counts
+        lag = group.params[0].lag
+        assert (lag.counted is not None) == counts
+        assert lag.lead(0) == (0, 0) and (lag.lead(10) == (0, 0)) == counts
 
 
 def test_counted_lag_is_that_of_the_losses():
@@ -371,7 +372,7 @@ def sent_from_elsewhere(rank, config, steps):
 
 
 def test_the_own_shard_has_no_lead_wherever_it_was_sent_from():
-    config = LossyConfig(p_param=0.4, loss_unit="packet", packet_bytes=4, param_send="compensated", param_lag="1.0")
+    config = LossyConfig(p_param=0.4, loss_unit="packet", packet_bytes=4, param_send="compensated:1.0")
     for found in run_ranks(sent_from_elsewhere, 2, config, 4):
         assert found == [([step + 1.0], [step + 1.0]) for step in range(4)]
 
@@ -417,7 +418,7 @@ def test_a_lead_follows_a_schedule(resumed):
         lossy.all_gather(0, replicas, owned, step)
         rate = 0.4 if step < 4 else 0.0 if step < 7 else 0.2
         c, r = theory.Lag.of(rate, 4.0).lead if rate else (0.0, 0.0)
-        assert lossy.groups[0].lead(step) == pytest.approx((c, r), rel=1e-6)
+        assert lossy.groups[0].params[0].lag.lead(step) == pytest.approx((c, r), rel=1e-6)
         lead = (c * (weights - before) + r * lead) * (step > 0)
         ahead.append(np.abs(lead).max())
         for rank, group in enumerate(lossy.groups):
@@ -439,7 +440,7 @@ def descend(config, gain, beta1, workers, steps):
     for step in range(steps):
         moment = beta1 * moment + (1 - beta1) * torch.stack(replicas).mean(dim=0)
         for rank, group in enumerate(groups):
-            group.before_update([own[rank]])
+            group.params[0].before_update(own[rank])
             own[rank] -= gain * moment[rank * shard : (rank + 1) * shard]
         sent = []
         transfers = [

@@ -472,7 +472,11 @@ def told_of_priorities(rank, config):
 def test_priorities_and_residuals_are_counted_as_real_and_virtual_runs_count_them():
 
     config = LossyConfig(
-        p_grad=0.4, loss_unit="packet", packet_bytes=256, grad_recovery="error-feedback", grad_priority_fraction=0.2
+        p_grad=0.4,
+        loss_unit="packet",
+        packet_bytes=256,
+        grad_recovery="error-feedback",
+        grad_priority="packet-mean:0.2",
     )
     names = ("priority share", "recovered share", "residual share", "residual ratio", "oldest residual")
     real = run_ranks(told_of_priorities, 2, config)

@@ -231,9 +231,7 @@ def test_over_datagrams_every_digit_is_that_of_the_same_losses_in_pieces(megatro
         "--overlap-grad-reduce",
         "--overlap-param-gather",
         "--param-send",
-        "compensated",
-        "--param-lag",
-        "0.4",
+        "compensated:0.4",
     ]
     pieces, done = pretrain(megatron_lm, *flags, "--transport", "pieces")
     assert done.returncode == 0, done.stderr[-3000:]

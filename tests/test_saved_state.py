@@ -10,6 +10,7 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.theory.islands import rounds_of
+from megatron_lossy.mechanisms.lead.compensated import Compensated
 from megatron_lossy.mechanisms.replicas import average
 from megatron_lossy.peers import LocalPeers
 from megatron_lossy.transport import BucketSpec, LossyWorkers
@@ -25,11 +26,11 @@ CPU = torch.device("cpu")
 #: Every class with a state, and the walk below, or the test, that has it.
 WALKED = {
     "transport.group.LossyGroup": "test_groups",
-    "transport.counted.Counted": "test_groups",
     "recovery.base.Rule": "test_groups",
     "mechanisms.priority.protected.Protected": "test_groups",
     "mechanisms.priority.protected.Prioritised": "test_saved_state_virtual.py",
     "mechanisms.lead.compensated.Compensated": "test_groups",
+    "mechanisms.lead.lag.Counted": "test_groups",
     "recovery.feedback.ErrorFeedback": "test_groups",
     "recovery.previous.Previous": "test_groups",
     "mechanisms.priority.choosing.ParamPriority": "test_saved_state_virtual.py",
@@ -81,13 +82,19 @@ GROUPS = {
     **{rule: PACKETS | {"grad_recovery": rule} for rule in ("renormalize", "zero", "previous")},
     "previous of shards": {"grad_recovery": "previous", "lossy_self": True},
     "error-feedback": PACKETS | {"grad_recovery": "error-feedback", "grad_priority": "none"},
-    "error-feedback, bursts": PACKETS | BURSTS | {"grad_recovery": "error-feedback", "grad_priority_fraction": 0.1},
+    "error-feedback, bursts": PACKETS
+    | BURSTS
+    | {"grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.1"},
     "lead": LEAD,
     "lead, bursts": PACKETS | BURSTS | LEAD | {"grad_recovery": "error-feedback"},
     "lead, schedule": BURSTS | LEAD | {"loss_schedule": ("0:0.4,4:0,5:0.2",), "grad_recovery": "previous"},
-    "lead, given": LEAD | {"param_lag": "0.5,0.25", "grad_recovery": "previous"},
+    "lead, given": LEAD | {"param_send": "compensated:0.5,0.25", "grad_recovery": "previous"},
     "lead, counted": PACKETS | LEAD | {"loss_model": ("trace",)},
 }
+
+
+def _lead(rule, step):
+    return rule.lag.lead(step) if isinstance(rule, Compensated) else None
 
 
 class Groups:
@@ -104,7 +111,7 @@ class Groups:
             self.one()
             rules = [rule for group in self.lossy.groups for rule in group.grads]
             told = [vars(rule.priority.told) for rule in rules if hasattr(rule, "priority")]
-            leads = [group.lead(self.step) for group in self.lossy.groups]
+            leads = [_lead(rule, self.step) for group in self.lossy.groups for rule in group.params]
             history.append([[one.copy() for one in self.replicas()], copy.deepcopy(told), leads])
         return history
 

@@ -80,7 +80,7 @@ def simulated(size, config, dtype, averaged):
 CASES = [
     *({"grad_recovery": rule} for rule in ("renormalize", "renormalize-remote", "zero", "previous")),
     {"grad_recovery": "renormalize", "lossy_self": True},
-    PACKETS | {"grad_recovery": "error-feedback", "grad_priority_fraction": 0.2},
+    PACKETS | {"grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.2"},
     PACKETS | BURSTS | {"grad_recovery": "error-feedback", "grad_priority": "none", "param_send": "compensated"},
     PACKETS | BURSTS | {"param_send": "compensated", "transport": "pieces"},
     {"p_grad": 0.0},

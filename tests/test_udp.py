@@ -61,7 +61,7 @@ def test_every_setting_of_megatron(name):
     ["compensated", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES)],
 )
 def test_every_rule_and_overlap_gives_what_pieces_give(name):
-    flags = {"param_send": "compensated", "param_lag": "0.6"} if name == "compensated" else {"grad_recovery": name}
+    flags = {"param_send": "compensated:0.6"} if name == "compensated" else {"grad_recovery": name}
     chosen = [
         (
             f"{dtype} {overlap}",

@@ -60,13 +60,9 @@ def cases(folder, size):
             **lossy,
             **UNITS["packet"],
             grad_recovery="error-feedback",
-            grad_priority="element-quantile",
-            grad_priority_scope="destination",
-            grad_priority_fraction=0.2,
+            grad_priority="element-quantile:0.2",
         ),
-        "zeros with a bound": LossyConfig(
-            **lossy, **UNITS["packet"], grad_recovery="zero", grad_priority="packet-mean", grad_residual_bound=0.35
-        ),
+        "zeros": LossyConfig(**lossy, **UNITS["packet"], grad_recovery="zero", grad_priority="packet-mean:0.1"),
     }
     for name, config in channels.items():
         yield name, {"layers": 1}, config

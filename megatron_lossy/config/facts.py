@@ -18,6 +18,8 @@ class Facts:
     workers: int | None = None
     #: Whether one process computes for all workers.
     virtual: bool | None = None
+    #: Whether the workers of one process exchange without Megatron (:class:`megatron_lossy.transport.LossyWorkers`).
+    in_memory: bool | None = None
     #: Ranks of the largest group that exchanges gradients. Experts may have a larger one than the other layers.
     largest_group: int | None = None
     ranks_of_host: int | None = None

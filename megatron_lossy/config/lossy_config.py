@@ -107,6 +107,12 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     def needs_whole_optimizers(self) -> bool:
         return any(all_of(SECTIONS, "needs_whole_optimizers", of=self))
 
+    def chosen(self) -> tuple[str, ...]:
+        return tuple(phase for phases in all_of(SECTIONS, "chosen", of=self) for phase in phases)
+
+    def sends_weights(self) -> bool:
+        return all(all_of(SECTIONS, "sends_weights", of=self))
+
     def iterations(self, train_iters: int) -> int:
         return min(all_of(SECTIONS, "iterations", train_iters, of=self))
 
@@ -198,7 +204,8 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
             f"the unit of loss is a {self.loss_unit}": (self.loss_unit == "packet", {"packet_bytes"}),
         }
         for answer in all_of(SECTIONS, "idle", of=self):
-            about |= answer
+            for why, (used, names) in answer.items():
+                about[why] = (used, names | about.get(why, (used, set()))[1])
         settings = given(self)
         result = []
         for why, (used, names) in about.items():

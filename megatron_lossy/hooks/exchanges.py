@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from ..channel.corruption import Corruption
@@ -15,8 +13,7 @@ from ..exchange import Stream
 from ..mechanisms.replicas.lossy_all_reduce import shard_size
 from ..mechanisms.replicas.ranks import ReplicaStream, errors_of_owner
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
-from .buckets import apart, buckets_by_stream, own_shard, replicated_units
-from .main_weights import MainWeights
+from .buckets import apart, buckets_by_stream, replicated_units
 from .seam import Slot, attach
 from .versions import pipeline_stage, tensor_group
 
@@ -27,23 +24,15 @@ if TYPE_CHECKING:
 class Exchanges:
     """Makes the groups of this process.
 
-    ``job``: the number of this training job, and the number of equal jobs; no two lose the same. ``optimizers``:
-    returns Megatron's, which are made after the groups.
+    ``job``: the number of this training job, and the number of equal jobs; no two lose the same.
     """
 
-    def __init__(
-        self,
-        config: LossyConfig,
-        job: tuple[int, int],
-        corruption: Corruption | None,
-        optimizers: Callable[[], list[Any]],
-    ) -> None:
+    def __init__(self, config: LossyConfig, job: tuple[int, int], corruption: Corruption | None) -> None:
         self.config = config
         #: The node of each rank of the world, with ``--lossy-links inter-node``; ``None`` until they are found.
         self.nodes: list[int] | None = None
         self._job, self._jobs = job
         self._corruption = corruption
-        self._optimizers = optimizers
         self._networks: dict[tuple[str, tuple[int, ...]], Network] = {}
 
     def find_nodes(self) -> bool:
@@ -104,18 +93,10 @@ class Exchanges:
         for number, (_, bucket) in enumerate(buckets):
             attach(bucket.grad_data, Slot(group, number))
             attach(bucket.param_data, Slot(group, number))
-            if group.compensates:
-                own = own_shard(bucket, group.rank, group.size)
-                group.params[number].weights = self._main_weights(bucket, own)
         if config.errs and len(ranks) > 1:
             owner = members[group.rank]
             group.errors = errors_of_owner(config, self._corruption, stream, buckets, len(members), group.rank, owner)
         return group
-
-    def _main_weights(self, bucket: Any, own: torch.Tensor) -> Callable[[], torch.Tensor]:
-        # The optimizer comes after DDP.
-        found = functools.cache(lambda: MainWeights(self._optimizers(), bucket, own))
-        return lambda: found()()
 
     def _network(self, phase: str, ranks: list[int]) -> Network:
         key = (phase, tuple(ranks))

@@ -68,13 +68,12 @@ class Lossy(Run):
         self._gathers = False  # whether some chunk gathers parameters
         self._all_reduced = False  # whether gradients of this iteration were
         self._told_all_reduce = False
-        self._adding: dict[LossyGroup, tuple[torch.Tensor, Any]] = {}  # sums that are under way
         self._checked = False  # whether all buckets that are updated are known to be exchanged
         #: The number of this training job among equal ones, and how many there are.
         self.job, self.jobs = next((one.job for one in parts if one.job != (0, 1)), (0, 1))
         #: Draws or replays the errors that hit gradients.
         self.corruption = make_corruption(config, recorded_events(config))
-        self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption, self.living_optimizers)
+        self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
         for one in self.parts:
             one.attach(self)
@@ -128,6 +127,12 @@ class Lossy(Run):
     @property
     def groups(self) -> list[LossyGroup]:
         return [group for ddp in self.chunks for group in self._chunks[ddp]]
+
+    def exchanged(self) -> Iterator[tuple[LossyGroup, dist.ProcessGroup, list[tuple[Any, Any]]]]:
+        """The groups, the process group of each, and Megatron's (buffer, bucket) in canonical order."""
+        for ddp in self.chunks:
+            for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
+                yield group, pairs[0][0].data_parallel_group, pairs
 
     # --- which step it is ----------------------------------------------------------------------------------------
 
@@ -184,26 +189,6 @@ class Lossy(Run):
         super().begin_update()
         for one in self.parts:
             one.begin_update()
-        self._finish_adding()
-        for ddp in self.chunks if self.config.param_send == "compensated" else ():
-            for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
-                if group.compensates:
-                    group.before_update([own_shard(bucket, group.rank, group.size) for _, bucket in pairs])
-                    self._agree(group, pairs[0][0].data_parallel_group)
-
-    def _agree(self, group: LossyGroup, process_group: dist.ProcessGroup) -> None:
-        """Let the ranks of a group add up what they count. It takes until the next update, so that nobody waits."""
-        if group.counted is None:
-            return
-        group.counted.begin_update()
-        sums = torch.from_numpy(group.counted.sums.copy()).to(self.device)
-        self._adding[group] = (sums, dist.all_reduce(sums, group=process_group, async_op=True))
-
-    def _finish_adding(self) -> None:
-        for group, (sums, work) in self._adding.items():
-            work.wait()
-            group.counted.coming = sums.cpu().numpy()
-        self._adding.clear()
 
     def loss_scale(self) -> torch.Tensor | None:
         optimizer = next(iter(self.living_optimizers()), None)
@@ -253,12 +238,7 @@ class Lossy(Run):
         return [*super().carriers, *(carrier for one in self.parts for carrier in one.carriers)]
 
     def replicas(self) -> list[RankSampler]:
-        result = []
-        for ddp in self.chunks:
-            streams = zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True)
-            for group, (_, _, pairs) in streams:
-                result.append(RankSampler(group, pairs[0][0].data_parallel_group, pairs))
-        return result
+        return [RankSampler(group, ranks, pairs) for group, ranks, pairs in self.exchanged()]
 
     def settle(self) -> None:
         with torch.no_grad():
@@ -353,9 +333,8 @@ class Lossy(Run):
         return {"stale": self._stale(), **beside} if beside else self._stale()
 
     def _stale(self) -> list[Any]:
-        self._finish_adding()
-        if any(group.compensates for group in self.groups):
-            self.settle()  # else the lead of a gather that is still to come would be lost
+        for one in self.parts:
+            one.begin_saving()
         return stale_state(self.buckets(), self.update)
 
     def load_replica_state(self, state: Any) -> None:

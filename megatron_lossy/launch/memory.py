@@ -218,7 +218,7 @@ def _loss(lossy: LossyConfig, weights: int, compute: int, shards: int, device: D
     kept = GRAD_RECOVERIES.load(lossy.grad_recovery).kept_share(1 if masked else grad)
     if grad and kept:
         components["last gradients"] = kept * weights * _GRADIENT
-    if param and lossy.param_send == "compensated":  # in float32 the lead and the weights before; a short own shard
+    if param and not lossy.sends_weights():  # in float32 the lead and the weights before; a short own shard
         components["lead"] = weights / shards * (2 * 4 + (compute if compute < 4 else 0))
     if shards > 1 and lossy.param_priority != "none":
         components["parameters delivered for certain"] = weights / shards * compute

@@ -10,6 +10,8 @@ from ..config.refusal import Refusal
 Row = Refusal[LossyConfig]
 
 OFF = "needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"
+#: Why flags about parameters do not go with gradients that are lost in an all-reduce.
+NO_PARAMETERS = f"no parameters are sent, and the second half of an all-reduce is no place for it; {OFF}"
 ONE_EMBEDDING = "give --untie-embeddings-and-output-weights, and no --mtp-num-layers"
 IN_MEMORY = "needs real ranks: virtual workers exchange in memory; choose pieces"
 

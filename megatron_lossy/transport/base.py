@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from ..exchange import BucketUnits, Delivery, Exchange, Stream
-from ..mechanisms.priority.choosing import Priority
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
 
 
@@ -113,10 +112,6 @@ class Wire(ABC):
     @abstractmethod
     def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
         """Begin the exchange of the parameters ``x``; ``rule`` handles their lost units."""
-
-    @abstractmethod
-    def protected(self, rule: GradRecovery, priority: Priority) -> GradRecovery:
-        """Returns ``rule`` with senders whose ``priority`` chooses the units that have to arrive."""
 
     def note_all_reduce(self, x: Callable[[], Gradients], rule: GradRecovery) -> None:
         """Note that the gradients ``x()`` are about to be all-reduced: all of them arrive."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class AsyncPipeline(Mechanism):
-    """The asynchronous pipeline: their place among the mechanisms."""
+    """The place of the asynchronous pipeline among the mechanisms."""
 
     name = "async-pipeline"
     Flags = AsyncPipelineFlags

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Islands(Mechanism):
-    """Islands: their place among the mechanisms."""
+    """The place of islands among the mechanisms."""
 
     name = "islands"
     Flags = IslandFlags

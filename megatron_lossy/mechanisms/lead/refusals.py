@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from ...config.refusal import Section
-from ...refusals.row import Row
-from ..priority.refusals import NO_PARAMETERS
+from ...refusals.row import NO_PARAMETERS, Row
 
 LEAD = Section(
     "lead",
     "Lead of parameters",
     (
         Row(
-            flag="--param-lag",
-            beside="--param-send plain",
-            why="needs --param-send compensated",
-            when=lambda config, facts: config.lead is not None and config.param_send == "plain",
-        ),
-        Row(
-            flag=("--param-send", "--param-lag"),
+            flag=("--param-send",),
             beside="lost gradients and no distributed optimizer",
             why=NO_PARAMETERS,
             when=lambda config, facts: facts.distributed_optimizer is False and not config.untouched("grad"),

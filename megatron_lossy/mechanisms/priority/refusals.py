@@ -5,10 +5,8 @@ from __future__ import annotations
 from ...config import LossyConfig
 from ...config.refusal import Section
 from ...config.transport import UDP_REPORT_BYTES
-from ...refusals.row import OFF, ONE_EMBEDDING, Row, above
+from ...refusals.row import NO_PARAMETERS, ONE_EMBEDDING, Row, above
 
-#: Why flags about parameters do not go with gradients that are lost in an all-reduce.
-NO_PARAMETERS = f"no parameters are sent, and the second half of an all-reduce is no place for it; {OFF}"
 _TOLD_LATE = "is told late what was lost, when "
 _WITH_UDP = "{config.grad_recovery} with --transport udp"
 
@@ -65,7 +63,7 @@ PRIORITY = Section(
             beside="--param-send compensated",
             value="{config.param_priority} with --param-send {config.param_send}",
             why="cannot be: a packet that always arrives is not late, and a lead would put it ahead",
-            when=lambda config, facts: config.param_priority != "none" and config.param_send != "plain",
+            when=lambda config, facts: config.param_priority != "none" and not config.sends_weights(),
         ),
         Row(
             flag="--transport",
@@ -73,12 +71,6 @@ PRIORITY = Section(
             value="udp with gradients lost by drawing, and --grad-priority or error-feedback",
             why="cannot be: what a channel draws beside the network nobody reports to its sender; omit the loss rate",
             when=lambda config, facts: _over_udp(config) and not config.phase("grad").lossless,
-        ),
-        Row(
-            flag="--grad-residual-bound",
-            beside="--transport udp",
-            why="cannot be with --transport udp",
-            when=lambda config, facts: _over_udp(config) and config.grad_residual_bound != 1,
         ),
         Row(
             flag="--packet-bytes",
@@ -112,6 +104,12 @@ PRIORITY = Section(
             ),
         ),
         Row(
+            flag="--param-priority",
+            beside="LossyWorkers",
+            why="must be none: workers of one process exchange in memory",
+            when=lambda config, facts: config.param_priority != "none" and facts.in_memory,
+        ),
+        Row(
             flag="--grad-priority",
             beside="real ranks and --grad-recovery renormalize, renormalize-remote",
             value="{config.grad_priority} with --grad-recovery {config.grad_recovery}",
@@ -124,7 +122,7 @@ PRIORITY = Section(
             ),
         ),
         Row(
-            flag=("--param-priority", "--param-priority-fraction"),
+            flag=("--param-priority",),
             beside="lost gradients and no distributed optimizer",
             why=NO_PARAMETERS,
             when=lambda config, facts: facts.distributed_optimizer is False and not config.untouched("grad"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Replicas(Mechanism):
-    """Full replicas: their place among the mechanisms."""
+    """The place of full replicas among the mechanisms."""
 
     name = "replicas"
     Flags = ReplicaFlags
