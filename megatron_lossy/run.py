@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from .channel.corruption import Corruption, make_corruption
-from .config import PHASES, LossyConfig
+from .config import PHASES, LossyConfig, PhaseLoss
 from .delivery_log.error_log import ErrorLog
 from .delivery_log.errors import recorded_events
 from .delivery_log.writer import DeliveryLog
@@ -37,7 +37,6 @@ REPLICAS = "lossy_replicas"
 FORMAT = 3
 # Flags of the use of replicas, not of their values.
 _OF_NO_MATTER = ("eval_weights", "save_replicas")
-_FILES = ("link_rates_grad", "link_rates_param", "trace")
 
 
 def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
@@ -395,25 +394,34 @@ def first(answers: Iterable[Any]) -> Any:
 
 def _identity_of(config: LossyConfig) -> dict[str, str]:
     flags = {
-        flag_name(LossyConfig, name): _content(name, value) if name in _FILES and value else as_text(value)
+        flag_name(LossyConfig, name): as_text(value)
         for name, value in identity(config).items()
         if name not in _OF_NO_MATTER
     }
     if config.loss_unit != "packet":
         del flags["--packet-bytes"]
+    losses = [config.phase(phase) for phase in config.exchanges()]
+    if any(loss.matrix or loss.trace for loss in losses):
+        flags["--trace"], flags["--loss-model"] = "", " ".join(map(_model, losses))
     return flags
 
 
-def _content(name: str, value: str) -> str:
+def _model(loss: PhaseLoss) -> str:
+    """The channel of ``loss``, with the content of its file."""
+    if loss.trace is not None:
+        return f"{loss.model} of {_content('--trace', loss.trace)}"
+    return loss.model if loss.matrix is None else f"{loss.model} of {_content('--loss-model', loss.matrix)}"
+
+
+def _content(flag: str, path: Path) -> str:
     """A digest of the file, or of the folder of a delivery log, that does not depend on its place."""
-    path = Path(value)
     try:
         if path.is_dir():
             described = repr(sorted((file.name, file.stat().st_size) for file in path.iterdir())).encode()
         else:
             described = path.read_bytes()
     except OSError as error:
-        raise refuse(flag_name(LossyConfig, name), value, f"cannot be read: {error.strerror}") from None
+        raise refuse(flag, path, f"cannot be read: {error.strerror}") from None
     return f"SHA-256 {hashlib.sha256(described).hexdigest()[:16]}"
 
 

@@ -145,7 +145,8 @@ def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6):
                 lost["grad"] += int((~arrived).sum())
                 sent = np.array([members[rank]["sent"] for rank in group]).reshape(size, size, shard)
                 elements = place["units"]["grad"][1]
-                share = config.grad_priority_fraction if config.grad_priority == "packet-mean" else 0.0
+                priority, share = config.grad_priority_rule
+                share = share if priority == "packet-mean" else 0.0
                 reference = ReferenceReduce(config.grad_recovery, size, shard, elements, share)
                 rule = reduce.setdefault((key, group), reference)
                 expected = rule(sent, arrived, counted=success)

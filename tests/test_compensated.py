@@ -29,7 +29,7 @@ pytestmark = pytest.mark.shows(
 
 PLAIN = LossyConfig(p_grad=0.2, p_param=0.4, loss_unit="packet", packet_bytes=1000)
 COMPENSATED = dataclasses.replace(PLAIN, param_send="compensated")
-BURSTS = dataclasses.replace(COMPENSATED, loss_unit="shard", loss_model=("gilbert-elliott",), ge_mean_burst=(4.0,))
+BURSTS = dataclasses.replace(COMPENSATED, loss_unit="shard", loss_model=("gilbert-elliott:4",))
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
 SETTINGS = {
     "fp32": (2, TinyGPT(), COMPENSATED),
@@ -148,7 +148,7 @@ def weights(rank, tiny, config, steps=4):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_without_a_lead_it_is_plain_bit_for_bit(dtype):
     tiny = TinyGPT(dtype=dtype, **OVERLAPPED)
-    nothing = dataclasses.replace(COMPENSATED, param_lag="0")
+    nothing = dataclasses.replace(COMPENSATED, param_send="compensated:0")
     plain, none, some = (run_ranks(weights, 2, tiny, config) for config in (PLAIN, nothing, COMPENSATED))
     for rank in range(2):
         for name, value in plain[rank].items():
@@ -194,13 +194,13 @@ def test_owners_weights_never_have_a_lead(overlap):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"param_lag": "x"}, "--param-lag x: must be auto, C0 or C0,R"),
-        ({"param_lag": "-1"}, "--param-lag -1: must be auto"),
-        ({"param_lag": "inf"}, "--param-lag inf: must be auto"),
-        ({"param_lag": "0.5,1"}, "--param-lag 0.5,1: must be auto"),
-        ({"param_lag": "0.5,0.1,2"}, "--param-lag 0.5,0.1,2: must be auto"),
-        ({"param_send": "plain", "param_lag": "0.5"}, "--param-lag 0.5: needs --param-send compensated"),
-        ({"param_send": "twice"}, "--param-send twice: must be one of plain, compensated"),
+        ({"param_send": "compensated:x"}, "--param-send compensated:x: must be plain"),
+        ({"param_send": "compensated:-1"}, "--param-send compensated:-1: must be plain"),
+        ({"param_send": "compensated:inf"}, "--param-send compensated:inf: must be plain"),
+        ({"param_send": "compensated:0.5,1"}, "--param-send compensated:0.5,1: must be plain"),
+        ({"param_send": "compensated:0.5,0.1,2"}, "--param-send compensated:0.5,0.1,2: must be plain"),
+        ({"param_send": "plain:0.5"}, "--param-send plain:0.5: must be plain, compensated"),
+        ({"param_send": "twice"}, "--param-send twice: must be plain, compensated"),
     ],
 )
 def test_bad_leads_are_refused(flags, message):
@@ -212,21 +212,20 @@ def test_the_lead_follows_the_loss_model(tmp_path):
     """From the flags, at the rate of the step, over the receivers of an owner."""
 
     def lead(step=5, rank=1, **flags):
-        return group_in_memory(LossyConfig(param_send="compensated", **flags), rank=rank).params[0].lag.lead(step)
+        return group_in_memory(LossyConfig(**{"param_send": "compensated"} | flags), rank=rank).params[0].lag.lead(step)
 
     assert lead(p_param=0.4) == pytest.approx((2 / 3, 0))
     assert lead(loss_schedule=("0:0,3:0.2",)) == pytest.approx((0.25, 0)) and lead(2, loss_schedule=("0:0,3:0.2",)) == (
         0,
         0,
     )
-    bursts = {"p_param": 0.4, "loss_model": ("gilbert-elliott",), "ge_mean_burst": (4.0,)}
+    bursts = {"p_param": 0.4, "loss_model": ("gilbert-elliott:4",)}
     assert lead(**bursts) == pytest.approx(tuple(theory.Lag.of(0.4, 4.0).lead))
     np.savetxt(tmp_path / "rates", [[0, 0.1, 0.1], [0.2, 0, 0.6], [0.1, 0.1, 0]])
-    files = {"loss_model": ("per-link",), "link_rates_grad": str(tmp_path / "rates")}
     mixed = theory.lead(0.4, (0.25 + 1.5) / 2)
-    assert lead(link_rates_param=str(tmp_path / "rates"), **files) == pytest.approx(tuple(mixed))
-    nodes = {"p_param": 0.4, "lossy_links": "inter-node", "ranks_per_node": 2}
-    assert lead(p_param=0.4, param_lag="1.0,0.25") == (1.0, 0.25)
+    assert lead(loss_model=(f"per-link:{tmp_path / 'rates'}",)) == pytest.approx(tuple(mixed))
+    nodes = {"p_param": 0.4, "lossy_links": "inter-node:2"}
+    assert lead(p_param=0.4, param_send="compensated:1.0,0.25") == (1.0, 0.25)
     assert nodes
 
 
@@ -319,7 +318,7 @@ def test_receivers_count_from_the_start_where_a_later_rate_tells_nothing():
     """Of bursts so long that ages of thousands of steps matter, after steps without loss."""
     for burst, counts in ((20.0, False), (500.0, True)):
         config = LossyConfig(
-            loss_model=("gilbert-elliott",), loss_schedule=("0:0,10:0.3",), ge_mean_burst=(burst,),
+            loss_model=(f"gilbert-elliott:{burst}",), loss_schedule=("0:0,10:0.3",),
             param_send="compensated",
         )  # fmt: skip
         group = group_in_memory(config, rank=1, shard=50)
@@ -373,12 +372,12 @@ def sent_from_elsewhere(rank, config, steps):
 
 
 def test_the_own_shard_has_no_lead_wherever_it_was_sent_from():
-    config = LossyConfig(p_param=0.4, loss_unit="packet", packet_bytes=4, param_send="compensated", param_lag="1.0")
+    config = LossyConfig(p_param=0.4, loss_unit="packet", packet_bytes=4, param_send="compensated:1.0")
     for found in run_ranks(sent_from_elsewhere, 2, config, 4):
         assert found == [([step + 1.0], [step + 1.0]) for step in range(4)]
 
 
-@pytest.mark.parametrize("channel", [{}, {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (3.0,)}])
+@pytest.mark.parametrize("channel", [{}, {"loss_model": ("gilbert-elliott:3",)}])
 def test_replicas_of_a_plain_process_group_are_not_late(channel):
     """Constant growth: 1,000 packets are late by the mean age, and with a lead on time, within five standard errors."""
     for send, expected in (("plain", theory.Lag.of(0.4).mean), ("compensated", 0.0)):
@@ -397,9 +396,8 @@ def test_replicas_of_a_plain_process_group_are_not_late(channel):
 def test_a_lead_follows_a_schedule(resumed):
     """In steps without loss nothing is ahead, and the lead begins anew; against the recursion, also after a resume."""
     config = LossyConfig(
-        loss_model=("gilbert-elliott",),
+        loss_model=("gilbert-elliott:4",),
         loss_schedule=("0:0.4,4:0,7:0.2",),
-        ge_mean_burst=(4.0,),
         param_send="compensated",
     )
     workers, shard, random = 3, 8, np.random.default_rng(5)

@@ -32,9 +32,7 @@ OVERLAPS = {
 }
 BOTH = LossyConfig(p_grad=0.4, p_param=0.4, loss_unit="packet", packet_bytes=1000)
 RULES = ["renormalize", "renormalize-remote", "previous", "zero"]
-FEEDBACK = dataclasses.replace(
-    BOTH, grad_recovery="error-feedback", grad_priority="packet-mean", grad_priority_fraction=0.1, packet_bytes=400
-)
+FEEDBACK = dataclasses.replace(BOTH, grad_recovery="error-feedback", grad_priority="packet-mean:0.1", packet_bytes=400)
 
 
 def contract_holds(tiny, world=4, config=BOTH, steps=4, overflows=None, without=(), gapless=False, **how):
@@ -112,7 +110,7 @@ def test_priority_and_error_feedback(rule, overlap):
 @pytest.mark.parametrize("rule", ["error-feedback", "zero"])
 def test_with_every_packet_of_high_priority_it_is_megatron(rule):
     tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
-    config = dataclasses.replace(FEEDBACK, p_param=0.0, grad_recovery=rule, grad_priority_fraction=1.0)
+    config = dataclasses.replace(FEEDBACK, p_param=0.0, grad_recovery=rule, grad_priority="packet-mean:1.0")
     mine, theirs = run_ranks(contract.plain, 2, tiny, config, 4), run_ranks(contract.plain, 2, tiny, None, 4)
     for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
         assert reports == expected_reports

@@ -83,7 +83,7 @@ def test_what_islands_reduce_to(data, tmp_path):
             "sgd averaged": (plain_sgd, ISLANDS),
             "adam averaged": ({}, ISLANDS),
             "averaged": ({}, {**ISLANDS, **every}),
-            "diloco": ({}, {**ISLANDS, **every, "sync_method": "diloco", "outer_lr": 1.0, "outer_momentum": 0.0}),
+            "diloco": ({}, {**ISLANDS, **every, "sync_method": "diloco", "outer_optimizer": (1.0, 0.0)}),
             "alone": ({}, {**ISLANDS, "sync_method": "none"}),
         },
     )

@@ -12,7 +12,7 @@ from tests.tiny_gpt import TinyGPT, build
 pytestmark = pytest.mark.shows("copies on tensor-parallel ranks stay equal where senders choose")
 
 PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
-CHOSEN = {"grad_priority": "packet-mean", "grad_priority_fraction": 0.1}
+CHOSEN = {"grad_priority": "packet-mean:0.1"}
 FEEDBACK = {"grad_recovery": "error-feedback", **CHOSEN}
 ALL_REDUCED = {"distributed_optimizer": False}
 
@@ -78,7 +78,7 @@ def test_losses_of_a_network():
     cases = [
         ({}, LossyConfig(**FEEDBACK, **udp)),
         ({}, LossyConfig(grad_recovery="zero", **CHOSEN, **udp)),
-        ({}, LossyConfig(param_priority="change", param_priority_fraction=0.1, **udp)),
+        ({}, LossyConfig(param_priority="change:0.1", **udp)),
     ]
     for found in run_ranks(apart, 4, cases, 6, 0.3):
         assert all(worst == 0 and moved > 1e-3 and min(lost.values()) > 0 for worst, moved, lost in found), found

@@ -200,7 +200,7 @@ class Boundaries:
             else np.zeros(packets, dtype=bool)
             for phase, loss in self.messages.loss.items()
         ]
-        hidden = lossy(hidden, *lost, elements, masked=self.config.act_zero_fill_gradient == "masked")
+        hidden = lossy(hidden, *lost, elements)
         return (hidden, *rest) if isinstance(output, tuple) else hidden
 
 
@@ -210,7 +210,7 @@ def fill(tensor: torch.Tensor, phase: str, lost: np.ndarray, elements: int, conf
     With ``--act-zero-fill-gradient masked`` the gradient of lost activations becomes zero too.
     """
     zero_fill_(tensor, lost, elements)
-    if phase == "act" and config.act_zero_fill_gradient == "masked":
+    if phase == "act":
         tensor.register_hook(mask_of(lost, elements))
 
 

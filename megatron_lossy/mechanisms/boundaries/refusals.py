@@ -47,7 +47,7 @@ BOUNDARIES = Section(
             flag="--virtual-boundaries",
             beside="--lossy-links inter-node",
             why="cannot be on a node: --lossy-links inter-node",
-            when=lambda config, facts: config.virtual_boundaries and config.lossy_links == "inter-node",
+            when=lambda config, facts: config.virtual_boundaries and config.ranks_of_node is not None,
         ),
         Row(
             flag="--act-transport",
