@@ -132,7 +132,7 @@ class Recorded(Channel):
             raise self._refuse(error) from None
 
     def _elsewhere(self, phase: str) -> str:
-        """How to replay the recorded run, if it lost something in exchanges of a mechanism, and nothing in ``phase``."""
+        """Advice on replaying a run that lost something in exchanges of a mechanism, and nothing in ``phase``."""
         exchanges = self._config.exchanges()
         others = [one.name for one in MECHANISMS.all() if set(one.phases) & set(exchanges)]
         if not others or not self._config.phase(phase).lossless:

@@ -89,7 +89,7 @@ class HeldReplicas(Part, ABC):
 
     @abstractmethod
     def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
-        """What torch's optimizers keep of each of the float32 weights ``own``."""
+        """The state, in torch's optimizers, of each of the float32 weights ``own``."""
 
     @abstractmethod
     def models(self, mains: Mains) -> Sequence[Tensors]:
