@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from .config import LossyConfig
     from .config.refusal import Section
+    from .jobs import World
     from .ledger import Patch
     from .monitor import Observer
     from .recovery import GradRecovery, Stale
@@ -42,9 +43,70 @@ class Mechanism:
         """Its rows of the table of refusals."""
         raise NotImplementedError
 
+    # --- before a run ----------------------------------------------------------------------------------------------
+
     @classmethod
-    def part(cls, config: LossyConfig, world: Any) -> Part | None:
+    def check(cls, config: LossyConfig, train_iters: int | None) -> None:
+        """Raise :class:`UsageError` for files named by flags that do not fit its exchanges.
+
+        ``train_iters``: ``None`` if it is not known.
+        """
+
+    @classmethod
+    def advice(cls, config: LossyConfig, iterations: int | None) -> list[str]:
+        """Lines about flags that are allowed but rarely wanted, for a run of ``iterations``, if known."""
+        return []
+
+    @classmethod
+    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
+        """The components of memory that it keeps on a ``device``: :class:`.launch.memory.Kept`, of a ``Held``."""
+        return []
+
+    @classmethod
+    def more_saved(cls, config: LossyConfig, weights: int, compute: int, virtual: bool) -> float:
+        """Bytes of a checkpoint beside :meth:`memory`, and beside the state of one optimizer for ``weights``.
+
+        ``compute``: bytes of a weight in the model. ``virtual``: all workers are in one process.
+        """
+        return 0.0
+
+    @classmethod
+    def micro_batches_at_once(cls, config: LossyConfig, stage: int, stages: int, micro_batches: int) -> int | None:
+        """Micro-batches whose activations a stage keeps at once; ``None``: as many as with Megatron's schedule.
+
+        ``micro_batches``: of an iteration.
+        """
+        return None
+
+    # --- a run -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def world(cls, config: LossyConfig, seed: int) -> World | None:
+        """The launched ranks divided into jobs; ``None`` if the flags ask for one job. Raises :class:`UsageError`.
+
+        ``seed``: for what jobs do together.
+        """
+        return None
+
+    @classmethod
+    def part(cls, config: LossyConfig, world: World | None) -> Part | None:
         """Its part of a real run; ``None`` if the flags do not ask for it. ``world``: see :func:`hooks.install`."""
+        return None
+
+    @classmethod
+    def virtual_run(cls, config: LossyConfig, workers: int, iterations: int, seed: int, whole_optimizers: bool) -> Any:
+        """The :class:`Run` of ``workers`` in one process, ``gapless``, if it is of another kind than the core's.
+
+        ``whole_optimizers``: each worker has all of the optimizer. ``seed``: see :meth:`world`.
+        """
+        return None
+
+    @classmethod
+    def workers(cls, run: Any) -> Any:
+        """The class of the trainer's workers in ``run``, a subclass of :class:`.train.workers.Workers`.
+
+        ``None``: that class itself. Asked for once the model is built.
+        """
         return None
 
     @classmethod
@@ -128,7 +190,18 @@ class Part:
     def add_optimizer(self, optimizer: Any) -> None:
         """An optimizer has been made. Raises :class:`UsageError` if it cannot go with the mechanism."""
 
+    def ready(self) -> None:
+        """Model and optimizer are there. Raises :class:`UsageError` if they cannot go with the mechanism."""
+
     # --- an iteration ----------------------------------------------------------------------------------------------
+
+    def begin_stopping(self, signal: int) -> Callable[[], int] | None:
+        """Begin to agree, at the start of an iteration, whether to stop after it, if all ranks of a job cannot by themselves.
+
+        ``signal``: told this rank to stop, or 0. Returns a function that waits for the signal to stop, or 0, the same
+        at all ranks. A collective call.
+        """
+        return None
 
     def begin_iteration(self) -> None:
         """The optimizer is about to check gradients and to make its update."""
@@ -155,13 +228,6 @@ class Part:
     def after_arguments(self, args: Any) -> None:
         """Megatron and the hooks have checked ``args``; no process group exists."""
 
-    def save_beside(self, args: Any) -> contextlib.AbstractContextManager[bool] | None:
-        """A context for another checkpoint, of :meth:`consensus_weights`; ``None`` without one.
-
-        Its value: whether this rank writes.
-        """
-        return None
-
     def leave(self) -> None:
         """A run that ends well is over. A collective call of all jobs."""
 
@@ -176,6 +242,10 @@ class Part:
 
     def consensus_weights(self) -> contextlib.AbstractContextManager[None] | None:
         """A context with the mean weights of all jobs in the model; ``None`` with one job."""
+        return None
+
+    def saved_beside(self, folder: str) -> tuple[str, bool] | None:
+        """See :meth:`Run.saved_beside`."""
         return None
 
     @property
@@ -201,6 +271,13 @@ class Part:
 
     def load_state_dict(self, state: Any) -> None:
         """Restore :meth:`state_dict`."""
+
+    def rewind(self, folder: str) -> str | None:
+        """The run is about to go on from the latest checkpoint in ``folder``, which may become an older one.
+
+        Returns a line to report, if it did. A collective call of all jobs.
+        """
+        return None
 
     def restart(self, iteration: int) -> None:
         """A checkpoint of ``iteration`` was loaded."""

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,8 +87,10 @@ class Run(ABC):
     run, if known, to refuse a trace that is too short. ``gapless``: promises that every iteration exchanges its
     gradients or all-reduces them, and that only a loss scale can make the optimizer reject one (and no
     ``grad_norm_skip_threshold`` of Megatron's optimizer). Without the promise ``--grad-recovery previous`` keeps all
-    gradients, twice.
+    gradients, twice. ``job``, ``jobs``: the number of this process's job, and how many jobs of real ranks there are.
     """
+
+    job, jobs = 0, 1
 
     def __init__(
         self, config: LossyConfig, steps: int | None = None, gapless: bool = False, writer: int | None = None
@@ -157,8 +159,20 @@ class Run(ABC):
     def consensus_weights(
         self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module
     ) -> contextlib.AbstractContextManager[None]:
-        """A context as of :meth:`owner_weights`, with the mean over islands; here there is one island."""
+        """A context as of :meth:`owner_weights`, with the mean over jobs; here there is one job."""
         return self.owner_weights(model_chunks)
+
+    def saved_beside(self, folder: str) -> tuple[str, bool] | None:
+        """The folder of another checkpoint, of :meth:`consensus_weights` alone, beside one in ``folder``, if any.
+
+        With it, whether this rank writes there.
+        """
+        return first(one.saved_beside(folder) for one in self.parts)
+
+    @property
+    def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """A function that adds up a tensor over all jobs, a collective call of them; ``None`` with one job."""
+        return first(one.total for one in self.parts)
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -201,6 +215,20 @@ class Run(ABC):
         errors = [group.errors for group in self.groups if group.errors is not None]
         beside = [event for one in self.parts for event in one.happened(self.iteration)]
         return [*(reduction for one in errors for reduction in one.take(self.iteration)), *beside]
+
+    # --- a training program ----------------------------------------------------------------------------------------
+
+    def building(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which a model is built so that this run can :meth:`attach` it."""
+        return contextlib.nullcontext()
+
+    def attach(self, ddp: Any) -> None:
+        """Take over the exchanges of ``ddp``, a model chunk. Hooks have done so already."""
+
+    def leave(self) -> None:
+        """Wait, at the end of a run that ends well, until it is over everywhere. A collective call of all jobs."""
+        for one in self.parts:
+            one.leave()
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -358,6 +386,11 @@ class Run(ABC):
             if str(there) != str(now):
                 why = f"{name} was {there} there and is {now} here; without the flag all replicas begin equal"
                 raise refuse("--save-replicas", f"with {folder}", why)
+
+
+def first(answers: Iterable[Any]) -> Any:
+    """The first of ``answers`` that is not ``None``; the later ones are not asked for."""
+    return next((one for one in answers if one is not None), None)
 
 
 def _identity_of(config: LossyConfig) -> dict[str, str]:

@@ -90,7 +90,7 @@ ISLAND = [
         {},
         "--delivery-log log: cannot be combined with --island-speeds",
     ),
-    (ISLANDS, {"island_worlds": False}, "--islands 2: needs a launcher of this package"),
+    (ISLANDS, {"worlds_apart": False}, "--islands 2: needs a launcher of this package"),
     *((ISLANDS, on(flag), f"{flag}: cannot go with --islands ({why}") for flag, why in _ISLAND_SWITCHES.items()),
     (ISLANDS | {"save_consensus": True}, {"saves": False}, "--save-consensus on: needs --save"),
     (ISLANDS, {"dataloader": "external"}, "--dataloader-type external: its samples cannot be divided"),

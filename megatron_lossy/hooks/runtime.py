@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from ..config.refusal import check_refusals
 from ..device.collectives import all_gather_single
 from ..ledger import Ledger
 from ..mechanism import Part
-from ..run import Run
+from ..run import Run, first
 from ..transport import LossyGroup
 from .buckets import bucket_sizes, buckets_by_stream, own_shard
 from .complete import (
@@ -65,22 +65,11 @@ class Lossy(Run):
         self._all_reduced = False  # whether gradients of this iteration were
         self._told_all_reduce = False
         self._checked = False  # whether all buckets that are updated are known to be exchanged
-        #: The number of this training job among equal ones, and how many there are.
         self.job, self.jobs = next((one.job for one in parts if one.job != (0, 1)), (0, 1))
         self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
         for one in parts:
             self.add_part(one)
-
-    @property
-    def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """A function that adds up a tensor over all jobs, a collective call of them; ``None`` with one job."""
-        return _first(one.total for one in self.parts)
-
-    def leave(self) -> None:
-        """Wait, at the end of a run that ends well, until it is over everywhere. A collective call of all jobs."""
-        for one in self.parts:
-            one.leave()
 
     def uninstall(self) -> None:
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
@@ -101,7 +90,7 @@ class Lossy(Run):
             one.meet(ddp)
         self.exchanges.find_nodes()
         number_model_chunk(ddp, len(self._chunks))
-        groups = _first(one.take_over(ddp) for one in self.parts)
+        groups = first(one.take_over(ddp) for one in self.parts)
         if groups is None:
             self._gathers, groups = True, self.exchanges.of_shards(ddp, self.steps)
         self._chunks[ddp] = groups
@@ -176,7 +165,7 @@ class Lossy(Run):
 
     def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
         """A context for the start of the reduction of ``bucket_group``."""
-        around = _first(one.reducing for one in self.parts)
+        around = first(one.reducing for one in self.parts)
         return contextlib.nullcontext() if around is None else around(bucket_group)
 
     def note_all_reduce(self, bucket_group: Any) -> None:
@@ -224,7 +213,7 @@ class Lossy(Run):
     @contextlib.contextmanager
     def owner_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
         """See :meth:`Run.owner_weights`. ``model_chunks``: Megatron's ``model``, wrapped in DDP or not."""
-        if (weights := _first(one.owner_weights() for one in self.parts)) is not None:
+        if (weights := first(one.owner_weights() for one in self.parts)) is not None:
             with weights:
                 yield
             return
@@ -245,7 +234,7 @@ class Lossy(Run):
 
     @contextlib.contextmanager
     def consensus_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
-        with _first(one.consensus_weights() for one in self.parts) or self.owner_weights(model_chunks):
+        with first(one.consensus_weights() for one in self.parts) or self.owner_weights(model_chunks):
             yield
 
     def _lossy_bucket_groups(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> list[Any]:
@@ -288,7 +277,7 @@ class Lossy(Run):
 
     def replica_state(self) -> Any:
         """The whole state of a mechanism that keeps it; else :func:`stale_state`, with the states of mechanisms."""
-        if (whole := _first(one.replica_state() for one in self.parts)) is not None:
+        if (whole := first(one.replica_state() for one in self.parts)) is not None:
             return whole
         states = {one.name: one.state_dict() for one in self.parts}
         beside = {name: state for name, state in states.items() if state is not None}
@@ -309,11 +298,6 @@ class Lossy(Run):
             state = state["stale"]
         self._restored = self.update
         load_stale_state(self.buckets(), self.groups, self.update, state)
-
-
-def _first(answers: Iterable[Any]) -> Any:
-    """The first of the mechanisms' ``answers`` that is not ``None``; the later ones are not asked for."""
-    return next((one for one in answers if one is not None), None)
 
 
 def _bucket_groups(ddp: Any) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..config import LossyConfig
-from ..config.facts import Facts
 from ..config.refusal import Refusal
 
 #: A row about the loss flags.
@@ -31,12 +30,3 @@ def switch(flag: str, beside: str, why: str) -> Row:
     return Row(
         flag=flag, beside=beside, why=why, when=lambda config, facts: not config.inert and flag in facts.switches
     )
-
-
-def island_switch(flag: str, why: str) -> Row:
-    """The refusal of a switch of Megatron with islands."""
-
-    def when(config: LossyConfig, facts: Facts) -> bool:
-        return config.averages and flag in facts.switches
-
-    return Row(flag=flag, beside="--islands", why=f"cannot go with --islands ({why}); turn it off", when=when)

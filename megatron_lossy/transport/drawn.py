@@ -138,7 +138,7 @@ class CollectiveWire(DrawnWire):
         self._latest.put(exchange, delivery)
         return delivery
 
-    def restore(self, delivery: Delivery) -> None:
+    def _remember(self, delivery: Delivery) -> None:
         self._latest.put(delivery.exchange, delivery)
 
     def restart(self) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..channel.corruption import Errors
 from ..config import PHASES, LossyConfig
 from ..errors import UsageError
-from ..exchange import Delivery, Exchange, Stream, units_of
+from ..exchange import Delivery, Exchange, Stream
 from ..recovery import Gradients, Parameters
 from ..recovery.base import Collective, Told
 from .base import Transfer, Wire
@@ -42,6 +42,7 @@ class LossyGroup:
     def __init__(self, config: LossyConfig, wire: Wire) -> None:
         self.wire = wire
         self.stream, self.size, self.rank = wire.stream, wire.size, wire.rank
+        self._lossless = {phase: wire.lossless(phase) for phase in PHASES}
         #: The errors of the gradients that this rank owns, after their reduction; and the factor between these
         #: gradients and those that the optimizer sees, beside the loss scale.
         self.errors: Errors | None = None
@@ -107,7 +108,7 @@ class LossyGroup:
 
     def lossless(self, phase: str) -> bool:
         """Whether nothing can be lost in ``phase``; its exchanges then need not use this group."""
-        return self.wire.lossless(phase)
+        return self._lossless[phase]
 
     def reduce_scatter(
         self,
@@ -216,12 +217,7 @@ class LossyGroup:
 
         ``lost``: bool[N, count] by bucket; the other buckets lost nothing.
         """
-        parts, members = self.wire.cut["param"], self.wire.members
-        arrived = np.ones((1, self.size, units_of(parts)), dtype=bool)
-        for bucket, missed in lost.items():
-            arrived[0][:, parts[bucket].numbers] = ~missed
-        receivers = members[self.rank : self.rank + 1]
-        self.wire.restore(Delivery(Exchange("param", self.stream, step), members, receivers, arrived, parts))
+        self.wire.restore(Exchange("param", self.stream, step), lost)
 
     def told(self) -> list[Told]:
         """The records of the units that this rank sent in the latest step that is over, bucket by bucket."""

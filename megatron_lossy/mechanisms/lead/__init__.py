@@ -28,6 +28,12 @@ class Lead(Mechanism):
         return LEAD
 
     @classmethod
+    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
+        from .memory import kept
+
+        return kept(config, device)
+
+    @classmethod
     def part(cls, config: LossyConfig, world: Any) -> Part | None:
         if config.sends_weights():
             return None

@@ -29,6 +29,12 @@ class Priorities(Mechanism):
         return PRIORITY
 
     @classmethod
+    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
+        from .memory import kept
+
+        return kept(config, device)
+
+    @classmethod
     def grad_rules(cls, config: LossyConfig, rules: list[GradRecovery], wire: Wire) -> list[GradRecovery]:
         if not config.at_sender:
             return rules

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
     from ...monitor import Observer
+    from ...run import Run
     from .full_replicas import FullReplicas
 
 
@@ -44,6 +45,16 @@ class Replicas(Mechanism):
         from .log import check_row
 
         return check_row(config, row)
+
+    @classmethod
+    def virtual_run(
+        cls, config: LossyConfig, workers: int, iterations: int, seed: int, whole_optimizers: bool
+    ) -> Run | None:
+        if not whole_optimizers:
+            return None
+        from .virtual import VirtualReplicas
+
+        return VirtualReplicas(config, workers, iterations, gapless=True)
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

@@ -216,7 +216,7 @@ class UdpWire(PieceWire):
         known = self._known.get(exchange)
         return None if known is None else known.delivery()
 
-    def restore(self, delivery: Delivery) -> None:
+    def _remember(self, delivery: Delivery) -> None:
         known = _Arriving(delivery.exchange, self.members, self.rank, delivery.cut)
         for bucket, units in enumerate(delivery.cut):
             known.was_begun(bucket)
