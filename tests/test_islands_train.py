@@ -234,7 +234,8 @@ def test_what_islands_lost_alone_is_replayed_alone(data, tmp_path):
     replayed = train_all(data, tmp_path, {"again": ({}, again)})["again"]
     assert losses_of(first) == losses_of(replayed) and weights_of(first) == weights_of(replayed)
     everywhere = LossyConfig(**{**again, "loss_model": ("trace",)})
-    with pytest.raises(UsageError, match="has no records of dense-.*; --loss-model takes a value for each exchange"):
+    models = "--loss-model takes a value for each exchange: bernoulli bernoulli trace trace replays those of islands"
+    with pytest.raises(UsageError, match=f"has no records of dense-.*; {models}"):
         channel_of(everywhere, "grad").check("grad", Stream(), 2, 10, 8)
 
 

@@ -288,7 +288,9 @@ def test_boundaries_within_a_node_are_reliable():
 
 def warnings_of(rank, tiny, config):
     said = []
-    logging.getLogger("megatron_lossy.mechanisms.boundaries.part").warning = lambda text, *args: said.append(text % args)
+    logging.getLogger("megatron_lossy.mechanisms.boundaries.part").warning = lambda text, *args: said.append(
+        text % args
+    )
     hooks.install(config)
     build(tiny)
     return said
