@@ -9,7 +9,7 @@ megatron_lossy/refusals; between
 and ``<!-- end -->``: the questions of configs/studies; between ``<!-- list: presets -->`` and ``<!-- end -->``: the files of
 configs/presets.
 
-The tables of a study are made from its runs.csv, whether the page shows or links them; those that are linked are files.
+The tables of a study are made from its record, whether the page shows or links them; those that are linked are files.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lossy.lab.folder import RUNS, SUMMARY
+from megatron_lossy.lab.folder import RECORD
 from scripts.update_docs import PAGES, RESULTS, ROOT, current, linked_tables, links
 
 
@@ -32,8 +32,8 @@ def test_linked_tables_of_studies_are_those_of_their_runs():
         assert file.read_text() == text, f"{file}: run make docs"
 
 
-def test_of_studies_git_has_the_records_and_what_pages_show():
-    """``make docs`` makes all else from the records, and git ignores it."""
+def test_of_studies_git_has_the_record_and_what_pages_show():
+    """``make docs`` makes all else from it, and git ignores it."""
     git = ["git", "-C", str(ROOT), "ls-files", "-z"]
     try:
         listed = subprocess.run(git, capture_output=True, text=True, check=True).stdout.split("\0")
@@ -49,9 +49,8 @@ def test_of_studies_git_has_the_records_and_what_pages_show():
     assert not of_results - tracked, "git add -f them"
     studies = {path for path in tracked if path.is_relative_to(RESULTS / "studies")}
     assert studies
-    assert not {path for path in studies if path.name not in (SUMMARY, RUNS)} - shown, "git rm them"
-    for folder in {path.parent for path in studies}:
-        assert {folder / SUMMARY, folder / RUNS} <= studies
+    assert not {path for path in studies if path.name != RECORD} - shown, "git rm them"
+    assert {path.parent / RECORD for path in studies} <= studies
 
 
 def test_headings_that_are_linked_exist():

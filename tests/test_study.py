@@ -21,13 +21,12 @@ from megatron_lossy.lab.cells import CellFolder
 from megatron_lossy.lab.design import Design, loss_seed_of, read_design
 from megatron_lossy.lab.figures import _quantities, plot_comparison, plot_scalar
 from megatron_lossy.lab.folder import (
-    RUNS,
-    SUMMARY,
+    RECORD,
     check_out,
-    read_records,
+    read_record,
     tables,
     write_figures,
-    write_records,
+    write_record,
 )
 from megatron_lossy.lab.runner import run_cells
 from megatron_lossy.lab.scalars import scalar_tables
@@ -619,12 +618,12 @@ def test_a_report_has_files_for_its_metrics_only(tmp_path, capsys):
     stems = ("drift_owner", "drift_owner_against_prediction", "drift_owner_between_levels")
     more = {f"{stem}.{suffix}" for stem in stems for suffix in suffixes} | {"drift_owner.png", "drift_owner.pdf"}
     assert with_metrics == without | more
-    for name in without - {"runs.csv"}:
+    for name in without - {"runs.csv", RECORD}:
         if not name.endswith(".pdf"):  # which has the time
             assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
 
 
-def test_tables_are_made_again_from_the_records(tmp_path):
+def test_tables_are_made_again_from_the_record(tmp_path):
     """Of runs that diverged, were never evaluated or are missing as well, and with both kinds of weights."""
     results, _ = _scalar_results(variants=("a", "b"))
     first, second, third, *others = results.runs
@@ -634,8 +633,8 @@ def test_tables_are_made_again_from_the_records(tmp_path):
         results.runs[name].valid["owner"] = {20: 1.9}
         results.runs[name].origin.update(date="2026-11-23", hardware="a machine", versions={"torch": "2.13"})
     results = replace(results, runs={name: run for name, run in results.runs.items() if name != third})
-    write_records(results, tmp_path)
-    again = read_records(tmp_path, results.study)
+    write_record(results, tmp_path)
+    again = read_record(tmp_path, results.study)
     wanted, found = tables(results, None), tables(again, None)
     assert wanted.keys() == found.keys() and {"replica_against_owner", "grad_norm"} <= found.keys()
     for name, table in wanted.items():
@@ -644,7 +643,7 @@ def test_tables_are_made_again_from_the_records(tmp_path):
     assert "unfinished: 1 of" in found["grad_norm"].markdown()
     for other in (replace(results.study, title="other"), replace(results.study, trials=results.study.trials[1:])):
         with pytest.raises(UsageError, match="must hold the report of"):
-            read_records(tmp_path, other)
+            read_record(tmp_path, other)
     rates = {"10 %": 0.1, "20 %": 0.2}
     assert tables(again, rates)["table1"].markdown() == tables(results, rates)["table1"].markdown()
     assert not write_figures(replace(again, study=replace(again.study, metrics=())), tmp_path, rates, curves=False)
@@ -853,8 +852,7 @@ def test_cells_run_once_and_survive_an_interruption(tmp_path):
     # Without the cells: from what the report has recorded.
     copy = tmp_path / "copy"
     copy.mkdir()
-    for name in (SUMMARY, RUNS):
-        shutil.copy(broken / "out" / name, copy)
+    shutil.copy(broken / "out" / RECORD, copy)
     commands.report([str(copy)])
     assert {path.name for path in copy.iterdir()} == {path.name for path in (broken / "out").iterdir()}
     for path in copy.iterdir():
@@ -935,7 +933,7 @@ def test_wrong_input_is_one_line_and_status_2(tmp_path):
         assert process.returncode == 2 and message in output, output
         assert len(output.strip().splitlines()) == 1, output
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/study.json").write_text('{"title": "another"}')
+    (tmp_path / "out/study.json").write_text('{"title": "another", "runs": []}')
     with pytest.raises(UsageError, match="holds the report of another study"):
         commands.study([str(file), "--out", str(tmp_path / "out")])
 
