@@ -85,10 +85,12 @@ def linked_tables() -> dict[Path, str]:
 
 
 def _questions(folder: Path) -> str:
-    rows = ["| file | question |", "| --- | --- |"]
+    rows = ["| study | question |", "| --- | --- |"]
     for path in sorted(folder.glob("*.yaml")):
-        question = yaml.safe_load(path.read_text(encoding="utf-8"))["question"]
-        rows.append(f"| [{path.name}](../{path.relative_to(ROOT)}) | {question} |")
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for name, study in content.get("studies", {None: content}).items():
+            link = f"[{path.name}](../{path.relative_to(ROOT)}){f' `{name}`' if name else ''}"
+            rows.append(f"| {link} | {study['question']} |")
     return "\n".join(rows) + "\n"
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import yaml
 
 from megatron_lossy.errors import UsageError
 from megatron_lossy.lab import cells, commands, paper
@@ -79,11 +80,41 @@ def _design(**changes) -> Design:
 # --- what a study means ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs/studies").glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_studies(file):
-    study = read_design(file).study()
+SHIPPED = [
+    (file, name)
+    for file in sorted((ROOT / "configs/studies").glob("*.yaml"))
+    for name in yaml.safe_load(file.read_text()).get("studies", [None])
+]
+
+
+@pytest.mark.parametrize(("file", "name"), SHIPPED, ids=[name or file.stem for file, name in SHIPPED])
+def test_shipped_studies(file, name):
+    study = read_design(file, name).study()
     assert study.question.endswith("?")
     assert len(study.trials) >= len(study.variants) * (len(study.levels) + 1) * 2
+
+
+def test_a_file_of_several_studies(tmp_path):
+    file = tmp_path / "several.yaml"
+    levels = {"20 %": {"p": 0.2}}
+    studies = {"a": {"title": "A", "levels": levels}, "b": {"title": "B", "seeds": [2, 3], "levels": levels}}
+    file.write_text(json.dumps({"seeds": [1], "settings": TINY, "studies": studies}))  # JSON is YAML
+    a, b = (read_design(file, name) for name in "ab")
+    assert (a.title, a.seeds, b.title, b.seeds) == ("A", [1], "B", [2, 3])
+    assert commands._read_study([str(file), "b", "--jobs", "1"])[2] == "b"
+    for name, message in (
+        (None, "holds several studies; name one of a, b"),
+        ("c", "holds no study 'c'; name one of a, b"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            read_design(file, name)
+    for content, name, message in (
+        ("studies: [a]", "a", "studies: must be a mapping from names to studies"),
+        ("title: T", "a", "holds one study, and none that is called 'a'"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UsageError, match=message):
+            read_design(file, name)
 
 
 def test_trials_are_paired_over_seeds():

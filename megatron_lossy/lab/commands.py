@@ -117,8 +117,8 @@ def table1(arguments: Sequence[str]) -> int:
 
 def study(arguments: Sequence[str]) -> int:
     """Run a study file and report it; returns the exit status. Raises :class:`UsageError`."""
-    study, how, file = _read_study(arguments)
-    return _run(study, how, Path(how.out or Path("runs") / Path(file).stem), None)
+    study, how, name = _read_study(arguments)
+    return _run(study, how, Path(how.out or Path("runs") / name), None)
 
 
 def report(arguments: Sequence[str]) -> None:
@@ -173,14 +173,15 @@ def _read_table1(arguments: Sequence[str]) -> tuple[Study, StudyConfig, dict[str
 
 
 def _read_study(arguments: Sequence[str]) -> tuple[Study, StudyConfig, str]:
-    """The study in the file that ``arguments`` name, how to run it, and the file."""
+    """The study that ``arguments`` name, how to run it, and its own name or that of its file."""
     parser = _parser("", "Run the study in a file, and report it.")
     parser.add_argument("study", metavar="STUDY", help="study file (YAML), see docs/study.md")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="which study, if the file holds several")
     own, rest = _split(parser, arguments)
     how = from_namespace(StudyConfig, own)
     if any(argument.split("=")[0] == "--config" for argument in rest):
         raise UsageError("--config: cannot be given to a study, whose file names it")
-    return _study(read_design(own.study), how, rest), how, own.study
+    return _study(read_design(own.study, own.name), how, rest), how, own.name or Path(own.study).stem
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
