@@ -56,7 +56,7 @@ mutants: .venv/installed
 
 # Pages, and the tables and figures of all studies, most of which git ignores: they are made from each study.json.
 docs: .venv/installed
-	$(BIN)/python scripts/update_docs.py
+	$(BIN)/python -m scripts.update_docs
 	$(BIN)/python -m megatron_lossy.lab report benchmarks/results/studies/*
 
 # The hook contract over every Megatron that this machine can run, into docs/verified.md. For example

@@ -5,9 +5,9 @@ Between ``<!-- flags: loss -->`` and ``<!-- end -->``: the loss flags, from mega
 ``<!-- flags: islands -->`` and ``<!-- end -->``: those of islands among the loss flags, and ``<!-- flags: pipeline -->``
 those of the asynchronous pipeline; between ``<!-- refusals: all -->`` and ``<!-- end -->``: the table of refusals, from
 megatron_lossy/refusals; between
-``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results; between ``<!-- list: studies -->``
+``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results, or its section ``FILE#heading``; between ``<!-- list: studies -->``
 and ``<!-- end -->``: the questions of configs/studies; between ``<!-- list: presets -->`` and ``<!-- end -->``: the files of
-configs/presets.
+configs/presets; between ``<!-- made: SCRIPT -->`` and ``<!-- end -->``: the table that scripts/SCRIPT.py makes.
 
 The tables of a study are made from its record, whether the page shows or links them; those that are linked are files.
 """
@@ -32,13 +32,15 @@ from megatron_lossy.mechanisms.islands.flags import IslandFlags
 from megatron_lossy.refusals import listing
 from megatron_lossy.report import LossTable
 from megatron_lossy.train.config import TrainConfig
+from scripts import async_pipeline, choosing
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": PipelineFlags}
+_MADE = {"async_pipeline": async_pipeline, "choosing": choosing}
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-_MARKS = re.compile(r"(<!-- (flags|table|list|refusals): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKS = re.compile(r"(<!-- (flags|table|list|made|refusals): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def current(text: str) -> str:
@@ -53,11 +55,14 @@ def _content(kind: str, name: str) -> str:
         return (flag_tables(cls, mark=mark) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
     if kind == "refusals":
         return listing.pages() + "\n"
+    if kind == "made":
+        return _MADE[name].table()
     if kind == "list" and name == "presets":
         return _presets()
     if kind == "list":
         return _questions(ROOT / "configs" / name)
-    return table(RESULTS / name)
+    file, _, heading = name.partition("#")
+    return section(table(RESULTS / file), heading) if heading else table(RESULTS / file)
 
 
 def table(file: Path) -> str:
@@ -65,6 +70,12 @@ def table(file: Path) -> str:
     if file.parent.parent != RESULTS / "studies":
         return file.read_text(encoding="utf-8")
     return _tables(file.parent)[file.stem].markdown()
+
+
+def section(text: str, heading: str) -> str:
+    """The part of a Markdown ``text`` under a second-level ``heading`` of one word, in lower case."""
+    sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
+    return sections[heading.capitalize()].strip() + "\n"
 
 
 @functools.cache

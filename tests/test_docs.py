@@ -17,7 +17,7 @@ def test_what_is_made_elsewhere_is_current(page):
     text = page.read_text()
     assert text == current(text), "run make docs"
     assert text.count("<!-- end -->") == sum(
-        text.count(f"<!-- {kind}: ") for kind in ("flags", "table", "list", "refusals")
+        text.count(f"<!-- {kind}: ") for kind in ("flags", "table", "list", "made", "refusals")
     )
 
 

@@ -140,5 +140,5 @@ def test_a_small_run(tmp_path, capsys):
     assert [row["scheme"] for row in rows] == [one.name for one in contestants()]
     # No message is there before its bytes can be: 10 ms, and 0.25 MiB at 100 Mbit/s.
     assert all(float(row["P50 ms"]) > 30 and int(row["messages"]) == 4 for row in rows)
-    assert (folder / "fct_lab.png").stat().st_size > 10_000 and (folder / "table.md").exists()
-    assert (folder / "fct_lab.md").read_text().endswith((folder / "table.md").read_text())
+    assert (folder / "fct_lab.png").stat().st_size > 10_000
+    assert "\n## Times\n\n20 ms, 100 Mbit/s" in (folder / "fct_lab.md").read_text()
