@@ -31,7 +31,7 @@ from benchmarks.lab import Lab, Missing, end_in_order
 from megatron_lossy.coding.adaptive import AdaptiveCode
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file
-from megatron_lossy.lab.fct.losses import Losses
+from megatron_lossy.lab.fct.path import Losses
 from megatron_lossy.lab.fct.path import Path as Way
 from megatron_lossy.lab.fct.schemes import Flow, Scheme, SelectiveRepeat, Smart, Uniform
 from megatron_lossy.transport.udp.packet import overhead

@@ -12,7 +12,7 @@ import torch
 from benchmarks import fct_lab, udp_priority, udp_soak
 from benchmarks.exchange.timeouts import Timeouts
 from benchmarks.fct_lab import OnTimeout, contestants
-from megatron_lossy.lab.fct.losses import Losses
+from megatron_lossy.lab.fct.path import Losses
 from megatron_lossy.lab.fct.path import Path as Way
 from megatron_lossy.lab.fct.schemes import SelectiveRepeat, Smart, Uniform
 from tests.programs import run_program

@@ -16,9 +16,8 @@ from ..errors import UsageError, refuse
 from ..files import check_folder
 from ..train.saved import check_folders, in_folders_of_island, latest_iteration
 from .command import check_shape, ranks_of_node
-from .devices import GIB, Device
+from .devices import GIB, Device, check_devices
 from .memory import StageMemory, estimate, tokens
-from .nodes import check_devices
 from .plan import Plan
 from .problems import Collector
 from .tokenizer import check_tokenizer

@@ -16,8 +16,7 @@ from ...coding.adaptive import AdaptiveCode
 from ...coding.xor import Layout
 from ...config.transport import check_code
 from ...errors import UsageError
-from .losses import Losses
-from .path import Path
+from .path import Losses, Path
 
 _NOTHING = np.zeros(0, dtype=np.int64)
 
