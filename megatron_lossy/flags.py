@@ -109,6 +109,16 @@ def in_unit_interval(name: str, value: float) -> None:
         raise refuse(name, value, "must be in [0, 1)")
 
 
+def check_code(flag: str, block: int, parity: int, least: int = 1, copies: bool = False) -> None:
+    """Raise :class:`UsageError` for blocks of ``block`` packets with ``parity`` of parity that no code has.
+
+    ``copies``: there may be more parity than packets.
+    """
+    if not (least <= parity <= (255 if copies else min(block, 255)) and 1 <= block < 2**16):
+        most = "" if copies else " <= B"
+        raise refuse(flag, f"{block} {parity}", f"needs {least} <= C{most}, C at most 255 and B in [1, 65535]")
+
+
 def _flag_fields(cls: Any) -> list[dataclasses.Field[Any]]:
     """The fields of ``cls`` itself, then the inherited ones."""
     fields = [f for f in dataclasses.fields(cls) if "flag" in f.metadata]

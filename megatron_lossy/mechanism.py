@@ -1,24 +1,74 @@
-"""The verbs that a real run calls on each of its mechanisms, at fixed moments. Each does nothing by default.
+"""The verbs that the core calls on mechanisms: those of each mechanism, and those of its part in a real run.
 
-The core imports no mechanism and never asks whether one is there. The installer of the hooks chooses them.
+The core imports no mechanism and never asks whether one is there; :data:`megatron_lossy.registry.MECHANISMS` names them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from .ledger import Patch
-from .monitor import Observer
-from .transport import LossyGroup
+from .section import Flags
+
+if TYPE_CHECKING:
+    from .config import LossyConfig
+    from .config.refusal import Section
+    from .ledger import Patch
+    from .monitor import Observer
+    from .recovery import GradRecovery, Stale
+    from .transport import LossyGroup, Wire
 
 
 class Mechanism:
-    """A part of a real run: an island, a full replica, boundaries between stages, …"""
+    """A mechanism beside the exchanges of the core: islands, full replicas, boundaries between stages, …
 
-    #: Its name, in saved states too.
-    section: ClassVar[str]
+    Its class is its place in :data:`megatron_lossy.registry.MECHANISMS`. The core calls its verbs, whatever the flags
+    are; each does nothing by default. Flags and refusals are asked for where torch is not installed, so that a module
+    of a mechanism imports torch where a verb needs it, and :mod:`megatron_lossy.config` not at all: that imports it.
+    """
+
+    #: The name in the registry, and of the section of refusals.
+    name: ClassVar[str]
+    #: The section of its flags.
+    Flags: ClassVar[type[Flags]]
+    #: The number of each of its phases in the key of random draws; no other mechanism may have it.
+    phases: ClassVar[Mapping[str, int]] = {}
+
+    @classmethod
+    def refusals(cls) -> Section:
+        """Its rows of the table of refusals."""
+        raise NotImplementedError
+
+    @classmethod
+    def part(cls, config: LossyConfig, world: Any) -> Part | None:
+        """Its part of a real run; ``None`` if the flags do not ask for it. ``world``: see :func:`hooks.install`."""
+        return None
+
+    @classmethod
+    def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
+        """Its observers of ``run``, real or virtual. ``writer``: the rank whose number records have."""
+        return []
+
+    @classmethod
+    def grad_rule(cls, config: LossyConfig, rule: GradRecovery, wire: Wire) -> GradRecovery:
+        """The rule for the gradients of a bucket on ``wire``, instead of ``rule`` or around it."""
+        return rule
+
+    @classmethod
+    def param_rule(cls, config: LossyConfig, rule: Stale, wire: Wire) -> Stale:
+        """The rule for the parameters of a bucket on ``wire``, instead of ``rule`` or around it."""
+        return rule
+
+
+class Part:
+    """The part of a mechanism in a real run: an island, a full replica, …
+
+    Its verbs are called at fixed moments. Each does nothing by default.
+    """
+
+    #: The name of the mechanism, in saved states too.
+    name: ClassVar[str]
     #: This job among equal ones whose losses are drawn apart: its number, and how many there are.
     job: tuple[int, int] = (0, 1)
     #: The launched rank whose number this process writes into records; ``None`` for its own rank.

@@ -1,4 +1,4 @@
-"""The channels, errors and rules by the values of their flags, and the sections of the table of refusals.
+"""The channels, errors and rules by the values of their flags; the mechanisms; and the core's refusals.
 
 Each has one line here, and its name in its own class.
 
@@ -43,6 +43,10 @@ class Registry:
 
     def __contains__(self, name: object) -> bool:
         return name in self._targets
+
+    def all(self) -> list[Any]:
+        """All classes, in the order of the names."""
+        return [self.load(name) for name in self]
 
     def load(self, name: str) -> Any:
         """The class called ``name``. Raises :class:`UsageError` if another package's class cannot be imported."""
@@ -92,18 +96,25 @@ GRAD_ERRORS = Registry(
     },
 )
 
-#: In the order of the table: the first refusal that applies is the one that a user sees.
+#: In the order of their sections: of refusals, of which a user sees the first that applies, and of flags.
+MECHANISMS = Registry(
+    "megatron_lossy.mechanisms",
+    {
+        "islands": "megatron_lossy.mechanisms.islands:Islands",
+        "boundaries": "megatron_lossy.mechanisms.boundaries:Boundaries",
+        "async-pipeline": "megatron_lossy.mechanisms.async_pipeline:AsyncPipeline",
+        "replicas": "megatron_lossy.mechanisms.replicas:Replicas",
+        "priority": "megatron_lossy.mechanisms.priority:Priorities",
+        "lead": "megatron_lossy.mechanisms.lead:Lead",
+    },
+)
+
+#: Refusals of the core.
 REFUSALS = Registry(
     "megatron_lossy.refusals",
     {
         "core": "megatron_lossy.refusals.core:CORE",
         "transport": "megatron_lossy.refusals.transport:TRANSPORT",
-        "islands": "megatron_lossy.mechanisms.islands.refusals:ISLANDS",
-        "boundaries": "megatron_lossy.mechanisms.boundaries.refusals:BOUNDARIES",
-        "async-pipeline": "megatron_lossy.mechanisms.async_pipeline.refusals:ASYNC_PIPELINE",
-        "replicas": "megatron_lossy.mechanisms.replicas.refusals:REPLICAS",
-        "priority": "megatron_lossy.mechanisms.priority.refusals:PRIORITY",
-        "lead": "megatron_lossy.mechanisms.lead.refusals:LEAD",
         "workers": "megatron_lossy.refusals.workers:WORKERS",
     },
 )

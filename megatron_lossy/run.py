@@ -23,12 +23,9 @@ from .errors import UsageError, refuse
 from .exchange import Delivery
 from .files import replace_file
 from .flags import as_text, flag_name, identity
-from .mechanisms.boundaries.log import BoundaryLog
-from .mechanisms.boundaries.monitor import BoundaryMonitor
-from .mechanisms.priority.monitor import PriorityMonitor
 from .mechanisms.replicas.full_replicas import FullReplicas
-from .mechanisms.replicas.monitor import ReplicaMonitor
 from .monitor import Drift, ExchangeMonitor, Observer, Replicas, load_states, metrics_of, states_of
+from .registry import MECHANISMS
 from .transport import LossyGroup
 
 #: The folder of saved replicas in a checkpoint.
@@ -40,40 +37,23 @@ _OF_NO_MATTER = ("eval_weights", "save_replicas")
 _FILES = ("link_rates_grad", "link_rates_param", "trace")
 
 
-def make_observers(
-    config: LossyConfig,
-    groups: Callable[[], Sequence[LossyGroup]] = list,
-    carriers: Callable[[], Sequence[Any]] = list,
-    full_replicas: Callable[[], FullReplicas | None] = lambda: None,
-    writer: int | None = None,
-) -> list[Observer]:
-    """The observers that the flags ask for; none if the configuration is inert.
-
-    ``groups``, ``carriers``, ``full_replicas``: those of the run. ``writer``: the launched rank whose number this
-    process writes into the delivery log and lines for the user; default its own rank.
-    """
+def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
+    """The observers that the flags of ``run`` ask for; none if they are inert. ``writer``: see :class:`Run`."""
+    config = run.config
     if config.inert:
         return []
     observers: list[Observer] = [] if config.lossless else [ExchangeMonitor()]
-    if config.at_sender and not config.untouched("grad"):
-        observers.append(PriorityMonitor(lambda: [told for group in groups() for told in group.told()]))
-    if config.loses_at_boundaries:
-        observers.append(BoundaryMonitor())
-        if config.delivery_log is not None:
-            observers.append(BoundaryLog(config, writer))
     if config.transport == "udp":
         from .transport.udp.monitor import DatagramMonitor
 
-        observers.append(DatagramMonitor(carriers, writer))
-    if config.drift_interval and not (config.lossless or config.replicates):
+        observers.append(DatagramMonitor(lambda: run.carriers, writer))
+    if config.drift_interval and not (config.lossless or config.needs_whole_optimizers()):
         observers.append(Drift(config))
     if config.delivery_log is not None and not config.lossless:
         observers.append(DeliveryLog(config, writer))
-    if config.errs or config.replicates:
-        observers.append(ReplicaMonitor(full_replicas, config.drift_interval))
-        if config.delivery_log is not None:
-            observers.append(ErrorLog(config, writer))
-    return observers
+    if config.delivery_log is not None and (config.errs or config.needs_whole_optimizers()):
+        observers.append(ErrorLog(config, writer))
+    return observers + [one for mechanism in MECHANISMS.all() for one in mechanism.observers(run, writer)]
 
 
 class Observed(Protocol):
@@ -115,9 +95,7 @@ class Run(ABC):
         self.gapless = gapless
         self.iteration = 0
         self.update: int | None = None
-        self.observers = make_observers(
-            config, lambda: self.groups, lambda: self.carriers, lambda: self.full_replicas, writer
-        )
+        self.observers = make_observers(self, writer)
         # At once, since files may be large, and be gone when something is saved.
         self._flags = _identity_of(config) if config.save_replicas and not config.inert else {}
         self.after_update: list[Callable[[Run], None]] = []

@@ -7,7 +7,8 @@ those of the asynchronous pipeline; between ``<!-- refusals: all -->`` and ``<!-
 megatron_lossy/refusals; between
 ``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results, or its section ``FILE#heading``; between ``<!-- list: studies -->``
 and ``<!-- end -->``: the questions of configs/studies; between ``<!-- list: presets -->`` and ``<!-- end -->``: the files of
-configs/presets; between ``<!-- made: SCRIPT -->`` and ``<!-- end -->``: the table that scripts/SCRIPT.py makes.
+configs/presets; ``<!-- list: features -->`` and ``<!-- list: machines -->``: what tests show, and where they ran
+(scripts/verified.py); ``<!-- made: SCRIPT -->``: the table that scripts/SCRIPT.py makes.
 
 The tables of a study are made from its record, whether the page shows or links them; those that are linked are files.
 """
@@ -27,17 +28,18 @@ from megatron_lossy.files import write_text
 from megatron_lossy.flags import flag_groups, flag_table, flag_tables
 from megatron_lossy.lab.commands import recorded_tables
 from megatron_lossy.loss_flags import presets, title
-from megatron_lossy.mechanisms.async_pipeline.flags import PipelineFlags
+from megatron_lossy.mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from megatron_lossy.mechanisms.islands.flags import IslandFlags
 from megatron_lossy.refusals import listing
 from megatron_lossy.report import LossTable
 from megatron_lossy.train.config import TrainConfig
 from scripts import async_pipeline, choosing
+from scripts.verified import feature_table, machine_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": PipelineFlags}
+_FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": AsyncPipelineFlags}
 _MADE = {"async_pipeline": async_pipeline, "choosing": choosing}
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 _MARKS = re.compile(r"(<!-- (flags|table|list|made|refusals): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -57,10 +59,8 @@ def _content(kind: str, name: str) -> str:
         return listing.pages() + "\n"
     if kind == "made":
         return _MADE[name].table()
-    if kind == "list" and name == "presets":
-        return _presets()
     if kind == "list":
-        return _questions(ROOT / "configs" / name)
+        return _LISTS[name]()
     file, _, heading = name.partition("#")
     return section(table(RESULTS / file), heading) if heading else table(RESULTS / file)
 
@@ -95,9 +95,9 @@ def linked_tables() -> dict[Path, str]:
     return {path: table(path) for path in found if path.suffix == ".md" and path.parent.parent == RESULTS / "studies"}
 
 
-def _questions(folder: Path) -> str:
+def _questions() -> str:
     rows = ["| study | question |", "| --- | --- |"]
-    for path in sorted(folder.glob("*.yaml")):
+    for path in sorted((ROOT / "configs/studies").glob("*.yaml")):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         for name, study in content.get("studies", {None: content}).items():
             link = f"[{path.name}](../{path.relative_to(ROOT)}){f' `{name}`' if name else ''}"
@@ -109,6 +109,9 @@ def _presets() -> str:
     rows = ["| preset | |", "| --- | --- |"]
     rows += [f"| [{name}](../configs/presets/{name}.yaml) | {title(name)} |" for name in presets()]
     return "\n".join(rows) + "\n"
+
+
+_LISTS = {"studies": _questions, "presets": _presets, "features": feature_table, "machines": machine_table}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_lossy import device
 from tests import ranks  # noqa: F401  says what the fork server imports
+from tests.features import Record
 from tests.rooms import Shared, check_room, room_of
 from tests.rows import Rows
 from tests.tiers import Guard, markers_of
@@ -24,6 +25,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--share", metavar="FOLDER", help="leave files to runs beside this one, which have the same FOLDER"
     )
+    parser.addoption(
+        "--record", metavar="MACHINE", help="add what passed on the accelerator of this MACHINE to tests/machines.yaml"
+    )
 
 
 def pytest_configure(config):
@@ -32,6 +36,8 @@ def pytest_configure(config):
         check_room(config.getoption("--room"))
     if config.getoption("--share"):
         config.pluginmanager.register(Shared(config.getoption("--share")), "shared")
+    if config.getoption("--record"):
+        config.pluginmanager.register(Record(config.getoption("--record")), "record")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -8,8 +8,7 @@ import torch
 from megatron_lossy.channel.corruption import apply, make_corruption
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.exchange import Exchange, Stream
-from megatron_lossy.mechanisms.replicas.repair import repair
-from megatron_lossy.mechanisms.replicas.repair import compare
+from megatron_lossy.mechanisms.replicas.repair import compare, repair
 from megatron_lossy.mechanisms.replicas.synchroniser import Copies, Replica, Synchroniser
 from megatron_lossy.peers import LocalPeers
 

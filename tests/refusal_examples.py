@@ -366,4 +366,4 @@ WORKERS = [
     (GRAD, {"largest_group": 1}, "data-parallel size 1: one rank exchanges nothing, so that nothing can be lost"),
 ]
 
-EXAMPLES = [*CORE, *TRANSPORT, *ISLAND, *BOUNDARIES, *ASYNC_PIPELINE, *REPLICAS, *PRIORITY, *LEAD, *WORKERS]
+EXAMPLES = [*CORE, *TRANSPORT, *WORKERS, *ISLAND, *BOUNDARIES, *ASYNC_PIPELINE, *REPLICAS, *PRIORITY, *LEAD]

@@ -17,12 +17,13 @@ PACKAGE = TESTS.parent / "megatron_lossy"
 #: How names of files begin, where not with the name of their room. The longest that fits holds.
 ROOMS = {
     "attempt": "device",
-    "averaging": "replicas",
+    "averaging": "islands",
     "compat": "scripts",
     "compensated": "lead",
     "corruption": "channel",
     "error_log": "delivery_log",
     "fct": "lab",
+    "island_training": "islands",
     "link": "lab",
     "lstm_language_model": "lab",
     "main_vector": "islands",
@@ -31,13 +32,17 @@ ROOMS = {
     "param_priority": "priority",
     "patches_folder": "plugin",
     "pieces": "transport",
+    "pipeline": "boundaries",
     "priority_copies": "priority",
     "same_results": "scripts",
     "streams": "transport",
     "study": "lab",
+    "sync": "replicas",
     "synchroniser": "replicas",
     "torchrun_report": "train",
     "udp": "transport",
+    "udp_stages": "boundaries",
+    "virtual_stages": "async_pipeline",
     "waits": "transport",
 }
 

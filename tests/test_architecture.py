@@ -7,6 +7,10 @@ import ast
 import functools
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.shows("imports run one way; pure rooms know no process group", device=False)
+
 PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 
 #: Rooms from the bottom up. Each may import what is in lines before its own, and nothing of its own line. Nothing may import the last.
@@ -14,6 +18,7 @@ ORDER = """
 errors
 files registry ledger fingerprint
 flags
+section
 config shipped settings
 loss_flags
 device exchange theory data
@@ -81,34 +86,14 @@ def room_of(module):
 #: Arrows to mechanisms that are still there: from the core, or from other mechanisms.
 STILL = set(
     """
-channel.base mechanisms.islands.flags
-channel.draws mechanisms.boundaries.flags
-channel.draws mechanisms.islands.flags
-channel.per_link mechanisms.islands.flags
-channel.trace mechanisms.islands.flags
-config.lossy_config mechanisms.async_pipeline.flags
-config.lossy_config mechanisms.boundaries.flags
-config.lossy_config mechanisms.islands.flags
-config.lossy_config mechanisms.replicas.flags
 delivery_log.summary mechanisms.boundaries.flags
 delivery_log.summary mechanisms.boundaries.log
 delivery_log.summary mechanisms.boundaries.loss
-delivery_log.summary mechanisms.islands.flags
 delivery_log.verify mechanisms.boundaries.flags
 delivery_log.verify mechanisms.boundaries.log
-delivery_log.verify mechanisms.islands.flags
-hooks.attached mechanisms.boundaries.datagrams
-hooks.attached mechanisms.boundaries.hooks
-hooks.attached mechanisms.boundaries.links
-hooks.attached mechanisms.islands.megatron_training
-hooks.attached mechanisms.islands.ranks
-hooks.attached mechanisms.islands.world
-hooks.attached mechanisms.replicas.lossy_all_reduce
-hooks.attached mechanisms.replicas.ranks
 hooks.checks mechanisms.islands.methods
 hooks.exchanges mechanisms.replicas.lossy_all_reduce
 hooks.exchanges mechanisms.replicas.ranks
-hooks.install mechanisms.islands.world
 hooks.megatron_training mechanisms.islands.flags
 hooks.megatron_training mechanisms.islands.methods
 hooks.runtime mechanisms.replicas.full_replicas
@@ -125,11 +110,7 @@ plugin mechanisms.islands.world
 report.columns mechanisms.islands.flags
 report.columns mechanisms.replicas.flags
 report.read mechanisms.islands.flags
-run mechanisms.boundaries.log
-run mechanisms.boundaries.monitor
-run mechanisms.priority.monitor
 run mechanisms.replicas.full_replicas
-run mechanisms.replicas.monitor
 train.checkpoint mechanisms.islands.flags
 train.loop mechanisms.async_pipeline.workers
 train.loop mechanisms.islands.flags

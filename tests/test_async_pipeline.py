@@ -22,6 +22,13 @@ from tests.ranks import run_ranks
 from tests.stage_reference import in_whole, observed_run, reference
 from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
 
+pytestmark = pytest.mark.shows(
+    "real stages compute what the definition says: stashes, overlap, TP 2",
+    "real stages are virtual ones, one stage is synchronous, bit for bit",
+    "continued bit for bit while the pipe fills and drains",
+    "a killed stage, a diverged loss or a signal ends all stages",
+)
+
 ASYNC = {"async_pipeline": True}
 LOSS = dict(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64, eval_weights="both")
 

@@ -10,6 +10,8 @@ from megatron_lossy.train.config import TrainConfig
 from megatron_lossy.train.facts import of_trainer
 from tests.trainer import TINY
 
+pytestmark = pytest.mark.shows("flags and models that an asynchronous pipeline refuses", device=False)
+
 STAGES = {"async_pipeline": True, "virtual_stages": 2}
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from megatron_lossy.mechanisms.async_pipeline.schedule import Stage
 from megatron_lossy.mechanisms.async_pipeline.stash import Stash
 
+pytestmark = pytest.mark.shows("each pass has the weights that PipeDream gives it")
+
 PIPES = dict(
     stages=st.integers(1, 6), iterations=st.integers(1, 9), micro_batches=st.integers(1, 3), start=st.integers(0, 8)
 )

@@ -16,6 +16,8 @@ from tests.test_islands_train import (
 )
 from tests.trainer import TINY, read_records, recorded_losses, train_runs, write_data
 
+pytestmark = pytest.mark.shows("virtual stages: continued bit for bit, on islands, looking ahead")
+
 MODEL = {"num_layers": 4, "hidden_dropout": 0.1, "log_interval": 1, "micro_batch_size": 1, "eval_iters": 1}
 SMALL = TINY | MODEL | {"virtual_workers": 2}
 STAGES = {"async_pipeline": True, "virtual_stages": 4}

@@ -9,6 +9,8 @@ import torch
 
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.shows("ranks that torchrun starts again do not look for those before them", device=False)
+
 WAIT = timedelta(seconds=60)
 
 

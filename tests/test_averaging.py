@@ -24,6 +24,8 @@ from megatron_lossy.mechanisms.islands.methods import make_rule, notes_on_averag
 from megatron_lossy.mechanisms.islands.subset import Subset
 from megatron_lossy.mechanisms.islands.virtual import _squares as squares_of
 
+pytestmark = pytest.mark.shows("subsets, corrections, outer optimizers: definitions and closed forms")
+
 
 def flags(**settings):
     return LossyConfig(**{"islands": 4, "sync_method": "parameters", **settings})

@@ -16,6 +16,8 @@ from tests.programs import ROOT, run_program
 from tests.ranks import run_ranks
 from tests.trainer import TINY, as_flags, train_runs, write_data
 
+pytestmark = pytest.mark.shows("wrong input to every command: one line, status 2, nothing lost", device=False)
+
 SETTINGS = TINY | dict(data_path=("data/train",), train_iters=2, eval_iters=0, lr_warmup_iters=0)
 LOSS = dict(p_grad=0.1, p_param=0.1, save_replicas=True)
 SEVEN_B = f"--config {ROOT}/configs/llama2_7b/cuda_dp64.yaml --program train --out out --rate 0.1 --tokenizer byte"

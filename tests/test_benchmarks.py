@@ -8,6 +8,8 @@ import pytest
 from benchmarks import common, island_step, param_sync, step_overhead
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.shows("benchmarks of steps, parameters and islands run")
+
 TINY = {"layers": 1, "hidden": 16, "vocab": 64, "sequence": 8, "micro_batch": 1, "rounds": 4}
 
 

@@ -21,6 +21,13 @@ from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.registry import CHANNELS
 from megatron_lossy.transport import Network, check_channels
 
+pytestmark = pytest.mark.shows(
+    "losses are a function of seed, phase, step, link and unit",
+    "rates, Gilbert-Elliott bursts, schedules, rates per link, traces",
+    "receivers that lose together; reliable links within a node",
+    device=False,
+)
+
 SIX_SIGMA = 6.0  # two-sided probability of a false alarm: 2e-9
 
 

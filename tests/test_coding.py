@@ -12,6 +12,10 @@ from megatron_lossy.coding.xor import Layout, decode, encode
 from megatron_lossy.errors import UsageError
 from tests.reference import residual_rate
 
+pytestmark = pytest.mark.shows(
+    "XOR parity to the byte, and its residual rate", "the code that follows the loss", device=False
+)
+
 
 @st.composite
 def layouts(draw):

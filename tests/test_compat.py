@@ -4,6 +4,8 @@ import pytest
 
 from scripts.compat import CONTRACT, HEADER, _table, merged
 
+pytestmark = pytest.mark.shows("rows of the matrix of Megatrons", device=False)
+
 EMPTY = f"<!-- compat -->\n{_table([])}<!-- end compat -->\n"
 
 

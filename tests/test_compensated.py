@@ -20,6 +20,13 @@ from tests.test_streams import Deferred
 from tests.test_transport import group_in_memory
 from tests.tiny_gpt import TinyGPT, build, missing
 
+pytestmark = pytest.mark.shows(
+    "leads sent and weights kept by value, in every setting",
+    "two virtual workers with a lead are two ranks, bit for bit",
+    "a lead from rates that receivers count",
+    "a quadratic that diverges plain converges with a lead",
+)
+
 PLAIN = LossyConfig(p_grad=0.2, p_param=0.4, loss_unit="packet", packet_bytes=1000)
 COMPENSATED = dataclasses.replace(PLAIN, param_send="compensated")
 BURSTS = dataclasses.replace(COMPENSATED, loss_unit="shard", loss_model=("gilbert-elliott",), ge_mean_burst=(4.0,))

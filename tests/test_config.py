@@ -12,6 +12,8 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.flags import add_flags, flag_groups, flag_table, flag_tables, from_namespace
 from megatron_lossy.train.config import TrainConfig
 
+pytestmark = pytest.mark.shows("flags: allowed values, sections, schedules, what does nothing is said", device=False)
+
 
 def parse(*arguments):
     parser = add_flags(argparse.ArgumentParser(), LossyConfig, "loss")

@@ -14,6 +14,8 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
 
+pytestmark = pytest.mark.shows("errors in gradients by value: noise, flips, bursts, replayed ones")
+
 SIZES = (100, 7, 3000)
 TYPES = {16: torch.bfloat16, 32: torch.float32}
 

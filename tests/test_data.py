@@ -29,6 +29,12 @@ from megatron_lossy.data.documents import validation_documents
 from megatron_lossy.errors import UsageError
 from tests.programs import ROOT, Program
 
+pytestmark = pytest.mark.shows(
+    "text to Megatron's indexed data and back, blends, damaged data",
+    "tokenizers: bytes, SentencePiece, Hugging Face",
+    device=False,
+)
+
 TOKENIZER = build_tokenizer("byte")
 
 

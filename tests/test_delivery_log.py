@@ -26,6 +26,11 @@ from megatron_lossy.transport.drawn import CollectiveWire
 from tests.programs import run_program
 from tests.ranks import run_ranks
 
+pytestmark = [
+    pytest.mark.shows("recorded losses are replayed bit for bit, by ranks and virtual workers"),
+    pytest.mark.shows("the log: killed and resumed runs, damaged files, pandas, DuckDB", device=False),
+]
+
 ROOT = Path(__file__).parents[1]
 UNITS = {
     "shard": {},

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from tests.boundaries import boundary_lost, boundary_rows
 from tests.ranks import run_ranks
 from tests.test_pipeline_boundaries import BOTH, PLAIN, place_of
 from tests.tiny_gpt import TinyGPT, build
+
+pytestmark = pytest.mark.shows("messages between stages in the log: by value, drawn again, resumed")
 
 UDP = {"transport": "udp", "act_transport": "udp", "udp_cipher": "none", "loss_unit": "packet", "packet_bytes": 1408}
 #: Of messages of the tiny model.
@@ -108,7 +111,10 @@ def test_a_run_that_loses_nothing_there_has_no_such_files(tmp_path):
     from megatron_lossy.run import make_observers
 
     names = [
-        {type(one).__name__ for one in make_observers(LossyConfig(**flags, delivery_log=str(tmp_path)))}
+        {
+            type(one).__name__
+            for one in make_observers(SimpleNamespace(config=LossyConfig(**flags, delivery_log=str(tmp_path))))
+        }
         for flags in ({"p_grad": 0.1}, {"p_act": 0.1})
     ]
     assert [("BoundaryLog" in found) for found in names] == [False, True]

@@ -13,6 +13,8 @@ from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, l
 from tests.ranks import run_ranks
 from tests.trainer import ROOT
 
+pytestmark = pytest.mark.shows("no call of what torch has given up", device=False)
+
 OLD = re.compile(r"dist(ributed)?\.(reduce_scatter_tensor|all_gather_into_tensor|_\w+_base|\w+_coalesced)\b")
 
 

@@ -16,6 +16,9 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.shows("Megatron on CPU: every overlap, TP 2, PP 2, experts, overflows", device=False)
+takes_its_device = pytest.mark.shows("each rank takes the device of its LOCAL_RANK (simulated)")
+
 STEPS = 8
 
 
@@ -345,6 +348,7 @@ def node(monkeypatch):
     return make
 
 
+@takes_its_device
 @pytest.mark.parametrize(
     ("kind", "backend", "bound"), [("cuda", "nccl", torch.device("cuda", 3)), ("hpu", "hccl", None)]
 )
@@ -360,6 +364,7 @@ def test_a_rank_takes_the_device_of_its_local_rank_before_any_group(node, monkey
     assert accelerators.asked == [("set_device", 3), ("init_process_group", backend, bound)]
 
 
+@takes_its_device
 def test_without_a_launcher_a_program_stays_on_its_device(node):
     accelerators = node("cuda", 2)
     accelerators.current = 1
@@ -368,6 +373,7 @@ def test_without_a_launcher_a_program_stays_on_its_device(node):
     assert node("cpu", 0, LOCAL_RANK=3, WORLD_SIZE=4) and device.take_device() == torch.device("cpu")
 
 
+@takes_its_device
 @pytest.mark.parametrize(
     ("kind", "count", "environment", "message"),
     [
@@ -407,6 +413,7 @@ def test_a_rank_without_a_device_is_refused(node, tmp_path, kind, count, environ
     assert not accelerators.asked and not list(tmp_path.iterdir())
 
 
+@takes_its_device
 def test_every_process_group_of_ours_is_made_on_the_ranks_device():
     root = Path(__file__).parents[1]
     files = [*root.glob("megatron_lossy/**/*.py"), *root.glob("benchmarks/*.py")]

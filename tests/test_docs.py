@@ -11,6 +11,8 @@ import pytest
 from megatron_lossy.lab.folder import RECORD
 from scripts.update_docs import PAGES, RESULTS, ROOT, current, linked_tables, links
 
+pytestmark = pytest.mark.shows("pages are current, their links and headings exist", device=False)
+
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_is_made_elsewhere_is_current(page):

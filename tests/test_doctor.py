@@ -18,6 +18,11 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.versions import SUPPORTED, check_version
 from tests.programs import Program, rank_environments, run_program
 
+pytestmark = [
+    pytest.mark.shows("the doctor: this machine, a lossy step, datagrams between ranks"),
+    pytest.mark.shows("what `pip install` would replace in an image", device=False),
+]
+
 ROOT = Path(__file__).parents[1]
 
 

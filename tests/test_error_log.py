@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,11 @@ from megatron_lossy.mechanisms.replicas.full_replicas import Mismatch
 from megatron_lossy.mechanisms.replicas.synchroniser import Synced
 from megatron_lossy.run import make_observers
 from tests.test_delivery_log import flip_bits, rewrite, truncate
+
+pytestmark = [
+    pytest.mark.shows("recorded errors are replayed where they were recorded"),
+    pytest.mark.shows("the log of errors: changed, missing and added records are noticed", device=False),
+]
 
 RANKS, STEPS, SIZES = 3, 9, (6, 5000, 3)
 KINDS = {
@@ -238,5 +244,9 @@ def test_errors_are_replayed_where_they_were_recorded(tmp_path):
 
 def test_the_log_of_errors_is_of_the_same_writer_as_others(tmp_path):
     config = LossyConfig(**KINDS["reduce"], p_grad=0.1, delivery_log=str(tmp_path))
-    writers = {type(one).__name__: one.rank for one in make_observers(config, writer=3) if hasattr(one, "rank")}
+    writers = {
+        type(one).__name__: one.rank
+        for one in make_observers(SimpleNamespace(config=config), writer=3)
+        if hasattr(one, "rank")
+    }
     assert writers["ErrorLog"] == 3 and set(writers.values()) == {3}

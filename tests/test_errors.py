@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.shows("how programs end: status and one line", device=False)
+
 
 @pytest.mark.parametrize(
     ("raised", "status", "line"),

@@ -12,6 +12,8 @@ from megatron_lossy.lab.fct.path import Losses, Path
 from megatron_lossy.lab.fct.schemes import Adaptive, SelectiveRepeat, Smart, Tolerant, Uniform
 from tests.programs import ROOT, run_program
 
+pytestmark = pytest.mark.shows("completion times by hand, in closed form, of every scheme", device=False)
+
 PATH = Path()
 FAR = Path(delay=1e5)  # where no packet is sent again before all are sent
 

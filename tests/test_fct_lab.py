@@ -18,6 +18,8 @@ from megatron_lossy.lab.fct.schemes import SelectiveRepeat, Smart, Uniform
 from tests.programs import run_program
 from tests.test_lab import needs_lab
 
+pytestmark = pytest.mark.shows("completion times over an emulated link: models, tables, refusals", device=False)
+
 WAY = Way(1e9, 0.1, 10_000, 0.0, 1408, 72)
 
 
@@ -128,6 +130,7 @@ def test_bad_flags(flags, error, tmp_path):
     assert done.returncode == 2 and error in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.shows("completion times of real datagrams over an emulated link", device=False)
 @needs_lab
 @pytest.mark.programs
 @pytest.mark.slow

@@ -13,6 +13,8 @@ import pytest
 from megatron_lossy.errors import UsageError
 from scripts import fct_ns3
 
+pytestmark = pytest.mark.shows("completion times against ns-3, message by message", device=False)
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "fct_ns3.py"
 #: The latest results; the date is in the name.

@@ -13,6 +13,8 @@ from megatron_lossy import files
 from megatron_lossy.errors import UsageError, machine_error
 from megatron_lossy.files import aside_of, check_folder, naming, publish, replace_file, write_text, writing
 
+pytestmark = pytest.mark.shows("files are whole or absent, whatever fails", device=False)
+
 
 def names(folder):
     return sorted(os.listdir(folder))

@@ -18,6 +18,13 @@ from tests import contract
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build, missing
 
+pytestmark = pytest.mark.shows(
+    "without loss every bit is Megatron's: overlaps, fp32, bf16",
+    "every rule and unit by value in every setting of Megatron",
+    "`previous` over skipped and all-reduced steps and loss scales",
+    "tied embeddings and tensor-parallel peers lose the same",
+)
+
 OVERLAPS = {
     "none": {},
     "grads": {"overlap_grad_reduce": True, "bucket_size": 3000},

@@ -15,6 +15,8 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks import Lossy, check_version, megatron_training
 from megatron_lossy.hooks.facts import _expert_data_parallel_ranks, of_arguments, of_model
 
+pytestmark = pytest.mark.shows("versions of Megatron and settings that the hooks refuse", device=False)
+
 
 def check_arguments(arguments, config):
     check_refusals(config, of_arguments(arguments))
@@ -186,7 +188,7 @@ def test_a_trace_is_checked_against_the_sizes_that_megatron_settled_on(tmp_path,
     def validate(**sizes):
         arguments = Arguments()
         vars(arguments).update({"context_parallel_size": 1, "train_iters": 5} | sizes)
-        lossy = types.SimpleNamespace(config=config, mechanisms=(), job=0, jobs=1, steps=None)
+        lossy = types.SimpleNamespace(config=config, parts=(), job=0, jobs=1, steps=None)
         return megatron_training.validate_args(lossy, lambda args: args, arguments)
 
     assert validate(data_parallel_size=2).data_parallel_size == 2 and len(claimed) == 1
@@ -202,7 +204,7 @@ def test_other_processes_can_copy_the_owners_weights_while_a_checkpoint_is_sched
     happened = []
 
     class Lossy:
-        mechanisms = ()
+        parts = ()
 
         @contextlib.contextmanager
         def owner_weights(self, model):

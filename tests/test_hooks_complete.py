@@ -15,6 +15,8 @@ from tests.ranks import RankFailed, run_ranks
 from tests.test_transport import group_in_memory
 from tests.tiny_gpt import TinyGPT, build
 
+pytestmark = pytest.mark.shows("loss that cannot happen is refused or said")
+
 BOTH = LossyConfig(p_grad=0.4, p_param=0.4)
 OVERLAPPED = TinyGPT(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=3000)
 

@@ -11,6 +11,10 @@ from megatron_lossy.config import LossyConfig
 from tests.ranks import RankFailed, run_ranks
 from tests.tiny_gpt import TinyGPT, build
 
+pytestmark = pytest.mark.shows(
+    "owners' weights for evaluation and saving", "replicas saved by `--save-replicas` and restored"
+)
+
 CONFIG = LossyConfig(p_grad=0.4, p_param=0.4, loss_unit="packet", packet_bytes=1000, save_replicas=True)
 OVERLAPS = {
     "none": TinyGPT(),

@@ -10,6 +10,8 @@ import torch
 from megatron_lossy.hooks import seam
 from megatron_lossy.transport import Transfer
 
+pytestmark = pytest.mark.shows("collectives in and out of coalescing contexts")
+
 
 class Group:
     """In the place of a lossy group: its gathers deliver ``0`` where the collective wrote ``1``."""

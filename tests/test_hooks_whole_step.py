@@ -13,6 +13,8 @@ from megatron_lossy.transport import Network
 from tests.ranks import run_ranks
 from tests.reference import ReferenceAdamW, ReferenceReduce, pieces, reference_gather
 
+pytestmark = pytest.mark.shows("whole steps with stale replicas and AdamW against plain NumPy")
+
 ROWS, COLUMNS, BATCH, STEPS = 9, 50, 6, 20
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 USED = ROWS * COLUMNS

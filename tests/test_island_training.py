@@ -6,6 +6,8 @@ import pytest
 
 from megatron_lossy.mechanisms.islands import megatron_training as island_training
 
+pytestmark = pytest.mark.shows("samples and the mean's checkpoint under `megatron.training`")
+
 
 def island(number, islands=3):
     return SimpleNamespace(world=SimpleNamespace(island=number, islands=islands))

@@ -19,6 +19,8 @@ from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
 from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.transport.drawn import draw
 
+pytestmark = pytest.mark.shows("what a network loses between islands is neither added nor used")
+
 STREAM = Stream("islands", expert_rank=1, stage=2)
 
 

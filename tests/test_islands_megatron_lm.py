@@ -16,7 +16,11 @@ import pytest
 from megatron_lossy.train.saved import latest_iteration
 from tests.test_plugin_megatron_lm import MODEL, pretrain
 
-pytestmark = [pytest.mark.megatron_lm, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.shows("islands of the unmodified `pretrain_gpt.py`: by value, resumed, stopped"),
+    pytest.mark.megatron_lm,
+    pytest.mark.timeout(600),
+]
 
 AVERAGED = ["--islands", 2, "--sync-method", "parameters"]
 LATE = [*AVERAGED, "--sync-fraction", 0.25, "--sync-delay", 3]

@@ -17,6 +17,12 @@ from megatron_lossy.train.saved import latest_iteration
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs, write_data
 
+pytestmark = pytest.mark.shows(
+    "islands of 1 and 2 ranks are virtual ones, bit for bit",
+    "averaged weights of descent are averaged gradients, TP 2, PP 2",
+    "continued bit for bit, losses replayed, an island that dies",
+)
+
 SMALL = TINY | {"log_interval": 1, "micro_batch_size": 1, "eval_iters": 1, "hidden_dropout": 0.0}
 TWO = {"islands": 2, "sync_method": "parameters"}
 LATE = {**TWO, "sync_fraction": 0.25, "sync_delay": 3}

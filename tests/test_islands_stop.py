@@ -24,6 +24,10 @@ from tests.ranks import run_ranks
 from tests.test_islands_ranks import LATE, SMALL, TWO
 from tests.trainer import read_records, train_runs, write_data
 
+pytestmark = pytest.mark.shows(
+    "islands end after the same iteration, also with datagrams lost", "an island that stands still holds up nobody"
+)
+
 DATAGRAMS = {"transport": "udp", "udp_deadline": "50", "udp_peer_timeout": 120.0}
 LONG = SMALL | {"train_iters": 400, "eval_iters": 0, "micro_batch_size": 2, "num_layers": 1}
 

@@ -23,6 +23,8 @@ from megatron_lossy.transport.network import channel_of
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
 
+pytestmark = pytest.mark.shows("islands in one process: reductions, continued, replayed, speeds")
+
 SMALL = TINY | {"num_layers": 1, "log_interval": 1, "micro_batch_size": 1, "virtual_workers": 4, "eval_iters": 1}
 ISLANDS = {"islands": 4, "sync_method": "parameters"}
 LOSS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256}

@@ -15,6 +15,8 @@ from tests.journeys import Journey
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 
+pytestmark = pytest.mark.shows("an exchange passes few files", device=False)
+
 PACKETS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256}
 #: By what crosses: the most files, and the most changes of file.
 CEILINGS = {

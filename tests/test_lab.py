@@ -18,6 +18,11 @@ from benchmarks.lab import Lab, Link, Missing, check_lab, nodes
 from benchmarks.lab.__main__ import main
 from megatron_lossy.errors import UsageError
 
+pytestmark = pytest.mark.shows(
+    "emulated links: delay, rate, queue, losses, bursts, IPv6; nothing is left", device=False
+)
+refused_links = pytest.mark.shows("emulated links that cannot be are refused", device=False)
+
 try:
     check_lab()
     MISSING = None
@@ -362,6 +367,7 @@ def test_program(capfd):
     assert main(["--", "sh", "-c", "exit $((3 * {node}))"]) == 3
 
 
+@refused_links
 def test_what_is_missing_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(lab_module.os, "geteuid", lambda: 1000)
     assert main(["--", "true"]) == 0
@@ -372,6 +378,7 @@ def test_what_is_missing_is_one_line(monkeypatch, capsys):
         check_lab()
 
 
+@refused_links
 @pytest.mark.parametrize(
     ("link", "refused"),
     [

@@ -29,6 +29,12 @@ from megatron_lossy.train.config import TrainConfig
 from .ranks import run_ranks
 from .trainer import TINY, read_records, write_data
 
+pytestmark = pytest.mark.shows(
+    "configurations: sizes, memory, flags, dry runs, refusals",
+    "commands of torchrun, srun, mpirun; requeued jobs; data manifests",
+    device=False,
+)
+
 ROOT = Path(__file__).parents[1]
 LARGE = sorted((ROOT / "configs").glob("llama*/*_dp*.yaml"))
 TINY_FILE = ROOT / "configs/tiny/llama_1m.yaml"
@@ -642,6 +648,7 @@ def test_gaudi_needs_the_fork(data, tmp_path, monkeypatch):
         check_megatron(plan)
 
 
+@pytest.mark.shows("Megatron-LM accepts the flags of each configuration", device=False)
 @pytest.mark.megatron_lm
 @pytest.mark.parametrize(
     ("flags", "message"),

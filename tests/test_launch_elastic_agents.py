@@ -22,6 +22,8 @@ from megatron_lossy.launch.plan import make_plan
 from .ranks import run_ranks
 from .trainer import ROOT, read_records, recorded_losses, train_runs, write_data
 
+pytestmark = pytest.mark.shows("killed nodes and ranks start again: torchrun, over UDP, two sites")
+
 
 @pytest.fixture
 def agents(tmp_path):

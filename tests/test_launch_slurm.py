@@ -10,6 +10,7 @@ from .slurm_cluster import ROOT, free_ports, missing, slurm_cluster
 from .trainer import read_records, recorded_losses, write_data
 
 pytestmark = [
+    pytest.mark.shows("the job script in a real Slurm: preempted, limited, in an array"),
     pytest.mark.slurm,
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
     pytest.mark.timeout(600),

@@ -9,6 +9,8 @@ from megatron_lossy import device, hooks
 from megatron_lossy.errors import UsageError
 from megatron_lossy.ledger import Ledger, Patch, Takes, check, signature_of
 
+pytestmark = pytest.mark.shows("patches fit, explain themselves, come and go as a whole", device=False)
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -15,6 +15,8 @@ from megatron_lossy.lab.link import Site, fraction, read
 from megatron_lossy.launch.__main__ import main as launch
 from scripts import choosing
 
+pytestmark = pytest.mark.shows("what a link between sites has time for", device=False)
+
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ["--mbit", "1000", "--rtt", "30", "--loss", "0.005", "--parameters", "6.738e9", "--step", "13"]
 

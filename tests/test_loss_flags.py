@@ -33,6 +33,8 @@ from tests.programs import run_program
 from tests.ranks import run_ranks
 from tests.trainer import ROOT, TINY, train_runs, write_data
 
+pytestmark = pytest.mark.shows("short help, `--help-loss`, presets", device=False)
+
 ALL = {f.name: flag_name(LossyConfig, f.name) for f in dataclasses.fields(LossyConfig)}
 TINY_FILE = str(ROOT / "configs/tiny/llama_1m.yaml")
 #: Intervals that fit into runs of two iterations.

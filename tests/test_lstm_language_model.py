@@ -14,6 +14,8 @@ import yaml
 from megatron_lossy.errors import UsageError
 from megatron_lossy.lab.summary import Difference
 
+pytestmark = pytest.mark.shows("an LSTM that loses gradients; without loss bit for bit")
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "lstm_language_model.py"
 TINY = ["--epoch-tokens", "2048", "--rates", "0.3", "--seeds", "1", "2"]

@@ -12,6 +12,8 @@ from megatron_lossy.mechanisms.islands import main_vector
 from megatron_lossy.mechanisms.islands.main_vector import Segment, Vector, shard_vector
 from megatron_lossy.mechanisms.islands.places import Places
 
+pytestmark = pytest.mark.shows("the weights of an island as one vector")
+
 CPU = torch.device("cpu")
 
 

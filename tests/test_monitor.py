@@ -22,6 +22,10 @@ from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 from tests.trainer import TINY, read_records, train_runs, write_data
 
+pytestmark = pytest.mark.shows(
+    "losses, ages, drift of the monitors against plain NumPy", "ranks and virtual workers count alike"
+)
+
 STEPS, WINDOW = 6, 3
 #: At most 2048 parameters, so that the sample is all of them.
 SMALL = TinyGPT(layers=1, hidden=8, heads=2, vocab=17, sequence=8, optimizer="sgd", lr=0.1)

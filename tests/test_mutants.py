@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import mutants_draw
 from mutants_summary import interval
 
+pytestmark = pytest.mark.shows("what `make mutants` changes", device=False)
+
 MODULE = '''
 """Adds 1 to 2."""
 

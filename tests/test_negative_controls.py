@@ -14,6 +14,8 @@ from tests.ranks import RankFailed, run_ranks
 from tests.tiny_gpt import TinyGPT
 from tests.trainer import TINY, read_records, train_runs, write_data
 
+pytestmark = pytest.mark.shows("where nothing is lost, every claim of loss fails", device=False)
+
 PACKETS = {"loss_unit": "packet", "packet_bytes": 1000}
 LOUD = LossyConfig(loss_schedule=("0:0.4",), **PACKETS)
 #: Without loss for now, in that phase; otherwise as LOUD.

@@ -19,6 +19,12 @@ from megatron_lossy.shipped import FOLDERS, copy_shipped, find_config
 from tests.programs import run_program
 from tests.test_doctor import distribution
 
+pytestmark = pytest.mark.shows(
+    "wheel and source distribution: complete, train in an empty folder",
+    "`--no-deps` leaves the torch and the Megatron of an image alone",
+    device=False,
+)
+
 ROOT = Path(__file__).parents[1]
 #: What is no part of a checkout's source: hidden folders, and what building, testing and training leave.
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".git", ".venv", ".*_cache", ".hypothesis")

@@ -23,6 +23,8 @@ from tests.test_hooks import OVERLAPS
 from tests.test_lab import needs_lab
 from tests.tiny_gpt import TinyGPT
 
+pytestmark = pytest.mark.shows("parameters that changed most: chosen by value, virtual replicas have them")
+
 UDP = LossyConfig(
     transport="udp", packet_bytes=256, param_priority="change", param_priority_fraction=0.1, udp_cipher="none"
 )
@@ -163,6 +165,7 @@ def test_with_every_packet_of_high_priority_virtual_replicas_are_equal():
 # --- over UDP ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.shows("over a link that loses a tenth, what changed most arrives")
 @needs_lab
 @pytest.mark.parametrize("fec", [pytest.param(("auto",), marks=pytest.mark.slow), ("10", "0")])
 def test_over_a_link_that_loses_a_tenth_what_has_changed_most_arrives(fec):

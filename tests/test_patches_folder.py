@@ -19,6 +19,9 @@ from megatron_lossy.hooks.versions import SUPPORTED
 from scripts.compat import WHEELS
 from tests.test_plugin_megatron_lm import LOSS, MODEL, pretrain
 
+pytestmark = pytest.mark.shows("`patches/`: applies or says why not; `check.sh`", device=False)
+patched_script = pytest.mark.shows("a patched `pretrain_gpt.py` without launcher: the launcher's losses, or none")
+
 ROOT = Path(__file__).parent.parent
 PATCH = ROOT / "patches" / "megatron_lm.patch"
 TARGET = "megatron/training/__init__.py"
@@ -106,6 +109,7 @@ def test_the_patch_names_all_that_it_is_for():
     assert [tag for tag in NAMED if not tag.startswith("core_v")] == ["1.22.0", "1.23.0", "1.24.0"]
 
 
+@pytest.mark.shows("the patch applies to `core_v0.12.3` to `core_v0.19.0`", device=False)
 @pytest.mark.megatron_lm
 def test_the_patch_applies_to_every_tag_of_a_clone(megatron_lm, tmp_path):
     """A clone, bare or not, of NVIDIA's or HabanaAI's repository, with tags."""
@@ -217,6 +221,7 @@ def numbers(done, expected=20):
     return found
 
 
+@patched_script
 @pytest.mark.megatron_lm
 @pytest.mark.timeout(600)
 def test_a_patched_checkout_loses_what_the_launcher_loses(megatron_lm, fork, tmp_path):
@@ -229,6 +234,7 @@ def test_a_patched_checkout_loses_what_the_launcher_loses(megatron_lm, fork, tmp
     assert numbers(pretrain(fork, *LOSS)[1]) == expected
 
 
+@patched_script
 @pytest.mark.megatron_lm
 @pytest.mark.timeout(600)
 def test_without_loss_a_patched_checkout_is_megatrons(megatron_lm, fork):
@@ -237,6 +243,7 @@ def test_without_loss_a_patched_checkout_is_megatrons(megatron_lm, fork):
     assert numbers(run(fork, "--p-grad", 0)) == expected
 
 
+@patched_script
 @pytest.mark.megatron_lm
 def test_without_our_flags_a_patched_checkout_is_not_made_to_train_on_cpu(fork):
     done = run(fork, ranks=1)
@@ -245,6 +252,7 @@ def test_without_our_flags_a_patched_checkout_is_not_made_to_train_on_cpu(fork):
     assert done.returncode and "Megatron requires CUDA" in done.stderr
 
 
+@patched_script
 @pytest.mark.megatron_lm
 @pytest.mark.timeout(600)
 def test_a_script_that_makes_up_its_command_line_loses_as_well(fork):
@@ -262,6 +270,7 @@ def test_a_script_that_makes_up_its_command_line_loses_as_well(fork):
     assert numbers(run(fork, script="wrapper.py", prepared=True)) == numbers(run(fork, *LOSS))
 
 
+@patched_script
 @pytest.mark.megatron_lm
 @pytest.mark.parametrize(
     ("flags", "named"),
@@ -279,6 +288,7 @@ def test_a_patched_checkout_refuses_in_one_line(fork, flags, named):
     assert done.stderr.count("Traceback") == 1  # torchrun's own
 
 
+@patched_script
 @pytest.mark.megatron_lm
 def test_help_of_a_patched_checkout_shows_our_flags_once(fork):
     done = run(fork, "--help", ranks=1, prepared=True)

@@ -31,6 +31,11 @@ from tests.test_transport import (
 from tests.test_virtual import real_runs, virtual_runs
 from tests.tiny_gpt import TinyGPT
 
+pytestmark = pytest.mark.shows(
+    "`--transport pieces`: by value against NumPy, in every setting of Megatron",
+    "4 virtual workers in pieces are 4 ranks, bit for bit",
+)
+
 PIECES = dataclasses.replace(BOTH, transport="pieces")
 
 

@@ -15,6 +15,8 @@ from megatron_lossy.mechanisms.boundaries.zero_fill import elements_of, lossy, z
 from tests.boundaries import boundary_lost
 from tests.reference import boundary_residual, boundary_units, residual_rate
 
+pytestmark = pytest.mark.shows("which messages between stages are lost, and the zeros in their place")
+
 EARLY, LATE = Boundary(stage=1, layer=2, layers=8), Boundary(stage=3, layer=6, layers=8)
 
 

@@ -34,6 +34,12 @@ from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 from tests.trainer import TINY, read_records, recorded_losses, train_runs, write_data
 
+pytestmark = pytest.mark.shows(
+    "every message by value: both directions, interleaved, TP 2, sequences",
+    "stages are one process with virtual boundaries, bit for bit",
+    "resumed runs lose the same messages",
+)
+
 #: Activations of the tiny model are 1,024 values: 21 packets, the last one short.
 BOTH = LossyConfig(
     p_act=0.3,

@@ -11,6 +11,8 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.plugin import check_command_line
 
+pytestmark = pytest.mark.shows("`python -m megatron_lossy SCRIPT`: one line for what is wrong", device=False)
+
 
 def start(*arguments, **environment):
     return subprocess.Popen(

@@ -19,7 +19,14 @@ import pytest
 
 from megatron_lossy.report.megatron_logs import read_megatron_run
 
-pytestmark = [pytest.mark.megatron_lm, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.shows(
+        "the unmodified `pretrain_gpt.py`: Megatron's digits, resumed, full replicas, stages",
+        "the unmodified `pretrain_gpt.py` over UDP: digits of `pieces`, a killed rank",
+    ),
+    pytest.mark.megatron_lm,
+    pytest.mark.timeout(600),
+]
 
 MODEL = [
     "--transformer-impl",
@@ -237,6 +244,7 @@ def test_over_datagrams_every_digit_is_that_of_the_same_losses_in_pieces(megatro
     assert done.stdout.count("udp, rank 0, all: sent") == done.stdout.count("udp, rank 1, all: sent") == 1
 
 
+@pytest.mark.shows("monitors in Megatron's log and TensorBoard")
 def test_monitors_write_to_megatrons_log_and_tensorboard(megatron_lm, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

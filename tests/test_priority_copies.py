@@ -1,12 +1,15 @@
 """Copies of parameters on tensor-parallel ranks stay equal where senders choose, from what they send, what arrives."""
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_lossy.config import LossyConfig
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
+
+pytestmark = pytest.mark.shows("copies on tensor-parallel ranks stay equal where senders choose")
 
 PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
 CHOSEN = {"grad_priority": "packet-mean", "grad_priority_fraction": 0.1}

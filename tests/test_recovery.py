@@ -12,6 +12,8 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Lost, cut
 from megatron_lossy.recovery import IndexedRows, MaskedRows
 
+pytestmark = pytest.mark.shows("units are cut, scaled, removed and put back in place")
+
 shards = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 

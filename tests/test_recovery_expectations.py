@@ -15,6 +15,8 @@ from megatron_lossy.transport import Network
 from megatron_lossy.transport.drawn import CollectiveWire
 from tests.rules import gradients, send
 
+pytestmark = pytest.mark.shows("expectations of the rules against closed forms")
+
 UNITS = 60_000
 FOLLOWING = Exchange("grad", Stream(), 1)
 

@@ -22,6 +22,8 @@ from megatron_lossy.transport.drawn import CollectiveWire
 from tests.reference import ReferenceReduce, pieces
 from tests.rules import gradients, required, send, spared
 
+pytestmark = pytest.mark.shows("priorities and error feedback by value; all is applied but the residual")
+
 STEP = Exchange("grad", Stream(), 0)
 
 

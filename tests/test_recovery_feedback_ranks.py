@@ -14,6 +14,8 @@ from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatte
 from tests.ranks import run_ranks
 from tests.rules import gradients
 
+pytestmark = pytest.mark.shows("error feedback on ranks: weights, variance, residual against theory, memory")
+
 RANKS, UNITS, P = 4, 20_000, 0.3
 #: A loss 40 steps ago is still kept in one of 10^20 units.
 STEPS = 40

@@ -16,6 +16,8 @@ from megatron_lossy.transport import Network
 from megatron_lossy.transport.drawn import CollectiveWire
 from tests.test_transport import group_in_memory
 
+pytestmark = pytest.mark.shows("`previous` through skipped, repeated and rejected steps")
+
 SIZE, SHARD = 3, 8
 CONFIG = LossyConfig(p_grad=0.5, grad_recovery="previous", loss_unit="packet", packet_bytes=12)
 

@@ -13,11 +13,13 @@ from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.refusal import Refusal, Refused, Section, check_refusals, sections
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.facts import of_arguments, of_model
-from megatron_lossy.registry import REFUSALS
+from megatron_lossy.registry import MECHANISMS, REFUSALS
 from megatron_lossy.train.config import TrainConfig
 from megatron_lossy.train.facts import of_trainer
 from tests.refusal_examples import EXAMPLES
 from tests.trainer import TINY
+
+pytestmark = pytest.mark.shows("every refusal is reached, in one order, for each source of facts", device=False)
 
 PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 ROWS = [row for section in sections() for row in section.rows]
@@ -61,8 +63,8 @@ def test_of_several_wrong_flags_the_first_of_the_table_is_named():
     for name, line in (
         ("per_token_loss", "--grad-recovery previous: mixes gradients"),
         ("ranks_of_host", "--udp-port 65535: must be at most 65534"),
-        ("pipeline", "--p-act 0.1: nothing is sent with one pipeline stage"),
         ("largest_group", "data-parallel size 1: one rank"),
+        ("pipeline", "--p-act 0.1: nothing is sent with one pipeline stage"),
     ):
         assert str(refused(flags, facts)).startswith(line)
         del facts[name]
@@ -199,8 +201,8 @@ THEIRS = Section(
 )
 
 
-def test_another_package_adds_a_section_after_ours(monkeypatch):
+def test_another_package_adds_a_section_after_those_of_the_core(monkeypatch):
     monkeypatch.setitem(REFUSALS.__dict__, "_targets", {**REFUSALS.built_in, "tests": f"{__name__}:THEIRS"})
-    assert [section.name for section in sections()] == [*REFUSALS.built_in, "tests"]
+    assert [section.name for section in sections()] == [*REFUSALS.built_in, "tests", *MECHANISMS]
     assert str(refused({"p_grad": 0.1}, {"layers": 70})) == "--p-grad 0.1: is 70 layers deep"
     assert str(refused({"p_grad": 0.1}, {"layers": 70, "largest_group": 1})).startswith("data-parallel size 1")

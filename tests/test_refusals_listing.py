@@ -10,6 +10,8 @@ from megatron_lossy.config.refusal import sections
 from megatron_lossy.errors import UsageError
 from megatron_lossy.refusals.listing import as_markdown
 
+pytestmark = pytest.mark.shows("the list of refusals: command and page", device=False)
+
 ROOT = Path(__file__).parents[1]
 
 

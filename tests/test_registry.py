@@ -15,6 +15,8 @@ from megatron_lossy.flags import flag_table
 from megatron_lossy.registry import CHANNELS, GRAD_RECOVERIES, Registry
 from tests.trainer import TINY, as_flags, read_records, write_data
 
+pytestmark = pytest.mark.shows("a channel and a rule of another package, from the command line", device=False)
+
 ROOT = Path(__file__).parents[1]
 
 #: The documentation's own example of a rule.

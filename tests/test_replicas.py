@@ -14,6 +14,13 @@ from tests.ranks import RankFailed, run_ranks
 from tests.test_error_log import rows_of
 from tests.tiny_gpt import TinyGPT, missing
 
+pytestmark = pytest.mark.shows(
+    "full replicas without errors are Megatron's, bit for bit",
+    "errors are repaired to the clean run's bits: TP, PP, experts",
+    "two virtual workers with full replicas are two ranks, bit for bit",
+    "lost all-reduces; errors of owners with the distributed optimizer",
+)
+
 STEPS = 6
 TRAINED = ("loss", "norm", "weights")
 NOISE = LossyConfig(grad_error="gaussian", grad_error_relative=1.0)

@@ -10,6 +10,8 @@ from megatron_lossy.errors import UsageError
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
 
+pytestmark = pytest.mark.shows("full replicas in the trainer: continued, other numbers of ranks, replayed")
+
 NOISE = {"grad_error": "gaussian", "grad_error_relative": 1.0}
 FULL = {"use_distributed_optimizer": False, "log_interval": 1, "hidden_dropout": 0.0}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 9000}

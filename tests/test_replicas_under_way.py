@@ -16,6 +16,8 @@ from megatron_lossy.peers import LocalPeers
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT
 
+pytestmark = pytest.mark.shows("evaluation and checkpoints while a synchronisation is under way")
+
 OVERLAP = {"param_sync_interval": 1, "param_sync_overlap": True}
 
 

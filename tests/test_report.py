@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.errors import ErrorFlags
 from megatron_lossy.errors import UsageError
-from megatron_lossy.mechanisms.replicas.flags import SyncFlags
+from megatron_lossy.mechanisms.replicas.flags import ReplicaFlags
 from megatron_lossy.report import loss_table, plot_curves, read_runs
 from megatron_lossy.report.__main__ import run as report
 from megatron_lossy.report.curves import running_mean
 from megatron_lossy.report.scalars import AXES, check_names, file_name, recorded, with_predictions
 from megatron_lossy.report.table import ONE_SEED, ScalarEntry
 from megatron_lossy.train.metrics import perplexity
+
+pytestmark = pytest.mark.shows("tables and figures of runs, several seeds, metrics", device=False)
 
 
 def write_run(folder, p, losses, valid=None, seed=1, p_param=None, tail="", **config):
@@ -192,7 +194,7 @@ def test_rates_of_other_models_are_no_baseline(tmp_path):
 def test_runs_with_errors_are_no_baseline_and_are_named_by_their_flags(tmp_path):
     def write(name, loss, **flags):
         config = LossyConfig(**flags)
-        fields = [*ErrorFlags.__dataclass_fields__, *SyncFlags.__dataclass_fields__]
+        fields = [*ErrorFlags.__dataclass_fields__, *ReplicaFlags.__dataclass_fields__]
         write_run(tmp_path / name, 0.0, [loss] * 20, **{field: getattr(config, field) for field in fields})
 
     noise = {"grad_error": "gaussian", "grad_error_relative": 1.0, "grad_error_ranks": (0, 2)}

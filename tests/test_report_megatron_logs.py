@@ -8,6 +8,8 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.report import loss_table, read_runs
 from megatron_lossy.report.megatron_logs import read_megatron_run
 
+pytestmark = pytest.mark.shows("reports from logs and TensorBoard files of Megatron-LM", device=False)
+
 
 def _arguments(**settings) -> str:
     settings = {"num_layers": 2, "seed": 1234, "world_size": 4, "rank": 0, **settings}

@@ -1,6 +1,7 @@
 """What real and virtual runs share: what happens after an update, observers, saved replicas."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from tests.ranks import RankFailed, run_ranks
 from tests.test_hooks_owner_weights import CONFIG, save_and_go_on
 from tests.test_hooks_owner_weights import resume as resume_rank
 from tests.tiny_gpt import TinyGPT, build
+
+pytestmark = pytest.mark.shows("what real and virtual runs share: observers, updates, saved replicas")
 
 OVERLAPPED = TinyGPT(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=3000)
 FP16 = TinyGPT(dtype="fp16")
@@ -103,8 +106,8 @@ def test_replicas_of_another_format_are_refused(tmp_path):
 
 
 def test_a_run_without_loss_has_no_observers():
-    assert run.make_observers(LossyConfig()) == []
-    assert len(run.make_observers(LossyConfig(p_grad=0.1, drift_interval=3))) == 2
+    assert run.make_observers(SimpleNamespace(config=LossyConfig())) == []
+    assert len(run.make_observers(SimpleNamespace(config=LossyConfig(p_grad=0.1, drift_interval=3)))) == 2
 
 
 def test_a_trace_that_cannot_be_read_is_named_where_replicas_are_saved(tmp_path):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.shows("`same_results.py` tells what differs", device=False)
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 CASES = ("lossless/bf16", "seed")
 

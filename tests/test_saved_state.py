@@ -5,6 +5,7 @@ import copy
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
@@ -15,6 +16,8 @@ from megatron_lossy.transport import BucketSpec, LossyWorkers
 from tests.full_replicas import FullReplicas
 from tests.saved_state import unmissed, walk
 from tests.test_transport_in_memory import SHARDS, Rank
+
+pytestmark = pytest.mark.shows("no entry of a saved state can be taken away unnoticed")
 
 PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 CPU = torch.device("cpu")

@@ -10,6 +10,8 @@ from tests.ranks import run_ranks
 from tests.saved_state import unmissed, walk
 from tests.test_saved_state import BURSTS, ERRORS, LEAD, trace
 
+pytestmark = pytest.mark.shows("no entry of a saved state can be taken away unnoticed")
+
 BOTH = {"p_grad": 0.4, "p_param": 0.4, "save_replicas": True}
 SMALL_PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
 CLUSTERS = {
@@ -34,9 +36,14 @@ class Virtual:
         from megatron_lossy.virtual import VirtualCluster
         from tests.tiny_gpt import TinyGPT, build
 
-        make = VirtualReplicas if config.replicates else VirtualCluster
+        make = VirtualReplicas if config.needs_whole_optimizers() else VirtualCluster
         self.cluster = make(config, 2, gapless=True)
-        tiny = TinyGPT(distributed_optimizer=not config.replicates, hidden=16, heads=2, tied=not config.async_pipeline)
+        tiny = TinyGPT(
+            distributed_optimizer=not config.needs_whole_optimizers(),
+            hidden=16,
+            heads=2,
+            tied=not config.async_pipeline,
+        )
         self.tiny = build(tiny, self.cluster)
         self.inner = [one.optimizer for one in optimizers(self.tiny.optimizer)]
         self.parameters = list(self.tiny.model[0].module.parameters())

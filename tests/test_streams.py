@@ -18,6 +18,9 @@ from megatron_lossy.transport.drawn import CollectiveWire
 from tests.rules import gradients, send
 from tests.test_transport import group_in_memory
 
+pytestmark = pytest.mark.shows("memory that streams share is announced, and HPU's graphs stay (simulated)")
+copies_to_cuda = pytest.mark.shows("copies to CUDA come from page-locked memory and do not wait")
+
 RULES = ("renormalize", "renormalize-remote", "previous", "zero")
 SIZE, SHARD = 3, 9
 
@@ -120,6 +123,7 @@ def test_the_simulation_sees_what_is_not_announced(rule, monkeypatch):
 # --- copies to the device --------------------------------------------------------------------------------------------
 
 
+@copies_to_cuda
 def test_copies_to_cuda_come_from_page_locked_memory(monkeypatch):
     """From pageable memory, more than 64 KiB would wait for the backward pass that is queued."""
     asked = []
@@ -139,6 +143,7 @@ def test_copies_to_cuda_come_from_page_locked_memory(monkeypatch):
     assert copies.to_device(array, "cpu").data_ptr() == array.ctypes.data and len(asked) == 1
 
 
+@copies_to_cuda
 @pytest.mark.cuda
 def test_a_copy_to_cuda_does_not_wait():
     """Queued work delays it, and the host goes on at once."""

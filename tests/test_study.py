@@ -46,6 +46,11 @@ from megatron_lossy.report import Run
 from megatron_lossy.report.scalars import AXES
 from tests.programs import Program
 
+pytestmark = [
+    pytest.mark.shows("studies: cells run once, are shared, interrupted, killed, or fail"),
+    pytest.mark.shows("statistics of studies against plain NumPy", device=False),
+]
+
 ROOT = Path(__file__).parent.parent
 TINY = {
     "num-layers": 1,
@@ -157,7 +162,7 @@ def test_a_baseline_is_what_changes_refer_to():
     assert seeds == {"all": 1234, "half": 1234, "lost": 2002}
     without = _design(levels={"10 %": {"p-sync": 0.1}}, settings=TINY | averaged, seeds=[1]).study()
     [lossless] = {trial.cell for trial in without.trials if trial.level is None}
-    assert lossless.loss.averages and not lossless.loss.draws
+    assert lossless.loss.averages and not lossless.loss.draws()
     for wrong in ({"lr": 1.0}, {"name": "10 %"}):
         with pytest.raises(UsageError, match="^baseline: must be a mapping with a name, which no level has"):
             _read_changed(baseline=wrong)
@@ -184,7 +189,7 @@ def test_islands_and_stages_are_clean_where_changes_refer_to(settings, level, ke
     """A study whose own settings lose or err, for one."""
     study = _design(settings={**FOUR, **settings, **level}, levels={"a": {}}, seeds=[1]).study()
     [clean] = {trial.cell.loss for trial in study.trials if trial.level is None}
-    assert not clean.draws and not clean.errs and clean.transport == "torch"
+    assert not clean.draws() and not clean.errs and clean.transport == "torch"
     assert {name: getattr(clean, name) for name in kept} == kept
 
 

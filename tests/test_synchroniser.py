@@ -18,6 +18,8 @@ from megatron_lossy.peers import LocalPeers, RankPeers
 from tests.full_replicas import SIZES, FullReplicas
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.shows("averaged replicas by value, in one process and over gloo, healed, saved")
+
 NOISE = dict(grad_error="gaussian", grad_error_relative=0.5)
 LR = 0.125
 

@@ -23,6 +23,8 @@ from megatron_lossy.lab.theory import simulate
 from tests.ranks import run_ranks
 from tests.trainer import TINY, write_data
 
+pytestmark = pytest.mark.shows("drift, ages and weights: enumeration, channels, rules, a real run", device=False)
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "theory.py"
 RULES = [
     ("renormalize", False),

@@ -5,6 +5,8 @@ import torch
 
 from megatron_lossy import theory
 
+pytestmark = pytest.mark.shows("the bound of delayed descent against torch's optimizers", device=False)
+
 DELAYS, STEPS = (0, 1, 3, 7), 1500
 
 

@@ -18,6 +18,8 @@ from megatron_lossy.peers import LocalPeers
 from megatron_lossy.theory import divergence as theory
 from tests.full_replicas import FullReplicas
 
+pytestmark = pytest.mark.shows("divergence of full replicas: closed forms against simulation", device=False)
+
 N, D, SIGMA, ETA = 4, 20_000, 0.01, 0.1
 ERROR = 5 * np.sqrt(2 / ((N - 1) * D))
 

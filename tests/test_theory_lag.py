@@ -14,6 +14,8 @@ from megatron_lossy.theory import Lag, Lead, lead, mean_lag, stability_limit
 from megatron_lossy.theory.lag import HIGHEST_R
 from megatron_lossy.transport import Network
 
+pytestmark = pytest.mark.shows("the lag, its inverse, and stable learning rates", device=False)
+
 
 @st.composite
 def lags(draw):

@@ -16,6 +16,8 @@ from tests.ranks import run_ranks
 from tests.rooms import TESTS, Shared, check_room, room_of
 from tests.tiers import markers
 
+pytestmark = pytest.mark.shows("tests have the markers of what they start", device=False)
+
 
 def _on_ranks(size):
     return run_ranks(print, size)

@@ -11,6 +11,8 @@ import pytest
 
 from tests.trainer import ROOT
 
+pytestmark = pytest.mark.shows("what torchrun reports when ranks fail or are killed", device=False)
+
 TORCHRUN, AGENT = "torch.distributed.run", "megatron_lossy.launch.agent"
 BEGIN = """
 import os, pathlib, signal, time

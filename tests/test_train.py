@@ -34,6 +34,8 @@ from tests.trainer import (
     write_data,
 )
 
+pytestmark = pytest.mark.shows("the trainer: resumed, overlaps, TP 2, PP 2, SIGTERM, Ctrl-C, sweeps")
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):

@@ -15,6 +15,8 @@ import torch
 from megatron_lossy.errors import UsageError
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.shows("who is blamed for what cannot be read or written", device=False)
+
 
 def _name(error: BaseException) -> str:
     return type(error).__name__

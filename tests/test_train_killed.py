@@ -15,6 +15,8 @@ from tests.programs import Program, run_program, start_ranks
 from tests.ranks import run_ranks
 from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, recorded_losses, write_data
 
+pytestmark = pytest.mark.shows("ranks killed at any moment go on bit for bit")
+
 ITERATIONS = 12
 PACKETS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 64, "eval_weights": "both"}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 9000}

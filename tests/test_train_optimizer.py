@@ -10,6 +10,8 @@ from megatron_lossy.train.config import TrainConfig
 from tests.ranks import run_ranks
 from tests.trainer import TINY, read_records, train_runs, write_data
 
+pytestmark = pytest.mark.shows("`--optimizer sgd` and `nadam` by value, resumed")
+
 
 def _descend(rank: int, settings: dict, steps: int):
     """Steps with given gradients; returns for every parameter its values and the gradients, and the logged rates."""

@@ -28,6 +28,8 @@ from megatron_lossy.transport.network import consecutive_nodes, find_nodes
 from tests.ranks import RankFailed, each, run_ranks
 from tests.reference import ReferenceReduce, pieces, reference_gather
 
+pytestmark = pytest.mark.shows("lossy collectives of a plain process group, N = 1 to 4")
+
 STEPS = 6
 RULES = ["renormalize", "renormalize-remote", "previous", "zero"]
 #: --loss-unit, --packet-bytes and the units per shard of 50 and 7 elements

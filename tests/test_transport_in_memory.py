@@ -14,6 +14,8 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.transport import BucketSpec, LossyGroup, LossyWorkers, lossy_all_gather, lossy_reduce_scatter
 from tests.ranks import each, run_ranks
 
+pytestmark = pytest.mark.shows("all ranks in one process are two ranks, bit for bit")
+
 ROOT = Path(__file__).parents[1]
 SHARDS, STEPS = (50, 7), 8
 PACKETS = {"loss_unit": "packet", "packet_bytes": 16}

@@ -20,6 +20,11 @@ from tests.test_transport import STEPS, exchange_grads, gather_params
 from tests.test_virtual import real_runs
 from tests.tiny_gpt import TinyGPT, build
 
+pytestmark = pytest.mark.shows(
+    "over UDP drawn losses give what pieces give, in every setting",
+    "what the network lost is replayed bit for bit",
+)
+
 UDP = dataclasses.replace(BOTH, transport="udp")
 
 

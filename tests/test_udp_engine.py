@@ -20,6 +20,12 @@ from megatron_lossy.transport.udp.address import find_address
 from megatron_lossy.transport.udp.engine import charge, load, windows
 from megatron_lossy.transport.udp.packet import DATA, decode, encode
 
+pytestmark = pytest.mark.shows(
+    "2 to 5 engines on the loopback: IPv4, IPv6, cipher",
+    "late, stopped, closed, killed ranks; forged datagrams; a relay that loses",
+    device=False,
+)
+
 UNIT = 1408
 BUCKETS = {"grad": [(200 * UNIT + 100, UNIT), (30 * UNIT, UNIT)], "param": [(50 * UNIT, UNIT)]}
 has_ipv6 = (

@@ -20,6 +20,9 @@ from megatron_lossy.errors import UsageError
 from tests.programs import run_program
 from tests.test_lab import needs_lab
 
+pytestmark = pytest.mark.shows("measured exchanges over emulated links: rows, tables, refusals", device=False)
+over_a_wide_area = pytest.mark.shows("training over an emulated wide-area link")
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -97,6 +100,7 @@ def test_results_are_not_written_over(tmp_path):
         assert "is there already; --replace" in done.stderr
 
 
+@pytest.mark.shows("exchanges over an emulated link are measured", device=False)
 @pytest.mark.programs
 @needs_lab
 def test_a_small_run(tmp_path, capsys, monkeypatch):
@@ -152,6 +156,7 @@ def test_a_stopwatch_counts_by_iteration_and_once():
     assert all(stopwatch.seconds["grad"]) and stopwatch.seconds["other"] == [0.0] * 3
 
 
+@over_a_wide_area
 @needs_lab
 @pytest.mark.programs
 @pytest.mark.slow
@@ -162,6 +167,7 @@ def test_a_training_over_a_wide_area_link(tmp_path, capsys):
     assert {"wan.md", "wan.csv", "wan.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
+@over_a_wide_area
 @needs_lab
 @pytest.mark.slow
 def test_the_example_of_the_documentation(tmp_path):

@@ -19,6 +19,8 @@ from tests.test_recovery_feedback_ranks import unfinished
 from tests.tiny_gpt import TinyGPT
 from tests.udp_feedback_ranks import telescopes
 
+pytestmark = pytest.mark.shows("error feedback over UDP: all is applied but the residual")
+
 FEEDBACK = LossyConfig(
     transport="udp", packet_bytes=256, grad_recovery="error-feedback", grad_priority_fraction=0.1, udp_cipher="none"
 )
@@ -46,6 +48,7 @@ def test_the_public_collectives_need_nobody_who_finishes_a_step():
         assert difference == unasked == 0 and lost > 0
 
 
+@pytest.mark.shows("over a link that loses a tenth, gradients that matter arrive")
 @needs_lab
 @pytest.mark.parametrize(
     "fec", [("auto",), *(pytest.param(code, marks=pytest.mark.slow) for code in (("10", "0"), ("10", "5")))]

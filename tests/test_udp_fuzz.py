@@ -7,6 +7,8 @@ import pytest
 
 from megatron_lossy.transport.udp import build
 
+pytestmark = pytest.mark.shows("the engine under sanitizers: mutated datagrams, callers at random", device=False)
+
 HERE = Path(__file__).parent
 
 

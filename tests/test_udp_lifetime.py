@@ -17,6 +17,8 @@ from megatron_lossy.transport.udp import Engine, PeerLost, UdpSettings, build
 from megatron_lossy.transport.udp.engine import load, windows
 from tests.test_udp_engine import UNIT, FolderStore, Ranks, Store, in_threads
 
+pytestmark = pytest.mark.shows("memory, threads and sockets: closing under load, fork, forged ICMP", device=False)
+
 BIG = 4000 * UNIT
 HUGE = 20_000 * UNIT
 NEEDS_RAW = pytest.mark.skipif(

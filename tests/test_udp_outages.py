@@ -11,6 +11,8 @@ from megatron_lossy.transport.udp.packet import ASK, DATA, END, NACK, READY, enc
 from tests.test_udp_protocol import UNIT, check, exchange_all, pieces
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
 
+pytestmark = pytest.mark.shows("one-way cuts, falling MTU, replays, skipped steps, deadlines", device=False)
+
 DEAF = 4
 
 

@@ -18,6 +18,8 @@ from tests.udp_completion_model import Source
 from tests.udp_rate_model import Rate
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
 
+pytestmark = pytest.mark.shows("codec, cipher, completion and rate against their models in every order", device=False)
+
 UNIT = 64
 BUCKETS = {"grad": [(10 * UNIT - 7, UNIT), (3 * UNIT, UNIT)], "param": [(5 * UNIT, UNIT)]}
 

@@ -4,6 +4,8 @@ import pytest
 
 from tests.udp_rate_model import MS, SECOND, Rate
 
+pytestmark = pytest.mark.shows("codec, cipher, completion and rate against their models in every order", device=False)
+
 
 def reported(reports):
     """The model of the rate after reports (milliseconds, datagrams, top), each of datagrams of 1,000 bytes."""

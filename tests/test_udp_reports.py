@@ -14,6 +14,8 @@ from megatron_lossy.transport.udp.engine import SECOND
 from megatron_lossy.transport.udp.packet import DATA, END, NACK, PARITY, READY, encode
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
 
+pytestmark = pytest.mark.shows("what must arrive, reports and parity, in every order, with lost words", device=False)
+
 UNIT = 64
 UNITS = 40
 SHARD = UNITS * UNIT - 7

@@ -15,6 +15,8 @@ from megatron_lossy.transport.udp import Engine, UdpSettings, session
 from megatron_lossy.transport.udp.process import settings_of
 from tests.test_udp_engine import BUCKETS, Store, in_threads
 
+pytestmark = pytest.mark.shows("keys of a channel; a store that others write to", device=False)
+
 HELLOS = [
     session.Hello(
         address="127.0.0.1", port=1000 + rank, instance=f"{rank:016x}", random=f"{rank + 1:032x}", proof="", buckets="b",

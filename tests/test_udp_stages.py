@@ -35,6 +35,11 @@ from tests.test_pipeline_boundaries import BOTH, DEEP, PLAIN, WAYS, by_replica, 
 from tests.tiny_gpt import TinyGPT, build
 from tests.trainer import TINY, read_records, train_runs, write_data
 
+pytestmark = pytest.mark.shows(
+    "messages between stages over UDP: by value, TP 2, interleaved, late stages",
+    "a killed stage ends all others over UDP",
+)
+
 UDP = {"transport": "udp", "act_transport": "udp", "udp_cipher": "none", "loss_unit": "packet", "packet_bytes": 1408}
 #: The losses of the drawn world: datagrams are dropped when they come.
 DRAWN = LossyConfig(**vars(BOTH) | UDP)
@@ -276,6 +281,7 @@ IN_THE_LAB = {
 }
 
 
+@pytest.mark.shows("over a link that loses a seventh, zeros stay within bounds")
 @needs_lab
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IN_THE_LAB)

@@ -13,6 +13,8 @@ from megatron_lossy.exchange import cut
 from megatron_lossy.virtual.versions import FIRST, Versions
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.shows("two virtual workers are two ranks bit for bit, more within rounding")
+
 STEPS = 5
 UNITS = {
     "shard": {},

@@ -15,6 +15,8 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.mechanisms.islands.memory import old_weights
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.shows("virtual stages against stages that run event by event")
+
 STEPS, LAYERS, CLIP = 7, 4, 0.4
 LOSS = {"p_param": 0.4, "p_grad": 0.2, "loss_unit": "packet", "packet_bytes": 256}
 

@@ -24,6 +24,8 @@ from tests.trainer import (
     write_data,
 )
 
+pytestmark = pytest.mark.shows("virtual workers in the trainer: as ranks, killed, resumed, 1 to 64")
+
 PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
 BURSTS = {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (3.0,)}
 LOSS = {"p_grad": 0.3, "p_param": 0.3}

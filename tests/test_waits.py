@@ -21,6 +21,8 @@ from tests.test_transport import group_in_memory
 from tests.tiny_gpt import build
 from tests.waits import Waits
 
+pytestmark = pytest.mark.shows("nothing waits for the device where the host knows (counted)")
+
 
 def test_the_count_sees_what_waits():
     values = torch.arange(4.0)

@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..config import PHASES, LossyConfig, PhaseLoss, Schedule
+from ..config import RATES, LossyConfig, PhaseLoss, Schedule
 from ..errors import refuse
 from ..exchange import Exchange, Stream
 from ..flags import as_text
-from ..mechanisms.islands.flags import SYNC_PHASES
 from ..registry import CHANNELS
 
 
@@ -76,10 +75,8 @@ class Channel(ABC):
         """The name of the losses of ``phase`` in a table. ``flags``: the flags of the run, by their field names."""
         schedule = flags.get("loss_schedule")
         if schedule:
-            places = (*PHASES, *SYNC_PHASES)
-            return schedule if isinstance(schedule, str) else schedule[places.index(phase) % len(schedule)]
-        name = f"p_{phase}" if phase in PHASES else "p_sync"
-        return f"{100 * flags.get(name, 0.0):g} %"
+            return schedule if isinstance(schedule, str) else schedule[list(RATES).index(phase) % len(schedule)]
+        return f"{100 * flags.get(RATES[phase], 0.0):g} %"
 
     @classmethod
     def highest_rate(cls, loss: PhaseLoss) -> float | None:

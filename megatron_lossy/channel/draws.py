@@ -15,10 +15,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..config import PHASES
+from ..config import NUMBERS
 from ..exchange import KINDS, Exchange
-from ..mechanisms.boundaries.flags import BOUNDARY_PHASES
-from ..mechanisms.islands.flags import SYNC_PHASES
 from .base import Channel
 
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
@@ -79,9 +77,6 @@ EVERY_DESTINATION = 2**32 - 1
 #: Stands where losses have their purpose.
 _OTHER = 2**63
 
-# New phases are appended, so that the numbers of the others stay.
-_PHASES = PHASES + BOUNDARY_PHASES + SYNC_PHASES
-
 #: Numbers in a block of the generator.
 PER_BLOCK = 16
 #: Blocks of random numbers to draw at once, so that they stay in a core's cache.
@@ -113,7 +108,7 @@ def _philox(key: tuple[int, int], counter: tuple[int, int, int, int]) -> np.rand
 def _exchange_word(exchange: Exchange) -> int:
     stream = exchange.stream.drawn
     return (
-        _PHASES.index(exchange.phase) << 56
+        NUMBERS[exchange.phase] << 56
         | KINDS.index(stream.kind) << 48
         | stream.expert_rank << 32
         | stream.stage << 16

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from .. import theory
-from ..config import LossyConfig, PhaseLoss
+from ..config import PHASES, LossyConfig, PhaseLoss
 from ..errors import refuse
 from ..exchange import Exchange, Stream
-from ..mechanisms.islands.flags import SYNC_PHASES
 from .draws import DrawnChannel
 
 
@@ -61,9 +60,11 @@ class PerLink(DrawnChannel):
     def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
         if getattr(config, f"link_rates_{phase}", None) is not None:
             return f"--link-rates-{phase}"
-        if phase in SYNC_PHASES and config.p_sync:
+        if phase not in PHASES and config.rate(phase):
             raise refuse(
-                "--p-sync", config.p_sync, f"has no rates per link; give --loss-model four values, not {cls.name}"
+                config.rate_flag(phase),
+                config.rate(phase),
+                f"has no rates per link; give --loss-model four values, not {cls.name}",
             )
         if config.rate(phase) or config.link_rates_grad is config.link_rates_param is None:
             raise refuse("--loss-model", cls.name, f"needs --link-rates-{phase} FILE")

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ..config import PHASES, LossyConfig, PhaseLoss
+from ..config import RATES, LossyConfig, PhaseLoss
 from ..errors import refuse
 from ..exchange import Exchange, Stream
-from ..mechanisms.islands.flags import SYNC_PHASES
 from .base import Channel
 
 
@@ -42,8 +41,8 @@ class Trace(Channel):
                 "--trace", self.path, f"must be a folder that --delivery-log wrote, or a readable .npz file ({error})"
             ) from None
         for name, array in self.arrays.items():
-            if name.partition(".")[0] not in PHASES + SYNC_PHASES:
-                phases = ", ".join(PHASES + SYNC_PHASES)
+            if name.partition(".")[0] not in RATES:
+                phases = ", ".join(RATES)
                 raise refuse("--trace", self.path, f"holds an array {name!r}; names must begin with one of {phases}")
             if array.dtype != bool or array.ndim != 4 or array.shape[1] != array.shape[2]:
                 raise refuse(

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..config.transport import check_code
+from ..flags import check_code
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from ..errors import refuse
 from ..flags import as_text, check_choice, flag, refuse_unused
 from ..registry import GRAD_ERRORS
+from ..section import Flags
 
 
 @dataclass(frozen=True)
-class ErrorFlags:
+class ErrorFlags(Flags):
     """Flags of errors in reduced gradients. Raises :class:`UsageError` for a value that is not allowed."""
 
     grad_error: str = flag(
@@ -77,8 +78,7 @@ class ErrorFlags:
         """Whether a reduced gradient can have errors."""
         return self.grad_error != "none" and self.grad_error_rate > 0
 
-    def check_errors(self) -> None:
-        """Raise :class:`UsageError` for flags of errors that are not allowed, or that do nothing."""
+    def check(self) -> None:
         check_choice(self, "grad_error")
         check_choice(self, "grad_error_at")
         if not 0 <= self.grad_error_rate <= 1:  # NaN fails too
@@ -97,10 +97,20 @@ class ErrorFlags:
                 needed = [other for other, names in takes.items() if name in names]
                 refuse_unused(self, name, f"needs --grad-error {' or '.join(needed)}, not {self.grad_error}")
 
-    def describe_errors(self) -> str:
-        """Errors in gradients, in words; empty without any."""
+    @property
+    def errs_apart(self) -> bool:
+        """Whether each rank has errors of its own."""
+        return self.errs and self.grad_error_at == "broadcast"
+
+    def needs_whole_optimizers(self) -> bool:
+        return self.errs_apart
+
+    def acts(self) -> bool:
+        return self.errs
+
+    def notes_beside(self) -> list[str]:
         if not self.errs:
-            return ""
+            return []
         rate = "" if self.grad_error_rate == 1 else f" in {100 * self.grad_error_rate:g} % of the iterations"
         where = {"broadcast": "of each rank", "reduce": "of the reduction"}[self.grad_error_at]
-        return f"errors {where}: {GRAD_ERRORS.load(self.grad_error).describe(self)}{rate}"
+        return [f"errors {where}: {GRAD_ERRORS.load(self.grad_error).describe(self)}{rate}"]

@@ -7,9 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import refuse
+from ..registry import MECHANISMS
 
 #: Exchanges of data parallelism.
 PHASES = ("grad", "param")
+#: The number of every phase in the key of random draws.
+NUMBERS = {"grad": 0, "param": 1}
+for _mechanism in MECHANISMS.all():
+    for _phase, _number in _mechanism.phases.items():
+        assert _phase not in NUMBERS and _number not in NUMBERS.values(), f"two phases are {_phase!r}, or {_number}"
+        NUMBERS[_phase] = _number
 
 
 @dataclass(frozen=True)

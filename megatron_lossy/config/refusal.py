@@ -1,7 +1,8 @@
 """Refusals as data: a flag, its refused companion, and the reason. One table, one order, one function that checks it.
 
-The rows are in :mod:`megatron_lossy.refusals`, a file for each mechanism. :data:`megatron_lossy.registry.REFUSALS`
-lists the files in the order of the table.
+The rows of the core are in :mod:`megatron_lossy.refusals`; those of a mechanism are in its folder. Those of the core
+come first, in the order of :data:`megatron_lossy.registry.REFUSALS`, then those of
+:data:`megatron_lossy.registry.MECHANISMS`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import UsageError
 from ..flags import shown
-from ..registry import REFUSALS
+from ..registry import MECHANISMS, REFUSALS
 from .facts import Facts
 
 Config = TypeVar("Config")
@@ -86,8 +87,9 @@ class Section:
 
 def sections() -> Iterator[Section]:
     """All sections of the table, in its one order."""
-    for name in REFUSALS:
-        yield REFUSALS.load(name)
+    yield from REFUSALS.all()
+    for mechanism in MECHANISMS.all():
+        yield mechanism.refusals()
 
 
 def check_refusals(config: Any, facts: Facts = _NOTHING_KNOWN) -> None:

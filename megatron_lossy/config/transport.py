@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from ..errors import refuse
-from ..flags import check_choice, flag, refuse_unused
+from ..flags import check_choice, check_code, flag, refuse_unused
+from ..section import Flags
 
 #: Payload of a datagram: with 28 bytes of header, 16 of authentication and 48 of UDP and IPv6, 1,500 bytes.
 UDP_PACKET_BYTES = 1408
@@ -16,7 +18,7 @@ UDP_REPORT_BYTES = 16
 
 
 @dataclass(frozen=True)
-class TransportFlags:
+class TransportFlags(Flags):
     """Flags of the transport of exchanges. Raises :class:`UsageError` for a value that is not allowed."""
 
     transport: str = flag(
@@ -109,14 +111,23 @@ class TransportFlags:
         30.0, "udp: seconds without a datagram after which a rank counts as gone", metavar="S", incidental=True
     )
 
-    def check_transport(self) -> None:
-        """Raise :class:`UsageError` for a transport that is not allowed, or flags of one that is not chosen."""
+    def resolve(self: Any) -> None:
+        udp = self.transport == "udp"
+        if self.loss_unit is None:
+            object.__setattr__(self, "loss_unit", "packet" if udp else "shard")
+        if self.packet_bytes is None:
+            object.__setattr__(self, "packet_bytes", UDP_PACKET_BYTES if udp else 4096)
+
+    def draws(self) -> bool:
+        return self.transport != "torch"
+
+    def check(self) -> None:
         for name in ("transport", "udp_rate_control", "udp_cipher"):
             check_choice(self, name)
         if self.transport != "udp":
-            for name in TransportFlags.__dataclass_fields__:
-                if name != "transport":
-                    refuse_unused(self, name, "needs --transport udp")
+            for own in fields(TransportFlags):
+                if own.name != "transport":
+                    refuse_unused(self, own.name, "needs --transport udp")
             return
         rate, deadline = self.udp_bytes_per_second, self.udp_deadline_seconds
         if self.udp_rate_control == "fixed" and rate is None:
@@ -176,13 +187,3 @@ class TransportFlags:
             return float(self.udp_deadline) / 1000
         except ValueError:
             raise refuse("--udp-deadline", self.udp_deadline, "must be off, auto or milliseconds above 0") from None
-
-
-def check_code(flag: str, block: int, parity: int, least: int = 1, copies: bool = False) -> None:
-    """Raise :class:`UsageError` for blocks of ``block`` packets with ``parity`` of parity that no code has.
-
-    ``copies``: there may be more parity than packets.
-    """
-    if not (least <= parity <= (255 if copies else min(block, 255)) and 1 <= block < 2**16):
-        most = "" if copies else " <= B"
-        raise refuse(flag, f"{block} {parity}", f"needs {least} <= C{most}, C at most 255 and B in [1, 65535]")

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..config import PHASES, LossyConfig
+from ..config import PHASES, RATES, LossyConfig
 from ..flags import flag_name
 from ..mechanisms.boundaries.flags import BOUNDARY_PHASES
 from ..mechanisms.boundaries.log import Crossings, boundary_files
 from ..mechanisms.boundaries.loss import Boundary
-from ..mechanisms.islands.flags import SYNC_PHASES
 from .reader import DeliveryLogFolder, Links
 from .scan import Rates, percent, scan
 from .schema import loss_config
@@ -172,7 +171,7 @@ def summary_text(folder: DeliveryLogFolder) -> str:
         f"flags: {_flags(folder)}",
     ]
     parts = summarize(folder)
-    for phase in PHASES + SYNC_PHASES:
+    for phase in RATES:
         if not parts.get(phase) and phase in PHASES:
             lines += ["", f"{phase}: nothing recorded, nothing lost"]
         for stream, part in sorted(parts.get(phase, {}).items()):

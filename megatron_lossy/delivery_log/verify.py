@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..config import PHASES, LossyConfig
+from ..config import RATES, LossyConfig
 from ..exchange import Exchange, Stream
 from ..mechanisms.boundaries.flags import BOUNDARY_PHASES
 from ..mechanisms.boundaries.log import BoundaryFile, boundary_files, check_crossings
-from ..mechanisms.islands.flags import SYNC_PHASES
 from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows
 from .replay import Redrawn
 from .verdict import Verdict, check_files
@@ -104,7 +103,7 @@ def _check_exchange(
 
     if not file.first <= iteration <= file.last:
         raise BadLog(file.path, file.first, f"has records of iteration {iteration}", rows.first)
-    if phase not in PHASES + SYNC_PHASES or stream not in file.meta.streams:
+    if phase not in RATES or stream not in file.meta.streams:
         raise bad(f"phase {phase!r}, stream {stream!r} are not those of the file")
     links = file.links(rows)
     try:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from typing import Any
 
 from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..errors import UsageError
 from ..ledger import Check, check
-from ..mechanisms.islands.world import IslandWorld
+from ..mechanism import Part
+from ..registry import MECHANISMS
 from . import megatron_core
-from .attached import attached
 from .runtime import Lossy
 from .versions import check_version
 
@@ -23,14 +24,14 @@ def install(
     config: LossyConfig,
     steps: int | None = None,
     gapless: bool = False,
-    world: IslandWorld | None = None,
+    world: Any = None,
     asynchronous: bool = False,
 ) -> Lossy:
     """Hook megatron-core so that data-parallel exchanges lose data as ``config`` says. Call it before DDP is built.
 
     ``steps``: the length of the run, if known, so that a trace that is too short is refused at once. ``gapless``:
     promises that every iteration exchanges gradients (:class:`megatron_lossy.run.Run`), so that ``--grad-recovery
-    previous`` needs less memory. ``world``: with ``--islands`` that of this rank's island. ``asynchronous``: promises a
+    previous`` needs less memory. ``world``: the launched world as the job of this rank sees it, if there are several jobs. ``asynchronous``: promises a
     schedule without a flush. With a configuration that does nothing, nothing is patched at all. Raises
     :class:`UsageError` for a megatron-core that is not supported or not as expected, ``RuntimeError`` if hooks are
     already installed.
@@ -45,11 +46,19 @@ def install(
     except ImportError as error:
         raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
     check_version(megatron.core.__version__)
-    lossy = Lossy(config, steps, gapless, attached(config, world))
+    lossy = Lossy(config, steps, gapless, parts(config, world))
     lossy.ledger.install([] if config.inert else megatron_core.patches(lossy))
     lossy.installed = True
     _current = weakref.ref(lossy)
     return lossy
+
+
+def parts(config: LossyConfig, world: Any = None) -> list[Part]:
+    """The parts of the mechanisms that ``config`` asks for. ``world``: see :func:`install`."""
+    if config.inert:
+        return []
+    found = (mechanism.part(config, world) for mechanism in MECHANISMS.all())
+    return [one for one in found if one is not None]
 
 
 def check_patches() -> list[Check]:
@@ -60,7 +69,7 @@ def check_patches() -> list[Check]:
     import megatron.core
 
     config = LossyConfig(eval_weights="both", p_act=0.1)  # these flags need more patches
-    lossy = Lossy(config, mechanisms=attached(config))
+    lossy = Lossy(config, parts=parts(config))
     patches = megatron_core.patches(lossy)
     with contextlib.suppress(ImportError):
         import megatron.training.training  # noqa: F401

@@ -105,7 +105,7 @@ def patches(lossy: Lossy) -> list[Patch]:
             takes=Takes(("ddp_model|model", "optimizer")),
         ),
         *([] if lossy.config.eval_weights == "replica" and lossy.jobs == 1 else [evaluation]),
-        *(patch for one in lossy.mechanisms for patch in one.training_patches()),
+        *(patch for one in lossy.parts for patch in one.training_patches()),
         Patch(
             target="torch.distributed:init_process_group",
             around=init_process_group,
@@ -138,7 +138,7 @@ def _add_distributed_args(original: Callable, parser: Any) -> Any:
 
 def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> Any:
     """Wraps Megatron's checks of its arguments: makes our checks, and tells the run its length."""
-    for one in lossy.mechanisms:
+    for one in lossy.parts:
         one.before_arguments(args)
     result = original(args, *rest, **kwargs)
     facts = of_arguments(args, lossy.jobs)
@@ -152,7 +152,7 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
         print(f"loss: {lossy.config.describe()} | data-parallel ranks {ranks}", flush=True)
         for note in notes_on_averaging(lossy.config, lossy.steps):
             print(f"note: {note}", flush=True)
-    for one in lossy.mechanisms:
+    for one in lossy.parts:
         one.after_arguments(args)
     return result
 
@@ -194,7 +194,7 @@ def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any
         # returns, as training then changes them.
         torch.cuda.synchronize()
         result = original(iteration, model, *args, **kwargs)
-    beside = (one.save_beside(get_args()) for one in lossy.mechanisms if not kwargs.get("non_persistent_ckpt"))
+    beside = (one.save_beside(get_args()) for one in lossy.parts if not kwargs.get("non_persistent_ckpt"))
     for another in beside:
         if another is not None:
             with lossy.consensus_weights(model), another as writes:

@@ -18,7 +18,7 @@ from ..config.refusal import check_refusals
 from ..delivery_log.errors import recorded_events
 from ..device.collectives import all_gather_single
 from ..ledger import Ledger
-from ..mechanism import Mechanism
+from ..mechanism import Part
 from ..mechanisms.replicas.full_replicas import FullReplicas
 from ..run import Run
 from ..transport import LossyGroup
@@ -54,11 +54,11 @@ class Lossy(Run):
         config: LossyConfig,
         steps: int | None = None,
         gapless: bool = False,
-        mechanisms: Sequence[Mechanism] = (),
+        parts: Sequence[Part] = (),
     ) -> None:
-        writers = [one.writer for one in mechanisms if one.writer is not None]
+        writers = [one.writer for one in parts if one.writer is not None]
         super().__init__(config, steps, gapless, *writers)
-        self.mechanisms = list(mechanisms)
+        self.parts = list(parts)
         self.ledger = Ledger("megatron-core")
         self.installed = False
         self._optimizers: list[weakref.ref] = []  # Megatron's; the first one's gradient scaler scales the loss
@@ -71,34 +71,34 @@ class Lossy(Run):
         self._adding: dict[LossyGroup, tuple[torch.Tensor, Any]] = {}  # sums that are under way
         self._checked = False  # whether all buckets that are updated are known to be exchanged
         #: The number of this training job among equal ones, and how many there are.
-        self.job, self.jobs = next((one.job for one in mechanisms if one.job != (0, 1)), (0, 1))
+        self.job, self.jobs = next((one.job for one in parts if one.job != (0, 1)), (0, 1))
         #: Draws or replays the errors that hit gradients.
         self.corruption = make_corruption(config, recorded_events(config))
         self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption, self.living_optimizers)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
-        for one in self.mechanisms:
+        for one in self.parts:
             one.attach(self)
             self.observers += one.observers
 
-    def part(self, section: str) -> Any:
+    def part(self, name: str) -> Any:
         """The mechanism of that name; ``None`` if it is not there."""
-        return next((one for one in self.mechanisms if one.section == section), None)
+        return next((one for one in self.parts if one.name == name), None)
 
     @property
     def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """A function that adds up a tensor over all jobs, a collective call of them; ``None`` with one job."""
-        return _first(one.total for one in self.mechanisms)
+        return _first(one.total for one in self.parts)
 
     def leave(self) -> None:
         """Wait, at the end of a run that ends well, until it is over everywhere. A collective call of all jobs."""
-        for one in self.mechanisms:
+        for one in self.parts:
             one.leave()
 
     def uninstall(self) -> None:
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
         self.ledger.uninstall()
         super().uninstall()
-        for one in self.mechanisms:
+        for one in self.parts:
             one.close()
         self.installed = False
 
@@ -109,15 +109,15 @@ class Lossy(Run):
         if self.config.inert:
             return
         check_refusals(self.config, of_model(ddp))
-        for one in self.mechanisms:
+        for one in self.parts:
             one.meet(ddp)
         self.exchanges.find_nodes()
         number_model_chunk(ddp, len(self._chunks))
-        groups = _first(one.take_over(ddp) for one in self.mechanisms)
+        groups = _first(one.take_over(ddp) for one in self.parts)
         if groups is None:
             self._gathers, groups = True, self.exchanges.of_shards(ddp, self.steps)
         self._chunks[ddp] = groups
-        for one in self.mechanisms:
+        for one in self.parts:
             one.add_model_chunk(ddp)
 
     @property
@@ -140,7 +140,7 @@ class Lossy(Run):
         """
         if not self._depth:
             self._check_exchanges(optimizer)
-            for one in self.mechanisms:
+            for one in self.parts:
                 one.begin_iteration()
         self._depth += 1
         if applies:
@@ -152,7 +152,7 @@ class Lossy(Run):
             yield
             if self._depth == 1:
                 all_reduced, self._all_reduced = self._all_reduced, False
-                for one in self.mechanisms:
+                for one in self.parts:
                     one.end_iteration()
                 self.finish_iteration(self._successful, all_reduced)
         finally:
@@ -172,7 +172,7 @@ class Lossy(Run):
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Note an optimizer that has been made. Raises :class:`UsageError` if it cannot go with a mechanism."""
-        for one in self.mechanisms:
+        for one in self.parts:
             one.add_optimizer(optimizer)
         self._optimizers = [*(known for known in self._optimizers if known() is not None), weakref.ref(optimizer)]
 
@@ -182,7 +182,7 @@ class Lossy(Run):
 
     def begin_update(self) -> None:
         super().begin_update()
-        for one in self.mechanisms:
+        for one in self.parts:
             one.begin_update()
         self._finish_adding()
         for ddp in self.chunks if self.config.param_send == "compensated" else ():
@@ -212,7 +212,7 @@ class Lossy(Run):
 
     def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
         """A context for the start of the reduction of ``bucket_group``."""
-        around = _first(one.reducing for one in self.mechanisms)
+        around = _first(one.reducing for one in self.parts)
         return contextlib.nullcontext() if around is None else around(bucket_group)
 
     def note_all_reduce(self, bucket_group: Any) -> None:
@@ -234,7 +234,7 @@ class Lossy(Run):
                 )
 
     def skip_iteration(self) -> None:
-        for one in self.mechanisms:
+        for one in self.parts:
             one.end_iteration()
         super().skip_iteration()
 
@@ -250,7 +250,7 @@ class Lossy(Run):
 
     @property
     def carriers(self) -> list[Any]:
-        return [*super().carriers, *(carrier for one in self.mechanisms for carrier in one.carriers)]
+        return [*super().carriers, *(carrier for one in self.parts for carrier in one.carriers)]
 
     def replicas(self) -> list[RankSampler]:
         result = []
@@ -269,7 +269,7 @@ class Lossy(Run):
     @contextlib.contextmanager
     def owner_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
         """See :meth:`Run.owner_weights`. ``model_chunks``: Megatron's ``model``, wrapped in DDP or not."""
-        if (weights := _first(one.owner_weights() for one in self.mechanisms)) is not None:
+        if (weights := _first(one.owner_weights() for one in self.parts)) is not None:
             with weights:
                 yield
             return
@@ -290,7 +290,7 @@ class Lossy(Run):
 
     @contextlib.contextmanager
     def consensus_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
-        with _first(one.consensus_weights() for one in self.mechanisms) or self.owner_weights(model_chunks):
+        with _first(one.consensus_weights() for one in self.parts) or self.owner_weights(model_chunks):
             yield
 
     def _lossy_bucket_groups(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> list[Any]:
@@ -319,7 +319,7 @@ class Lossy(Run):
         return replicas.replica.together if replicas is not None and replicas.there else None
 
     def happened(self) -> list[Any]:
-        return [*super().happened(), *(event for one in self.mechanisms for event in one.happened(self.iteration))]
+        return [*super().happened(), *(event for one in self.parts for event in one.happened(self.iteration))]
 
     def identity(self) -> dict[str, Any]:
         streams = [found for ddp in self.chunks for found in buckets_by_stream(ddp)]
@@ -328,7 +328,7 @@ class Lossy(Run):
             for stream, full, pairs in streams
         }
         nodes = {} if self.exchanges.nodes is None else {"nodes of the ranks": " ".join(map(str, self.exchanges.nodes))}
-        own = {name: value for one in self.mechanisms for name, value in one.identity().items()}
+        own = {name: value for one in self.parts for name, value in one.identity().items()}
         sizes = {"world size": dist.get_world_size(), **own, **parallel_sizes(), **nodes}
         return {**sizes, **instances, **bucket_sizes([(stream, pairs) for stream, _, pairs in streams])}
 
@@ -341,15 +341,15 @@ class Lossy(Run):
 
     def set_iteration(self, iteration: int) -> None:
         super().set_iteration(iteration)
-        for one in self.mechanisms:
+        for one in self.parts:
             one.restart(iteration)
 
     def replica_state(self) -> Any:
         """The whole state of a mechanism that keeps it; else :func:`stale_state`, with the states of mechanisms."""
-        if (whole := _first(one.replica_state() for one in self.mechanisms)) is not None:
+        if (whole := _first(one.replica_state() for one in self.parts)) is not None:
             return whole
-        states = {one.section: one.state_dict() for one in self.mechanisms}
-        beside = {section: state for section, state in states.items() if state is not None}
+        states = {one.name: one.state_dict() for one in self.parts}
+        beside = {name: state for name, state in states.items() if state is not None}
         return {"stale": self._stale(), **beside} if beside else self._stale()
 
     def _stale(self) -> list[Any]:
@@ -359,12 +359,12 @@ class Lossy(Run):
         return stale_state(self.buckets(), self.update)
 
     def load_replica_state(self, state: Any) -> None:
-        if any(one.load_replica_state(state) for one in self.mechanisms):
+        if any(one.load_replica_state(state) for one in self.parts):
             return
         if isinstance(state, dict):
-            for one in self.mechanisms:
-                if one.section in state:
-                    one.load_state_dict(state[one.section])
+            for one in self.parts:
+                if one.name in state:
+                    one.load_state_dict(state[one.name])
             state = state["stale"]
         self._restored = self.update
         load_stale_state(self.buckets(), self.groups, self.update, state)

@@ -80,7 +80,7 @@ def make_cell(train: TrainConfig, loss: LossyConfig, processes: int = 1) -> Cell
     """The cell of these configurations. If they lose nothing, of the loss flags only the evaluated weights remain."""
     if loss.inert:
         loss = LossyConfig(eval_weights=loss.eval_weights)
-    elif not (loss.draws or loss.errs):
+    elif not (loss.draws() or loss.errs):
         loss = dataclasses.replace(loss, loss_seed=LossyConfig.loss_seed, save_replicas=True)
     else:
         loss = dataclasses.replace(loss, save_replicas=True)

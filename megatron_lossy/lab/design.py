@@ -44,7 +44,7 @@ from ..config import LossyConfig, given
 from ..config.refusal import check_refusals
 from ..errors import UsageError, refuse
 from ..flags import as_flag, incidental_fields
-from ..mechanisms.async_pipeline.flags import PipelineFlags
+from ..mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from ..mechanisms.islands.flags import IslandFlags
 from ..mechanisms.islands.methods import check_between
 from ..report.scalars import AXES, check_names, needs_drift
@@ -58,7 +58,9 @@ from .cells import Cell, make_cell
 # Flags that the study sets itself, that would end a run early, or that would name one folder for all cells.
 _NOT_HERE = ("save", "load", "metrics_dir", "exit_interval", "tensorboard_dir", "wandb_project", "delivery_log")
 # Islands and asynchronous stages are no losses: the run without loss has them, too.
-_KEPT = tuple(f.name for cls in (IslandFlags, PipelineFlags) for f in dataclasses.fields(cls) if f.name != "p_sync")
+_KEPT = tuple(
+    f.name for cls in (IslandFlags, AsyncPipelineFlags) for f in dataclasses.fields(cls) if f.name != "p_sync"
+)
 # These do nothing without loss, but they are in the names of cells that are trained already.
 _NAMED_BY = ("loss_unit", "packet_bytes", "loss_model", "ge_mean_burst")
 _OF_A_RATE = {"bernoulli", "gilbert-elliott"}
@@ -198,14 +200,14 @@ class Design:
             if loss.transport != "udp" and _OF_A_RATE.issuperset(loss.loss_model):
                 names += _NAMED_BY
         reference = LossyConfig(**{name: getattr(loss, name) for name in names})
-        if reference.draws or reference.errs:
+        if reference.draws() or reference.errs:
             raise UsageError(f"what changes refer to loses or errs: {reference.describe()}; name a baseline")
         return reference
 
 
 def _check_nothing_dropped(loss: LossyConfig, reference: LossyConfig) -> None:
     """Raise :class:`UsageError` if ``loss`` needs levels and there are none: ``reference`` would run in its place."""
-    if not (loss.draws or loss.errs or loss.synchronises or loss.replica_check != "none"):
+    if not (loss.draws() or loss.errs or loss.synchronises or loss.replica_check != "none"):
         return
     passed_over = incidental_fields(LossyConfig) | {"loss_seed", "save_replicas"}
     dropped = [

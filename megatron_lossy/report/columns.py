@@ -14,7 +14,7 @@ from ..config import LossyConfig
 from ..config.errors import ErrorFlags
 from ..flags import incidental_fields, of_flags
 from ..mechanisms.islands.flags import IslandFlags
-from ..mechanisms.replicas.flags import SyncFlags
+from ..mechanisms.replicas.flags import ReplicaFlags
 from ..train.config import TrainConfig
 from .runs import Run
 
@@ -96,7 +96,7 @@ def _settings(run: Run, differing: Set[str]) -> tuple[str, ...]:
 def _of_replicas(run: Run) -> set[str]:
     """The given flags of errors in gradients, of synchronisation of replicas, and of islands."""
     found = set()
-    for cls in (ErrorFlags, SyncFlags, IslandFlags):
+    for cls in (ErrorFlags, ReplicaFlags, IslandFlags):
         flags, defaults = of_flags(cls, run.config), cls()
         found |= {f.name for f in dataclasses.fields(cls) if getattr(flags, f.name) != getattr(defaults, f.name)}
     return found

@@ -14,8 +14,8 @@ import numpy as np
 
 from ...coding.adaptive import AdaptiveCode
 from ...coding.xor import Layout
-from ...config.transport import check_code
 from ...errors import UsageError
+from ...flags import check_code
 from .path import Losses, Path
 
 _NOTHING = np.zeros(0, dtype=np.int64)

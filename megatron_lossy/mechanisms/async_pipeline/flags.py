@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from ...errors import refuse
 from ...flags import check_choice, flag, refuse_unused
+from ...section import Flags
 
 
 @dataclass(frozen=True)
-class PipelineFlags:
-    """The flags of the asynchronous pipeline. :class:`megatron_lossy.config.LossyConfig` inherits them."""
+class AsyncPipelineFlags(Flags):
+    """Flags of the asynchronous pipeline. Raises :class:`UsageError` for a value not allowed."""
 
     async_pipeline: bool = flag(
         False,
@@ -32,7 +33,16 @@ class PipelineFlags:
         choices=("on", "off"),
     )
 
-    def _check_pipeline(self) -> None:
+    def changes(self) -> bool:
+        return self.async_pipeline
+
+    def notes(self) -> list[str]:
+        if not self.async_pipeline:
+            return []
+        stages = "" if self.virtual_stages is None else f" of {self.virtual_stages} virtual stages"
+        return [f"asynchronous pipeline{stages}"]
+
+    def check(self) -> None:
         check_choice(self, "weight_stashing")
         if not self.async_pipeline:
             for name in ("virtual_stages", "weight_stashing"):

@@ -1,12 +1,12 @@
-"""Flags of losses between pipeline stages (docs/boundaries.md). :class:`.config.LossyConfig` inherits them."""
+"""Flags of losses between pipeline stages (docs/boundaries.md)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from ...config.transport import check_code
 from ...errors import refuse
-from ...flags import as_text, check_choice, flag, flag_name, in_unit_interval, refuse_unused
+from ...flags import as_text, check_choice, check_code, flag, flag_name, in_unit_interval, refuse_unused
+from ...section import Flags
 
 #: Messages between pipeline stages: forward, and backward.
 BOUNDARY_PHASES = ("act", "act-grad")
@@ -14,7 +14,7 @@ _OF_RECOVERY = ("act_high_depth", "act_fec_high", "act_fec_low", "act_residual_h
 
 
 @dataclass(frozen=True)
-class BoundaryFlags:
+class BoundaryFlags(Flags):
     """Flags of losses between stages and their recovery. Raises :class:`UsageError` for a value not allowed."""
 
     p_act: float = flag(
@@ -79,8 +79,11 @@ class BoundaryFlags:
         metavar="LAYER",
     )
 
-    def check_boundaries(self) -> None:
-        """Raise :class:`UsageError` for flags that are not allowed, or that do nothing."""
+    def resolve(self) -> None:
+        if self.act_packet_bytes is None:
+            object.__setattr__(self, "act_packet_bytes", self.packet_bytes if self.act_transport == "udp" else 4096)
+
+    def check(self) -> None:
         for name in ("act_zero_fill_gradient", "act_retransmit", "act_transport"):
             check_choice(self, name)
         for name in ("p_act", "p_act_grad"):
@@ -108,8 +111,19 @@ class BoundaryFlags:
         """The loss rate of ``phase`` ("act" or "act-grad")."""
         return {"act": self.p_act, "act-grad": self.p_act_grad}[phase]
 
-    def describe_boundaries(self) -> str:
-        """Losses between stages and their recovery, in words."""
+    def changes(self) -> bool:
+        return self.loses_at_boundaries
+
+    def draws(self) -> bool:
+        return self.loses_at_boundaries
+
+    def idle(self) -> dict[str, tuple[bool, set[str]]]:
+        of_recovery = {own.name for own in fields(BoundaryFlags)} - {"p_act", "p_act_grad", "act_transport"}
+        return {"nothing between stages is lost": (self.loses_at_boundaries, of_recovery)}
+
+    def notes(self) -> list[str]:
+        if not self.loses_at_boundaries:
+            return []
         rates = f"activations {100 * self.p_act:g} %, their gradients {100 * self.p_act_grad:g} %"
         if self.act_transport == "udp":
             drawn = any(map(self.boundary_rate, BOUNDARY_PHASES))
@@ -119,4 +133,4 @@ class BoundaryFlags:
             kinds = ((self.act_fec_high, self.act_residual_high), (self.act_fec_low, self.act_residual_low))
             recovery = "parity " + " and ".join(f"{as_text(code)} up to {bound:g}" for code, bound in kinds)
         where = "" if self.virtual_boundaries is None else f" after layers {as_text(self.virtual_boundaries)}"
-        return f"{rates}{where}, {recovery}"
+        return [f"{rates}{where}, {recovery}"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...errors import refuse
-from ...flags import as_text, flag, flag_name, refuse_unused
+from ...flags import as_text, flag, flag_name, in_unit_interval, refuse_unused
+from ...section import Flags
 
 #: Exchanges between islands: elements go to the owners of their means, and the means come back.
 SYNC_PHASES = ("sync-reduce", "sync-gather")
@@ -36,8 +39,10 @@ def folder_to_load(path: str | os.PathLike[str], island: int) -> str:
 
 
 @dataclass(frozen=True)
-class IslandFlags:
-    """The flags of islands. :class:`megatron_lossy.config.LossyConfig` inherits them."""
+class IslandFlags(Flags):
+    """Flags of islands. Raises :class:`UsageError` for a value not allowed."""
+
+    rates: ClassVar[Mapping[str, str]] = dict.fromkeys(SYNC_PHASES, "p_sync")
 
     islands: int = flag(
         1,
@@ -169,6 +174,35 @@ class IslandFlags:
         speeds = self.island_speeds or (1.0,) * self.islands
         return tuple(speed / min(speeds) for speed in speeds)
 
+    @property
+    def sync_lossless(self) -> bool:
+        """Whether exchanges between islands can lose nothing."""
+        return self.transport != "udp" and all(self.phase(phase).lossless for phase in SYNC_PHASES)
+
+    def exchanges(self) -> tuple[str, ...]:
+        return SYNC_PHASES if self.averages else ()
+
+    def changes(self) -> bool:
+        return self.averages
+
+    def resolve(self) -> None:
+        if self.eval_weights is None:
+            object.__setattr__(self, "eval_weights", "consensus" if self.averages else "replica")
+
+    def notes(self) -> list[str]:
+        if not self.averages:
+            return []
+        if self.sync_method == "none":
+            return [f"{self.islands} islands that exchange nothing"]
+        what = f"{self.islands} islands, {self.sync_method}, {100 * self.share:.3g} % of them"
+        correction = f" ({self.delay_correction})" if self.sync_method == "parameters" and self.sync_delay else ""
+        when = f"every {self.sync_interval} iterations, used after {self.sync_delay}{correction}"
+        lost = f"lost {self.label(SYNC_PHASES[0])}"
+        if self.transport == "udp":
+            drawn = not all(self.phase(phase).lossless for phase in SYNC_PHASES)
+            lost = f"{lost} and what the network loses" if drawn else "lost what the network loses"
+        return [f"{what} {when}, {lost}"]
+
     def iterations(self, train_iters: int) -> int:
         """Iterations of the slowest island, so that all M islands together make at most M times ``train_iters``."""
         if not self.averages or self.island_speeds is None:
@@ -179,7 +213,8 @@ class IslandFlags:
         """Number of iterations that ``island`` has made when the slowest has made ``iteration``."""
         return int(iteration * self.relative_speeds[island] + 1e-9)
 
-    def _check_islands(self) -> None:
+    def check(self) -> None:
+        in_unit_interval("--p-sync", self.p_sync)
         cls = type(self)
         if self.islands < 1:
             raise refuse("--islands", self.islands, "must be at least 1")

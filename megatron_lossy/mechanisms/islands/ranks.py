@@ -25,7 +25,7 @@ from ...errors import UsageError, refuse
 from ...exchange import Delivery, Stream
 from ...hooks.buckets import buckets_by_stream, own_shard
 from ...hooks.versions import data_parallel_rank, pipeline_stage
-from ...mechanism import Mechanism
+from ...mechanism import Part
 from ...monitor import Observer
 from .between_ranks import ASIDE, BetweenRanks, Reliable
 from .flags import SYNC_LANES
@@ -53,10 +53,10 @@ class _Shard:
     crossing: BetweenRanks
 
 
-class RankIslands(Mechanism):
+class RankIslands(Part):
     """The exchanges of this rank with its peers in other islands. ``world``: open by the first iteration."""
 
-    section = "islands"
+    name = "islands"
 
     def __init__(self, config: LossyConfig, world: IslandWorld) -> None:
         self.world = world

@@ -1,18 +1,23 @@
-"""Flags that keep full replicas equal (docs/corruption.md). :class:`.config.LossyConfig` inherits them."""
+"""Flags that keep full replicas equal (docs/corruption.md)."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from ...errors import refuse
 from ...flags import check_choice, flag, refuse_unused
+from ...section import Flags
+
+if TYPE_CHECKING:
+    from ...config import LossyConfig
 
 _OF_RULES = ("param_sync_min_interval", "param_sync_max_interval")
 
 
 @dataclass(frozen=True)
-class SyncFlags:
+class ReplicaFlags(Flags):
     """Flags to compare and average replicas. Raises :class:`UsageError` for a value that is not allowed."""
 
     param_sync_interval: int = flag(
@@ -64,8 +69,7 @@ class SyncFlags:
         """Whether replicas are averaged at all."""
         return self.param_sync_interval > 0
 
-    def check_sync(self) -> None:
-        """Raise :class:`UsageError` for flags of synchronisation that are not allowed, or that do nothing."""
+    def check(self) -> None:
         for name in ("param_sync_rule", "param_sync_state", "param_sync_source", "replica_check"):
             check_choice(self, name)
         if self.param_sync_interval < 0:
@@ -82,9 +86,9 @@ class SyncFlags:
             within = f"must be within --param-sync-min-interval {low} and --param-sync-max-interval {high}"
             raise refuse("--param-sync-interval", self.param_sync_interval, within)
         needs = {
-            name: ("--param-sync-interval", self.synchronises)
-            for name in SyncFlags.__dataclass_fields__
-            if name.startswith("param_sync_") and name != "param_sync_interval"
+            own.name: ("--param-sync-interval", self.synchronises)
+            for own in fields(ReplicaFlags)
+            if own.name.startswith("param_sync_") and own.name != "param_sync_interval"
         }
         if self.synchronises:
             needs |= dict.fromkeys(_OF_RULES, ("--param-sync-rule snr or divergence", self.param_sync_rule != "fixed"))
@@ -93,8 +97,39 @@ class SyncFlags:
             if not there:
                 refuse_unused(self, name, f"needs {what}")
 
-    def describe_sync(self) -> str:
-        """Averages and comparisons of replicas, in words; empty without any."""
+    def all_reduced(self) -> LossyConfig:
+        """The flags of both halves of an all-reduce, each with the losses of ``--p-grad``.
+
+        Flags of errors and of full replicas have their defaults.
+        """
+        from ...config.errors import ErrorFlags
+
+        reset: dict[str, Any] = {
+            own.name: own.default for section in (ErrorFlags, ReplicaFlags) for own in fields(section)
+        }
+        bursts = self.loss_model[0] == "gilbert-elliott"
+        grad: dict[str, Any] = {
+            "p_param": self.p_grad,
+            "ge_param": self.ge_grad,
+            "link_rates_param": self.link_rates_grad,
+            "loss_model": self.loss_model[:1],
+            "ge_mean_burst": self.ge_mean_burst[:1] if bursts else type(self).ge_mean_burst,
+            "loss_schedule": None if self.loss_schedule is None else self.loss_schedule[:1],
+        }
+        return replace(self, **reset, **grad)
+
+    def acts(self) -> bool:
+        return self.synchronises or self.replica_check != "none"
+
+    def needs_whole_optimizers(self) -> bool:
+        return self.synchronises or self.replica_check != "none" or self.allow_divergence
+
+    @property
+    def drives_apart(self) -> bool:
+        """Whether full replicas can receive different gradients: each has errors of its own, or some lose gradients."""
+        return self.errs_apart or not self.untouched("grad")
+
+    def notes_beside(self) -> list[str]:
         parts = []
         if self.synchronises:
             what = {"params": "parameters", "all": "parameters and moments"}[self.param_sync_state]
@@ -104,4 +139,4 @@ class SyncFlags:
             parts.append(f"{what} {source} every {self.param_sync_interval} updates{rule}{overlap}")
         if self.replica_check != "none":
             parts.append(f"gradients of replicas compared: {self.replica_check}")
-        return "; ".join(parts)
+        return parts

@@ -19,7 +19,7 @@ from ...config import LossyConfig
 from ...exchange import Stream
 from ...peers import Peers
 from .average import sampled, stride_of
-from .flags import SyncFlags
+from .flags import ReplicaFlags
 from .repair import Buckets, compare, repair
 from .synchroniser import Copies, Synced, Synchroniser
 
@@ -205,7 +205,7 @@ class FullReplicas:
         self._mismatches.clear()
 
 
-_ONCE = SyncFlags(param_sync_interval=1, param_sync_state="all", param_sync_always=True)
+_ONCE = ReplicaFlags(param_sync_interval=1, param_sync_state="all", param_sync_always=True)
 
 
 def _everything(one: Copies) -> list[list[torch.Tensor]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .flags import SyncFlags
+from .flags import ReplicaFlags
 
 #: The ``divergence`` rule changes an interval at most by this factor at a time.
 STEP = 4
@@ -20,7 +20,7 @@ STEP = 4
 class Interval:
     """The interval H, and the rule that changes it. ``current``: H now."""
 
-    def __init__(self, config: SyncFlags) -> None:
+    def __init__(self, config: ReplicaFlags) -> None:
         self._config = config
         self.current = config.param_sync_interval
 

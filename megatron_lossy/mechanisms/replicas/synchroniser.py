@@ -22,7 +22,7 @@ from ...fingerprint import fingerprint, finite
 from ...peers import Peers
 from .average import Divergence, Piece, Target, measured, pieces
 from .classes import all_equal, majority
-from .flags import SyncFlags
+from .flags import ReplicaFlags
 from .interval import Interval, relative
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,9 @@ class Synchroniser:
     decide alike.
     """
 
-    def __init__(self, config: SyncFlags, streams: Sequence[Copies], total: Callable[[np.ndarray], np.ndarray]) -> None:
+    def __init__(
+        self, config: ReplicaFlags, streams: Sequence[Copies], total: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
         self._config = config
         self._streams = [stream for stream in streams if stream.peers.size > 1]
         self._total = total

@@ -1,0 +1,200 @@
+"""Flags of the core: what is lost, evaluation, checkpoints, drift, the delivery log (docs/semantics.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..errors import refuse
+from ..flags import as_text, check_choice, flag, flag_name, in_unit_interval, refuse_unused
+from ..registry import CHANNELS
+from ..section import Flags
+from .phases import PHASES
+
+
+@dataclass(frozen=True)
+class CoreFlags(Flags):
+    """Flags of losses that are drawn, and of what a run records. Raises :class:`UsageError` for a value not allowed."""
+
+    rates: ClassVar[Mapping[str, str]] = {"grad": "p_grad", "param": "p_param"}
+
+    p_grad: float = flag(
+        0.0, "mean loss rate of the gradient reduce-scatter, in [0, 1)", metavar="P", group="what is lost", basic=True
+    )
+    p_param: float = flag(0.0, "mean loss rate of the parameter all-gather, in [0, 1)", metavar="P", basic=True)
+    loss_model: tuple[str, ...] = flag(
+        ("bernoulli",),
+        "who loses what: independent losses, bursts, a rate per link, or a recorded trace; "
+        "one value for both phases, or two: gradients, parameters; with --islands also four: then what goes to owners of means, "
+        "and means",
+        type=str,
+        nargs="+",
+        choices=CHANNELS,
+        basic=True,
+    )
+    ge_mean_burst: tuple[float, ...] = flag(
+        (4.0,),
+        "gilbert-elliott: mean number of consecutive units lost on a link (at least 1; everything is lost in "
+        "the bad state, nothing in the good one); one value for both phases, or two",
+        type=float,
+        nargs="+",
+        metavar="UNITS",
+    )
+    ge_grad: tuple[float, ...] | None = flag(
+        None,
+        "gilbert-elliott, gradients: the four parameters P(good to bad), P(bad to good), loss when good, loss "
+        "when bad; replaces --p-grad and --ge-mean-burst",
+        type=float,
+        nargs=4,
+        metavar=("PGB", "PBG", "LG", "LB"),
+    )
+    ge_param: tuple[float, ...] | None = flag(
+        None,
+        "gilbert-elliott, parameters: as --ge-grad; replaces --p-param",
+        type=float,
+        nargs=4,
+        metavar=("PGB", "PBG", "LG", "LB"),
+    )
+    link_rates_grad: str | None = flag(
+        None,
+        "per-link, gradients: file with an N x N matrix of loss rates, row = source, column = destination "
+        "(.npy, or text with blanks or commas); replaces --p-grad",
+        metavar="FILE",
+    )
+    link_rates_param: str | None = flag(
+        None, "per-link, parameters: as --link-rates-grad; replaces --p-param", metavar="FILE"
+    )
+    trace: str | None = flag(
+        None,
+        "trace: recorded deliveries to replay: a folder that --delivery-log wrote, or an .npz file (docs/semantics.md)",
+        metavar="PATH",
+        basic=True,
+    )
+    loss_schedule: tuple[str, ...] | None = flag(
+        None,
+        "loss rate over iterations, for example 0:0,1000:0.1,3000:0.2 (bernoulli and gilbert-elliott; replaces "
+        "--p-grad and --p-param); one value for both phases, or two",
+        nargs="+",
+        metavar="ITERATION:RATE,…",
+    )
+    loss_correlation: str = flag(
+        "independent",
+        "independent: every link by itself; source: all receivers of one sender lose together",
+        choices=("independent", "source"),
+    )
+    lossy_links: str = flag(
+        "all",
+        "all, or inter-node: links between ranks of one node are reliable",
+        choices=("all", "inter-node"),
+    )
+    ranks_per_node: int = flag(
+        0,
+        "inter-node: consecutive global ranks on one node; 0 finds nodes by host name",
+        metavar="N",
+    )
+    loss_unit: str = flag(
+        None,
+        "what is lost as a whole: the shard of an iteration over all buckets (the default), the shard of a bucket, or a "
+        "packet (the only unit of --transport udp, where it is a datagram)",
+        choices=("shard", "bucket", "packet"),
+        basic=True,
+    )
+    packet_bytes: int = flag(
+        None,
+        "packet: payload bytes of a packet, in the dtype that crosses the wire; default 4096, with --transport udp 1408",
+        type=int,
+        metavar="BYTES",
+        basic=True,
+    )
+    loss_seed: int = flag(1234, "seed of all loss draws, 0 to 2^64 - 1", metavar="SEED", basic=True)
+    eval_weights: str = flag(
+        None,
+        "which weights are evaluated: each worker's own, possibly stale, replica; the owners'; their mean over islands "
+        "(consensus); or replicas and one of these on the same batches (both); default replica, with islands consensus",
+        choices=("replica", "owner", "consensus", "both"),
+        group="evaluation, checkpoints, drift",
+        basic=True,
+    )
+    save_replicas: bool = flag(
+        False,
+        "checkpoints also hold the stale units and what --grad-recovery keeps, so that a resumed run continues bit "
+        "for bit",
+        basic=True,
+    )
+    drift_interval: int = flag(
+        0,
+        "iterations between measurements of how far replicas are apart (docs/monitors.md); 0 never measures",
+        metavar="N",
+        incidental=True,
+        basic=True,
+    )
+
+    delivery_log: str | None = flag(
+        None,
+        "folder for a record of every loss decision, in Parquet (docs/delivery_log.md); --trace replays it",
+        metavar="FOLDER",
+        incidental=True,
+        group="delivery log",
+        basic=True,
+    )
+    delivery_log_bitmaps: bool = flag(
+        False,
+        "packet: record which packets arrived, where the seed and a digest would be enough to replay them",
+        incidental=True,
+    )
+    delivery_log_chunk: int = flag(
+        1000,
+        "iterations after which a file of the delivery log is closed; a killed run loses at most these",
+        metavar="N",
+        incidental=True,
+    )
+
+    def exchanges(self) -> tuple[str, ...]:
+        return PHASES
+
+    def check(self) -> None:
+        for name in ("p_grad", "p_param"):
+            in_unit_interval(flag_name(CoreFlags, name), getattr(self, name))
+        for name in ("loss_correlation", "lossy_links", "eval_weights", "loss_model", "loss_unit"):
+            check_choice(self, name)
+        for burst in self.ge_mean_burst:
+            if not (math.isfinite(burst) and burst >= 1):
+                raise refuse("--ge-mean-burst", burst, "must be a finite number of units of at least 1")
+        if self.packet_bytes < 1:
+            raise refuse("--packet-bytes", self.packet_bytes, "must be at least 1")
+        if self.delivery_log_bitmaps and self.delivery_log is None:
+            raise refuse("--delivery-log-bitmaps", "on", "needs --delivery-log FOLDER")
+        if self.delivery_log_chunk < 1:
+            raise refuse("--delivery-log-chunk", self.delivery_log_chunk, "must be at least 1")
+        if self.ranks_per_node < 0:
+            raise refuse("--ranks-per-node", self.ranks_per_node, "must be at least 0")
+        if self.drift_interval < 0:
+            raise refuse("--drift-interval", self.drift_interval, "must be at least 0")
+        if not 0 <= self.loss_seed < 2**64:
+            raise refuse("--loss-seed", self.loss_seed, "must be in [0, 2^64 - 1]")
+        self._check_unused()
+
+    def _check_unused(self) -> None:
+        """Raise :class:`UsageError` for a flag that has no effect with the others at any loss rate.
+
+        Flags without effect at rate 0 or with another unit are allowed, so that sweeps can vary rates and units;
+        :meth:`.LossyConfig.describe` names them.
+        """
+        needs = {
+            "ge_mean_burst": ("loss_model", "gilbert-elliott" in self.loss_model, "gilbert-elliott"),
+            "ranks_per_node": ("lossy_links", self.lossy_links == "inter-node", "inter-node"),
+        }
+        for name, (other, used, value) in needs.items():
+            if not used:
+                why = f"needs {flag_name(CoreFlags, other)} {value}, not {as_text(getattr(self, other))}"
+                refuse_unused(self, name, why)
+
+    def notes(self) -> list[str]:
+        parts = []
+        if self.loss_correlation != "independent":
+            parts.append(f"correlated by {self.loss_correlation}")
+        if self.lossy_links != "all":
+            parts.append(f"{self.lossy_links} links only")
+        return parts

@@ -1,0 +1,65 @@
+"""A section of the loss flags: those of the core, or of one mechanism. It answers for itself what all need to know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The base of all sections. :class:`.LossyConfig` inherits every section, and asks each in turn.
+
+    A section defines the answers that it has. It may read the flags of the core, and no flag of another mechanism.
+    """
+
+    #: The flag (field) with the loss rate of each phase of the section.
+    rates: ClassVar[Mapping[str, str]] = {}
+
+    def resolve(self) -> None:
+        """Give flags their defaults that depend on other flags. Values are not checked yet."""
+
+    def check(self) -> None:
+        """Raise :class:`UsageError` for values that are not allowed, and for flags that do nothing."""
+
+    def exchanges(self) -> tuple[str, ...]:
+        """The phases whose losses the channels decide."""
+        return ()
+
+    def changes(self) -> bool:
+        """Whether an exchange, or the order of work, is not Megatron's own."""
+        return False
+
+    def acts(self) -> bool:
+        """Whether anything is done at all. A section that does something without :meth:`changes` says so here."""
+        return self.changes()
+
+    def draws(self) -> bool:
+        """Whether losses beside those of :meth:`exchanges` are drawn, or happen in a network."""
+        return False
+
+    def notes(self) -> list[str]:
+        """What the flags do, in words, where exchanges are not Megatron's own."""
+        return []
+
+    def notes_beside(self) -> list[str]:
+        """What the flags do beside exchanges, in words."""
+        return []
+
+    def idle(self) -> dict[str, tuple[bool, set[str]]]:
+        """Reasons for flags to do nothing, by sentence: whether they are of use nevertheless, and the flags."""
+        return {}
+
+    def needs_whole_optimizers(self) -> bool:
+        """Whether the flags need full replicas: each rank with all of the optimizer."""
+        return False
+
+    def iterations(self, train_iters: int) -> int:
+        """Iterations of the training loop for ``train_iters`` iterations of work."""
+        return train_iters
+
+
+def all_of(sections: tuple[type, ...], question: str, *arguments: Any, of: Any) -> list[Any]:
+    """The answers of all ``sections`` to ``question`` about the flags ``of``."""
+    return [getattr(section, question)(of, *arguments) for section in sections]

@@ -1,0 +1,61 @@
+"""The tables of docs/verified.md: what tests show on which device, and on which machines they ran."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.features import DEVICES, TESTS, Feature, features, machines
+from tests.rooms import PACKAGE
+
+PAGE = TESTS.parent / "docs" / "verified.md"
+#: How many characters a row may have, so that one reads it as a line.
+LONGEST = 160
+
+
+def _place(room: str) -> tuple[int, str]:
+    """The part of the table in which a room stands, and its name."""
+    if (PACKAGE / "mechanisms" / room).is_dir():
+        return 1, room
+    return (0, room) if (PACKAGE / room).exists() or (PACKAGE / f"{room}.py").exists() else (2, "the repository")
+
+
+def _labels() -> dict[Path, str]:
+    """What the table calls a file: by its name alone, where no other folder has that name too."""
+    files = sorted(TESTS.rglob("test_*.py"))
+    names = [file.stem.removeprefix("test_") for file in files]
+    return {file: name if names.count(name) == 1 else f"{file.parent.name}/{name}" for file, name in zip(files, names)}
+
+
+def _tick(feature: Feature, device: str) -> str:
+    if not feature.device:
+        return "-"
+    ran = any(feature.name in one.get("features", ()) for one in machines() if one["device"] == device)
+    return "✓" if ran else "not run"
+
+
+def feature_table() -> str:
+    """A row for each feature, by room: the core, the mechanisms, all else."""
+    labels = _labels()
+    rows, place = ["| feature | CPU | CUDA | HPU | needs | tests |", "| --- | --- | --- | --- | --- | --- |"], None
+    for feature in sorted(features().values(), key=lambda one: (*_place(one.room), one.files[0])):
+        if _place(feature.room) != place:
+            place = _place(feature.room)
+            rows.append(f"| **{place[1]}** | | | | | |")
+        cells = [feature.name, "✓" if feature.on_cpu else "-", *(_tick(feature, device) for device in DEVICES)]
+        cells += [", ".join(feature.needs), " ".join(f"[{labels[file]}]" for file in feature.files)]
+        rows.append(f"| {' | '.join(cells)} |")
+    shown = sorted({file for feature in features().values() for file in feature.files})
+    links = [f"[{labels[file]}]: {Path(os.path.relpath(file, PAGE.parent)).as_posix()}" for file in shown]
+    return "\n".join([*rows, "", *links]) + "\n"
+
+
+def machine_table() -> str:
+    """A row for each machine on which tests ran, and one for each device that nobody has run."""
+    rows = ["| device | machine | versions | date |", "| --- | --- | --- | --- |"]
+    rows += [
+        f"| {one['device'].upper()} | {one['machine']} | {one['versions']} | {one['date']} |" for one in machines()
+    ]
+    ran = {one["device"] for one in machines()}
+    rows += [f"| {device.upper()} | nobody has run it | | |" for device in DEVICES if device not in ran]
+    return "\n".join(rows) + "\n"
