@@ -10,7 +10,7 @@ and ``<!-- end -->``: the questions of configs/studies; between ``<!-- list: pre
 configs/presets; ``<!-- list: features -->`` and ``<!-- list: machines -->``: what tests show, and where they ran
 (scripts/verified.py); ``<!-- made: SCRIPT -->``: the table that scripts/SCRIPT.py makes.
 
-The tables of a study are made from its record, whether the page shows or links them; those that are linked are files.
+The tables of a study are made from its record.
 """
 
 from __future__ import annotations
@@ -89,12 +89,6 @@ def links(page: Path) -> set[Path]:
     return {path for path in found if path.is_relative_to(ROOT)}
 
 
-def linked_tables() -> dict[Path, str]:
-    """The Markdown tables of studies that pages link, as they are now."""
-    found = sorted(set().union(*map(links, PAGES)))
-    return {path: table(path) for path in found if path.suffix == ".md" and path.parent.parent == RESULTS / "studies"}
-
-
 def _questions() -> str:
     rows = ["| study | question |", "| --- | --- |"]
     for path in sorted((ROOT / "configs/studies").glob("*.yaml")):
@@ -115,14 +109,14 @@ _LISTS = {"studies": _questions, "presets": _presets, "features": feature_table,
 
 
 def main() -> None:
-    """Update the pages and the tables that they link, or check them."""
-    pages = {page: current(page.read_text(encoding="utf-8")) for page in PAGES}
-    for file, text in (pages | linked_tables()).items():
-        if file.exists() and file.read_text(encoding="utf-8") == text:
+    """Update the pages, or check them."""
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        if (text := current(before)) == before:
             continue
         if "--check" in sys.argv:
-            sys.exit(f"{file}: is not current; run make docs")
-        write_text(file, text)
+            sys.exit(f"{page}: is not current; run make docs")
+        write_text(page, text)
 
 
 if __name__ == "__main__":
