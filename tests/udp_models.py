@@ -1,14 +1,16 @@
-"""How fast one destination may be sent to: the model of what ``_engine.c`` does. Times are in nanoseconds.
-
-Loss alone says nothing: links lose data at any rate. What says that a link is full is that datagrams wait in its
-queue, seen in round trips, or that much more is lost than was lost before. Then the rate becomes a little less than
-what arrives. Two filters keep the delays of a scheduler from being taken for queues: the least round trip of an
-interval, and the greatest of the last eight delivery rates.
-"""
+"""Models of what ``_engine.c`` does: when one source of an exchange is over, and how fast one destination may be sent to."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+# --- the rate --------------------------------------------------------------------------------------------------------
+# Times are in nanoseconds. Loss alone says nothing: links lose data at any rate. What says that a link is full is that datagrams
+# wait in its queue, seen in round trips, or that much more is lost than was lost before. Then the rate becomes a little less than
+# what arrives. Two filters keep the delays of a scheduler from being taken for queues: the least round trip of an interval, and the
+# greatest of the last eight delivery rates.
+
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -111,3 +113,64 @@ class Rate:
             gain = 0.15 * min((now - self._stepped_at) / max(self.rtt_min, INTERVAL), 1.0)
             self._set(self.rate * (1 + gain * min(32e6 / (self.rate + 16e6), 1.0)))
         self._stepped_at = now
+
+
+# --- completion ------------------------------------------------------------------------------------------------------
+# ``now`` is an argument, in seconds.
+
+
+@dataclass
+class Source:
+    """The units of one source, from before the exchange is posted to its end.
+
+    It is over when all units have arrived; or its END has, the reorder window has passed since, and all units are there
+    that END says must be; or the deadline has, which counts from the posting. A unit that comes later is late, and is not
+    applied. If no more than ``tolerance`` of those that must be there are missing when the window has passed, these are
+    lost; else all of them are asked for, and it is over when they are there.
+    """
+
+    units: int
+    reorder: float
+    deadline: float | None = None  # after the posting
+    posted_at: float | None = None
+    ended_at: float | None = None
+    must: frozenset[int] = frozenset()
+    tolerance: int = 0
+    asked: bool | None = None  # not decided
+    over: bool = False
+    arrived: set[int] = field(default_factory=set)
+
+    def post(self, now: float) -> None:
+        self.posted_at = now
+        self._look()
+
+    def data(self, unit: int) -> str:
+        """What becomes of a unit that comes now: ``taken``, ``early`` (kept until the posting), a ``duplicate``, ``late``."""
+        if unit in self.arrived:
+            return "duplicate"
+        if self.over:
+            return "late"
+        self.arrived.add(unit)
+        self._look()
+        return "taken" if self.posted_at is not None else "early"
+
+    def end(self, now: float, must: Iterable[int] = ()) -> None:
+        if self.ended_at is None and not self.over:
+            self.ended_at = now
+            self.must = frozenset(must)
+
+    def passes(self, now: float) -> None:
+        """It is ``now``, and all that came before has been said."""
+        if self.posted_at is None:
+            return
+        if self.ended_at is not None and now >= self.ended_at + self.reorder:
+            missing = len(self.must - self.arrived)
+            if self.asked is None:
+                self.asked = missing > self.tolerance
+            self.over |= not (self.asked and missing)
+        if self.deadline is not None and now >= self.posted_at + self.deadline:
+            self.over = True
+
+    def _look(self) -> None:
+        if self.posted_at is not None and len(self.arrived) == self.units:
+            self.over = True
