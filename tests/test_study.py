@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from megatron_lossy.errors import UsageError
-from megatron_lossy.lab import cells, commands, paper
+from megatron_lossy.lab import cells, commands
 from megatron_lossy.lab.cells import CellFolder
 from megatron_lossy.lab.design import Design, loss_seed_of, read_design
 from megatron_lossy.lab.figures import _quantities, plot_comparison, plot_scalar
@@ -30,7 +30,6 @@ from megatron_lossy.lab.folder import (
     write_record,
 )
 from megatron_lossy.lab.runner import run_cells
-from megatron_lossy.lab.scalars import scalar_tables
 from megatron_lossy.lab.summary import (
     Difference,
     Results,
@@ -39,9 +38,8 @@ from megatron_lossy.lab.summary import (
     differences,
     loss_metrics,
     run_table,
-    table_1,
 )
-from megatron_lossy.lab.won_back import share_won_back, won_back
+from megatron_lossy.lab.tables import PAPER_CHANGES, PAPER_TABLE_1, scalar_tables, share_won_back, table_1, won_back
 from megatron_lossy.report import Run
 from megatron_lossy.report.scalars import AXES
 from tests.programs import Program
@@ -557,8 +555,8 @@ def test_unfinished_and_diverged_runs():
 
 def test_the_papers_changes_follow_from_its_losses():
     """Within what rounding its losses to three digits leaves open."""
-    for metric, values in paper.TABLE_1.items():
-        for value, change in zip(values[1:], paper.CHANGES[metric], strict=True):
+    for metric, values in PAPER_TABLE_1.items():
+        for value, change in zip(values[1:], PAPER_CHANGES[metric], strict=True):
             slack = 100 * (0.0005 / values[0] + 0.0005 * value / values[0] ** 2) + 0.005
             assert abs(100 * (value / values[0] - 1) - change) <= slack + 0.01, (metric, value)
 

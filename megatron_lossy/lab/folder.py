@@ -24,7 +24,6 @@ from ..report.scalars import file_name, with_predictions
 from ..train.metrics import METRICS_FILE
 from .cells import Cell
 from .design import Study
-from .scalars import scalar_tables
 from .summary import (
     RUN_COLUMNS,
     Results,
@@ -34,10 +33,9 @@ from .summary import (
     loss_metrics,
     replica_against_owner,
     run_table,
-    table_1,
     trained,
 )
-from .won_back import won_back
+from .tables import scalar_tables, table_1, won_back
 
 RECORD = "study.json"
 Place = tuple[str, str, str, str]
