@@ -65,7 +65,6 @@ class Run:
 
     def __init__(self, shape: dict[str, int], workers: int, lossy: LossyConfig | None) -> None:
         from megatron_lossy.train.model import build_model
-        from megatron_lossy.train.optimizer import build_optimizer
         from megatron_lossy.train.workers import Workers
         from megatron_lossy.virtual import VirtualCluster
 
@@ -85,7 +84,6 @@ class Run:
         if self.cluster:
             self.cluster.attach(self.model[0])
         self._workers = Workers(self.config, self.model, self.cluster)
-        self._optimizer, _ = build_optimizer(self.config, self.model)
         self._batches = self._workers.batches(RandomText(self.config.seq_length), consumed=0)
 
     def step(self) -> float:
@@ -94,9 +92,9 @@ class Run:
         started = time.perf_counter()
         for chunk in self.model:
             chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self._workers.optimizer.zero_grad()
         self._workers.run(self._batches, self.config.global_batch_size, forward_only=False)
-        self._workers.step(self._optimizer)
+        self._workers.step()
         _synchronize()
         return time.perf_counter() - started
 

@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .section import Flags
 
 if TYPE_CHECKING:
+    import torch
+
     from .config import LossyConfig
     from .config.refusal import Section
+    from .jobs import World
     from .ledger import Patch
     from .monitor import Observer
     from .recovery import GradRecovery, Stale
@@ -40,9 +43,70 @@ class Mechanism:
         """Its rows of the table of refusals."""
         raise NotImplementedError
 
+    # --- before a run ----------------------------------------------------------------------------------------------
+
     @classmethod
-    def part(cls, config: LossyConfig, world: Any) -> Part | None:
+    def check(cls, config: LossyConfig, train_iters: int | None) -> None:
+        """Raise :class:`UsageError` for files named by flags that do not fit its exchanges.
+
+        ``train_iters``: ``None`` if it is not known.
+        """
+
+    @classmethod
+    def advice(cls, config: LossyConfig, iterations: int | None) -> list[str]:
+        """Lines about flags that are allowed but rarely wanted, for a run of ``iterations``, if known."""
+        return []
+
+    @classmethod
+    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
+        """The components of memory that it keeps on a ``device``: :class:`.launch.memory.Kept`, of a ``Held``."""
+        return []
+
+    @classmethod
+    def more_saved(cls, config: LossyConfig, weights: int, compute: int, virtual: bool) -> float:
+        """Bytes of a checkpoint beside :meth:`memory`, and beside the state of one optimizer for ``weights``.
+
+        ``compute``: bytes of a weight in the model. ``virtual``: all workers are in one process.
+        """
+        return 0.0
+
+    @classmethod
+    def micro_batches_at_once(cls, config: LossyConfig, stage: int, stages: int, micro_batches: int) -> int | None:
+        """Micro-batches whose activations a stage keeps at once; ``None``: as many as with Megatron's schedule.
+
+        ``micro_batches``: of an iteration.
+        """
+        return None
+
+    # --- a run -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def world(cls, config: LossyConfig, seed: int) -> World | None:
+        """The launched ranks divided into jobs; ``None`` if the flags ask for one job. Raises :class:`UsageError`.
+
+        ``seed``: for what jobs do together.
+        """
+        return None
+
+    @classmethod
+    def part(cls, config: LossyConfig, world: World | None) -> Part | None:
         """Its part of a real run; ``None`` if the flags do not ask for it. ``world``: see :func:`hooks.install`."""
+        return None
+
+    @classmethod
+    def virtual_run(cls, config: LossyConfig, workers: int, iterations: int, seed: int, whole_optimizers: bool) -> Any:
+        """The :class:`Run` of ``workers`` in one process, ``gapless``, if it is of another kind than the core's.
+
+        ``whole_optimizers``: each worker has all of the optimizer. ``seed``: see :meth:`world`.
+        """
+        return None
+
+    @classmethod
+    def workers(cls, run: Any) -> Any:
+        """The class of the trainer's workers in ``run``, a subclass of :class:`.train.workers.Workers`.
+
+        ``None``: that class itself. Asked for once the model is built.
+        """
         return None
 
     @classmethod
@@ -51,14 +115,37 @@ class Mechanism:
         return []
 
     @classmethod
-    def grad_rule(cls, config: LossyConfig, rule: GradRecovery, wire: Wire) -> GradRecovery:
-        """The rule for the gradients of a bucket on ``wire``, instead of ``rule`` or around it."""
-        return rule
+    def columns(cls) -> list[Any]:
+        """Columns (``pyarrow.Field``) of the log of errors, of rows about its own actions."""
+        return []
 
     @classmethod
-    def param_rule(cls, config: LossyConfig, rule: Stale, wire: Wire) -> Stale:
-        """The rule for the parameters of a bucket on ``wire``, instead of ``rule`` or around it."""
-        return rule
+    def check_row(cls, config: LossyConfig, row: Mapping[str, Any]) -> bool:
+        """Whether ``row`` of the log of errors is about an action of its own.
+
+        Raises ``ValueError`` if the mechanism does not act so with the flags of the run.
+        """
+        return False
+
+    @classmethod
+    def grad_rules(cls, config: LossyConfig, rules: list[GradRecovery], wire: Wire) -> list[GradRecovery]:
+        """The rules for the gradients of the buckets of ``wire``, instead of ``rules`` or around them."""
+        return rules
+
+    @classmethod
+    def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
+        """The rules for the parameters of the buckets of ``wire``, instead of ``rules`` or around them."""
+        return rules
+
+    @classmethod
+    def sending(
+        cls, groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers: Callable[[], list[Any]]
+    ) -> Sending | None:
+        """The values that the owners of a stream of virtual workers send; ``None`` for their weights.
+
+        ``groups``: one for every worker. ``buckets``: Megatron's. ``optimizers``: returns Megatron's, once they exist.
+        """
+        return None
 
 
 class Part:
@@ -103,7 +190,18 @@ class Part:
     def add_optimizer(self, optimizer: Any) -> None:
         """An optimizer has been made. Raises :class:`UsageError` if it cannot go with the mechanism."""
 
+    def ready(self) -> None:
+        """Model and optimizer are there. Raises :class:`UsageError` if they cannot go with the mechanism."""
+
     # --- an iteration ----------------------------------------------------------------------------------------------
+
+    def begin_stopping(self, signal: int) -> Callable[[], int] | None:
+        """Begin to agree, at the start of an iteration, whether to stop after it, if all ranks of a job cannot by themselves.
+
+        ``signal``: told this rank to stop, or 0. Returns a function that waits for the signal to stop, or 0, the same
+        at all ranks. A collective call.
+        """
+        return None
 
     def begin_iteration(self) -> None:
         """The optimizer is about to check gradients and to make its update."""
@@ -130,17 +228,13 @@ class Part:
     def after_arguments(self, args: Any) -> None:
         """Megatron and the hooks have checked ``args``; no process group exists."""
 
-    def save_beside(self, args: Any) -> contextlib.AbstractContextManager[bool] | None:
-        """A context for another checkpoint, of :meth:`consensus_weights`; ``None`` without one.
-
-        Its value: whether this rank writes.
-        """
-        return None
-
     def leave(self) -> None:
         """A run that ends well is over. A collective call of all jobs."""
 
     # --- weights and saved state -----------------------------------------------------------------------------------
+
+    def begin_saving(self) -> None:
+        """The stale units of replicas are about to be saved. A collective call."""
 
     def owner_weights(self) -> contextlib.AbstractContextManager[None] | None:
         """A context with the owners' weights in the model; ``None`` if the exchanges provide it."""
@@ -148,6 +242,10 @@ class Part:
 
     def consensus_weights(self) -> contextlib.AbstractContextManager[None] | None:
         """A context with the mean weights of all jobs in the model; ``None`` with one job."""
+        return None
+
+    def saved_beside(self, folder: str) -> tuple[str, bool] | None:
+        """See :meth:`Run.saved_beside`."""
         return None
 
     @property
@@ -174,6 +272,13 @@ class Part:
     def load_state_dict(self, state: Any) -> None:
         """Restore :meth:`state_dict`."""
 
+    def rewind(self, folder: str) -> str | None:
+        """The run is about to go on from the latest checkpoint in ``folder``, which may become an older one.
+
+        Returns a line to report, if it did. A collective call of all jobs.
+        """
+        return None
+
     def restart(self, iteration: int) -> None:
         """A checkpoint of ``iteration`` was loaded."""
 
@@ -186,3 +291,42 @@ class Part:
 
     def close(self) -> None:
         """The run is over."""
+
+
+class Sending:
+    """The values that the owners of a stream of virtual workers send: their weights, unless a mechanism sends others.
+
+    Between updates the parameter ``buffers``, [N * shard] for every bucket, hold the values that were sent.
+    """
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self.buffers = buffers
+
+    @property
+    def weights(self) -> Sequence[torch.Tensor]:
+        """The owners' weights of every bucket."""
+        return self.buffers
+
+    @property
+    def kept(self) -> int:
+        """Elements held beside the buffers."""
+        return 0
+
+    def owner(self, worker: int) -> contextlib.AbstractContextManager[None]:
+        """A context in which the shards of ``worker`` hold its weights."""
+        return contextlib.nullcontext()
+
+    def withdraw(self) -> None:
+        """Put the owners' weights into the buffers."""
+
+    def before_update(self) -> None:
+        """The owners' weights, which are in the buffers, are about to be updated."""
+
+    def after_update(self) -> None:
+        """The owners' weights have been updated."""
+
+    def send(self, step: int) -> None:
+        """Put what owners send after the update of ``step`` into the buffers. It may be called again for ``step``."""
+
+    def restart(self) -> None:
+        """Begin again with the owners' weights of a checkpoint in the buffers."""

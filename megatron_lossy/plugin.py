@@ -23,9 +23,11 @@ from .config.refusal import check_refusals
 from .errors import ArgumentParser, UsageError, tell_torchrun, usage_errors
 from .flags import add_flags, from_namespace
 from .loss_flags import add_preset_and_help, with_preset
+from .registry import MECHANISMS
 
 if TYPE_CHECKING:
     from .hooks import Lossy
+    from .jobs import World
     from .ledger import Ledger, Patch
 
 _ledgers: dict[str, Ledger] = {}
@@ -53,7 +55,6 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
 
     If Megatron reads the sizes from a checkpoint or a file of settings, files are checked once it knows them.
     """
-    from .mechanisms.islands.methods import check_between
     from .transport import check_channels
 
     parser = _parser()
@@ -74,7 +75,8 @@ def check_command_line(config: LossyConfig, arguments: list[str]) -> int | None:
     if not rest:
         length = found.train_iters
         check_refusals(config, Facts(workers=size, virtual=False, train_iters=length, ends=length is not None))
-        check_between(config, length)
+        for mechanism in MECHANISMS.all():
+            mechanism.check(config, length)
         check_channels(config, size, length)
     return found.train_iters
 
@@ -96,13 +98,11 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
 
     from . import device, hooks
     from .hooks import megatron_training
-    from .mechanisms.islands.world import IslandWorld
 
     hooks.check_version(megatron.core.__version__)
     device.prepare(megatron_training=True)
-    world = None
-    if config.averages:
-        world = IslandWorld(config.islands)
+    world: World | None = MECHANISMS.first("world", config, 0)  # Megatron's arguments have the seed
+    if world is not None:
         world.tell_environment()  # of which Megatron makes its arguments
     lossy = hooks.install(config, steps, world=world)
     _install_once("flags", megatron_training.flag_patches)
@@ -134,7 +134,7 @@ def enable() -> None:
 def running() -> Iterator[None]:
     """Wrap a run. A wrong input becomes one line and exit status 2. In the end the observers' records are complete.
 
-    A run that ends well waits for other islands, which may still need its messages.
+    A run that ends well waits for other jobs, which may still need its messages.
     """
     with usage_errors():
         try:

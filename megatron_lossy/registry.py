@@ -48,6 +48,11 @@ class Registry:
         """All classes, in the order of the names."""
         return [self.load(name) for name in self]
 
+    def first(self, verb: str, *arguments: Any) -> Any:
+        """The first answer of a class to ``verb`` that is not ``None``; the later ones are not asked."""
+        answers = (getattr(one, verb)(*arguments) for one in self.all())
+        return next((answer for answer in answers if answer is not None), None)
+
     def load(self, name: str) -> Any:
         """The class called ``name``. Raises :class:`UsageError` if another package's class cannot be imported."""
         if name not in self._loaded:

@@ -10,20 +10,23 @@ import contextlib
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from .channel.corruption import Corruption, make_corruption
 from .config import PHASES, LossyConfig
 from .delivery_log.error_log import ErrorLog
+from .delivery_log.errors import recorded_events
 from .delivery_log.writer import DeliveryLog
 from .errors import UsageError, refuse
 from .exchange import Delivery
 from .files import replace_file
 from .flags import as_text, flag_name, identity
-from .mechanisms.replicas.full_replicas import FullReplicas
+from .mechanism import Part
 from .monitor import Drift, ExchangeMonitor, Observer, Replicas, load_states, metrics_of, states_of
 from .registry import MECHANISMS
 from .transport import LossyGroup
@@ -84,8 +87,10 @@ class Run(ABC):
     run, if known, to refuse a trace that is too short. ``gapless``: promises that every iteration exchanges its
     gradients or all-reduces them, and that only a loss scale can make the optimizer reject one (and no
     ``grad_norm_skip_threshold`` of Megatron's optimizer). Without the promise ``--grad-recovery previous`` keeps all
-    gradients, twice.
+    gradients, twice. ``job``, ``jobs``: the number of this process's job, and how many jobs of real ranks there are.
     """
+
+    job, jobs = 0, 1
 
     def __init__(
         self, config: LossyConfig, steps: int | None = None, gapless: bool = False, writer: int | None = None
@@ -95,6 +100,8 @@ class Run(ABC):
         self.gapless = gapless
         self.iteration = 0
         self.update: int | None = None
+        #: The parts that mechanisms have in this run.
+        self.parts: list[Part] = []
         self.observers = make_observers(self, writer)
         # At once, since files may be large, and be gone when something is saved.
         self._flags = _identity_of(config) if config.save_replicas and not config.inert else {}
@@ -102,6 +109,21 @@ class Run(ABC):
         self.pipeline: Pipeline | None = None
         #: The iteration that is over, but not yet told to the observers: its last exchanges may still be under way.
         self._untold: tuple[int, bool, bool] | None = None
+
+    @cached_property
+    def corruption(self) -> Corruption:
+        """Draws or replays the errors that hit gradients."""
+        return make_corruption(self.config, recorded_events(self.config))
+
+    def add_part(self, part: Part) -> None:
+        """Let a mechanism take part in the run, with its observers."""
+        self.parts.append(part)
+        part.attach(self)
+        self.observers += part.observers
+
+    def part(self, name: str) -> Any:
+        """The part of the mechanism of that name; ``None`` if it has none."""
+        return next((one for one in self.parts if one.name == name), None)
 
     # --- differences of real and virtual runs ----------------------------------------------------------------------
 
@@ -112,8 +134,8 @@ class Run(ABC):
 
     @property
     def carriers(self) -> list[Any]:
-        """Senders of datagrams, if there are any: the transports of the groups, and more."""
-        return [group.wire for group in self.groups]
+        """Senders of datagrams, if there are any: the transports of the groups, and those of mechanisms."""
+        return [*(group.wire for group in self.groups), *(carrier for one in self.parts for carrier in one.carriers)]
 
     @property
     @abstractmethod
@@ -137,8 +159,20 @@ class Run(ABC):
     def consensus_weights(
         self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module
     ) -> contextlib.AbstractContextManager[None]:
-        """A context as of :meth:`owner_weights`, with the mean over islands; here there is one island."""
+        """A context as of :meth:`owner_weights`, with the mean over jobs; here there is one job."""
         return self.owner_weights(model_chunks)
+
+    def saved_beside(self, folder: str) -> tuple[str, bool] | None:
+        """The folder of another checkpoint, of :meth:`consensus_weights` alone, beside one in ``folder``, if any.
+
+        With it, whether this rank writes there.
+        """
+        return first(one.saved_beside(folder) for one in self.parts)
+
+    @property
+    def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """A function that adds up a tensor over all jobs, a collective call of them; ``None`` with one job."""
+        return first(one.total for one in self.parts)
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
@@ -167,18 +201,34 @@ class Run(ABC):
     def device(self) -> torch.device:
         """The device of the replicas."""
 
+    def living_optimizers(self) -> list[Any]:
+        """Megatron's optimizers that this process has, if they exist by now."""
+        return []
+
     def loss_scale(self) -> torch.Tensor | None:
         """The factor of the loss, or ``None`` without a gradient scaler."""
-        return None
-
-    @property
-    def full_replicas(self) -> FullReplicas | None:
-        """Joint work of replicas that each have all of the optimizer; ``None`` with the distributed optimizer."""
-        return None
+        scalers = (getattr(optimizer, "grad_scaler", None) for optimizer in self.living_optimizers())
+        return next((scaler.scale for scaler in scalers if scaler is not None), None)
 
     def happened(self) -> list[Any]:
         """Events of this iteration beside its exchanges; see :meth:`Observer.happened`."""
-        return [one for group in self.groups if group.errors is not None for one in group.errors.take(self.iteration)]
+        errors = [group.errors for group in self.groups if group.errors is not None]
+        beside = [event for one in self.parts for event in one.happened(self.iteration)]
+        return [*(reduction for one in errors for reduction in one.take(self.iteration)), *beside]
+
+    # --- a training program ----------------------------------------------------------------------------------------
+
+    def building(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which a model is built so that this run can :meth:`attach` it."""
+        return contextlib.nullcontext()
+
+    def attach(self, ddp: Any) -> None:
+        """Take over the exchanges of ``ddp``, a model chunk. Hooks have done so already."""
+
+    def leave(self) -> None:
+        """Wait, at the end of a run that ends well, until it is over everywhere. A collective call of all jobs."""
+        for one in self.parts:
+            one.leave()
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -187,6 +237,8 @@ class Run(ABC):
         self.tell_observers()
         for observer in self.observers:
             observer.before_update(self.iteration, self.replicas)
+        for one in self.parts:
+            one.begin_update()
 
     def finish_iteration(self, successful: bool, all_reduced: bool = False) -> None:
         """End the iteration. ``successful``: it updated the weights. ``all_reduced``: its gradients lost nothing."""
@@ -254,6 +306,8 @@ class Run(ABC):
             group.restart()
         for observer in self.observers:
             observer.restart(iteration)
+        for one in self.parts:
+            one.restart(iteration)
 
     def metrics(self) -> dict[str, float]:
         """Measurements of the observers since the last call (docs/monitors.md). A collective call."""
@@ -332,6 +386,11 @@ class Run(ABC):
             if str(there) != str(now):
                 why = f"{name} was {there} there and is {now} here; without the flag all replicas begin equal"
                 raise refuse("--save-replicas", f"with {folder}", why)
+
+
+def first(answers: Iterable[Any]) -> Any:
+    """The first of ``answers`` that is not ``None``; the later ones are not asked for."""
+    return next((one for one in answers if one is not None), None)
 
 
 def _identity_of(config: LossyConfig) -> dict[str, str]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from .jobs import Jobs
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -16,6 +18,12 @@ class Flags:
 
     #: The flag (field) with the loss rate of each phase of the section.
     rates: ClassVar[Mapping[str, str]] = {}
+    #: What one of :meth:`jobs` is called, if the section can make several.
+    job_name: ClassVar[str | None] = None
+    #: Folders with weights alone beside those of checkpoints, and the flag that makes each.
+    folders_of_weights: ClassVar[Mapping[str, str]] = {}
+    #: Whether reports name each given flag of the section in the heading of a run.
+    in_headings: ClassVar[bool] = False
 
     def resolve(self) -> None:
         """Give flags their defaults that depend on other flags. Values are not checked yet."""
@@ -55,9 +63,41 @@ class Flags:
         """Whether the flags need full replicas: each rank with all of the optimizer."""
         return False
 
+    def drawn_with(self, phase: str) -> Any:
+        """The :class:`.LossyConfig` that exchanges of ``phase`` lose by, if it is another than was given; else ``None``."""
+        return None
+
+    def chosen(self) -> tuple[str, ...]:
+        """The phases whose senders choose units that must arrive."""
+        return ()
+
+    def sends_weights(self) -> bool:
+        """Whether owners send their weights as they are."""
+        return True
+
+    def jobs(self) -> Jobs:
+        """The jobs of a run."""
+        return Jobs()
+
     def iterations(self, train_iters: int) -> int:
         """Iterations of the training loop for ``train_iters`` iterations of work."""
         return train_iters
+
+    def most_iterations(self, iterations: int) -> int:
+        """Iterations of the worker that makes most of them in ``iterations`` of the training loop."""
+        return iterations
+
+    def element_bytes(self) -> int:
+        """Bytes of an element in exchanges of the section's own; 0 without any."""
+        return 0
+
+    def holds_samples(self) -> bool:
+        """Whether samples are under way between iterations, if there are several pipeline stages."""
+        return False
+
+    def taints(self) -> bool:
+        """Whether a run with these flags is no baseline, even if nothing is lost and nothing is late."""
+        return False
 
 
 def all_of(sections: tuple[type, ...], question: str, *arguments: Any, of: Any) -> list[Any]:

@@ -61,6 +61,7 @@ TRANSPORT = [
     (UDP | {"lossy_self": True}, {}, "--lossy-self with --transport udp: cannot be: the own shard never crosses"),
     (UDP, {"torch": "2.7.1+cpu"}, "--transport udp: needs torch 2.8 or later under Megatron, this is 2.7.1+cpu"),
     (UDP, {"virtual": True}, "--transport udp: needs real ranks: virtual workers exchange in memory"),
+    (UDP, {"in_memory": True}, "--transport udp: must be torch or pieces: workers of one process exchange in memory"),
     (UDP, FULL, "--transport udp: carries no all-reduce; needs Megatron's distributed optimizer"),
     (
         UDP | {"udp_port": 65530},
@@ -89,7 +90,7 @@ ISLAND = [
         {},
         "--delivery-log log: cannot be combined with --island-speeds",
     ),
-    (ISLANDS, {"island_worlds": False}, "--islands 2: needs a launcher of this package"),
+    (ISLANDS, {"worlds_apart": False}, "--islands 2: needs a launcher of this package"),
     *((ISLANDS, on(flag), f"{flag}: cannot go with --islands ({why}") for flag, why in _ISLAND_SWITCHES.items()),
     (ISLANDS | {"save_consensus": True}, {"saves": False}, "--save-consensus on: needs --save"),
     (ISLANDS, {"dataloader": "external"}, "--dataloader-type external: its samples cannot be divided"),
@@ -313,6 +314,7 @@ PRIORITY = [
         {"virtual": False},
         "--param-priority change with --transport torch: needs virtual workers or --transport udp",
     ),
+    (CHANGED | PARAM, {"in_memory": True}, "--param-priority change: must be none: workers of one process exchange"),
     (
         FIRST | GRAD,
         {"virtual": False},

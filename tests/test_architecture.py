@@ -16,8 +16,8 @@ PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 #: Rooms from the bottom up. Each may import what is in lines before its own, and nothing of its own line. Nothing may import the last.
 ORDER = """
 errors
-files registry ledger fingerprint
-flags
+files registry ledger fingerprint checkpoints
+flags jobs
 section
 config shipped settings
 loss_flags
@@ -91,51 +91,12 @@ delivery_log.summary mechanisms.boundaries.log
 delivery_log.summary mechanisms.boundaries.loss
 delivery_log.verify mechanisms.boundaries.flags
 delivery_log.verify mechanisms.boundaries.log
-hooks.checks mechanisms.islands.methods
-hooks.exchanges mechanisms.replicas.lossy_all_reduce
-hooks.exchanges mechanisms.replicas.ranks
-hooks.megatron_training mechanisms.islands.flags
-hooks.megatron_training mechanisms.islands.methods
-hooks.runtime mechanisms.replicas.full_replicas
-launch.checks mechanisms.islands.methods
-launch.memory mechanisms.islands.memory
-launch.plan mechanisms.islands.flags
 mechanisms.async_pipeline.refusals mechanisms.boundaries.refusals
 mechanisms.islands.datagrams mechanisms.boundaries.links
-mechanisms.lead.refusals mechanisms.priority.refusals
 monitor.observer mechanisms.boundaries.loss
 monitor.observer mechanisms.boundaries.messages
-plugin mechanisms.islands.methods
-plugin mechanisms.islands.world
-report.columns mechanisms.islands.flags
-report.columns mechanisms.replicas.flags
-report.read mechanisms.islands.flags
-run mechanisms.replicas.full_replicas
-train.checkpoint mechanisms.islands.flags
-train.loop mechanisms.async_pipeline.workers
-train.loop mechanisms.islands.flags
-train.loop mechanisms.islands.methods
-train.loop mechanisms.islands.rewind
-train.loop mechanisms.islands.virtual
-train.loop mechanisms.islands.workers
-train.loop mechanisms.islands.world
-train.loop mechanisms.replicas.virtual
-train.parallel mechanisms.islands.world
-train.saved mechanisms.islands.flags
-transport.base mechanisms.priority.choosing
-transport.choice mechanisms.lead.compensated
-transport.choice mechanisms.priority.choosing
-transport.choice mechanisms.priority.protected
-transport.drawn mechanisms.priority.choosing
-transport.drawn mechanisms.priority.protected
-transport.udp.carrier mechanisms.priority.choosing
-transport.udp.carrier mechanisms.priority.protected
 virtual.base mechanisms.boundaries.hooks
 virtual.cluster mechanisms.async_pipeline.virtual
-virtual.cluster mechanisms.lead.virtual
-virtual.sampling mechanisms.lead.virtual
-virtual.stream mechanisms.lead.virtual
-virtual.stream mechanisms.replicas.ranks
 """.strip().splitlines()
 )
 

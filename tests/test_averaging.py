@@ -18,9 +18,10 @@ from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
 from megatron_lossy.lab.theory.islands import STREAM, deviation, rounds_of, simulate, spread
+from megatron_lossy.mechanisms.islands.advice import advice
 from megatron_lossy.mechanisms.islands.correction import Mixing, SmithPredictor, predictor_gain, stability_bound
 from megatron_lossy.mechanisms.islands.mean import InMemory
-from megatron_lossy.mechanisms.islands.methods import make_rule, notes_on_averaging
+from megatron_lossy.mechanisms.islands.methods import make_rule
 from megatron_lossy.mechanisms.islands.subset import Subset
 from megatron_lossy.mechanisms.islands.virtual import _squares as squares_of
 
@@ -769,12 +770,12 @@ def test_a_gain_that_diverges_is_refused(settings, line):
 
 
 def test_overlap_and_averages_that_cannot_settle_are_noted():
-    [note] = notes_on_averaging(flags(sync_fraction=0.05, sync_delay=50, delay_correction="ema"), 300)
+    [note] = advice(flags(sync_fraction=0.05, sync_delay=50, delay_correction="ema"), 300)
     assert note.startswith("2 later exchanges of an element under way") and "at most 0.0196" in note
     assert flags(sync_fraction=1 / 51, sync_delay=50).overlap == 0 < flags(sync_fraction=1 / 50, sync_delay=50).overlap
-    [note] = notes_on_averaging(flags(sync_fraction=0.05, sync_delay=10, delay_correction="ema"), 180)
+    [note] = advice(flags(sync_fraction=0.05, sync_delay=10, delay_correction="ema"), 180)
     assert "exchanged 9 times in this run" in note
-    assert notes_on_averaging(flags(sync_fraction=0.05, sync_delay=10), 180) == []
+    assert advice(flags(sync_fraction=0.05, sync_delay=10), 180) == []
 
 
 def test_the_coefficient_falls_by_half_a_cosine():

@@ -12,8 +12,8 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Exchange, Stream
 from megatron_lossy.hooks.buckets import own_shard
 from megatron_lossy.hooks.seam import slot_of
+from megatron_lossy.mechanisms.lead.lag import Counted
 from megatron_lossy.transport import BucketSpec, LossyGroup, LossyWorkers, lossy_all_gather
-from megatron_lossy.transport.counted import Counted
 from tests.ranks import RankFailed, run_ranks
 from tests.test_hooks_owner_weights import OVERLAPS, resume, save_and_go_on
 from tests.test_streams import Deferred
@@ -80,7 +80,7 @@ def record(rank, tiny, config, steps):
                     if lossy.update is not None
                     else None,
                     "elements": slot.group.params[slot.bucket].units.elements,
-                    "lead": slot.group.lead(step),
+                    "lead": slot.group.params[slot.bucket].lag.lead(step),
                     "success": report["success"],
                     "dtype": bucket.param_data.dtype,
                 }
@@ -212,7 +212,7 @@ def test_the_lead_follows_the_loss_model(tmp_path):
     """From the flags, at the rate of the step, over the receivers of an owner."""
 
     def lead(step=5, rank=1, **flags):
-        return group_in_memory(LossyConfig(param_send="compensated", **flags), rank=rank).lead(step)
+        return group_in_memory(LossyConfig(param_send="compensated", **flags), rank=rank).params[0].lag.lead(step)
 
     assert lead(p_param=0.4) == pytest.approx((2 / 3, 0))
     assert lead(loss_schedule=("0:0,3:0.2",)) == pytest.approx((0.25, 0)) and lead(2, loss_schedule=("0:0,3:0.2",)) == (
@@ -323,8 +323,9 @@ def test_receivers_count_from_the_start_where_a_later_rate_tells_nothing():
             param_send="compensated",
         )  # fmt: skip
         group = group_in_memory(config, rank=1, shard=50)
-        assert (group.counted is not None) == counts
-        assert group.lead(0) == (0, 0) and (group.lead(10) == (0, 0)) == counts
+        lag = group.params[0].lag
+        assert (lag.counted is not None) == counts
+        assert lag.lead(0) == (0, 0) and (lag.lead(10) == (0, 0)) == counts
 
 
 def test_counted_lag_is_that_of_the_losses():
@@ -419,7 +420,7 @@ def test_a_lead_follows_a_schedule(resumed):
         lossy.all_gather(0, replicas, owned, step)
         rate = 0.4 if step < 4 else 0.0 if step < 7 else 0.2
         c, r = theory.Lag.of(rate, 4.0).lead if rate else (0.0, 0.0)
-        assert lossy.groups[0].lead(step) == pytest.approx((c, r), rel=1e-6)
+        assert lossy.groups[0].params[0].lag.lead(step) == pytest.approx((c, r), rel=1e-6)
         lead = (c * (weights - before) + r * lead) * (step > 0)
         ahead.append(np.abs(lead).max())
         for rank, group in enumerate(lossy.groups):
@@ -441,7 +442,7 @@ def descend(config, gain, beta1, workers, steps):
     for step in range(steps):
         moment = beta1 * moment + (1 - beta1) * torch.stack(replicas).mean(dim=0)
         for rank, group in enumerate(groups):
-            group.before_update([own[rank]])
+            group.params[0].before_update(own[rank])
             own[rank] -= gain * moment[rank * shard : (rank + 1) * shard]
         sent = []
         transfers = [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lossy.train.saved import latest_iteration
+from megatron_lossy.checkpoints import latest_iteration
 from tests.test_plugin_megatron_lm import MODEL, pretrain
 
 pytestmark = [

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_lossy.checkpoints import latest_iteration
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.train.config import TrainConfig
-from megatron_lossy.train.saved import latest_iteration
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, train_runs, write_data
 
@@ -256,7 +257,10 @@ def test_losses_are_recorded_and_replayed(data, tmp_path):
     log, settings = str(tmp_path / "log"), SMALL | data
     first = (settings | {"save": str(tmp_path / "first")}, {**loss, "delivery_log": log})
     second = (settings | {"save": str(tmp_path / "second")}, {**again, "trace": log})
-    run_ranks(train_runs, 4, first, second, grouped=False)
+    for one in (first, second):  # a rank may be through before another has closed its log
+        run_ranks(train_runs, 4, one, grouped=False)
+    valid = [read_records(tmp_path / "first" / island, "valid") for island in ("island_0", "island_1")]
+    assert valid[0] == valid[1] and valid[0], "a validation loss is that of all islands' batches"
     for island in ("island_0", "island_1"):
         assert weights_of(tmp_path / "first" / island) == weights_of(tmp_path / "second" / island)
         records = read_records(tmp_path / "first" / island, "train")
@@ -326,10 +330,14 @@ def test_islands_of_different_checkpoints_are_refused(data, tmp_path):
 def lose_the_last_checkpoint(rank: int, first: tuple[dict, dict], then: tuple[dict, dict]) -> str:
     """As an island that was killed before it had saved, where the others had."""
     train_runs(rank, first)
+    lost = Path(first[0]["save"]).with_name("lost")
     if rank == 2:
         folder = Path(first[0]["save"], "island_1")
         (folder / "latest_checkpointed_iteration.txt").write_text("4")
         shutil.rmtree(folder / "iter_0000008")
+        lost.touch()
+    while not lost.exists():
+        time.sleep(0.01)
     return train_runs(rank, then)[1]
 
 

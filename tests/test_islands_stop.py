@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from megatron_lossy import device
+from megatron_lossy.checkpoints import latest_iteration
 from megatron_lossy.mechanisms.islands.monitor import IslandMonitor
 from megatron_lossy.mechanisms.islands.ranks import RankIslands
 from megatron_lossy.mechanisms.islands.stopping import Stopping
 from megatron_lossy.mechanisms.islands.world import IslandWorld
-from megatron_lossy.train.saved import latest_iteration
 from tests.ranks import run_ranks
 from tests.test_islands_ranks import LATE, SMALL, TWO
 from tests.trainer import read_records, train_runs, write_data

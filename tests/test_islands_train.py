@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lossy.checkpoints import TRACKER, latest_iteration
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
-from megatron_lossy.mechanisms.islands.flags import TRACKER
-from megatron_lossy.mechanisms.islands.methods import check_between
+from megatron_lossy.mechanisms.islands import Islands
 from megatron_lossy.train.config import TrainConfig
 from megatron_lossy.train.facts import of_trainer
-from megatron_lossy.train.saved import check_folders, in_folders_of_island, latest_iteration
+from megatron_lossy.train.saved import check_folders, in_folders_of_job
 from megatron_lossy.transport.network import channel_of
 from tests.ranks import run_ranks
 from tests.trainer import TINY, checkpoint_bytes, read_records, recorded_losses, train_runs, write_data
@@ -297,22 +297,22 @@ def test_flags_that_do_not_fit(settings, loss, line):
         config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0} | settings)
         lossy = LossyConfig(**loss)
         check_refusals(lossy, of_trainer(config, 4))
-        check_between(lossy, config.train_iters)
+        Islands.check(lossy, config.train_iters)
     assert str(error.value).startswith(line)
 
 
 def test_where_an_island_finds_its_checkpoint(tmp_path):
     """In the folder of the run until it has one of its own: one that was started from a checkpoint can be continued."""
     config = TrainConfig(**SMALL | {"data_path": ("data",), "eval_iters": 0, "load": str(tmp_path), "save": "out"})
-    own = tmp_path / "island_1"
-    assert in_folders_of_island(config, 1).load == str(own)
+    own, jobs = tmp_path / "island_1", LossyConfig(islands=2, sync_method="none").jobs()
+    assert in_folders_of_job(config, jobs, 1).load == str(own)
     (tmp_path / TRACKER).write_text("4")
-    assert in_folders_of_island(config, 1).load == str(tmp_path)
+    assert in_folders_of_job(config, jobs, 1).load == str(tmp_path)
     own.mkdir()
     (own / TRACKER).write_text("8")
-    continued = in_folders_of_island(config, 1)
+    continued = in_folders_of_job(config, jobs, 1)
     assert (continued.load, continued.save) == (str(own), os.path.join("out", "island_1"))
-    assert in_folders_of_island(config, 0).load == str(tmp_path)
+    assert in_folders_of_job(config, jobs, 0).load == str(tmp_path)
 
 
 def test_a_mean_is_no_checkpoint_to_continue_from(tmp_path):

@@ -65,7 +65,7 @@ def test_a_shard_has_its_part_of_weights_that_lie_across_its_ends(dtype, monkeyp
         weights.append(main.clone() if dtype == torch.float32 else main.bfloat16())
     buckets = [types.SimpleNamespace(param_data=kept, number=number) for number, kept in enumerate(weights)]
 
-    def pieces(optimizers, bucket, own):
+    def pieces(optimizers, bucket, own, flag):
         found = [(start, mains[bucket.number][start : start + length]) for start, length in starts[bucket.number]]
         return found[::-1]
 

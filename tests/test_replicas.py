@@ -258,28 +258,25 @@ def test_errors_of_ranks_are_logged_as_those_of_virtual_workers(tmp_path, at):
 def hit_once(rank, size, tiny, hits, mode, steps):
     """A run in which buckets of some ranks are changed after their reduction. ``hits``: (step, rank, bucket, how)."""
     from megatron_lossy import hooks
-    from megatron_lossy.mechanisms.replicas import ranks as replicated
+    from megatron_lossy.mechanisms.replicas.held import HeldReplicas
     from tests.tiny_gpt import build
 
     lossy = hooks.install(LossyConfig(replica_check=mode))
     run = build(tiny)
-    before = replicated.RankReplica.after_reduction
+    before = HeldReplicas.hit
 
-    def after_reduction(self, bucket_group, step):
-        before(self, bucket_group, step)
-        for bucket in bucket_group.buckets:
-            number = self._places[id(bucket)][1]
-            for when, who, which, how in hits:
-                if (when, who, which) == (step, rank, number):
-                    flat = bucket.grad_data
-                    if isinstance(how, int):
-                        width, whole = {4: (32, torch.int32), 2: (16, torch.int16)}[flat.element_size()]
-                        mask = 1 << how % width
-                        flat[7:8].view(whole).bitwise_xor_(mask if how % width < width - 1 else -mask)
-                    else:
-                        flat[5] = how
+    def hit(self, stream, replica, bucket, flat):
+        before(self, stream, replica, bucket, flat)
+        for when, who, which, how in hits:
+            if (when, who, which) == (lossy.iteration, rank, bucket):
+                if isinstance(how, int):
+                    width, whole = {4: (32, torch.int32), 2: (16, torch.int16)}[flat.element_size()]
+                    mask = 1 << how % width
+                    flat[7:8].view(whole).bitwise_xor_(mask if how % width < width - 1 else -mask)
+                else:
+                    flat[5] = how
 
-    replicated.RankReplica.after_reduction = after_reduction
+    HeldReplicas.hit = hit
     return train(lossy, run, steps)
 
 

@@ -159,7 +159,7 @@ def two_streams(rank):
     run = build(TinyGPT(distributed_optimizer=False, experts=2, expert=2, dtype="bf16", lr=1e-6))
     run.step(0)
     with torch.no_grad():
-        for one in lossy.part("replicas").replica.together._copies:
+        for one in lossy.part("replicas").together._copies:
             for main in one.parameters()[0]:
                 if "expert" in one.name:
                     main += 1 + one.peers.local[0] / 16

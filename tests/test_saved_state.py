@@ -10,6 +10,7 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.theory.islands import rounds_of
+from megatron_lossy.mechanisms.lead.compensated import Compensated
 from megatron_lossy.mechanisms.replicas import average
 from megatron_lossy.peers import LocalPeers
 from megatron_lossy.transport import BucketSpec, LossyWorkers
@@ -25,11 +26,11 @@ CPU = torch.device("cpu")
 #: Every class with a state, and the walk below, or the test, that has it.
 WALKED = {
     "transport.group.LossyGroup": "test_groups",
-    "transport.counted.Counted": "test_groups",
     "recovery.base.Rule": "test_groups",
     "mechanisms.priority.protected.Protected": "test_groups",
     "mechanisms.priority.protected.Prioritised": "test_saved_state_virtual.py",
     "mechanisms.lead.compensated.Compensated": "test_groups",
+    "mechanisms.lead.lag.Counted": "test_groups",
     "recovery.feedback.ErrorFeedback": "test_groups",
     "recovery.previous.Previous": "test_groups",
     "mechanisms.priority.choosing.ParamPriority": "test_saved_state_virtual.py",
@@ -53,7 +54,7 @@ WALKED = {
     "mechanisms.boundaries.monitor.BoundaryMonitor": "test_saved_state_virtual.py",
     "mechanisms.islands.monitor.IslandMonitor": "test_islands_train.py, saved and resumed",
     "mechanisms.islands.ranks.RankIslands": "test_islands_ranks.py, saved and resumed",
-    "mechanism.Mechanism": "no state of its own: test_islands_ranks.py",
+    "mechanism.Part": "no state of its own: test_islands_ranks.py",
     "mechanisms.async_pipeline.stash.Stash": "test_async_pipeline.py, saved and resumed",
     "mechanisms.async_pipeline.workers.StageWorkers": "test_async_pipeline.py, saved and resumed",
     "run.Pipeline": "no class of its own: what a pipeline must have",
@@ -90,6 +91,10 @@ GROUPS = {
 }
 
 
+def _lead(rule, step):
+    return rule.lag.lead(step) if isinstance(rule, Compensated) else None
+
+
 class Groups:
     """Workers that descend with the public collectives; what a loop of somebody's saves itself is saved beside."""
 
@@ -104,7 +109,7 @@ class Groups:
             self.one()
             rules = [rule for group in self.lossy.groups for rule in group.grads]
             told = [vars(rule.priority.told) for rule in rules if hasattr(rule, "priority")]
-            leads = [group.lead(self.step) for group in self.lossy.groups]
+            leads = [_lead(rule, self.step) for group in self.lossy.groups for rule in group.params]
             history.append([[one.copy() for one in self.replicas()], copy.deepcopy(told), leads])
         return history
 

@@ -12,8 +12,8 @@ import torch
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.exchange import Stream
-from megatron_lossy.mechanisms.replicas.ranks import ReplicaStream
 from megatron_lossy.mechanisms.replicas.reduction import LossyReduction
+from megatron_lossy.mechanisms.replicas.streams import ReplicaStream
 from megatron_lossy.peers import LocalPeers
 from megatron_lossy.theory import divergence as theory
 from tests.full_replicas import FullReplicas

@@ -14,11 +14,12 @@ import time
 
 import pytest
 
+from megatron_lossy.checkpoints import latest_iteration
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.train.arguments import configurations, make_parser, read_arguments
 from megatron_lossy.train.config import TrainConfig
-from megatron_lossy.train.saved import check_folders, latest_iteration
+from megatron_lossy.train.saved import check_folders
 from megatron_lossy.train.text import same_everywhere
 from tests.programs import Program, run_program
 from tests.ranks import RankFailed, run_ranks

@@ -11,8 +11,13 @@ import torch.distributed as dist
 
 from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.refusal import Section
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import BucketUnits, Delivery, Exchange, Stream
+from megatron_lossy.mechanism import Mechanism
+from megatron_lossy.mechanisms.priority.protected import Spared
+from megatron_lossy.recovery.zero import Zero
+from megatron_lossy.registry import MECHANISMS
 from megatron_lossy.transport import (
     BucketSpec,
     LossyGroup,
@@ -228,6 +233,30 @@ def group_in_memory(config, rank, size=3, shard=8):
     networks = {phase: Network(config, phase, size) for phase in ("grad", "param")}
     memory = Memory(networks, Stream(), range(size), cut_buckets(config, [BucketSpec(shard)]))
     return LossyGroup(config, memory.worker(rank))
+
+
+class Mine(Mechanism):
+    """A mechanism of somebody else, which replaces the rules of gradients."""
+
+    name = "mine"
+
+    @classmethod
+    def refusals(cls):
+        return Section("mine", "Mine", ())
+
+    @classmethod
+    def grad_rules(cls, config, rules, wire):
+        assert not wire.observed
+        return [Zero(rule.units, rule.rank) for rule in rules]
+
+
+def test_a_mechanism_may_replace_the_rules_of_a_group(monkeypatch):
+    config = LossyConfig(p_grad=0.5, grad_recovery="zero", grad_priority="packet-mean", loss_unit="packet")
+    found = MECHANISMS.all()
+    assert type(group_in_memory(config, 0).grads[0]) is Spared
+    monkeypatch.setattr(MECHANISMS, "all", lambda: [*found, Mine])
+    group = group_in_memory(config, 0)
+    assert [type(rule) for rule in group.grads] == [Zero] and group.told() == []
 
 
 def test_a_group_keeps_the_last_delivery_and_hands_it_over():

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lossy.checkpoints import latest_iteration
 from megatron_lossy.errors import UsageError
 from megatron_lossy.train.config import TrainConfig
-from megatron_lossy.train.saved import latest_iteration
 from tests.ranks import RankFailed, run_ranks
 from tests.trainer import (
     TINY,

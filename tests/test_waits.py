@@ -136,16 +136,16 @@ def count_reads(rank, tiny, config, steps):
 
     lossy = hooks.install(config)
     run = build(tiny)
-    read, unit, hits = [], lossy.part("replicas").replica._unit, []
-    lossy.part("replicas").replica._unit = lambda: read.append(1) or unit()
-    take = lossy.part("replicas").replica.take
+    replica, read, hits = lossy.part("replicas"), [], []
+    unit, happened = replica.unit, replica.happened
+    replica.unit = lambda: read.append(1) or unit()
 
     def taken(step):
-        found = take(step)
+        found = happened(step)
         hits.extend(hit for one in found if isinstance(one, Reduction) for hit in one.hits)
         return found
 
-    lossy.part("replicas").replica.take = taken
+    replica.happened = taken
     for step in range(steps):
         run.step(step)
     return len(read), len(hits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..errors import refuse
 from ..flags import as_text, check_choice, flag, refuse_unused
@@ -13,6 +14,8 @@ from ..section import Flags
 @dataclass(frozen=True)
 class ErrorFlags(Flags):
     """Flags of errors in reduced gradients. Raises :class:`UsageError` for a value that is not allowed."""
+
+    in_headings: ClassVar[bool] = True
 
     grad_error: str = flag(
         "none",
@@ -106,6 +109,9 @@ class ErrorFlags(Flags):
         return self.errs_apart
 
     def acts(self) -> bool:
+        return self.errs
+
+    def taints(self) -> bool:
         return self.errs
 
     def notes_beside(self) -> list[str]:

@@ -14,10 +14,12 @@ class Facts:
     """
 
     # Ranks, workers and length.
-    #: Data-parallel ranks of all islands, or virtual workers.
+    #: Data-parallel ranks of all jobs, or virtual workers.
     workers: int | None = None
     #: Whether one process computes for all workers.
     virtual: bool | None = None
+    #: Whether the workers of one process exchange without Megatron (:class:`megatron_lossy.transport.LossyWorkers`).
+    in_memory: bool | None = None
     #: Ranks of the largest group that exchanges gradients. Experts may have a larger one than the other layers.
     largest_group: int | None = None
     ranks_of_host: int | None = None
@@ -28,8 +30,8 @@ class Facts:
     # The program.
     #: Whether the training loop empties the pipeline in every iteration.
     flushes: bool | None = None
-    #: Whether each island is a world of processes of its own.
-    island_worlds: bool | None = None
+    #: Whether each of several jobs is a world of processes of its own.
+    worlds_apart: bool | None = None
     #: Whether checkpoints are written.
     saves: bool | None = None
     #: Kind of Megatron's checkpoints beside those of ``--save``.

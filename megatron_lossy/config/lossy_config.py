@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import UsageError, refuse
 from ..flags import as_flag, flag_name
+from ..jobs import Jobs
 from ..registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..section import Flags, all_of
 from .core import CoreFlags
@@ -79,7 +80,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         """Raise :class:`UsageError` unless the flag has one value for all phases, one for each of two, or for all."""
         values, phases = getattr(self, name), self.exchanges()
         if values is not None and len(values) not in (1, 2, len(phases)):
-            more = "" if len(phases) == 2 else ", or four: these, and the two exchanges between islands"
+            more = "" if len(phases) == 2 else f", or four: these, and the two exchanges between {self.jobs().name}s"
             why = f"takes one value for both phases, or two: gradients, parameters{more}"
             raise refuse(flag_name(LossyConfig, name), " ".join(map(str, values)), why)
 
@@ -107,8 +108,30 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     def needs_whole_optimizers(self) -> bool:
         return any(all_of(SECTIONS, "needs_whole_optimizers", of=self))
 
+    def drawn_with(self, phase: str) -> LossyConfig:
+        others = (config for config in all_of(SECTIONS, "drawn_with", phase, of=self) if config is not None)
+        return next(others, self)
+
+    def chosen(self) -> tuple[str, ...]:
+        return tuple(phase for phases in all_of(SECTIONS, "chosen", of=self) for phase in phases)
+
+    def sends_weights(self) -> bool:
+        return all(all_of(SECTIONS, "sends_weights", of=self))
+
     def iterations(self, train_iters: int) -> int:
         return min(all_of(SECTIONS, "iterations", train_iters, of=self))
+
+    def jobs(self) -> Jobs:
+        return max(all_of(SECTIONS, "jobs", of=self), key=lambda jobs: jobs.number)
+
+    def most_iterations(self, iterations: int) -> int:
+        return max(all_of(SECTIONS, "most_iterations", iterations, of=self))
+
+    def element_bytes(self) -> int:
+        return max(all_of(SECTIONS, "element_bytes", of=self))
+
+    def holds_samples(self) -> bool:
+        return any(all_of(SECTIONS, "holds_samples", of=self))
 
     @property
     def lossless(self) -> bool:
@@ -194,7 +217,8 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
             f"the unit of loss is a {self.loss_unit}": (self.loss_unit == "packet", {"packet_bytes"}),
         }
         for answer in all_of(SECTIONS, "idle", of=self):
-            about |= answer
+            for why, (used, names) in answer.items():
+                about[why] = (used, names | about.get(why, (used, set()))[1])
         settings = given(self)
         result = []
         for why, (used, names) in about.items():

@@ -37,4 +37,4 @@ class RecoveryFlags(Flags):
         return [f"recovery {self.grad_recovery}"] if self.loses("grad") else []
 
     def idle(self: Any) -> dict[str, tuple[bool, set[str]]]:
-        return {"no gradient is lost": (self.loses("grad"), {"grad_recovery", "grad_priority", "lossy_self"})}
+        return {"no gradient is lost": (self.loses("grad"), {"grad_recovery", "lossy_self"})}

@@ -1,4 +1,4 @@
-"""Writes the log of errors: errors in gradients of this process, and its actions on replicas that differ."""
+"""Writes the log of errors: errors in gradients of this process, and what mechanisms do about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format of the log of errors in gradients and of actions on replicas that differ (docs/corruption.md).
+"""The format of the log of errors in gradients, and of what mechanisms do about them (docs/corruption.md).
 
 It is beside the delivery log, in files of its own: ``errors_RANK_FIRST_LAST.parquet``. :mod:`.error_log` writes them,
 ``--grad-error trace`` replays them, and :mod:`.verify_errors` draws them again.
@@ -17,6 +17,7 @@ from ..channel.corruption import Event
 from ..config import LossyConfig
 from ..errors import refuse
 from ..exchange import Stream
+from ..registry import MECHANISMS
 from . import schema
 from .beside import FileBeside, files_beside
 
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 PREFIX = "errors"
 _FLAG = "--grad-error-trace"
-#: Kinds of rows that are errors. Other rows are actions on replicas that differ, or errors without effect.
+#: Kinds of rows that are errors. Other rows are errors without effect, or actions of mechanisms.
 ERRORS = ("gaussian", "bit-flip")
 SPARED = "spared"
 
 
 def errors_schema() -> pyarrow.Schema:
-    """The columns, in order."""
+    """The columns, in order; the last ones are of rows about actions of mechanisms."""
     import pyarrow as pa
 
     return pa.schema(
@@ -46,9 +47,7 @@ def errors_schema() -> pyarrow.Schema:
             pa.field("elements", pa.list_(pa.int64())),
             pa.field("bits", pa.list_(pa.int8())),
             pa.field("digest", pa.binary()),
-            pa.field("repaired", pa.string()),
-            pa.field("interval", pa.int32()),
-            pa.field("divergence", pa.float64()),
+            *(column for mechanism in MECHANISMS.all() for column in mechanism.columns()),
         ]
     )
 

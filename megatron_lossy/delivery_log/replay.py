@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from ..channel import Channel, make_channel
-from ..config import LossyConfig
+from ..config import PHASES, LossyConfig
 from ..errors import UsageError, refuse
 from ..exchange import Exchange, Stream
+from ..registry import MECHANISMS
 from .reader import BadLog, DeliveryLogFolder, Links, LogFile
 from .schema import check_pyarrow, digests, pack
 
@@ -38,10 +39,7 @@ class Redrawn:
             return arrived
         key = (repr(file.meta.loss), exchange.phase)
         if key not in self._channels:
-            config = file.meta.config
-            if config.phase(exchange.phase).lossless:  # only the second half of an all-reduce has records then
-                config = config.all_reduced()
-            self._channels[key] = make_channel(config, exchange.phase)
+            self._channels[key] = make_channel(file.meta.config.drawn_with(exchange.phase), exchange.phase)
         some = chosen[open_]
         arrived[open_] = self._channels[key].delivered_links(
             exchange, links.sources[some], links.destinations[some], arrived.shape[1]
@@ -121,8 +119,7 @@ class Recorded(Channel):
             stream = self._recorded(stream)
             recorded = self.folder.size(stream.name)
             if units is not None and not recorded:
-                models = "; --loss-model takes a value for each exchange: bernoulli bernoulli trace trace replays those of islands"
-                raise self._refuse(f"has no records of {stream.name}{models if self._of_islands(phase) else ''}")
+                raise self._refuse(f"has no records of {stream.name}{self._elsewhere(phase)}")
             if recorded and recorded != size:
                 raise self._refuse(f"is of {recorded} ranks, but the group has {size}")
             for streams in self.folder.streams.values():
@@ -134,9 +131,14 @@ class Recorded(Channel):
         except BadLog as error:
             raise self._refuse(error) from None
 
-    def _of_islands(self, phase: str) -> bool:
-        """Whether the recorded run lost something between islands alone."""
-        return self._config.averages and self._config.phase(phase).lossless
+    def _elsewhere(self, phase: str) -> str:
+        """Advice on replaying a run that lost something in exchanges of a mechanism, and nothing in ``phase``."""
+        exchanges = self._config.exchanges()
+        others = [one.name for one in MECHANISMS.all() if set(one.phases) & set(exchanges)]
+        if not others or not self._config.phase(phase).lossless:
+            return ""
+        models = " ".join("bernoulli" if name in PHASES else "trace" for name in exchanges)
+        return f"; --loss-model takes a value for each exchange: {models} replays those of {' and '.join(others)}"
 
     def _check_steps(self, stream: Stream, size: int, steps: int | None) -> None:
         for writer in {self._writer(stream, rank) for rank in range(size)}:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..channel.corruption import Event, make_corruption
 from ..config import LossyConfig
 from ..exchange import Exchange, Stream
+from ..registry import MECHANISMS
 from .beside import FileBeside
 from .errors import ERRORS, SPARED, ErrorMeta, Reduced, content, error_files, event_of, read_errors
 from .reader import BadLog
@@ -26,13 +27,10 @@ if TYPE_CHECKING:
     import pyarrow
 
 _ORDER = ("stream", "rank", "bucket")
-#: The possible actions on replicas whose gradients differ, by --replica-check.
-_REPAIRS = {"none": (), "log": ("",), "repair": ("majority", "mean"), "abort": ()}
-_SYNCS = ("equal", "majority", "mean", "first", "nothing")
 
 
 def verify_errors(folder: Path) -> Verdict:
-    """Read all errors and repairs in ``folder``; draw errors again; check rows, gaps and missing ranks."""
+    """Read all errors and actions of mechanisms in ``folder``; draw errors again; check rows, gaps and missing ranks."""
     verdict = Verdict("records of errors and repairs")
     metas: list[ErrorMeta] = []
     readable = True
@@ -108,8 +106,8 @@ class _Drawing:
                 if place in errors:
                     raise ValueError(f"two records of {_where(*place)}")
                 errors[place] = row
-            else:
-                self._check_repair(row)
+            elif not any(mechanism.check_row(self._config, row) for mechanism in MECHANISMS.all()):
+                raise ValueError(f"{row['kind']!r} is no kind of record")
         for stream, ranks in self._meta.streams.items():
             for rank, one in ranks.items():
                 if not any(first <= iteration <= last for first, last in one.iterations):
@@ -133,19 +131,6 @@ class _Drawing:
             row = recorded[bucket]
             if not (_spared(drawn[bucket], row) or _same(drawn[bucket], event_of(row))):
                 raise ValueError(f"the error drawn again from the recorded seed in {where} is not the one recorded")
-
-    def _check_repair(self, row: Mapping[str, Any]) -> None:
-        config, kind, done = self._config, row["kind"], row["repaired"]
-        if kind == "mismatch":
-            if done not in _REPAIRS[config.replica_check]:
-                raise ValueError(f"--replica-check {config.replica_check} repairs nothing by {done!r}")
-        elif kind == "sync":
-            if not config.synchronises or done not in _SYNCS:
-                raise ValueError(f"--param-sync-interval {config.param_sync_interval} synchronises nothing by {done!r}")
-            if config.param_sync_rule == "fixed" and row["interval"] != config.param_sync_interval:
-                raise ValueError(f"--param-sync-interval was {config.param_sync_interval}, not {row['interval']}")
-        else:
-            raise ValueError(f"{kind!r} is no kind of record")
 
 
 def _where(stream: str, rank: int, bucket: int) -> str:

@@ -7,7 +7,7 @@ from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..delivery_log.errors import recorded_events
-from ..mechanisms.islands.methods import check_between
+from ..registry import MECHANISMS
 from ..transport import check_channels, check_key_file
 
 
@@ -21,5 +21,6 @@ def check_run(config: LossyConfig, facts: Facts) -> None:
     warn_of_one_rank(config, facts.workers)
     check_key_file(config)
     recorded_events(config)  # whether they can be read
-    check_between(config, facts.train_iters)
+    for mechanism in MECHANISMS.all():
+        mechanism.check(config, facts.train_iters)
     check_channels(config, facts.workers, facts.train_iters)

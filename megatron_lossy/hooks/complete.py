@@ -57,13 +57,6 @@ def warn_of_reliable_boundaries(nodes: Sequence[int]) -> None:
         )
 
 
-def warn_of_one_replica(config: LossyConfig, replicas: int) -> None:
-    """Say, on the first rank, that averages or comparisons do nothing if a stream has one replica."""
-    if replicas == 1 and (config.synchronises or config.replica_check != "none") and dist.get_rank() == 0:
-        what = "--param-sync-interval" if config.synchronises else "--replica-check"
-        logger.warning("%s does nothing: there is one data-parallel rank", what)
-
-
 def _why(group: LossyGroup) -> str:
     return (
         "its group has one rank"

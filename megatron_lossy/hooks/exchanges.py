@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from ..channel.corruption import Corruption
 from ..config import PHASES, LossyConfig
 from ..exchange import Stream
-from ..mechanisms.replicas.lossy_all_reduce import shard_size
-from ..mechanisms.replicas.ranks import ReplicaStream, errors_of_owner
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
-from .buckets import apart, buckets_by_stream, own_shard, replicated_units
-from .main_weights import MainWeights
+from .buckets import apart, buckets_by_stream, replicated_units
+from .errors import errors_of_owner
 from .seam import Slot, attach
 from .versions import pipeline_stage, tensor_group
 
@@ -27,23 +23,15 @@ if TYPE_CHECKING:
 class Exchanges:
     """Makes the groups of this process.
 
-    ``job``: the number of this training job, and the number of equal jobs; no two lose the same. ``optimizers``:
-    returns Megatron's, which are made after the groups.
+    ``job``: the number of this training job, and the number of equal jobs; no two lose the same.
     """
 
-    def __init__(
-        self,
-        config: LossyConfig,
-        job: tuple[int, int],
-        corruption: Corruption | None,
-        optimizers: Callable[[], list[Any]],
-    ) -> None:
+    def __init__(self, config: LossyConfig, job: tuple[int, int], corruption: Corruption) -> None:
         self.config = config
         #: The node of each rank of the world, with ``--lossy-links inter-node``; ``None`` until they are found.
         self.nodes: list[int] | None = None
         self._job, self._jobs = job
         self._corruption = corruption
-        self._optimizers = optimizers
         self._networks: dict[tuple[str, tuple[int, ...]], Network] = {}
 
     def find_nodes(self) -> bool:
@@ -65,19 +53,6 @@ class Exchanges:
         streams, stage = buckets_by_stream(ddp), pipeline_stage(ddp)
         return [self._of_stream(buckets, full, stream, stage, steps) for stream, full, buckets in streams]
 
-    def of_replica(self, one: ReplicaStream, steps: int | None) -> LossyGroup:
-        """The group of the all-reduces of a stream of full replicas. A collective call. See :meth:`of_shards`."""
-        config, size, rank = self.config.all_reduced(), one.group.size(), one.group.rank()
-        nodes = self._nodes_of(dist.get_process_group_ranks(one.group))
-        networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
-        gradients = [bucket.grad_data for bucket in one.buckets]
-        specs = [BucketSpec(shard_size(len(flat), size), flat.dtype, flat.dtype) for flat in gradients]
-        group = LossyGroup.among(config, specs, networks, range(size), rank, one.stream, steps, one.group)
-        _share_copies(group, one.pairs, tensor_group(one.stream.kind == "expert"))
-        for number, flat in enumerate(gradients):
-            attach(flat, Slot(group, number))
-        return group
-
     def _of_stream(
         self,
         buckets: Sequence[tuple[Any, Any]],
@@ -86,9 +61,9 @@ class Exchanges:
         stage: int,
         steps: int | None,
     ) -> LossyGroup:
-        config, tensor = self.config, tensor_group(stream.kind == "expert")
+        config = self.config
         if config.transport == "udp" or "trace" in config.loss_model:
-            stream = apart(stream, stage, tensor)
+            stream = apart(stream, stage, tensor_group(stream.kind == "expert"))
         part = buckets[0][0].data_parallel_group  # of one optimizer instance
         if buckets[0][0].ddp_config.average_in_collective and not config.untouched("grad"):
             check_average("--ddp-average-in-collective", part)
@@ -100,34 +75,29 @@ class Exchanges:
         ]
         networks = {phase: self._network(phase, ranks) for phase in PHASES}
         group = LossyGroup.among(config, specs, networks, members, dist.get_rank(part), stream, steps, part)
-        _share_copies(group, buckets, tensor)
+        share_copies(group, buckets)
         for number, (_, bucket) in enumerate(buckets):
             attach(bucket.grad_data, Slot(group, number))
             attach(bucket.param_data, Slot(group, number))
-            if group.compensates:
-                own = own_shard(bucket, group.rank, group.size)
-                group.params[number].weights = self._main_weights(bucket, own)
         if config.errs and len(ranks) > 1:
             owner = members[group.rank]
-            group.errors = errors_of_owner(config, self._corruption, stream, buckets, len(members), group.rank, owner)
+            group.errors = errors_of_owner(self._corruption, stream, buckets, len(members), group.rank, owner)
         return group
-
-    def _main_weights(self, bucket: Any, own: torch.Tensor) -> Callable[[], torch.Tensor]:
-        # The optimizer comes after DDP.
-        found = functools.cache(lambda: MainWeights(self._optimizers(), bucket, own))
-        return lambda: found()()
 
     def _network(self, phase: str, ranks: list[int]) -> Network:
         key = (phase, tuple(ranks))
         if key not in self._networks:
-            self._networks[key] = Network(self.config, phase, self._jobs * len(ranks), self._nodes_of(ranks))
+            self._networks[key] = Network(self.config, phase, self._jobs * len(ranks), self.nodes_of(ranks))
         return self._networks[key]
 
-    def _nodes_of(self, ranks: Sequence[int]) -> list[int] | None:
+    def nodes_of(self, ranks: Sequence[int]) -> list[int] | None:
+        """The node of each of ``ranks``; ``None`` if nodes do not matter."""
         return None if self.nodes is None else [self.nodes[rank] for rank in ranks]
 
 
-def _share_copies(group: LossyGroup, pairs: Sequence[tuple[Any, Any]], tensor: dist.ProcessGroup | None) -> None:
+def share_copies(group: LossyGroup, pairs: Sequence[tuple[Any, Any]]) -> None:
+    """Let ``group`` lose the same of copies that every tensor-parallel rank has. ``pairs``: its (buffer, bucket)."""
+    tensor = tensor_group(group.stream.kind == "expert")
     if tensor is None:
         return
     for number, (buffer, bucket) in enumerate(pairs):

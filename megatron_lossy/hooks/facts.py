@@ -43,14 +43,14 @@ _OF_TRANSFORMER = (
 _OF_DDP = ("use_megatron_fsdp", "reuse_grad_buf_for_mxfp8_param_ag")
 
 
-def of_arguments(args: Any, islands: int = 1) -> Facts:
-    """Facts of Megatron-LM's arguments. ``islands``: number of worlds of ranks with these arguments."""
+def of_arguments(args: Any, jobs: int = 1) -> Facts:
+    """Facts of Megatron-LM's arguments. ``jobs``: number of worlds of ranks with these arguments."""
     half = _half(args)
     in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", None)
     length = getattr(args, "train_iters", None)
     ranks = _data_parallel_ranks(args)
     return Facts(
-        workers=None if ranks is None else ranks * islands,
+        workers=None if ranks is None else ranks * jobs,
         virtual=False,
         largest_group=None if ranks is None else max(ranks, _expert_data_parallel_ranks(args)),
         ranks_of_host=ranks_of_host(),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any
 
 from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..errors import UsageError
+from ..jobs import World
 from ..ledger import Check, check
 from ..mechanism import Part
 from ..registry import MECHANISMS
@@ -24,15 +24,15 @@ def install(
     config: LossyConfig,
     steps: int | None = None,
     gapless: bool = False,
-    world: Any = None,
+    world: World | None = None,
     asynchronous: bool = False,
 ) -> Lossy:
     """Hook megatron-core so that data-parallel exchanges lose data as ``config`` says. Call it before DDP is built.
 
     ``steps``: the length of the run, if known, so that a trace that is too short is refused at once. ``gapless``:
     promises that every iteration exchanges gradients (:class:`megatron_lossy.run.Run`), so that ``--grad-recovery
-    previous`` needs less memory. ``world``: the launched world as the job of this rank sees it, if there are several jobs. ``asynchronous``: promises a
-    schedule without a flush. With a configuration that does nothing, nothing is patched at all. Raises
+    previous`` needs less memory. ``world``: the launched ranks, if they are divided among several jobs.
+    ``asynchronous``: promises a schedule without a flush. With a configuration that does nothing, nothing is patched at all. Raises
     :class:`UsageError` for a megatron-core that is not supported or not as expected, ``RuntimeError`` if hooks are
     already installed.
     """
@@ -40,7 +40,7 @@ def install(
     before = _current() if _current is not None else None
     if before is not None and before.installed:
         raise RuntimeError("the hooks are already installed; call uninstall() on what install() returned first")
-    check_refusals(config, Facts(island_worlds=world is not None, flushes=not asynchronous))
+    check_refusals(config, Facts(worlds_apart=world is not None, flushes=not asynchronous))
     try:
         import megatron.core
     except ImportError as error:
@@ -53,7 +53,7 @@ def install(
     return lossy
 
 
-def parts(config: LossyConfig, world: Any = None) -> list[Part]:
+def parts(config: LossyConfig, world: World | None = None) -> list[Part]:
     """The parts of the mechanisms that ``config`` asks for. ``world``: see :func:`install`."""
     if config.inert:
         return []

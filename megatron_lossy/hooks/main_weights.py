@@ -10,27 +10,10 @@ import torch
 from ..errors import UsageError
 
 
-class MainWeights:
-    """A function that returns the float32 weights, in ``optimizers``, of the shard ``own`` [shard] of ``bucket``.
-
-    Includes padding. Raises :class:`UsageError` where an optimizer keeps such weights to itself.
-    """
-
-    def __init__(self, optimizers: Iterable[Any], bucket: Any, own: torch.Tensor) -> None:
-        self._own = own.detach()
-        self._pieces = [] if own.dtype == torch.float32 else main_pieces(optimizers, bucket, own)
-
-    def __call__(self) -> torch.Tensor:
-        result = self._own.float()
-        for start, piece in self._pieces:
-            result[start : start + piece.numel()] = piece.view(-1)
-        return result
-
-
-def main_pieces(optimizers: Iterable[Any], bucket: Any, own: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+def main_pieces(optimizers: Iterable[Any], bucket: Any, own: torch.Tensor, flag: str) -> list[tuple[int, torch.Tensor]]:
     """Returns (offset, float32 weight) for each weight of ``optimizers`` that ``own`` copies, without padding.
 
-    Raises :class:`UsageError` where an optimizer keeps such weights to itself.
+    ``flag``: needs them. Raises :class:`UsageError` where an optimizer keeps such weights to itself.
     """
     first = (own.data_ptr() - bucket.param_data.data_ptr()) // own.element_size()
     pieces = []
@@ -42,8 +25,8 @@ def main_pieces(optimizers: Iterable[Any], bucket: Any, own: torch.Tensor) -> li
                 continue
             if main is None:
                 raise UsageError(
-                    "--param-send compensated with --use-precision-aware-optimizer: the optimizer keeps its float32 weights "
-                    "to itself; turn one off"
+                    f"{flag} with --use-precision-aware-optimizer: the optimizer keeps its float32 weights to itself; turn "
+                    "one off"
                 )
             start = optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"].start
             pieces.append((start - first, main.detach()))

@@ -5,24 +5,24 @@ Only a checkout of Megatron-LM has megatron.training; the wheel of megatron-core
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checkpoints import names_checkpoint
 from ..config import LossyConfig
 from ..delivery_log.writer import claim_delivery_log
 from ..device.attempt import with_attempt_store
 from ..errors import usage_errors
 from ..ledger import Patch, Takes
 from ..loss_flags import add_loss_flags
-from ..mechanisms.islands.flags import TRACKER
-from ..mechanisms.islands.methods import notes_on_averaging
+from ..registry import MECHANISMS
 from .checks import check_run
 from .facts import of_arguments
 from .rng import rng_state, set_rng_state
@@ -150,8 +150,9 @@ def validate_args(lossy: Lossy, original: Callable, args: Any, *rest: Any, **kwa
     lossy.steps = lossy.steps or args.train_iters
     if args.rank == 0 and lossy.job == 0:
         print(f"loss: {lossy.config.describe()} | data-parallel ranks {ranks}", flush=True)
-        for note in notes_on_averaging(lossy.config, lossy.steps):
-            print(f"note: {note}", flush=True)
+        for mechanism in MECHANISMS.all():
+            for line in mechanism.advice(lossy.config, lossy.steps):
+                print(f"note: {line}", flush=True)
     for one in lossy.parts:
         one.after_arguments(args)
     return result
@@ -172,7 +173,7 @@ def dummy_train_step(lossy: Lossy, original: Callable, *args: Any, **kwargs: Any
 def _claim_delivery_log(args: Any, config: LossyConfig, ranks: int) -> None:
     load, save = getattr(args, "load", None), getattr(args, "save", None)
     same = load and save and os.path.realpath(load) == os.path.realpath(save)
-    resumes = bool(load) and (same or Path(load, TRACKER).is_file()) and not getattr(args, "finetune", False)
+    resumes = bool(load) and (same or names_checkpoint(load)) and not getattr(args, "finetune", False)
     claim_delivery_log(config, ranks, resumes, {name: getattr(args, name, None) for name in _RUN})
 
 
@@ -194,13 +195,25 @@ def save_checkpoint(lossy: Lossy, original: Callable, iteration: int, model: Any
         # returns, as training then changes them.
         torch.cuda.synchronize()
         result = original(iteration, model, *args, **kwargs)
-    beside = (one.save_beside(get_args()) for one in lossy.parts if not kwargs.get("non_persistent_ckpt"))
-    for another in beside:
-        if another is not None:
-            with lossy.consensus_weights(model), another as writes:
-                if writes:
-                    original(iteration, model, *args, **kwargs)
+    beside = None if kwargs.get("non_persistent_ckpt") else lossy.saved_beside(get_args().save)
+    if beside is not None:
+        folder, writes = beside
+        with lossy.consensus_weights(model), _weights_alone(get_args(), folder):
+            if writes:
+                original(iteration, model, *args, **kwargs)
     return result
+
+
+@contextlib.contextmanager
+def _weights_alone(args: Any, folder: str) -> Iterator[None]:
+    """A context in which Megatron saves weights alone, in ``folder``, at once."""
+    only_weights = {"save": folder, "no_save_optim": True, "no_save_rng": True, "async_save": False}
+    before = {name: getattr(args, name, None) for name in only_weights}
+    vars(args).update(only_weights)
+    try:
+        yield
+    finally:
+        vars(args).update(before)
 
 
 def load_checkpoint(lossy: Lossy, original: Callable, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +301,7 @@ def evaluate(
     if weights == "replica":
         losses, *rest = original(forward_step_func, data_iterator, model, *args, **kwargs)
         return average(losses), *rest
-    if weights in ("owner", "consensus"):  # without islands there is but one
+    if weights in ("owner", "consensus"):  # with one job there is but one
         with held(model):
             losses, *rest = original(forward_step_func, data_iterator, model, *args, **kwargs)
         return average(losses), *rest

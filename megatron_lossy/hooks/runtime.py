@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ..channel.corruption import make_corruption
 from ..config import LossyConfig
 from ..config.refusal import check_refusals
-from ..delivery_log.errors import recorded_events
 from ..device.collectives import all_gather_single
 from ..ledger import Ledger
 from ..mechanism import Part
-from ..mechanisms.replicas.full_replicas import FullReplicas
-from ..run import Run
+from ..run import Run, first
 from ..transport import LossyGroup
 from .buckets import bucket_sizes, buckets_by_stream, own_shard
 from .complete import (
@@ -58,41 +55,21 @@ class Lossy(Run):
     ) -> None:
         writers = [one.writer for one in parts if one.writer is not None]
         super().__init__(config, steps, gapless, *writers)
-        self.parts = list(parts)
         self.ledger = Ledger("megatron-core")
         self.installed = False
-        self._optimizers: list[weakref.ref] = []  # Megatron's; the first one's gradient scaler scales the loss
+        self._optimizers: list[weakref.ref] = []  # Megatron's
         self._depth = 0
         self._successful = False
         self._chunks: weakref.WeakKeyDictionary[Any, list[LossyGroup]] = weakref.WeakKeyDictionary()
         self._gathers = False  # whether some chunk gathers parameters
         self._all_reduced = False  # whether gradients of this iteration were
         self._told_all_reduce = False
-        self._adding: dict[LossyGroup, tuple[torch.Tensor, Any]] = {}  # sums that are under way
         self._checked = False  # whether all buckets that are updated are known to be exchanged
-        #: The number of this training job among equal ones, and how many there are.
         self.job, self.jobs = next((one.job for one in parts if one.job != (0, 1)), (0, 1))
-        #: Draws or replays the errors that hit gradients.
-        self.corruption = make_corruption(config, recorded_events(config))
-        self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption, self.living_optimizers)
+        self.exchanges = Exchanges(config, (self.job, self.jobs), self.corruption)
         self._restored: int | None = None  # the update whose gather was made before a checkpoint
-        for one in self.parts:
-            one.attach(self)
-            self.observers += one.observers
-
-    def part(self, name: str) -> Any:
-        """The mechanism of that name; ``None`` if it is not there."""
-        return next((one for one in self.parts if one.name == name), None)
-
-    @property
-    def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """A function that adds up a tensor over all jobs, a collective call of them; ``None`` with one job."""
-        return _first(one.total for one in self.parts)
-
-    def leave(self) -> None:
-        """Wait, at the end of a run that ends well, until it is over everywhere. A collective call of all jobs."""
-        for one in self.parts:
-            one.leave()
+        for one in parts:
+            self.add_part(one)
 
     def uninstall(self) -> None:
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
@@ -113,7 +90,7 @@ class Lossy(Run):
             one.meet(ddp)
         self.exchanges.find_nodes()
         number_model_chunk(ddp, len(self._chunks))
-        groups = _first(one.take_over(ddp) for one in self.parts)
+        groups = first(one.take_over(ddp) for one in self.parts)
         if groups is None:
             self._gathers, groups = True, self.exchanges.of_shards(ddp, self.steps)
         self._chunks[ddp] = groups
@@ -128,6 +105,12 @@ class Lossy(Run):
     @property
     def groups(self) -> list[LossyGroup]:
         return [group for ddp in self.chunks for group in self._chunks[ddp]]
+
+    def exchanged(self) -> Iterator[tuple[LossyGroup, dist.ProcessGroup, list[tuple[Any, Any]]]]:
+        """The groups, the process group of each, and Megatron's (buffer, bucket) in canonical order."""
+        for ddp in self.chunks:
+            for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
+                yield group, pairs[0][0].data_parallel_group, pairs
 
     # --- which step it is ----------------------------------------------------------------------------------------
 
@@ -177,42 +160,12 @@ class Lossy(Run):
         self._optimizers = [*(known for known in self._optimizers if known() is not None), weakref.ref(optimizer)]
 
     def living_optimizers(self) -> list[Any]:
-        """Megatron's optimizers that this process has, in the order in which they were made."""
+        """See :meth:`Run.living_optimizers`: in the order in which they were made."""
         return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
-
-    def begin_update(self) -> None:
-        super().begin_update()
-        for one in self.parts:
-            one.begin_update()
-        self._finish_adding()
-        for ddp in self.chunks if self.config.param_send == "compensated" else ():
-            for group, (_, _, pairs) in zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True):
-                if group.compensates:
-                    group.before_update([own_shard(bucket, group.rank, group.size) for _, bucket in pairs])
-                    self._agree(group, pairs[0][0].data_parallel_group)
-
-    def _agree(self, group: LossyGroup, process_group: dist.ProcessGroup) -> None:
-        """Let the ranks of a group add up what they count. It takes until the next update, so that nobody waits."""
-        if group.counted is None:
-            return
-        group.counted.begin_update()
-        sums = torch.from_numpy(group.counted.sums.copy()).to(self.device)
-        self._adding[group] = (sums, dist.all_reduce(sums, group=process_group, async_op=True))
-
-    def _finish_adding(self) -> None:
-        for group, (sums, work) in self._adding.items():
-            work.wait()
-            group.counted.coming = sums.cpu().numpy()
-        self._adding.clear()
-
-    def loss_scale(self) -> torch.Tensor | None:
-        optimizer = next(iter(self.living_optimizers()), None)
-        scaler = getattr(optimizer, "grad_scaler", None)
-        return scaler.scale if scaler is not None else None
 
     def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
         """A context for the start of the reduction of ``bucket_group``."""
-        around = _first(one.reducing for one in self.parts)
+        around = first(one.reducing for one in self.parts)
         return contextlib.nullcontext() if around is None else around(bucket_group)
 
     def note_all_reduce(self, bucket_group: Any) -> None:
@@ -248,17 +201,8 @@ class Lossy(Run):
     def streams(self) -> list[LossyGroup]:
         return self.groups
 
-    @property
-    def carriers(self) -> list[Any]:
-        return [*super().carriers, *(carrier for one in self.parts for carrier in one.carriers)]
-
     def replicas(self) -> list[RankSampler]:
-        result = []
-        for ddp in self.chunks:
-            streams = zip(self._chunks[ddp], buckets_by_stream(ddp), strict=True)
-            for group, (_, _, pairs) in streams:
-                result.append(RankSampler(group, pairs[0][0].data_parallel_group, pairs))
-        return result
+        return [RankSampler(group, ranks, pairs) for group, ranks, pairs in self.exchanged()]
 
     def settle(self) -> None:
         with torch.no_grad():
@@ -269,7 +213,7 @@ class Lossy(Run):
     @contextlib.contextmanager
     def owner_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
         """See :meth:`Run.owner_weights`. ``model_chunks``: Megatron's ``model``, wrapped in DDP or not."""
-        if (weights := _first(one.owner_weights() for one in self.parts)) is not None:
+        if (weights := first(one.owner_weights() for one in self.parts)) is not None:
             with weights:
                 yield
             return
@@ -290,7 +234,7 @@ class Lossy(Run):
 
     @contextlib.contextmanager
     def consensus_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
-        with _first(one.consensus_weights() for one in self.parts) or self.owner_weights(model_chunks):
+        with first(one.consensus_weights() for one in self.parts) or self.owner_weights(model_chunks):
             yield
 
     def _lossy_bucket_groups(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> list[Any]:
@@ -313,14 +257,6 @@ class Lossy(Run):
 
     # --- saved replicas --------------------------------------------------------------------------------------------
 
-    @property
-    def full_replicas(self) -> FullReplicas | None:
-        replicas = self.part("replicas")
-        return replicas.replica.together if replicas is not None and replicas.there else None
-
-    def happened(self) -> list[Any]:
-        return [*super().happened(), *(event for one in self.parts for event in one.happened(self.iteration))]
-
     def identity(self) -> dict[str, Any]:
         streams = [found for ddp in self.chunks for found in buckets_by_stream(ddp)]
         instances = {
@@ -339,23 +275,17 @@ class Lossy(Run):
         """The buckets of all model chunks."""
         return [bucket for ddp in self.chunks for group in _bucket_groups(ddp) for bucket in group.buckets]
 
-    def set_iteration(self, iteration: int) -> None:
-        super().set_iteration(iteration)
-        for one in self.parts:
-            one.restart(iteration)
-
     def replica_state(self) -> Any:
         """The whole state of a mechanism that keeps it; else :func:`stale_state`, with the states of mechanisms."""
-        if (whole := _first(one.replica_state() for one in self.parts)) is not None:
+        if (whole := first(one.replica_state() for one in self.parts)) is not None:
             return whole
         states = {one.name: one.state_dict() for one in self.parts}
         beside = {name: state for name, state in states.items() if state is not None}
         return {"stale": self._stale(), **beside} if beside else self._stale()
 
     def _stale(self) -> list[Any]:
-        self._finish_adding()
-        if any(group.compensates for group in self.groups):
-            self.settle()  # else the lead of a gather that is still to come would be lost
+        for one in self.parts:
+            one.begin_saving()
         return stale_state(self.buckets(), self.update)
 
     def load_replica_state(self, state: Any) -> None:
@@ -368,11 +298,6 @@ class Lossy(Run):
             state = state["stale"]
         self._restored = self.update
         load_stale_state(self.buckets(), self.groups, self.update, state)
-
-
-def _first(answers: Iterable[Any]) -> Any:
-    """The first of the mechanisms' ``answers`` that is not ``None``; the later ones are not asked for."""
-    return next((one for one in answers if one is not None), None)
 
 
 def _bucket_groups(ddp: Any) -> list[Any]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def stale_state(buckets: Sequence[Any], update: int | None) -> list[Any]:
     """The stale units of each bucket after ``update``, bool[N, count], and their values; ``None`` without any.
 
-    If owners send with a lead, also all values of the bucket: units that arrived are not the owners' weights either.
+    If units that arrived do not hold the owners' weights either, also all values of the bucket.
     """
     stale = []
     for bucket in buckets:
@@ -27,7 +27,7 @@ def stale_state(buckets: Sequence[Any], update: int | None) -> list[Any]:
         delivery = slot.group.delivery("param", update) if update is not None else None
         rule = slot.group.params[slot.bucket]
         lost = rule.lost(delivery) if delivery is not None else None
-        whole = (bucket.param_data.clone(),) if lost is not None and slot.group.compensates else ()
+        whole = (bucket.param_data.clone(),) if lost is not None and not rule.exact else ()
         if lost is None or not (lost.mask.any() or whole):
             stale.append(None)
         else:

@@ -22,11 +22,11 @@ from typing import IO, Any
 
 import yaml
 
+from ..checkpoints import TRACKER
 from ..config import LossyConfig, given
 from ..errors import refuse
 from ..files import write_text
 from ..flags import incidental_fields
-from ..mechanisms.islands.flags import TRACKER
 from ..report import Run
 from ..report.columns import NETWORK
 from ..report.read import read_run

@@ -45,8 +45,8 @@ from ..config.refusal import check_refusals
 from ..errors import UsageError, refuse
 from ..flags import as_flag, incidental_fields
 from ..mechanisms.async_pipeline.flags import AsyncPipelineFlags
+from ..mechanisms.islands import Islands
 from ..mechanisms.islands.flags import IslandFlags
-from ..mechanisms.islands.methods import check_between
 from ..report.scalars import AXES, check_names, needs_drift
 from ..settings import read_yaml
 from ..shipped import find_config
@@ -166,7 +166,7 @@ class Design:
             if loss.averages and not train.virtual_workers:
                 raise refuse("--islands", loss.islands, "needs --virtual-workers in a study")
             check_refusals(loss, of_trainer(train, self.processes))
-            check_between(loss, train.train_iters)
+            Islands.check(loss, train.train_iters)
             reference = self._reference(loss)
             if level is None and not self.levels:
                 _check_nothing_dropped(loss, reference)

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from ..checkpoints import latest_iteration
 from ..device.environment import without_ranks
 from ..train.log import clock
 from ..train.metrics import METRICS_FILE
-from ..train.saved import latest_iteration
 from .cells import COMPLETE, DIVERGED, HEARTBEAT, LOG, Cell, CellFolder
 
 _SECONDS_BETWEEN_LINES = 20

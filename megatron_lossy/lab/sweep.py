@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints import latest_iteration
 from ..config import LossyConfig
 from ..errors import UsageError, check_package, refuse, usage_errors
 from ..train.arguments import configurations, make_parser, read_arguments
@@ -24,7 +25,7 @@ from ..train.config import TrainConfig
 from ..train.log import WHOSE, Console, clock
 from ..train.metrics import METRICS_FILE
 from ..train.process import launched_ranks, quiet_imports, rank_errors, require_megatron
-from ..train.saved import check_folders, latest_iteration
+from ..train.saved import check_folders
 
 PROGRAM = "megatron_lossy.lab.sweep"
 

@@ -83,7 +83,7 @@ def describe(plan: Plan) -> list[str]:
             f"ranks    {launch.accelerators} on {launch.nodes} node{'s' if launch.nodes > 1 else ''}: "
             f"data {data} x tensor {tensor} x pipeline {pipeline}"
         ),
-        *_islands(plan),
+        *_jobs(plan),
         f"loss     {plan.lossy.describe()}",
         *estimates(plan),
     ]
@@ -95,14 +95,14 @@ def describe(plan: Plan) -> list[str]:
     return lines
 
 
-def _islands(plan: Plan) -> list[str]:
-    if plan.islands == 1:
+def _jobs(plan: Plan) -> list[str]:
+    jobs = plan.jobs
+    if not jobs.several:
         return []
-    ranks, first = plan.launch.accelerators // plan.islands, plan.job_folders[0].name
-    data = plan.train.data_parallel_size(plan.launch.accelerators) // plan.islands
-    return [
-        f"islands  {plan.islands}, each a job of {ranks} consecutive rank{'s'[: ranks != 1]}, data {data}, in {first} and so on"
-    ]
+    ranks, first = plan.launch.accelerators // jobs.number, plan.job_folders[0].name
+    data = plan.train.data_parallel_size(plan.launch.accelerators) // jobs.number
+    each = f"each a job of {ranks} consecutive rank{'s'[: ranks != 1]}, data {data}, in {first} and so on"
+    return [f"{jobs.name + 's':8} {jobs.number}, {each}"]
 
 
 def estimates(plan: Plan) -> list[str]:

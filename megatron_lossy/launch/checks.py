@@ -9,12 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ..checkpoints import latest_iteration
+from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..data import check_files, epochs
 from ..data.manifest import check_manifest
 from ..errors import UsageError, refuse
 from ..files import check_folder
-from ..train.saved import check_folders, in_folders_of_island, latest_iteration
+from ..registry import MECHANISMS
+from ..train.saved import check_folders, in_folders_of_job
 from .command import check_shape, ranks_of_node
 from .devices import GIB, Device, check_devices
 from .memory import StageMemory, estimate, tokens
@@ -40,8 +43,8 @@ def check(plan: Plan, starting: bool) -> None:
     with problems.noting():
         check_folder("--out", plan.folder)
         if plan.launch.trainer:
-            for island in range(plan.islands):
-                check_folders(plan.train if plan.islands == 1 else in_folders_of_island(plan.train, island), plan.lossy)
+            for job in range(plan.jobs.number):
+                check_folders(in_folders_of_job(plan.train, plan.jobs, job), plan.lossy)
         for folder in plan.job_folders:
             latest_iteration(folder)
     with problems.noting():
@@ -66,15 +69,13 @@ def _check_training(plan: Plan) -> None:
 
         check_flags(train, lossy, plan.launch.accelerators)
         return
-    if lossy.async_pipeline:
-        why = "needs --program train; Megatron-LM's loop flushes the pipeline in every iteration"
-        raise refuse("--async-pipeline", "on", why)
-    if lossy.islands > 1:
-        from ..mechanisms.islands.methods import check_between
+    check_refusals(lossy, Facts(flushes=True))
+    if plan.jobs.several:  # Megatron-LM, which checks the rest, sees one job
         from ..train.facts import of_trainer
 
         check_refusals(lossy, of_trainer(train, plan.launch.accelerators))
-        check_between(lossy, train.train_iters)
+        for mechanism in MECHANISMS.all():
+            mechanism.check(lossy, train.train_iters)
 
 
 def check_trainer(device: Device) -> None:
@@ -155,7 +156,7 @@ def check_megatron(plan: Plan) -> None:
     environment = os.environ | plan.environment
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
         environment.pop(name, None)
-    environment["WORLD_SIZE"] = str(plan.launch.accelerators // plan.islands)  # each island is a job
+    environment["WORLD_SIZE"] = str(plan.launch.accelerators // plan.jobs.number)  # each is a program of its own
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = (done.stderr + done.stdout).strip().splitlines() or ["no output"]
     if done.returncode == 2:

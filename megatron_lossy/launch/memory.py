@@ -23,30 +23,28 @@ their number varies, and four standard deviations are added. ``--grad-recovery p
 step and of the next: 2 x 4 p per parameter. On HPU shapes must not depend on the draw. So it keeps everything instead
 of a share p, and makes one full-size selection at a time: of gradients, or of weights.
 
-An asynchronous pipeline is P - 1 - i whole batches ahead on stage i. It keeps their activations. Beside the weights of
-the forward pass it keeps those of each such batch.
-
-Virtual workers share one device, one model and one optimizer, whole; :mod:`.island_memory` adds islands and virtual
-stages. On islands of ranks N is that of an island.
+Virtual workers share one device, one model and one optimizer, whole. If ranks are divided among jobs, N is that of a
+job. Mechanisms add what they keep (:class:`Kept`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..config import LossyConfig
-from ..mechanisms.islands.memory import BETWEEN, between_islands, of_islands, old_weights
-from ..registry import CHANNELS, GRAD_RECOVERIES
+from ..config import PHASES, LossyConfig
+from ..registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..train.config import TrainConfig
 from .devices import GIB, Device
 
 #: Bytes for the driver's context, communication buffers, workspaces, and fragmentation: an assumption.
 RESERVED = 6 * GIB
 _GRADIENT = 4
+#: Bytes of a parameter in a checkpoint beside the weight itself: its copy in fp32 and two moments.
+STATE = 12.0
 # Components that --save-replicas stores.
-_SAVED = ("stale units", "last gradients", "old weights")
+_SAVED = ("stale units", "last gradients")
 
 
 @dataclass(frozen=True)
@@ -62,11 +60,40 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Held:
+    """The memory of a device of a pipeline stage, for a mechanism to tell what it keeps beside that."""
+
+    stage: int
+    #: Weights on the device, bytes of one in computing, and bytes of one optimizer.
+    weights: int
+    compute: int
+    optimizer: float
+    #: Ranks that shard the optimizer.
+    shards: int
+    #: Shares of a buffer that one exchange may lose, by phase.
+    lost: Mapping[str, float]
+    virtual_workers: int | None
+    #: Weights of each stage, if there are that many; and the number of real ones.
+    cut: Callable[[int], list[int]]
+    stages: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A component of the memory of a device. ``saved``: a checkpoint has it, too."""
+
+    name: str
+    bytes: float
+    saved: bool = False
+
+
+@dataclass(frozen=True)
 class StageMemory:
-    """Bytes on each device of one pipeline stage, by component."""
+    """Bytes on each device of one pipeline stage, by component. ``saved``: bytes that a checkpoint has of them."""
 
     stage: int
     components: Mapping[str, float]
+    saved: float
 
     @property
     def total(self) -> float:
@@ -91,19 +118,13 @@ def tokens(config: TrainConfig) -> int:
 def checkpoint_bytes(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Device) -> float:
     """Size of a checkpoint: per parameter weight, copy in fp32 and two moments.
 
-    With --save-replicas every rank adds the values that it has put aside. Every island adds its own state. With virtual
-    islands the first one's state is there twice, and the exchanges under way are always saved.
+    With --save-replicas every rank adds the values that it has put aside. Mechanisms add states of their own.
     """
     compute, virtual = 2 if config.bf16 else 4, config.virtual_workers is not None
     weights = parameters(config, layout.vocab_size)
-    total = weights * (compute + 12.0) * (lossy.islands + virtual if lossy.averages else 1)
-    if lossy.save_consensus:
-        total += weights * compute
-    aside = estimate(config, lossy, layout, device).components
-    saved = _SAVED if lossy.save_replicas else ()
-    if lossy.save_replicas or virtual:
-        saved += BETWEEN
-    return total + layout.world_size * sum(aside.get(name, 0.0) for name in saved)
+    more = sum(mechanism.more_saved(lossy, weights, compute, virtual) for mechanism in MECHANISMS.all())
+    total = weights * (compute + STATE) + more
+    return total + layout.world_size * estimate(config, lossy, layout, device).saved
 
 
 def seconds(config: TrainConfig, world_size: int, tokens_per_second: float) -> float:
@@ -124,12 +145,12 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     weights = _weights(config, layout.vocab_size, first, last, pipeline)
     data = config.data_parallel_size(layout.world_size)
     shards = max(1, data // config.num_distributed_optimizer_instances)
-    apart = lossy.averages and not config.virtual_workers
-    if apart:  # each island shards all of it
-        shards = max(1, shards // lossy.islands)
+    if not config.virtual_workers:  # each job shards all of it
+        shards = max(1, shards // lossy.jobs().number)
     batches = config.global_batch_size // config.micro_batch_size // data
-    late = pipeline - 1 - stage if lossy.async_pipeline else 0
-    at_once = late * batches + 1 if lossy.async_pipeline else min(pipeline - stage, batches)
+    at_once = MECHANISMS.first("micro_batches_at_once", lossy, stage, pipeline, batches)
+    if at_once is None:
+        at_once = min(pipeline - stage, batches)
     sharded = config.use_distributed_optimizer and not config.virtual_workers
     optimizer = weights * (12 if config.bf16 else 8) / (shards if sharded else 1)
     components = {
@@ -141,27 +162,19 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     if last:
         logits = config.seq_length * config.micro_batch_size * _padded(config, layout.vocab_size) / tensor
         components["logits"] = logits * (4 + 2 * compute)
-    components |= _loss(lossy, weights, compute, shards, device)
-    if config.virtual_workers:
-        components |= of_islands(lossy, weights, compute, optimizer)
-    if old := _old_weights(config, lossy, layout, stage, compute):
-        components["old weights"] = old
-    if apart:
-        components |= between_islands(lossy, weights / shards, islands=1)
+    lost = {phase: 0.0 if shards == 1 else _share(lossy, phase, shards) for phase in PHASES}
+    components |= _loss(lossy, weights, compute, shards, lost, device)
+    saved = sum(components.get(name, 0.0) for name in _SAVED) if lossy.save_replicas else 0.0
+
+    def cut(stages: int) -> list[int]:
+        return [_weights(config, layout.vocab_size, n == 0, n == stages - 1, stages) for n in range(stages)]
+
+    held = Held(stage, weights, compute, optimizer, shards, lost, config.virtual_workers, cut, pipeline)
+    kept: list[Kept] = [one for mechanism in MECHANISMS.all() for one in mechanism.memory(lossy, held)]
+    components |= {one.name: one.bytes for one in kept}
+    saved += sum(one.bytes for one in kept if one.saved)
     components["reserved"] = RESERVED
-    return StageMemory(stage, components)
-
-
-def _old_weights(config: TrainConfig, lossy: LossyConfig, layout: Layout, stage: int, compute: int) -> float:
-    """Bytes that an asynchronous pipeline keeps for backward passes to come."""
-    if not lossy.async_pipeline or lossy.weight_stashing == "off":
-        return 0.0
-    stages = lossy.virtual_stages or config.pipeline_model_parallel_size
-    sizes = [_weights(config, layout.vocab_size, n == 0, n == stages - 1, stages) for n in range(stages)]
-    if config.virtual_workers:
-        return old_weights(lossy, sizes, compute, config.virtual_workers)
-    versions = stages - stage if stage < stages - 1 else 0  # with the newest: backward passes see an older one
-    return float(versions * sizes[stage] * compute)
+    return StageMemory(stage, components, saved)
 
 
 def _weights(config: TrainConfig, vocab_size: int, first: bool, last: bool, stages: int) -> int:
@@ -208,20 +221,18 @@ def _activations(config: TrainConfig, layout: Layout, compute: int) -> float:
     return layers * layer
 
 
-def _loss(lossy: LossyConfig, weights: int, compute: int, shards: int, device: Device) -> dict[str, float]:
-    """Bytes that losses make a rank keep, by component."""
+def _loss(
+    lossy: LossyConfig, weights: int, compute: int, shards: int, lost: Mapping[str, float], device: Device
+) -> dict[str, float]:
+    """Bytes that losses make a rank keep, by component. ``lost``: see :class:`Held`."""
     components: dict[str, float] = {}
-    grad, param = (0.0 if shards == 1 else _share(lossy, phase, shards) for phase in ("grad", "param"))
+    grad, param = (lost[phase] for phase in PHASES)
     masked = device.kind == "hpu"
     if param:
         components["stale units"] = weights * compute * (1 if masked else param)
     kept = GRAD_RECOVERIES.load(lossy.grad_recovery).kept_share(1 if masked else grad)
     if grad and kept:
         components["last gradients"] = kept * weights * _GRADIENT
-    if param and lossy.param_send == "compensated":  # in float32 the lead and the weights before; a short own shard
-        components["lead"] = weights / shards * (2 * 4 + (compute if compute < 4 else 0))
-    if shards > 1 and lossy.param_priority != "none":
-        components["parameters delivered for certain"] = weights / shards * compute
     if masked and (grad or param):  # the selection covers one shard at a time
         components["selection"] = weights / shards * (_GRADIENT if grad else compute)
     return components

@@ -11,8 +11,8 @@ from pathlib import Path
 from ..config import LossyConfig, given
 from ..errors import ArgumentParser, UsageError, refuse
 from ..flags import add_flags, did_you_mean, flag_name, from_namespace
+from ..jobs import Jobs
 from ..loss_flags import preset_arguments
-from ..mechanisms.islands.flags import folder_of_island
 from ..train.arguments import configurations, make_parser, setting_arguments
 from ..train.config import TrainConfig
 from .devices import DEVICES, ENVIRONMENT, Device
@@ -53,21 +53,19 @@ class Plan:
         return DEVICES[self.launch.device]
 
     @property
-    def islands(self) -> int:
-        """Islands of real ranks; 1 without any, and for virtual ones."""
-        return self.lossy.islands if self.lossy.averages and not self.train.virtual_workers else 1
+    def jobs(self) -> Jobs:
+        """The jobs among which ranks are divided; one for virtual workers, which share a process."""
+        return Jobs() if self.train.virtual_workers else self.lossy.jobs()
 
     @property
     def iterations(self) -> int:
-        """The last iteration of the run: fewer than ``--train-iters`` if the slowest of islands makes fewer."""
+        """The last iteration of the run: fewer than ``--train-iters`` if the slowest of its jobs makes fewer."""
         return self.lossy.iterations(self.train.train_iters)
 
     @property
     def job_folders(self) -> list[Path]:
-        """The run's folder, or those of its islands in it."""
-        if self.islands == 1:
-            return [self.folder]
-        return [Path(folder_of_island(self.folder, island)) for island in range(self.islands)]
+        """The run's folder, or those of its jobs in it."""
+        return [Path(self.jobs.folder(self.folder, job)) for job in range(self.jobs.number)]
 
     @property
     def mock_data(self) -> bool:

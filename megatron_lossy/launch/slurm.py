@@ -15,8 +15,8 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
+from ..checkpoints import latest_iteration
 from ..errors import refuse
-from ..train.saved import latest_iteration
 from .plan import Plan
 
 PROGRAM = "megatron_lossy.launch"

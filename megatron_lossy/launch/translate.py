@@ -84,8 +84,7 @@ def megatron_arguments(
         raise refuse("--virtual-workers", config.virtual_workers, "needs --program train")
     flags: dict[str, Any] = {_dashed(name): getattr(config, name) for name in _SAME}
     flags |= _ALWAYS
-    if lossy.averages:  # under Megatron-LM an island is a job, and its batch is that job's
-        flags["global-batch-size"] = config.global_batch_size // lossy.islands
+    flags["global-batch-size"] = config.global_batch_size // lossy.jobs().number  # Megatron-LM knows of its own job
     flags |= {
         "ffn-hidden-size": config.ffn,
         "max-position-embeddings": config.seq_length,

@@ -65,14 +65,14 @@ def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple
     """The two discrepancies in the steady state, for uncorrelated increments with a mean square of 1.
 
     The loss rate is that of ``step``. A step has ``units`` units of loss. Returns ``None`` if links differ in their
-    losses, if nobody knows them, or if owners send with a lead, which is an increment too.
+    losses, if nobody knows them, or if owners send other values than their weights, whose changes are increments too.
     """
     loss = config.phase("param")
     if config.transport == "udp":
         return None
     if loss.lossless:
         return 0.0, 0.0
-    if config.param_send != "plain":
+    if not config.sends_weights():
         return None
     drift = CHANNELS.load(loss.model).drift(loss, step, units) if config.lossy_links == "all" else None
     if drift is None:

@@ -62,8 +62,7 @@ class Observer:
     def happened(self, iteration: int, what: Sequence[Any]) -> None:
         """Called with other events of the iteration that just ended, before :meth:`finish_iteration`.
 
-        These are errors of :mod:`megatron_lossy.channel.corruption`, and actions of :mod:`megatron_lossy.sync` on
-        replicas that differ.
+        These are errors of :mod:`megatron_lossy.channel.corruption`, and actions of mechanisms on what they lead to.
         """
 
     def restart(self, iteration: int) -> None:

@@ -6,7 +6,7 @@ Rules are pure: they know no process group. Torch is not imported here, so that 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -62,7 +62,6 @@ class Parameters:
         buffer: [N * shard], the replica of this rank.
         sent: [shard], the fresh values of its own shard, in ``buffer`` or not.
         collective: would carry all of it, reliably.
-        lead: c and r of the lead that the parameters are sent with (``--param-send compensated``).
     """
 
     exchange: Exchange
@@ -70,7 +69,6 @@ class Parameters:
     buffer: torch.Tensor
     sent: torch.Tensor
     collective: Collective
-    lead: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass
@@ -101,6 +99,8 @@ class Rule(ABC):
 
     #: The value of its flag.
     name: ClassVar[str]
+    #: Objects with a state that the rules of a group share, by the names under which it is saved.
+    shared: Mapping[str, Any] = {}
 
     def __init__(self, units: BucketUnits, rank: int) -> None:
         self.units = units
@@ -162,12 +162,14 @@ class GradRecovery(Rule):
         add_up(pieces, delivery, x)
         self.after(x.output, delivery, kept, x)
 
-    # --- for senders that choose the units that have to arrive (protected.py); other rules do nothing ---------------
+    # --- for senders that choose the units that have to arrive; other rules do nothing ------------------------------
 
     #: The units of the latest exchange that were lost for good, if these differ from the drawn ones.
     final: Lost | None = None
     #: bool[N, count]: the units of the latest exchange that must arrive, if only the network knows its losses.
     must: np.ndarray | None = None
+    #: The record of the latest step that is over; ``None`` if no sender chooses.
+    told: Told | None = None
 
     def leave_out(self, delivery: Delivery, x: Gradients) -> Any:
         """Remove lost units at the sender although owners get pieces: only the sender knows its priorities."""
@@ -204,9 +206,6 @@ class GradRecovery(Rule):
 
         ``replicated`` bool[N, count]: these units.
         """
-
-    def take_told(self) -> Told | None:
-        """The record of the latest exchange, once; ``None`` if no sender chooses."""
 
     @classmethod
     def check(cls, config: LossyConfig) -> None:

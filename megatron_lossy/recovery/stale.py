@@ -22,6 +22,8 @@ class Stale(Rule):
     """Keeps the values received last."""
 
     name = "stale"
+    #: Whether units that arrived hold their owners' weights.
+    exact: bool = True
 
     def lost(self, delivery: Delivery) -> Lost:
         """Units of the bucket that are stale after ``delivery``."""
@@ -40,11 +42,11 @@ class Stale(Rule):
     def send(self, x: Parameters) -> Any:
         """Put the values to send into ``x.sent``. The result is given to :meth:`sent`."""
 
-    def sent(self, x: Parameters, own: Any) -> None:
-        """Put the owner's weights back into the own shard."""
+    def sent(self, x: Parameters, own: Any, delivery: Delivery) -> None:
+        """Put the owner's weights back into the own shard: the exchange is over, and ``delivery`` arrived here."""
 
     def choose(self, sent: torch.Tensor, step: int) -> np.ndarray | None:
         """bool[count]: the units of ``sent`` [shard], parameters of ``step``, that must arrive; ``None`` for none."""
 
     def before_update(self, sent: torch.Tensor) -> None:
-        """Called before the update of the own shard's weights, sent as ``sent`` [shard]."""
+        """Keep what the next exchange needs of ``sent`` [shard], the own shard. Loops of users say no more than this."""

@@ -9,7 +9,6 @@ from ..config.refusal import Section
 from ..registry import GRAD_RECOVERIES
 from .row import Row, switch
 
-_ITEMSIZE = {"fp32": 4, "bf16": 2}
 _LAYER_WISE = "layer-wise optimizers gather differently; choose adam or sgd"
 _ONE_DRAW = "a captured graph repeats one draw for ever"
 
@@ -20,9 +19,8 @@ def _adds_up_steps(config: LossyConfig) -> bool:
 
 def _largest_element(config: LossyConfig, facts: Facts) -> int:
     """Bytes of the largest element that crosses; 0 if none is known."""
-    between = _ITEMSIZE[config.sync_dtype] if config.averages else 0
     known = facts.gradient_bytes is not None and facts.weight_bytes is not None
-    return max(facts.gradient_bytes or 0, facts.weight_bytes or 0, between) if known else 0
+    return max(facts.gradient_bytes or 0, facts.weight_bytes or 0, config.element_bytes()) if known else 0
 
 
 CORE = Section(

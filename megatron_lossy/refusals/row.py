@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from ..config import LossyConfig
-from ..config.facts import Facts
 from ..config.refusal import Refusal
 
 #: A row about the loss flags.
 Row = Refusal[LossyConfig]
 
 OFF = "needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"
+#: Why flags about parameters do not go with gradients that are lost in an all-reduce.
+NO_PARAMETERS = f"no parameters are sent, and the second half of an all-reduce is no place for it; {OFF}"
 ONE_EMBEDDING = "give --untie-embeddings-and-output-weights, and no --mtp-num-layers"
 IN_MEMORY = "needs real ranks: virtual workers exchange in memory; choose pieces"
 
@@ -29,12 +30,3 @@ def switch(flag: str, beside: str, why: str) -> Row:
     return Row(
         flag=flag, beside=beside, why=why, when=lambda config, facts: not config.inert and flag in facts.switches
     )
-
-
-def island_switch(flag: str, why: str) -> Row:
-    """The refusal of a switch of Megatron with islands."""
-
-    def when(config: LossyConfig, facts: Facts) -> bool:
-        return config.averages and flag in facts.switches
-
-    return Row(flag=flag, beside="--islands", why=f"cannot go with --islands ({why}); turn it off", when=when)

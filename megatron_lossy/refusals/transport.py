@@ -46,6 +46,12 @@ TRANSPORT = Section(
         ),
         Row(
             flag="--transport",
+            beside="LossyWorkers",
+            why="must be torch or pieces: workers of one process exchange in memory",
+            when=lambda config, facts: config.transport == "udp" and facts.in_memory,
+        ),
+        Row(
+            flag="--transport",
             beside="no distributed optimizer",
             why=f"carries no all-reduce; {OFF}; choose pieces or torch",
             when=lambda config, facts: config.transport == "udp" and facts.distributed_optimizer is False,

@@ -12,7 +12,9 @@ def _loses_nothing(config: LossyConfig, facts: Facts) -> bool:
     """Whether losses are asked for although a lone rank exchanges nothing."""
     over_udp = config.transport == "udp" and config.act_transport != "udp"
     loses_own = config.lossy_self and not config.phase("grad").lossless
-    return facts.largest_group == 1 and not config.averages and (over_udp or draws_losses(config)) and not loses_own
+    return (
+        facts.largest_group == 1 and not config.jobs().several and (over_udp or draws_losses(config)) and not loses_own
+    )
 
 
 def _on_one_node(config: LossyConfig, facts: Facts) -> bool:

@@ -1,6 +1,6 @@
 """Groups runs into columns: one per loss rate, and one per setting if runs of one rate differ in it.
 
-Columns of errors in gradients are named by all flags of errors and of the actions on them.
+Some sections of flags name a column by all of their flags: those of errors in gradients and of the actions on them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import LossyConfig
-from ..config.errors import ErrorFlags
+from ..config import SECTIONS, LossyConfig
 from ..flags import incidental_fields, of_flags
-from ..mechanisms.islands.flags import IslandFlags
-from ..mechanisms.replicas.flags import ReplicaFlags
 from ..train.config import TrainConfig
 from .runs import Run
 
@@ -89,14 +86,16 @@ def _differing(runs: Sequence[Run]) -> set[str]:
 
 def _settings(run: Run, differing: Set[str]) -> tuple[str, ...]:
     """``differing`` keys as labels. For a run without loss, loss flags are left out: they had no effect."""
-    keys = differing - _LOSS_FLAGS if run.clean else differing | _of_replicas(run)
+    keys = differing - _LOSS_FLAGS if run.clean else differing | _given_of_sections(run)
     return tuple(f"{key.replace('_', '-')} {run.config.get(key)}" for key in sorted(keys))
 
 
-def _of_replicas(run: Run) -> set[str]:
-    """The given flags of errors in gradients, of synchronisation of replicas, and of islands."""
+def _given_of_sections(run: Run) -> set[str]:
+    """The given flags of the sections that name all of them."""
     found = set()
-    for cls in (ErrorFlags, ReplicaFlags, IslandFlags):
+    for cls in SECTIONS:
+        if not cls.in_headings:
+            continue
         flags, defaults = of_flags(cls, run.config), cls()
         found |= {f.name for f in dataclasses.fields(cls) if getattr(flags, f.name) != getattr(defaults, f.name)}
     return found

@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ..config import SECTIONS
 from ..errors import cannot, refuse
-from ..mechanisms.islands.flags import folder_of_island
+from ..jobs import folder_of
 from ..train.metrics import METRICS_FILE
 from .megatron_logs import read_megatron_run
 from .runs import Run, RunRecorder
@@ -20,10 +21,10 @@ from .runs import Run, RunRecorder
 def read_runs(folder: str | Path) -> list[Run]:
     """The runs in the folders of ``folder``, least loss first, or that in it. Raises :class:`UsageError`.
 
-    Each folder gives its ``metrics.jsonl``, or those of the islands of one run, or else Megatron-LM's logs.
+    Each folder gives its ``metrics.jsonl``, or those of the jobs of one run, or else Megatron-LM's logs.
     """
     folder = Path(folder)
-    one = (folder / METRICS_FILE).is_file() or _islands(folder)
+    one = (folder / METRICS_FILE).is_file() or _jobs(folder)
     inside = [] if one else sorted(path for path in folder.glob("*") if path.is_dir())
     runs = [run for path in inside if (run := _read_folder(path)) is not None]
     if not runs and (run := _read_folder(folder)) is not None:
@@ -41,21 +42,23 @@ def _read_folder(path: Path) -> Run | None:
     metrics = path / METRICS_FILE
     if metrics.is_file():
         return read_run(metrics)
-    islands = [found for island in _islands(path) if (found := read_run(island / METRICS_FILE)) is not None]
-    return _together(islands, path.name) if islands else read_megatron_run(path)
+    jobs = [found for job in _jobs(path) if (found := read_run(job / METRICS_FILE)) is not None]
+    return _together(jobs, path.name) if jobs else read_megatron_run(path)
 
 
-def _islands(path: Path) -> list[Path]:
-    """The folders of the islands of one run of real ranks, the first one first."""
-    found = [folder for folder in path.glob(folder_of_island("", "*")) if (folder / METRICS_FILE).is_file()]
+def _jobs(path: Path) -> list[Path]:
+    """The folders of the jobs of one run of real ranks, the first one first."""
+    names = [section.job_name for section in SECTIONS if section.job_name is not None]
+    inside = (folder for name in names for folder in path.glob(folder_of("", name, "*")))
+    found = [folder for folder in inside if (folder / METRICS_FILE).is_file()]
     return sorted(found, key=lambda folder: (len(folder.name), folder.name))
 
 
-def _together(islands: list[Run], name: str) -> Run:
-    """The run of ``islands``: the mean of their training losses; all else comes from the first one."""
-    common = set(islands[0].train).intersection(*(island.train for island in islands))
-    train = {iteration: fmean(island.train[iteration] for island in islands) for iteration in sorted(common)}
-    return replace(islands[0], name=name, train=train)
+def _together(jobs: list[Run], name: str) -> Run:
+    """The run of ``jobs``: the mean of their training losses; all else comes from the first one."""
+    common = set(jobs[0].train).intersection(*(job.train for job in jobs))
+    train = {iteration: fmean(job.train[iteration] for job in jobs) for iteration in sorted(common)}
+    return replace(jobs[0], name=name, train=train)
 
 
 def read_run(path: Path) -> Run | None:

@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from ..config import LossyConfig
-from ..config.errors import ErrorFlags
+from ..config import SECTIONS, LossyConfig
 from ..errors import refuse
 from ..flags import of_flags
-from ..registry import CHANNELS
+from ..registry import CHANNELS, MECHANISMS
 
 WEIGHTS = ("replica", "owner", "consensus")
 LOSS = "lm loss"
@@ -38,7 +37,7 @@ class Run:
 
     ``train`` maps an iteration to the training loss recorded there: the mean since the record before. It is NaN if the
     loss was not finite, and missing if the optimizer skipped every iteration of the record. ``valid`` maps weights
-    (``replica``, ``owner``, ``consensus`` of islands) to iterations to validation losses.
+    (``replica``, ``owner``, ``consensus`` of jobs) to iterations to validation losses.
     """
 
     name: str
@@ -70,19 +69,13 @@ class Run:
     @property
     def lossless(self) -> bool:
         """Whether the run lost nothing, and nothing in it was late on purpose."""
-        boundaries = any(self.config.get(name) for name in ("p_act", "p_act_grad"))
-        islands = self.config.get("islands", 1) > 1 and self.config.get("sync_method") != "gradients"
-        late = self.config.get("async_pipeline")
-        return self.condition == ("0 %", "0 %") and not boundaries and not islands and not late
+        sections = (of_flags(mechanism.Flags, self.config) for mechanism in MECHANISMS.all())
+        return self.condition == ("0 %", "0 %") and not any(section.changes() for section in sections)
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was lost or wrong in the run: the baseline.
-
-        Equal replicas that were averaged in spite of that are not unchanged (docs/corruption.md).
-        """
-        averaged = self.config.get("param_sync_interval") and self.config.get("param_sync_always")
-        return self.lossless and not averaged and not of_flags(ErrorFlags, self.config).errs
+        """Whether nothing was lost or wrong in the run: the baseline."""
+        return self.lossless and not any(of_flags(section, self.config).taints() for section in SECTIONS)
 
     @property
     def diverged(self) -> bool:

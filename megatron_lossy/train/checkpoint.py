@@ -29,14 +29,13 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
+from ..checkpoints import TRACKER, iteration_folder, latest_iteration
 from ..errors import MACHINE_ERRORS, UsageError, cannot, machine_error, refuse
 from ..files import publish, write_text, writing
 from ..hooks.rng import rng_state, set_rng_state
 from ..ledger import Ledger, Patch
-from ..mechanisms.islands.flags import TRACKER
 from ..run import Run
 from .process import OtherRankFailed, lost_contact
-from .saved import iteration_folder, latest_iteration
 
 # The suffix of a folder until its checkpoint is whole.
 _ASIDE = ".tmp"
@@ -73,9 +72,9 @@ class Checkpoints:
         self._save(folder, iteration, fill)
 
     def save_consensus(self, folder: str, iteration: int, writes: bool) -> None:
-        """Write only the mean weights of islands into ``folder``, as :meth:`save` does.
+        """Write only the mean weights of all jobs into ``folder``, as :meth:`save` does.
 
-        A collective call of all islands; one of them ``writes``.
+        A collective call of all jobs; one of them ``writes``.
         """
 
         def fill(aside: Path) -> None:

@@ -38,7 +38,7 @@ def build_datasets(
 ) -> tuple[GPTDataset, GPTDataset | None]:
     """Training and validation data, with the samples that ``config`` needs. Collective over all ranks.
 
-    ``iterations``: those of the fastest island; default ``--train-iters``.
+    ``iterations``: those of the worker that makes most; default ``--train-iters``.
     """
     evaluations = -(-config.train_iters // config.eval_interval)
     train_samples = (iterations or config.train_iters) * config.global_batch_size

@@ -17,19 +17,19 @@ from .workers import Workers
 Total = Callable[[torch.Tensor], torch.Tensor]
 
 
-def mean_loss(config: TrainConfig, sums: list[torch.Tensor], of_islands: Total | None = None) -> float:
+def mean_loss(config: TrainConfig, sums: list[torch.Tensor], of_jobs: Total | None = None) -> float:
     """Loss per token over all ranks, on every rank; see :func:`begin_mean_loss`."""
-    return begin_mean_loss(config, sums, of_islands)()
+    return begin_mean_loss(config, sums, of_jobs)()
 
 
 def begin_mean_loss(
-    config: TrainConfig, sums: list[torch.Tensor], of_islands: Total | None = None, late: bool = False
+    config: TrainConfig, sums: list[torch.Tensor], of_jobs: Total | None = None, late: bool = False
 ) -> Callable[[], float]:
     """Begin to add up losses. Returns a function that waits for the loss per token over all ranks.
 
     Both are collective calls. ``sums``: on ranks of the last pipeline stage, (sum of losses, tokens) of each rank of
-    this process. ``of_islands``: adds them up over islands; without it they cover this rank's island. ``late``: the
-    function may be called an iteration later; then no stage waits in it for another.
+    this process. ``of_jobs``: adds them up over jobs; without it they cover this rank's job. ``late``: the function
+    may be called an iteration later; then no stage waits in it for another.
     """
     last_stage = parallel_state.is_pipeline_last_stage()
     counts = last_stage and (not late or parallel_state.get_tensor_model_parallel_rank() == 0)
@@ -40,7 +40,7 @@ def begin_mean_loss(
     def finish() -> float:
         if work is not None:
             work.wait()
-        everywhere = of_islands(total) if of_islands is not None and (late or last_stage) else total
+        everywhere = of_jobs(total) if of_jobs is not None and (late or last_stage) else total
         loss = everywhere[:1] / everywhere[1:]
         if config.pipeline_model_parallel_size > 1 and not late:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -57,33 +57,30 @@ def evaluate(
     dataset: Any,
     number: int,
     lossy: Run,
-    weights: str,
 ) -> dict[str, float]:
-    """The loss of evaluation ``number`` (from 0) by its weights: "replica", "owner", "consensus" (of islands).
+    """The loss of evaluation ``number`` (from 0) by its weights: "replica", "owner", "consensus" (of jobs).
 
-    For ``weights`` "both" it is the loss of replicas, and of the islands' consensus, or without islands of the owners.
+    For --eval-weights "both" it is the loss of replicas, and of the jobs' consensus, or with one job of the owners.
 
     Evaluation ``number`` has its own batches, which depend on nothing else, and uses no random state, so that
     evaluating does not disturb training. Collective over all ranks.
     """
-    samples = config.eval_iters * config.global_batch_size
+    samples, weights = config.eval_iters * config.global_batch_size, lossy.config.eval_weights
 
     def batches() -> list[RankBatches]:
         return workers.batches(dataset, consumed=number * samples)
 
-    islands = getattr(lossy, "islands", None)  # of real ranks
-    total = None if islands is None else islands.total
     losses = {}
     if weights in ("replica", "both"):
         with _evaluating(model_chunks):
             sums = workers.run(batches(), samples, forward_only=True)
-        losses["replica"] = mean_loss(config, sums, total)
-    whose = ("consensus" if lossy.config.averages else "owner") if weights == "both" else weights
+        losses["replica"] = mean_loss(config, sums, lossy.total)
+    whose = ("consensus" if lossy.config.jobs().several else "owner") if weights == "both" else weights
     if whose != "replica":
         held = lossy.consensus_weights if whose == "consensus" else lossy.owner_weights
         with held(model_chunks), _evaluating(model_chunks):
             sums = workers.evaluate_owner(batches(), samples)
-        losses[whose] = mean_loss(config, sums, total)
+        losses[whose] = mean_loss(config, sums, lossy.total)
     return losses
 
 

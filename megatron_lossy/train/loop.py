@@ -6,10 +6,8 @@ The steps of an iteration, and the gathers of parameters around evaluation and s
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import os
 import signal
 import time
 from collections import deque
@@ -19,22 +17,17 @@ from typing import Any
 import torch
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from .. import device, hooks
+from .. import device
+from ..checkpoints import latest_iteration
 from ..config import LossyConfig
-from ..data import build_tokenizer, epochs
+from ..data import build_tokenizer
 from ..delivery_log.writer import claim_delivery_log
 from ..flags import identity
-from ..mechanisms.async_pipeline.workers import StageWorkers
-from ..mechanisms.islands.flags import CONSENSUS_FOLDER
-from ..mechanisms.islands.methods import notes_on_averaging
-from ..mechanisms.islands.rewind import rewind
-from ..mechanisms.islands.virtual import VirtualIslands
-from ..mechanisms.islands.workers import IslandWorkers
-from ..mechanisms.islands.world import IslandWorld
-from ..mechanisms.replicas.virtual import VirtualReplicas
+from ..jobs import World
+from ..registry import MECHANISMS
 from ..run import Run
-from ..virtual import VirtualCluster, VirtualRun
 from . import parallel
+from .build import build_run, build_workers
 from .checkpoint import Checkpoints
 from .checks import check_flags
 from .config import TrainConfig
@@ -42,20 +35,13 @@ from .data import RankBatches, build_datasets
 from .evaluate import begin_mean_loss, evaluate
 from .log import Console, Silent
 from .metrics import check_wandb, perplexity
-from .model import build_model, transformer_impl
-from .optimizer import build_optimizer, lr_scale
-from .process import launched_ranks, told_to_end
-from .records import Progress, open_writers
-from .saved import check_folders, in_folders_of_island, latest_iteration, same_folder, write_settings
+from .model import transformer_impl
+from .optimizer import lr_scale
+from .process import launched_ranks
+from .records import Progress, header, open_writers
+from .saved import check_folders, in_folders_of_job, same_folder, write_settings
+from .stop import Stop
 from .text import check_data, fingerprint, prepare_text, same_everywhere, with_data_paths
-from .workers import Workers
-
-
-def _most_iterations(config: TrainConfig, lossy_config: LossyConfig) -> int:
-    """Iterations of the island that makes most of them."""
-    iterations = lossy_config.iterations(config.train_iters)
-    islands = range(lossy_config.islands if lossy_config.averages else 1)
-    return max(lossy_config.local_iterations(island, iterations) for island in islands)
 
 
 class Diverged(RuntimeError):
@@ -75,11 +61,11 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     ranks = launched_ranks()
     config.check_world(ranks)
     check_flags(config, lossy_config, ranks)
-    virtual = config.virtual_workers is not None
-    island = None
-    if lossy_config.averages and not virtual:
-        island = IslandWorld(lossy_config.islands, config.seed)
-        config = in_folders_of_island(config, island.island)
+    launched: World | None = None
+    if not config.virtual_workers:
+        launched = MECHANISMS.first("world", lossy_config, config.seed)
+    if launched is not None:
+        config = in_folders_of_job(config, lossy_config.jobs(), launched.job[0])
     transformer_impl(config)
     if config.wandb_project:
         check_wandb(config.wandb_project)
@@ -88,24 +74,17 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     check_folders(config, lossy_config)
     resumes = bool(config.load) and (same_folder(config.save, config.load) or latest_iteration(config.load) is not None)
     claim_delivery_log(lossy_config, config.data_parallel_size(ranks), resumes, identity(config), TrainConfig)
-    with parallel.world(config, island):
+    with parallel.world(config, launched):
         prepare_text(config)
         paths = with_data_paths(config)
         data = same_everywhere(fingerprint(paths))
         check_folders(config, lossy_config, data)
-        if lossy_config.averages and virtual:
-            steps = lossy_config.iterations(config.train_iters)
-            lossy: Run = VirtualIslands(lossy_config, config.virtual_workers, steps, config.seed, gapless=True)
-        elif config.virtual_workers:
-            kind = VirtualCluster if config.use_distributed_optimizer else VirtualReplicas
-            lossy = kind(lossy_config, config.virtual_workers, config.train_iters, gapless=True)
-        else:
-            lossy = hooks.install(lossy_config, config.train_iters, gapless=True, world=island, asynchronous=True)
+        lossy = build_run(config, lossy_config, launched)
         try:
             with parallel.model_parallel(config):
                 first = torch.distributed.get_rank() == 0
-                speaks = first and (island is None or island.island == 0)
-                run = _Run(config, lossy_config, lossy, paths, (console or Console()) if speaks else Silent())
+                speaks = first and lossy.job == 0
+                run = _Run(config, lossy, paths, (console or Console()) if speaks else Silent())
                 if first:
                     write_settings(config, lossy_config, data)
                 return run.run()
@@ -116,70 +95,41 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
 class _Run:
     """The state of one run on this rank."""
 
-    def __init__(
-        self, config: TrainConfig, lossy_config: LossyConfig, lossy: Run, paths: TrainConfig, console: Console
-    ) -> None:
+    def __init__(self, config: TrainConfig, lossy: Run, paths: TrainConfig, console: Console) -> None:
         self.config = config
-        self.lossy_config = lossy_config
         self.lossy = lossy
-        self.islands = lossy.part("islands") if isinstance(lossy, hooks.Lossy) else None
         self.console = console
-        tokenizer = build_tokenizer(config.tokenizer)
-        self.train_data, self.valid_data = build_datasets(paths, tokenizer, _most_iterations(config, lossy_config))
+        self.iterations = lossy.config.iterations(config.train_iters)
+        tokenizer, most = build_tokenizer(config.tokenizer), lossy.config.most_iterations(self.iterations)
+        self.train_data, self.valid_data = build_datasets(paths, tokenizer, most)
         self.data_path = paths.data_path
-        virtual = lossy if isinstance(lossy, VirtualRun | VirtualIslands) else None
-        with virtual.building() if virtual else contextlib.nullcontext():
-            self.model = build_model(config, tokenizer.vocab_size)
-        if virtual:
-            virtual.attach(self.model[0])
-        self.workers: Workers
-        if isinstance(lossy, VirtualIslands):
-            self.workers = islands = IslandWorkers(config, self.model, lossy)
-            self.optimizer, self.scheduler = islands.optimizer, islands.scheduler
-        elif lossy_config.async_pipeline and not virtual:
-            self.optimizer, self.scheduler = build_optimizer(config, self.model)
-            self.workers = lossy.pipeline = StageWorkers(
-                config, self.model, self.optimizer, lossy_config, *self._island()
-            )
-        else:
-            cluster = lossy if isinstance(lossy, VirtualRun) else None
-            self.workers = Workers(config, self.model, cluster, *self._island())
-            self.optimizer, self.scheduler = build_optimizer(config, self.model)
-        if self.islands is not None:
-            self.islands.check()
-        self.checkpoints = Checkpoints(self.model, self.optimizer, self.scheduler, lossy)
-        self.iterations = lossy_config.iterations(config.train_iters)
+        self.model, self.workers = build_workers(config, tokenizer.vocab_size, lossy)
+        self.optimizer = self.workers.optimizer
+        self.checkpoints = Checkpoints(self.model, self.optimizer, self.workers.scheduler, lossy)
         self.progress = Progress()
         self.hooked = config.gathers_in_forward  # forward hooks that gather parameters
-        self.stop = 0
+        self.stop = Stop(lossy, saves=config.save is not None)
         self.summary: dict[str, Any] = {}
 
-    def _island(self) -> tuple[int, int]:
-        """The number of this rank's island, and how many there are."""
-        return (0, 1) if self.islands is None else (self.islands.world.island, self.islands.world.islands)
-
     def run(self) -> dict[str, Any]:
-        self.console.header(self._header())
-        for note in notes_on_averaging(self.lossy_config, self.iterations):
-            self.console.note(note)
+        self.console.header(header(self.config, self.lossy, self.data_path))
+        for mechanism in MECHANISMS.all():
+            for line in mechanism.advice(self.lossy.config, self.iterations):
+                self.console.note(line)
         resumed = self._load()
-        self.writers = open_writers(self.config, self.lossy_config, self.progress.iteration if resumed else None)
+        self.writers = open_writers(self.config, self.lossy.config, self.progress.iteration if resumed else None)
         # The first forward pass has nothing to gather, and must not gather before the first update.
         self._gather_in_forward(False, sync=False)
         progress = self.progress
         batches = self.workers.training_batches(self.train_data, progress.iteration, progress.consumed_samples)
-        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         finished, diverged = False, None
         try:
-            finished = self._train(batches)
+            with self.stop.listening():
+                finished = self._train(batches)
+                self.lossy.leave()
         except Diverged as error:
             diverged = str(error)
-        else:
-            if isinstance(self.lossy, hooks.Lossy):
-                self.lossy.leave()
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
             self.writers.close()
         if self.hooked:
             self._gather_in_forward(False)
@@ -246,9 +196,9 @@ class _Run:
         """
 
         def begin(sums: list[torch.Tensor]) -> tuple[Callable[[], float], Callable[[], int]]:
-            return begin_mean_loss(self.config, sums, late=bool(self.workers.late)), self._begin_stopping()
+            return begin_mean_loss(self.config, sums, late=bool(self.workers.late)), self.stop.begin()
 
-        begun, successful, grad_norm = self.workers.iterate(batches, self.optimizer, self.scheduler, begin)
+        begun, successful, grad_norm = self.workers.iterate(batches, begin)
         loss, anyone_stopped = begun
         norm = self.workers.begin_norm(grad_norm)
 
@@ -256,35 +206,6 @@ class _Run:
             return loss(), norm(), successful, anyone_stopped()
 
         return finish
-
-    def _begin_stopping(self) -> Callable[[], int]:
-        """Begin to agree whether to stop, so that all leave after the same iteration.
-
-        Returns a function that waits for the signal that told any rank to stop, or 0.
-        """
-        if self.islands is not None:
-            return self.islands.begin_agree(self.stop)
-        stop = torch.tensor([self.stop], dtype=torch.int32, device=device.current_device())
-        work = torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX, async_op=True)
-
-        def finish() -> int:
-            work.wait()
-            return int(stop.item())
-
-        return finish
-
-    def _on_signal(self, number: int, _: Any) -> None:
-        self.stop = number
-        if number == signal.SIGTERM:
-            told_to_end()
-        if number == signal.SIGINT:
-            # A second signal ends this rank at once. A second Ctrl-C at torchrun arrives as SIGTERM.
-            for again in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(again, signal.SIG_DFL)
-            if torch.distributed.get_rank() == 0:
-                saves = ", with a checkpoint" if self.config.save else "; without --save nothing is kept"
-                # The signal may have interrupted print().
-                os.write(1, f"stopping after this iteration{saves}; Ctrl-C again ends at once\n".encode())
 
     def _gather_in_forward(self, on: bool, sync: bool = True) -> None:
         """Turn the forward hooks of ``--overlap-param-gather`` on or off. Off gathers what is due, if ``sync``."""
@@ -320,8 +241,7 @@ class _Run:
         if self.hooked:
             self._gather_in_forward(False)
         number = -(-iteration // config.eval_interval) - 1
-        weights = self.lossy_config.eval_weights
-        losses = evaluate(config, self.workers, self.model, self.valid_data, number, self.lossy, weights)
+        losses = evaluate(config, self.workers, self.model, self.valid_data, number, self.lossy)
         for whose, loss in losses.items():
             record = {
                 "kind": "valid",
@@ -341,39 +261,20 @@ class _Run:
         progress = [dataclasses.asdict(self.progress)]
         torch.distributed.broadcast_object_list(progress)  # the seconds differ, and rank 0's are saved
         self.checkpoints.save(self.config.save, iteration, {"progress": progress[0]})
-        if self.lossy_config.save_consensus:
-            folder = self.config.save if self.islands is None else os.path.dirname(self.config.save)
-            writes = self._island()[0] == 0
-            self.checkpoints.save_consensus(os.path.join(folder, CONSENSUS_FOLDER), iteration, writes)
+        beside = self.lossy.saved_beside(self.config.save)
+        if beside is not None:
+            folder, writes = beside
+            self.checkpoints.save_consensus(folder, iteration, writes)
         self.console.note(f"  saved checkpoint of iteration {iteration:7d} to {self.config.save}")
-
-    def _header(self) -> str:
-        """The losses, the workers, and the epochs of training data, in words."""
-        config, ranks = self.config, torch.distributed.get_world_size()
-        tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-        if config.virtual_workers:
-            who = f"virtual workers {config.virtual_workers}, in memory"
-            if self.lossy_config.averages:
-                who += f", on {self.lossy_config.islands} islands"
-        else:
-            island, islands = self._island()
-            data = islands * config.data_parallel_size(ranks)
-            who = f"data-parallel ranks {data}, over {torch.distributed.get_backend()}"
-            if islands > 1:
-                who += f", on {islands} islands, of which this is number {island}"
-            if tensor * pipeline > 1:
-                who += f", tensor {tensor} x pipeline {pipeline}"
-        seen = epochs(self.data_path, config.train_iters * config.global_batch_size * config.seq_length)
-        return f"loss: {self.lossy_config.describe()} | {who}, on {device.device_type()} | {seen:.3g} epochs of data"
 
     def _load(self) -> bool:
         """Load the checkpoint of ``--load`` if there is one; returns whether there was."""
         folder = self.config.load
         if folder is None:
             return False
-        goes_on = self.islands is not None and same_folder(self.config.save, folder)
-        if goes_on and (rewound := rewind(folder, self.islands)):
-            self.console.note(f"  {rewound}")
+        for part in self.lossy.parts if same_folder(self.config.save, folder) else ():
+            if rewound := part.rewind(folder):
+                self.console.note(f"  {rewound}")
         if latest_iteration(folder) is None:
             self.console.note(f"no checkpoint in {folder}: starting from random weights")
             self.lossy.set_iteration(0)  # what a killed run recorded before its first checkpoint no longer counts

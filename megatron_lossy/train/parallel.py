@@ -17,22 +17,22 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from .. import device
-from ..mechanisms.islands.world import IslandWorld
+from ..jobs import World
 from .config import TrainConfig
 
 
 @contextlib.contextmanager
-def world(config: TrainConfig, islands: IslandWorld | None = None) -> Iterator[None]:
+def world(config: TrainConfig, launched: World | None = None) -> Iterator[None]:
     """A context with the default process group, destroyed at the end. An existing group is used and left as it is.
 
-    ``islands``: if given, the group is the world of this rank's island.
+    ``launched``: if given, the group is this rank's job in it.
     """
     if torch.distributed.is_initialized():
         yield
         return
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    if islands is not None:
-        islands.open(device.init_process_group, timeout)
+    if launched is not None:
+        launched.open(device.init_process_group, timeout)
     elif "RANK" in os.environ:
         device.init_process_group(timeout=timeout)
     else:

@@ -1,9 +1,10 @@
-"""The progress of a run and its records: the first record of its metrics, and its writers."""
+"""The progress of a run and its records: its description in words, the first record of its metrics, its writers."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 
 from .. import device
 from ..config import LossyConfig
+from ..data import epochs
 from ..device.environment import hardware, versions
+from ..run import Run
 from .config import TrainConfig
 from .metrics import JsonLinesWriter, TensorBoardWriter, WandbWriter, Writer, Writers
 
@@ -70,6 +73,24 @@ def open_writers(config: TrainConfig, lossy_config: LossyConfig, resumed_at: int
     result = Writers(writers)
     result.write(_run_record(config, lossy_config, name))
     return result
+
+
+def header(config: TrainConfig, run: Run, data_path: Sequence[str]) -> str:
+    """The losses, the workers, and the epochs of training data of ``run``, in words."""
+    ranks, jobs = torch.distributed.get_world_size(), run.config.jobs()
+    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    on = f", on {jobs.number} {jobs.name}s" if jobs.several else ""
+    if config.virtual_workers:
+        who = f"virtual workers {config.virtual_workers}, in memory{on}"
+    else:
+        data = run.jobs * config.data_parallel_size(ranks)
+        who = f"data-parallel ranks {data}, over {torch.distributed.get_backend()}{on}"
+        if jobs.several:
+            who += f", of which this is number {run.job}"
+        if tensor * pipeline > 1:
+            who += f", tensor {tensor} x pipeline {pipeline}"
+    seen = epochs(data_path, config.train_iters * config.global_batch_size * config.seq_length)
+    return f"loss: {run.config.describe()} | {who}, on {device.device_type()} | {seen:.3g} epochs of data"
 
 
 def _run_record(config: TrainConfig, lossy_config: LossyConfig, name: str) -> dict[str, Any]:

@@ -11,11 +11,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..config import LossyConfig
+from ..checkpoints import TRACKER, latest_iteration
+from ..config import SECTIONS, LossyConfig
 from ..errors import cannot, refuse
 from ..files import check_folder, write_text, writing
 from ..flags import difference, flag_name, identity, of_flags
-from ..mechanisms.islands.flags import CONSENSUS_FOLDER, TRACKER, folder_of_island, folder_to_load
+from ..jobs import Jobs
 from .config import SHAPE, TrainConfig
 from .metrics import METRICS_FILE
 
@@ -24,37 +25,18 @@ SETTINGS = "settings.json"
 _SAMPLES = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "seed")
 
 
-def iteration_folder(folder: str | os.PathLike, iteration: int) -> Path:
-    """The folder in which Megatron puts the checkpoint of ``iteration``."""
-    return Path(folder) / f"iter_{iteration:07d}"
-
-
-def latest_iteration(folder: str | os.PathLike) -> int | None:
-    """The iteration of the latest whole checkpoint in ``folder``, if any. Raises :class:`UsageError`."""
-    tracker = Path(folder) / TRACKER
-    if not tracker.is_file():
-        return None
-    try:
-        text = tracker.read_text(errors="replace").strip()
-    except OSError as error:
-        raise cannot("--load", tracker, "read", error) from None
-    if not text.isdigit() or not iteration_folder(folder, int(text)).is_dir():
-        raise refuse("--load", folder, f"{TRACKER} there names {text!r}, which is no checkpoint of that folder")
-    return int(text)
-
-
 def settings_of(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> dict[str, Any]:
     """The settings that identify a run, as JSON gives them back. ``data``: the fingerprint of its data, if known."""
     settings = {"train": identity(config), "loss": identity(lossy), "data": data}
     return json.loads(json.dumps(settings))
 
 
-def in_folders_of_island(config: TrainConfig, island: int) -> TrainConfig:
-    """``config`` with the folders of ``island`` within those that it names."""
+def in_folders_of_job(config: TrainConfig, jobs: Jobs, job: int) -> TrainConfig:
+    """``config`` with the folders of ``job``, of real ranks, within those that it names."""
     named = {name: getattr(config, name) for name in ("save", "metrics_dir", "tensorboard_dir")}
-    folders = {name: folder_of_island(path, island) for name, path in named.items() if path}
+    folders = {name: jobs.folder(path, job) for name, path in named.items() if path}
     if config.load:
-        folders["load"] = folder_to_load(config.load, island)
+        folders["load"] = jobs.folder_to_load(config.load, job)
     return dataclasses.replace(config, **folders)
 
 
@@ -122,8 +104,9 @@ def _other_run(there: dict[str, Any], here: dict[str, Any]) -> str | None:
 
 def _check_loaded(config: TrainConfig, lossy: LossyConfig, data: list[Any] | None) -> None:
     settings = _read_settings("--load", config.load)
-    if settings is None and Path(config.load).name == CONSENSUS_FOLDER:
-        why = "has mean weights alone (--save-consensus), for --finetune of Megatron-LM; load the run's own checkpoint"
+    of_weights = {name: flag for section in SECTIONS for name, flag in section.folders_of_weights.items()}
+    if settings is None and (flag := of_weights.get(Path(config.load).name)):
+        why = f"has mean weights alone ({flag}), for --finetune of Megatron-LM; load the run's own checkpoint"
         raise refuse("--load", config.load, why)
     if settings is None:
         raise refuse("--load", config.load, f"holds no checkpoint of this program: no {SETTINGS}")
@@ -134,7 +117,7 @@ def _check_loaded(config: TrainConfig, lossy: LossyConfig, data: list[Any] | Non
             raise refuse("--load", config.load, f"{flag_name(TrainConfig, name)} was {there} there and is {here} here")
     # For samples under way between stages, one stage has the activations and another the labels.
     under_way = config.pipeline_model_parallel_size > 1 and latest_iteration(config.load) != saved.train_iters
-    if not (lossy.async_pipeline and lossy.save_replicas and under_way):
+    if not (lossy.holds_samples() and lossy.save_replicas and under_way):
         return
     here = settings_of(config, lossy, data)
     changed = difference(TrainConfig, settings["train"], {name: here["train"][name] for name in _SAMPLES})

@@ -14,10 +14,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ..hooks.rng import rng_state, set_rng_state
+from ..run import Run
 from ..virtual import VirtualRun
 from .config import TrainConfig
 from .data import RankBatches
 from .model import forward_step
+from .optimizer import build_optimizer
 
 Begun = TypeVar("Begun")
 
@@ -25,25 +27,29 @@ Begun = TypeVar("Begun")
 class Workers:
     """Runs micro-batches of every rank of this process, each with the rank's own replica, data and random state.
 
-    ``late``: number of iterations after which the loss and the norm of an iteration must be known. A rank of ``island``
-    has its data by its number among the ranks of all ``islands``.
+    ``run``: whose exchanges they make; ``None`` for a model that loses nothing. A rank has its data by its number among
+    those of all jobs. ``late``: number of iterations after which the loss and the norm of an iteration must be known.
+    ``optimizer``, ``scheduler``: of the model.
     """
 
     late = 0
 
-    def __init__(
-        self, config: TrainConfig, model_chunks: list, cluster: VirtualRun | None, island: int = 0, islands: int = 1
-    ) -> None:
+    def __init__(self, config: TrainConfig, model_chunks: list, run: Run | None) -> None:
         self._config = config
         self._chunks = model_chunks
-        self._cluster = cluster
-        if cluster is None:
+        self._cluster = run if isinstance(run, VirtualRun) else None
+        if self._cluster is None:
+            job, jobs = (0, 1) if run is None else (run.job, run.jobs)
             size = parallel_state.get_data_parallel_world_size()
-            self._ranks = [island * size + parallel_state.get_data_parallel_rank()]
-            self._size = islands * size
+            self._ranks = [job * size + parallel_state.get_data_parallel_rank()]
+            self._size = jobs * size
         else:
-            self._ranks = list(range(cluster.workers))
-            self._size = cluster.workers
+            self._ranks = list(range(self._cluster.workers))
+            self._size = self._cluster.workers
+        self.optimizer, self.scheduler = self._built()
+
+    def _built(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+        return build_optimizer(self._config, self._chunks)
 
     def training_batches(self, dataset: GPTDataset, iteration: int, consumed: int) -> list[RankBatches]:
         """The argument of :meth:`iterate`, after ``iteration`` iterations with ``consumed`` samples."""
@@ -78,11 +84,7 @@ class Workers:
         return sums
 
     def iterate(
-        self,
-        batches: list[RankBatches],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        begin: Callable[[list[torch.Tensor]], Begun],
+        self, batches: list[RankBatches], begin: Callable[[list[torch.Tensor]], Begun]
     ) -> tuple[Begun, bool, float]:
         """Make one iteration with ``batches``. Returns ``begin``'s result, whether weights changed, and the gradient
         norm.
@@ -91,21 +93,21 @@ class Workers:
         """
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+        self.optimizer.zero_grad()
         sums = self.run(batches, self._config.global_batch_size, forward_only=False)
         begun = begin(sums)
-        successful, grad_norm, _ = self.step(optimizer)
+        successful, grad_norm, _ = self.step()
         if successful:
-            scheduler.step(increment=self._config.global_batch_size)
+            self.scheduler.step(increment=self._config.global_batch_size)
         return begun, successful, grad_norm or 0.0
 
     def begin_norm(self, grad_norm: float) -> Callable[[], float]:
         """Returns a function that waits for the global gradient norm. ``grad_norm``: this rank's norm."""
         return lambda: grad_norm
 
-    def step(self, optimizer: MegatronOptimizer) -> tuple[bool, float | None, int | None]:
+    def step(self) -> tuple[bool, float | None, int | None]:
         """Make the update. Returns the result of ``optimizer.step()``: success, gradient norm, number of zeros."""
-        return optimizer.step() if self._cluster is None else self._cluster.step(optimizer)
+        return self.optimizer.step() if self._cluster is None else self._cluster.step(self.optimizer)
 
     def evaluate_owner(self, batches: list[RankBatches], samples: int) -> list[torch.Tensor]:
         """Runs as :meth:`run` does, without gradients, and with the weights that are in the model: the owners'."""

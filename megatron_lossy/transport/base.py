@@ -7,15 +7,14 @@ a delivery before the exchange; a wire over a real network knows it only afterwa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..exchange import BucketUnits, Delivery, Exchange, Stream
-from ..mechanisms.priority.choosing import Priority
+from ..exchange import BucketUnits, Delivery, Exchange, Stream, units_of
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
 
 
@@ -114,10 +113,6 @@ class Wire(ABC):
     def all_gather(self, x: Parameters, rule: Stale) -> Transfer:
         """Begin the exchange of the parameters ``x``; ``rule`` handles their lost units."""
 
-    @abstractmethod
-    def protected(self, rule: GradRecovery, priority: Priority) -> GradRecovery:
-        """Returns ``rule`` with senders whose ``priority`` chooses the units that have to arrive."""
-
     def note_all_reduce(self, x: Callable[[], Gradients], rule: GradRecovery) -> None:
         """Note that the gradients ``x()`` are about to be all-reduced: all of them arrive."""
 
@@ -132,8 +127,19 @@ class Wire(ABC):
         """The delivery of ``exchange``, if it was one of the latest two of its phase or can be foreseen."""
         return self.foresee(exchange)
 
-    def restore(self, delivery: Delivery) -> None:
-        """Restore ``delivery``, made before the loaded checkpoint was saved. Made again, it must be the same."""
+    def restore(self, exchange: Exchange, lost: Mapping[int, np.ndarray]) -> None:
+        """Restore ``exchange``, made before the loaded checkpoint was saved. Made again, it must lose the same.
+
+        ``lost``: bool[N, count] by bucket, the units that this rank missed; it missed none of the other buckets.
+        """
+        cut = self.cut[exchange.phase]
+        arrived = np.ones((1, self.size, units_of(cut)), dtype=bool)
+        for bucket, missed in lost.items():
+            arrived[0][:, cut[bucket].numbers] = ~missed
+        self._remember(Delivery(exchange, self.members, self.members[self.rank : self.rank + 1], arrived, cut))
+
+    def _remember(self, delivery: Delivery) -> None:
+        """Take ``delivery`` for the one of its exchange."""
 
     def restart(self) -> None:
         """Forget all exchanges: a checkpoint was loaded."""

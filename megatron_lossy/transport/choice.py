@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..channel.draws import generator
 from ..config import PHASES, LossyConfig
-from ..exchange import BucketUnits, Exchange, Stream, cut
-from ..mechanisms.lead.compensated import Compensated
-from ..mechanisms.priority.choosing import Priority, Protection
-from ..mechanisms.priority.protected import Prioritised
+from ..exchange import BucketUnits, Stream, cut
 from ..recovery import GradRecovery, Stale
-from ..registry import GRAD_RECOVERIES
+from ..registry import GRAD_RECOVERIES, MECHANISMS
 from .base import Wire
 from .drawn import CollectiveWire, Networks, check_links
 from .network import check_owners
 from .pieces import Pieces
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,47 +37,21 @@ def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str,
     return result
 
 
-def protection_of(config: LossyConfig) -> Protection:
-    """The :class:`Protection` that the flags ask for."""
-
-    def draw(exchange: Exchange, source: int, number: int) -> np.ndarray:
-        return generator(config.loss_seed, exchange, source, number).random(config.grad_priority_sample)
-
-    return Protection(
-        config.grad_priority,
-        config.grad_priority_fraction,
-        config.grad_priority_scope,
-        config.grad_priority_sample,
-        config.grad_residual_bound,
-        config.lossy_self,
-        draw,
-    )
+def grad_rules(config: LossyConfig, wire: Wire) -> list[GradRecovery]:
+    """The rule for the gradients of each bucket of ``wire``."""
+    recovery = GRAD_RECOVERIES.load(config.grad_recovery)
+    rules = [recovery(units, wire.rank) for units in wire.cut["grad"]]
+    for mechanism in MECHANISMS.all():
+        rules = mechanism.grad_rules(config, rules, wire)
+    return rules
 
 
-@functools.cache
-def _warn_of_no_priority(config: LossyConfig) -> None:
-    logger.warning(
-        "--grad-priority none with %s: large gradients that are lost come back at full size in a later step, which may have "
-        "been clipped less; consider packet-mean (docs/smart.md)",
-        config.grad_recovery,
-    )
-
-
-def grad_rule(config: LossyConfig, units: BucketUnits, wire: Wire) -> GradRecovery:
-    """The rule for the gradients of a bucket that is cut into ``units`` and crosses on ``wire``."""
-    rule: GradRecovery = GRAD_RECOVERIES.load(config.grad_recovery)(units, wire.rank)
-    if not config.at_sender:
-        return rule
-    if config.grad_priority == "none":
-        _warn_of_no_priority(config)
-    return wire.protected(rule, Priority(protection_of(config), units, wire.rank))
-
-
-def param_rule(config: LossyConfig, units: BucketUnits, wire: Wire) -> Stale:
-    """The rule for the parameters of a bucket that is cut into ``units`` and crosses on ``wire``."""
-    if config.param_priority != "none":
-        return Prioritised(units, wire.rank, config.param_priority_fraction)
-    return {"plain": Stale, "compensated": Compensated}[config.param_send](units, wire.rank)
+def param_rules(config: LossyConfig, wire: Wire) -> list[Stale]:
+    """The rule for the parameters of each bucket of ``wire``."""
+    rules = [Stale(units, wire.rank) for units in wire.cut["param"]]
+    for mechanism in MECHANISMS.all():
+        rules = mechanism.param_rules(config, rules, wire)
+    return rules
 
 
 def wire_for(

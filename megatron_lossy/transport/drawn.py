@@ -13,8 +13,6 @@ import numpy as np
 import torch
 
 from ..exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
-from ..mechanisms.priority.choosing import Priority
-from ..mechanisms.priority.protected import Spared
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
 from .base import Transfer, Wire
 from .network import Network
@@ -83,13 +81,10 @@ class DrawnWire(Wire):
 
         def arrived() -> Delivery:
             rule.put_back(x.buffer, delivery, stale)
-            rule.sent(x, own)
+            rule.sent(x, own, delivery)
             return delivery
 
         return Transfer(x.collective(), arrived)
-
-    def protected(self, rule: GradRecovery, priority: Priority) -> GradRecovery:
-        return Spared(rule, priority)
 
     def note_all_reduce(self, x: Callable[[], Gradients], rule: GradRecovery) -> None:
         sent, me = self._looking_ahead(x(), rule.units), self.members[self.rank : self.rank + 1]
@@ -143,7 +138,7 @@ class CollectiveWire(DrawnWire):
         self._latest.put(exchange, delivery)
         return delivery
 
-    def restore(self, delivery: Delivery) -> None:
+    def _remember(self, delivery: Delivery) -> None:
         self._latest.put(delivery.exchange, delivery)
 
     def restart(self) -> None:

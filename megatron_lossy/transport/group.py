@@ -16,16 +16,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .. import theory
 from ..channel.corruption import Errors
 from ..config import PHASES, LossyConfig
 from ..errors import UsageError
-from ..exchange import Delivery, Exchange, Stream, units_of
+from ..exchange import Delivery, Exchange, Stream
 from ..recovery import Gradients, Parameters
 from ..recovery.base import Collective, Told
 from .base import Transfer, Wire
-from .choice import BucketSpec, grad_rule, param_rule, wire_for
-from .counted import Counted
+from .choice import BucketSpec, grad_rules, param_rules, wire_for
 from .drawn import Networks
 from .network import Network, check_ranks, find_nodes
 
@@ -44,21 +42,16 @@ class LossyGroup:
     def __init__(self, config: LossyConfig, wire: Wire) -> None:
         self.wire = wire
         self.stream, self.size, self.rank = wire.stream, wire.size, wire.rank
+        self._lossless = {phase: wire.lossless(phase) for phase in PHASES}
         #: The errors of the gradients that this rank owns, after their reduction; and the factor between these
         #: gradients and those that the optimizer sees, beside the loss scale.
         self.errors: Errors | None = None
         self.gradient_unit = 1.0
-        self._given_lead = config.lead
-        self.grads = [grad_rule(config, units, wire) for units in wire.cut["grad"]]
-        self.params = [param_rule(config, units, wire) for units in wire.cut["param"]]
-        self._told: dict[int, Told] = {}  # by bucket: its latest record
+        self.grads = grad_rules(config, wire)
+        self.params = param_rules(config, wire)
+        #: Objects with a state that the rules share, by name.
+        self._shared = {name: one for rule in (*self.grads, *self.params) for name, one in rule.shared.items()}
         self._open: dict[int, int] = {}  # by bucket: a step with gradients that nobody has ended yet
-        #: Whether parameters are sent with a lead.
-        self.compensates = config.param_send == "compensated" and not self.lossless("param")
-        counts = self.compensates and config.lead is None
-        known = counts and wire.lag(Exchange("param", self.stream, 0)) is not None
-        #: The counts of receivers, if nothing else gives their lag.
-        self.counted = Counted() if counts and not known else None
         self._made: dict[str, tuple[int, set[int]]] = {}  # by phase: the latest step, and its buckets
 
     @classmethod
@@ -115,7 +108,7 @@ class LossyGroup:
 
     def lossless(self, phase: str) -> bool:
         """Whether nothing can be lost in ``phase``; its exchanges then need not use this group."""
-        return self.wire.lossless(phase)
+        return self._lossless[phase]
 
     def reduce_scatter(
         self,
@@ -171,36 +164,9 @@ class LossyGroup:
         """
         if self.lossless("param"):
             return Transfer(collective(), _nothing)
-        exchange, rule, counted = Exchange("param", self.stream, step), self.params[bucket], self.counted
+        exchange = Exchange("param", self.stream, step)
         self._note_made(exchange, bucket)
-        transfer = self.wire.all_gather(Parameters(exchange, bucket, buffer, sent, collective, self.lead(step)), rule)
-        return transfer if counted is None else transfer.then(lambda made: counted.count(bucket, rule.units, made))
-
-    def lead(self, step: int) -> tuple[float, float]:
-        """c and r of the lead that ``--param-send compensated`` gives to the parameters of ``step``."""
-        if not self.compensates:
-            return 0.0, 0.0
-        known = self.wire.lag(Exchange("param", self.stream, step))
-        if self._given_lead is not None:
-            return self._given_lead if known is None or known[0] else (0.0, 0.0)
-        if known is None:
-            assert self.counted is not None
-            known = self.counted.lag()
-        return theory.lead(*known)
-
-    def before_update(self, sent: Sequence[torch.Tensor]) -> None:
-        """Call this before the update of every bucket's own shard [shard], sent as ``sent``."""
-        if self.compensates:
-            for rule, shard in zip(self.params, sent, strict=True):
-                rule.before_update(shard)
-
-    def keep_sent(self, bucket: int, sent: torch.Tensor) -> None:
-        """End the exchange of ``sent`` before its update: does for one bucket the work of :meth:`before_update`."""
-        if self.compensates:
-            self.params[bucket].before_update(sent)
-            if self.counted is not None:
-                self.counted.coming = self.counted.sums.copy()
-                self.counted.begin_update()
+        return self.wire.all_gather(Parameters(exchange, bucket, buffer, sent, collective), self.params[bucket])
 
     def _hit(self, x: Gradients) -> None:
         if self.errors is not None:
@@ -214,10 +180,11 @@ class LossyGroup:
         """
         if self.lossless("param"):
             return None
-        if self.compensates:  # the values that arrived are ahead of the owners' weights
+        rule = self.params[bucket]
+        if not rule.exact:
             replica = buffer.clone()
             return lambda: buffer.copy_(replica)
-        delivery, rule = self.delivery("param", step), self.params[bucket]
+        delivery = self.delivery("param", step)
         assert delivery is not None, "the gather of the last update is still under way"
         saved = rule.put_aside(buffer, delivery)
         return lambda: rule.put_back(buffer, delivery, saved)
@@ -250,16 +217,11 @@ class LossyGroup:
 
         ``lost``: bool[N, count] by bucket; the other buckets lost nothing.
         """
-        parts, members = self.wire.cut["param"], self.wire.members
-        arrived = np.ones((1, self.size, units_of(parts)), dtype=bool)
-        for bucket, missed in lost.items():
-            arrived[0][:, parts[bucket].numbers] = ~missed
-        receivers = members[self.rank : self.rank + 1]
-        self.wire.restore(Delivery(Exchange("param", self.stream, step), members, receivers, arrived, parts))
+        self.wire.restore(Exchange("param", self.stream, step), lost)
 
     def told(self) -> list[Told]:
         """The records of the units that this rank sent in the latest step that is over, bucket by bucket."""
-        return [told for _, told in sorted(self._told.items(), key=lambda one: one[0])]
+        return [rule.told for rule in self.grads if rule.told is not None]
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -287,8 +249,6 @@ class LossyGroup:
         del self._open[bucket]
         rule = self.grads[bucket]
         self.wire.hear(rule, bucket, before, 0.0)
-        if (told := rule.take_told()) is not None:
-            self._told[bucket] = told
         rule.finish_step(before, True)
 
     def _count_all(self) -> None:
@@ -302,8 +262,6 @@ class LossyGroup:
             self._count_before(bucket, step)
             self._open.pop(bucket, None)
             self.wire.hear(rule, bucket, step, max(until - time.monotonic(), 0.0))
-        told = {bucket: rule.take_told() for bucket, rule in enumerate(self.grads)}
-        self._told = {bucket: one for bucket, one in told.items() if one is not None}
         for rule in (*self.grads, *self.params):
             rule.finish_step(step, successful)
 
@@ -320,19 +278,19 @@ class LossyGroup:
             rule.restart()
 
     def state_dict(self) -> dict[str, list[Any]]:
-        """The states of the rules, by phase, and the counts. The latest step counts if nobody has ended it."""
+        """The states of the rules, by phase, and what they share. The latest step counts if nobody has ended it."""
         self._count_all()
         for bucket, rule in enumerate(self.grads):
             self.wire.hear_late(rule, bucket, math.inf)
-        counted = {} if self.counted is None else {"counted": [self.counted.state_dict()]}
-        rules = {"grad": self.grads, "param": self.params}
-        return {phase: [rule.state_dict() for rule in each] for phase, each in rules.items()} | counted
+        states = {"grad": self.grads, "param": self.params} | {name: [one] for name, one in self._shared.items()}
+        return {name: [one.state_dict() for one in each] for name, each in states.items()}
 
     def load_state_dict(self, state: dict[str, list[Any]], device: torch.device) -> None:
         """Restore :meth:`state_dict`, with tensors on ``device``."""
         self._open = {}
-        if self.counted is not None and (counted := state.get("counted")):
-            self.counted.load_state_dict(*counted)
+        for name, one in self._shared.items():
+            if name in state:
+                one.load_state_dict(*state[name])
         for phase, rules in (("grad", self.grads), ("param", self.params)):
             for rule, one in zip(rules, state[phase], strict=True):
                 rule.load_state_dict(one, device)

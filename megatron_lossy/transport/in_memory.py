@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from ..config import PHASES, LossyConfig
-from ..errors import refuse
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
 from ..exchange import Stream
 from ..recovery.base import ordered_sum
 from .choice import BucketSpec, cut_buckets
@@ -55,12 +56,7 @@ class LossyWorkers:
     def __init__(
         self, config: LossyConfig, buckets: Sequence[BucketSpec], workers: int, steps: int | None = None
     ) -> None:
-        for flag, value, plain in (
-            ("--transport", config.transport, ("torch", "pieces")),
-            ("--param-priority", config.param_priority, ("none",)),
-        ):
-            if value not in plain:
-                raise refuse(flag, value, f"must be {' or '.join(plain)}: workers of one process exchange in memory")
+        check_refusals(config, Facts(in_memory=True))
         _, self.groups = groups_in_memory(config, buckets, Stream(), range(workers), workers, steps)
 
     @torch.no_grad()
@@ -99,12 +95,12 @@ class LossyWorkers:
         """
         pairs = zip(self.groups, outputs, inputs, strict=True)
         transfers = [group.all_gather(bucket, replica, sent, step, _nothing) for group, replica, sent in pairs]
-        whole = torch.cat(list(inputs))  # with the leads that they are sent with
+        whole = torch.cat(list(inputs))  # as it is sent
         for replica in outputs:
             replica.copy_(whole)
         for transfer, group, sent in zip(transfers, self.groups, inputs, strict=True):
             transfer.wait()
-            group.keep_sent(bucket, sent)
+            group.params[bucket].before_update(sent)
 
     def finish_step(self, step: int, successful: bool) -> None:
         """Calls :meth:`LossyGroup.finish_step` for all workers."""

@@ -46,7 +46,7 @@ def check_ranks(config: LossyConfig, size: int) -> None:
 def check_owners(config: LossyConfig) -> None:
     """Raise :class:`UsageError` for flags that real ranks cannot have.
 
-    An example are rules whose owners know the priorities of all senders.
+    An example are rules whose owners know what all senders chose.
     """
     check_refusals(config, Facts(virtual=False))
 

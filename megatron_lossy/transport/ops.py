@@ -100,7 +100,7 @@ def lossy_all_gather(
         return all_gather_single(output, input, group=group, async_op=async_op)
 
     transfer = lossy.all_gather(bucket, output, input, step, collective)
-    return _finish(transfer.then(lambda _: lossy.keep_sent(bucket, input)), async_op)
+    return _finish(transfer.then(lambda _: lossy.params[bucket].before_update(input)), async_op)
 
 
 def _finish(transfer: Transfer, async_op: bool) -> Transfer | None:

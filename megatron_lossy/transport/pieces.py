@@ -52,7 +52,7 @@ class PieceWire(Wire):
             stale = rule.put_aside(x.buffer, delivery)
             x.buffer.copy_(received)
             rule.put_back(x.buffer, delivery, stale)
-            rule.sent(x, own)
+            rule.sent(x, own, delivery)
             return delivery
 
         return Crossing(work, arrived)

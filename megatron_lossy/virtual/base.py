@@ -139,11 +139,7 @@ class VirtualRun(Run):
 
     # --- answers of every run --------------------------------------------------------------------------------------
 
-    def loss_scale(self) -> torch.Tensor | None:
-        scalers = [getattr(optimizer, "grad_scaler", None) for optimizer in self._optimizers()]
-        return next((scaler.scale for scaler in scalers if scaler is not None), None)
-
-    def _optimizers(self) -> list[Any]:
+    def living_optimizers(self) -> list[Any]:
         # Megatron sets the scale_loss of its optimizer.
         return optimizers(getattr(self._transformer.grad_scale_func, "__self__", None))
 

@@ -15,13 +15,10 @@ from typing import Any
 
 import torch
 
-from ..channel.corruption import make_corruption
 from ..config import LossyConfig
-from ..delivery_log.errors import recorded_events
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
 from ..ledger import Ledger, Patch
 from ..mechanisms.async_pipeline.virtual import Stages
-from ..mechanisms.lead.virtual import Leads
 from ..transport import LossyGroup
 from .base import VirtualRun
 from .grad_norm import get_grad_norm_fp32
@@ -59,12 +56,11 @@ class VirtualCluster(VirtualRun):
         return buffers_for(self.workers)
 
     def _add(self, ddp: Any) -> None:
-        corruption = make_corruption(self.config, recorded_events(self.config))
         # Ranks divide by their number before the sum, unless gradients are sums over tokens.
         unit = 1.0 if ddp.config.calculate_per_token_loss else float(self.workers)
         for name, _, pairs in buckets_by_stream(ddp):
             stream = StreamBuckets(
-                self.config, pairs, name, self.workers, unit, corruption, self.steps, self._optimizers,
+                self.config, pairs, name, self.workers, unit, self.corruption, self.steps, self.living_optimizers,
                 self._members, self._ranks,
             )  # fmt: skip
             self._streams.append(stream)
@@ -141,36 +137,29 @@ class VirtualCluster(VirtualRun):
             successful = bool(result[0])
             for stream in self._streams:
                 if successful:
-                    stream.add_up()
+                    stream.sending.after_update()
                     stream.choose(self.iteration)
                 stream.versions.after_update(successful, stream.lost(self.iteration))
             if successful:
                 self.update = self.iteration
             self._send()
-            if successful:
-                for stream in self._streams:
-                    stream.count(self.iteration)
         return result
 
     # --- answers of every run --------------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
         super().begin_update()
-        for leads in self._leads:
-            leads.before_update()
-
-    @property
-    def _leads(self) -> list[Leads]:
-        return [stream.leads for stream in self._streams if stream.leads is not None]
+        for stream in self._streams:
+            stream.sending.before_update()
 
     def _withdraw(self) -> None:
-        for leads in self._leads:
-            leads.withdraw()
+        for stream in self._streams:
+            stream.sending.withdraw()
 
     def _send(self) -> None:
-        """Give receivers the last update with its lead."""
-        for leads in self._leads if self.update is not None else ():
-            leads.send(self.update)
+        """Give receivers the last update as its owners send it."""
+        for stream in self._streams if self.update is not None else ():
+            stream.sending.send(self.update)
 
     @property
     def groups(self) -> list[LossyGroup]:
@@ -185,11 +174,13 @@ class VirtualCluster(VirtualRun):
         return self._streams
 
     def replicas(self) -> list[VirtualSampler]:
-        return [VirtualSampler(stream.stream, stream.pairs, stream.versions, stream.leads) for stream in self._streams]
+        return [
+            VirtualSampler(stream.stream, stream.pairs, stream.versions, stream.sending) for stream in self._streams
+        ]
 
     @contextlib.contextmanager
     def owner_weights(self, model_chunks: Any) -> Iterator[None]:
-        """A context in which the model has the owners' weights without leads. Call it outside of a worker's turn."""
+        """A context in which the model has the owners' weights. Call it outside of a worker's turn."""
         assert self._worker is None
         with torch.no_grad():
             self._withdraw()
@@ -203,10 +194,9 @@ class VirtualCluster(VirtualRun):
         super().set_iteration(iteration)
         for stream in self._streams:
             stream.versions.restart()
+            stream.sending.restart()
         if self._stages is not None:
             self._stages.restart()
-        for leads in self._leads:
-            leads.restart()
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
         super().load_replicas(folder)

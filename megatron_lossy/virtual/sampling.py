@@ -10,27 +10,24 @@ import torch
 
 from ..exchange import Stream
 from ..hooks.buckets import used_ranges
-from ..mechanisms.lead.virtual import Leads
+from ..mechanism import Sending
 from .versions import Versions
 
 
 class VirtualSampler:
     """See :class:`megatron_lossy.monitor.Replicas`.
 
-    ``pairs``: Megatron's (buffer, bucket) in canonical order.
+    ``pairs``: Megatron's (buffer, bucket) in canonical order. ``sending``: knows the owners' weights.
     """
 
-    def __init__(
-        self, stream: Stream, pairs: Sequence[tuple[Any, Any]], versions: Versions, leads: Leads | None
-    ) -> None:
+    def __init__(self, stream: Stream, pairs: Sequence[tuple[Any, Any]], versions: Versions, sending: Sending) -> None:
         self.stream = stream
         self.workers, _, self.units = versions.held.shape
         self.owned = range(self.workers)
         self.shards = [bucket.param_data.numel() // self.workers for _, bucket in pairs]
         self._pairs = pairs
         self._versions = versions
-        self._leads = leads is not None
-        self._weights = [bucket.param_data for _, bucket in pairs] if leads is None else leads.weights
+        self._weights = sending.weights
 
     @property
     def used(self) -> list[np.ndarray]:
@@ -46,8 +43,6 @@ class VirtualSampler:
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:
         values = [self._versions.everyone(number, chosen) for number, chosen in enumerate(places)]
         everyone = torch.cat(values, dim=1).double().cpu().numpy()
-        if not self._leads:
-            return everyone
         owners = np.concatenate([chosen // shard for chosen, shard in zip(places, self.shards, strict=True)])
-        everyone[owners, np.arange(len(owners))] = self.own(places)  # without leads
+        everyone[owners, np.arange(len(owners))] = self.own(places)  # which may differ from what it sends
         return everyone

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,9 +13,9 @@ import torch
 from ..channel.corruption import Corruption
 from ..config import LossyConfig
 from ..exchange import Delivery, Exchange, Stream, units_of
-from ..hooks.main_weights import MainWeights
-from ..mechanisms.lead.virtual import Leads
-from ..mechanisms.replicas.ranks import errors_of_owner
+from ..hooks.errors import errors_of_owner
+from ..mechanism import Sending
+from ..registry import MECHANISMS
 from ..transport import BucketSpec, Transfer
 from ..transport.in_memory import groups_in_memory
 from .versions import Versions
@@ -59,7 +58,7 @@ class StreamBuckets:
         self.cut = self._memory.cut
         if config.errs and workers > 1:
             for rank, group in enumerate(self.groups):
-                group.errors = errors_of_owner(config, corruption, stream, pairs, workers, rank, rank)
+                group.errors = errors_of_owner(corruption, stream, pairs, workers, rank, rank)
                 group.gradient_unit = unit
         self.sums = [torch.empty_like(bucket.grad_data) for bucket in buckets]
         # Owners that add up pieces do so in float32, and round once.
@@ -68,11 +67,8 @@ class StreamBuckets:
         self._begun: list[Transfer] = []  # the transfers of this iteration, worker by worker
         buffers = [bucket.param_data for bucket in buckets]
         self.versions = Versions(buffers, self.cut["param"], units_of(self.cut["param"]), workers)
-        main = functools.cache(lambda bucket: MainWeights(optimizers(), buckets[bucket], buffers[bucket]))
-        #: Set with ``--param-send compensated``.
-        self.leads: Leads | None = None
-        if self.groups[0].compensates:
-            self.leads = Leads(self.groups, buffers, lambda bucket: main(bucket)())
+        others = (mechanism.sending(self.groups, buckets, optimizers) for mechanism in MECHANISMS.all())
+        self.sending = next((one for one in others if one is not None), Sending(buffers))
 
     @contextlib.contextmanager
     def turn(self, worker: int) -> Iterator[None]:
@@ -80,7 +76,7 @@ class StreamBuckets:
         with torch.no_grad():
             self.versions.swap_in(worker)
         try:
-            with contextlib.nullcontext() if self.leads is None else self.leads.owner(worker):
+            with self.sending.owner(worker):
                 yield
         finally:
             with torch.no_grad():
@@ -90,22 +86,6 @@ class StreamBuckets:
         """Use the sums of ``other``, which reduces its gradients at another time."""
         self.sums, self._totals = other.sums, other._totals
 
-    def count(self, step: int) -> None:
-        """Let every worker count the losses of ``step``, if the counts give its lag."""
-        for group in self.groups:
-            if group.counted is not None:
-                delivery = group.delivery("param", step)
-                for number, units in enumerate(self.cut["param"]):
-                    group.counted.count(number, units, delivery)
-
-    def add_up(self) -> None:
-        """Add up the counts of the workers. The sums are used from the next update on, as on real ranks."""
-        counted = [group.counted for group in self.groups if group.counted is not None]
-        for one in counted:
-            one.begin_update()
-        for one in counted:
-            one.coming = sum(other.sums for other in counted)
-
     @property
     def differ(self) -> bool:
         """Whether replicas of workers can differ."""
@@ -114,7 +94,7 @@ class StreamBuckets:
     @property
     def kept(self) -> int:
         """Elements of weights held beside the parameter buffers."""
-        return self.versions.kept + (0 if self.leads is None else self.leads.kept)
+        return self.versions.kept + self.sending.kept
 
     def collect(self, worker: int, step: int, loss_scale: torch.Tensor | None, following: int | None) -> None:
         """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards.

@@ -21,7 +21,6 @@ from ...train import parallel
 from ...train.config import TrainConfig
 from ...train.data import build_datasets
 from ...train.model import build_model
-from ...train.optimizer import build_optimizer
 from ...train.text import prepare_text, with_data_paths
 from ...train.workers import Workers
 from ...virtual import VirtualCluster
@@ -83,7 +82,6 @@ def _measure(
         model = build_model(config, tokenizer.vocab_size)
     cluster.attach(model[0])
     workers = Workers(config, model, cluster)
-    optimizer, scheduler = build_optimizer(config, model)
     batches = workers.batches(data, consumed=0)
     parameters = list(model[0].parameters())
     size = sum(parameter.numel() for parameter in parameters)
@@ -96,10 +94,10 @@ def _measure(
     owner, increments, drifts = sample(), [], []
     for _ in range(config.train_iters):
         model[0].zero_grad_buffer()
-        optimizer.zero_grad()
+        workers.optimizer.zero_grad()
         workers.run(batches, config.global_batch_size, forward_only=False)
-        workers.step(optimizer)
-        scheduler.step(increment=config.global_batch_size)
+        workers.step()
+        workers.scheduler.step(increment=config.global_batch_size)
         before, owner = owner, sample()
         increments.append(owner - before)
         gaps = []

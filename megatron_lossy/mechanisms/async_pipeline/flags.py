@@ -36,6 +36,9 @@ class AsyncPipelineFlags(Flags):
     def changes(self) -> bool:
         return self.async_pipeline
 
+    def holds_samples(self) -> bool:
+        return self.async_pipeline
+
     def notes(self) -> list[str]:
         if not self.async_pipeline:
             return []

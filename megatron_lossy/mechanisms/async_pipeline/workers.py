@@ -17,16 +17,14 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import GPTDataset
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel.schedules import forward_step as megatron_forward_step
 
 from ... import device
-from ...config import LossyConfig
 from ...config.refusal import check_refusals
 from ...hooks.facts import of_model
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
 from ...hooks.versions import backward_step, optimizers
+from ...run import Run
 from ...train.config import TrainConfig
 from ...train.data import RankBatches
 from ...train.model import forward_step
@@ -54,12 +52,10 @@ class StageWorkers(Workers):
         self,
         config: TrainConfig,
         model_chunks: list,
-        optimizer: MegatronOptimizer,
-        flags: LossyConfig,
-        island: int = 0,
-        islands: int = 1,
+        run: Run,
     ) -> None:
-        super().__init__(config, model_chunks, None, island, islands)
+        super().__init__(config, model_chunks, run)
+        flags, run.pipeline = run.config, self
         [self._chunk] = model_chunks
         self._megatron = self._chunk.config
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -78,15 +74,15 @@ class StageWorkers(Workers):
         self._iteration = 0
         self._under_way: deque[_UnderWay] = deque()
         self._restored: dict[str, Any] | None = None
-        self._measure_per_stage(optimizer)
+        self._measure_per_stage()
 
-    def _measure_per_stage(self, optimizer: MegatronOptimizer) -> None:
+    def _measure_per_stage(self) -> None:
         """Restrict the norm of the gradient to this stage."""
         if self._config.use_distributed_optimizer:
             group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         else:  # all ranks have all of the gradient
             group = parallel_state.get_tensor_model_parallel_group()
-        for one in optimizers(optimizer):
+        for one in optimizers(self.optimizer):
             one.grad_stats_parallel_group = group
 
     def training_batches(self, dataset: GPTDataset, iteration: int, consumed: int) -> list[RankBatches]:
@@ -96,23 +92,19 @@ class StageWorkers(Workers):
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def iterate(
-        self,
-        batches: list[RankBatches],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        begin: Callable[[list[torch.Tensor]], Begun],
+        self, batches: list[RankBatches], begin: Callable[[list[torch.Tensor]], Begun]
     ) -> tuple[Begun, bool, float]:
         self._chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+        self.optimizer.zero_grad()
         sums, tokens = self._passes(batches[0])
         self._megatron.finalize_model_grads_func([self._chunk], None)
         if self._config.calculate_per_token_loss:
             self._divide_by(tokens)
         begun = begin(sums)
         with self._stash.updating():
-            successful, grad_norm, _ = self.step(optimizer)
+            successful, grad_norm, _ = self.step()
         if successful:
-            scheduler.step(increment=self._config.global_batch_size)
+            self.scheduler.step(increment=self._config.global_batch_size)
         self._iteration += 1
         self._messages.settle()
         return begun, successful, grad_norm or 0.0

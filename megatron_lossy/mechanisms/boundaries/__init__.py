@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Boundaries(Mechanism):
-    """Boundaries between pipeline stages: their place among the mechanisms."""
+    """The place of boundaries between pipeline stages among the mechanisms."""
 
     name = "boundaries"
     Flags = BoundaryFlags

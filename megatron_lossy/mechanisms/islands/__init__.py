@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...mechanism import Mechanism, Part
@@ -11,10 +11,12 @@ from .flags import IslandFlags
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
+    from ...jobs import World
+    from ...run import Run
 
 
 class Islands(Mechanism):
-    """Islands: their place among the mechanisms."""
+    """The place of islands among the mechanisms."""
 
     name = "islands"
     Flags = IslandFlags
@@ -27,9 +29,63 @@ class Islands(Mechanism):
         return ISLANDS
 
     @classmethod
-    def part(cls, config: LossyConfig, world: Any) -> Part | None:
+    def check(cls, config: LossyConfig, train_iters: int | None) -> None:
+        if config.averages and config.sync_method != "none":
+            from .mean import check_between
+
+            check_between(config, train_iters)
+
+    @classmethod
+    def advice(cls, config: LossyConfig, iterations: int | None) -> list[str]:
+        from .advice import advice
+
+        return advice(config, iterations)
+
+    @classmethod
+    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
+        from .memory import kept
+
+        return kept(config, device)
+
+    @classmethod
+    def more_saved(cls, config: LossyConfig, weights: int, compute: int, virtual: bool) -> float:
+        from .memory import more_saved
+
+        return more_saved(config, weights, compute, virtual)
+
+    @classmethod
+    def world(cls, config: LossyConfig, seed: int) -> World | None:
+        if not config.averages:
+            return None
+        from .world import IslandWorld
+
+        return IslandWorld(config.islands, seed)
+
+    @classmethod
+    def part(cls, config: LossyConfig, world: World | None) -> Part | None:
         if world is None:
             return None
         from .part import TrainingIslands
+        from .world import IslandWorld
 
+        assert isinstance(world, IslandWorld), world
         return TrainingIslands(config, world)
+
+    @classmethod
+    def virtual_run(
+        cls, config: LossyConfig, workers: int, iterations: int, seed: int, whole_optimizers: bool
+    ) -> Run | None:
+        if not config.averages:
+            return None
+        from .virtual import VirtualIslands
+
+        return VirtualIslands(config, workers, iterations, seed, gapless=True)
+
+    @classmethod
+    def workers(cls, run: Any) -> Any:
+        if not run.config.averages:
+            return None
+        from .virtual import VirtualIslands
+        from .workers import IslandWorkers
+
+        return IslandWorkers if isinstance(run, VirtualIslands) else None

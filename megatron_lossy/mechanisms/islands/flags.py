@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ...errors import refuse
 from ...flags import as_text, flag, flag_name, in_unit_interval, refuse_unused
+from ...jobs import Jobs
 from ...section import Flags
 
 #: Exchanges between islands: elements go to the owners of their means, and the means come back.
 SYNC_PHASES = ("sync-reduce", "sync-gather")
 #: Exchanges of an island that cross at once at most, each over connections of its own.
 SYNC_LANES = 4
-#: The file that names the latest checkpoint of a folder: Megatron's.
-TRACKER = "latest_checkpointed_iteration.txt"
 #: The folder of the mean weights, beside the folders of real islands or in that of virtual ones.
 CONSENSUS_FOLDER = "consensus"
 _DILOCO = ("diloco", "eager-diloco")
-
-
-def folder_of_island(path: str | os.PathLike[str], island: int | str) -> str:
-    """The folder of ``island``, of real ranks, in the folder ``path`` of the run."""
-    return os.path.join(path, f"island_{island}")
-
-
-def folder_to_load(path: str | os.PathLike[str], island: int) -> str:
-    """The folder of the checkpoint of ``island`` if ``--load`` is ``path``.
-
-    All islands start from a checkpoint in ``path`` itself, until they have their own there.
-    """
-    own = folder_of_island(path, island)
-    start, continued = (os.path.isfile(os.path.join(folder, TRACKER)) for folder in (path, own))
-    return os.fspath(path) if start and not continued else own
+_ITEMSIZE = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -43,6 +27,9 @@ class IslandFlags(Flags):
     """Flags of islands. Raises :class:`UsageError` for a value not allowed."""
 
     rates: ClassVar[Mapping[str, str]] = dict.fromkeys(SYNC_PHASES, "p_sync")
+    job_name: ClassVar[str] = "island"
+    folders_of_weights: ClassVar[Mapping[str, str]] = {CONSENSUS_FOLDER: "--save-consensus"}
+    in_headings: ClassVar[bool] = True
 
     islands: int = flag(
         1,
@@ -185,6 +172,12 @@ class IslandFlags(Flags):
     def changes(self) -> bool:
         return self.averages
 
+    def jobs(self) -> Jobs:
+        return Jobs(self.islands if self.averages else 1, self.job_name)
+
+    def element_bytes(self) -> int:
+        return _ITEMSIZE[self.sync_dtype] if self.averages else 0
+
     def resolve(self) -> None:
         if self.eval_weights is None:
             object.__setattr__(self, "eval_weights", "consensus" if self.averages else "replica")
@@ -208,6 +201,9 @@ class IslandFlags(Flags):
         if not self.averages or self.island_speeds is None:
             return train_iters
         return int(self.islands * train_iters / sum(self.relative_speeds) + 1e-9)
+
+    def most_iterations(self, iterations: int) -> int:
+        return max(self.local_iterations(island, iterations) for island in range(self.jobs().number))
 
     def local_iterations(self, island: int, iteration: int) -> int:
         """Number of iterations that ``island`` has made when the slowest has made ``iteration``."""

@@ -78,7 +78,8 @@ def shard_vector(
         if kept.dtype == torch.float32:
             segments.append(Segment(base, kept[first : first + elements], None))
         else:
-            for start, main in sorted(main_pieces(optimizers, bucket, bucket.param_data), key=lambda piece: piece[0]):
+            pieces = main_pieces(optimizers, bucket, bucket.param_data, "--islands")
+            for start, main in sorted(pieces, key=lambda piece: piece[0]):
                 low, high = max(start, first), min(start + main.numel(), first + elements)
                 if low < high:
                     own = main.view(-1)[low - start : high - start]

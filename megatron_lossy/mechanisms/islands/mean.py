@@ -161,3 +161,11 @@ def elements_of(arrived: np.ndarray, units: BucketUnits, device: torch.device) -
     """bool[receivers, sources, shard] of bool[receivers, sources, units]."""
     by_unit = torch.from_numpy(arrived).to(device)
     return by_unit.repeat_interleave(units.elements, dim=2)[:, :, : units.shard]
+
+
+def check_between(config: LossyConfig, train_iters: int | None) -> None:
+    """Raise :class:`UsageError` for files of rates or losses that do not fit exchanges between islands.
+
+    ``train_iters``: ``None`` if it is not known.
+    """
+    networks_between(config, Stream("islands"), train_iters)

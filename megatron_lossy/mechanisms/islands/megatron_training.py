@@ -7,11 +7,9 @@ the folders and the stop signals of each island.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,7 +18,6 @@ import torch
 
 from ... import device
 from ...ledger import Patch, Takes
-from .flags import CONSENSUS_FOLDER, folder_of_island, folder_to_load
 from .ranks import RankIslands
 
 _FOLDERS = ("save", "tensorboard_dir", "non_persistent_global_ckpt_dir")
@@ -90,24 +87,12 @@ def before_validation(islands: RankIslands, args: Any) -> None:
     """Give Megatron the folders of the island, before it checks its arguments. A second call changes nothing."""
     if getattr(args, "megatron_lossy_island", None) is None:
         args.megatron_lossy_island = island = islands.world.island
+        jobs = islands.config.jobs()
         for name in _FOLDERS:
             if folder := getattr(args, name, None):
-                setattr(args, name, folder_of_island(folder, island))
+                setattr(args, name, jobs.folder(folder, island))
         if args.load:
-            args.load = folder_to_load(args.load, island)
-
-
-@contextlib.contextmanager
-def consensus_saved(islands: RankIslands, args: Any) -> Iterator[bool]:
-    """Surround a save of weights alone, in the folder of their mean. True for the first island, which writes."""
-    folder = os.path.join(os.path.dirname(args.save), CONSENSUS_FOLDER)
-    only_weights = {"save": folder, "no_save_optim": True, "no_save_rng": True, "async_save": False}
-    before = {name: getattr(args, name, None) for name in only_weights}
-    vars(args).update(only_weights)
-    try:
-        yield islands.world.island == 0
-    finally:
-        vars(args).update(before)
+            args.load = jobs.folder_to_load(args.load, island)
 
 
 def enter(islands: RankIslands, args: Any) -> None:

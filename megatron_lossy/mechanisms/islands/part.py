@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from ...ledger import Patch
@@ -21,6 +20,3 @@ class TrainingIslands(RankIslands):
 
     def after_arguments(self, args: Any) -> None:
         megatron_training.enter(self, args)
-
-    def save_beside(self, args: Any) -> contextlib.AbstractContextManager[bool] | None:
-        return megatron_training.consensus_saved(self, args) if self._config.save_consensus else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,11 +29,12 @@ from ...hooks.versions import data_parallel_rank, pipeline_stage
 from ...mechanism import Part
 from ...monitor import Observer
 from .between_ranks import ASIDE, BetweenRanks, Reliable
-from .flags import SYNC_LANES
+from .flags import CONSENSUS_FOLDER, SYNC_LANES
 from .main_vector import Vector, shard_vector
 from .mean import DTYPES, Mean
 from .methods import make_rule
 from .monitor import IslandMonitor
+from .rewind import rewind
 from .rounds import Rounds
 from .stopping import Stopping
 from .subset import Subset
@@ -60,10 +62,10 @@ class RankIslands(Part):
 
     def __init__(self, config: LossyConfig, world: IslandWorld) -> None:
         self.world = world
-        self.job = world.island, world.islands
+        self.job = world.job
         self.writer = world.launched_rank
         self.monitor = IslandMonitor()
-        self._config = config
+        self.config = config
         self._shards: list[_Shard] | None = None
         self._hooks: list[Any] = []
         self._made: set[int] = set()  # shards whose exchanges of this iteration are made
@@ -74,7 +76,7 @@ class RankIslands(Part):
 
     @property
     def observers(self) -> Sequence[Observer]:
-        return [self.monitor] if self._config.sync_method != "none" else []
+        return [self.monitor] if self.config.sync_method != "none" else []
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -92,23 +94,22 @@ class RankIslands(Part):
         self._made.clear()
 
     def _exchange(self, number: int, *_: Any) -> None:
-        shard, islands = self._built()[number], self._config.islands
+        shard, islands = self._built()[number], self.config.islands
         with torch.no_grad():
             count = shard.rounds.after_iteration(self._run.iteration, [shard.vector])
         if count is not None:
-            self.monitor.exchanged(theory.bytes_sent(count, islands, DTYPES[self._config.sync_dtype].itemsize))
+            self.monitor.exchanged(theory.bytes_sent(count, islands, DTYPES[self.config.sync_dtype].itemsize))
         self._made.add(number)
 
-    def begin_agree(self, value: int) -> Callable[[], int]:
-        """Begin to agree, at the start of an iteration, whether all islands stop after it.
+    def begin_stopping(self, signal: int) -> Callable[[], int]:
+        """See :meth:`Part.begin_stopping`. The function that it returns waits for the ranks of this island.
 
-        ``value``: the signal that told this rank to stop, or 0. Returns a function that waits for the ranks of this
-        island. Its result is the largest signal of any rank of any island if all of them stop after this iteration,
-        else 0. Other islands are waited for only to agree on that iteration.
+        Its result is the largest signal of any rank of any island if all of them stop after this iteration, else 0.
+        Other islands are waited for only to agree on that iteration.
         """
-        self._stopping.hear(value)
+        self._stopping.hear(signal)
         self._iterations += 1
-        if self._config.sync_method == "none" and self._iterations % _ASKS == 0:  # there are no messages to hear it by
+        if self.config.sync_method == "none" and self._iterations % _ASKS == 0:  # there are no messages to hear it by
             self._stopping.ask()
         with self._waiting():
             known = torch.tensor(self._stopping.begin(), dtype=torch.int32, device=device.current_device())
@@ -123,8 +124,8 @@ class RankIslands(Part):
         return finish
 
     def agree(self, value: int) -> int:
-        """:meth:`begin_agree`, and its result."""
-        return self.begin_agree(value)()
+        """:meth:`begin_stopping`, and its result."""
+        return self.begin_stopping(value)()
 
     def leave(self) -> None:
         """Wait until the last iteration is over everywhere. A collective call of all ranks of all islands."""
@@ -156,8 +157,8 @@ class RankIslands(Part):
             self._shards = [self._build(number, one) for number, one in enumerate(self._exchanging)]
         return self._shards
 
-    def check(self) -> None:
-        """Raise :class:`UsageError` if there are too few weights to exchange. There must be an optimizer."""
+    def ready(self) -> None:
+        """Raise :class:`UsageError` if there are too few weights to exchange."""
         for number, one in enumerate(self._exchanging):
             self._subset(self._vector(one), number)
 
@@ -165,7 +166,7 @@ class RankIslands(Part):
     def _exchanging(self) -> list[Any]:
         """The optimizers that have weights; none if islands exchange nothing."""
         own = [one for one in self._run.living_optimizers() if one.optimizer is not None]
-        return own if self._config.sync_method != "none" else []
+        return own if self.config.sync_method != "none" else []
 
     def _vector(self, one: Any) -> Vector:
         buckets = [bucket for buffer in one.buffers for bucket in buffer.buckets]
@@ -177,10 +178,10 @@ class RankIslands(Part):
         # Tensor-parallel ranks choose and lose alike, for the sake of the parameters of which all have a copy.
         chunk = self._run.chunks[0]
         stream = Stream("islands", data_parallel_rank(chunk), pipeline_stage(chunk), number)
-        return Subset(self._config, vector.size, self.world.seed, stream)
+        return Subset(self.config, vector.size, self.world.seed, stream)
 
     def _build(self, number: int, one: Any) -> _Shard:
-        config, vector = self._config, self._vector(one)
+        config, vector = self.config, self._vector(one)
         subset = self._subset(vector, number)
         lanes = min(SYNC_LANES, max(1, config.rounds_under_way))
         names = [f"{number}/{lane}" for lane in range(lanes)]
@@ -221,7 +222,7 @@ class RankIslands(Part):
 
     @property
     def carriers(self) -> Sequence[Any]:
-        shards = self._shards if self._config.transport == "udp" else None
+        shards = self._shards if self.config.transport == "udp" else None
         return [carrier for shard in shards or () for carrier in shard.crossing.carriers]
 
     # --- weights ---------------------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ class RankIslands(Part):
         with torch.no_grad():
             kept = [bucket.param_data.clone() for bucket, _ in self._buckets]
             for bucket, group in self._buckets:
-                mean = self.total(own_shard(bucket, group.rank(), group.size()).float()) / self._config.islands
+                mean = self.total(own_shard(bucket, group.rank(), group.size()).float()) / self.config.islands
                 all_gather_single(bucket.param_data, mean.to(bucket.param_data.dtype), group=group)
         try:
             yield
@@ -257,12 +258,20 @@ class RankIslands(Part):
                 for (bucket, _), values in zip(self._buckets, kept, strict=True):
                     bucket.param_data.copy_(values)
 
+    def saved_beside(self, folder: str) -> tuple[str, bool] | None:
+        if not self.config.save_consensus:
+            return None
+        return os.path.join(os.path.dirname(folder), CONSENSUS_FOLDER), self.world.island == 0
+
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of ``values`` over islands. A collective call of the ranks with this one's place in every island."""
         with self._waiting():
             return self._control.total(values)
 
     # --- saving ----------------------------------------------------------------------------------------------------
+
+    def rewind(self, folder: str) -> str | None:
+        return rewind(folder, self.world, self.total)
 
     def restart(self, iteration: int) -> None:
         self.check_iteration(iteration)
@@ -287,7 +296,7 @@ class RankIslands(Part):
         """Restore :meth:`state_dict`, once there is an optimizer."""
         shards = self._built()
         if len(state) != len(shards):
-            raise UsageError(f"--sync-method {self._config.sync_method}: the checkpoint has other exchanges")
+            raise UsageError(f"--sync-method {self.config.sync_method}: the checkpoint has other exchanges")
         for shard, saved in zip(shards, state, strict=True):
             shard.rounds.load_state_dict(saved)
 

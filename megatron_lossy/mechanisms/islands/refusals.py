@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
-from ...refusals.row import ONE_EMBEDDING, Row, above, draws_losses, island_switch
+from ...refusals.row import ONE_EMBEDDING, Row, above, draws_losses
 
 _FOLDER = "each island has a folder of its own; give the arguments again"
 
@@ -20,6 +20,15 @@ def _averaging(when: Callable[[LossyConfig, Facts], object]) -> Callable[[LossyC
 def _real(when: Callable[[LossyConfig, Facts], object]) -> Callable[[LossyConfig, Facts], bool]:
     """A condition on islands of real ranks."""
     return lambda config, facts: bool(config.averages and facts.virtual is False and when(config, facts))
+
+
+def _switch(flag: str, why: str) -> Row:
+    """The refusal of a switch of Megatron with islands."""
+
+    def when(config: LossyConfig, facts: Facts) -> bool:
+        return config.averages and flag in facts.switches
+
+    return Row(flag=flag, beside="--islands", why=f"cannot go with --islands ({why}); turn it off", when=when)
 
 
 def _workers(config: LossyConfig, facts: Facts) -> dict[str, object]:
@@ -58,7 +67,7 @@ def _bound(config: LossyConfig) -> float:
 
 
 def _stability(config: LossyConfig, facts: Facts) -> dict[str, object]:
-    from .methods import under_way
+    from .advice import under_way
 
     return {"bound": f"{_bound(config):.3g}", "under_way": under_way(config)}
 
@@ -105,10 +114,10 @@ ISLANDS = Section(
             flag="--islands",
             beside="a program of one's own",
             why="needs a launcher of this package: each island is a world of its own",
-            when=_averaging(lambda config, facts: facts.island_worlds is False),
+            when=_averaging(lambda config, facts: facts.worlds_apart is False),
         ),
         *(
-            island_switch(flag, why)
+            _switch(flag, why)
             for flag, why in {
                 "--use-checkpoint-args": _FOLDER,
                 "--use-mp-args-from-checkpoint-args": _FOLDER,

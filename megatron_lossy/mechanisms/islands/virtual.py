@@ -28,6 +28,7 @@ from ...run import Run
 from ...transport import LossyGroup
 from ...virtual.cluster import VirtualCluster
 from ...virtual.layout import buffers_for
+from .flags import CONSENSUS_FOLDER
 from .main_vector import Vector, shard_vector
 from .mean import DTYPES, InMemory
 from .methods import make_rule
@@ -181,6 +182,9 @@ class VirtualIslands(Run):
         if progress and progress[0] is not None:
             result["sync progress spread"] = sum(map(_squares, progress)) / (size * len(self._kept))
         return result
+
+    def saved_beside(self, folder: str) -> tuple[str, bool] | None:
+        return (os.path.join(folder, CONSENSUS_FOLDER), True) if self.config.save_consensus else None
 
     # --- answers of every run --------------------------------------------------------------------------------------
 

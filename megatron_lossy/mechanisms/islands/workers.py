@@ -23,20 +23,22 @@ class IslandWorkers(Workers):
     """All workers of all islands.
 
     ``optimizer`` and ``scheduler`` are those of the first island, which a checkpoint has. :meth:`iterate` uses those of
-    every island, and ignores its arguments.
+    every island.
     """
 
-    def __init__(self, config: TrainConfig, model_chunks: list, islands: VirtualIslands) -> None:
-        super().__init__(config, model_chunks, None)
-        self._islands = islands
-        flags, steps = islands.config, islands.config.iterations(config.train_iters)
+    def __init__(self, config: TrainConfig, model_chunks: list, run: VirtualIslands) -> None:
+        self._islands = run
+        super().__init__(config, model_chunks, run)
+        self._ranks = list(range(run.workers))
+        self._size = run.workers
+
+    def _built(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+        flags, steps = self._islands.config, self._islands.config.iterations(self._config.train_iters)
         local = [flags.local_iterations(island, steps) for island in range(flags.islands)]
-        built = [build_optimizer(_with_clock(config, own), model_chunks) for own in local]
-        islands.start([optimizer for optimizer, _ in built], [scheduler for _, scheduler in built])
-        self.optimizer, self.scheduler = built[0]
+        built = [build_optimizer(_with_clock(self._config, own), self._chunks) for own in local]
         self._optimizers, self._schedulers = zip(*built, strict=True)
-        self._ranks = list(range(islands.workers))
-        self._size = islands.workers
+        self._islands.start(self._optimizers, self._schedulers)
+        return built[0]
 
     def training_batches(self, dataset: GPTDataset, iteration: int, consumed: int) -> list[RankBatches]:
         return [
@@ -59,11 +61,7 @@ class IslandWorkers(Workers):
         return flags.local_iterations(island, iteration + 1) - flags.local_iterations(island, iteration)
 
     def iterate(
-        self,
-        batches: list[RankBatches],
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler,
-        begin: Callable[[list[torch.Tensor]], Begun],
+        self, batches: list[RankBatches], begin: Callable[[list[torch.Tensor]], Begun]
     ) -> tuple[Begun, bool, float]:
         islands = self._islands
         sums, successful, norms = [], [], []

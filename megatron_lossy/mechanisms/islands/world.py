@@ -26,8 +26,8 @@ _LOOK = 0.1  # seconds
 class IslandWorld:
     """The place of this rank in ``islands`` islands of equally many consecutive ranks. Raises :class:`UsageError`.
 
-    ``launched_rank``, ``launched_ranks``: among all; ``island``; ``rank``, ``size``: within the island. ``seed``: for
-    the exchanges, the same for all.
+    ``launched_rank``, ``launched_ranks``: among all; ``island``, and ``job``: see :class:`megatron_lossy.jobs.World`;
+    ``rank``, ``size``: within the island. ``seed``: for the exchanges, the same for all.
     """
 
     def __init__(self, islands: int, seed: int = 0) -> None:
@@ -38,6 +38,7 @@ class IslandWorld:
             raise refuse("--islands", islands, f"must divide the {self.launched_ranks} ranks")
         self.size = self.launched_ranks // islands
         self.island, self.rank = divmod(self.launched_rank, self.size)
+        self.job = self.island, islands
         self._timeout = timedelta(minutes=10)
         self._prefix = ""
 

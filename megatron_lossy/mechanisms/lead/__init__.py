@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ...mechanism import Mechanism
+from ...mechanism import Mechanism, Part, Sending
 from .flags import LeadFlags
 
 if TYPE_CHECKING:
+    from ...config import LossyConfig
     from ...config.refusal import Section
+    from ...recovery import Stale
+    from ...transport import LossyGroup, Wire
 
 
 class Lead(Mechanism):
-    """The lead: their place among the mechanisms."""
+    """The place of the lead among the mechanisms."""
 
     name = "lead"
     Flags = LeadFlags
@@ -22,3 +26,39 @@ class Lead(Mechanism):
         from .refusals import LEAD
 
         return LEAD
+
+    @classmethod
+    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
+        from .memory import kept
+
+        return kept(config, device)
+
+    @classmethod
+    def part(cls, config: LossyConfig, world: Any) -> Part | None:
+        if config.sends_weights():
+            return None
+        from .part import LeadPart
+
+        return LeadPart()
+
+    @classmethod
+    def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
+        if config.sends_weights() or wire.lossless("param"):
+            return rules
+        from .compensated import Compensated
+        from .lag import Lag
+
+        lag = Lag(config, wire)
+        return [Compensated(rule.units, rule.rank, lag) for rule in rules]
+
+    @classmethod
+    def sending(
+        cls, groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers: Callable[[], list[Any]]
+    ) -> Sending | None:
+        from .compensated import Compensated
+
+        if not isinstance(groups[0].params[0], Compensated):
+            return None
+        from .virtual import Leads
+
+        return Leads(groups, buckets, optimizers)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...exchange import BucketUnits
+from ...exchange import BucketUnits, Delivery
 from ...recovery import copies
 from ...recovery.base import Parameters
 from ...recovery.stale import Stale
+from .lag import Lag
 
 if TYPE_CHECKING:
     import torch
@@ -21,14 +22,18 @@ if TYPE_CHECKING:
 class Compensated(Stale):
     """Treats received units as :class:`Stale` does, and puts the lead on the own shard while it is sent.
 
-    ``weights``: the caller may set this function; it returns the own shard as the optimizer has it, float32 [shard].
-    Without it the weights are the values that are sent, in their own dtype.
+    ``lag``: the lag of receivers; the rules of all buckets of a group share it. ``weights``: the caller may set this
+    function; it returns the own shard as the optimizer has it, float32 [shard]. Without it the weights are the values
+    that are sent, in their own dtype.
     """
 
     name = "compensated"
+    exact = False
 
-    def __init__(self, units: BucketUnits, rank: int) -> None:
+    def __init__(self, units: BucketUnits, rank: int, lag: Lag) -> None:
         super().__init__(units, rank)
+        self.lag = lag
+        self.shared = {} if lag.counted is None else {"counted": lag.counted}
         self.weights: Callable[[], torch.Tensor] | None = None
         # Two float32 [shard] that take turns, so that no step allocates any.
         self._before: torch.Tensor | None = None  # W of the last update; free for other use once the next one is sent
@@ -40,19 +45,23 @@ class Compensated(Stale):
         return sent.detach().float() if self.weights is None else self.weights()
 
     def before_update(self, sent: torch.Tensor) -> None:
-        """Keep the weights of the own shard, sent as ``sent`` [shard], before their update."""
-        own = self._own(sent)
+        self.keep(self._own(sent))
+        if self.lag.counted is not None:
+            self.lag.counted.use_own()
+
+    def keep(self, weights: torch.Tensor) -> None:
+        """Keep ``weights`` float32 [shard], those of the own shard before their update."""
         if self._before is None:
-            self._before = own.clone()
+            self._before = weights.clone()
         else:
-            self._before.copy_(own)
+            self._before.copy_(weights)
         self._updated = True
 
     def send(self, x: Parameters) -> torch.Tensor | None:
         import torch
 
         weights = self._own(x.sent)
-        lead = self._lead_of(x.exchange.step, weights, x.lead)
+        lead = self._lead_of(x.exchange.step, weights)
         if lead is None:
             return None
         free = self._before if not self._updated else None
@@ -60,22 +69,22 @@ class Compensated(Stale):
         torch.add(weights, lead, out=x.sent)
         return own
 
-    def put_lead(self, step: int, sent: torch.Tensor, lead: tuple[float, float]) -> None:
-        """Add the lead of ``step``, with c and r in ``lead``, to ``sent`` [shard], the owner's weights.
+    def put_lead(self, step: int, sent: torch.Tensor) -> None:
+        """Add the lead of ``step`` to ``sent`` [shard], the owner's weights.
 
         If they are sent again, the same lead is added again.
         """
         import torch
 
         weights = self._own(sent)
-        ahead = self._lead_of(step, weights, lead)
+        ahead = self._lead_of(step, weights)
         if ahead is not None:
             torch.add(weights, ahead, out=sent)
 
-    def _lead_of(self, step: int, weights: torch.Tensor, lead: tuple[float, float]) -> torch.Tensor | None:
+    def _lead_of(self, step: int, weights: torch.Tensor) -> torch.Tensor | None:
         if step != self._step:
             self._step = step
-            c, r = lead
+            c, r = self.lag.lead(step)
             if not c or not self._updated:
                 self._leads = False
             else:
@@ -88,7 +97,9 @@ class Compensated(Stale):
             self._updated = False
         return self._lead if self._leads else None
 
-    def sent(self, x: Parameters, own: torch.Tensor | None) -> None:
+    def sent(self, x: Parameters, own: torch.Tensor | None, delivery: Delivery) -> None:
+        if self.lag.counted is not None:
+            self.lag.counted.count(x.bucket, self.units, delivery)
         if own is None:
             return
         copies.used_here((own,))

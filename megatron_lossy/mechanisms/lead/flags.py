@@ -47,6 +47,12 @@ class LeadFlags(Flags):
         check_choice(self, "param_send")
         _ = self.lead
 
+    def sends_weights(self) -> bool:
+        return self.param_send == "plain"
+
+    def idle(self) -> dict[str, tuple[bool, set[str]]]:
+        return {"no parameter is lost": (self.loses("param"), {"param_send"})}
+
     def notes(self) -> list[str]:
         if self.param_send == "plain" or not self.loses("param"):
             return []

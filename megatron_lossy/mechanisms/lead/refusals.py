@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ...config.refusal import Section
-from ...refusals.row import Row
-from ..priority.refusals import NO_PARAMETERS
+from ...refusals.row import NO_PARAMETERS, Row
 
 LEAD = Section(
     "lead",

@@ -8,43 +8,45 @@ evaluation with the owners' weights, and a checkpoint.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
+from ...mechanism import Sending
 from ...transport import LossyGroup
+from .compensated import Compensated
+from .main_weights import MainWeights
 
 
-class Leads:
-    """The leads of all buckets of a stream.
+class Leads(Sending):
+    """The leads of all buckets of a stream. The values of ``buffers`` are the owners' weights while no lead is on them.
 
-    ``groups``: one for every worker. ``buffers``: one for every bucket, [N * shard]. ``main``: returns a bucket's
-    weights in float32, as the optimizer has them. ``weights``: W of every bucket; these are ``buffers`` themselves
-    while no lead is on them.
+    ``groups``: one for every worker. ``buckets``: Megatron's. ``optimizers``: returns Megatron's, once they exist.
     """
 
     def __init__(
-        self,
-        groups: Sequence[LossyGroup],
-        buffers: Sequence[torch.Tensor],
-        main: Callable[[int], torch.Tensor],
+        self, groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers: Callable[[], list[Any]]
     ) -> None:
-        self._groups, self._buffers, self._main = groups, buffers, main
+        super().__init__([bucket.param_data for bucket in buckets])
+        self._groups = groups
+        self._rules = [[rule for rule in group.params if isinstance(rule, Compensated)] for group in groups]
+        self._main = functools.cache(lambda bucket: MainWeights(optimizers(), buckets[bucket], self.buffers[bucket]))
         self._whole: dict[int, torch.Tensor] = {}
         self._kept: list[torch.Tensor] | None = None
-        for worker, group in enumerate(groups):
-            for bucket, rule in enumerate(group.params):
+        for worker, rules in enumerate(self._rules):
+            for bucket, rule in enumerate(rules):
                 rule.weights = partial(self._shard, worker, bucket)
 
     @property
     def weights(self) -> Sequence[torch.Tensor]:
-        return self._buffers if self._kept is None else self._kept
+        return self.buffers if self._kept is None else self._kept
 
     @property
     def kept(self) -> int:
-        """Elements held beside the buffers."""
         return 0 if self._kept is None else sum(weights.numel() for weights in self._kept)
 
     def _shard(self, worker: int, bucket: int) -> torch.Tensor:
@@ -52,41 +54,56 @@ class Leads:
 
     @contextlib.contextmanager
     def _optimizers_weights(self) -> Iterator[None]:
-        self._whole = {bucket: self._main(bucket) for bucket in range(len(self._buffers))}
+        self._whole = {bucket: self._main(bucket)() for bucket in range(len(self.buffers))}
         try:
             yield
         finally:
             self._whole = {}
 
     def withdraw(self) -> None:
-        """Put the owners' weights into the buffers."""
         if self._kept is not None:
-            for buffer, weights in zip(self._buffers, self._kept, strict=True):
+            for buffer, weights in zip(self.buffers, self._kept, strict=True):
                 buffer.copy_(weights)
             self._kept = None
 
     def before_update(self) -> None:
-        """Call this before the update of the owners' weights."""
         with self._optimizers_weights():
-            for worker, group in enumerate(self._groups):
-                group.before_update([buffer.chunk(len(self._groups))[worker] for buffer in self._buffers])
+            for worker, rules in enumerate(self._rules):
+                for bucket, rule in enumerate(rules):
+                    rule.keep(self._shard(worker, bucket))
+
+    def after_update(self) -> None:
+        """Add up the counts of the workers. The sums are used from the next update on, as on real ranks."""
+        counted = [rules[0].lag.counted for rules in self._rules]
+        found = [one for one in counted if one is not None]
+        for one in found:
+            one.begin_update()
+        for one in found:
+            one.coming = np.sum([other.sums for other in found], axis=0)
 
     def send(self, step: int) -> None:
-        """Add the leads of ``step`` to the owners' weights in the buffers."""
-        self._kept = [buffer.clone() for buffer in self._buffers]
+        self._kept = [buffer.clone() for buffer in self.buffers]
         with self._optimizers_weights():
-            for worker, group in enumerate(self._groups):
-                lead = group.lead(step)
-                for rule, buffer in zip(group.params, self._buffers, strict=True):
-                    rule.put_lead(step, buffer.chunk(len(self._groups))[worker], lead)
+            for worker, rules in enumerate(self._rules):
+                for rule, buffer in zip(rules, self.buffers, strict=True):
+                    rule.put_lead(step, buffer.chunk(len(self._groups))[worker])
+        self._count(step)
+
+    def _count(self, step: int) -> None:
+        """Let every worker count its losses of ``step``, once, if the counts give its lag."""
+        for group, rules in zip(self._groups, self._rules, strict=True):
+            for bucket, rule in enumerate(rules):
+                if rule.lag.counted is not None:
+                    delivery = group.delivery("param", step)
+                    assert delivery is not None
+                    rule.lag.counted.count(bucket, rule.units, delivery)
 
     @contextlib.contextmanager
     def owner(self, worker: int) -> Iterator[None]:
-        """A context in which the shards of ``worker`` hold its weights."""
         if self._kept is None:
             yield
             return
-        shards = [buffer.chunk(len(self._groups))[worker] for buffer in self._buffers]
+        shards = [buffer.chunk(len(self._groups))[worker] for buffer in self.buffers]
         sent: list[Any] = [shard.clone() for shard in shards]
         for shard, weights in zip(shards, self._kept, strict=True):
             shard.copy_(weights.chunk(len(self._groups))[worker])
@@ -97,5 +114,4 @@ class Leads:
                 shard.copy_(value)
 
     def restart(self) -> None:
-        """Begin again with the owners' weights of a checkpoint in the buffers."""
         self._kept = None

@@ -9,12 +9,15 @@ from ...mechanism import Mechanism
 from .flags import PriorityFlags
 
 if TYPE_CHECKING:
+    from ...config import LossyConfig
     from ...config.refusal import Section
     from ...monitor import Observer
+    from ...recovery import GradRecovery, Stale
+    from ...transport import Wire
 
 
 class Priorities(Mechanism):
-    """Priority: their place among the mechanisms."""
+    """The place of priority among the mechanisms."""
 
     name = "priority"
     Flags = PriorityFlags
@@ -24,6 +27,28 @@ class Priorities(Mechanism):
         from .refusals import PRIORITY
 
         return PRIORITY
+
+    @classmethod
+    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
+        from .memory import kept
+
+        return kept(config, device)
+
+    @classmethod
+    def grad_rules(cls, config: LossyConfig, rules: list[GradRecovery], wire: Wire) -> list[GradRecovery]:
+        if not config.at_sender:
+            return rules
+        from .protected import protected
+
+        return protected(config, rules, wire)
+
+    @classmethod
+    def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
+        if config.param_priority == "none":
+            return rules
+        from .protected import Prioritised
+
+        return [Prioritised(rule.units, rule.rank, config.param_priority_fraction) for rule in rules]
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

@@ -52,6 +52,9 @@ class PriorityFlags(Flags):
         """Whether senders decide what becomes of their lost gradients."""
         return self.grad_priority != "none" or self.feeds_back
 
+    def chosen(self) -> tuple[str, ...]:
+        return ("grad",) * self.at_sender + ("param",) * (self.param_priority != "none")
+
     def resolve(self) -> None:
         if self.grad_priority is None:
             object.__setattr__(self, "grad_priority", "packet-mean" if self.feeds_back else "none")
@@ -88,6 +91,7 @@ class PriorityFlags(Flags):
     def idle(self) -> dict[str, tuple[bool, set[str]]]:
         codes = self.transport != "udp" or self.at_sender or self.param_priority != "none"
         return {
-            "no parameter is lost": (self.loses("param"), {"param_send", "param_priority"}),
+            "no gradient is lost": (self.loses("grad"), {"grad_priority"}),
+            "no parameter is lost": (self.loses("param"), {"param_priority"}),
             "no packet has priority": (codes, {"udp_fec", "udp_fec_budget"}),
         }

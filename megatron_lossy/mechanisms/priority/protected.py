@@ -8,17 +8,26 @@ nothing of this.
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...exchange import BucketUnits, Delivery, Lost
-from ...recovery.base import Gradients, GradRecovery, Told, add_up
+from ...channel.draws import generator
+from ...exchange import BucketUnits, Delivery, Exchange, Lost
+from ...recovery.base import Gradients, GradRecovery, add_up
 from ...recovery.stale import Stale
-from .choosing import ParamPriority, Priority
+from .choosing import ParamPriority, Priority, Protection
 
 if TYPE_CHECKING:
     import torch
+
+    from ...config import LossyConfig
+    from ...transport import Wire
+
+logger = logging.getLogger(__name__)
 
 
 class Protected(GradRecovery):
@@ -41,10 +50,8 @@ class Protected(GradRecovery):
         # A unit may hold other values than the copies, and these differ between ranks: a choice would differ too.
         self.priority.always = replicated
 
-    def take_told(self) -> Told:
-        return self.priority.take_told()
-
     def finish_step(self, step: int, successful: bool) -> None:
+        self.told = self.priority.take_told()
         self.rule.finish_step(step, successful)
 
     def restart(self) -> None:
@@ -141,3 +148,37 @@ class Prioritised(Stale):
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         self.priority.load_state_dict(state, device)
+
+
+def protected(config: LossyConfig, rules: Sequence[GradRecovery], wire: Wire) -> list[GradRecovery]:
+    """``rules`` for gradients on ``wire``, with the priorities that the flags ask for."""
+    if config.grad_priority == "none":
+        _warn_of_no_priority(config)
+    kind, protection = Required if wire.observed else Spared, protection_of(config)
+    return [kind(rule, Priority(protection, rule.units, rule.rank)) for rule in rules]
+
+
+def protection_of(config: LossyConfig) -> Protection:
+    """The :class:`Protection` that the flags ask for."""
+
+    def draw(exchange: Exchange, source: int, number: int) -> np.ndarray:
+        return generator(config.loss_seed, exchange, source, number).random(config.grad_priority_sample)
+
+    return Protection(
+        config.grad_priority,
+        config.grad_priority_fraction,
+        config.grad_priority_scope,
+        config.grad_priority_sample,
+        config.grad_residual_bound,
+        config.lossy_self,
+        draw,
+    )
+
+
+@functools.cache
+def _warn_of_no_priority(config: LossyConfig) -> None:
+    logger.warning(
+        "--grad-priority none with %s: large gradients that are lost come back at full size in a later step, which may have "
+        "been clipped less; consider packet-mean (docs/smart.md)",
+        config.grad_recovery,
+    )

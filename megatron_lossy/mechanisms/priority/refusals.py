@@ -5,10 +5,8 @@ from __future__ import annotations
 from ...config import LossyConfig
 from ...config.refusal import Section
 from ...config.transport import UDP_REPORT_BYTES
-from ...refusals.row import OFF, ONE_EMBEDDING, Row, above
+from ...refusals.row import NO_PARAMETERS, ONE_EMBEDDING, Row, above
 
-#: Why flags about parameters do not go with gradients that are lost in an all-reduce.
-NO_PARAMETERS = f"no parameters are sent, and the second half of an all-reduce is no place for it; {OFF}"
 _TOLD_LATE = "is told late what was lost, when "
 _WITH_UDP = "{config.grad_recovery} with --transport udp"
 
@@ -65,7 +63,7 @@ PRIORITY = Section(
             beside="--param-send compensated",
             value="{config.param_priority} with --param-send {config.param_send}",
             why="cannot be: a packet that always arrives is not late, and a lead would put it ahead",
-            when=lambda config, facts: config.param_priority != "none" and config.param_send != "plain",
+            when=lambda config, facts: config.param_priority != "none" and not config.sends_weights(),
         ),
         Row(
             flag="--transport",
@@ -110,6 +108,12 @@ PRIORITY = Section(
                 and config.param_priority != "none"
                 and config.transport != "udp"
             ),
+        ),
+        Row(
+            flag="--param-priority",
+            beside="LossyWorkers",
+            why="must be none: workers of one process exchange in memory",
+            when=lambda config, facts: config.param_priority != "none" and facts.in_memory,
         ),
         Row(
             flag="--grad-priority",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...mechanism import Mechanism, Part
@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
     from ...monitor import Observer
+    from ...run import Run
+    from .full_replicas import FullReplicas
 
 
 class Replicas(Mechanism):
-    """Full replicas: their place among the mechanisms."""
+    """The place of full replicas among the mechanisms."""
 
     name = "replicas"
     Flags = ReplicaFlags
@@ -28,9 +30,31 @@ class Replicas(Mechanism):
 
     @classmethod
     def part(cls, config: LossyConfig, world: Any) -> Part | None:
-        from .part import FullReplica
+        from .ranks import RankReplica
 
-        return FullReplica()
+        return RankReplica()
+
+    @classmethod
+    def columns(cls) -> list[Any]:
+        from .log import columns
+
+        return columns()
+
+    @classmethod
+    def check_row(cls, config: LossyConfig, row: Mapping[str, Any]) -> bool:
+        from .log import check_row
+
+        return check_row(config, row)
+
+    @classmethod
+    def virtual_run(
+        cls, config: LossyConfig, workers: int, iterations: int, seed: int, whole_optimizers: bool
+    ) -> Run | None:
+        if not whole_optimizers:
+            return None
+        from .virtual import VirtualReplicas
+
+        return VirtualReplicas(config, workers, iterations, gapless=True)
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
@@ -39,4 +63,8 @@ class Replicas(Mechanism):
             return []
         from .monitor import ReplicaMonitor
 
-        return [ReplicaMonitor(lambda: run.full_replicas, config.drift_interval)]
+        def replicas() -> FullReplicas | None:
+            part = run.part(cls.name)
+            return None if part is None else part.together
+
+        return [ReplicaMonitor(replicas, config.drift_interval)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import refuse
 from ...flags import check_choice, flag, refuse_unused
@@ -19,6 +19,8 @@ _OF_RULES = ("param_sync_min_interval", "param_sync_max_interval")
 @dataclass(frozen=True)
 class ReplicaFlags(Flags):
     """Flags to compare and average replicas. Raises :class:`UsageError` for a value that is not allowed."""
+
+    in_headings: ClassVar[bool] = True
 
     param_sync_interval: int = flag(
         0,
@@ -118,11 +120,17 @@ class ReplicaFlags(Flags):
         }
         return replace(self, **reset, **grad)
 
+    def drawn_with(self, phase: str) -> LossyConfig | None:
+        return self.all_reduced() if self.phase(phase).lossless else None  # the second half of an all-reduce
+
     def acts(self) -> bool:
         return self.synchronises or self.replica_check != "none"
 
     def needs_whole_optimizers(self) -> bool:
         return self.synchronises or self.replica_check != "none" or self.allow_divergence
+
+    def taints(self) -> bool:
+        return self.synchronises and self.param_sync_always  # equal replicas that are averaged are not unchanged
 
     @property
     def drives_apart(self) -> bool:

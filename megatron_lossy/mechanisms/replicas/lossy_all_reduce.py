@@ -8,22 +8,50 @@ apart (docs/corruption.md).
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...config import PHASES
 from ...device.collectives import all_gather_single, reduce_scatter_single
-from ...hooks.seam import Slot, begun, slot_of
+from ...hooks.exchanges import Exchanges, share_copies
+from ...hooks.seam import Slot, attach, begun, slot_of
 from ...ledger import Patch
 from ...run import Run
-from ...transport import Transfer
+from ...transport import BucketSpec, LossyGroup, Network, Transfer
+from .streams import ReplicaStream
 
 
-def shard_size(elements: int, ranks: int) -> int:
-    """Elements of a shard of a bucket that is not padded."""
-    return -(-elements // ranks)
+def specs_of(gradients: Sequence[torch.Tensor], ranks: int) -> list[BucketSpec]:
+    """The buckets of both halves. ``gradients``: those of each bucket, flat, which Megatron does not pad."""
+    return [BucketSpec(_shard(flat, ranks), flat.dtype, flat.dtype) for flat in gradients]
+
+
+def padded(gradient: torch.Tensor, ranks: int) -> torch.Tensor:
+    """A copy of ``gradient`` [n], with zeros up to shards of equal size."""
+    result = gradient.new_zeros(ranks * _shard(gradient, ranks))
+    result[: len(gradient)] = gradient
+    return result
+
+
+def _shard(gradient: torch.Tensor, ranks: int) -> int:
+    return -(-len(gradient) // ranks)
+
+
+def group_of(exchanges: Exchanges, one: ReplicaStream, steps: int | None) -> LossyGroup:
+    """The group of the all-reduces of a stream. A collective call. ``steps``: see :meth:`.Exchanges.of_shards`."""
+    config, size, rank = exchanges.config.all_reduced(), one.group.size(), one.group.rank()
+    nodes = exchanges.nodes_of(dist.get_process_group_ranks(one.group))
+    networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
+    gradients = [bucket.grad_data for bucket in one.buckets]
+    specs = specs_of(gradients, size)
+    group = LossyGroup.among(config, specs, networks, range(size), rank, one.stream, steps, one.group)
+    share_copies(group, one.pairs)
+    for number, flat in enumerate(gradients):
+        attach(flat, Slot(group, number))
+    return group
 
 
 def begin(
@@ -34,12 +62,11 @@ def begin(
     ``scatter(output, input)``, ``gather(output, input)``: run the collectives. ``averaged``: they give a mean.
     """
     group, number = slot.group, slot.bucket
-    padded = gradient.new_zeros(group.size * shard_size(len(gradient), group.size))
-    padded[: len(gradient)] = gradient
-    result = padded.clone() if averaged else padded * group.size  # the sum as a rank estimates it from its own gradient
+    sent = padded(gradient, group.size)
+    result = sent.clone() if averaged else sent * group.size  # the sum as a rank estimates it from its own gradient
     own = torch.empty_like(result[: len(result) // group.size])
     transfer = group.reduce_scatter(
-        number, padded, own, run.iteration, lambda: scatter(own, padded), averaged, run.loss_scale(), run.following
+        number, sent, own, run.iteration, lambda: scatter(own, sent), averaged, run.loss_scale(), run.following
     )
 
     def finish(_: Any) -> None:

@@ -1,4 +1,7 @@
-"""All-reduces that lose data, of all virtual workers: :mod:`megatron_lossy.mechanisms.replicas.lossy_all_reduce` in one process."""
+"""All-reduces that lose data, of all virtual workers: :mod:`.lossy_all_reduce` in one process.
+
+Workers bring their gradients one after another, and may ask for the result twice, so that the halves are apart here.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import torch
 
 from ...config import LossyConfig
 from ...exchange import Delivery, Exchange
-from ...transport import BucketSpec, Transfer
+from ...transport import Transfer
 from ...transport.in_memory import groups_in_memory
-from .lossy_all_reduce import shard_size
-from .ranks import ReplicaStream
+from .lossy_all_reduce import padded, specs_of
+from .streams import ReplicaStream
 
 
 class LossyReduction:
@@ -23,7 +26,7 @@ class LossyReduction:
         gradients = [bucket.grad_data for bucket in one.buckets]
         self._stream = one.stream
         self._workers = workers
-        specs = [BucketSpec(shard_size(len(flat), workers), flat.dtype, flat.dtype) for flat in gradients]
+        specs = specs_of(gradients, workers)
         self._memory, self.groups = groups_in_memory(config, specs, one.stream, range(workers), workers, steps)
         self._sums = [flat.new_empty(workers * spec.shard) for flat, spec in zip(gradients, specs, strict=True)]
         self._own: list[list[torch.Tensor]] = []  # for each worker, the sum as it would be with its own gradients alone
@@ -37,20 +40,19 @@ class LossyReduction:
             self._own = []
         own = []
         for number, (gradient, total) in enumerate(zip(gradients, self._sums, strict=True)):
-            padded = torch.zeros_like(total)
-            padded[: len(gradient)] = gradient
-            own.append(padded * self._workers)
+            sent = padded(gradient, self._workers)
+            own.append(sent * self._workers)
             shard = len(total) // self._workers
             output = total[worker * shard : (worker + 1) * shard]
 
-            def add(padded: torch.Tensor = padded, total: torch.Tensor = total) -> None:
+            def add(sent: torch.Tensor = sent, total: torch.Tensor = total) -> None:
                 if worker:
-                    total += padded
+                    total += sent
                 else:
-                    total.copy_(padded)
+                    total.copy_(sent)
 
             group = self.groups[worker]
-            self._begun.append(group.reduce_scatter(number, padded, output, step, add, False, loss_scale, following))
+            self._begun.append(group.reduce_scatter(number, sent, output, step, add, False, loss_scale, following))
         self._own.append(own)
 
     def reduce(self) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from .ranks import moments_of
-from .synchroniser import Replica
+from .optimizers import Main
 
 
 @dataclass
@@ -37,8 +36,8 @@ class TrainingStates:
         self._mains = [
             (inner, main) for inner in self._inner for group in inner.param_groups for main in group["params"]
         ]
-        known = {id(main) for _, main in self._mains}
-        copies = [one for one in parameters if one.requires_grad and id(one) not in known]
+        self._numbers = {id(main): number for number, (_, main) in enumerate(self._mains)}
+        copies = [one for one in parameters if one.requires_grad and id(one) not in self._numbers]
         self._tensors = [*(main for _, main in self._mains), *copies]
         self._states = [self._here()]
         self._states += [copy.deepcopy(self._states[0]) for _ in range(1, count)]
@@ -78,25 +77,14 @@ class TrainingStates:
         self._states = [self._here(), *([None] * (len(self._states) - 1))]
         self._states[1:] = [copy.deepcopy(self._states[0]) for _ in self._states[1:]]
 
-    def replica(self, worker: int, own: Sequence[int], aside: bool) -> Replica:
-        """The state of ``worker`` in main weights ``own``, numbers in :attr:`mains`. ``aside``: :class:`Replica`."""
+    def weights(self, worker: int, own: Sequence[Main]) -> list[torch.Tensor]:
+        """The main weights ``own`` of ``worker``."""
+        return [self._states[worker].weights[self._numbers[id(main)]] for main, _ in own]
 
-        def state(which: int) -> list[torch.Tensor]:
-            held = self._states[worker]
-            return moments_of([held.weights[k] for k in own], [held.moments[k] for k in own])[which]
-
-        return Replica(
-            parameters=lambda: [self._states[worker].weights[k] for k in own],
-            moments=lambda: state(0),
-            others=lambda: state(1),
-            aside=aside,
-        )
+    def moments(self, worker: int, own: Sequence[Main]) -> list[dict[str, Any]]:
+        """What torch's optimizers keep of each of the main weights ``own`` of ``worker``."""
+        return [self._states[worker].moments[self._numbers[id(main)]] for main, _ in own]
 
     def copies(self, worker: int) -> list[torch.Tensor]:
         """The weights of the model of ``worker`` that are copies of main weights."""
         return self._states[worker].weights[len(self._mains) :]
-
-    @property
-    def mains(self) -> list[torch.Tensor]:
-        """The weights that the optimizer updates, as objects; those of the model if it has them in float32."""
-        return [main for _, main in self._mains]

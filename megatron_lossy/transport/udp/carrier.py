@@ -20,8 +20,6 @@ import torch.distributed as dist
 from ...coding.adaptive import AdaptiveCode
 from ...coding.xor import Layout
 from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
-from ...mechanisms.priority.choosing import Priority
-from ...mechanisms.priority.protected import Required
 from ...recovery import Gradients, GradRecovery, Parameters, Stale
 from ...recovery.rows import IndexedRows, Saved
 from ..base import Crossing, Transfer
@@ -140,13 +138,10 @@ class UdpWire(PieceWire):
                 stage.write(buffer, rule, delivery, self.far)
             elif withdrawn is not None:
                 _restore(buffer, units, withdrawn, old, delivery)
-            rule.sent(x, own)
+            rule.sent(x, own, delivery)
             return delivery
 
         return Crossing(_Waits([*near, udp]), arrived)
-
-    def protected(self, rule: GradRecovery, priority: Priority) -> GradRecovery:
-        return Required(rule, priority)
 
     def _must_arrive(self, x: Parameters, rule: Stale) -> np.ndarray | None:
         """bool[N, count]: the parameters that all ranks must get."""
@@ -221,7 +216,7 @@ class UdpWire(PieceWire):
         known = self._known.get(exchange)
         return None if known is None else known.delivery()
 
-    def restore(self, delivery: Delivery) -> None:
+    def _remember(self, delivery: Delivery) -> None:
         known = _Arriving(delivery.exchange, self.members, self.rank, delivery.cut)
         for bucket, units in enumerate(delivery.cut):
             known.was_begun(bucket)

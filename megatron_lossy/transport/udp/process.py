@@ -98,7 +98,6 @@ def open_wire(
     engine = engine_for(config)
     alike = repr((dtypes, dist.get_process_group_ranks(group)))
     open_channel = partial(engine.open, name, rank, len(members), store, prefix, alike=alike)
-    choosing = {"grad": config.at_sender, "param": config.param_priority != "none"}
     code = Code(config.udp_fec_code, config.udp_fec_budget / 100)
-    codes = {phase: code for phase, chooses in choosing.items() if chooses}
+    codes = dict.fromkeys(config.chosen(), code)
     return UdpWire(networks, stream, members, rank, cut, dtypes, group, open_channel, codes)

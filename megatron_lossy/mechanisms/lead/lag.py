@@ -1,4 +1,4 @@
-"""The lag of receivers, counted if no law gives it beforehand."""
+"""The lag of receivers, from the law of their losses, or counted if no law gives it beforehand; and the lead for it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,39 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..exchange import BucketUnits, Delivery
+from ... import theory
+from ...config import LossyConfig
+from ...exchange import BucketUnits, Delivery, Exchange
+from ...transport import Wire
 
 #: Units that must have been sent before the counts are used: the share is then right to about 0.1.
 _ENOUGH = 100
 _HIGHEST = 0.9
+
+
+class Lag:
+    """The lag of those who receive the parameters of one rank in one group; the rules of all its buckets share it.
+
+    ``counted``: the counts of receivers, if neither the flags nor the losses of ``wire`` give their lag.
+    """
+
+    def __init__(self, config: LossyConfig, wire: Wire) -> None:
+        self._given, self._wire = config.lead, wire
+        known = self._given is not None or self._by_law(0) is not None
+        self.counted = None if known else Counted()
+
+    def _by_law(self, step: int) -> tuple[float, float] | None:
+        return self._wire.lag(Exchange("param", self._wire.stream, step))
+
+    def lead(self, step: int) -> tuple[float, float]:
+        """c and r of the lead of the parameters of ``step``."""
+        lag = self._by_law(step)
+        if self._given is not None:
+            return self._given if lag is None or lag[0] else (0.0, 0.0)
+        if lag is None:
+            assert self.counted is not None
+            lag = self.counted.lag()
+        return theory.lead(*lag)
 
 
 class Counted:
@@ -43,6 +71,11 @@ class Counted:
         """Use the ``coming`` sums from now on."""
         if self.coming is not None:
             self._agreed, self.coming = self.coming, None
+
+    def use_own(self) -> None:
+        """Use the sums of this rank alone from now on."""
+        self.coming = self.sums.copy()
+        self.begin_update()
 
     def state_dict(self) -> dict[str, Any]:
         """The state that must be saved for a run to continue bit for bit."""

@@ -1,0 +1,35 @@
+"""The checkpoints in a folder, by Megatron's names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .errors import cannot, refuse
+
+#: The file that names the latest checkpoint of a folder.
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def iteration_folder(folder: str | os.PathLike[str], iteration: int) -> Path:
+    """The folder in which Megatron puts the checkpoint of ``iteration``."""
+    return Path(folder) / f"iter_{iteration:07d}"
+
+
+def names_checkpoint(folder: str | os.PathLike[str]) -> bool:
+    """Whether ``folder`` names a latest checkpoint."""
+    return os.path.isfile(os.path.join(folder, TRACKER))
+
+
+def latest_iteration(folder: str | os.PathLike[str]) -> int | None:
+    """The iteration of the latest whole checkpoint in ``folder``, if any. Raises :class:`UsageError`."""
+    if not names_checkpoint(folder):
+        return None
+    tracker = Path(folder) / TRACKER
+    try:
+        text = tracker.read_text(errors="replace").strip()
+    except OSError as error:
+        raise cannot("--load", tracker, "read", error) from None
+    if not text.isdigit() or not iteration_folder(folder, int(text)).is_dir():
+        raise refuse("--load", folder, f"{TRACKER} there names {text!r}, which is no checkpoint of that folder")
+    return int(text)

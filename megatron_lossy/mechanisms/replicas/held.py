@@ -1,0 +1,201 @@
+"""The full replicas that a process holds: that of a real rank, or those of all virtual workers (docs/corruption.md).
+
+Every replica has all of the optimizer. Gradients are all-reduced; errors may hit what each replica receives. Only
+:class:`.FullReplicas` exchanges parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...channel.corruption import Errors
+from ...exchange import Exchange
+from ...hooks.errors import errors_in
+from ...mechanism import Part
+from ...monitor.window import of_all_ranks
+from ...peers import Peers
+from .full_replicas import FullReplicas, Gradients
+from .optimizers import Main, Mains, main_parameters, moments_of
+from .repair import Buckets
+from .streams import ReplicaStream, renew, streams_of
+from .synchroniser import Copies, Replica, Tensors
+
+
+def total(values: np.ndarray) -> np.ndarray:
+    """The sum of float64[k] over all ranks of the world."""
+    return of_all_ranks(values).sum(axis=0)
+
+
+class HeldReplicas(Part, ABC):
+    """The full replicas of this process, one for each of the local ``peers`` of a stream.
+
+    A replica is given by its number among those of this process.
+    """
+
+    name = "replicas"
+
+    def __init__(self) -> None:
+        #: The streams of all model chunks, and the peers of each.
+        self.streams: list[ReplicaStream] = []
+        self.peers: list[Peers] = []
+        self._errors: list[list[Errors]] = []  # by stream and replica
+        self._squares: dict[tuple[int, int, int], Any] = {}  # by stream, replica and bucket: |g|^2 of local gradients
+        self._together: FullReplicas | None = None
+
+    def attach(self, run: Any) -> None:
+        self._run = run
+
+    def add(self, ddp: Any) -> None:
+        """Register the buckets of a model chunk."""
+        if not self.streams:
+            self._run.after_update.append(lambda _: self.finished())
+        config, corruption = self._run.config, self._run.corruption
+        for one in streams_of(ddp):
+            peers = self.peers_of(one)
+            ranks = peers.local if config.grad_error_at == "broadcast" else [0] * len(peers.local)
+            self.streams.append(one)
+            self.peers.append(peers)
+            self._errors.append([errors_in(corruption, one.stream, one.buckets, one.ranges, rank) for rank in ranks])
+
+    # --- differences of real and virtual runs ----------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def there(self) -> bool:
+        """Whether there are replicas that may differ."""
+
+    @abstractmethod
+    def peers_of(self, one: ReplicaStream) -> Peers:
+        """All replicas of a stream."""
+
+    @abstractmethod
+    def turn(self, replica: int) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model and its optimizer have the state of ``replica``."""
+
+    @abstractmethod
+    def gradients(self, stream: int) -> Buckets:
+        """The tensors that the optimizer reads."""
+
+    @abstractmethod
+    def weights(self, replica: int, own: Sequence[Main]) -> list[torch.Tensor]:
+        """The values of the float32 weights ``own``."""
+
+    @abstractmethod
+    def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
+        """What torch's optimizers keep of each of the float32 weights ``own``."""
+
+    @abstractmethod
+    def models(self, mains: Mains) -> Sequence[Tensors]:
+        """For each replica the weights of the model that are copies of float32 weights."""
+
+    # --- these replicas and their peers ----------------------------------------------------------------------------
+
+    @property
+    def together(self) -> FullReplicas | None:
+        """The replicas here and their peers, once the optimizer exists; ``None`` if there are none that may differ."""
+        if self._together is None and self.there:
+            mains = main_parameters(self._run.living_optimizers())
+            gradients, copies = [], []
+            for number, (one, peers) in enumerate(zip(self.streams, self.peers, strict=True)):
+                gradients.append(Gradients(one.stream, peers, partial(self.gradients, number)))
+                replicas = [self._replica(replica, one, mains) for replica in range(len(peers.local))]
+                copies.append(Copies(one.stream.name, peers, replicas))
+            config, renews = self._run.config, partial(self._renew, mains)
+            self._together = FullReplicas(config, gradients, copies, total, renews, self.models(mains))
+        return self._together
+
+    def _replica(self, replica: int, one: ReplicaStream, mains: Mains) -> Replica:
+        known = [parameter for parameter in one.parameters if parameter in mains]
+        own = [mains[parameter] for parameter in known]
+
+        def state(which: int) -> list[torch.Tensor]:
+            return moments_of(self.weights(replica, own), self.states(replica, own))[which]
+
+        return Replica(
+            parameters=partial(self.weights, replica, own),
+            moments=partial(state, 0),
+            others=partial(state, 1),
+            aside=all(main is not parameter for parameter, (main, _) in zip(known, own, strict=True)),
+        )
+
+    def _renew(self, mains: Mains, names: Collection[str]) -> None:
+        for replica in range(len(self.peers[0].local)):
+            with self.turn(replica):
+                renew(self.streams, names, mains)
+
+    # --- an iteration ----------------------------------------------------------------------------------------------
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether the lengths of local gradients, before their reduction, are needed; see :meth:`note`."""
+        return self._together is not None and self._together.wants_gradient
+
+    def note(self, stream: int, replica: int, bucket: int, square: Any) -> None:
+        """Note the ``square`` of the length of a local gradient of this iteration, a number or a tensor of one."""
+        self._squares[stream, replica, bucket] = square
+
+    def hit(self, stream: int, replica: int, bucket: int, buffer: torch.Tensor) -> None:
+        """Let errors hit ``buffer``, the gradient that ``replica`` received."""
+        if self.peers[stream].size > 1:  # else nothing is sent
+            exchange = Exchange("grad", self.streams[stream].stream, self._run.iteration)
+            self._errors[stream][replica].hit(exchange, bucket, buffer, self.unit)
+
+    def unit(self) -> float:
+        """The factor of the gradients. It is on the device: reading it waits."""
+        scale = self._run.loss_scale()
+        return 1.0 if scale is None else float(scale)
+
+    def begin_update(self) -> None:
+        if self.together is not None:
+            self.together.arrive(self._gradient(self.together))
+
+    def finished(self) -> None:
+        """The update has been made."""
+        if self.together is not None:
+            self.together.finished(self._gradient(self.together))
+        self._squares.clear()
+
+    def _gradient(self, together: FullReplicas) -> list[list[float]] | None:
+        if not together.wants_gradient:
+            return None
+        sums = [[0.0] * len(peers.local) for peers in self.peers]
+        for (stream, replica, _), square in self._squares.items():
+            sums[stream][replica] += float(square)
+        return [own for own, peers in zip(sums, self.peers, strict=True) if peers.size > 1]
+
+    def happened(self, iteration: int) -> list[Any]:
+        """Events of ``iteration``: :class:`Reduction`, :class:`Mismatch`, :class:`Synced`."""
+        everywhere = self._run.config.grad_error_at == "reduce"  # all have the same, and the first one reports it
+        reductions = [
+            one
+            for errors, peers in zip(self._errors, self.peers, strict=True)
+            for number, own in zip(peers.local, errors, strict=True)
+            for one in own.take(iteration)
+            if not everywhere or number == 0
+        ]
+        return [*reductions, *([] if self.together is None else self.together.take())]
+
+    # --- weights and saved state -----------------------------------------------------------------------------------
+
+    def owner_weights(self) -> contextlib.AbstractContextManager[None] | None:
+        """A context in which the model has the mean of the finite replicas."""
+        return None if self.together is None else self.together.averaged()
+
+    def replica_state(self) -> Any:
+        return None if self.together is None else self.together.state_dict()
+
+    def load_replica_state(self, state: Any) -> bool:
+        if self.together is not None:
+            self.together.load_state_dict(state)
+        return self.together is not None
+
+    def restart(self, iteration: int) -> None:
+        if self.together is not None:
+            self.together.restart()

@@ -1,0 +1,72 @@
+"""The full replicas of all virtual workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import refuse
+from ...peers import LocalPeers, Peers
+from .held import HeldReplicas
+from .optimizers import Main, Mains
+from .repair import Buckets
+from .states import TrainingStates
+from .streams import ReplicaStream
+from .synchroniser import Tensors
+
+
+class WorkerReplicas(HeldReplicas):
+    """The replicas of ``workers``. Until :meth:`begin` the model stands for all."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__()
+        self._peers = LocalPeers(workers)
+        self._states: TrainingStates | None = None
+        #: By stream, worker and bucket: the reduced gradients, if they are compared.
+        self.own: list[list[list[torch.Tensor]]] = []
+
+    @property
+    def there(self) -> bool:
+        return self._states is not None
+
+    def begin(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Give every worker a state of its own of the model with ``parameters``, unless it has one."""
+        if self._states is not None:
+            return
+        if self._run.loss_scale() is not None:
+            why = "replicas of virtual workers would change it in turns; needs real ranks, or --bf16 alone"
+            raise refuse("--loss-scale", f"{self.unit():g}", why)
+        self._states = TrainingStates(parameters, self._run.living_optimizers(), self._peers.size)
+
+    @property
+    def kept(self) -> TrainingStates:
+        """The workers' states. Call :meth:`begin` first."""
+        assert self._states is not None
+        return self._states
+
+    def peers_of(self, one: ReplicaStream) -> Peers:
+        return self._peers
+
+    def turn(self, replica: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._states is None else self._states.turn(replica)
+
+    def gradients(self, stream: int) -> Buckets:
+        return [[[buffer] for buffer in own] for own in self.own[stream]]
+
+    def weights(self, replica: int, own: Sequence[Main]) -> list[torch.Tensor]:
+        return self.kept.weights(replica, own)
+
+    def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
+        return self.kept.moments(replica, own)
+
+    def models(self, mains: Mains) -> Sequence[Tensors]:
+        return [partial(self.kept.copies, worker) for worker in self._peers.local]
+
+    def restart(self, iteration: int) -> None:
+        if self._states is not None:
+            self._states.spread()
+        super().restart(iteration)
