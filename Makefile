@@ -54,7 +54,7 @@ mutants: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
 	$(BIN)/python scripts/mutants.py $(MUTANTS)
 
-# Pages, and the tables and figures of all studies, most of which git ignores: they are made from each runs.csv.
+# Pages, and the tables and figures of all studies, most of which git ignores: they are made from each study.json.
 docs: .venv/installed
 	$(BIN)/python -m scripts.update_docs
 	$(BIN)/python -m megatron_lossy.lab report benchmarks/results/studies/*

@@ -31,7 +31,7 @@ from benchmarks.lab import Lab, Missing, end_in_order
 from megatron_lossy.coding.adaptive import AdaptiveCode
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file
-from megatron_lossy.lab.fct.losses import Losses
+from megatron_lossy.lab.fct.path import Losses
 from megatron_lossy.lab.fct.path import Path as Way
 from megatron_lossy.lab.fct.schemes import Flow, Scheme, SelectiveRepeat, Smart, Uniform
 from megatron_lossy.transport.udp.packet import overhead
@@ -167,7 +167,7 @@ def markdown(
     header: Sequence[str],
 ) -> str:
     """The result, as text."""
-    lines = ["# Completion times over an emulated link", "", *(f"- {line}" for line in header), ""]
+    lines = ["# Completion times over an emulated link", "", *(f"- {line}" for line in header), "", "## Times", ""]
     return "\n".join([*lines, table(args, measured, model)]) + "\n"
 
 
@@ -268,7 +268,6 @@ def main(argv: list[str] | None = None) -> int:
     text = markdown(args, measured, model, [*made_with("benchmarks.fct_lab", argv), *notes])
     print("\n" + text)
     write_results(folder, "fct_lab", md=text, csv=values(measured, model))
-    write_results(folder, "table", md=table(args, measured, model) + "\n")
     replace_file(folder / "fct_lab.png", lambda aside: picture(args, measured, model, aside))
     return 0
 

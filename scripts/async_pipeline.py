@@ -1,19 +1,15 @@
-"""Write benchmarks/results/async_pipeline.md: how large a step gradients of old weights leave stable, in closed form."""
+"""The table of docs/async_pipeline.md: how large a step gradients of old weights leave stable, in closed form."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from megatron_lossy.files import write_text
 from megatron_lossy.theory import delayed_step_bound
 
-OUT = Path(__file__).parent.parent / "benchmarks" / "results" / "async_pipeline.md"
 STAGES = (1, 2, 3, 4, 8, 16)
 MOMENTA = (0.9, 0.99)
 
 
-def main() -> None:
-    """Compute and write."""
+def table() -> str:
+    """The Markdown table."""
     headings = ["stages", "no momentum"]
     headings += [f"{kind}, {momentum:g}" for momentum in MOMENTA for kind in ("heavy ball", "looking ahead")]
     lines = ["| " + " | ".join(headings) + " |", "| --- " * len(headings) + "|"]
@@ -22,9 +18,8 @@ def main() -> None:
         for momentum in MOMENTA:
             cells += [delayed_step_bound(stages - 1, momentum, nesterov) / (1 - momentum) for nesterov in (False, True)]
         lines.append("| " + " | ".join([str(stages), *(f"{cell:.3g}" for cell in cells)]) + " |")
-        print(lines[-1], flush=True)
-    write_text(OUT, "\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    print(table(), end="")

@@ -1,4 +1,4 @@
-"""Write benchmarks/results/choosing.md, the table of docs/choosing.md: links, what they have time for, and what that costs.
+"""The table of docs/choosing.md: links, what they have time for, and what that costs.
 
 What to set is computed by ``python -m megatron_lossy.lab link``; costs are read from the results of studies.
 """
@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lossy.files import write_text
 from megatron_lossy.lab.commands import recorded_tables
 from megatron_lossy.lab.link import Site, of_steps, seconds
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-OUT = RESULTS / "choosing.md"
 HEADINGS = ("link", "model", "step", "gradients add", "method", "share", "delay", "what it costs in validation loss")
 
 
@@ -125,4 +123,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    write_text(OUT, table())
+    print(table(), end="")

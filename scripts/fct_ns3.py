@@ -32,7 +32,7 @@ from megatron_lossy.device.environment import processor, versions
 from megatron_lossy.errors import ArgumentParser, UsageError, refuse, usage_errors
 from megatron_lossy.files import check_folder, replace_file, write_text
 from megatron_lossy.lab.fct.cells import make_scheme
-from megatron_lossy.lab.fct.losses import Losses
+from megatron_lossy.lab.fct.path import Losses
 from megatron_lossy.lab.fct.path import Path as Way
 from megatron_lossy.lab.fct.schemes import Flow, Scheme
 

@@ -182,15 +182,13 @@ def main(arguments: Sequence[str]) -> None:
     print("\n\n".join(table.text() for table in shown.values()))
     out, command = Path(flags.out), shlex.join(["python", PROGRAM, *arguments])
     title = f"# An LSTM that loses gradients, {flags.scale} scale"
-    body = "\n".join(table.markdown() for table in shown.values())
+    body = "\n".join(f"## {name.capitalize()}\n\n{table.markdown()}" for name, table in shown.items())
     with writing("--out", out):
         out.mkdir(parents=True, exist_ok=True)
     replace_file(out / "lstm.png", lambda aside: draw(results, flags.rates, aside))
-    for name, table in shown.items():
-        write_text(out / f"{name}.md", table.markdown())
     write_text(out / "lstm.md", f"{title}\n\n`{command}`: {runs[0].scale}.\n\n{body}")
     write_text(out / "lstm.csv", values(results))
-    print(f"wrote {out}/lstm.csv, lstm.png, lstm.md and the tables in it, each by itself", file=sys.stderr)
+    print(f"wrote {out}/lstm.csv, lstm.png and lstm.md", file=sys.stderr)
 
 
 if __name__ == "__main__":

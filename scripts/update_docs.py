@@ -5,12 +5,12 @@ Between ``<!-- flags: loss -->`` and ``<!-- end -->``: the loss flags, from mega
 ``<!-- flags: islands -->`` and ``<!-- end -->``: those of islands among the loss flags, and ``<!-- flags: pipeline -->``
 those of the asynchronous pipeline; between ``<!-- refusals: all -->`` and ``<!-- end -->``: the table of refusals, from
 megatron_lossy/refusals; between
-``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results; between ``<!-- list: studies -->``
+``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results, or its section ``FILE#heading``; between ``<!-- list: studies -->``
 and ``<!-- end -->``: the questions of configs/studies; between ``<!-- list: presets -->`` and ``<!-- end -->``: the files of
 configs/presets; ``<!-- list: features -->`` and ``<!-- list: machines -->``: what tests show, and where they ran
-(scripts/verified.py).
+(scripts/verified.py); ``<!-- made: SCRIPT -->``: the table that scripts/SCRIPT.py makes.
 
-The tables of a study are made from its runs.csv, whether the page shows or links them; those that are linked are files.
+The tables of a study are made from its record.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from megatron_lossy.mechanisms.islands.flags import IslandFlags
 from megatron_lossy.refusals import listing
 from megatron_lossy.report import LossTable
 from megatron_lossy.train.config import TrainConfig
+from scripts import async_pipeline, choosing
 from scripts.verified import feature_table, machine_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": AsyncPipelineFlags}
+_MADE = {"async_pipeline": async_pipeline, "choosing": choosing}
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
-_MARKS = re.compile(r"(<!-- (flags|table|list|refusals): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKS = re.compile(r"(<!-- (flags|table|list|made|refusals): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def current(text: str) -> str:
@@ -55,9 +57,12 @@ def _content(kind: str, name: str) -> str:
         return (flag_tables(cls, mark=mark) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
     if kind == "refusals":
         return listing.pages() + "\n"
+    if kind == "made":
+        return _MADE[name].table()
     if kind == "list":
         return _LISTS[name]()
-    return table(RESULTS / name)
+    file, _, heading = name.partition("#")
+    return section(table(RESULTS / file), heading) if heading else table(RESULTS / file)
 
 
 def table(file: Path) -> str:
@@ -65,6 +70,12 @@ def table(file: Path) -> str:
     if file.parent.parent != RESULTS / "studies":
         return file.read_text(encoding="utf-8")
     return _tables(file.parent)[file.stem].markdown()
+
+
+def section(text: str, heading: str) -> str:
+    """The part of a Markdown ``text`` under a second-level ``heading`` of one word, in lower case."""
+    sections = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
+    return sections[heading.capitalize()].strip() + "\n"
 
 
 @functools.cache
@@ -78,17 +89,13 @@ def links(page: Path) -> set[Path]:
     return {path for path in found if path.is_relative_to(ROOT)}
 
 
-def linked_tables() -> dict[Path, str]:
-    """The Markdown tables of studies that pages link, as they are now."""
-    found = sorted(set().union(*map(links, PAGES)))
-    return {path: table(path) for path in found if path.suffix == ".md" and path.parent.parent == RESULTS / "studies"}
-
-
 def _questions() -> str:
-    rows = ["| file | question |", "| --- | --- |"]
+    rows = ["| study | question |", "| --- | --- |"]
     for path in sorted((ROOT / "configs/studies").glob("*.yaml")):
-        question = yaml.safe_load(path.read_text(encoding="utf-8"))["question"]
-        rows.append(f"| [{path.name}](../{path.relative_to(ROOT)}) | {question} |")
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for name, study in content.get("studies", {None: content}).items():
+            link = f"[{path.name}](../{path.relative_to(ROOT)}){f' `{name}`' if name else ''}"
+            rows.append(f"| {link} | {study['question']} |")
     return "\n".join(rows) + "\n"
 
 
@@ -102,14 +109,14 @@ _LISTS = {"studies": _questions, "presets": _presets, "features": feature_table,
 
 
 def main() -> None:
-    """Update the pages and the tables that they link, or check them."""
-    pages = {page: current(page.read_text(encoding="utf-8")) for page in PAGES}
-    for file, text in (pages | linked_tables()).items():
-        if file.exists() and file.read_text(encoding="utf-8") == text:
+    """Update the pages, or check them."""
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        if (text := current(before)) == before:
             continue
         if "--check" in sys.argv:
-            sys.exit(f"{file}: is not current; run make docs")
-        write_text(file, text)
+            sys.exit(f"{page}: is not current; run make docs")
+        write_text(page, text)
 
 
 if __name__ == "__main__":

@@ -160,8 +160,8 @@ STUDIES = [
     Case("study.yaml --out other", "--out other: holds the report of another study, 'Theirs'"),
     Case("study.yaml", "--out runs/study: needs the package matplotlib", cripple="without=matplotlib"),
     full("study.yaml --cells cells", "cells/*/config.yaml: File too large"),
-    Case("report text.txt", "FOLDER text.txt: must hold a report with study.json and runs.csv"),
-    Case("report other", "FOLDER other: must hold a report with study.json and runs.csv"),
+    Case("report text.txt", "FOLDER text.txt: must hold a report with study.json"),
+    Case("report other", "FOLDER other: must hold a report with study.json"),
     Case("table1 --rates 1.5 FLAGS", "--rates 1.5: must be in [0, 1)"),
     Case(
         "table1", "Training under packet loss, 0 %: --config: needs a file, for example configs/tiny/llama_1m.yaml, or"
@@ -258,7 +258,7 @@ def world(tmp_path_factory) -> Path:
         (folder / name).mkdir(parents=True)
     (folder / "text.txt").write_text("A text of a line.\n" * 200)
     (folder / "study.yaml").write_text(STUDY)
-    (folder / "other/study.json").write_text('{"title": "Theirs"}')
+    (folder / "other/study.json").write_text('{"title": "Theirs", "runs": []}')
     (folder / "old/loss_table.md").write_text("old")
     (folder / "broken/metrics/metrics.jsonl").write_text("{\n")
     run_ranks(write_data, 1, str(folder / "data"))

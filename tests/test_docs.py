@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lossy.lab.folder import RUNS, SUMMARY
-from scripts.update_docs import PAGES, RESULTS, ROOT, current, linked_tables, links
+from megatron_lossy.lab.folder import RECORD
+from scripts.update_docs import PAGES, RESULTS, ROOT, current, links
 
 pytestmark = pytest.mark.shows("pages are current, their links and headings exist", device=False)
 
@@ -19,7 +19,7 @@ def test_what_is_made_elsewhere_is_current(page):
     text = page.read_text()
     assert text == current(text), "run make docs"
     assert text.count("<!-- end -->") == sum(
-        text.count(f"<!-- {kind}: ") for kind in ("flags", "table", "list", "refusals")
+        text.count(f"<!-- {kind}: ") for kind in ("flags", "table", "list", "made", "refusals")
     )
 
 
@@ -29,13 +29,8 @@ def test_links_in_the_documentation_exist():
             assert (page.parent / target).exists(), (page.name, target)
 
 
-def test_linked_tables_of_studies_are_those_of_their_runs():
-    for file, text in linked_tables().items():
-        assert file.read_text() == text, f"{file}: run make docs"
-
-
-def test_of_studies_git_has_the_records_and_what_pages_show():
-    """``make docs`` makes all else from the records, and git ignores it."""
+def test_of_studies_git_has_the_record_and_what_pages_show():
+    """``make docs`` makes all else from it, and git ignores it."""
     git = ["git", "-C", str(ROOT), "ls-files", "-z"]
     try:
         listed = subprocess.run(git, capture_output=True, text=True, check=True).stdout.split("\0")
@@ -51,9 +46,8 @@ def test_of_studies_git_has_the_records_and_what_pages_show():
     assert not of_results - tracked, "git add -f them"
     studies = {path for path in tracked if path.is_relative_to(RESULTS / "studies")}
     assert studies
-    assert not {path for path in studies if path.name not in (SUMMARY, RUNS)} - shown, "git rm them"
-    for folder in {path.parent for path in studies}:
-        assert {folder / SUMMARY, folder / RUNS} <= studies
+    assert not {path for path in studies if path.name != RECORD} - shown, "git rm them"
+    assert {path.parent / RECORD for path in studies} <= studies
 
 
 def test_headings_that_are_linked_exist():

@@ -8,8 +8,7 @@ import pytest
 from megatron_lossy.errors import UsageError
 from megatron_lossy.lab.fct.cells import Condition, make_scheme, run_cell
 from megatron_lossy.lab.fct.command import read
-from megatron_lossy.lab.fct.losses import Losses
-from megatron_lossy.lab.fct.path import Path
+from megatron_lossy.lab.fct.path import Losses, Path
 from megatron_lossy.lab.fct.schemes import Adaptive, SelectiveRepeat, Smart, Tolerant, Uniform
 from tests.programs import ROOT, run_program
 

@@ -3,19 +3,66 @@
 The numbers are ceilings. Whoever makes a way shorter lowers them; whoever makes it longer says why.
 """
 
+import itertools
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from megatron.core.distributed import param_and_grad_buffer
 
+import megatron_lossy
 from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.lab.theory.islands import rounds_of
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_reduce_scatter
-from tests.journeys import Journey
 from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows("an exchange passes few files", device=False)
+
+PACKAGE = str(Path(megatron_lossy.__file__).parent)
+
+
+class Journey:
+    """Within its context the calls of functions of the package are noted, on this thread. ``files``: theirs, in order."""
+
+    def __init__(self):
+        self.files = []
+
+    def __enter__(self):
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _note(self, frame, event, _):
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(PACKAGE):
+            self.files.append(name.removeprefix(PACKAGE + "/"))
+
+    def wrap(self, function):
+        """``function``, whose first call is noted and no other."""
+
+        def noted(*args, **kwargs):
+            if self.files:
+                return function(*args, **kwargs)
+            with self:
+                return function(*args, **kwargs)
+
+        return noted
+
+    @property
+    def passed(self):
+        """The files, in the order in which they are first needed."""
+        return list(dict.fromkeys(self.files))
+
+    @property
+    def changes(self):
+        """How often the next function is in another file."""
+        return sum(one != other for one, other in itertools.pairwise(self.files))
+
 
 PACKETS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256}
 #: By what crosses: the most files, and the most changes of file.

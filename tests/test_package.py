@@ -154,7 +154,7 @@ def test_a_file_that_is_there_comes_first(tmp_path, monkeypatch):
     own.touch()
     assert find_config(str(own)) == own
     assert find_config("configs/absent.yaml") == Path("configs/absent.yaml")
-    assert find_config(tmp_path / "configs/studies/unit.yaml") == tmp_path / "configs/studies/unit.yaml"
+    assert find_config(tmp_path / "configs/studies/channels.yaml") == tmp_path / "configs/studies/channels.yaml"
 
 
 def test_the_folder_of_configurations_is_none(tmp_path, monkeypatch):

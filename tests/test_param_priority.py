@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,9 +22,12 @@ from tests.ranks import run_ranks
 from tests.reference import pieces
 from tests.test_hooks import OVERLAPS
 from tests.test_lab import needs_lab
-from tests.tiny_gpt import TinyGPT
+from tests.tiny_gpt import TinyGPT, build
 
-pytestmark = pytest.mark.shows("parameters that changed most: chosen by value, virtual replicas have them")
+pytestmark = pytest.mark.shows(
+    "parameters that changed most: chosen by value, virtual replicas have them",
+    "copies on tensor-parallel ranks stay equal where senders choose",
+)
 
 UDP = LossyConfig(transport="udp", packet_bytes=256, param_priority="change:0.1", udp_cipher="none")
 VIRTUAL = LossyConfig(p_param=0.5, loss_unit="packet", packet_bytes=256, param_priority="change")
@@ -171,7 +175,7 @@ def test_over_a_link_that_loses_a_tenth_what_has_changed_most_arrives(fec):
         "transport": "udp", "param_priority": "change:0.1", "packet_bytes": 256,
         "udp_interface": "lab0", "udp_fec": ("auto", "20") if fec == ("auto",) else fec,
     }  # fmt: skip
-    output = run_in_lab("tests.param_priority_ranks", json.dumps(flags), "25", loss=0.1)
+    output = run_in_lab("tests.in_lab", "gathered", json.dumps(flags), "25", loss=0.1)
     told = [json.loads(found) for found in re.findall(r"\{\"rank\".*?\}", output)]
     assert len(told) == 2, output
     for one in told:
@@ -241,3 +245,79 @@ def test_real_ranks_need_udp(transport):
     ):
         check_owners(dataclasses.replace(VIRTUAL, transport=transport))
     check_owners(UDP)
+
+
+# --- copies on tensor-parallel ranks stay equal where senders choose, from what they send, what arrives --------------
+
+
+PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
+CHOSEN = {"grad_priority": "packet-mean:0.1"}
+FEEDBACK = {"grad_recovery": "error-feedback", **CHOSEN}
+ALL_REDUCED = {"distributed_optimizer": False}
+
+
+def apart(rank, cases, steps, dropped=0.0):
+    """How far copies are apart after ``steps`` of each case (settings, config); ``dropped``: share of first arrivals."""
+    from megatron.core import parallel_state
+
+    from megatron_lossy import hooks
+
+    if dropped:
+        drop_arrivals(rank, dropped)
+    found = []
+    for model, config in cases:
+        lossy = hooks.install(config)
+        run = build(TinyGPT(tensor=2, **model))
+        first = [parameter.detach().clone() for parameter in run.model[0].parameters()]
+        for step in range(steps):
+            run.step(step)
+        group, worst = parallel_state.get_tensor_model_parallel_group(), 0.0
+        for parameter in run.model[0].parameters():
+            if not getattr(parameter, "tensor_model_parallel", False):
+                copies = [torch.empty_like(parameter) for _ in range(2)]
+                dist.all_gather(copies, parameter.detach().contiguous(), group=group)
+                worst = max(worst, float((copies[0] - copies[1]).abs().max()))
+        moved = max(float((a - b).abs().max()) for a, b in zip(first, run.model[0].parameters(), strict=True))
+        lost = {}
+        for phase, step in {"grad": steps - 1, "param": steps - 2}.items():  # the last gather may be still to come
+            known = [group.delivery(phase, step) for group in lossy.groups if not group.lossless(phase)]
+            lost[phase] = sum(int((~delivery.arrived).sum()) for delivery in known)
+        found.append((worst, moved, lost))
+        lossy.uninstall()
+    return found
+
+
+def drop_arrivals(rank, share):
+    """Let units count as lost when they come for the first time, each of which is sent once."""
+    from megatron_lossy.transport.udp.engine import Channel
+
+    random, post = np.random.default_rng(rank), Channel.post
+
+    def posted(self, phase, step, bucket, destinations, *rest, **options):
+        options["dropped"] = random.random(self._units[phase][bucket]) < share
+        return post(self, phase, step, bucket, destinations, *rest, **options)
+
+    Channel.post, Channel.copies = posted, lambda *_: None
+
+
+def test_copies_stay_equal_with_drawn_losses():
+    lossy = {"p_grad": 0.4, **PACKETS}
+    cases = [
+        ({}, LossyConfig(grad_recovery="zero", **CHOSEN, **lossy)),
+        ({}, LossyConfig(**FEEDBACK, **lossy)),
+        ({}, LossyConfig(transport="pieces", **FEEDBACK, **lossy)),
+        (ALL_REDUCED, LossyConfig(param_sync_interval=2, **FEEDBACK, **lossy)),
+    ]
+    for found in run_ranks(apart, 4, cases, 6):
+        assert all(worst == 0 and moved > 1e-3 and lost["grad"] > 0 for worst, moved, lost in found), found
+
+
+def test_copies_stay_equal_with_losses_of_a_network():
+    udp = {"transport": "udp", "packet_bytes": 256, "udp_cipher": "none"}
+    cases = [
+        ({}, LossyConfig(**FEEDBACK, **udp)),
+        ({}, LossyConfig(grad_recovery="zero", **CHOSEN, **udp)),
+        ({}, LossyConfig(param_priority="change:0.1", **udp)),
+    ]
+    for found in run_ranks(apart, 4, cases, 6, 0.3):
+        assert all(worst == 0 and moved > 1e-3 and min(lost.values()) > 0 for worst, moved, lost in found), found

@@ -1,4 +1,4 @@
-"""Cutting into units, and changing units in place, as properties."""
+"""Cutting into units, and changing units in place, as properties; expectations of the recovery rules."""
 
 import itertools
 
@@ -8,11 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Lost, cut
+from megatron_lossy.exchange import Exchange, Lost, Stream, cut
 from megatron_lossy.recovery import IndexedRows, MaskedRows
+from megatron_lossy.registry import GRAD_RECOVERIES
+from megatron_lossy.transport import Network
+from megatron_lossy.transport.drawn import CollectiveWire
+from tests.rules import gradients, send
 
-pytestmark = pytest.mark.shows("units are cut, scaled, removed and put back in place")
+pytestmark = pytest.mark.shows(
+    "units are cut, scaled, removed and put back in place",
+    "expectations of the rules against closed forms",
+)
 
 shards = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
@@ -110,3 +118,100 @@ def test_what_is_taken_holds_no_more_memory_than_it_has_values():
         assert parts
         for part in parts:
             assert part.untyped_storage().nbytes() == part.numel() * part.itemsize
+
+
+# --- expectations over many draws, against closed forms (docs/semantics.md) ------------------------------------------
+# Fixed gradients; thousands of independent units, each a draw of the losses. The mean over units has a standard error;
+# every comparison allows six of them (false alarm 2e-9 each).
+
+
+UNITS = 60_000
+FOLLOWING = Exchange("grad", Stream(), 1)
+
+
+def means(size, p, rule, lossy_self=False):
+    """Mean and standard error over units of the weight that each rank's gradient gets at owner 0."""
+    config = LossyConfig(p_grad=p, lossy_self=lossy_self, loss_unit="packet", packet_bytes=4)
+    network = Network(config, "grad", size)
+    [units], _ = cut([UNITS], [4], "packet", 4)
+    ends = [CollectiveWire({"grad": network}, Stream(), range(size), rank, {"grad": [units]}) for rank in range(size)]
+    weights = []
+    for source in range(size):  # the gradient 1 at one rank shows its weight
+        buffers, sent = [], []
+        for rank in range(size):
+            end = ends[rank]
+            delivery = end.foresee(Exchange("grad", Stream(), 0))
+            x = gradients(following=1, coming=lambda end=end: end.foresee(FOLLOWING).lost_there(units))
+            buffer = torch.full((size * UNITS,), float(rank == source))
+            recovery = GRAD_RECOVERIES.load(rule)(units, rank)
+            sent.append((recovery, delivery, send(recovery, buffer, delivery, x), x))
+            buffers.append(buffer)
+        shard = torch.stack([buffer[:UNITS] for buffer in buffers]).sum(dim=0)
+        recovery, delivery, kept, x = sent[0]
+        recovery.after(shard, delivery, kept, x)
+        weights.append(shard.numpy() / size)
+    weights = np.array(weights, dtype=np.float64)
+    return weights.mean(axis=1), weights.std(axis=1) / np.sqrt(UNITS), weights
+
+
+def close(mean, error, expected):
+    assert abs(mean - expected) <= 6 * error + 1e-6, (mean, expected, error)
+
+
+@pytest.mark.parametrize(("size", "p"), [(2, 0.2), (4, 0.1), (4, 0.4), (7, 0.3)])
+def test_renormalize_keeps_the_own_shard_heavier(size, p):
+    """Own weight (1 - p^N) / (N (1 - p)); the others share the rest."""
+    mean, error, weights = means(size, p, "renormalize")
+    own = (1 - p**size) / (size * (1 - p))
+    close(mean[0], error[0], own)
+    for other in range(1, size):
+        close(mean[other], error[other], (1 - own) / (size - 1))
+    np.testing.assert_allclose(weights.sum(axis=0), 1, atol=1e-5)  # always a mean of what arrived
+    if (size, p) == (4, 0.4):
+        assert abs(own - 0.406) < 5e-4 and abs((1 - own) / 3 - 0.198) < 5e-4
+
+
+@pytest.mark.parametrize(("size", "p"), [(1, 0.5), (2, 0.2), (4, 0.4)])
+def test_renormalize_with_lossy_self_is_the_plain_mean(size, p):
+    """Given a survivor, weight 1/N for all; without one (probability p^N) zero."""
+    mean, error, weights = means(size, p, "renormalize", lossy_self=True)
+    for rank in range(size):
+        close(mean[rank], error[rank], (1 - p**size) / size)
+    nobody = weights.sum(axis=0) < 0.5
+    assert abs(nobody.mean() - p**size) <= 6 * np.sqrt(p**size * (1 - p**size) / UNITS)
+
+
+@pytest.mark.parametrize(("size", "p"), [(2, 0.2), (4, 0.1), (4, 0.4)])
+def test_renormalize_remote_weighs_all_alike(size, p):
+    """Own weight 1/N if a remote survivor exists, else 1; so others get (1 - p^(N-1)) / N."""
+    mean, error, weights = means(size, p, "renormalize-remote")
+    some = 1 - p ** (size - 1)
+    close(mean[0], error[0], some / size + (1 - some))
+    for other in range(1, size):
+        close(mean[other], error[other], some / size)
+    heard = weights[1:].sum(axis=0) > 0
+    np.testing.assert_allclose(weights[0][heard], 1 / size, atol=1e-6)
+    np.testing.assert_allclose(weights[0][~heard], 1, atol=1e-6)
+
+
+def test_renormalize_remote_keeps_out_only_what_lost_something():
+    """Where everything arrived, the own gradient goes with the others: the sum is then Megatron's, to the last bit."""
+    size, network = 3, Network(LossyConfig(p_grad=0.4, loss_unit="packet", packet_bytes=4), "grad", 3)
+    [units], _ = cut([200], [4], "packet", 4)
+    end = CollectiveWire({"grad": network}, Stream(), range(size), 1, {"grad": [units]})
+    delivery = end.foresee(Exchange("grad", Stream(), 0))
+    complete = delivery.survivors(units) == size
+    buffer = torch.ones(size * 200)
+    kept_out, _ = send(GRAD_RECOVERIES.load("renormalize-remote")(units, 1), buffer, delivery)
+    assert complete.any() and not complete.all()
+    np.testing.assert_array_equal(kept_out.mask[0], ~complete)
+    np.testing.assert_array_equal(buffer[200:400].numpy(), complete)
+
+
+@pytest.mark.parametrize(("size", "p"), [(2, 0.2), (4, 0.4)])
+def test_zero_shrinks_the_others(size, p):
+    """Expectation (g_own + (1 - p) sum of others) / N."""
+    mean, error, _ = means(size, p, "zero")
+    close(mean[0], error[0], 1 / size)
+    for other in range(1, size):
+        close(mean[other], error[other], (1 - p) / size)

@@ -1,6 +1,7 @@
-"""The table of refusals: every row is reached, its order is one, and each source of facts says the same."""
+"""The table of refusals: every row is reached, its order is one, each source of facts says the same; and as readers see it."""
 
 import ast
+import contextlib
 import dataclasses
 import types
 from pathlib import Path
@@ -8,18 +9,24 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_lossy import __main__ as command
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.refusal import Refusal, Refused, Section, check_refusals, sections
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.facts import of_arguments, of_model
+from megatron_lossy.refusals.listing import as_markdown
 from megatron_lossy.registry import MECHANISMS, REFUSALS
 from megatron_lossy.train.config import TrainConfig
 from megatron_lossy.train.facts import of_trainer
 from tests.refusal_examples import EXAMPLES
 from tests.trainer import TINY
 
-pytestmark = pytest.mark.shows("every refusal is reached, in one order, for each source of facts", device=False)
+pytestmark = pytest.mark.shows(
+    "every refusal is reached, in one order, for each source of facts",
+    "the list of refusals: command and page",
+    device=False,
+)
 
 PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 ROWS = [row for section in sections() for row in section.rows]
@@ -206,3 +213,29 @@ def test_another_package_adds_a_section_after_those_of_the_core(monkeypatch):
     assert [section.name for section in sections()] == [*REFUSALS.built_in, "tests", *MECHANISMS]
     assert str(refused({"p_grad": 0.1}, {"layers": 70})) == "--p-grad 0.1: is 70 layers deep"
     assert str(refused({"p_grad": 0.1}, {"layers": 70, "largest_group": 1})).startswith("data-parallel size 1")
+
+
+# --- the table as readers see it: the command, and the page ----------------------------------------------------------
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_each_section_is_in_the_page_and_in_the_command(capsys):
+    page = (ROOT / "docs" / "refusals.md").read_text()
+    command.main(["refusals"])
+    told = capsys.readouterr().out
+    at = -1
+    for section in sections():
+        assert as_markdown(section) in page
+        assert told.index(f"{section.about} ({section.name})") > at
+        at = told.index(f"{section.about} ({section.name})")
+    command.main(["refusals", "lead"])
+    one = capsys.readouterr().out
+    assert one.count("--param-send") == 1 and "--islands" not in one
+
+
+def test_an_unknown_section_is_refused(monkeypatch):
+    monkeypatch.setattr(command, "running", contextlib.nullcontext)
+    with pytest.raises(UsageError, match="^SECTION leads: must be one of core, transport"):
+        command.main(["refusals", "leads"])

@@ -14,23 +14,22 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import yaml
 
 from megatron_lossy.errors import UsageError
-from megatron_lossy.lab import cells, commands, paper
+from megatron_lossy.lab import cells, commands
 from megatron_lossy.lab.cells import CellFolder
 from megatron_lossy.lab.design import Design, loss_seed_of, read_design
 from megatron_lossy.lab.figures import _quantities, plot_comparison, plot_scalar
 from megatron_lossy.lab.folder import (
-    RUNS,
-    SUMMARY,
+    RECORD,
     check_out,
-    read_records,
+    read_record,
     tables,
     write_figures,
-    write_records,
+    write_record,
 )
 from megatron_lossy.lab.runner import run_cells
-from megatron_lossy.lab.scalars import scalar_tables
 from megatron_lossy.lab.summary import (
     Difference,
     Results,
@@ -39,9 +38,8 @@ from megatron_lossy.lab.summary import (
     differences,
     loss_metrics,
     run_table,
-    table_1,
 )
-from megatron_lossy.lab.won_back import share_won_back, won_back
+from megatron_lossy.lab.tables import PAPER_CHANGES, PAPER_TABLE_1, scalar_tables, share_won_back, table_1, won_back
 from megatron_lossy.report import Run
 from megatron_lossy.report.scalars import AXES
 from tests.programs import Program
@@ -85,11 +83,41 @@ def _design(**changes) -> Design:
 # --- what a study means ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs/studies").glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_studies(file):
-    study = read_design(file).study()
+SHIPPED = [
+    (file, name)
+    for file in sorted((ROOT / "configs/studies").glob("*.yaml"))
+    for name in yaml.safe_load(file.read_text()).get("studies", [None])
+]
+
+
+@pytest.mark.parametrize(("file", "name"), SHIPPED, ids=[name or file.stem for file, name in SHIPPED])
+def test_shipped_studies(file, name):
+    study = read_design(file, name).study()
     assert study.question.endswith("?")
     assert len(study.trials) >= len(study.variants) * (len(study.levels) + 1) * 2
+
+
+def test_a_file_of_several_studies(tmp_path):
+    file = tmp_path / "several.yaml"
+    levels = {"20 %": {"p": 0.2}}
+    studies = {"a": {"title": "A", "levels": levels}, "b": {"title": "B", "seeds": [2, 3], "levels": levels}}
+    file.write_text(json.dumps({"seeds": [1], "settings": TINY, "studies": studies}))  # JSON is YAML
+    a, b = (read_design(file, name) for name in "ab")
+    assert (a.title, a.seeds, b.title, b.seeds) == ("A", [1], "B", [2, 3])
+    assert commands._read_study([str(file), "b", "--jobs", "1"])[2] == "b"
+    for name, message in (
+        (None, "holds several studies; name one of a, b"),
+        ("c", "holds no study 'c'; name one of a, b"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            read_design(file, name)
+    for content, name, message in (
+        ("studies: [a]", "a", "studies: must be a mapping from names to studies"),
+        ("title: T", "a", "holds one study, and none that is called 'a'"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UsageError, match=message):
+            read_design(file, name)
 
 
 def test_trials_are_paired_over_seeds():
@@ -527,8 +555,8 @@ def test_unfinished_and_diverged_runs():
 
 def test_the_papers_changes_follow_from_its_losses():
     """Within what rounding its losses to three digits leaves open."""
-    for metric, values in paper.TABLE_1.items():
-        for value, change in zip(values[1:], paper.CHANGES[metric], strict=True):
+    for metric, values in PAPER_TABLE_1.items():
+        for value, change in zip(values[1:], PAPER_CHANGES[metric], strict=True):
             slack = 100 * (0.0005 / values[0] + 0.0005 * value / values[0] ** 2) + 0.005
             assert abs(100 * (value / values[0] - 1) - change) <= slack + 0.01, (metric, value)
 
@@ -624,12 +652,12 @@ def test_a_report_has_files_for_its_metrics_only(tmp_path, capsys):
     stems = ("drift_owner", "drift_owner_against_prediction", "drift_owner_between_levels")
     more = {f"{stem}.{suffix}" for stem in stems for suffix in suffixes} | {"drift_owner.png", "drift_owner.pdf"}
     assert with_metrics == without | more
-    for name in without - {"runs.csv"}:
+    for name in without - {"runs.csv", RECORD}:
         if not name.endswith(".pdf"):  # which has the time
             assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes(), name
 
 
-def test_tables_are_made_again_from_the_records(tmp_path):
+def test_tables_are_made_again_from_the_record(tmp_path):
     """Of runs that diverged, were never evaluated or are missing as well, and with both kinds of weights."""
     results, _ = _scalar_results(variants=("a", "b"))
     first, second, third, *others = results.runs
@@ -639,8 +667,8 @@ def test_tables_are_made_again_from_the_records(tmp_path):
         results.runs[name].valid["owner"] = {20: 1.9}
         results.runs[name].origin.update(date="2026-11-23", hardware="a machine", versions={"torch": "2.13"})
     results = replace(results, runs={name: run for name, run in results.runs.items() if name != third})
-    write_records(results, tmp_path)
-    again = read_records(tmp_path, results.study)
+    write_record(results, tmp_path)
+    again = read_record(tmp_path, results.study)
     wanted, found = tables(results, None), tables(again, None)
     assert wanted.keys() == found.keys() and {"replica_against_owner", "grad_norm"} <= found.keys()
     for name, table in wanted.items():
@@ -649,7 +677,7 @@ def test_tables_are_made_again_from_the_records(tmp_path):
     assert "unfinished: 1 of" in found["grad_norm"].markdown()
     for other in (replace(results.study, title="other"), replace(results.study, trials=results.study.trials[1:])):
         with pytest.raises(UsageError, match="must hold the report of"):
-            read_records(tmp_path, other)
+            read_record(tmp_path, other)
     rates = {"10 %": 0.1, "20 %": 0.2}
     assert tables(again, rates)["table1"].markdown() == tables(results, rates)["table1"].markdown()
     assert not write_figures(replace(again, study=replace(again.study, metrics=())), tmp_path, rates, curves=False)
@@ -858,8 +886,7 @@ def test_cells_run_once_and_survive_an_interruption(tmp_path):
     # Without the cells: from what the report has recorded.
     copy = tmp_path / "copy"
     copy.mkdir()
-    for name in (SUMMARY, RUNS):
-        shutil.copy(broken / "out" / name, copy)
+    shutil.copy(broken / "out" / RECORD, copy)
     commands.report([str(copy)])
     assert {path.name for path in copy.iterdir()} == {path.name for path in (broken / "out").iterdir()}
     for path in copy.iterdir():
@@ -940,7 +967,7 @@ def test_wrong_input_is_one_line_and_status_2(tmp_path):
         assert process.returncode == 2 and message in output, output
         assert len(output.strip().splitlines()) == 1, output
     (tmp_path / "out").mkdir()
-    (tmp_path / "out/study.json").write_text('{"title": "another"}')
+    (tmp_path / "out/study.json").write_text('{"title": "another", "runs": []}')
     with pytest.raises(UsageError, match="holds the report of another study"):
         commands.study([str(file), "--out", str(tmp_path / "out")])
 

@@ -11,13 +11,12 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.transport.udp.carrier import Code
 from tests import contract
-from tests.in_lab import run_in_lab
+from tests.in_lab import run_in_lab, telescopes
 from tests.ranks import run_ranks
 from tests.test_hooks import OVERLAPS
 from tests.test_lab import needs_lab
 from tests.test_recovery_feedback_ranks import unfinished
 from tests.tiny_gpt import TinyGPT
-from tests.udp_feedback_ranks import telescopes
 
 pytestmark = pytest.mark.shows("error feedback over UDP: all is applied but the residual")
 
@@ -60,7 +59,7 @@ def test_over_a_link_that_loses_a_tenth_what_matters_arrives(fec):
         "transport": "udp", "grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.1", "packet_bytes": 256,
         "udp_interface": "lab0", "udp_fec": ("auto", "20") if fec == ("auto",) else fec,
     }  # fmt: skip
-    output = run_in_lab("tests.udp_feedback_ranks", json.dumps(flags), "25", loss=0.1)
+    output = run_in_lab("tests.in_lab", "telescopes", json.dumps(flags), "25", loss=0.1)
     told = [json.loads(found) for found in re.findall(r"\{\"rank\".*?\}", output)]
     assert len(told) == 2, output
     for one in told:

@@ -6,12 +6,15 @@ import os
 import pickle
 import re
 import signal
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_lossy import hooks
@@ -25,6 +28,7 @@ from megatron_lossy.mechanisms.boundaries import datagrams
 from megatron_lossy.mechanisms.boundaries import links as stages
 from megatron_lossy.mechanisms.boundaries.loss import BoundaryLoss
 from megatron_lossy.mechanisms.boundaries.messages import received, sent
+from megatron_lossy.transport.udp.process import close_engines
 from megatron_lossy.virtual import VirtualCluster
 from tests import contract
 from tests.boundaries import boundary_rows
@@ -295,7 +299,7 @@ def test_over_a_link_that_loses_a_seventh(name, tmp_path):
         "udp_interface": "lab0", "delivery_log": str(tmp_path / "log"),
     }  # fmt: skip
     arguments = (json.dumps(flags), json.dumps(model), str(steps), str(tmp_path))
-    run_in_lab("tests.udp_stage_ranks", *arguments, loss=0.15, sites=sites, timeout=300)
+    run_in_lab("tests.test_udp_stages", *arguments, loss=0.15, sites=sites, timeout=300)
     ranks = [pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(sum(sites))]
     tiny, config = TinyGPT(**model), LossyConfig(**flags | {"udp_interface": None})
     if name == "tensor parallel":
@@ -413,3 +417,22 @@ def test_virtual_workers_have_no_network():
 def test_a_packet_is_a_datagram():
     assert LossyConfig(**UDP).act_packet_bytes == 1408 and LossyConfig().act_packet_bytes == 4096
     assert "activations and their gradients over UDP, parity" in LOSSLESS.describe()
+
+
+# --- what ranks do in the lab ------------------------------------------------------------------------------------------
+
+
+def main():
+    """``python -m tests.test_udp_stages FLAGS MODEL STEPS FOLDER``, with torch's environment; the first two are JSON."""
+    flags, model, steps, folder = json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    flags = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
+    recorded = record(dist.get_rank(), TinyGPT(**model), LossyConfig(**flags), steps)
+    (folder / f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(recorded))
+    close_engines()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -133,3 +133,9 @@ class Channel(ABC):
         ``size`` ranks exchange ``units`` units per link and step (``None``: not known yet) for ``steps`` steps
         (``None``: not known).
         """
+
+
+def make_channel(config: LossyConfig, phase: str) -> Channel:
+    """The channel of ``phase``. Raises :class:`UsageError` for unreadable files."""
+    loss = config.phase(phase)
+    return CHANNELS.load(loss.model)(loss, config.loss_seed, config.loss_correlation == "source")

@@ -17,7 +17,7 @@ from .. import __version__
 from ..config import LossyConfig
 from ..errors import ArgumentParser, refuse
 from ..flags import add_flags, flag, from_namespace
-from .finding import Finding
+from .found import Finding
 
 PROGRAM = "megatron_lossy doctor"
 _MARKS = {"ok": "ok", "absent": "-", "warning": "warning", "problem": "PROBLEM"}

@@ -11,11 +11,21 @@ import platform
 import subprocess
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from .finding import Finding
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check. ``status``: ok, absent (and not needed), warning, or problem (not ready)."""
+
+    section: str
+    name: str
+    status: str
+    text: str
 
 
 def versions(checkout: str | None) -> list[Finding]:

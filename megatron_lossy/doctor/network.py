@@ -21,7 +21,7 @@ from ..config import LossyConfig
 from ..errors import UsageError
 from ..exchange import Stream
 from ..transport import BucketSpec, LossyGroup
-from .finding import Finding
+from .found import Finding
 
 if TYPE_CHECKING:
     from ..transport.udp.engine import Engine

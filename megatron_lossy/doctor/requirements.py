@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from .finding import Finding
+from .found import Finding
 
 _DISTRIBUTION = "megatron-lossy"
 #: Modules whose names differ from those of their distributions.

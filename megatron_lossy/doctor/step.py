@@ -14,7 +14,7 @@ from pathlib import Path
 from ..device.environment import without_ranks
 from ..launch.devices import ENVIRONMENT
 from ..train.metrics import METRICS_FILE
-from .finding import Finding
+from .found import Finding
 
 _SECONDS = 300
 _ITERATIONS = 3

@@ -1,8 +1,9 @@
 """``python -m megatron_lossy.lab``: studies, which are many runs that answer one question, and what needs no run.
 
 python -m megatron_lossy.lab FILE.yaml …    run the study in a file, and report it (docs/study.md)
+python -m megatron_lossy.lab FILE.yaml NAME …  the same, of a file that holds several
 python -m megatron_lossy.lab table1 …       the paper's Table 1, Figures 1 and 2
-python -m megatron_lossy.lab report DIR …   the tables and figures of reports again, from their runs.csv
+python -m megatron_lossy.lab report DIR …   the tables and figures of reports again, from their study.json
 python -m megatron_lossy.lab lag --p P …    how late replicas are, and what to set (docs/lag.md)
 python -m megatron_lossy.lab link …         which method fits a link between sites (docs/choosing.md)
 python -m megatron_lossy.lab fct FILE.yaml  how long messages take between data centers (docs/fct.md)

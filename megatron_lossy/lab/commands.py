@@ -20,10 +20,10 @@ from .folder import (
     check_no_runs,
     check_out,
     read_command,
-    read_records,
+    read_record,
     tables,
     write_figures,
-    write_records,
+    write_record,
     write_tables,
 )
 from .runner import Tally, run_cells
@@ -117,22 +117,22 @@ def table1(arguments: Sequence[str]) -> int:
 
 def study(arguments: Sequence[str]) -> int:
     """Run a study file and report it; returns the exit status. Raises :class:`UsageError`."""
-    study, how, file = _read_study(arguments)
-    return _run(study, how, Path(how.out or Path("runs") / Path(file).stem), None)
+    study, how, name = _read_study(arguments)
+    return _run(study, how, Path(how.out or Path("runs") / name), None)
 
 
 def report(arguments: Sequence[str]) -> None:
     """Make tables and figures again from the records of reports. Raises :class:`UsageError`."""
     parser = ArgumentParser(
         "python -m megatron_lossy.lab report",
-        description="Make the tables and figures of reports again from their runs.csv and study.json, without the cells. "
+        description="Make the tables and figures of reports again from their study.json, without the cells. "
         "The curves of Table 1 need the cells: table1 --report-only draws them.",
     )
     parser.add_argument("folders", metavar="FOLDER", nargs="+", help="folder of a report")
     folders = [Path(folder) for folder in parser.parse_args(arguments).folders]
     check_package("matplotlib", "FOLDER", folders[0], "matplotlib")
     for folder, (results, rates) in [(folder, recorded(folder)) for folder in folders]:
-        files = write_tables(tables(results, rates), folder)
+        files = write_tables(results, tables(results, rates), folder)
         files += write_figures(results, folder, rates, curves=False)
         print(f"{folder}: {len(files)} files")
 
@@ -145,7 +145,7 @@ def recorded(folder: Path) -> tuple[Results, dict[str, float] | None]:
         study, _, rates = _read_table1(words[1:])
     else:
         study, *_ = _read_study(words)
-    return read_records(folder, study), rates
+    return read_record(folder, study), rates
 
 
 def recorded_tables(folder: Path) -> dict[str, LossTable]:
@@ -173,14 +173,15 @@ def _read_table1(arguments: Sequence[str]) -> tuple[Study, StudyConfig, dict[str
 
 
 def _read_study(arguments: Sequence[str]) -> tuple[Study, StudyConfig, str]:
-    """The study in the file that ``arguments`` name, how to run it, and the file."""
+    """The study that ``arguments`` name, how to run it, and its own name or that of its file."""
     parser = _parser("", "Run the study in a file, and report it.")
     parser.add_argument("study", metavar="STUDY", help="study file (YAML), see docs/study.md")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="which study, if the file holds several")
     own, rest = _split(parser, arguments)
     how = from_namespace(StudyConfig, own)
     if any(argument.split("=")[0] == "--config" for argument in rest):
         raise UsageError("--config: cannot be given to a study, whose file names it")
-    return _study(read_design(own.study), how, rest), how, own.study
+    return _study(read_design(own.study, own.name), how, rest), how, own.name or Path(own.study).stem
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -279,11 +280,11 @@ def _explain(tally: Tally, missing: int) -> int:
 
 def _report(results: Results, out: Path, rates: dict[str, float] | None) -> None:
     study = results.study
-    files = write_records(results, out)
+    files = [write_record(results, out)]
     print(f"\n{study.title}" + (f": {study.question}" if study.question else "") + "\n")
     found = tables(results, rates)
     for table in found.values():
         print(table.text())
-    files += write_tables(found, out)
+    files += write_tables(results, found, out)
     files += write_figures(results, out, rates)
     print("wrote " + ", ".join(map(str, files)))

@@ -20,6 +20,12 @@ A study file is YAML::
     metrics: [grad norm]               # recorded scalars to report beside the losses (docs/monitors.md)
     baseline: {name: FullSync, islands: 1}  # settings over all others, for the reference of changes; default no loss
 
+A file may also hold several studies::
+
+    config: ../tiny/llama_1m.yaml      # keys of all its studies, unless one has its own
+    studies:
+      phases: {title: …, levels: …}    # python -m megatron_lossy.lab FILE phases
+
 Keys of ``settings``, levels and variants are flags of ``python -m megatron_lossy.train``; ``p`` stands for
 ``p-grad`` and ``p-param``. A level can also be one of errors in gradients (``grad-error``), with variants of the
 actions on them. Every variant is also trained without loss and errors, or with the settings of the baseline: its
@@ -221,14 +227,30 @@ def loss_seed_of(seed: int, loss_seed: int) -> int:
     return 1000 * seed + loss_seed
 
 
-def read_design(file: str | Path) -> Design:
-    """The design in a study file. Raises :class:`UsageError`."""
+def read_design(file: str | Path, name: str | None = None) -> Design:
+    """The design in a study file, under ``name`` if it holds several. Raises :class:`UsageError`."""
     file = find_config(file)
     content = read_yaml("STUDY", file)
     try:
-        return _design(content, Path(file).parent)
+        return _design(_one_of(content, name), Path(file).parent)
     except UsageError as error:
         raise refuse("STUDY", file, str(error)) from None
+
+
+def _one_of(content: Mapping[Any, Any], name: str | None) -> Mapping[Any, Any]:
+    """The keys of the study ``name``: its own, and those that the file has for all."""
+    if "studies" not in content:
+        if name is not None:
+            raise UsageError(f"holds one study, and none that is called {name!r}")
+        return content
+    studies = content["studies"]
+    if not isinstance(studies, dict) or not all(isinstance(study, dict) for study in studies.values()):
+        raise UsageError("studies: must be a mapping from names to studies")
+    if name not in studies:
+        names = ", ".join(map(str, studies))
+        what = "holds several studies" if name is None else f"holds no study {name!r}"
+        raise UsageError(f"{what}; name one of {names}")
+    return {key: value for key, value in content.items() if key != "studies"} | studies[name]
 
 
 def _design(content: Mapping[Any, Any], folder: Path) -> Design:

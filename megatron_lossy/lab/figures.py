@@ -21,8 +21,8 @@ from ..report.curves import log_axis, running_mean
 from ..report.runs import WEIGHTS
 from ..report.scalars import axis_of
 from .design import Study
-from .scalars import levels_with
 from .summary import Results, loss_metrics, mean_and_error, scalar_metric
+from .tables import levels_with
 
 
 def plot_figure_1(results: Results, path: str | Path) -> list[Path]:

@@ -1,8 +1,7 @@
-"""The folder of a study's report: its two records, and the tables and figures that are made from them.
+"""The folder of a study's report: its record, and the tables and figures that are made from it.
 
-``runs.csv`` has the end of every run, ``study.json`` the command and the place of the runs. All tables and figures
-except the curves of Table 1 can be made again from these two, without the cells (``python -m megatron_lossy.lab report
-FOLDER``).
+``study.json`` has the command, the place of the runs, and the end of every run. All else except the curves of Table 1 can
+be made again from it, without the cells (``python -m megatron_lossy.lab report FOLDER``).
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from ..report.scalars import file_name, with_predictions
 from ..train.metrics import METRICS_FILE
 from .cells import Cell
 from .design import Study
-from .scalars import scalar_tables
 from .summary import (
     RUN_COLUMNS,
     Results,
@@ -35,14 +33,13 @@ from .summary import (
     loss_metrics,
     replica_against_owner,
     run_table,
-    table_1,
     trained,
 )
-from .won_back import won_back
+from .tables import scalar_tables, table_1, won_back
 
-SUMMARY, RUNS = "study.json", "runs.csv"
+RECORD = "study.json"
 Place = tuple[str, str, str, str]
-_FIRST, _LEVEL, _TRAINED = "settings of the first cell", "first level", "trained"
+_FIRST, _LEVEL, _TRAINED, _RUNS = "settings of the first cell", "first level", "trained", "runs"
 # Reports that differ only in these belong to one study: more seeds, or drift measured too.
 _NO_OTHER_REPORT = {"seed", "loss-seed", "drift-interval"}
 
@@ -54,7 +51,7 @@ def check_no_runs(out: Path, cells: str) -> None:
     """Raise :class:`UsageError` for a report among runs, where a study that is named after their folder would write."""
     if out.resolve() == Path(cells).resolve():
         raise refuse("--out", out, "is the folder of --cells; choose another")
-    if (out / SUMMARY).exists():
+    if (out / RECORD).exists():
         return  # a report that is there already
     if run := next(iter([*out.glob(METRICS_FILE), *out.glob(f"*/{METRICS_FILE}")]), None):
         raise refuse("--out", out, f"holds a run ({run}); choose another folder for the report")
@@ -63,18 +60,19 @@ def check_no_runs(out: Path, cells: str) -> None:
 def check_out(out: Path, study: Study) -> None:
     """Raise :class:`UsageError` for the folder of another study. This one may have got more seeds or conditions."""
     try:
-        summary = json.loads((out / SUMMARY).read_text())
-        title, first, level = summary.get("title"), summary.get(_FIRST), summary.get(_LEVEL)
+        record = json.loads((out / RECORD).read_text())
+        title, first, level = record.get("title"), record.get(_FIRST), record.get(_LEVEL)
         pairs = [(dict(first), study.trials[0])] if first else []
         if level:
             place = level["variant"], level["level"]
             pairs += [
                 (dict(level["settings"]), trial) for trial in study.trials if (trial.variant, trial.level) == place
             ]
+        places = [_place(row) for row in _rows(record)]
     except FileNotFoundError:
         return
     except (AttributeError, KeyError, OSError, TypeError, ValueError):
-        raise refuse("--out", out, f"{SUMMARY} there cannot be read; choose another folder") from None
+        raise refuse("--out", out, f"{RECORD} there cannot be read; choose another folder") from None
     if title != study.title:
         raise refuse("--out", out, f"holds the report of another study, {title!r}; choose another folder")
     for there, trial in pairs:
@@ -83,17 +81,8 @@ def check_out(out: Path, study: Study) -> None:
             if there.get(name) != here.get(name):
                 values = f"--{name} {_value(there, name)}, not {_value(here, name)}"
                 raise refuse("--out", out, f"holds a report with {values}; choose another folder")
-    _check_smaller(out, study)
-
-
-def _check_smaller(out: Path, study: Study) -> None:
-    """Raise :class:`UsageError` if the report in ``out`` has a run that ``study`` has no place for."""
-    try:
-        there = [_place(row) for row in _rows(out)]
-    except (KeyError, OSError):  # of an earlier version
-        return
     here = _cells(study)
-    for place in there:
+    for place in places:
         if place not in here:
             variant, level, seed, loss_seed = place
             what = ", ".join(filter(None, (variant, level, f"seed {seed}", loss_seed and f"loss seed {loss_seed}")))
@@ -111,12 +100,12 @@ def _value(settings: Mapping[str, Any], name: str) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _rows(out: Path) -> list[dict[str, str]]:
-    return list(csv.DictReader((out / RUNS).read_text(encoding="utf-8").splitlines()))
+def _rows(record: Mapping[str, Any]) -> list[dict[str, str]]:
+    return list(csv.DictReader(record[_RUNS]))
 
 
 def _place(row: Mapping[str, str]) -> Place:
-    """Variant, level, seed and loss seed of a row of ``runs.csv``."""
+    """Variant, level, seed and loss seed of a row of the runs."""
     return row["variant"], row["level"], row["seed"], row["loss seed"]
 
 
@@ -136,10 +125,10 @@ def _cells(study: Study) -> dict[Place, str]:
 # --- its content -----------------------------------------------------------------------------------------------------
 
 
-def write_records(results: Results, out: Path) -> list[Path]:
-    """Write ``study.json`` and ``runs.csv`` into ``out``; returns both."""
+def write_record(results: Results, out: Path) -> Path:
+    """Write ``study.json`` into ``out``; returns it."""
     study = results.study
-    summary: dict[str, Any] = {
+    record: dict[str, Any] = {
         "title": study.title,
         "question": study.question,
         # The command that would make this report from nothing.
@@ -150,11 +139,11 @@ def write_records(results: Results, out: Path) -> list[Path]:
         _FIRST: _settings(study.trials[0].cell),
     }
     if (trial := next((trial for trial in study.trials if trial.level is not None), None)) is not None:
-        summary[_LEVEL] = {"variant": trial.variant, "level": trial.level, "settings": _settings(trial.cell)}
+        record[_LEVEL] = {"variant": trial.variant, "level": trial.level, "settings": _settings(trial.cell)}
+    record[_RUNS] = run_table(results).splitlines()  # one line each, in the file as well
     out.mkdir(parents=True, exist_ok=True)
-    write_text(out / SUMMARY, json.dumps(summary, indent=1))
-    write_text(out / RUNS, run_table(results))
-    return [out / SUMMARY, out / RUNS]
+    write_text(out / RECORD, json.dumps(record, indent=1))
+    return out / RECORD
 
 
 def tables(results: Results, rates: Mapping[str, float] | None) -> dict[str, LossTable]:
@@ -176,9 +165,10 @@ def tables(results: Results, rates: Mapping[str, float] | None) -> dict[str, Los
     return found
 
 
-def write_tables(found: Mapping[str, LossTable], out: Path) -> list[Path]:
-    """Write every table as CSV, Markdown and LaTeX; returns the files."""
-    files = []
+def write_tables(results: Results, found: Mapping[str, LossTable], out: Path) -> list[Path]:
+    """Write the runs as CSV, and every table as CSV, Markdown and LaTeX; returns the files."""
+    files = [out / "runs.csv"]
+    write_text(files[0], run_table(results))
     for name, table in found.items():
         for suffix, text in (("csv", table.csv()), ("md", table.markdown()), ("tex", table.latex())):
             files.append(out / f"{name}.{suffix}")
@@ -210,7 +200,7 @@ def _validation(results: Results) -> dict[str, str]:
 
 @dataclass
 class RecordedRun(Run):
-    """The end of a run, from a row of ``runs.csv``: without its curves."""
+    """The end of a run, from the record: without its curves."""
 
     ends: dict[str, float] = field(default_factory=dict)
     """Final values by the name of their column."""
@@ -232,23 +222,23 @@ class RecordedRun(Run):
 def read_command(folder: Path) -> list[str]:
     """The arguments of the command that made the report in ``folder``. Raises :class:`UsageError`."""
     try:
-        words = shlex.split(json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["command"])
+        words = shlex.split(json.loads((folder / RECORD).read_text(encoding="utf-8"))["command"])
     except (KeyError, OSError, TypeError, ValueError):
-        raise refuse("FOLDER", folder, f"must hold a report with {SUMMARY} and {RUNS}") from None
+        raise refuse("FOLDER", folder, f"must hold a report with {RECORD}") from None
     return words[3:]  # after python -m megatron_lossy.lab
 
 
-def read_records(folder: Path, study: Study) -> Results:
+def read_record(folder: Path, study: Study) -> Results:
     """The results of ``study`` in ``folder``. Raises :class:`UsageError` for those of another study."""
     cells = _cells(study)
     try:
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-        rows = {_place(row): _recorded_run(row) for row in _rows(folder)}
-    except (KeyError, OSError, ValueError) as error:
-        raise refuse("FOLDER", folder, f"{SUMMARY} or {RUNS} cannot be read ({error})") from None
-    if summary.get("title") != study.title or not rows.keys() <= cells.keys():
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        rows = {_place(row): _recorded_run(row) for row in _rows(record)}
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise refuse("FOLDER", folder, f"{RECORD} cannot be read ({error})") from None
+    if record.get("title") != study.title or not rows.keys() <= cells.keys():
         raise refuse("FOLDER", folder, f"must hold the report of {study.title!r}, with runs of that study only")
-    return Results(study, {cells[place]: run for place, run in rows.items()}, summary.get(_TRAINED, ""))
+    return Results(study, {cells[place]: run for place, run in rows.items()}, record.get(_TRAINED, ""))
 
 
 def _recorded_run(row: Mapping[str, str]) -> RecordedRun:

@@ -19,7 +19,6 @@ from ..report import LossTable, Run
 from ..report.runs import WEIGHTS
 from ..report.table import DEFINITIONS, Entry
 from ..train.metrics import perplexity
-from . import paper
 from .design import NO_ERROR, NO_LOSS, Study, Trial
 
 Metric = Callable[[Run], float | None]
@@ -152,19 +151,6 @@ def loss_metrics(results: Results) -> dict[str, Metric]:
 def scalar_metric(name: str) -> Metric:
     """The recorded scalar ``name`` at the end of a run."""
     return lambda run: run.scalar(name)
-
-
-def table_1(results: Results, rates: Mapping[str, float]) -> LossTable:
-    """The paper's Table 1 with the paper's own rows beside ours. ``rates``: the rate of every level."""
-    levels: list[str | None] = [None, *results.study.levels]
-    rows = []
-    for name, metric in loss_metrics(results).items():
-        rows.append((name, tuple(results.entry("", level, metric) for level in levels)))
-        if not name.endswith("(owner)"):
-            theirs = name.partition(" (")[0]
-            entries = tuple(paper.paper_entry(theirs, rates[level] if level else 0.0) for level in levels)
-            rows.append((f"{theirs}, paper", entries))
-    return LossTable((results.study.baseline, *results.study.levels), tuple(rows), (*notes(results), paper.SOURCE))
 
 
 def comparison(results: Results, metric_name: str) -> LossTable:

@@ -19,9 +19,8 @@ from ..files import check_folder
 from ..registry import MECHANISMS
 from ..train.saved import check_folders, in_folders_of_job
 from .command import check_shape, ranks_of_node
-from .devices import GIB, Device
+from .devices import GIB, Device, check_devices
 from .memory import StageMemory, estimate, tokens
-from .nodes import check_devices
 from .plan import Plan
 from .problems import Collector
 from .tokenizer import check_tokenizer

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from ..errors import UsageError, refuse
-from .nodes import read_hostfile
+from .devices import read_hostfile
 from .plan import Plan
 
 _SHUTDOWN_SECONDS = 300

@@ -1,8 +1,12 @@
-"""Accelerators by name: their kind and their memory."""
+"""Accelerators by name, with their kind and memory; those of this node, and the hosts of a hostfile."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import cannot, refuse
 
 GIB = 2**30
 
@@ -32,3 +36,43 @@ DEVICES = {
     "gaudi3": Device("hpu", _mib(131072)),
     "cpu": Device("cpu", None),
 }
+
+
+_FILES = {"cuda": ("/dev", r"nvidia\d+"), "hpu": ("/dev/accel", r"accel\d+")}
+
+
+def device_count(kind: str) -> int:
+    """Accelerators of this machine, counted by their device files, which any process may list."""
+    folder, pattern = _FILES[kind]
+    if not Path(folder).is_dir():
+        return 0
+    return sum(re.fullmatch(pattern, path.name) is not None for path in Path(folder).iterdir())
+
+
+def check_devices(kind: str, wanted: int) -> None:
+    """Raise :class:`UsageError` unless this machine has ``wanted`` accelerators of ``kind``."""
+    if kind == "cpu":
+        return
+    found = device_count(kind)
+    if found < wanted:
+        raise refuse("--device", f"({kind})", f"{wanted} accelerators are asked for on this node, {found} are there")
+
+
+def read_hostfile(file: str) -> list[tuple[str, int]]:
+    """The hosts of an Open MPI hostfile, each with its slots. Raises :class:`UsageError`."""
+    try:
+        lines = Path(file).read_text().splitlines()
+    except OSError as error:
+        raise cannot("--hostfile", file, "read", error) from None
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        text = line.split("#", 1)[0].split()
+        if not text:
+            continue
+        slots = [item.partition("=")[2] for item in text[1:] if item.startswith("slots=")]
+        if len(slots) != 1 or not slots[0].isdigit():
+            raise refuse("--hostfile", file, f"line {number} must read ADDRESS slots=N")
+        hosts.append((text[0], int(slots[0])))
+    if not hosts:
+        raise refuse("--hostfile", file, "names no host")
+    return hosts

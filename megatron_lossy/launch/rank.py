@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ..errors import ArgumentParser, UsageError, refuse, usage_errors
-from .nodes import check_devices
+from .devices import check_devices
 
 _MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",

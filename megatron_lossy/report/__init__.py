@@ -2,8 +2,7 @@
 
 from .read import read_runs
 from .runs import Run
-from .table import LossTable, loss_table
-from .writers import write_report
+from .table import LossTable, loss_table, write_report
 
 __all__ = ["LossTable", "Run", "loss_table", "plot_curves", "plot_scalars", "read_runs", "write_report"]
 

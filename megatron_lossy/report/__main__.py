@@ -13,8 +13,7 @@ from ..flags import add_flags, flag, from_namespace
 from ..train.metrics import METRICS_FILE
 from .read import read_runs
 from .scalars import DEFINITION, axis_of, check_names, recorded
-from .table import loss_table
-from .writers import CURVES, TABLE_CSV, TABLE_MARKDOWN, report_files, write_report
+from .table import CURVES, TABLE_CSV, TABLE_MARKDOWN, loss_table, report_files, write_report
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,16 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from ..files import write_text, writing
 from ..train.log import WHOSE
 from ..train.metrics import perplexity
 from .columns import Column, baseline, columns, other_differences
 from .runs import WEIGHTS, Run
-from .scalars import DEFINITION
+from .scalars import DEFINITION, file_name, with_predictions
 
 ONE_SEED = "one loss seed: differences of a few percent can come from the seed alone; no ordering is claimed"
 DEFINITIONS = (
@@ -219,3 +221,35 @@ def _latex(text: str) -> str:
     for character in "&%_#$":
         text = text.replace(character, "\\" + character)
     return text.replace("±", r"$\pm$")
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+TABLE_MARKDOWN, TABLE_CSV, CURVES = "loss_table.md", "loss_table.csv", "training_curves.png"
+
+
+def report_files(scalars: Sequence[str] = ()) -> list[str]:
+    """The names of a report's files, with a figure for each group of ``scalars``."""
+    figures = [f"{file_name(group[0])}.png" for group in with_predictions(scalars)]
+    return [TABLE_MARKDOWN, TABLE_CSV, CURVES, *figures]
+
+
+def write_report(runs: Sequence[Run], table: LossTable, folder: str | Path, scalars: Sequence[str] = ()) -> list[Path]:
+    """Write table and curves of ``runs`` to ``folder``, replacing an older report. Returns the files.
+
+    ``scalars``: recorded scalars to draw too. A prediction is in the figure of its scalar if both are named.
+    """
+    from .curves import plot_curves, plot_scalars
+
+    files = report_files(scalars)
+    folder = Path(folder)
+    with writing("--out", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Large files go first: if they do not fit, the older report is still complete.
+        plot_curves(runs, folder / CURVES)
+        for group, figure in zip(with_predictions(scalars), files[3:], strict=True):
+            plot_scalars(runs, group, folder / figure)
+        write_text(folder / TABLE_MARKDOWN, table.markdown())
+        write_text(folder / TABLE_CSV, table.csv())
+    return [folder / name for name in files]

@@ -13,7 +13,11 @@ from .averaging import (
     critical_gain_drawn,
     deviation,
     deviation_predicted,
+    gradient_bytes,
+    gradient_seconds,
     growth,
+    least_delay,
+    parts,
     removed,
     speed_uncorrected,
     stability_bound,
@@ -32,7 +36,6 @@ from .drift import (
     settling_steps,
 )
 from .lag import Lag, Lead, lead, mean_lag, stability_limit
-from .link import gradient_bytes, gradient_seconds, least_delay, parts
 from .recovery import (
     Weights,
     error_feedback_residual,

@@ -6,8 +6,7 @@ Training* (PAFT), Definition 2.1 and section 5; flipped bits and recorded errors
 
 from .base import Corruption, Event, make_corruption, warn_of_one_rank
 from .bit_flip import check_bits
-from .change import apply, digest
-from .errors import Errors, Hit, Reduction
+from .errors import Errors, Hit, Reduction, apply, digest
 
 __all__ = [
     "Corruption",

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import UsageError
-from .losses import Losses
-from .path import Path
+from .path import Losses, Path
 from .schemes import Adaptive, Scheme, SelectiveRepeat, Smart, Tolerant, Uniform
 
 _RESAMPLES = 400

@@ -16,8 +16,7 @@ from ...coding.adaptive import AdaptiveCode
 from ...coding.xor import Layout
 from ...errors import UsageError
 from ...flags import check_code
-from .losses import Losses
-from .path import Path
+from .path import Losses, Path
 
 _NOTHING = np.zeros(0, dtype=np.int64)
 

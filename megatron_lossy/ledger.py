@@ -1,0 +1,250 @@
+"""The ledger of all changes in other packages' modules.
+
+One :class:`Patch` per changed attribute names the target, the reason, the versions of megatron-core, and when the patch
+can go. Installing checks that all targets exist and take the parameters that replacements rely on; it applies all
+patches or none. Uninstalling refuses to remove another package's later patch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import UsageError
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Takes:
+    """The parameters that a replacement relies on.
+
+    ``first``: the leading positional ones by name, with ``|`` between the names that versions give to the same one;
+    ``named``: others that must exist; ``others``: more that may exist, ``None`` for any.
+    """
+
+    first: tuple[str, ...] = ()
+    named: tuple[str, ...] = ()
+    others: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        parts = [*self.first, *(f"{name}=" for name in self.named)]
+        parts += ["..."] if self.others is None else [f"[{name}=]" for name in self.others]
+        return f"({', '.join(parts)})"
+
+    def fits(self, function: Callable) -> bool:
+        """Whether ``function`` takes these parameters. Wrappers that take anything, as of other plug-ins, fit."""
+        parameters = _parameters(function)
+        if parameters is None:
+            return False
+        kinds = {parameter.kind for parameter in parameters}
+        if inspect.Parameter.VAR_POSITIONAL in kinds and inspect.Parameter.VAR_KEYWORD in kinds:
+            return True
+        positional = [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
+        names = [parameter.name for parameter in parameters]
+        if len(positional) < len(self.first):
+            return False
+        if any(found not in wanted.split("|") for found, wanted in zip(positional, self.first)):
+            return False
+        rest = set(names) - set(positional[: len(self.first)])
+        return rest.issuperset(self.named) and (self.others is None or rest <= set(self.named) | set(self.others))
+
+
+def _parameters(function: Callable) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def signature_of(function: Any) -> str:
+    """The parameters of ``function`` by name, or "unknown"."""
+    parameters = _parameters(function) if callable(function) else None
+    if parameters is None:
+        return "unknown"
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    optional = inspect.Parameter.empty
+    return "({})".format(
+        ", ".join(
+            stars.get(parameter.kind, "") + parameter.name + ("" if parameter.default is optional else "=")
+            for parameter in parameters
+        )
+    )
+
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One attribute that we replace, and why.
+
+    ``target`` is ``module:attribute.path``. Exactly one of three arguments gives its new value. ``around`` is a plain
+    function that is called in its place with the original (``None`` if absent and ``create``) before the arguments.
+    ``value`` is a function without arguments that returns the new value. ``make`` is a function that makes the new
+    value from the original. ``why``: the reason; ``versions``: the versions that need it; ``until``: when it can go.
+    ``takes``: the parts of the original's signature that it relies on. ``optional`` skips a target that this version
+    does not have.
+    """
+
+    target: str
+    why: str
+    versions: str
+    until: str
+    around: Callable[..., Any] | None = None
+    value: Callable[[], Any] | None = None
+    make: Callable[[Any], Any] | None = None
+    optional: bool = False
+    create: bool = False
+    takes: Takes | None = None
+
+    def __post_init__(self) -> None:
+        assert sum(kind is not None for kind in (self.around, self.value, self.make)) == 1, self.target
+
+    def replacement(self, original: Any) -> Any:
+        """The new value of the attribute."""
+        if self.value is not None:
+            return self.value()
+        if self.make is not None:
+            return self.make(original)
+        if isinstance(original, staticmethod):
+            return staticmethod(_around(self.around, original.__func__))
+        return _around(self.around, original)
+
+
+def _around(around: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    return replaced if original is None else functools.wraps(original)(replaced)
+
+
+@dataclass(frozen=True)
+class Check:
+    """The fit of a patch to this Megatron.
+
+    ``signature``: of the target, if it is there and the patch relies on one. ``problem``: one line that names target,
+    version and signature; empty if the patch can go in, or is not needed with this version.
+    """
+
+    target: str
+    found: bool
+    signature: str
+    why: str
+    versions: str
+    problem: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing speaks against the patch."""
+        return not self.problem
+
+
+class Ledger:
+    """The patches of one subsystem, and whether each is in."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._installed: list[tuple[Patch, Any, str, Any, Any]] = []
+
+    @property
+    def installed(self) -> bool:
+        """Whether this is between :meth:`install` and :meth:`uninstall`."""
+        return bool(self._installed)
+
+    def install(self, patches: list[Patch]) -> None:
+        """Apply all of ``patches`` or none.
+
+        Raises :class:`UsageError` naming a target that does not exist or has an unexpected signature.
+        """
+        if self._installed:
+            raise RuntimeError(f"{self.name} patches are already installed")
+        resolved = []
+        for patch in patches:
+            checked = check(patch)
+            if not checked.ok:
+                raise UsageError(checked.problem)
+            if checked.found or patch.create:
+                resolved.append((patch, *_resolve(patch)))
+        try:
+            for patch, owner, attribute, original in resolved:
+                new = patch.replacement(None if original is _MISSING else original)
+                setattr(owner, attribute, new)
+                self._installed.append((patch, owner, attribute, original, _get(owner, attribute)))
+        except BaseException:
+            self._restore()
+            raise
+
+    def uninstall(self) -> None:
+        """Put every original back. Raises ``RuntimeError``, changing nothing, if a target was patched again since."""
+        for patch, owner, attribute, _, new in self._installed:
+            if _get(owner, attribute) is not new:
+                raise RuntimeError(
+                    f"cannot remove the patch of {patch.target}: something else replaced it after us; remove that first"
+                )
+        self._restore()
+
+    def _restore(self) -> None:
+        for _, owner, attribute, original, _ in reversed(self._installed):
+            if original is _MISSING:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, original)
+        self._installed.clear()
+
+    def report(self) -> str:
+        """The installed patches with their reasons, one line each."""
+        lines = [f"{self.name}: {len(self._installed)} attributes replaced"]
+        for patch, *_ in self._installed:
+            lines.append(f"  {patch.target}  ({patch.versions}; until {patch.until}): {patch.why}")
+        return "\n".join(lines)
+
+
+def _get(owner: Any, attribute: str) -> Any:
+    """The attribute as stored, so that a class keeps its static and class methods as they are."""
+    if isinstance(owner, type):
+        return vars(owner).get(attribute, _MISSING)
+    return getattr(owner, attribute, _MISSING)
+
+
+def check(patch: Patch) -> Check:
+    """The fit of ``patch``, without applying it. Imports the module of its target."""
+    problem, found, signature = "", True, ""
+    try:
+        owner, attribute, original = _resolve(patch)
+    except (ImportError, AttributeError) as error:
+        found = False
+        if not patch.optional:
+            problem = f"{error}"
+    else:
+        found = original is not _MISSING
+        if not found and not patch.create and not patch.optional:
+            problem = "no such attribute"
+        if found and patch.takes is not None:
+            function = getattr(owner, attribute)
+            signature = signature_of(function)
+            if not patch.takes.fits(function):
+                problem = f"it takes {signature}, not {patch.takes}"
+    if problem:
+        problem = f"cannot patch {patch.target} of {_megatron()}: {problem} (patched because: {patch.why})"
+    return Check(patch.target, found, signature, patch.why, patch.versions, problem)
+
+
+def _megatron() -> str:
+    version = getattr(sys.modules.get("megatron.core"), "__version__", None)
+    return f"megatron-core {version}" if version else "this environment"
+
+
+def _resolve(patch: Patch) -> tuple[Any, str, Any]:
+    """Owner, attribute and the original, ``_MISSING`` if absent. Raises the errors of importing and looking up."""
+    module_name, _, path = patch.target.partition(":")
+    *parents, attribute = path.split(".")
+    owner: Any = importlib.import_module(module_name)
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, attribute, _get(owner, attribute)
