@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import programs, test_hooks
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 from tests.rooms import TESTS, Shared, check_room, room_of
 from tests.tiers import markers
 
@@ -92,6 +92,20 @@ def test_markers_are_those_of_what_is_named(name, expected):
 def test_what_starts_a_process_without_a_marker_fails(start, marker):
     with pytest.raises(pytest.fail.Exception, match=f"needs @pytest.mark.{marker}"):
         start()
+
+
+def process(rank, fails=False):
+    assert not (fails and rank)
+    return os.getpid()
+
+
+def test_ranks_of_a_pool_stay_until_one_fails(pool):
+    first = pool.run(process, 2)
+    assert pool.run(process, 2) == first and pool.run(process, 1) != first[:1]
+    with pytest.raises(RankFailed, match="rank 1:(.|\n)*AssertionError"):
+        pool.run(process, 2, True)
+    others = pool.run(process, 2)
+    assert not set(first) & set(others) and pool.run(process, 2) == others
 
 
 def test_files_belong_to_rooms():
