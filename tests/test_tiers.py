@@ -118,12 +118,29 @@ def test_files_belong_to_rooms():
         check_room("recover")
 
 
+class Item:
+    def __init__(self, name, *markers):
+        self.nodeid, self.markers = name, markers
+
+    def get_closest_marker(self, name):
+        return name if name in self.markers else None
+
+
+def test_files_that_take_long_come_first(tmp_path):
+    """A test that starts ranks takes as long as ten others."""
+    tests = {"tests/a.py": [()] * 9, "tests/b.py": [("ranks",), ()], "tests/c.py": [()] * 10, "tests/d.py": [()] * 9}
+    items = [Item(f"{file}::{k}", *markers) for file, own in tests.items() for k, markers in enumerate(own)]
+    before = [item.nodeid for item in items]
+    Shared(str(tmp_path)).pytest_collection_modifyitems(items)
+    after = [item.nodeid for item in items]
+    assert sorted(after) == sorted(before)
+    assert list(dict.fromkeys(name[:10] for name in after)) == ["tests/b.py", "tests/c.py", "tests/a.py", "tests/d.py"]
+    for file in tests:
+        assert [name for name in after if file in name] == [name for name in before if file in name]
+
+
 def test_each_file_is_run_by_one_of_two(tmp_path):
     """Whoever comes first has the whole file."""
-
-    class Item:
-        def __init__(self, name):
-            self.nodeid = name
 
     first, second = Shared(str(tmp_path)), Shared(str(tmp_path))
     turns = [(first, "tests/a.py::x"), (second, "tests/a.py::x"), (second, "tests/b.py::x"), (first, "tests/b.py::x")]
