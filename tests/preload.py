@@ -19,7 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import megatron.core.distributed
     import megatron.core.models.gpt
-    import megatron.core.optimizer  # noqa: F401
+    import megatron.core.optimizer
 
     import megatron_lossy.delivery_log.verify
     import megatron_lossy.device.cpu
@@ -34,7 +34,15 @@ with warnings.catch_warnings():
 
     # What the training program needs of Megatron is more than what the hooks do.
     with contextlib.suppress(ImportError):
+        import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  when it saves
+
         import megatron_lossy.train.loop  # noqa: F401
+
+# At the first row of a delivery log, and with pandas half a second.
+with contextlib.suppress(ImportError):
+    import pandas  # noqa: F401
+    import pyarrow.compute
+    import pyarrow.parquet  # noqa: F401
 
 LossyConfig()  # imports what its flags can name
 
