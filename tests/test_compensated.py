@@ -14,8 +14,9 @@ from megatron_lossy.hooks.buckets import own_shard
 from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.mechanisms.lead.lag import Counted
 from megatron_lossy.transport import BucketSpec, LossyGroup, LossyWorkers, lossy_all_gather
-from tests.ranks import RankFailed, run_ranks
-from tests.test_hooks_owner_weights import OVERLAPS, resume, save_and_go_on
+from tests import contract
+from tests.ranks import run_ranks
+from tests.test_hooks_owner_weights import OVERLAPS, refused, resume, save_and_go_on
 from tests.test_streams import Deferred
 from tests.test_transport import group_in_memory
 from tests.tiny_gpt import TinyGPT, build, missing
@@ -87,15 +88,16 @@ def record(rank, tiny, config, steps):
                 for (bucket, slot), old in zip(places, before)
             ]
         )
+    lossy.uninstall()
     return first, history
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_sent_and_what_owners_keep(name):
+def test_what_is_sent_and_what_owners_keep(name, pool):
     world, tiny, config = SETTINGS[name]
     if missing(tiny):
         pytest.skip(missing(tiny))
-    recorded = run_ranks(record, world, tiny, config, 6)
+    recorded = pool.run(record, world, tiny, config, 6)
     seen = 0
     sent = {}  # by rank and place: float32 lead and weights
     for rank, (first, _) in enumerate(recorded):
@@ -135,21 +137,14 @@ def test_what_is_sent_and_what_owners_keep(name):
         assert seen  # leads that arrived
 
 
-def weights(rank, tiny, config, steps=4):
-    hooks.install(config)
-    run = build(tiny)
-    for step in range(steps):
-        run.step(step)
-    if tiny.overlap_param_gather:
-        run.gather()
-    return run.weights()
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_without_a_lead_it_is_plain_bit_for_bit(dtype):
+def test_without_a_lead_it_is_plain_bit_for_bit(dtype, pool):
     tiny = TinyGPT(dtype=dtype, **OVERLAPPED)
     nothing = dataclasses.replace(COMPENSATED, param_send="compensated:0")
-    plain, none, some = (run_ranks(weights, 2, tiny, config) for config in (PLAIN, nothing, COMPENSATED))
+    plain, none, some = (
+        [weights for weights, _ in pool.run(contract.plain, 2, tiny, config, 4)]
+        for config in (PLAIN, nothing, COMPENSATED)
+    )
     for rank in range(2):
         for name, value in plain[rank].items():
             np.testing.assert_array_equal(none[rank][name], value)
@@ -168,6 +163,7 @@ def owners(rank, tiny, config):
                 parts = [torch.empty_like(exact) for _ in range(slot.group.size)]
                 torch.distributed.all_gather(parts, exact.contiguous())
                 assert torch.equal(torch.cat(parts), bucket.param_data)
+    lossy.uninstall()
 
 
 def without_main_weights(rank):
@@ -187,8 +183,8 @@ def test_an_optimizer_that_keeps_its_weights_to_itself_is_refused():
 
 
 @pytest.mark.parametrize("overlap", [{}, OVERLAPPED], ids=["plain", "overlapped"])
-def test_owners_weights_never_have_a_lead(overlap):
-    run_ranks(owners, 3, TinyGPT(dtype="bf16", **overlap), COMPENSATED)
+def test_owners_weights_never_have_a_lead(overlap, pool):
+    pool.run(owners, 3, TinyGPT(dtype="bf16", **overlap), COMPENSATED)
 
 
 @pytest.mark.parametrize(
@@ -240,11 +236,12 @@ def virtual(rank, tiny, config, steps, skipped=()):
         with cluster.owner_weights(run.model):
             owned = run.replica_buffers()
         history.append((told["loss"], told["grad_norm"], run.all_replica_buffers(), owned))
+    cluster.uninstall()
     return history
 
 
 def real(rank, tiny, config, steps, skipped=()):
-    hooks.install(config)
+    lossy = hooks.install(config)
     run = build(tiny)
     history = []
     for step in range(steps):
@@ -252,6 +249,7 @@ def real(rank, tiny, config, steps, skipped=()):
         if tiny.overlap_param_gather:
             run.gather()
         history.append((told["loss"], told["grad_norm"], run.replica_buffers(), run.owner_buffers()))
+    lossy.uninstall()
     return history
 
 
@@ -268,23 +266,23 @@ def assert_virtual_is_real(both, ranks):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("config", [COMPENSATED, BURSTS], ids=["packets", "bursts"])
-def test_two_virtual_workers_are_two_ranks_bit_for_bit(dtype, config):
+def test_two_virtual_workers_are_two_ranks_bit_for_bit(dtype, config, pool):
     tiny = TinyGPT(dtype=dtype, initial_loss_scale=2.0**18, **OVERLAPPED)
-    ranks = run_ranks(real, 2, tiny, config, 6)
-    [both] = run_ranks(virtual, 1, tiny, config, 6)
+    ranks = pool.run(real, 2, tiny, config, 6)
+    [both] = pool.run(virtual, 1, tiny, config, 6)
     assert_virtual_is_real(both, ranks)
 
 
 @pytest.mark.parametrize("config", [COMPENSATED, BURSTS], ids=["packets", "bursts"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_saved_lead_goes_on(overlap, config, tmp_path):
+def test_a_saved_lead_goes_on(overlap, config, tmp_path, pool):
     config = dataclasses.replace(config, save_replicas=True)
-    saved = run_ranks(save_and_go_on, 2, OVERLAPS[overlap], config, str(tmp_path))
-    again = run_ranks(resume, 2, OVERLAPS[overlap], config, str(tmp_path), [own for own, _ in saved])
+    saved = pool.run(save_and_go_on, 2, OVERLAPS[overlap], config, str(tmp_path))
+    again = pool.run(resume, 2, OVERLAPS[overlap], config, str(tmp_path), [own for own, _ in saved])
     assert again == [report for _, report in saved]
     plain = dataclasses.replace(config, param_send="plain")
-    with pytest.raises(RankFailed, match="--param-send was compensated there and is plain here"):
-        run_ranks(resume, 2, OVERLAPS[overlap], plain, str(tmp_path), None)
+    for message in pool.run(refused, 2, OVERLAPS[overlap], plain, str(tmp_path), None):
+        assert "--param-send was compensated there and is plain here" in message
 
 
 @pytest.fixture(scope="module")
@@ -297,20 +295,20 @@ def trace(tmp_path_factory):
     return LossyConfig(loss_model=("trace",), trace=str(path), param_send="compensated", **packets)
 
 
-def test_where_nobody_knows_the_rate_receivers_count(trace):
+def test_where_nobody_knows_the_rate_receivers_count(trace, pool):
     """Real ranks and virtual workers alike; the sums of all ranks arrive an update later."""
     tiny = TinyGPT(**OVERLAPPED)
-    ranks = run_ranks(real, 2, tiny, trace, 8)
-    [both] = run_ranks(virtual, 1, tiny, trace, 8)
+    ranks = pool.run(real, 2, tiny, trace, 8)
+    [both] = pool.run(virtual, 1, tiny, trace, 8)
     assert_virtual_is_real(both, ranks)
-    plain = run_ranks(real, 2, tiny, dataclasses.replace(trace, param_send="plain"), 8)
+    plain = pool.run(real, 2, tiny, dataclasses.replace(trace, param_send="plain"), 8)
     assert any(not np.array_equal(plain[0][-1][2][key], value) for key, value in ranks[0][-1][2].items())
 
 
-def test_a_skipped_update_counts_nothing(trace):
+def test_a_skipped_update_counts_nothing(trace, pool):
     tiny = TinyGPT(loss_scale=8.0, **OVERLAPPED)
-    ranks = run_ranks(real, 2, tiny, trace, 7, (3, 4))
-    [both] = run_ranks(virtual, 1, tiny, trace, 7, (3, 4))
+    ranks = pool.run(real, 2, tiny, trace, 7, (3, 4))
+    [both] = pool.run(virtual, 1, tiny, trace, 7, (3, 4))
     assert_virtual_is_real(both, ranks)
 
 
@@ -371,18 +369,18 @@ def sent_from_elsewhere(rank, config, steps):
     return found
 
 
-def test_the_own_shard_has_no_lead_wherever_it_was_sent_from():
+def test_the_own_shard_has_no_lead_wherever_it_was_sent_from(pool):
     config = LossyConfig(p_param=0.4, loss_unit="packet", packet_bytes=4, param_send="compensated:1.0")
-    for found in run_ranks(sent_from_elsewhere, 2, config, 4):
+    for found in pool.run(sent_from_elsewhere, 2, config, 4):
         assert found == [([step + 1.0], [step + 1.0]) for step in range(4)]
 
 
 @pytest.mark.parametrize("channel", [{}, {"loss_model": ("gilbert-elliott:3",)}])
-def test_replicas_of_a_plain_process_group_are_not_late(channel):
+def test_replicas_of_a_plain_process_group_are_not_late(channel, pool):
     """Constant growth: 1,000 packets are late by the mean age, and with a lead on time, within five standard errors."""
     for send, expected in (("plain", theory.Lag.of(0.4).mean), ("compensated", 0.0)):
         config = LossyConfig(p_param=0.4, loss_unit="packet", packet_bytes=4, param_send=send, **channel)
-        late = np.array(run_ranks(plain_group, 3, config, 3, 40))[:, 20:]
+        late = np.array(pool.run(plain_group, 3, config, 3, 40))[:, 20:]
         if channel:
             group = group_in_memory(config, rank=0, shard=500)
             share, age = group.wire.lag(Exchange("param", Stream(), 0))
