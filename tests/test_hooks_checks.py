@@ -311,7 +311,7 @@ def test_sums_over_tokens_take_no_absolute_noise(distributed):
     for flags, line in (
         ({"grad_error_std": 0.5}, "--grad-error-std 0.5: gradients are sums"),
         ({"grad_error_std": 0.5, **burst}, "--grad-error-std 0.5: gradients are sums"),
-        (burst, "--grad-error-burst-std 0.25: gradients are sums"),
+        (burst, "--grad-error-burst 5 0.25: gradients are sums"),
         ({"grad_error_relative": 0.0, **burst}, None),
     ):
         config = LossyConfig(grad_error="gaussian", grad_error_at="reduce", **flags)
