@@ -5,6 +5,8 @@ BIN := .venv/bin
 RUN_DIR ?= runs/tiny
 # Several ranks on few cores crawl if each of them starts as many threads as there are cores.
 export OMP_NUM_THREADS := 1
+# Each rank imports the file of its test: without bytecode on disk it compiles it, too.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run run-wan check test lint test-all test-slurm two-1 two-2 bench mutants docs compat compat-ci
 

@@ -25,7 +25,7 @@ WORKERS, PACKET, REPEATS = 64, 4096, 15
 RANK_BYTES, CLUSTER_BYTES = 2 * 7_000_000_000, 2 * 100_000_000
 MODELS = {
     "bernoulli": {},
-    "gilbert-elliott, mean burst 4": {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (4.0,)},
+    "gilbert-elliott, mean burst 4": {"loss_model": ("gilbert-elliott:4",)},
 }
 
 

@@ -89,7 +89,7 @@ class Contestant:
 def contestants() -> list[Contestant]:
     """In the order of the tables."""
     headers = overhead("aes-128-gcm") + _IP_UDP
-    uniform = "--grad-recovery zero --grad-priority packet-mean --grad-priority-fraction 1 --udp-fec 100 10"
+    uniform = "--grad-recovery zero --grad-priority packet-mean:1 --udp-fec 100 10"
     return [
         Contestant("on timeout", "timeouts", PAYLOAD, HEADER.size + _IP_UDP),
         Contestant("TCP BBR", "tcp bbr", 1448, _IP_TCP),

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], list, Sequence[str]]:
     """Milliseconds of reduce-scatters by kind, and what the ranks of the protected ones sent."""
     row = Row("priority", args.rtt, args.loss, args.megabytes, args.burst)
-    flags = f"--grad-recovery error-feedback --grad-priority-fraction {args.fraction} {args.flags}"
+    flags = f"--grad-recovery error-feedback --grad-priority packet-mean:{args.fraction} {args.flags}"
     times: dict[str, list[float]] = {name: [] for name in NAMES}
     with Lab(row.link(loss=False), seed=args.seed) as lab:
         configs = {"none": our_config(""), "protected": our_config(flags)}
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
             raise refuse("--exchanges", args.exchanges, "must be at least 2")
         if result.exists() and not args.replace:
             raise refuse("--out", result, "is there already; --replace writes over it")
-        our_config(f"--grad-recovery error-feedback --grad-priority-fraction {args.fraction} {args.flags}")
+        our_config(f"--grad-recovery error-feedback --grad-priority packet-mean:{args.fraction} {args.flags}")
         try:
             times, sent, notes = measure(args)
         except Missing as missing:

@@ -103,6 +103,12 @@ def refuse_unused(config: Any, name: str, why: str) -> None:
         raise refuse(flag_name(config, name), shown(value), why)
 
 
+def number(text: str) -> int | float:
+    """A number of a flag that takes several of different kinds; whole numbers are integers."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 def in_unit_interval(name: str, value: float) -> None:
     """Raise :class:`UsageError` unless ``value`` of the flag ``name`` is in [0, 1)."""
     if not 0 <= value < 1:  # NaN fails too

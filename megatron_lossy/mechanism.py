@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .section import Flags
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from .config import LossyConfig
     from .config.refusal import Section
+    from .delivery_log.reader import DeliveryLogFolder
+    from .delivery_log.verdict import Verdict
     from .jobs import World
     from .ledger import Patch
     from .monitor import Observer
@@ -37,6 +40,8 @@ class Mechanism:
     Flags: ClassVar[type[Flags]]
     #: The number of each of its phases in the key of random draws; no other mechanism may have it.
     phases: ClassVar[Mapping[str, int]] = {}
+    #: Flags, and values with which its part has patches, so that these can be checked.
+    patched: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def refusals(cls) -> Section:
@@ -110,6 +115,11 @@ class Mechanism:
         return None
 
     @classmethod
+    def virtual_part(cls, config: LossyConfig) -> Part | None:
+        """Its part of a run whose workers share a process; ``None`` if the flags do not ask for it."""
+        return None
+
+    @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
         """Its observers of ``run``, real or virtual. ``writer``: the rank whose number records have."""
         return []
@@ -147,14 +157,25 @@ class Mechanism:
         """
         return None
 
+    # --- records beside the deliveries -----------------------------------------------------------------------------
+
+    @classmethod
+    def log_summary(cls, folder: Path) -> list[str]:
+        """The lines about its records in ``folder``, that of a delivery log. Raises :class:`BadLog`."""
+        return []
+
+    @classmethod
+    def verify_log(cls, folder: DeliveryLogFolder, verdict: Verdict) -> None:
+        """Check its records in ``folder``, whose deliveries are checked. Adds the result to ``verdict``."""
+
 
 class Part:
-    """The part of a mechanism in a real run: an island, a full replica, …
+    """The part of a mechanism in a run, real or virtual: an island, a full replica, …
 
     Its verbs are called at fixed moments. Each does nothing by default.
     """
 
-    #: The name of the mechanism, in saved states too.
+    #: Its name in the run, and in saved states.
     name: ClassVar[str]
     #: This job among equal ones whose losses are drawn apart: its number, and how many there are.
     job: tuple[int, int] = (0, 1)
@@ -164,7 +185,7 @@ class Part:
     reducing: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None
 
     def attach(self, run: Any) -> None:
-        """Attach to ``run``, a real run that has just been made."""
+        """Attach to ``run``, which has just been made."""
 
     def patches(self) -> list[Patch]:
         """Patches that it needs in megatron-core."""
@@ -215,6 +236,21 @@ class Part:
     def happened(self, iteration: int) -> list[Any]:
         """Events of ``iteration`` beside its exchanges; see :meth:`Observer.happened`."""
         return []
+
+    # --- workers that share a process ------------------------------------------------------------------------------
+
+    def computing(self, worker: int, last: bool) -> contextlib.AbstractContextManager[None]:
+        """A context for the passes of ``worker`` in an iteration. ``last``: no worker comes after it."""
+        return contextlib.nullcontext()
+
+    def updating(self) -> contextlib.AbstractContextManager[None] | None:
+        """A context for the optimizer's update, with the norms that clip gradients; ``None`` for that of ranks."""
+        return None
+
+    @property
+    def kept_elements(self) -> int:
+        """Elements of weights that it holds beside the model."""
+        return 0
 
     # --- programs of megatron.training -----------------------------------------------------------------------------
 

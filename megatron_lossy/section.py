@@ -24,6 +24,8 @@ class Flags:
     folders_of_weights: ClassVar[Mapping[str, str]] = {}
     #: Whether reports name each given flag of the section in the heading of a run.
     in_headings: ClassVar[bool] = False
+    #: The flags that lose parts of messages between pipeline stages.
+    stage_losses: ClassVar[tuple[str, ...]] = ()
 
     def resolve(self) -> None:
         """Give flags their defaults that depend on other flags. Values are not checked yet."""
@@ -45,6 +47,14 @@ class Flags:
 
     def draws(self) -> bool:
         """Whether losses beside those of :meth:`exchanges` are drawn, or happen in a network."""
+        return False
+
+    def loses_between_stages(self) -> bool:
+        """Whether parts of messages between pipeline stages can be lost."""
+        return False
+
+    def uses_transport(self) -> bool:
+        """Whether messages beside those of :meth:`exchanges` cross over ``--transport``."""
         return False
 
     def notes(self) -> list[str]:

@@ -129,11 +129,12 @@ class Run:
         """The loss flags. Raises :class:`UsageError`."""
         if self.arm == LOSSLESS:
             return None
-        priority = {"grad_priority_fraction": self.fraction} if ARMS[self.arm]["grad_priority"] != "none" else {}
-        burst = {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (self.burst,)} if self.burst else {}
+        rule = ARMS[self.arm]["grad_priority"]
+        priority = {} if rule == "none" else {"grad_priority": f"{rule}:{self.fraction}"}
+        burst = {"loss_model": (f"gilbert-elliott:{self.burst}",)} if self.burst else {}
         return LossyConfig(
             p_grad=self.rate, lossy_self=True, loss_unit="packet", packet_bytes=self.scale.packet_bytes,
-            loss_seed=loss_seed_of(self.seed, self.loss_seed), **ARMS[self.arm], **priority, **burst,
+            loss_seed=loss_seed_of(self.seed, self.loss_seed), **(ARMS[self.arm] | priority), **burst,
         )  # fmt: skip
 
 

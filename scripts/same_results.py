@@ -54,7 +54,8 @@ class Broken(RuntimeError):
 class Recorded:
     """What an earlier call recorded of a checkout."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, renamed: bool) -> None:
+        self._renamed = renamed
         try:
             content = json.loads(path.read_text())
             self.machine: dict[str, str] = content["machine"]
@@ -70,7 +71,7 @@ class Recorded:
         there = self._cases.get(case.name)
         if there is None:
             return {"absent": "not recorded"}
-        if there["case"] != json.loads(json.dumps(case.spelled)):
+        if not self._renamed and there["case"] != json.loads(json.dumps(case.spelled)):
             return {"absent": "recorded with other flags"}
         return there["outcome"]
 
@@ -170,7 +171,7 @@ class Comparison:
 
     def __init__(self, sides: list[Path], cases: list[Case], arguments: argparse.Namespace, scratch: Path) -> None:
         self._sides, self._cases, self._arguments, self._scratch = sides, cases, arguments, scratch
-        self._recorded = {side: Recorded(side) for side in sides if side.is_file()}
+        self._recorded = {side: Recorded(side, arguments.renamed) for side in sides if side.is_file()}
         self._queue: queue.SimpleQueue[Case] = queue.SimpleQueue()
         for case in cases:
             self._queue.put(case)
@@ -226,7 +227,7 @@ class Comparison:
     def _one(self, case: Case, runners: list[Any]) -> None:
         started = time.monotonic()
         outcomes = [runner.outcome(case) for runner in runners]
-        result = verdict(case.status, *outcomes)
+        result = verdict(case.status, *outcomes, renamed=self._arguments.renamed)
         with self._lock:
             self.outcomes[case.name] = outcomes[0]
             self.verdicts[case.name] = result
@@ -246,6 +247,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--record", metavar="FILE", help="write what comes out of OLD, for later comparisons")
     parser.add_argument("--quick", action="store_true", help="a subset that touches everything once")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cases whose names contain one of these; * ? []")
+    parser.add_argument(
+        "--renamed", action="store_true", help="flags have other names in NEW: compares neither settings nor messages"
+    )
     parser.add_argument("--list", action="store_true", help="name the cases and leave")
     parser.add_argument("--megatron-lm", metavar="PATH", help="checkout of Megatron-LM: also its pretrain_gpt.py")
     parser.add_argument("--keep", metavar="FOLDER", help="leave what the runs write there")

@@ -30,7 +30,7 @@ OVERLAPS = {
     "both": "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 9000",
 }
 LOSS = "--p-grad 0.3 --p-param 0.3"
-BURSTS = f"{LOSS} --loss-model gilbert-elliott --ge-mean-burst 3"
+BURSTS = f"{LOSS} --loss-model gilbert-elliott:3"
 BOTH = "--eval-weights both"
 #: Everything that is recorded about a run.
 ON = f"{BOTH} --save-replicas --drift-interval 2 --delivery-log log"
@@ -87,7 +87,7 @@ def _virtual() -> Iterator[Case]:
     yield Case("virtual workers/bf16", 0, (f"{two} --bf16 {LOSS} {UNITS['packet']} {ON}",), quick=True)
     yield Case("virtual workers/bursts", 0, (f"{two} {BURSTS} {UNITS['packet']} --grad-recovery zero {ON}",))
     yield Case("virtual workers/source", 0, (f"--virtual-workers 4 {LOSS} --loss-correlation source {ON}",))
-    nodes = "--lossy-links inter-node --ranks-per-node 2"
+    nodes = "--lossy-links inter-node:2"
     yield Case("virtual workers/inter-node", 0, (f"--virtual-workers 4 {LOSS} {nodes} {ON}",))
     yield Case("virtual workers/lossy self", 0, (f"--virtual-workers 4 {LOSS} --lossy-self {ON}",))
     for rule in ("renormalize", "previous"):
@@ -123,9 +123,9 @@ def _models() -> Iterator[Case]:
         flags = f"{BURSTS} {UNITS[unit]} {OVERLAPS[overlap]} {ON}"
         yield Case(f"bursts/{unit}", 2, (flags,), quick=unit == "packet")
     yield Case("bursts/4 ranks", 4, (f"{BURSTS} {UNITS['packet']} --grad-recovery renormalize-remote",))
-    four = "--loss-model gilbert-elliott --ge-grad .2 .4 .05 .9 --ge-param .1 .5 0 .8"
+    four = "--loss-model gilbert-elliott:.2,.4,.05,.9 gilbert-elliott:.1,.5,0,.8"
     yield Case("bursts/four parameters", 2, (f"{four} {UNITS['bucket']} {OVERLAPS['both']} {ON}",))
-    mixed = "--loss-model bernoulli gilbert-elliott --p-grad 0.2 --p-param 0.4 --ge-mean-burst 2 5"
+    mixed = "--loss-model bernoulli gilbert-elliott:5 --p-grad 0.2 --p-param 0.4"
     yield Case("bursts/parameters only", 2, (f"{mixed} {UNITS['packet']} {ON}",))
     plan = "--loss-schedule 0:0,2:0.5,4:0.1"
     yield Case("schedule/bernoulli", 2, (f"{plan} {UNITS['packet']} {ON}",), quick=True)
@@ -133,10 +133,10 @@ def _models() -> Iterator[Case]:
     two = "--loss-schedule 0:0.4,3:0 0:0,2:0.6"
     yield Case("schedule/two, overlapped", 2, (f"{two} --grad-recovery previous {OVERLAPS['both']} {ON}",))
     files = {"rates.txt": RATES}
-    links = "--loss-model per-link --link-rates-grad rates.txt"
-    yield Case("per link/4 ranks", 4, (f"{links} --link-rates-param rates.txt {UNITS['packet']} {ON}",), files)
-    yield Case("per link/gradients only", 4, (f"{links} {UNITS['bucket']} {OVERLAPS['grad']}",), files)
-    yield Case("per link/virtual", 0, (f"--virtual-workers 4 {links} --link-rates-param rates.txt {ON}",), files)
+    links = "--loss-model per-link:rates.txt"
+    yield Case("per link/4 ranks", 4, (f"{links} {UNITS['packet']} {ON}",), files)
+    yield Case("per link/gradients only", 4, (f"{links} bernoulli {UNITS['bucket']} {OVERLAPS['grad']}",), files)
+    yield Case("per link/virtual", 0, (f"--virtual-workers 4 {links} {ON}",), files)
     source = f"{LOSS} --loss-correlation source"
     for unit, overlap in zip(UNITS, reversed(OVERLAPS)):
         yield Case(f"source/{unit}", 4, (f"{source} {UNITS[unit]} {OVERLAPS[overlap]} {BOTH} --drift-interval 1",))
@@ -145,8 +145,8 @@ def _models() -> Iterator[Case]:
         flags = f"{LOSS} --lossy-self --grad-recovery {rule} {UNITS[unit]} {OVERLAPS['both']} {ON}"
         yield Case(f"lossy self/{rule}", 2, (flags,))
     nodes = f"{LOSS} --lossy-links inter-node"
-    yield Case("nodes/of two ranks", 4, (f"{nodes} --ranks-per-node 2 {UNITS['packet']} {ON}",))
-    yield Case("nodes/of one rank", 2, (f"{nodes} --ranks-per-node 1 --grad-recovery previous {OVERLAPS['grad']}",))
+    yield Case("nodes/of two ranks", 4, (f"{nodes}:2 {UNITS['packet']} {ON}",))
+    yield Case("nodes/of one rank", 2, (f"{nodes}:1 --grad-recovery previous {OVERLAPS['grad']}",))
     yield Case("nodes/by host name", 2, (f"{nodes} {ON}",), status=2)
     yield Case("one phase/gradients", 2, (f"--p-grad 0.4 {UNITS['packet']} {OVERLAPS['both']} {ON}",))
     yield Case("one phase/parameters", 2, (f"--p-param 0.4 {UNITS['packet']} {OVERLAPS['both']} {ON}",))

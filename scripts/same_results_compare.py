@@ -47,7 +47,7 @@ def _failure(outcome: dict[str, Any], expected: int) -> str | None:
     return f"exit status {status} instead of {expected}: {told[-1]}"
 
 
-def verdict(expected: int, old: dict[str, Any], new: dict[str, Any] | None = None) -> Verdict:
+def verdict(expected: int, old: dict[str, Any], new: dict[str, Any] | None = None, renamed: bool = False) -> Verdict:
     """What to say of two outcomes of a case that should end with the status ``expected``; of one, if it ran."""
     for name, outcome in (("OLD", old), ("NEW", new)):
         if outcome is not None and "absent" in outcome:
@@ -62,16 +62,16 @@ def verdict(expected: int, old: dict[str, Any], new: dict[str, Any] | None = Non
         return Verdict("not there in NEW", False, (flag,))
     if failure := _failure(new, expected):
         return Verdict("NEW fails", False, (failure,))
-    differences, notes = compare(old, new)
+    differences, notes = compare(old, new, renamed)
     if differences:
         return Verdict("DIFFERS", False, tuple(differences))
     return Verdict("same", True, tuple(notes))
 
 
-def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """(differences, remarks), each in a line."""
+def compare(old: dict[str, Any], new: dict[str, Any], renamed: bool = False) -> tuple[list[str], list[str]]:
+    """(differences, remarks), each in a line. ``renamed``: what names flags is not compared."""
     differences, notes = [], []
-    for part in PARTS:
+    for part in PARTS if not renamed else PARTS[:4]:
         before, after = old[part], new[part]
         if part == "replicas" and before.keys() != after.keys() and before and after:
             notes.append("saved replicas are laid out otherwise; the cases that resume compare them")
@@ -85,7 +85,7 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[s
                 f"{part}: {len(different)} of {len(before | after)}, first {first}: "
                 f"{before.get(first, 'not there')} / {after.get(first, 'not there')}"
             )
-    if old["errors"].strip() != new["errors"].strip():
+    if not renamed and old["errors"].strip() != new["errors"].strip():
         differences.append(f"message: {old['errors'].strip()} / {new['errors'].strip()}")
     for number, (line, other) in enumerate(zip(old["console"], new["console"]), start=1):
         if line != other:

@@ -166,7 +166,7 @@ def lags(workers: int, steps: int, seed: int, ticker: Ticker) -> list[Row]:
 
 def bursts_of(burst: float | None) -> dict[str, tuple]:
     """Settings of losses in bursts of that mean length, or of independent ones."""
-    return {} if burst is None else {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (burst,)}
+    return {} if burst is None else {"loss_model": (f"gilbert-elliott:{burst}",)}
 
 
 def recovery(seed: int, ticker: Ticker) -> list[Row]:

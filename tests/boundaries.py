@@ -12,8 +12,7 @@ from tests.reference import boundary_residual, boundary_units
 def boundary_lost(config, phase, boundary, rank, tensor, step, micro_batch, packets, earlier=None):
     """bool[packets]: what is lost for good of a message. ``earlier``: packets of those before it; default as many in each."""
     high = Fraction(boundary.layer, boundary.layers) <= Fraction(str(config.act_high_depth))
-    block, parity = config.act_fec_high if high else config.act_fec_low
-    bound = config.act_residual_high if high else config.act_residual_low
+    block, parity, bound = config.act_fec_high if high else config.act_fec_low
     recovers = config.act_retransmit == "on"
     earlier = [packets] * micro_batch if earlier is None else earlier
     units, *others = (boundary_units(one, block, parity) if recovers else one for one in (packets, *earlier))

@@ -5,8 +5,8 @@ import multiprocessing.forkserver
 import pytest
 
 from megatron_lossy import device
-from tests import ranks  # noqa: F401  says what the fork server imports
 from tests.features import Record
+from tests.ranks import Pool
 from tests.rooms import Shared, check_room, room_of
 from tests.rows import Rows
 from tests.tiers import Guard, markers_of
@@ -86,3 +86,11 @@ def rows():
     process = Rows()
     yield process
     process.close()
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Ranks that stay for the tests of a file."""
+    ranks = Pool()
+    yield ranks
+    ranks.close()

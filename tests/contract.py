@@ -3,6 +3,7 @@
 The expectation comes from the NumPy reference and from deliveries asked of the channel directly.
 """
 
+import contextlib
 from collections import defaultdict
 
 import numpy as np
@@ -20,6 +21,36 @@ from tests.reference import ReferenceReduce, pieces, reference_gather
 from tests.tiny_gpt import build
 
 
+@contextlib.contextmanager
+def installed(config, **how):
+    """The hooks; afterwards the process is as before. ``config`` None leaves Megatron alone.
+
+    Above them, functions of :data:`_SPIED` can be replaced.
+    """
+    before = [getattr(owner, name) for owner, name in _SPIED]
+    lossy = None if config is None else hooks.install(config, **how)
+    hooked = [getattr(owner, name) for owner, name in _SPIED]
+    try:
+        yield lossy
+    finally:
+        _put(hooked)
+        if lossy is not None:
+            lossy.uninstall()
+        _put(before)
+
+
+_SPIED = (
+    (pgb, "dist_reduce_scatter_func"),  # of which DDP makes another with fp32 accumulation
+    (pgb, "dist_all_gather_func"),
+    (DistributedDataParallel, "finish_grad_sync"),
+)
+
+
+def _put(functions):
+    for (owner, name), function in zip(_SPIED, functions, strict=True):
+        setattr(owner, name, function)
+
+
 def record(rank, tiny, config, steps, overflows=None, without=(), gapless=False, unhooked=None):
     """Train ``steps`` iterations with loss; returns one list of bucket records per iteration.
 
@@ -27,7 +58,11 @@ def record(rank, tiny, config, steps, overflows=None, without=(), gapless=False,
     no exchange; ``None`` stands for them in the list. ``gapless``: as of the hooks. ``unhooked``: the phase ("grad",
     "param") that goes past the hooks.
     """
-    lossy = hooks.install(config, gapless=gapless)
+    with installed(config, gapless=gapless) as lossy:
+        return _record(rank, lossy, tiny, steps, overflows or {}, without, unhooked)
+
+
+def _record(rank, lossy, tiny, steps, overflows, without, unhooked):
     run = build(tiny)
     if unhooked == "grad":
         pgb.dist_reduce_scatter_func = torch.distributed.reduce_scatter_tensor
@@ -60,7 +95,7 @@ def record(rank, tiny, config, steps, overflows=None, without=(), gapless=False,
             iterations.append(None)
             continue
         before = [bucket.param_data.float().numpy().copy() for bucket, _ in places]
-        report = run.step(step, overflow_on=(overflows or {}).get(step))
+        report = run.step(step, overflow_on=overflows.get(step))
         if tiny.overlap_param_gather:
             run.gather()
         iterations.append(
@@ -145,7 +180,8 @@ def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6):
                 lost["grad"] += int((~arrived).sum())
                 sent = np.array([members[rank]["sent"] for rank in group]).reshape(size, size, shard)
                 elements = place["units"]["grad"][1]
-                share = config.grad_priority_fraction if config.grad_priority == "packet-mean" else 0.0
+                priority, share = config.grad_priority_rule
+                share = share if priority == "packet-mean" else 0.0
                 reference = ReferenceReduce(config.grad_recovery, size, shard, elements, share)
                 rule = reduce.setdefault((key, group), reference)
                 expected = rule(sent, arrived, counted=success)
@@ -175,10 +211,9 @@ def check(recorded, config, averaged=False, exact=True, rtol=1e-5, atol=1e-6):
 
 def plain(rank, tiny, config, steps):
     """Final weights, owners' buffers and losses of a run; ``config`` None leaves Megatron alone."""
-    if config is not None:
-        hooks.install(config)
-    run = build(tiny)
-    reports = [run.step(step) for step in range(steps)]
-    if tiny.overlap_param_gather:
-        run.gather()
-    return run.weights(), [(r["loss"], float(r["grad_norm"])) for r in reports]
+    with installed(config):
+        run = build(tiny)
+        reports = [run.step(step) for step in range(steps)]
+        if tiny.overlap_param_gather:
+            run.gather()
+        return run.weights(), [(r["loss"], float(r["grad_norm"])) for r in reports]

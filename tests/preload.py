@@ -19,18 +19,32 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import megatron.core.distributed
     import megatron.core.models.gpt
-    import megatron.core.optimizer  # noqa: F401
+    import megatron.core.optimizer
 
+    import megatron_lossy.delivery_log.verify
     import megatron_lossy.device.cpu
     import megatron_lossy.device.cpu_training
     import megatron_lossy.hooks
+    import megatron_lossy.report
+    import megatron_lossy.transport.udp
     import megatron_lossy.virtual
     import tests.contract
     import tests.trainer  # noqa: F401
+    from megatron_lossy.config import LossyConfig
 
     # What the training program needs of Megatron is more than what the hooks do.
     with contextlib.suppress(ImportError):
+        import megatron.core.dist_checkpointing.strategies.torch  # noqa: F401  when it saves
+
         import megatron_lossy.train.loop  # noqa: F401
+
+# At the first row of a delivery log, and with pandas half a second.
+with contextlib.suppress(ImportError):
+    import pandas  # noqa: F401
+    import pyarrow.compute
+    import pyarrow.parquet  # noqa: F401
+
+LossyConfig()  # imports what its flags can name
 
 # Otherwise the first collection in a rank visits, and so copies, everything that was imported here.
 gc.collect()

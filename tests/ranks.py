@@ -6,8 +6,10 @@ forked from it: fresh state for every test at the price of a fork.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import socket
 import tempfile
 import time
@@ -26,7 +28,7 @@ class RankFailed(AssertionError):
     """A rank raised or died; the text holds every failed rank's traceback."""
 
 
-def _rank_main(connection, function, rank, world_size, store, args, environment, grouped):
+def _rank_main(connection, rank, world_size, store, environment, grouped):
     os.environ.update(
         {
             "RANK": str(rank),
@@ -43,10 +45,15 @@ def _rank_main(connection, function, rank, world_size, store, args, environment,
         if grouped:
             address = f"file://{store}"
             torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-        result = function(rank, *args)
-        if grouped:
-            torch.distributed.barrier()
-        connection.send((True, result))
+        while True:
+            try:
+                function, args = connection.recv()
+            except EOFError:
+                break
+            result = function(rank, *args)
+            if grouped:
+                torch.distributed.barrier()
+            connection.send((True, result))
     except BaseException:
         connection.send((False, traceback.format_exc()))
     finally:
@@ -58,6 +65,87 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+class _World:
+    """``size`` ranks, each in a process of its own, which wait for calls."""
+
+    def __init__(self, size: int, environment: dict[str, str], grouped: bool) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        self._ranks = []
+        for rank in range(size):
+            parent, child = context.Pipe()
+            process = context.Process(
+                target=_rank_main, args=(child, rank, size, store, environment, grouped), daemon=True
+            )
+            process.start()
+            child.close()
+            self._ranks.append((process, parent))
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        """The results of ``function(rank, *args)``. The ranks end if it fails."""
+        self._signal(signal.SIGCONT)
+        try:
+            for _, pipe in self._ranks:
+                with contextlib.suppress(BrokenPipeError):  # what it died of can be read
+                    pipe.send((function, args))
+            results, errors = self._results(timeout)
+            if errors:
+                raise RankFailed("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(errors.items())))
+        except BaseException:
+            self.end(0)
+            raise
+        self._signal(signal.SIGSTOP)  # a thread of each of Gloo's groups would wake up a hundred times a second
+        return results
+
+    def _signal(self, number: int) -> None:
+        for process, _ in self._ranks:
+            with contextlib.suppress(ProcessLookupError):  # it died
+                os.kill(process.pid, number)
+
+    def _results(self, timeout: float) -> tuple[list[Any], dict[int, str]]:
+        """What ranks return, and what is said of those that fail."""
+        deadline = time.monotonic() + timeout
+        results: list[Any] = [None] * len(self._ranks)
+        errors: dict[int, str] = {}
+        waiting = set(range(len(self._ranks)))
+        while waiting:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                errors.update(dict.fromkeys(waiting, f"no result after {timeout} s"))
+                break
+            pipes = {self._ranks[rank][1]: rank for rank in waiting}
+            # After a failure the others may hang in a collective: give them a while to report as well. Over UDP a rank that
+            # died is believed to be gone after 3 s of silence.
+            wait = min(remaining, 6.0) if errors else remaining
+            ready = multiprocessing.connection.wait(list(pipes), timeout=wait)
+            if errors and not ready:
+                break
+            for pipe in ready:
+                rank = pipes[pipe]
+                waiting.discard(rank)
+                try:
+                    ok, value = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    ok, value = False, "the process died"
+                if ok:
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+        return results, errors
+
+    def end(self, timeout: float = 10) -> None:
+        """End the processes; kill those that have not ended after ``timeout`` seconds."""
+        self._signal(signal.SIGCONT)
+        for _, pipe in self._ranks:
+            pipe.close()
+        for process, _ in self._ranks:
+            process.join(timeout)
+            if process.is_alive():
+                process.kill()
+            process.join()
+        self._folder.cleanup()
 
 
 def run_ranks(
@@ -78,56 +166,36 @@ def run_ranks(
     environment = dict(environment or {})
     if not grouped:
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        ranks = []
-        for rank in range(world_size):
-            parent, child = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main,
-                args=(child, function, rank, world_size, store, args, environment, grouped),
-                daemon=True,
-            )
-            process.start()
-            child.close()
-            ranks.append((process, parent))
-        deadline = time.monotonic() + timeout
-        results: list[Any] = [None] * world_size
-        errors: dict[int, str] = {}
-        waiting = set(range(world_size))
-        while waiting:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                errors.update(dict.fromkeys(waiting, f"no result after {timeout} s"))
-                break
-            pipes = {ranks[rank][1]: rank for rank in waiting}
-            # After a failure the others may hang in a collective: give them a while to report as well. Over UDP a rank that
-            # died is believed to be gone after 3 s of silence.
-            wait = min(remaining, 6.0) if errors else remaining
-            ready = multiprocessing.connection.wait(list(pipes), timeout=wait)
-            if errors and not ready:
-                break
-            for pipe in ready:
-                rank = pipes[pipe]
-                waiting.discard(rank)
-                try:
-                    ok, value = pipe.recv()
-                except EOFError:
-                    ok, value = False, "the process died"
-                if ok:
-                    results[rank] = value
-                else:
-                    errors[rank] = value
-        for process, pipe in ranks:
-            if process.is_alive():
-                process.join(timeout=0 if errors else 10)
-            if process.is_alive():
-                process.kill()
-            process.join()
-            pipe.close()
-        if errors:
-            raise RankFailed("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(errors.items())))
+    world = _World(world_size, environment, grouped)
+    results = world.call(function, args, timeout)
+    world.end()
+    return results
+
+
+class Pool:
+    """Ranks that stay for further calls of functions that leave a process as they found it.
+
+    In a fresh process the first iteration of a training run costs as much as the next three. Ranks have the parallel groups of
+    one model: others are started where an argument has other ``groups``.
+    """
+
+    def __init__(self) -> None:
+        self._worlds: dict[str, _World] = {}  # by what they can be used for
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+        """As :func:`run_ranks`. Where a call failed, the next one starts other ranks."""
+        use = repr([world_size, *(argument.groups for argument in args if hasattr(argument, "groups"))])
+        world = self._worlds.pop(use, None) or _World(world_size, {}, grouped=True)
+        results = world.call(function, args, timeout)
+        self._worlds[use] = world
+        if len(self._worlds) > 3:
+            self._worlds.pop(next(iter(self._worlds))).end()  # that was not used for longest
         return results
+
+    def close(self) -> None:
+        """End the ranks."""
+        while self._worlds:
+            self._worlds.popitem()[1].end()
 
 
 def each(rank: int, function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:

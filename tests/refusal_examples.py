@@ -140,11 +140,11 @@ ISLAND = [
         {"train_iters": 8},
         "--sync-delay 7: must be at most 6, for the first mean to be used in a run of 8 iterations",
     ),
-    (EMA, {"ends": False}, "--ema-coefficient 0.5 0.01: falls until --train-iters, which is not known"),
+    (EMA, {"ends": False}, "--ema-coefficient 0.5 0.01 1000: falls until --train-iters, which is not known"),
     (
-        EMA | {"sync_delay": 3, "ema_coefficient": (0.9, 0.9)},
+        EMA | {"sync_delay": 3, "ema_coefficient": (0.9, 0.9, 1000)},
         {"workers": 4},
-        "--ema-coefficient 0.9 0.9: diverges: must be below 0.445 with 3 later exchanges of an element under way",
+        "--ema-coefficient 0.9 0.9 1000: diverges: must be below 0.445 with 3 later exchanges of an element under way",
     ),
     (
         ISLANDS | {"sync_delay": 3, "mixing_gain": "0.5"},
@@ -250,9 +250,9 @@ REPLICAS = [
         "--grad-error-std 0.5: gradients are sums over tokens where errors hit them",
     ),
     (
-        {"grad_error": "gaussian", "grad_error_burst_interval": 5, "grad_error_burst_std": 0.25},
+        {"grad_error": "gaussian", "grad_error_burst": (5, 0.25)},
         {"per_token_loss": True},
-        "--grad-error-burst-std 0.25: gradients are sums over tokens where errors hit them",
+        "--grad-error-burst 5 0.25: gradients are sums over tokens where errors hit them",
     ),
     (
         AVERAGED | {"param_sync_rule": "snr"},
@@ -301,11 +301,6 @@ PRIORITY = [
         {},
         "--transport udp with gradients lost by drawing, and --grad-priority or error-feedback: cannot be",
     ),
-    (
-        UDP | FIRST | {"grad_residual_bound": 0.5},
-        {},
-        "--grad-residual-bound 0.5: cannot be with --transport udp",
-    ),
     (UDP | FIRST | {"packet_bytes": 8}, {}, "--packet-bytes 8: must be at least 16 with --grad-priority over UDP"),
     (UDP | CHANGED | PARAM, {}, "--param-priority change over UDP with parameters lost by drawing: cannot be"),
     (UDP | CHANGED | {"packet_bytes": 8}, {}, "--packet-bytes 8: must be at least 16 with --param-priority over UDP"),
@@ -339,7 +334,6 @@ PRIORITY = [
 ]
 
 LEAD = [
-    ({"param_lag": "0.5"}, {}, "--param-lag 0.5: needs --param-send compensated"),
     (
         GRAD | {"allow_divergence": True, "param_send": "compensated"},
         FULL,
@@ -349,11 +343,11 @@ LEAD = [
 
 NODES = {"lossy_links": "inter-node", "p_grad": 0.1}
 WORKERS = [
-    (NODES, {"virtual": True}, "--lossy-links inter-node: needs --ranks-per-node with --virtual-workers"),
+    (NODES, {"virtual": True}, "--lossy-links inter-node: needs inter-node:N with --virtual-workers"),
     (
-        NODES | {"ranks_per_node": 4},
+        {"p_grad": 0.1, "lossy_links": "inter-node:4"},
         {"virtual": True, "workers": 4},
-        "--ranks-per-node 4: puts all 4 ranks on one node: no link leaves a node, and nothing can be lost",
+        "--lossy-links inter-node:4: puts all 4 ranks on one node: no link leaves a node, and nothing can be lost",
     ),
     (
         GRAD,

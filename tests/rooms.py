@@ -7,6 +7,7 @@ that :data:`ROOMS` gives to it. A file that nobody gave to a room is a room by i
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,10 @@ def check_room(room: str) -> None:
         raise pytest.UsageError(f"--room {room}: must be one of {', '.join(known)}")
 
 
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
 class Shared:
     """Leaves a file of tests to the other run if that has claimed it first, by a file in ``folder``."""
 
@@ -77,10 +82,18 @@ class Shared:
             return False
         return True
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Begin with files of many tests that start ranks: while the last file runs, the other run may have nothing left."""
+        times: Counter[str] = Counter()
+        for item in items:
+            times[_file(item)] += 10 if item.get_closest_marker("ranks") else 1
+        items.sort(key=lambda item: -times[_file(item)])
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         """Whether there is nothing left to do for ``item``."""
-        file = item.nodeid.partition("::")[0]
+        file = _file(item)
         if file not in self._ours:
             self._ours[file] = self._claim(file)
         return None if self._ours[file] else True

@@ -147,7 +147,7 @@ def test_seeds_are_independent():
 
 
 def ge(p=0.2, burst=5.0, seed=3, **options):
-    return LossyConfig(loss_model=("gilbert-elliott",), p_grad=p, ge_mean_burst=(burst,), loss_seed=seed, **options)
+    return LossyConfig(loss_model=(f"gilbert-elliott:{burst}",), p_grad=p, loss_seed=seed, **options)
 
 
 def burst_lengths(lost):
@@ -203,7 +203,7 @@ def reference_chain(channel, phase, stream, source, destination, units, steps):
 )
 def test_gilbert_elliott_looks_back_exactly(parameters, units, seed, order):
     """In any order of asking, with a fresh channel or not, it equals the chain run from its start."""
-    config = LossyConfig(loss_model=("gilbert-elliott",), ge_grad=parameters, loss_seed=seed)
+    config = LossyConfig(loss_model=("gilbert-elliott:" + ",".join(map(str, parameters)),), loss_seed=seed)
     channel = make_channel(config, "grad")
     expected = ~reference_chain(channel, "grad", Stream(), 2, 5, units, 30)
     steps = list(range(30))
@@ -215,7 +215,7 @@ def test_gilbert_elliott_looks_back_exactly(parameters, units, seed, order):
 
 
 def test_gilbert_elliott_follows_a_schedule():
-    config = LossyConfig(loss_model=("gilbert-elliott",), loss_schedule=("0:0.3,200:0,400:0.3",), ge_mean_burst=(3.0,))
+    config = LossyConfig(loss_model=("gilbert-elliott:3",), loss_schedule=("0:0.3,200:0,400:0.3",))
     channel = make_channel(config, "grad")
     lost = [~channel.delivered(exchange(step=step), 0, 1, 50) for step in range(600)]
     assert not np.concatenate(lost[200:400]).any()
@@ -262,14 +262,14 @@ def test_what_receivers_lose_together_is_drawn_for_no_rank():
 def test_a_phase_without_a_matrix_is_never_late(tmp_path):
     path = tmp_path / "rates.txt"
     path.write_text("0 .1\n.2 0\n")
-    config = LossyConfig(loss_model=("per-link",), link_rates_grad=str(path))
+    config = LossyConfig(loss_model=(f"per-link:{path}", "bernoulli"))
     assert make_channel(config, "param").lag(0, 0, np.array([1]), 1) == (0.0, 0.0)
     assert make_channel(config, "grad").lag(0, 0, np.array([1]), 1)[0] == 0.1
 
 
 def test_the_highest_rate_of_bursts_is_told_by_a_rate_and_not_by_four_parameters():
     bursts = LossyConfig(p_grad=0.2, loss_model=("gilbert-elliott",))
-    given = LossyConfig(loss_model=("gilbert-elliott",), ge_grad=(0.1, 0.4, 0.0, 1.0))
+    given = LossyConfig(loss_model=("gilbert-elliott:0.1,0.4,0.0,1.0",))
     kind = CHANNELS.load("gilbert-elliott")
     assert kind.highest_rate(bursts.phase("grad")) == 0.2 and kind.highest_rate(given.phase("grad")) is None
 
@@ -295,7 +295,7 @@ def test_per_link_rates(tmp_path):
     text.write_text("# source x destination\n0, 0.1, 0.5\n0.3 0 0\n\n0.9 0.2 0.7\n")
     np.save(binary, rates)
     for path in (text, binary):
-        config = LossyConfig(loss_model=("per-link",), link_rates_grad=str(path), lossy_self=True)
+        config = LossyConfig(loss_model=(f"per-link:{path}", "bernoulli"), lossy_self=True)
         lost = ~everything(config, 3)
         for a, b in itertools.product(range(3), repeat=2):
             assert_rate(lost[:, a, b], rates[a, b])
@@ -318,9 +318,9 @@ def test_wrong_matrices(tmp_path, text, message):
     path = tmp_path / "rates.txt"
     path.write_text(text)
     with pytest.raises(UsageError, match=message):
-        check_channels(LossyConfig(loss_model=("per-link",), link_rates_grad=str(path)), 2, None)
+        check_channels(LossyConfig(loss_model=(f"per-link:{path}", "bernoulli")), 2, None)
     with pytest.raises(UsageError, match="absent.txt"):
-        check_channels(LossyConfig(loss_model=("per-link",), link_rates_grad=str(tmp_path / "absent.txt")), 2, None)
+        check_channels(LossyConfig(loss_model=(f"per-link:{tmp_path / 'absent.txt'}", "bernoulli")), 2, None)
 
 
 def test_a_trace_replays_what_another_model_lost(tmp_path):

@@ -14,8 +14,9 @@ from megatron_lossy.hooks.buckets import own_shard
 from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.mechanisms.lead.lag import Counted
 from megatron_lossy.transport import BucketSpec, LossyGroup, LossyWorkers, lossy_all_gather
-from tests.ranks import RankFailed, run_ranks
-from tests.test_hooks_owner_weights import OVERLAPS, resume, save_and_go_on
+from tests import contract
+from tests.ranks import run_ranks
+from tests.test_hooks_owner_weights import OVERLAPS, refused, resume, save_and_go_on
 from tests.test_streams import Deferred
 from tests.test_transport import group_in_memory
 from tests.tiny_gpt import TinyGPT, build, missing
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.shows(
 
 PLAIN = LossyConfig(p_grad=0.2, p_param=0.4, loss_unit="packet", packet_bytes=1000)
 COMPENSATED = dataclasses.replace(PLAIN, param_send="compensated")
-BURSTS = dataclasses.replace(COMPENSATED, loss_unit="shard", loss_model=("gilbert-elliott",), ge_mean_burst=(4.0,))
+BURSTS = dataclasses.replace(COMPENSATED, loss_unit="shard", loss_model=("gilbert-elliott:4",))
 OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 3000}
 SETTINGS = {
     "fp32": (2, TinyGPT(), COMPENSATED),
@@ -87,15 +88,16 @@ def record(rank, tiny, config, steps):
                 for (bucket, slot), old in zip(places, before)
             ]
         )
+    lossy.uninstall()
     return first, history
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_is_sent_and_what_owners_keep(name):
+def test_what_is_sent_and_what_owners_keep(name, pool):
     world, tiny, config = SETTINGS[name]
     if missing(tiny):
         pytest.skip(missing(tiny))
-    recorded = run_ranks(record, world, tiny, config, 6)
+    recorded = pool.run(record, world, tiny, config, 6)
     seen = 0
     sent = {}  # by rank and place: float32 lead and weights
     for rank, (first, _) in enumerate(recorded):
@@ -135,21 +137,14 @@ def test_what_is_sent_and_what_owners_keep(name):
         assert seen  # leads that arrived
 
 
-def weights(rank, tiny, config, steps=4):
-    hooks.install(config)
-    run = build(tiny)
-    for step in range(steps):
-        run.step(step)
-    if tiny.overlap_param_gather:
-        run.gather()
-    return run.weights()
-
-
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_without_a_lead_it_is_plain_bit_for_bit(dtype):
+def test_without_a_lead_it_is_plain_bit_for_bit(dtype, pool):
     tiny = TinyGPT(dtype=dtype, **OVERLAPPED)
-    nothing = dataclasses.replace(COMPENSATED, param_lag="0")
-    plain, none, some = (run_ranks(weights, 2, tiny, config) for config in (PLAIN, nothing, COMPENSATED))
+    nothing = dataclasses.replace(COMPENSATED, param_send="compensated:0")
+    plain, none, some = (
+        [weights for weights, _ in pool.run(contract.plain, 2, tiny, config, 4)]
+        for config in (PLAIN, nothing, COMPENSATED)
+    )
     for rank in range(2):
         for name, value in plain[rank].items():
             np.testing.assert_array_equal(none[rank][name], value)
@@ -168,6 +163,7 @@ def owners(rank, tiny, config):
                 parts = [torch.empty_like(exact) for _ in range(slot.group.size)]
                 torch.distributed.all_gather(parts, exact.contiguous())
                 assert torch.equal(torch.cat(parts), bucket.param_data)
+    lossy.uninstall()
 
 
 def without_main_weights(rank):
@@ -187,20 +183,20 @@ def test_an_optimizer_that_keeps_its_weights_to_itself_is_refused():
 
 
 @pytest.mark.parametrize("overlap", [{}, OVERLAPPED], ids=["plain", "overlapped"])
-def test_owners_weights_never_have_a_lead(overlap):
-    run_ranks(owners, 3, TinyGPT(dtype="bf16", **overlap), COMPENSATED)
+def test_owners_weights_never_have_a_lead(overlap, pool):
+    pool.run(owners, 3, TinyGPT(dtype="bf16", **overlap), COMPENSATED)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"param_lag": "x"}, "--param-lag x: must be auto, C0 or C0,R"),
-        ({"param_lag": "-1"}, "--param-lag -1: must be auto"),
-        ({"param_lag": "inf"}, "--param-lag inf: must be auto"),
-        ({"param_lag": "0.5,1"}, "--param-lag 0.5,1: must be auto"),
-        ({"param_lag": "0.5,0.1,2"}, "--param-lag 0.5,0.1,2: must be auto"),
-        ({"param_send": "plain", "param_lag": "0.5"}, "--param-lag 0.5: needs --param-send compensated"),
-        ({"param_send": "twice"}, "--param-send twice: must be one of plain, compensated"),
+        ({"param_send": "compensated:x"}, "--param-send compensated:x: must be plain"),
+        ({"param_send": "compensated:-1"}, "--param-send compensated:-1: must be plain"),
+        ({"param_send": "compensated:inf"}, "--param-send compensated:inf: must be plain"),
+        ({"param_send": "compensated:0.5,1"}, "--param-send compensated:0.5,1: must be plain"),
+        ({"param_send": "compensated:0.5,0.1,2"}, "--param-send compensated:0.5,0.1,2: must be plain"),
+        ({"param_send": "plain:0.5"}, "--param-send plain:0.5: must be plain, compensated"),
+        ({"param_send": "twice"}, "--param-send twice: must be plain, compensated"),
     ],
 )
 def test_bad_leads_are_refused(flags, message):
@@ -212,21 +208,20 @@ def test_the_lead_follows_the_loss_model(tmp_path):
     """From the flags, at the rate of the step, over the receivers of an owner."""
 
     def lead(step=5, rank=1, **flags):
-        return group_in_memory(LossyConfig(param_send="compensated", **flags), rank=rank).params[0].lag.lead(step)
+        return group_in_memory(LossyConfig(**{"param_send": "compensated"} | flags), rank=rank).params[0].lag.lead(step)
 
     assert lead(p_param=0.4) == pytest.approx((2 / 3, 0))
     assert lead(loss_schedule=("0:0,3:0.2",)) == pytest.approx((0.25, 0)) and lead(2, loss_schedule=("0:0,3:0.2",)) == (
         0,
         0,
     )
-    bursts = {"p_param": 0.4, "loss_model": ("gilbert-elliott",), "ge_mean_burst": (4.0,)}
+    bursts = {"p_param": 0.4, "loss_model": ("gilbert-elliott:4",)}
     assert lead(**bursts) == pytest.approx(tuple(theory.Lag.of(0.4, 4.0).lead))
     np.savetxt(tmp_path / "rates", [[0, 0.1, 0.1], [0.2, 0, 0.6], [0.1, 0.1, 0]])
-    files = {"loss_model": ("per-link",), "link_rates_grad": str(tmp_path / "rates")}
     mixed = theory.lead(0.4, (0.25 + 1.5) / 2)
-    assert lead(link_rates_param=str(tmp_path / "rates"), **files) == pytest.approx(tuple(mixed))
-    nodes = {"p_param": 0.4, "lossy_links": "inter-node", "ranks_per_node": 2}
-    assert lead(p_param=0.4, param_lag="1.0,0.25") == (1.0, 0.25)
+    assert lead(loss_model=(f"per-link:{tmp_path / 'rates'}",)) == pytest.approx(tuple(mixed))
+    nodes = {"p_param": 0.4, "lossy_links": "inter-node:2"}
+    assert lead(p_param=0.4, param_send="compensated:1.0,0.25") == (1.0, 0.25)
     assert nodes
 
 
@@ -241,11 +236,12 @@ def virtual(rank, tiny, config, steps, skipped=()):
         with cluster.owner_weights(run.model):
             owned = run.replica_buffers()
         history.append((told["loss"], told["grad_norm"], run.all_replica_buffers(), owned))
+    cluster.uninstall()
     return history
 
 
 def real(rank, tiny, config, steps, skipped=()):
-    hooks.install(config)
+    lossy = hooks.install(config)
     run = build(tiny)
     history = []
     for step in range(steps):
@@ -253,6 +249,7 @@ def real(rank, tiny, config, steps, skipped=()):
         if tiny.overlap_param_gather:
             run.gather()
         history.append((told["loss"], told["grad_norm"], run.replica_buffers(), run.owner_buffers()))
+    lossy.uninstall()
     return history
 
 
@@ -269,23 +266,23 @@ def assert_virtual_is_real(both, ranks):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("config", [COMPENSATED, BURSTS], ids=["packets", "bursts"])
-def test_two_virtual_workers_are_two_ranks_bit_for_bit(dtype, config):
+def test_two_virtual_workers_are_two_ranks_bit_for_bit(dtype, config, pool):
     tiny = TinyGPT(dtype=dtype, initial_loss_scale=2.0**18, **OVERLAPPED)
-    ranks = run_ranks(real, 2, tiny, config, 6)
-    [both] = run_ranks(virtual, 1, tiny, config, 6)
+    ranks = pool.run(real, 2, tiny, config, 6)
+    [both] = pool.run(virtual, 1, tiny, config, 6)
     assert_virtual_is_real(both, ranks)
 
 
 @pytest.mark.parametrize("config", [COMPENSATED, BURSTS], ids=["packets", "bursts"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_a_saved_lead_goes_on(overlap, config, tmp_path):
+def test_a_saved_lead_goes_on(overlap, config, tmp_path, pool):
     config = dataclasses.replace(config, save_replicas=True)
-    saved = run_ranks(save_and_go_on, 2, OVERLAPS[overlap], config, str(tmp_path))
-    again = run_ranks(resume, 2, OVERLAPS[overlap], config, str(tmp_path), [own for own, _ in saved])
+    saved = pool.run(save_and_go_on, 2, OVERLAPS[overlap], config, str(tmp_path))
+    again = pool.run(resume, 2, OVERLAPS[overlap], config, str(tmp_path), [own for own, _ in saved])
     assert again == [report for _, report in saved]
     plain = dataclasses.replace(config, param_send="plain")
-    with pytest.raises(RankFailed, match="--param-send was compensated there and is plain here"):
-        run_ranks(resume, 2, OVERLAPS[overlap], plain, str(tmp_path), None)
+    for message in pool.run(refused, 2, OVERLAPS[overlap], plain, str(tmp_path), None):
+        assert "--param-send was compensated there and is plain here" in message
 
 
 @pytest.fixture(scope="module")
@@ -298,20 +295,20 @@ def trace(tmp_path_factory):
     return LossyConfig(loss_model=("trace",), trace=str(path), param_send="compensated", **packets)
 
 
-def test_where_nobody_knows_the_rate_receivers_count(trace):
+def test_where_nobody_knows_the_rate_receivers_count(trace, pool):
     """Real ranks and virtual workers alike; the sums of all ranks arrive an update later."""
     tiny = TinyGPT(**OVERLAPPED)
-    ranks = run_ranks(real, 2, tiny, trace, 8)
-    [both] = run_ranks(virtual, 1, tiny, trace, 8)
+    ranks = pool.run(real, 2, tiny, trace, 8)
+    [both] = pool.run(virtual, 1, tiny, trace, 8)
     assert_virtual_is_real(both, ranks)
-    plain = run_ranks(real, 2, tiny, dataclasses.replace(trace, param_send="plain"), 8)
+    plain = pool.run(real, 2, tiny, dataclasses.replace(trace, param_send="plain"), 8)
     assert any(not np.array_equal(plain[0][-1][2][key], value) for key, value in ranks[0][-1][2].items())
 
 
-def test_a_skipped_update_counts_nothing(trace):
+def test_a_skipped_update_counts_nothing(trace, pool):
     tiny = TinyGPT(loss_scale=8.0, **OVERLAPPED)
-    ranks = run_ranks(real, 2, tiny, trace, 7, (3, 4))
-    [both] = run_ranks(virtual, 1, tiny, trace, 7, (3, 4))
+    ranks = pool.run(real, 2, tiny, trace, 7, (3, 4))
+    [both] = pool.run(virtual, 1, tiny, trace, 7, (3, 4))
     assert_virtual_is_real(both, ranks)
 
 
@@ -319,7 +316,7 @@ def test_receivers_count_from_the_start_where_a_later_rate_tells_nothing():
     """Of bursts so long that ages of thousands of steps matter, after steps without loss."""
     for burst, counts in ((20.0, False), (500.0, True)):
         config = LossyConfig(
-            loss_model=("gilbert-elliott",), loss_schedule=("0:0,10:0.3",), ge_mean_burst=(burst,),
+            loss_model=(f"gilbert-elliott:{burst}",), loss_schedule=("0:0,10:0.3",),
             param_send="compensated",
         )  # fmt: skip
         group = group_in_memory(config, rank=1, shard=50)
@@ -372,18 +369,18 @@ def sent_from_elsewhere(rank, config, steps):
     return found
 
 
-def test_the_own_shard_has_no_lead_wherever_it_was_sent_from():
-    config = LossyConfig(p_param=0.4, loss_unit="packet", packet_bytes=4, param_send="compensated", param_lag="1.0")
-    for found in run_ranks(sent_from_elsewhere, 2, config, 4):
+def test_the_own_shard_has_no_lead_wherever_it_was_sent_from(pool):
+    config = LossyConfig(p_param=0.4, loss_unit="packet", packet_bytes=4, param_send="compensated:1.0")
+    for found in pool.run(sent_from_elsewhere, 2, config, 4):
         assert found == [([step + 1.0], [step + 1.0]) for step in range(4)]
 
 
-@pytest.mark.parametrize("channel", [{}, {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (3.0,)}])
-def test_replicas_of_a_plain_process_group_are_not_late(channel):
+@pytest.mark.parametrize("channel", [{}, {"loss_model": ("gilbert-elliott:3",)}])
+def test_replicas_of_a_plain_process_group_are_not_late(channel, pool):
     """Constant growth: 1,000 packets are late by the mean age, and with a lead on time, within five standard errors."""
     for send, expected in (("plain", theory.Lag.of(0.4).mean), ("compensated", 0.0)):
         config = LossyConfig(p_param=0.4, loss_unit="packet", packet_bytes=4, param_send=send, **channel)
-        late = np.array(run_ranks(plain_group, 3, config, 3, 40))[:, 20:]
+        late = np.array(pool.run(plain_group, 3, config, 3, 40))[:, 20:]
         if channel:
             group = group_in_memory(config, rank=0, shard=500)
             share, age = group.wire.lag(Exchange("param", Stream(), 0))
@@ -397,9 +394,8 @@ def test_replicas_of_a_plain_process_group_are_not_late(channel):
 def test_a_lead_follows_a_schedule(resumed):
     """In steps without loss nothing is ahead, and the lead begins anew; against the recursion, also after a resume."""
     config = LossyConfig(
-        loss_model=("gilbert-elliott",),
+        loss_model=("gilbert-elliott:4",),
         loss_schedule=("0:0.4,4:0,7:0.2",),
-        ge_mean_burst=(4.0,),
         param_send="compensated",
     )
     workers, shard, random = 3, 8, np.random.default_rng(5)

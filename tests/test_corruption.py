@@ -91,7 +91,7 @@ def test_noise_of_any_allowed_size_can_be_added(dtype):
 
 
 def test_bursts_replace_the_noise_of_every_nth_iteration():
-    flags = dict(grad_error="gaussian", grad_error_burst_interval=5, grad_error_burst_std=9.0)
+    flags = dict(grad_error="gaussian", grad_error_burst=(5, 9.0))
     base = model(grad_error_std=0.5, **flags)
     assert [base.events(exchange(t), 0, SIZES, 32)[0].std for t in range(11)] == [0.5] * 4 + [9] + [0.5] * 4 + [9, 0.5]
     alone = model(grad_error_relative=0.0, **flags)
@@ -197,14 +197,14 @@ def test_recorded_errors_come_back():
         for t in (1, 3):
             for event in model(grad_error="gaussian", grad_error_relative=1.0).events(exchange(t), rank, SIZES, 32):
                 happened.append(apply(buffers()[event.bucket], event))
-    config = LossyConfig(grad_error="trace", grad_error_trace="folder")
+    config = LossyConfig(grad_error="trace:folder")
     recorded = make_corruption(config, reversed(happened))
     for rank in range(2):
         found = [recorded.events(exchange(t), rank, SIZES, 32) for t in range(4)]
         assert [[event.bucket for event in events] for events in found] == [[], [0, 1, 2], [], [0, 1, 2]]
         assert [event for events in found for event in events] == [event for event in happened if event.rank == rank]
     assert recorded.events(exchange(1, stage=1), 0, SIZES, 32) == []
-    with pytest.raises(UsageError, match="--grad-error-trace folder: is of another model"):
+    with pytest.raises(UsageError, match="--grad-error trace:folder: is of another model"):
         recorded.events(exchange(1), 0, SIZES[:2], 32)
     flip = dataclasses.replace(happened[0], kind="bit-flip", elements=(100,), bits=(0,))
     with pytest.raises(UsageError, match="is of another model"):
@@ -212,7 +212,7 @@ def test_recorded_errors_come_back():
 
 
 def test_a_replay_says_once_that_gradients_are_others(caplog):
-    config = LossyConfig(grad_error="trace", grad_error_trace="folder")
+    config = LossyConfig(grad_error="trace:folder")
     flip = Event(3, Stream(), 0, 1, "bit-flip", elements=(2,), bits=(30,))
     right = buffers()[0]
     apply(right, flip)
@@ -226,7 +226,7 @@ def test_a_replay_says_once_that_gradients_are_others(caplog):
             assert [hit.event for hit in reduction.hits] == [flip]
         said = [record.getMessage() for record in caplog.records]
         assert len(said) == bool(other), said
-    assert said[0].startswith("--grad-error-trace folder: after the error in iteration 3 the gradient of rank 1 is not")
+    assert said[0].startswith("--grad-error trace:folder: after the error in iteration 3 the gradient of rank 1 is not")
 
 
 def test_what_happened_is_told_once():
@@ -260,9 +260,9 @@ REFUSED = [
     (dict(grad_error="gaussian", grad_error_relative=float("inf")), "--grad-error-relative inf: must be"),
     (dict(grad_error="gaussian", grad_error_std=1e39), "--grad-error-std 1e+39: must be finite in float32 (at most 3.4e+38)"),
     (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_relative=1.0), "cannot be combined with --grad-error-std"),
-    (dict(grad_error="gaussian", grad_error_burst_interval=9), "--grad-error-burst-interval 9: needs --grad-error-burst-std"),
-    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_burst_std=1.0), "needs --grad-error-burst-interval"),
-    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_burst_interval=-1), "must be at least 0"),
+    (dict(grad_error="gaussian", grad_error_burst=(9, 0.0)), "--grad-error-burst 9 0.0: must be a whole number"),
+    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_burst=(1.5, 1.0)), "must be a whole number"),
+    (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_burst=(-1, 1.0)), "of at least 1"),
     (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_rate=1.5), "--grad-error-rate 1.5: must be in [0, 1]"),
     (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_rate=float("nan")), "must be in [0, 1]"),
     (dict(grad_error="gaussian", grad_error_std=1.0, grad_error_ranks=(1, 1)), "--grad-error-ranks 1 1: must be different"),
@@ -273,8 +273,8 @@ REFUSED = [
     (dict(grad_error="bit-flip", grad_error_flips=0), "--grad-error-flips 0: must be at least 1"),
     (dict(grad_error="bit-flip", grad_error_bits=(3, 32)), "--grad-error-bits 3 32: needs 0 <= LOW <= HIGH <= 31"),
     (dict(grad_error="bit-flip", grad_error_bits=(5, 4)), "--grad-error-bits 5 4: needs"),
-    (dict(grad_error="trace"), "--grad-error trace: needs --grad-error-trace FOLDER"),
-    (dict(grad_error="trace", grad_error_trace="x", grad_error_rate=0.5), "--grad-error-rate 0.5: needs --grad-error gau"),
+    (dict(grad_error="trace"), "--grad-error trace: needs the folder"),
+    (dict(grad_error="trace:x", grad_error_rate=0.5), "--grad-error-rate 0.5: needs --grad-error gau"),
     (dict(grad_error_std=1.0), "--grad-error-std 1.0: needs --grad-error gaussian, not none"),
     (dict(grad_error_rate=0.5), "--grad-error-rate 0.5: needs --grad-error gaussian or bit-flip, not none"),
     (dict(grad_error="bit-flip", p_param=0.1), "--grad-error-at broadcast: needs replicas"),

@@ -12,7 +12,7 @@ from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.schema import pack, unpack
-from megatron_lossy.delivery_log.summary import summarize_boundaries, summary_text
+from megatron_lossy.delivery_log.summary import summary_text
 from megatron_lossy.delivery_log.verify import verify
 from megatron_lossy.delivery_log.writer import DeliveryLog
 from megatron_lossy.errors import UsageError
@@ -20,6 +20,7 @@ from megatron_lossy.exchange import Stream
 from megatron_lossy.mechanisms.boundaries.log import BoundaryLog, boundary_files, columns
 from megatron_lossy.mechanisms.boundaries.loss import Boundary
 from megatron_lossy.mechanisms.boundaries.messages import Messages
+from megatron_lossy.mechanisms.boundaries.summary import summarize_boundaries
 from megatron_lossy.virtual import VirtualCluster
 from tests.boundaries import boundary_lost, boundary_rows
 from tests.ranks import run_ranks
@@ -86,7 +87,7 @@ def test_rows_are_what_became_of_messages(tmp_path, bitmaps):
     expected = sorted(pack(~fate.lost[None])[0].tobytes() for fate in fates if fate.lost.any())
     assert sorted(row["bitmap"] for row in rows if row["bitmap"] is not None) == (expected if bitmaps else [])
     assert problems(tmp_path) == []
-    total = summarize_boundaries(DeliveryLogFolder(tmp_path))
+    total = summarize_boundaries(tmp_path)
     for (phase, stream), crossed in total.items():
         mine = [row for row in rows if (row["phase"], row["stream"]) == (phase, stream)]
         assert crossed.total["messages"] == len(mine) == 27
@@ -287,7 +288,7 @@ def test_copies_of_tensor_parallelism(tmp_path, sequence, names):
     tiny = TinyGPT(tensor=2, pipeline=2, accumulation=2, tied=False, sequence_parallel=sequence)
     run_ranks(allowed, 4, tiny, with_log(BOTH, tmp_path))
     assert problems(tmp_path) == []
-    total = summarize_boundaries(DeliveryLogFolder(tmp_path))
+    total = summarize_boundaries(tmp_path)
     streams = sorted({stream for _, stream in total})
     assert len(streams) == len(names) and all(stream.endswith(name) for stream, name in zip(streams, names))
     assert {crossed.total["messages"] for crossed in total.values()} == {6}

@@ -71,7 +71,7 @@ def test_code_blocks_fit_without_scrolling(page):
 
 def test_pythons_of_the_index_compile():
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/index.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 3
+    assert len(blocks) == 5
     for block in blocks:
         compile(block, "docs/index.md", "exec")
 

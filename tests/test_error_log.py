@@ -168,7 +168,7 @@ def test_damaged_files(tmp_path, damage):
     verdict = verify_errors(tmp_path)
     assert verdict.problems[0].startswith(f"{path.name}, row 0, iteration 3: ")
     assert verdict.usable == {0: (0, 8), 1: (0, 2), 2: (0, 8)}
-    with pytest.raises(UsageError, match=rf"--grad-error-trace {path}: cannot be read: "):
+    with pytest.raises(UsageError, match=rf"--grad-error trace {path}: cannot be read: "):
         read_events(path)
 
 
@@ -236,7 +236,7 @@ def test_errors_are_replayed_where_they_were_recorded(tmp_path):
     for at, kind in (("reduce", "reduce"), ("broadcast", "noise")):
         record(tmp_path / at, KINDS[kind])
     for at, other in (("reduce", "broadcast"), ("broadcast", "reduce")):
-        trace = {"grad_error": "trace", "grad_error_trace": str(tmp_path / at)}
+        trace = {"grad_error": f"trace:{tmp_path / at!s}"}
         assert recorded_events(LossyConfig(**trace, grad_error_at=at))
         with pytest.raises(UsageError, match=f"^--grad-error-at {other}: must be {at}, as of the errors in "):
             recorded_events(LossyConfig(**trace, grad_error_at=other))

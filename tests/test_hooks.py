@@ -15,7 +15,7 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.transport import BucketSpec, LossyGroup, check_average, lossy_reduce_scatter, ops
 from tests import contract
-from tests.ranks import run_ranks
+from tests.ranks import Pool, run_ranks
 from tests.tiny_gpt import TinyGPT, build, missing
 
 pytestmark = pytest.mark.shows(
@@ -32,17 +32,16 @@ OVERLAPS = {
 }
 BOTH = LossyConfig(p_grad=0.4, p_param=0.4, loss_unit="packet", packet_bytes=1000)
 RULES = ["renormalize", "renormalize-remote", "previous", "zero"]
-FEEDBACK = dataclasses.replace(
-    BOTH, grad_recovery="error-feedback", grad_priority="packet-mean", grad_priority_fraction=0.1, packet_bytes=400
-)
+FEEDBACK = dataclasses.replace(BOTH, grad_recovery="error-feedback", grad_priority="packet-mean:0.1", packet_bytes=400)
 
 
-def contract_holds(tiny, world=4, config=BOTH, steps=4, overflows=None, without=(), gapless=False, **how):
+def contract_holds(tiny, world=4, config=BOTH, steps=4, overflows=None, without=(), gapless=False, pool=None, **how):
     if missing(tiny):
         pytest.skip(missing(tiny))
-    if tiny.average_in_collective and not all(run_ranks(averages, 2)):
+    run = run_ranks if pool is None else pool.run
+    if tiny.average_in_collective and not all(run(averages, 2)):
         pytest.skip(f"torch {torch.__version__} has no average over gloo")
-    recorded = run_ranks(contract.record, world, tiny, config, steps, overflows, without, gapless)
+    recorded = run(contract.record, world, tiny, config, steps, overflows, without, gapless)
     return recorded, contract.check(recorded, config, averaged=tiny.average_in_collective, **how)
 
 
@@ -54,28 +53,36 @@ def averages(rank):
     return True
 
 
+@pytest.fixture(scope="module")
+def unhooked():
+    """Ranks where no hook was ever installed."""
+    ranks = Pool()
+    yield ranks
+    ranks.close()
+
+
 # --- no loss -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_without_loss_it_is_megatron_bit_for_bit(overlap, dtype):
+def test_without_loss_it_is_megatron_bit_for_bit(overlap, dtype, pool, unhooked):
     """With the hooks in place and every rate 0 for now, and with rates of 0, weights and losses are Megatron's."""
     tiny = TinyGPT(dtype=dtype, accumulation=2, **OVERLAPS[overlap])
-    expected = run_ranks(contract.plain, 2, tiny, None, 4)
+    expected = unhooked.run(contract.plain, 2, tiny, None, 4)
     later = LossyConfig(loss_schedule=("0:0,1000:0.5",), loss_unit="packet")
     for config in (LossyConfig(), later, dataclasses.replace(later, grad_recovery="error-feedback")):
         for (weights, reports), (real_weights, real_reports) in zip(
-            run_ranks(contract.plain, 2, tiny, config, 4), expected
+            pool.run(contract.plain, 2, tiny, config, 4), expected
         ):
             assert reports == real_reports
             for name, value in real_weights.items():
                 np.testing.assert_array_equal(weights[name], value, err_msg=name)
 
 
-def test_the_same_seed_gives_the_same_run_and_another_does_not():
+def test_the_same_seed_gives_the_same_run_and_another_does_not(pool):
     tiny = TinyGPT(**OVERLAPS["both"])
-    runs = [run_ranks(contract.plain, 3, tiny, dataclasses.replace(BOTH, loss_seed=seed), 4) for seed in (1, 1, 2)]
+    runs = [pool.run(contract.plain, 3, tiny, dataclasses.replace(BOTH, loss_seed=seed), 4) for seed in (1, 1, 2)]
     for (a, _), (b, _) in zip(runs[0], runs[1]):
         assert all(np.array_equal(a[name], b[name]) for name in a)
     assert any(not np.array_equal(runs[0][0][0][name], runs[2][0][0][name]) for name in runs[0][0][0])
@@ -86,34 +93,35 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not():
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("unit", ["shard", "bucket", "packet"])
-def test_every_rule_and_unit(rule, unit):
+def test_every_rule_and_unit(rule, unit, pool):
     """Two ranks: to the last bit. Odd packets leave a short last unit in every shard."""
     config = dataclasses.replace(BOTH, grad_recovery=rule, loss_unit=unit)
-    _, lost = contract_holds(TinyGPT(**OVERLAPS["both"]), world=2, config=config, steps=6)
+    _, lost = contract_holds(TinyGPT(**OVERLAPS["both"]), world=2, config=config, pool=pool)
     assert lost["grad"] and lost["param"]
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_with_several_survivors(rule):
-    contract_holds(TinyGPT(**OVERLAPS["grads"]), world=4, config=dataclasses.replace(BOTH, grad_recovery=rule))
+def test_every_rule_with_several_survivors(rule, pool):
+    config = dataclasses.replace(BOTH, grad_recovery=rule)
+    contract_holds(TinyGPT(**OVERLAPS["grads"]), world=4, config=config, pool=pool)
 
 
 @pytest.mark.parametrize(
     ("rule", "overlap"), [("error-feedback", "none"), ("error-feedback", "both"), ("zero", "grads")]
 )
-def test_priority_and_error_feedback(rule, overlap):
+def test_priority_and_error_feedback(rule, overlap, pool):
     """Two ranks to the last bit, and three; whatever the order in which buckets are exchanged."""
     config = dataclasses.replace(FEEDBACK, grad_recovery=rule)
     for world in (2, 3):
-        _, lost = contract_holds(TinyGPT(**OVERLAPS[overlap]), world=world, config=config, steps=6)
+        _, lost = contract_holds(TinyGPT(**OVERLAPS[overlap]), world=world, config=config, steps=6, pool=pool)
         assert lost["grad"] and lost["param"]
 
 
 @pytest.mark.parametrize("rule", ["error-feedback", "zero"])
-def test_with_every_packet_of_high_priority_it_is_megatron(rule):
+def test_with_every_packet_of_high_priority_it_is_megatron(rule, pool, unhooked):
     tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
-    config = dataclasses.replace(FEEDBACK, p_param=0.0, grad_recovery=rule, grad_priority_fraction=1.0)
-    mine, theirs = run_ranks(contract.plain, 2, tiny, config, 4), run_ranks(contract.plain, 2, tiny, None, 4)
+    config = dataclasses.replace(FEEDBACK, p_param=0.0, grad_recovery=rule, grad_priority="packet-mean:1.0")
+    mine, theirs = pool.run(contract.plain, 2, tiny, config, 4), unhooked.run(contract.plain, 2, tiny, None, 4)
     for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
         assert reports == expected_reports
         for name, value in expected.items():
@@ -153,9 +161,9 @@ FEW_SETTINGS = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_setting(name):
+def test_every_setting(name, pool):
     world, tiny = SETTINGS[name]
-    _, lost = contract_holds(tiny, world=world)
+    _, lost = contract_holds(tiny, world=world, pool=pool)
     assert bool(lost["grad"]) == bool(lost["param"]) == (world > 1)
 
 
@@ -172,28 +180,28 @@ def test_every_setting(name):
     ],
     ids=["context parallel", "context and tensor parallel", "experts, two instances"],
 )
-def test_among_whom_data_are_lost(world, tiny, expected):
+def test_among_whom_data_are_lost(world, tiny, expected, pool):
     """Of rank 0: the ranks that share its optimizer, and those of all instances. Context-parallel ranks share it."""
-    recorded, lost = contract_holds(tiny, world=world)
+    recorded, lost = contract_holds(tiny, world=world, pool=pool)
     places = recorded[0][0]["buckets"]
     assert {place["stream"].kind: (place["group"], place["full"]) for place in places} == expected
     assert lost["grad"] and lost["param"]
 
 
 @pytest.mark.parametrize("rule", ["renormalize", "previous", "zero"])
-def test_the_own_shard_can_be_lost(rule):
+def test_the_own_shard_can_be_lost(rule, pool):
     config = dataclasses.replace(BOTH, lossy_self=True, grad_recovery=rule)
-    _, lost = contract_holds(TinyGPT(**OVERLAPS["both"]), world=1, config=config)
+    _, lost = contract_holds(TinyGPT(**OVERLAPS["both"]), world=1, config=config, pool=pool)
     assert lost["grad"] and not lost["param"]
-    contract_holds(TinyGPT(**OVERLAPS["both"]), world=2, config=config)
+    contract_holds(TinyGPT(**OVERLAPS["both"]), world=2, config=config, pool=pool)
 
 
 @pytest.mark.parametrize("virtual", [None, 2])
-def test_tied_embeddings_stay_equal_across_stages(virtual):
+def test_tied_embeddings_stay_equal_across_stages(virtual, pool):
     """The first and the last stage hold copies of one weight; loss must hit both alike, under every unit."""
     tiny = TinyGPT(pipeline=2, virtual=virtual, layers=2 * (virtual or 1), accumulation=2, **OVERLAPS["both"])
     for unit in ("shard", "bucket", "packet"):
-        recorded, _ = contract_holds(tiny, config=dataclasses.replace(BOTH, loss_unit=unit))
+        recorded, _ = contract_holds(tiny, config=dataclasses.replace(BOTH, loss_unit=unit), pool=pool)
         copies = {}
         for rank, iterations in enumerate(recorded):
             for place in iterations[-1]["buckets"]:
@@ -205,19 +213,19 @@ def test_tied_embeddings_stay_equal_across_stages(virtual):
         assert not np.array_equal(copies[0], copies[1])  # replicas differ
 
 
-def test_tensor_parallel_peers_lose_the_same():
-    recorded, _ = contract_holds(TinyGPT(tensor=2, **OVERLAPS["both"]))
+def test_tensor_parallel_peers_lose_the_same(pool):
+    recorded, _ = contract_holds(TinyGPT(tensor=2, **OVERLAPS["both"]), pool=pool)
     streams = [[place["stream"] for place in recorded[rank][0]["buckets"]] for rank in range(4)]
     assert streams[0] == streams[1] == streams[2]
 
 
 @pytest.mark.parametrize("rule", [*RULES, "error-feedback"])
 @pytest.mark.parametrize("overlap", ["none", "both"])
-def test_a_skipped_step(rule, overlap):
+def test_a_skipped_step(rule, overlap, pool):
     """An overflow skips the update: no gather is drawn anew, and no rule keeps anything of that step."""
     config = dataclasses.replace(BOTH, grad_recovery=rule)
     tiny = TinyGPT(loss_scale=8.0, **OVERLAPS[overlap])
-    recorded, _ = contract_holds(tiny, world=2, config=config, steps=6, overflows={2: 0, 3: 1})
+    recorded, _ = contract_holds(tiny, world=2, config=config, steps=6, overflows={2: 0, 3: 1}, pool=pool)
     assert [step["report"]["success"] for step in recorded[0]] == [True, True, False, False, True, True]
     assert [step["update"] for step in recorded[0]] == [0, 1, 1, 1, 4, 5]
     for step in recorded[0]:
@@ -225,18 +233,17 @@ def test_a_skipped_step(rule, overlap):
 
 
 @pytest.mark.parametrize("loss_scale", [None, 8.0])
-def test_previous_outlives_an_iteration_without_exchange(loss_scale):
+def test_previous_outlives_an_iteration_without_exchange(loss_scale, pool):
     """With a loss scale and without one: what is lost next is what arrived before the gap."""
     config = dataclasses.replace(BOTH, grad_recovery="previous")
-    _, lost = contract_holds(
-        TinyGPT(loss_scale=loss_scale, **OVERLAPS["both"]), world=2, config=config, steps=6, without=(2, 3)
-    )
+    tiny = TinyGPT(loss_scale=loss_scale, **OVERLAPS["both"])
+    _, lost = contract_holds(tiny, world=2, config=config, steps=6, without=(2, 3), pool=pool)
     assert lost["grad"]
 
 
-def test_previous_in_a_run_without_gaps_keeps_less_and_gives_the_same():
+def test_previous_in_a_run_without_gaps_keeps_less_and_gives_the_same(pool):
     config = dataclasses.replace(BOTH, grad_recovery="previous")
-    contract_holds(TinyGPT(**OVERLAPS["both"]), world=2, config=config, steps=6, gapless=True)
+    contract_holds(TinyGPT(**OVERLAPS["both"]), world=2, config=config, steps=6, gapless=True, pool=pool)
 
 
 def all_reduced(rank, config, gapless):
@@ -276,11 +283,11 @@ def test_what_was_all_reduced_was_received(gapless):
         np.testing.assert_array_equal(own, expected / np.float32(2))
 
 
-def test_changing_loss_scale_with_previous():
+def test_changing_loss_scale_with_previous(pool):
     """fp16's dynamic scale: kept gradients are unscaled when kept and scaled when used."""
     config = LossyConfig(p_grad=0.5, grad_recovery="previous", loss_unit="packet", packet_bytes=1000)
     tiny = TinyGPT(dtype="fp16", initial_loss_scale=2.0**16)
-    recorded = run_ranks(contract.plain, 2, tiny, config, 6)
+    recorded = pool.run(contract.plain, 2, tiny, config, 6)
     for weights, _reports in recorded:
         assert all(np.isfinite(value).all() for value in weights.values())
 

@@ -307,11 +307,11 @@ def test_full_replicas_that_can_differ_have_no_loss_scale():
 @pytest.mark.parametrize("distributed", [False, True])
 def test_sums_over_tokens_take_no_absolute_noise(distributed):
     facts = Facts(per_token_loss=True, distributed_optimizer=distributed)
-    burst = {"grad_error_burst_interval": 5, "grad_error_burst_std": 0.25}
+    burst = {"grad_error_burst": (5, 0.25)}
     for flags, line in (
         ({"grad_error_std": 0.5}, "--grad-error-std 0.5: gradients are sums"),
         ({"grad_error_std": 0.5, **burst}, "--grad-error-std 0.5: gradients are sums"),
-        (burst, "--grad-error-burst-std 0.25: gradients are sums"),
+        (burst, "--grad-error-burst 5 0.25: gradients are sums"),
         ({"grad_error_relative": 0.0, **burst}, None),
     ):
         config = LossyConfig(grad_error="gaussian", grad_error_at="reduce", **flags)

@@ -90,7 +90,7 @@ def test_experts_of_one_rank_are_named():
 
 def test_a_group_inside_a_node_is_named():
     tiny = TinyGPT(pipeline=2, tied=False, accumulation=2)
-    config = LossyConfig(p_grad=0.4, lossy_links="inter-node", ranks_per_node=2)
+    config = LossyConfig(p_grad=0.4, lossy_links="inter-node:2")
     told = run_ranks(steps, 4, "as always", tiny, config)
     reason = "all ranks of its group are on one node (--lossy-links inter-node)"
     stages = [[f"nothing of dense-e0-s{stage}-c0 is lost in phase grad: {reason}"] for stage in range(2)]

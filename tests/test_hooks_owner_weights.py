@@ -1,14 +1,16 @@
 """Evaluating and saving with the owners' weights, and resuming with stale replicas, on real ranks."""
 
 import dataclasses
+import re
 import tempfile
 
 import numpy as np
 import pytest
 
-from megatron_lossy import hooks
 from megatron_lossy.config import LossyConfig
-from tests.ranks import RankFailed, run_ranks
+from megatron_lossy.errors import UsageError
+from tests.contract import installed, plain
+from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build
 
 pytestmark = pytest.mark.shows(
@@ -24,42 +26,32 @@ OVERLAPS = {
 
 def inside_and_after(rank, tiny, config):
     """Buffers before, within and after owner_weights; and whether training goes on as if it had not been."""
-    lossy = hooks.install(config)
-    run = build(tiny)
-    seen = []
-    for step in range(4):
-        run.step(step)
-        if step in (0, 2):
-            if not tiny.overlap_param_gather:
-                before = run.replica_buffers()
-            with lossy.owner_weights(run.model):
-                owners, inside = run.owner_buffers(), run.replica_buffers()
-            if tiny.overlap_param_gather:
-                before = None  # the gather was still to come
-            seen.append((before, owners, inside, run.replica_buffers()))
-    if tiny.overlap_param_gather:
-        run.gather()
-    return seen, run.weights()
-
-
-def undisturbed(rank, tiny, config):
-    hooks.install(config)
-    run = build(tiny)
-    for step in range(4):
-        run.step(step)
-    if tiny.overlap_param_gather:
-        run.gather()
-    return run.weights()
+    with installed(config) as lossy:
+        run = build(tiny)
+        seen = []
+        for step in range(4):
+            run.step(step)
+            if step in (0, 2):
+                if not tiny.overlap_param_gather:
+                    before = run.replica_buffers()
+                with lossy.owner_weights(run.model):
+                    owners, inside = run.owner_buffers(), run.replica_buffers()
+                if tiny.overlap_param_gather:
+                    before = None  # the gather was still to come
+                seen.append((before, owners, inside, run.replica_buffers()))
+        if tiny.overlap_param_gather:
+            run.gather()
+        return seen, run.weights()
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize(("world", "send"), [(1, "plain"), (3, "plain"), (2, "compensated")])
-def test_owner_weights_do_not_disturb_training(overlap, world, send):
+def test_owner_weights_do_not_disturb_training(overlap, world, send, pool):
     """Also where what arrived is ahead of the owners' weights."""
     tiny, config = OVERLAPS[overlap], dataclasses.replace(CONFIG, param_send=send)
-    expected = run_ranks(undisturbed, world, tiny, config)
+    expected = [final for final, _ in pool.run(plain, world, tiny, config, 4)]
     stale = 0
-    for rank, (seen, final) in enumerate(run_ranks(inside_and_after, world, tiny, config)):
+    for rank, (seen, final) in enumerate(pool.run(inside_and_after, world, tiny, config)):
         for before, owners, inside, after in seen:
             for name in owners:
                 np.testing.assert_array_equal(inside[name], owners[name])
@@ -73,14 +65,14 @@ def test_owner_weights_do_not_disturb_training(overlap, world, send):
 
 def save_and_go_on(rank, tiny, config, folder):
     """Four steps; after two of them the replicas are saved and the owners' weights and optimizer noted."""
-    lossy = hooks.install(config)
-    run = build(tiny)
-    for step in range(2):
-        run.step(step)
-    lossy.save_replicas(folder)
-    with lossy.owner_weights(run.model):
-        weights = run.replica_buffers()
-    return weights, _continue(run, lossy)
+    with installed(config) as lossy:
+        run = build(tiny)
+        for step in range(2):
+            run.step(step)
+        lossy.save_replicas(folder)
+        with lossy.owner_weights(run.model):
+            weights = run.replica_buffers()
+        return weights, _continue(run, lossy)
 
 
 def _continue(run, lossy):
@@ -92,33 +84,41 @@ def _continue(run, lossy):
 def resume(rank, tiny, config, folder, weights):
     import torch
 
-    lossy = hooks.install(config)
-    run = build(tiny)
-    for name, buffer in run._buffers() if weights else ():
-        buffer.param_data.copy_(torch.from_numpy(weights[rank][name]))
-    run.optimizer.reload_model_params()
-    lossy.set_iteration(2)
-    lossy.load_replicas(folder)
-    return _continue(run, lossy)
+    with installed(config) as lossy:
+        run = build(tiny)
+        for name, buffer in run._buffers() if weights else ():
+            buffer.param_data.copy_(torch.from_numpy(weights[rank][name]))
+        run.optimizer.reload_model_params()
+        lossy.set_iteration(2)
+        lossy.load_replicas(folder)
+        return _continue(run, lossy)
+
+
+def refused(rank, *args):
+    """Why :func:`resume` is."""
+    with pytest.raises(UsageError) as error:
+        resume(rank, *args)
+    return str(error.value)
 
 
 @pytest.mark.parametrize("unit", ["shard", "packet"])
 @pytest.mark.parametrize("rule", ["renormalize", "previous"])
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_replicas_are_saved_and_restored(overlap, rule, unit):
+def test_replicas_are_saved_and_restored(overlap, rule, unit, pool):
     config = dataclasses.replace(CONFIG, grad_recovery=rule, loss_unit=unit)
     with tempfile.TemporaryDirectory() as folder:
-        saved = run_ranks(save_and_go_on, 2, OVERLAPS[overlap], config, folder)
+        saved = pool.run(save_and_go_on, 2, OVERLAPS[overlap], config, folder)
         weights = [weights for weights, _ in saved]
-        again = run_ranks(resume, 2, OVERLAPS[overlap], config, folder, weights)
+        again = pool.run(resume, 2, OVERLAPS[overlap], config, folder, weights)
         assert again == [report for _, report in saved]
-        with pytest.raises(RankFailed, match="world size was 2 there and is 3 here|is missing"):
-            run_ranks(resume, 3, OVERLAPS[overlap], config, folder, None)
+        for message in pool.run(refused, 3, OVERLAPS[overlap], config, folder, None):
+            assert "world size was 2 there and is 3 here" in message or "is missing" in message
         other = dataclasses.replace(config, loss_unit="bucket")
-        with pytest.raises(RankFailed, match=f"--loss-unit was {unit} there and is bucket here"):
-            run_ranks(resume, 2, OVERLAPS[overlap], other, folder, weights)
-    with tempfile.TemporaryDirectory() as folder, pytest.raises(RankFailed, match="saved without replicas"):
-        run_ranks(resume, 2, OVERLAPS[overlap], config, folder, weights)
+        for message in pool.run(refused, 2, OVERLAPS[overlap], other, folder, weights):
+            assert f"--loss-unit was {unit} there and is bucket here" in message
+    with tempfile.TemporaryDirectory() as folder:
+        for message in pool.run(refused, 2, OVERLAPS[overlap], config, folder, weights):
+            assert "saved without replicas" in message
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -136,21 +136,21 @@ def from_owners(rank, tiny, weights):
     """The third iteration without stale replicas."""
     import torch
 
-    lossy = hooks.install(LossyConfig())
-    run = build(tiny)
-    for name, buffer in run._buffers():
-        buffer.param_data.copy_(torch.from_numpy(weights[rank][name]))
-    run.optimizer.reload_model_params()
-    lossy.set_iteration(2)
-    return _continue(run, lossy)
+    with installed(LossyConfig()) as lossy:
+        run = build(tiny)
+        for name, buffer in run._buffers():
+            buffer.param_data.copy_(torch.from_numpy(weights[rank][name]))
+        run.optimizer.reload_model_params()
+        lossy.set_iteration(2)
+        return _continue(run, lossy)
 
 
 @pytest.fixture(scope="module")
-def replicas(tmp_path_factory):
+def replicas(tmp_path_factory, pool):
     """Replicas saved by two ranks after two iterations, and their weights."""
     folder = str(tmp_path_factory.mktemp("replicas"))
     config = dataclasses.replace(CONFIG, grad_recovery="previous")
-    saved = run_ranks(save_and_go_on, 2, OVERLAPS["both"], config, folder)
+    saved = pool.run(save_and_go_on, 2, OVERLAPS["both"], config, folder)
     return config, folder, [weights for weights, _ in saved], [report for _, report in saved]
 
 
@@ -174,21 +174,15 @@ def replicas(tmp_path_factory):
         ({}, {"dtype": "bf16"}, r"bucket 0 .* elements \(torch.float32, torch.float32\) there .*torch.bfloat16\) here"),
     ],
 )
-def test_replicas_of_another_run_are_refused(replicas, flags, model, difference):
+def test_replicas_of_another_run_are_refused(replicas, flags, model, difference, pool):
     """One line with what differs and both values, before anything is restored."""
     config, folder, _, _ = replicas
-    with pytest.raises(RankFailed, match=f"UsageError: --save-replicas with {folder}: {difference}; without"):
-        run_ranks(
-            resume,
-            2,
-            dataclasses.replace(OVERLAPS["both"], **model),
-            dataclasses.replace(config, **flags),
-            folder,
-            None,
-        )
+    tiny, other = dataclasses.replace(OVERLAPS["both"], **model), dataclasses.replace(config, **flags)
+    for message in pool.run(refused, 2, tiny, other, folder, None):
+        assert re.match(f"--save-replicas with {folder}: {difference}; without", message)
 
 
-def test_what_does_not_change_a_run_may_differ(replicas):
+def test_what_does_not_change_a_run_may_differ(replicas, pool):
     config, folder, weights, reports = replicas
     other = dataclasses.replace(config, eval_weights="both", drift_interval=5)
-    assert run_ranks(resume, 2, OVERLAPS["both"], other, folder, weights) == reports
+    assert pool.run(resume, 2, OVERLAPS["both"], other, folder, weights) == reports

@@ -83,7 +83,7 @@ def test_what_islands_reduce_to(data, tmp_path):
             "sgd averaged": (plain_sgd, ISLANDS),
             "adam averaged": ({}, ISLANDS),
             "averaged": ({}, {**ISLANDS, **every}),
-            "diloco": ({}, {**ISLANDS, **every, "sync_method": "diloco", "outer_lr": 1.0, "outer_momentum": 0.0}),
+            "diloco": ({}, {**ISLANDS, **every, "sync_method": "diloco", "outer_optimizer": (1.0, 0.0)}),
             "alone": ({}, {**ISLANDS, "sync_method": "none"}),
         },
     )
@@ -234,7 +234,8 @@ def test_what_islands_lost_alone_is_replayed_alone(data, tmp_path):
     replayed = train_all(data, tmp_path, {"again": ({}, again)})["again"]
     assert losses_of(first) == losses_of(replayed) and weights_of(first) == weights_of(replayed)
     everywhere = LossyConfig(**{**again, "loss_model": ("trace",)})
-    with pytest.raises(UsageError, match="has no records of dense-.*; --loss-model takes a value for each exchange"):
+    models = "--loss-model takes a value for each exchange: bernoulli bernoulli trace trace replays those of islands"
+    with pytest.raises(UsageError, match=f"has no records of dense-.*; {models}"):
         channel_of(everywhere, "grad").check("grad", Stream(), 2, 10, 8)
 
 

@@ -196,7 +196,7 @@ def test_a_run_that_diverged_is_said_to(text, tmp_path, monkeypatch):
         ("--rates 0.1 0.1", "--rates 0.1 0.1: must differ"),
         ("--epochs 0", "--epochs 0: must be at least 1"),
         ("--burst 0.5", "--burst 0.5: must be 0 or at least 1"),
-        ("--fraction 2", "--grad-priority-fraction 2.0: must be in"),
+        ("--fraction 2", "--grad-priority packet-mean:2.0: must be one of"),
         ("--device tpu", "--device tpu: must be cpu, or cuda where there is one"),
         ("--epoch-tokens 100", "--epoch-tokens 100: must be at least 1024, a batch"),
         ("--scale large", "--scale: invalid choice"),

@@ -17,7 +17,7 @@ from megatron_lossy import device
 from scripts.verified import LONGEST, feature_table, machine_table
 from tests import programs, test_hooks
 from tests.features import DEVICES, Feature, Record, cases, cases_of, features, machines
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 from tests.rooms import TESTS, Shared, check_room, room_of
 from tests.tiers import markers
 
@@ -105,6 +105,20 @@ def test_what_starts_a_process_without_a_marker_fails(start, marker):
         start()
 
 
+def process(rank, fails=False):
+    assert not (fails and rank)
+    return os.getpid()
+
+
+def test_ranks_of_a_pool_stay_until_one_fails(pool):
+    first = pool.run(process, 2)
+    assert pool.run(process, 2) == first and pool.run(process, 1) != first[:1]
+    with pytest.raises(RankFailed, match="rank 1:(.|\n)*AssertionError"):
+        pool.run(process, 2, True)
+    others = pool.run(process, 2)
+    assert not set(first) & set(others) and pool.run(process, 2) == others
+
+
 def test_files_belong_to_rooms():
     assert room_of(TESTS / "test_recovery_feedback_ranks.py") == "recovery"
     assert room_of(TESTS / "test_udp.py") == room_of(TESTS / "test_udp_engine.py") == "transport"
@@ -115,12 +129,29 @@ def test_files_belong_to_rooms():
         check_room("recover")
 
 
+class Item:
+    def __init__(self, name, *markers):
+        self.nodeid, self.markers = name, markers
+
+    def get_closest_marker(self, name):
+        return name if name in self.markers else None
+
+
+def test_files_that_take_long_come_first(tmp_path):
+    """A test that starts ranks takes as long as ten others."""
+    tests = {"tests/a.py": [()] * 9, "tests/b.py": [("ranks",), ()], "tests/c.py": [()] * 10, "tests/d.py": [()] * 9}
+    items = [Item(f"{file}::{k}", *markers) for file, own in tests.items() for k, markers in enumerate(own)]
+    before = [item.nodeid for item in items]
+    Shared(str(tmp_path)).pytest_collection_modifyitems(items)
+    after = [item.nodeid for item in items]
+    assert sorted(after) == sorted(before)
+    assert list(dict.fromkeys(name[:10] for name in after)) == ["tests/b.py", "tests/c.py", "tests/a.py", "tests/d.py"]
+    for file in tests:
+        assert [name for name in after if file in name] == [name for name in before if file in name]
+
+
 def test_each_file_is_run_by_one_of_two(tmp_path):
     """Whoever comes first has the whole file."""
-
-    class Item:
-        def __init__(self, name):
-            self.nodeid = name
 
     first, second = Shared(str(tmp_path)), Shared(str(tmp_path))
     turns = [(first, "tests/a.py::x"), (second, "tests/a.py::x"), (second, "tests/b.py::x"), (first, "tests/b.py::x")]

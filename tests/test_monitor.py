@@ -322,16 +322,16 @@ def test_discrepancies_do_not_drown_in_the_weights():
 
 
 def test_predictions_of_other_losses():
-    bursts = LossyConfig(p_param=0.2, loss_model=("gilbert-elliott",), ge_mean_burst=(4.0,))
+    bursts = LossyConfig(p_param=0.2, loss_model=("gilbert-elliott:4",))
     owner, pairs = 0.2 * 4, float(theory.drift_over_pairs(0.2, 8, burst=4.0))
     assert drift.predicted(bursts, 0, 8, 1) == pytest.approx((pairs, owner), rel=1e-6)
     many = drift.predicted(bursts, 0, 8, 1000)  # units enough to forget the last step
     assert many == pytest.approx((float(theory.drift_over_pairs(0.2, 8)), 0.25), rel=1e-3)
     together = dataclasses.replace(bursts, loss_correlation="source")
     assert drift.predicted(together, 0, 8, 1) == pytest.approx((owner / 4, owner), rel=1e-6)
-    stuck = LossyConfig(loss_model=("gilbert-elliott",), ge_param=(1e-6, 1e-6, 0.0, 1.0))
+    stuck = LossyConfig(loss_model=("gilbert-elliott:1e-6,1e-6,0.0,1.0",))
     assert drift.predicted(stuck, 0, 8, 1) is None
-    nodes = LossyConfig(p_param=0.2, lossy_links="inter-node", ranks_per_node=2)
+    nodes = LossyConfig(p_param=0.2, lossy_links="inter-node:2")
     assert drift.predicted(nodes, 0, 8, 1) is None
     schedule = LossyConfig(loss_schedule=("0:0,10:0.5",))
     assert drift.predicted(LossyConfig(p_param=0.4, param_send="compensated"), 0, 8, 1) is None
@@ -472,7 +472,11 @@ def told_of_priorities(rank, config):
 def test_priorities_and_residuals_are_counted_as_real_and_virtual_runs_count_them():
 
     config = LossyConfig(
-        p_grad=0.4, loss_unit="packet", packet_bytes=256, grad_recovery="error-feedback", grad_priority_fraction=0.2
+        p_grad=0.4,
+        loss_unit="packet",
+        packet_bytes=256,
+        grad_recovery="error-feedback",
+        grad_priority="packet-mean:0.2",
     )
     names = ("priority share", "recovered share", "residual share", "residual ratio", "oldest residual")
     real = run_ranks(told_of_priorities, 2, config)

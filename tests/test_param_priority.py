@@ -29,9 +29,7 @@ pytestmark = pytest.mark.shows(
     "copies on tensor-parallel ranks stay equal where senders choose",
 )
 
-UDP = LossyConfig(
-    transport="udp", packet_bytes=256, param_priority="change", param_priority_fraction=0.1, udp_cipher="none"
-)
+UDP = LossyConfig(transport="udp", packet_bytes=256, param_priority="change:0.1", udp_cipher="none")
 VIRTUAL = LossyConfig(p_param=0.5, loss_unit="packet", packet_bytes=256, param_priority="change")
 
 
@@ -135,7 +133,7 @@ def virtual(rank, config, workers, steps):
 
 def test_virtual_replicas_have_what_was_chosen():
     """And of the rest what was drawn. A step that is skipped brings nothing."""
-    config = dataclasses.replace(VIRTUAL, param_priority_fraction=0.2)
+    config = dataclasses.replace(VIRTUAL, param_priority="change:0.2")
     [(history, *_)] = run_ranks(virtual, 1, config, 3, 6)
     spared = 0
     for step, (held, arrived, final, chosen) in enumerate(history):
@@ -155,14 +153,14 @@ def test_virtual_replicas_have_what_was_chosen():
 
 def test_with_every_packet_of_high_priority_virtual_replicas_are_equal():
     [(_, replicas, owners, metrics)] = run_ranks(
-        virtual, 1, dataclasses.replace(VIRTUAL, param_priority_fraction=1.0), 3, 4
+        virtual, 1, dataclasses.replace(VIRTUAL, param_priority="change:1.0"), 3, 4
     )
     for replica in replicas:
         for name, owner in owners.items():
             np.testing.assert_array_equal(replica[name], owner)
     # The draws lose as much as ever; only the first update left anything stale, for a step.
     assert metrics["loss rate param"] == pytest.approx(0.5, abs=0.05) and metrics["stale age max"] == 1
-    [(_, replicas, owners, _)] = run_ranks(virtual, 1, dataclasses.replace(VIRTUAL, param_priority_fraction=0.0), 3, 4)
+    [(_, replicas, owners, _)] = run_ranks(virtual, 1, dataclasses.replace(VIRTUAL, param_priority="change:0.0"), 3, 4)
     assert any(not np.array_equal(replica[name], owner) for replica in replicas for name, owner in owners.items())
 
 
@@ -174,8 +172,8 @@ def test_with_every_packet_of_high_priority_virtual_replicas_are_equal():
 @pytest.mark.parametrize("fec", [pytest.param(("auto",), marks=pytest.mark.slow), ("10", "0")])
 def test_over_a_link_that_loses_a_tenth_what_has_changed_most_arrives(fec):
     flags = {
-        "transport": "udp", "param_priority": "change", "param_priority_fraction": 0.1, "packet_bytes": 256,
-        "udp_interface": "lab0", "udp_fec": fec, "udp_fec_budget": 20.0 if fec == ("auto",) else 2.5,
+        "transport": "udp", "param_priority": "change:0.1", "packet_bytes": 256,
+        "udp_interface": "lab0", "udp_fec": ("auto", "20") if fec == ("auto",) else fec,
     }  # fmt: skip
     output = run_in_lab("tests.in_lab", "gathered", json.dumps(flags), "25", loss=0.1)
     told = [json.loads(found) for found in re.findall(r"\{\"rank\".*?\}", output)]
@@ -222,11 +220,11 @@ def test_with_tensor_parallel_copies_reports_are_forgotten():
     ("flags", "error"),
     [
         ({"param_priority": "value"}, "--param-priority value: must be one of none, change"),
-        ({"param_priority_fraction": 1.1}, "--param-priority-fraction 1.1: must be in [0, 1]"),
-        ({"param_priority_fraction": float("nan")}, "--param-priority-fraction nan: must be in [0, 1]"),
-        ({"param_priority": "none"}, "--param-priority-fraction 0.1: needs --param-priority change"),
-        ({"param_send": "compensated"}, "--param-priority change with --param-send compensated: cannot be"),
-        ({"p_param": 0.1}, "--param-priority change over UDP with parameters lost by drawing: cannot be"),
+        ({"param_priority": "change:1.1"}, "--param-priority change:1.1: must be one of none, change[:K]"),
+        ({"param_priority": "change:nan"}, "--param-priority change:nan: must be one of"),
+        ({"param_priority": "none:0.1"}, "--param-priority none:0.1: must be one of"),
+        ({"param_send": "compensated"}, "--param-priority change:0.1 with --param-send compensated: cannot be"),
+        ({"p_param": 0.1}, "--param-priority change:0.1 over UDP with parameters lost by drawing: cannot be"),
         ({"packet_bytes": 12}, "--packet-bytes 12: must be at least 16 with --param-priority over UDP"),
     ],
 )
@@ -253,7 +251,7 @@ def test_real_ranks_need_udp(transport):
 
 
 PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
-CHOSEN = {"grad_priority": "packet-mean", "grad_priority_fraction": 0.1}
+CHOSEN = {"grad_priority": "packet-mean:0.1"}
 FEEDBACK = {"grad_recovery": "error-feedback", **CHOSEN}
 ALL_REDUCED = {"distributed_optimizer": False}
 
@@ -319,7 +317,7 @@ def test_copies_stay_equal_with_losses_of_a_network():
     cases = [
         ({}, LossyConfig(**FEEDBACK, **udp)),
         ({}, LossyConfig(grad_recovery="zero", **CHOSEN, **udp)),
-        ({}, LossyConfig(param_priority="change", param_priority_fraction=0.1, **udp)),
+        ({}, LossyConfig(param_priority="change:0.1", **udp)),
     ]
     for found in run_ranks(apart, 4, cases, 6, 0.3):
         assert all(worst == 0 and moved > 1e-3 and min(lost.values()) > 0 for worst, moved, lost in found), found

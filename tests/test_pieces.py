@@ -111,30 +111,32 @@ def needs_torch_2_8():
 
 
 @pytest.mark.parametrize("name", FEW_SETTINGS)
-def test_every_setting_of_megatron(name):
+def test_every_setting_of_megatron(name, pool):
     needs_torch_2_8()
     world, tiny = SETTINGS[name]
-    _, lost = contract_holds(tiny, world=world, config=PIECES)
+    _, lost = contract_holds(tiny, world=world, config=PIECES, pool=pool)
     assert bool(lost["grad"]) == bool(lost["param"]) == (world > 1)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_with_several_survivors(rule):
-    contract_holds(TinyGPT(**OVERLAPS["both"]), world=3, config=dataclasses.replace(PIECES, grad_recovery=rule))
+def test_every_rule_with_several_survivors(rule, pool):
+    config = dataclasses.replace(PIECES, grad_recovery=rule)
+    contract_holds(TinyGPT(**OVERLAPS["both"]), world=3, config=config, pool=pool)
 
 
-def test_error_feedback_with_several_survivors():
-    contract_holds(TinyGPT(**OVERLAPS["both"]), world=3, config=dataclasses.replace(FEEDBACK, transport="pieces"))
+def test_error_feedback_with_several_survivors(pool):
+    config = dataclasses.replace(FEEDBACK, transport="pieces")
+    contract_holds(TinyGPT(**OVERLAPS["both"]), world=3, config=config, pool=pool)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("rates", [{}, {"p_grad": 0.0, "p_param": 0.0}], ids=["loss", "no loss"])
-def test_between_two_ranks_it_is_the_same_as_torch(rates, dtype):
+def test_between_two_ranks_it_is_the_same_as_torch(rates, dtype, pool):
     """Of two values there is one sum."""
     tiny = TinyGPT(dtype=dtype, accumulation=2, **OVERLAPS["both"])
     config = dataclasses.replace(PIECES, **rates)
-    mine = run_ranks(contract.plain, 2, tiny, config, 4)
-    theirs = run_ranks(contract.plain, 2, tiny, dataclasses.replace(config, transport="torch"), 4)
+    mine = pool.run(contract.plain, 2, tiny, config, 4)
+    theirs = pool.run(contract.plain, 2, tiny, dataclasses.replace(config, transport="torch"), 4)
     for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
         assert reports == expected_reports
         for key, value in expected.items():
@@ -147,7 +149,7 @@ def test_four_virtual_workers_are_four_ranks_bit_for_bit(dtype):
     chosen = [
         (
             f"{dtype} {rule}",
-            {"dtype": dtype, "clip_grad": 0.0, **OVERLAPS["both"]},
+            {"dtype": dtype, "layers": 1, "clip_grad": 0.0, **OVERLAPS["both"]},
             dataclasses.replace(PIECES, **flags),
         )
         for rule, flags in (

@@ -62,7 +62,7 @@ def test_files_are_checked_against_world_size_and_length(rows, tmp_path):
     matrix, trace = tmp_path / "matrix.txt", tmp_path / "trace.npz"
     np.savetxt(matrix, np.zeros((2, 2)))
     np.savez(trace, grad=np.ones((5, 4, 4, 1), dtype=bool), param=np.ones((5, 4, 4, 1), dtype=bool))
-    done = rows.run("megatron_lossy", __file__, "--loss-model", "per-link", "--link-rates-grad", matrix, WORLD_SIZE=4)
+    done = rows.run("megatron_lossy", __file__, "--loss-model", f"per-link:{matrix}", WORLD_SIZE=4)
     assert done.returncode == 2 and "is 2 x 2, but the dense group has 4 ranks" in done.stderr
     flags = ["--loss-model", "trace", "--trace", trace, "--train-iters", "6"]
     done = rows.run("megatron_lossy", __file__, *flags, WORLD_SIZE=4)

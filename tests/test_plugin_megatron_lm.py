@@ -231,9 +231,7 @@ def test_over_datagrams_every_digit_is_that_of_the_same_losses_in_pieces(megatro
         "--overlap-grad-reduce",
         "--overlap-param-gather",
         "--param-send",
-        "compensated",
-        "--param-lag",
-        "0.4",
+        "compensated:0.4",
     ]
     pieces, done = pretrain(megatron_lm, *flags, "--transport", "pieces")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -294,5 +292,5 @@ def test_stage_boundaries(megatron_lm):
     assert len(lossy) == len(lossless) == 24 and lossy[0] != lossless[0]
     [rate, *_] = re.findall(r"loss rate act: ([\d.]+)", done.stdout)
     assert 0.2 < float(rate) < 0.4
-    bound = ("--act-residual-high", 0, "--act-residual-low", 0)
+    bound = ("--act-fec-high", 100, 34, 0, "--act-fec-low", 100, 10, 0)
     assert pretrain(megatron_lm, *pipeline, *rates, *bound)[0] == lossless

@@ -77,15 +77,14 @@ def test_what_is_spared():
     units = units_of(4, 2)
     buffer = torch.tensor([1.0, 1, 9, 9, 50, 50, 50, 50, 2, 2, float("nan"), 0])
     lost = Lost(np.array([[True, True], [False, False], [True, True]]))
-    for kind, scope, share, expected in [
-        ("packet-mean", "bucket", 0.25, [[1, 0], [0, 0], [1, 0]]),
-        ("packet-mean", "destination", 0.5, [[1, 0], [0, 0], [0, 0]]),
-        ("packet-mean", "bucket", 0.0, [[1, 1], [0, 0], [1, 0]]),
-        ("none", "bucket", 0.5, [[1, 1], [0, 0], [1, 0]]),
+    for kind, share, expected in [
+        ("packet-mean", 0.25, [[1, 0], [0, 0], [1, 0]]),
+        ("packet-mean", 0.0, [[1, 1], [0, 0], [1, 0]]),
+        ("none", 0.5, [[1, 1], [0, 0], [1, 0]]),
     ]:
-        priority = Priority(Protection(kind, share, scope), units, 1)
+        priority = Priority(Protection(kind, share), units, 1)
         final = priority.spare(buffer, lost, STEP)
-        np.testing.assert_array_equal(final.mask, np.array(expected, dtype=bool), f"{kind} {scope} {share}")
+        np.testing.assert_array_equal(final.mask, np.array(expected, dtype=bool), f"{kind} {share}")
         told = priority.told
         assert (told.units, told.lost, told.recovered) == (4, 4, 4 - final.mask.sum())
 
@@ -97,20 +96,6 @@ def test_own_units_count_where_they_can_be_lost():
     np.testing.assert_array_equal(final.mask, [[True, True], [False, True]])
 
 
-def test_beyond_the_bound_a_message_is_delivered():
-    units = units_of(8, 2)
-    lost = np.zeros((3, 4), dtype=bool)
-    lost[0, :2] = lost[2, :3] = True  # two and three of four, to two destinations
-    for bound, expected in ((1.0, [2, 0, 3]), (0.5, [2, 0, 0]), (0.49, [0, 0, 0]), (0.0, [0, 0, 0])):
-        final = Priority(Protection(bound=bound), units, 1).spare(torch.ones(24), Lost(lost), STEP)
-        assert final.mask.sum(axis=1).tolist() == expected
-    # One of high priority that is lost does not count: two of three that are not.
-    buffer = torch.ones(24)
-    buffer[16:18] = 5.0
-    final = Priority(Protection("packet-mean", 1 / 8, bound=0.67), units, 1).spare(buffer, Lost(lost), STEP)
-    assert final.mask.sum(axis=1).tolist() == [2, 0, 2]
-
-
 def test_the_literal_rule():
     """A packet counts if the mean of its values is above a quantile of single values."""
     units = units_of(1000, 10)
@@ -118,7 +103,7 @@ def test_the_literal_rule():
     buffer[1000:1010] = 1.0  # one unit of a hundred to destination 1, which holds 1 % of the values
     buffer[1050:1055] = 1.0  # half a unit
     drawn = generator(1, STEP, 0, 0).random(1000)
-    protection = Protection("element-quantile", 0.01, "destination", 1000, draw=lambda *key: drawn)
+    protection = Protection("element-quantile", 0.01, draw=lambda *key: drawn)
     high = ~Priority(protection, units, 0).spare(buffer, everything(2, units), STEP).mask
     assert np.flatnonzero(high[1]).tolist() == [0]
     all_equal = Priority(protection, units, 0).spare(torch.ones(2000), everything(2, units), STEP)
@@ -386,17 +371,13 @@ def test_means_and_variance_are_those_of_the_theory(size, p):
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ({"grad_priority_fraction": 1.1}, "--grad-priority-fraction 1.1: must be in"),
-        ({"grad_priority_fraction": -0.1}, "--grad-priority-fraction -0.1: must be in"),
-        ({"grad_priority_fraction": float("nan")}, "--grad-priority-fraction nan: must be in"),
-        ({"grad_residual_bound": 1.5}, "--grad-residual-bound 1.5: must be in"),
-        ({"grad_priority_sample": 99}, "--grad-priority-sample 99: must be at least 100"),
+        ({"grad_priority": "packet-mean:1.1"}, "--grad-priority packet-mean:1.1: must be one of none"),
+        ({"grad_priority": "element-quantile:-0.1"}, "--grad-priority element-quantile:-0.1: must be"),
+        ({"grad_priority": "packet-mean:nan"}, "--grad-priority packet-mean:nan: must be"),
         ({"loss_unit": "shard"}, "--grad-priority packet-mean: needs --loss-unit packet, or --grad-priority none"),
         ({"grad_recovery": "previous", "grad_priority": "packet-mean"}, "with --grad-recovery previous: cannot be"),
-        ({"grad_recovery": "zero", "grad_priority_scope": "destination"}, "--grad-priority-scope destination: needs"),
-        ({"grad_recovery": "renormalize", "grad_residual_bound": 0.1}, "--grad-residual-bound 0.1: needs"),
-        ({"grad_priority": "none", "grad_priority_fraction": 0.2}, "--grad-priority-fraction 0.2: needs"),
-        ({"grad_priority": "most"}, "--grad-priority most: must be one of none, packet-mean, element-quantile"),
+        ({"grad_priority": "none:0.2"}, "--grad-priority none:0.2: must be one of none"),
+        ({"grad_priority": "most"}, "--grad-priority most: must be one of none, packet-mean"),
     ],
 )
 def test_bad_flags(flags, error):

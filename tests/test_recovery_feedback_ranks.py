@@ -127,10 +127,10 @@ def telescopes(rank, config, steps, successful):
 @pytest.mark.parametrize(
     ("transport", "flags"),
     [
-        ("torch", {"grad_priority_fraction": 0.05}),
-        ("pieces", {"grad_priority_fraction": 0.05}),
-        ("torch", {"grad_priority": "none", "loss_model": ("gilbert-elliott",), "ge_mean_burst": (8.0,)}),
-        ("torch", {"grad_priority": "element-quantile", "grad_residual_bound": 0.4}),
+        ("torch", {"grad_priority": "packet-mean:0.05"}),
+        ("pieces", {"grad_priority": "packet-mean:0.05"}),
+        ("torch", {"grad_priority": "none", "loss_model": ("gilbert-elliott:8",)}),
+        ("torch", {"grad_priority": "element-quantile"}),
     ],
 )
 def test_all_that_was_given_is_applied_but_for_what_is_kept(transport, flags):
@@ -206,7 +206,7 @@ SHARD, PACKET, FRACTION = 2048 * 256, 1024, 0.1
 
 def memory(rank):
     """Bytes of the rule's tensors over those of the buffer: after an exchange, and after the step; and of their indices."""
-    config = config_of(p_grad=P, packet_bytes=PACKET, grad_priority_fraction=FRACTION)
+    config = config_of(p_grad=P, packet_bytes=PACKET, grad_priority=f"packet-mean:{FRACTION}")
     group = LossyGroup.create(config, [BucketSpec(SHARD)])
     rule, output = group.grads[0].rule, torch.empty(SHARD)
     generator = torch.Generator().manual_seed(rank)

@@ -24,6 +24,9 @@ ROOT = Path(__file__).parents[1]
 
 [PYPROJECT] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)
 
+#: Its example of a mechanism, in two modules.
+ALARM, ALARMS = re.findall(r"```python\n(# my_alarm\w*.py\n.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)
+
 CHANNEL = '''
 """Loses everything between ranks in every other step."""
 
@@ -47,6 +50,9 @@ every-other = every_other:EveryOther
 half = my_rule:Half
 broken = my_rule:Absent
 misnamed = my_rule:Half
+
+[megatron_lossy.mechanisms]
+alarm = my_alarm:Alarm
 """
 
 
@@ -56,6 +62,8 @@ def installed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     (folder / "my_rule.py").write_text(RULE)
     (folder / "every_other.py").write_text(CHANNEL)
+    (folder / "my_alarm.py").write_text(ALARM)
+    (folder / "my_alarm_observer.py").write_text(ALARMS)
     (folder / "mine-1.0.dist-info").mkdir()
     (folder / "mine-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (folder / "mine-1.0.dist-info" / "entry_points.txt").write_text(ENTRY_POINTS)
@@ -74,17 +82,47 @@ def run(installed, *arguments):
     )
 
 
-def test_both_are_used_from_the_command_line(installed, tmp_path):
+def settings_in(tmp_path, workers):
     write_data(0, str(tmp_path))
-    settings = TINY | {
+    return TINY | {
         "data_path": (str(tmp_path / "train"),),
         "valid_data_path": (str(tmp_path / "valid"),),
         "metrics_dir": str(tmp_path / "run"),
-        "virtual_workers": 2,
+        "virtual_workers": workers,
         "train_iters": 4,
         "log_interval": 1,
         "eval_iters": 0,
     }
+
+
+def test_a_mechanism_has_flags_refusals_and_observers(installed, tmp_path):
+    flags = ["--p-grad", 0.5, "--loss-model", "every-other", "bernoulli", "--alarm-above", 0.4]
+    done = run(installed, "-m", "megatron_lossy.train", *as_flags(settings_in(tmp_path, 4)), *flags)
+    assert done.returncode == 0, done.stderr
+    assert [record["alarms"] for record in read_records(tmp_path / "run", "train")] == [0, 1, 1, 2]
+    done = run(installed, "-m", "megatron_lossy.train", *as_flags(settings_in(tmp_path / "few", 2)), *flags)
+    assert done.returncode == 2 and done.stderr.endswith("--alarm-above 0.4: a share of 2 ranks says little\n")
+    table = run(installed, "-m", "megatron_lossy", "refusals", "alarm")
+    assert table.returncode == 0 and "fewer than 3 ranks" in table.stdout
+    help = run(installed, "-m", "megatron_lossy.train", "--help-loss", "alarm")
+    assert help.returncode == 0 and "--alarm-above SHARE" in help.stdout
+    tiny = ROOT / "configs/tiny/llama_1m.yaml"
+    wrong = run(installed, "-m", "megatron_lossy.train", "--config", tiny, "--alarm-above", "2")
+    assert wrong.returncode == 2 and "--alarm-above 2.0: must be in [0, 1)" in wrong.stderr
+
+
+def test_a_mechanism_that_cannot_be_loaded_is_named(tmp_path):
+    (tmp_path / "broken-1.0.dist-info").mkdir()
+    (tmp_path / "broken-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    points = "[megatron_lossy.mechanisms]\nbroken = nowhere:Broken\n"
+    (tmp_path / "broken-1.0.dist-info" / "entry_points.txt").write_text(points)
+    done = run(tmp_path, "-m", "megatron_lossy.train", "--help")
+    message = "broken: the entry point nowhere:Broken of megatron_lossy.mechanisms fails (No module named 'nowhere')"
+    assert done.returncode and done.stderr.strip().endswith(message), done.stderr
+
+
+def test_both_are_used_from_the_command_line(installed, tmp_path):
+    settings = settings_in(tmp_path, 2)
     flags = ["--p-grad", 0.5, "--loss-model", "every-other", "bernoulli", "--grad-recovery", "half"]
     done = run(installed, "-m", "megatron_lossy.train", *as_flags(settings), *flags)
     assert done.returncode == 0, done.stderr
@@ -132,7 +170,7 @@ def test_names_stand_in_the_class_and_in_the_registry():
         for name in registry.built_in:
             assert registry.load(name).name == name
     table = flag_table(LossyConfig)
-    assert "`--loss-model {bernoulli,gilbert-elliott,per-link,trace}`" in table
+    assert "`--grad-recovery {renormalize,renormalize-remote,previous,zero,error-feedback}`" in table
     assert "`--grad-recovery {renormalize,renormalize-remote,previous,zero,error-feedback}`" in table
 
 

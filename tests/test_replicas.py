@@ -29,7 +29,7 @@ BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 4000}
 
 
 def full(**settings):
-    return TinyGPT(distributed_optimizer=False, **settings)
+    return TinyGPT(**{"distributed_optimizer": False, "layers": 1, **settings})
 
 
 def changed(**flags):
@@ -102,7 +102,7 @@ def virtually(rank, size, cases, steps=STEPS):
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_replicas_without_errors_are_megatrons(size):
+def test_replicas_without_errors_are_megatrons(size, pool):
     watched = LossyConfig(param_sync_interval=2, replica_check="repair", param_sync_state="all")
     models = {
         "fp32": full(),
@@ -117,7 +117,7 @@ def test_replicas_without_errors_are_megatrons(size):
         for name, tiny in models.items()
         for kind, config in (("plain", None), ("watched", watched), ("overlapped", overlapped))
     ]
-    for told in run_ranks(on_ranks, size, cases, 4):
+    for told in pool.run(on_ranks, size, cases, 4):
         for name in models:
             for kind in ("watched", "overlapped"):
                 mine, theirs = told[f"{name} {kind}"], told[f"{name} plain"]
@@ -128,13 +128,13 @@ def test_replicas_without_errors_are_megatrons(size):
                 )
 
 
-def test_a_mean_of_equal_replicas_is_none_from_three_on():
+def test_a_mean_of_equal_replicas_is_none_from_three_on(pool):
     """Why nothing is averaged where replicas are equal."""
     always = LossyConfig(param_sync_interval=1, param_sync_always=True)
     tiny = full(optimizer="sgd", lr=0.1)
     cases = [("plain", tiny, None), ("always", tiny, always)]
     for size, equal in ((2, True), (3, False)):
-        told = run_ranks(on_ranks, size, cases, 3)[0]
+        told = pool.run(on_ranks, size, cases, 3)[0]
         mine, theirs = told["always"]["weights"], told["plain"]["weights"]
         assert all((mine[name] == value).all() for name, value in theirs.items()) == equal
         assert all(np.allclose(mine[name], value, rtol=1e-4, atol=1e-5) for name, value in theirs.items())
@@ -147,7 +147,7 @@ CASES = {
     "noise, bf16, buckets": (full(dtype="bf16", **BUCKETS), changed(grad_error_std=1e-3, grad_error_relative=None)),
     "of the reduction": (full(), changed(grad_error_at="reduce")),
     "now and then": (full(accumulation=2), changed(grad_error_rate=0.5, grad_error_ranks=(1,))),
-    "bursts": (full(), changed(grad_error_burst_interval=3, grad_error_burst_std=9.0)),
+    "bursts": (full(), changed(grad_error_burst=(3, 9.0))),
     "flips": (full(dtype="bf16"), LossyConfig(grad_error="bit-flip", grad_error_flips=3, grad_error_bits=(0, 29))),
     "mean": (full(), changed(param_sync_interval=2)),
     "mean, bf16, of all": (full(dtype="bf16"), changed(param_sync_interval=2, param_sync_state="all")),
@@ -160,9 +160,9 @@ CASES = {
     "snr": (full(), changed(param_sync_interval=2, param_sync_rule="snr")),
     "snr, overlapped, bf16": (
         full(dtype="bf16", **BUCKETS),
-        changed(param_sync_interval=1, param_sync_rule="snr", param_sync_overlap=True, param_sync_max_interval=3),
+        changed(param_sync_interval=1, param_sync_rule="snr", param_sync_overlap=True, param_sync_bounds=(1, 3)),
     ),
-    "divergence": (full(), changed(param_sync_interval=1, param_sync_rule="divergence", param_sync_tolerance=0.02)),
+    "divergence": (full(), changed(param_sync_interval=1, param_sync_rule="divergence:0.02")),
     "repaired by mean": (full(), changed(replica_check="repair")),
     "only said": (full(), changed(replica_check="log")),
     "per token": (full(per_token_loss=True), NOISE),
@@ -184,10 +184,10 @@ CASES = {
 
 
 @pytest.mark.parametrize("part", [0, 1])
-def test_two_virtual_workers_are_two_ranks_bit_for_bit(part):
+def test_two_virtual_workers_are_two_ranks_bit_for_bit(part, pool):
     cases = [(name, *case) for name, case in list(CASES.items())[part::2]]
-    ranks = run_ranks(on_ranks, 2, cases)
-    [virtual] = run_ranks(virtually, 1, 2, cases)
+    ranks = pool.run(on_ranks, 2, cases)
+    [virtual] = pool.run(virtually, 1, 2, cases)
     for name, _, config in cases:
         real, mine = [told[name] for told in ranks], virtual[name]
         same(mine["mean"], real[0]["mean"])
@@ -202,32 +202,32 @@ def test_two_virtual_workers_are_two_ranks_bit_for_bit(part):
         assert apart != repaired or config.param_sync_interval, name
 
 
-def test_one_replica_has_no_errors():
+def test_one_replica_has_no_errors(pool):
     """Nothing is reduced. What happens to one rank happens to one virtual worker."""
     flips = LossyConfig(grad_error="bit-flip", grad_error_flips=50)
     flags = {"plain": LossyConfig(), "noise": NOISE, "reduce": changed(grad_error_at="reduce"), "flips": flips}
     cases = [(name, full(), config) for name, config in flags.items()]
-    [real] = run_ranks(on_ranks, 1, cases, 3)
-    [virtual] = run_ranks(virtually, 1, 1, cases, 3)
+    [real] = pool.run(on_ranks, 1, cases, 3)
+    [virtual] = pool.run(virtually, 1, 1, cases, 3)
     for name in flags:
         same(virtual[name]["weights"][0], real[name]["weights"])
         same(real[name]["weights"], real["plain"]["weights"])
 
 
-def test_three_virtual_workers_follow_ranks_within_rounding():
+def test_three_virtual_workers_follow_ranks_within_rounding(pool):
     cases = [(name, *CASES[name]) for name in ("noise", "mean, bf16, of all", "repaired by mean")]
-    ranks = run_ranks(on_ranks, 3, cases, 4)
-    [virtual] = run_ranks(virtually, 1, 3, cases, 4)
+    ranks = pool.run(on_ranks, 3, cases, 4)
+    [virtual] = pool.run(virtually, 1, 3, cases, 4)
     for name, _, _ in cases:
         for worker, told in enumerate(ranks):
             for parameter, value in told[name]["weights"].items():
                 np.testing.assert_allclose(virtual[name]["weights"][worker][parameter], value, rtol=2e-3, atol=1e-4)
 
 
-def test_what_an_all_reduce_lost_can_be_drawn_again(tmp_path):
+def test_what_an_all_reduce_lost_can_be_drawn_again(tmp_path, pool):
     """A log has digests of packets in the place of bitmaps, also of the half that loses at the rate of gradients."""
     config = dataclasses.replace(LOST, loss_unit="packet", packet_bytes=64, delivery_log=str(tmp_path))
-    run_ranks(virtually, 1, 2, [("lost", full(), config)], 3)
+    pool.run(virtually, 1, 2, [("lost", full(), config)], 3)
     log = DeliveryLogFolder(tmp_path)
     verdict = verify(log)
     assert verdict.problems == [] and verdict.rows == 2 * 2 * 3
@@ -238,14 +238,14 @@ def test_what_an_all_reduce_lost_can_be_drawn_again(tmp_path):
 
 
 @pytest.mark.parametrize("at", ["broadcast", "reduce"])
-def test_errors_of_ranks_are_logged_as_those_of_virtual_workers(tmp_path, at):
+def test_errors_of_ranks_are_logged_as_those_of_virtual_workers(tmp_path, at, pool):
     """Row by row, but for digests of other gradients; and that nothing is missing the log itself can tell."""
     rows = {}
     for name, run, size in (("real", on_ranks, 2), ("virtual", virtually, 1)):
         folder = tmp_path / name
         config = changed(grad_error_rate=0.7, grad_error_at=at, delivery_log=str(folder), allow_divergence=True)
         arguments = ([("logged", full(), config)], 4)
-        run_ranks(run, size, *(arguments if size == 2 else (2, *arguments)))
+        pool.run(run, size, *(arguments if size == 2 else (2, *arguments)))
         verdict = verify_errors(folder)
         assert verdict.problems == [] and verdict.rows > 0
         rows[name] = rows_of(folder)
@@ -277,7 +277,10 @@ def hit_once(rank, size, tiny, hits, mode, steps):
                     flat[5] = how
 
     HeldReplicas.hit = hit
-    return train(lossy, run, steps)
+    result = train(lossy, run, steps)
+    HeldReplicas.hit = before
+    lossy.uninstall()
+    return result
 
 
 HITS = [
@@ -288,14 +291,14 @@ HITS = [
 
 
 @pytest.fixture(scope="module")
-def clean():
-    return run_ranks(on_ranks, 3, [("plain", full(**BUCKETS), None)], 4)
+def clean(pool):
+    return pool.run(on_ranks, 3, [("plain", full(**BUCKETS), None)], 4)
 
 
 @pytest.mark.parametrize("hits", HITS)
-def test_a_rare_error_leaves_the_clean_run_bit_for_bit(hits, clean):
+def test_a_rare_error_leaves_the_clean_run_bit_for_bit(hits, clean, pool):
     tiny = full(**BUCKETS)
-    for told, expected in zip(run_ranks(hit_once, 3, 3, tiny, hits, "repair", 4), clean, strict=True):
+    for told, expected in zip(pool.run(hit_once, 3, 3, tiny, hits, "repair", 4), clean, strict=True):
         same({k: told[k] for k in TRAINED}, {k: expected["plain"][k] for k in TRAINED})
         assert told["metrics"]["gradient repairs by majority"] == len(hits)
         assert told["metrics"]["gradient mismatches"] == len(hits)
@@ -305,11 +308,11 @@ SCALED = {"constant": full(dtype="bf16", loss_scale=64.0, **BUCKETS), "dynamic":
 
 
 @pytest.mark.parametrize("kind", SCALED)
-def test_repaired_replicas_skip_the_same_updates(kind):
+def test_repaired_replicas_skip_the_same_updates(kind, pool):
     """None here, though a gradient of one is infinite."""
-    clean = run_ranks(on_ranks, 3, [("plain", SCALED[kind], None)], 4)
+    clean = pool.run(on_ranks, 3, [("plain", SCALED[kind], None)], 4)
     hits = [(1, 1, 0, float("inf")), (2, 2, 1, float("nan"))]
-    for told, expected in zip(run_ranks(hit_once, 3, 3, SCALED[kind], hits, "repair", 4), clean, strict=True):
+    for told, expected in zip(pool.run(hit_once, 3, 3, SCALED[kind], hits, "repair", 4), clean, strict=True):
         same({k: told[k] for k in TRAINED}, {k: expected["plain"][k] for k in TRAINED})
 
 
@@ -324,12 +327,13 @@ def overflows(rank, tiny, config):
     for step in range(4):
         success.append(run.step(step, overflow_on=0 if step == 1 else None)["success"])
         averaged.append(lossy.metrics()["param syncs"])
+    lossy.uninstall()
     return success, averaged, run.weights()
 
 
-def test_an_update_that_all_skip_does_not_count():
+def test_an_update_that_all_skip_does_not_count(pool):
     config = changed(param_sync_interval=3, param_sync_always=True, replica_check="repair")
-    told = run_ranks(overflows, 3, SCALED["constant"], config)
+    told = pool.run(overflows, 3, SCALED["constant"], config)
     for success, averaged, weights in told:
         assert success == [True, False, True, True] and averaged == [0, 0, 0, 1]
         same(weights, told[0][2])
@@ -389,14 +393,14 @@ APART = {"param_name_patterns_for_fp32_local_accumulation": ("all",)}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_replicas_are_repaired_where_the_optimizer_reads(overlap):
+def test_replicas_are_repaired_where_the_optimizer_reads(overlap, pool):
     tiny = full(dtype="bf16", grads_in_fp32=False, accumulation=2, ddp=APART, **(BUCKETS if overlap else {}))
     why = missing(tiny)
     if why:
         pytest.skip(why)
     hits = [(1, 1, bucket, bit) for bucket, bit in ((0, 30), (1, 22))[: 1 + overlap]]
-    clean = run_ranks(on_ranks, 3, [("plain", tiny, None)], 4)
-    for told, expected in zip(run_ranks(hit_once, 3, 3, tiny, hits, "repair", 4), clean, strict=True):
+    clean = pool.run(on_ranks, 3, [("plain", tiny, None)], 4)
+    for told, expected in zip(pool.run(hit_once, 3, 3, tiny, hits, "repair", 4), clean, strict=True):
         same({k: told[k] for k in TRAINED}, {k: expected["plain"][k] for k in TRAINED})
         assert told["metrics"]["gradient repairs by majority"] == len(hits)
 
@@ -428,7 +432,7 @@ def test_abort_names_ranks_and_buckets():
 # --- every setting of Megatron -------------------------------------------------------------------------------------
 
 PARALLEL = {
-    "pipeline, tied": (2, 4, {"pipeline": 2, "accumulation": 2}),
+    "pipeline, tied": (2, 4, {"pipeline": 2, "layers": 2, "accumulation": 2}),
     "interleaved": (2, 4, {"pipeline": 2, "virtual": 2, "layers": 4, "accumulation": 2, "tied": False}),
     "tensor": (2, 4, {"tensor": 2}),
     "tensor, bf16": (2, 4, {"tensor": 2, "dtype": "bf16"}),
@@ -480,7 +484,7 @@ def test_replicas_are_equal_after_a_synchronisation(name):
 
 
 def test_copies_of_a_tied_embedding_are_not_averaged_apart():
-    tiny = full(pipeline=2, accumulation=2)
+    tiny = full(pipeline=2, layers=2, accumulation=2)
     with pytest.raises(RankFailed, match="--pipeline-model-parallel-size 2: two stages have a copy .* with 3 replicas"):
         run_ranks(on_ranks, 6, [("", tiny, LossyConfig(param_sync_interval=1))], 1)
 
@@ -496,17 +500,17 @@ def _replicas_of(name, replicas, ranks):
 
 
 @pytest.mark.parametrize("lossy", [{}, {"p_grad": 0.3, "p_param": 0.3}], ids=["no loss", "loss"])
-def test_errors_of_owners_with_the_distributed_optimizer(lossy):
+def test_errors_of_owners_with_the_distributed_optimizer(lossy, pool):
     """A noisy step, but no divergence; virtual workers do the same."""
     tiny = TinyGPT(**BUCKETS, overlap_param_gather=True)
     config = changed(grad_error_at="reduce", **lossy)
-    ranks = run_ranks(owned, 2, tiny, config, 4)
-    [virtual] = run_ranks(owned_virtually, 1, 2, tiny, config, 4)
+    ranks = pool.run(owned, 2, tiny, config, 4)
+    [virtual] = pool.run(owned_virtually, 1, 2, tiny, config, 4)
     for worker, told in enumerate(ranks):
         same(virtual[worker], told)
     if not lossy:
         same(ranks[0], ranks[1])
-    plain = run_ranks(owned, 2, tiny, LossyConfig(**lossy), 4)
+    plain = pool.run(owned, 2, tiny, LossyConfig(**lossy), 4)
     assert any((plain[0][name] != value).any() for name, value in ranks[0].items())
 
 
@@ -519,11 +523,11 @@ def test_owners_refuse_bits_that_their_gradients_do_not_have():
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-def test_errors_of_owners_are_in_units_of_what_ranks_have(per_token):
+def test_errors_of_owners_are_in_units_of_what_ranks_have(per_token, pool):
     """Virtual workers add up what ranks divide by their number before the sum, unless gradients are sums over tokens."""
     tiny = TinyGPT(per_token_loss=per_token)
-    ranks = run_ranks(noise_of_owners, 2, tiny)
-    [virtual] = run_ranks(noise_of_owners, 1, tiny, 2)
+    ranks = pool.run(noise_of_owners, 2, tiny)
+    [virtual] = pool.run(noise_of_owners, 1, tiny, 2)
     assert ranks[0] == ranks[1] == pytest.approx(virtual, rel=1e-5)
 
 
@@ -536,7 +540,9 @@ def noise_of_owners(rank, tiny, workers=None):
     lossy = hooks.install(config) if workers is None else VirtualCluster(config, workers)
     run = build(tiny, *([] if workers is None else [lossy]))
     run.step(0)
-    return lossy.metrics()["error rms"]
+    rms = lossy.metrics()["error rms"]
+    lossy.uninstall()
+    return rms
 
 
 def owned(rank, tiny, config, steps):
@@ -549,6 +555,7 @@ def owned(rank, tiny, config, steps):
         run.step(step)
         run.gather()
     assert config.inert or config.lossless or lossy.metrics()["loss rate grad"] > 0
+    lossy.uninstall()
     return run.replica_buffers()
 
 
@@ -560,4 +567,5 @@ def owned_virtually(rank, size, tiny, config, steps):
     run = build(tiny, cluster)
     for step in range(steps):
         run.step(step)
+    cluster.uninstall()
     return run.all_replica_buffers()

@@ -105,8 +105,7 @@ def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
         run_ranks(train_runs, ranks, (run, loss))
         curves[name] = [r["lm loss"] for r in read_records(tmp_path / name, "train")]
     loss = {
-        "grad_error": "trace",
-        "grad_error_trace": str(logs["real"]),
+        "grad_error": f"trace:{logs['real']}",
         "param_sync_interval": 3,
         "delivery_log": str(logs["replay"]),
     }
@@ -126,7 +125,7 @@ def test_what_was_recorded_is_replayed_bit_for_bit(data, tmp_path, kind):
 SHARDED = {"use_distributed_optimizer": True}
 REFUSED = [
     (SHARDED, NOISE, "--grad-error-at broadcast: needs replicas"),
-    (SHARDED, {"grad_error": "trace", "grad_error_trace": "/nowhere"}, "--grad-error-at broadcast: needs replicas"),
+    (SHARDED, {"grad_error": "trace:/nowhere"}, "--grad-error-at broadcast: needs replicas"),
     (SHARDED, {"param_sync_interval": 2}, "--param-sync-interval 2: needs replicas"),
     (SHARDED, {"replica_check": "log"}, "--replica-check log: needs replicas"),
     (SHARDED, {"allow_divergence": True}, "--allow-divergence on: needs replicas"),
@@ -137,7 +136,7 @@ REFUSED = [
     ({"num_distributed_optimizer_instances": 2}, {}, "--num-distributed-optimizer-instances 2: must be 1"),
     ({"calculate_per_token_loss": True}, {"grad_error": "gaussian", "grad_error_std": 1.0}, "--grad-error-std 1.0: gradients are sums"),
     ({}, {**NOISE, "grad_error_ranks": (4,)}, "--grad-error-ranks 4: must be below the 2 data-parallel ranks"),
-    ({}, {"grad_error": "trace", "grad_error_trace": "/nowhere"}, "--grad-error-trace /nowhere: holds no errors"),
+    ({}, {"grad_error": "trace:/nowhere"}, "--grad-error trace /nowhere: holds no errors"),
     ({}, {"grad_error": "bit-flip", "grad_error_bits": (0, 32)}, "--grad-error-bits 0 32: needs 0 <= LOW <= HIGH <= 31"),
 ]  # fmt: skip
 
@@ -148,7 +147,7 @@ def damaged(rank, base, folder):
 
     parallel.world = None
     with pytest.raises(UsageError) as caught:
-        train_runs(rank, (base, {"grad_error": "trace", "grad_error_trace": folder}))
+        train_runs(rank, (base, {"grad_error": f"trace:{folder}"}))
     return str(caught.value)
 
 
@@ -157,7 +156,7 @@ def test_a_damaged_trace_is_refused_before_anything_starts(data, tmp_path):
     path.write_bytes(b"x" * 100)
     base = TINY | data | FULL | {"virtual_workers": 2, "eval_iters": 0}
     [text] = run_ranks(damaged, 1, base, str(tmp_path), grouped=False)
-    assert text.startswith(f"--grad-error-trace {path}: cannot be read: ")
+    assert text.startswith(f"--grad-error trace {path}: cannot be read: ")
 
 
 def refusals(rank, base):

@@ -185,7 +185,7 @@ def test_what_decides_about_the_losses_of_a_network_names_columns(tmp_path):
 def test_rates_of_other_models_are_no_baseline(tmp_path):
     write_run(tmp_path / "a", 0.0, [2.0] * 20, loss_model=["trace"])
     write_run(tmp_path / "b", 0.0, [2.0] * 20, loss_schedule=["0:0,10:0.2"])
-    write_run(tmp_path / "c", 0.0, [2.0] * 20, ge_grad=[0.1, 0.5, 0, 1], loss_model=["gilbert-elliott"])
+    write_run(tmp_path / "c", 0.0, [2.0] * 20, loss_model=["gilbert-elliott:0.1,0.5,0,1", "bernoulli"])
     table = loss_table(read_runs(tmp_path))
     assert set(table.headings) == {"trace", "0:0,10:0.2", "g GE 0.1 0.5 0 1 / p 0 %"}
     assert any("no run without loss" in note for note in table.notes)

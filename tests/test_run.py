@@ -123,7 +123,7 @@ def test_a_trace_that_cannot_be_read_is_named_where_replicas_are_saved(tmp_path)
     [
         {"grad_recovery": "error-feedback", "loss_unit": "packet", "packet_bytes": 256},
         {"grad_recovery": "previous"},
-        {"param_send": "compensated", "param_lag": "0.7,0.5"},
+        {"param_send": "compensated:0.7,0.5"},
     ],
     ids=lambda flags: flags.get("grad_recovery", "compensated"),
 )

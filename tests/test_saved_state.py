@@ -57,7 +57,7 @@ WALKED = {
     "mechanism.Part": "no state of its own: test_islands_ranks.py",
     "mechanisms.async_pipeline.stash.Stash": "test_async_pipeline.py, saved and resumed",
     "mechanisms.async_pipeline.workers.StageWorkers": "test_async_pipeline.py, saved and resumed",
-    "run.Pipeline": "no class of its own: what a pipeline must have",
+    "run.base.Pipeline": "no class of its own: what a pipeline must have",
 }
 
 
@@ -76,17 +76,19 @@ def test_every_class_with_a_state_is_walked():
 
 SIZE = 3
 PACKETS = {"loss_unit": "packet", "packet_bytes": 16}
-BURSTS = {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (3.0,)}
+BURSTS = {"loss_model": ("gilbert-elliott:3",)}
 LEAD = {"param_send": "compensated"}
 GROUPS = {
     **{rule: PACKETS | {"grad_recovery": rule} for rule in ("renormalize", "zero", "previous")},
     "previous of shards": {"grad_recovery": "previous", "lossy_self": True},
     "error-feedback": PACKETS | {"grad_recovery": "error-feedback", "grad_priority": "none"},
-    "error-feedback, bursts": PACKETS | BURSTS | {"grad_recovery": "error-feedback", "grad_priority_fraction": 0.1},
+    "error-feedback, bursts": PACKETS
+    | BURSTS
+    | {"grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.1"},
     "lead": LEAD,
     "lead, bursts": PACKETS | BURSTS | LEAD | {"grad_recovery": "error-feedback"},
     "lead, schedule": BURSTS | LEAD | {"loss_schedule": ("0:0.4,4:0,5:0.2",), "grad_recovery": "previous"},
-    "lead, given": LEAD | {"param_lag": "0.5,0.25", "grad_recovery": "previous"},
+    "lead, given": LEAD | {"param_send": "compensated:0.5,0.25", "grad_recovery": "previous"},
     "lead, counted": PACKETS | LEAD | {"loss_model": ("trace",)},
 }
 

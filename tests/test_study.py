@@ -176,7 +176,7 @@ _ASYNC = {"async-pipeline": True, "virtual-stages": 1}
     [
         (_ISLANDS, {"loss-schedule": "0:0.1"}, {"islands": 2, "sync_method": "parameters"}),
         (_ISLANDS, {"transport": "pieces", "p-sync": 0.1}, {"islands": 2, "transport": "torch"}),
-        (_ISLANDS, {"ge-grad": [0.1, 0.5, 0, 1], "loss-model": "gilbert-elliott"}, {"ge_grad": None}),
+        (_ISLANDS, {"loss-model": "gilbert-elliott:0.1,0.5,0,1"}, {}),
         (_ISLANDS, {"p-sync": 0.1, "loss-unit": "packet", "sync-fraction": 0.5}, {"sync_fraction": 0.5}),
         (_ASYNC, {"loss-schedule": "0:0.1"}, {"async_pipeline": True, "virtual_stages": 1}),
         (_ASYNC, {"p-act": 0.1, "p-act-grad": 0.1, "virtual-boundaries": [1]}, {"async_pipeline": True, "p_act": 0}),
@@ -193,10 +193,10 @@ def test_islands_and_stages_are_clean_where_changes_refer_to(settings, level, ke
 
 def test_per_link_rates_and_traces_are_not_where_changes_refer_to(tmp_path):
     np.savetxt(tmp_path / "rates.txt", 0.1 - 0.1 * np.eye(4))
-    level = {"loss-model": ["per-link", "bernoulli"], "link-rates-grad": str(tmp_path / "rates.txt")}
+    level = {"loss-model": [f"per-link:{tmp_path / 'rates.txt'}", *["bernoulli"] * 3]}
     study = _design(settings={**FOUR, **_ISLANDS}, levels={"a": level}, variants={"a": level}).study()
     clean = {trial.cell.loss for trial in study.trials if trial.level is None}
-    assert {(loss.link_rates_grad, loss.loss_model) for loss in clean} == {(None, ("bernoulli",))}
+    assert {loss.loss_model for loss in clean} == {("bernoulli",)}
 
 
 def test_what_changes_refer_to_must_not_lose(monkeypatch):
@@ -251,7 +251,7 @@ def test_what_decides_about_the_losses_of_a_network_is_part_of_a_cell():
         "hasty": {"udp-eager-bytes": 0},
         "small": {"udp-memory": 2**23},
         "parity": {"udp-fec": [8, 2]},
-        "budget": {"udp-fec-budget": 5},
+        "budget": {"udp-fec": ["auto", "5"]},
         "port": {"udp-port": 29600, "udp-cipher": "none"},  # no loss is another
     }
     study = _design(settings=udp, levels={"udp": {}}, variants=variants, processes=2, seeds=[1], loss_seeds=[1]).study()

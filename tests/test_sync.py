@@ -320,7 +320,7 @@ def test_the_rule_divergence(k, r, expected):
     ],
 )
 def test_the_rule_snr(gradient, divergence, expected):
-    rule = interval("snr", param_sync_min_interval=3, param_sync_max_interval=500)
+    rule = interval("snr", param_sync_bounds=(3, 500))
     rule.arrived(7, divergence, 1.0, gradient)
     assert rule.current == max(expected, 3) and rule.needs_gradient
     assert not interval("fixed").needs_gradient and not interval("divergence").needs_gradient

@@ -266,7 +266,7 @@ OPTIONS = [
     NOISE | dict(param_sync_interval=2, param_sync_rule="snr", param_sync_source="first", momentum=0.9),
     dict(grad_error="bit-flip", grad_error_rate=0.4, grad_error_bits=(20, 26), replica_check="repair"),
     dict(grad_error="bit-flip", grad_error_rate=0.4, grad_error_bits=(20, 26), param_sync_interval=2),
-    NOISE | dict(param_sync_interval=3, param_sync_always=True, grad_error_burst_interval=3, grad_error_burst_std=9.0),
+    NOISE | dict(param_sync_interval=3, param_sync_always=True, grad_error_burst=(3, 9.0)),
 ]
 
 
@@ -415,36 +415,36 @@ REFUSED = [
     (dict(param_sync_overlap=True), "--param-sync-overlap on: needs --param-sync-interval"),
     (
         dict(param_sync_interval=1, param_sync_rule="often"),
-        "--param-sync-rule often: must be one of fixed, snr, divergence",
+        "--param-sync-rule often: must be fixed, snr, divergence",
     ),
     (
-        dict(param_sync_interval=1, param_sync_tolerance=0.0),
-        "--param-sync-tolerance 0.0: must be a finite number above 0",
+        dict(param_sync_interval=1, param_sync_rule="divergence:0.0"),
+        "--param-sync-rule divergence:0.0: TAU must be a finite number above 0",
     ),
-    (dict(param_sync_interval=1, param_sync_tolerance=float("nan")), "--param-sync-tolerance nan: must be"),
+    (dict(param_sync_interval=1, param_sync_rule="divergence:nan"), "--param-sync-rule divergence:nan: TAU must be"),
     (
-        dict(param_sync_interval=1, param_sync_tolerance=0.2),
-        "--param-sync-tolerance 0.2: needs --param-sync-rule divergence",
-    ),
-    (
-        dict(param_sync_interval=1, param_sync_max_interval=5),
-        "--param-sync-max-interval 5: needs --param-sync-rule snr or",
+        dict(param_sync_interval=1, param_sync_rule="snr:0.2"),
+        "--param-sync-rule snr:0.2: must be fixed, snr, divergence or",
     ),
     (
-        dict(param_sync_interval=1, param_sync_rule="snr", param_sync_min_interval=0),
-        "--param-sync-min-interval 0: must be",
+        dict(param_sync_interval=1, param_sync_bounds=(1, 5)),
+        "--param-sync-bounds 1 5: needs --param-sync-rule snr or",
     ),
     (
-        dict(param_sync_interval=1, param_sync_rule="snr", param_sync_min_interval=9, param_sync_max_interval=5),
-        "--param-sync-max-interval 5: must be at least --param-sync-min-interval 9",
+        dict(param_sync_interval=1, param_sync_rule="snr", param_sync_bounds=(0, 9)),
+        "--param-sync-bounds 0 9: must be",
+    ),
+    (
+        dict(param_sync_interval=1, param_sync_rule="snr", param_sync_bounds=(9, 5)),
+        "--param-sync-bounds 9 5: must be 1 <= MIN <= MAX",
     ),
     (
         dict(param_sync_interval=5000, param_sync_rule="divergence"),
-        "--param-sync-interval 5000: must be within --param-sync-min-interval 1 and --param-sync-max-interval 1000",
+        "--param-sync-interval 5000: must be within --param-sync-bounds 1 1000",
     ),
     (
-        dict(param_sync_interval=2, param_sync_rule="snr", param_sync_min_interval=3),
-        "--param-sync-interval 2: must be within --param-sync-min-interval 3",
+        dict(param_sync_interval=2, param_sync_rule="snr", param_sync_bounds=(3, 1000)),
+        "--param-sync-interval 2: must be within --param-sync-bounds 3",
     ),
     (dict(replica_check="mend"), "--replica-check mend: must be one of none, log, repair, abort"),
     (dict(param_sync_interval=1, p_param=0.1), "--param-sync-interval 1: needs replicas that each update everything"),

@@ -311,7 +311,7 @@ def test_previous_over_time(p):
 @pytest.mark.parametrize("burst", [None, 4.0])
 def test_simulated_drift(burst):
     """Real channels on random walks: uncorrelated and with momentum, in the steady state and on the way to it."""
-    bursts = {} if burst is None else {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (burst,)}
+    bursts = {} if burst is None else {"loss_model": (f"gilbert-elliott:{burst}",)}
     steps, workers, p = 900, 24, 0.3
     walks = [simulate.random_walk(steps, (workers, 4), phi, 1) for phi in (0, 0.9)]
     series = simulate.drift(LossyConfig(p_param=p, **bursts), workers, np.concatenate(walks, axis=2))
@@ -344,7 +344,7 @@ def test_receivers_that_lose_together_do_not_drift_apart():
 def test_ages_of_the_channels(burst, units):
     """Shares of each age over links, and the largest age; with bursts and several units a step too."""
     p, workers = 0.3, 16
-    bursts = {} if burst is None else {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (burst,)}
+    bursts = {} if burst is None else {"loss_model": (f"gilbert-elliott:{burst}",)}
     counts, of_worker, of_all = simulate.ages(LossyConfig(p_param=p, **bursts), workers, 800, units, burn_in=60)
     assert (counts.sum(axis=1) == workers * (workers - 1) * units).all()
     tail = theory.age_exceeds(p, np.arange(30), burst)

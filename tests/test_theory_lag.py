@@ -122,10 +122,10 @@ def replicas(config, weights, how, receivers):
     return np.array(history)
 
 
-@pytest.mark.parametrize("flags", [{}, {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (4.0,)}])
+@pytest.mark.parametrize("flags", [{}, {"loss_model": ("gilbert-elliott:4",)}])
 def test_drawn_losses_have_this_lag_and_lead(flags):
     """4,000 receivers; each mean lies within five standard errors of the owner (60 comparisons: false alarm 4e-5)."""
-    lag = Lag.of(0.4, flags.get("ge_mean_burst", (None,))[0])
+    lag = Lag.of(0.4, 4.0 if flags else None)
     weights = np.cumsum(np.sin(np.arange(120) / 5) + 0.3)
     config = LossyConfig(p_param=0.4, **flags)
     for how in (Lead(), lag.lead):
@@ -150,7 +150,7 @@ def test_what_is_no_loss_is_refused(bad):
 
 def test_the_simulation_of_the_picture_agrees():
     """Means over 20 blocks within five standard errors (8 comparisons: false alarm below 1e-3); limits within 2 %."""
-    for flags, burst in (({}, None), ({"loss_model": ("gilbert-elliott",), "ge_mean_burst": (4.0,)}, 4.0)):
+    for flags, burst in (({}, None), ({"loss_model": ("gilbert-elliott:4",)}, 4.0)):
         lag = Lag.of(0.4, burst)
         for how in (Lead(), lag.lead):
             found = simulate.lags(LossyConfig(p_param=0.4, **flags), 24, 400, how, burn_in=60)

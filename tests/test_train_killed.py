@@ -122,7 +122,7 @@ def test_killed_ranks_continue_bit_for_bit(base, tmp_path):
     ("ranks", "settings"),
     [
         (2, PACKETS | {"bf16": True, "grad_recovery": "error-feedback"}),
-        (2, OVERLAP | PACKETS | {"grad_recovery": "previous", "loss_model": "gilbert-elliott", "ge_mean_burst": 3.0}),
+        (2, OVERLAP | PACKETS | {"grad_recovery": "previous", "loss_model": "gilbert-elliott:3"}),
         (4, OVERLAP | PACKETS | {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 64}),
         (4, PACKETS | {"num_distributed_optimizer_instances": 2, "loss_unit": "bucket", "packet_bytes": 1024}),
     ],

@@ -182,7 +182,7 @@ def test_ranks_of_one_host_are_one_node():
 def test_a_single_node_loses_nothing_between_nodes():
     with pytest.raises(RankFailed, match="--lossy-links inter-node: all 2 ranks report the host name 'localhost'"):
         run_ranks(nodes_by_host, 2, ["localhost"] * 2)
-    with pytest.raises(UsageError, match="--ranks-per-node 4: puts all 3 ranks on one node"):
+    with pytest.raises(UsageError, match="--lossy-links inter-node:4: puts all 3 ranks on one node"):
         consecutive_nodes(range(3), 4)
 
 

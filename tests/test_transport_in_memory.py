@@ -19,7 +19,7 @@ pytestmark = pytest.mark.shows("all ranks in one process are two ranks, bit for 
 ROOT = Path(__file__).parents[1]
 SHARDS, STEPS = (50, 7), 8
 PACKETS = {"loss_unit": "packet", "packet_bytes": 16}
-BURSTS = {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (3.0,)}
+BURSTS = {"loss_model": ("gilbert-elliott:3",)}
 
 
 class Rank:
@@ -80,7 +80,7 @@ def simulated(size, config, dtype, averaged):
 CASES = [
     *({"grad_recovery": rule} for rule in ("renormalize", "renormalize-remote", "zero", "previous")),
     {"grad_recovery": "renormalize", "lossy_self": True},
-    PACKETS | {"grad_recovery": "error-feedback", "grad_priority_fraction": 0.2},
+    PACKETS | {"grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.2"},
     PACKETS | BURSTS | {"grad_recovery": "error-feedback", "grad_priority": "none", "param_send": "compensated"},
     PACKETS | BURSTS | {"param_send": "compensated", "transport": "pieces"},
     {"p_grad": 0.0},
@@ -146,7 +146,7 @@ def test_what_is_refused(flags, message):
 
 
 def test_nodes_are_those_of_the_flag():
-    config = LossyConfig(p_grad=0.9, lossy_links="inter-node", ranks_per_node=2)
+    config = LossyConfig(p_grad=0.9, lossy_links="inter-node:2")
     lossy = LossyWorkers(config, [BucketSpec(8)], 4)
     arrived = np.array([lossy.groups[0].delivery("grad", step).arrived[0, :, 0] for step in range(20)])
     assert arrived[:, :2].all() and not arrived[:, 2:].all()

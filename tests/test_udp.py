@@ -61,7 +61,7 @@ def test_every_setting_of_megatron(name):
     ["compensated", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES)],
 )
 def test_every_rule_and_overlap_gives_what_pieces_give(name):
-    flags = {"param_send": "compensated", "param_lag": "0.6"} if name == "compensated" else {"grad_recovery": name}
+    flags = {"param_send": "compensated:0.6"} if name == "compensated" else {"grad_recovery": name}
     chosen = [
         (
             f"{dtype} {overlap}",
@@ -184,7 +184,7 @@ def lost_of_each_source(rank, config):
 
 
 def test_within_a_node_nothing_crosses_as_a_datagram():
-    config = dataclasses.replace(HURRIED, lossy_links="inter-node", ranks_per_node=2)
+    config = dataclasses.replace(HURRIED, lossy_links="inter-node:2")
     lost = np.array(run_ranks(lost_of_each_source, 4, config))
     near = np.kron(np.eye(2), np.ones((2, 2))).astype(bool)
     assert (lost[near] == 0).all() and lost[~near].sum() > 0

@@ -21,7 +21,11 @@ from tests.tiny_gpt import TinyGPT
 pytestmark = pytest.mark.shows("error feedback over UDP: all is applied but the residual")
 
 FEEDBACK = LossyConfig(
-    transport="udp", packet_bytes=256, grad_recovery="error-feedback", grad_priority_fraction=0.1, udp_cipher="none"
+    transport="udp",
+    packet_bytes=256,
+    grad_recovery="error-feedback",
+    grad_priority="packet-mean:0.1",
+    udp_cipher="none",
 )
 #: Exchanges end before all has arrived, whatever the network does.
 HURRIED = dataclasses.replace(FEEDBACK, udp_deadline="0.05")
@@ -31,12 +35,10 @@ def skips_some(step):
     return step % 4 != 2
 
 
-@pytest.mark.parametrize("priority", ["packet-mean", "none"])
+@pytest.mark.parametrize("priority", ["packet-mean:0.1", "none"])
 def test_all_that_was_sent_is_applied_but_for_what_is_kept(priority):
     """To the last bit, over integers; some steps do not count."""
-    config = dataclasses.replace(
-        HURRIED, grad_priority=priority, **({"grad_priority_fraction": 0.01} if priority == "none" else {})
-    )
+    config = dataclasses.replace(HURRIED, grad_priority=priority)
     for told in run_ranks(telescopes, 3, config, 12, skips_some):
         assert told["difference"] == 0 and told["lost"] > 0, told
 
@@ -54,8 +56,8 @@ def test_the_public_collectives_need_nobody_who_finishes_a_step():
 )
 def test_over_a_link_that_loses_a_tenth_what_matters_arrives(fec):
     flags = {
-        "transport": "udp", "grad_recovery": "error-feedback", "grad_priority_fraction": 0.1, "packet_bytes": 256,
-        "udp_interface": "lab0", "udp_fec": fec, "udp_fec_budget": 20.0 if fec == ("auto",) else 2.5,
+        "transport": "udp", "grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.1", "packet_bytes": 256,
+        "udp_interface": "lab0", "udp_fec": ("auto", "20") if fec == ("auto",) else fec,
     }  # fmt: skip
     output = run_in_lab("tests.in_lab", "telescopes", json.dumps(flags), "25", loss=0.1)
     told = [json.loads(found) for found in re.findall(r"\{\"rank\".*?\}", output)]
@@ -71,7 +73,7 @@ def test_over_a_link_that_loses_a_tenth_what_matters_arrives(fec):
 @pytest.mark.parametrize("recovery", ["error-feedback", "zero"])
 def test_without_loss_it_is_megatron(recovery):
     tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
-    config = dataclasses.replace(FEEDBACK, grad_recovery=recovery, grad_priority="packet-mean")
+    config = dataclasses.replace(FEEDBACK, grad_recovery=recovery, grad_priority="packet-mean:0.1")
     mine, theirs = run_ranks(contract.plain, 2, tiny, config, 4), run_ranks(contract.plain, 2, tiny, None, 4)
     for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
         assert reports == expected_reports
@@ -138,16 +140,14 @@ def test_the_code_follows_the_loss_within_the_budget():
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ({"udp_fec": ("10",)}, "--udp-fec 10: must be auto, or B C"),
+        ({"udp_fec": ("10",)}, "--udp-fec 10: must be auto, auto PERCENT, or B C"),
         ({"udp_fec": ("10", "256")}, "--udp-fec 10 256: needs 0 <= C, C at most 255"),
         ({"udp_fec": ("0", "0")}, "--udp-fec 0 0: needs"),
         ({"udp_fec": ("a", "b")}, "--udp-fec a b: must be auto"),
-        ({"udp_fec_budget": -1.0}, "--udp-fec-budget -1.0: must be percent"),
+        ({"udp_fec": ("auto", "-1")}, "--udp-fec auto -1: must be auto and at most one number"),
         ({"p_grad": 0.1}, "cannot be: what a channel draws beside the network"),
-        ({"grad_residual_bound": 0.5}, "--grad-residual-bound 0.5: cannot be with --transport udp"),
         ({"packet_bytes": 12}, "--packet-bytes 12: must be at least 16"),
-        ({"udp_fec": ("10", "2"), "udp_fec_budget": 5.0}, "--udp-fec-budget 5.0: needs --udp-fec auto"),
-        ({"grad_priority_sample": 500}, "--grad-priority-sample 500: needs --grad-priority element-quantile"),
+        ({"udp_fec": ("auto", "2", "5")}, "--udp-fec auto 2 5: must be auto and at most one number"),
     ],
 )
 def test_bad_flags(flags, error):

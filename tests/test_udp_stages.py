@@ -70,7 +70,7 @@ def test_every_message_loses_what_is_drawn_for_it(name):
     assert metrics["udp sent again"] > 0 and metrics["udp put together"] > 0
 
 
-@pytest.mark.parametrize("flags", [{"act_retransmit": "off"}, {"act_zero_fill_gradient": "straight-through"}])
+@pytest.mark.parametrize("flags", [{}, {"act_retransmit": "off"}])
 def test_without_recovery_and_straight_through(flags):
     settings = {"p_act": 0.3, "p_act_grad": 0.2, "act_packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
     config = LossyConfig(**settings | flags | UDP)
@@ -179,7 +179,7 @@ def links_of(rank, tiny, config):
 def test_within_a_node_nothing_crosses_as_a_datagram():
     """Of four stages on two nodes the second boundary alone leaves a node."""
     tiny = TinyGPT(pipeline=4, layers=4, accumulation=2, tied=False)
-    config = dataclasses.replace(LOSSLESS, lossy_links="inter-node", ranks_per_node=2)
+    config = dataclasses.replace(LOSSLESS, lossy_links="inter-node:2")
     told = run_ranks(links_of, 4, tiny, config)
     name = "stages on ranks 1 and 2"
     assert [names for names, _ in told] == [[], [name], [name], []]
@@ -210,7 +210,9 @@ def copies_lose_apart(rank, tiny, config):
 
 def test_tensor_parallel_peers_lose_what_one_of_them_lost():
     tiny = TinyGPT(tensor=2, pipeline=2, accumulation=2, tied=False)
-    config = dataclasses.replace(DRAWN, act_residual_high=0.3, act_residual_low=0.3)
+    config = dataclasses.replace(
+        DRAWN, act_fec_high=(*DRAWN.act_fec_high[:2], 0.3), act_fec_low=(*DRAWN.act_fec_low[:2], 0.3)
+    )
     ranks = run_ranks(copies_lose_apart, 4, tiny, config)
     assert_peers_equal(ranks, ((0, 1), (2, 3)))
     assert sum(observed([ranks[0], ranks[2]], tiny, config, 2).values()) > 0
@@ -293,8 +295,8 @@ def test_over_a_link_that_loses_a_seventh(name, tmp_path):
     """About a third of the messages lose a packet for good, and a fifth is sent again in part."""
     (sites, model, bound), steps = IN_THE_LAB[name], 8
     flags = {
-        **UDP, "act_packet_bytes": 200, "act_fec_high": (4, 2), "act_fec_low": (4, 1), "act_residual_high": bound,
-        "act_residual_low": bound, "udp_interface": "lab0", "delivery_log": str(tmp_path / "log"),
+        **UDP, "act_packet_bytes": 200, "act_fec_high": (4, 2, bound), "act_fec_low": (4, 1, bound),
+        "udp_interface": "lab0", "delivery_log": str(tmp_path / "log"),
     }  # fmt: skip
     arguments = (json.dumps(flags), json.dumps(model), str(steps), str(tmp_path))
     run_in_lab("tests.test_udp_stages", *arguments, loss=0.15, sites=sites, timeout=300)

@@ -42,12 +42,12 @@ def cases(folder, size):
     matrix = folder / "rates.txt"
     np.savetxt(matrix, np.random.default_rng(1).uniform(0, 0.8, (size, size)))
     channels = {
-        "bursts": LossyConfig(**lossy, loss_model=("gilbert-elliott",), ge_mean_burst=(3.0,)),
-        "per link": LossyConfig(loss_model=("per-link",), link_rates_grad=str(matrix), link_rates_param=str(matrix)),
+        "bursts": LossyConfig(**lossy, loss_model=("gilbert-elliott:3",)),
+        "per link": LossyConfig(loss_model=(f"per-link:{matrix}",)),
         "trace": LossyConfig(loss_model=("trace",), trace=trace(folder / "trace.npz", size, 1)),
         "schedule": LossyConfig(loss_schedule=("0:0,2:0.5",)),
         "together": LossyConfig(**lossy, loss_correlation="source"),
-        "nodes": LossyConfig(**lossy, lossy_links="inter-node", ranks_per_node=1),
+        "nodes": LossyConfig(**lossy, lossy_links="inter-node:1"),
         "self": LossyConfig(**lossy, lossy_self=True, loss_seed=3),
         "no loss": LossyConfig(),
         "gradients only": LossyConfig(p_grad=0.4),
@@ -60,13 +60,9 @@ def cases(folder, size):
             **lossy,
             **UNITS["packet"],
             grad_recovery="error-feedback",
-            grad_priority="element-quantile",
-            grad_priority_scope="destination",
-            grad_priority_fraction=0.2,
+            grad_priority="element-quantile:0.2",
         ),
-        "zeros with a bound": LossyConfig(
-            **lossy, **UNITS["packet"], grad_recovery="zero", grad_priority="packet-mean", grad_residual_bound=0.35
-        ),
+        "zeros": LossyConfig(**lossy, **UNITS["packet"], grad_recovery="zero", grad_priority="packet-mean:0.1"),
     }
     for name, config in channels.items():
         yield name, {"layers": 1}, config

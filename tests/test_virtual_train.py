@@ -27,7 +27,7 @@ from tests.trainer import (
 pytestmark = pytest.mark.shows("virtual workers in the trainer: as ranks, killed, resumed, 1 to 64")
 
 PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
-BURSTS = {"loss_model": ("gilbert-elliott",), "ge_mean_burst": (3.0,)}
+BURSTS = {"loss_model": ("gilbert-elliott:3",)}
 LOSS = {"p_grad": 0.3, "p_param": 0.3}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 9000}
 
@@ -70,7 +70,7 @@ def test_two_workers_train_as_two_ranks_bit_for_bit(data, tmp_path):
         "packets": (dropout, {**LOSS, **PACKETS, "eval_weights": "both"}),
         "previous": (OVERLAP | {"bf16": True}, {**LOSS, **BURSTS, **PACKETS, "grad_recovery": "previous"}),
         "per token": ({"calculate_per_token_loss": True}, {**LOSS, "loss_unit": "bucket", "eval_weights": "owner"}),
-        "nodes": ({}, {**LOSS, "lossy_links": "inter-node", "ranks_per_node": 1, "eval_weights": "both"}),
+        "nodes": ({}, {**LOSS, "lossy_links": "inter-node:1", "eval_weights": "both"}),
         "own shard": (
             OVERLAP | {"ddp_average_in_collective": True, "share_embeddings_and_output_weights": True},
             {**LOSS, "lossy_self": True, "grad_recovery": "zero", "loss_schedule": ("0:0,3:0.5",)},
@@ -97,7 +97,7 @@ def test_more_workers_train_as_ranks_within_rounding(tmp_path, data, workers, ba
     cases = {
         "shards": (settings, {**LOSS, "eval_weights": "both"}),
         "bursts": (settings | OVERLAP, {**LOSS, **BURSTS, **PACKETS, "grad_recovery": "renormalize-remote"}),
-        "nodes": (settings, {**LOSS, "lossy_links": "inter-node", "ranks_per_node": 2, "grad_recovery": "previous"}),
+        "nodes": (settings, {**LOSS, "lossy_links": "inter-node:2", "grad_recovery": "previous"}),
     }
     curves = {}
     for name, folders in run_both(workers, data, tmp_path, cases).items():
@@ -285,7 +285,7 @@ def test_refused_by_the_command_line(rows, data, tmp_path):
     result = rows.run("megatron_lossy.train", *flags, "--p-grad", "0.1", "--lossy-links", "inter-node")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == (
-        "megatron_lossy.train: error: --lossy-links inter-node: needs --ranks-per-node with --virtual-workers\n"
+        "megatron_lossy.train: error: --lossy-links inter-node: needs inter-node:N with --virtual-workers\n"
     )
     assert not folder.exists()
 

@@ -26,6 +26,7 @@ from megatron_lossy.transport.udp.build import compiler
 #: Functions that start processes, by module and name, and the marker of tests that call them.
 STARTERS = {
     ("tests.ranks", "run_ranks"): "ranks",
+    ("tests.ranks", "Pool"): "ranks",  # for the tests of a file
     ("tests.rows", "Rows"): "ranks",  # one for all tests
     ("tests.programs", "Program"): "programs",
     ("tests.in_lab", "run_in_lab"): "programs",

@@ -82,6 +82,18 @@ class TinyGPT:
     rampup: tuple[int, ...] = ()  # those of the first iterations
     seed: int = 1
 
+    @property
+    def groups(self) -> dict[str, int | None]:
+        """Sizes of the parallel groups, as Megatron calls them."""
+        return {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "virtual_pipeline_model_parallel_size": self.virtual,
+            "context_parallel_size": self.context,
+            "expert_model_parallel_size": self.expert,
+            "num_distributed_optimizer_instances": self.instances,
+        }
+
 
 class TinyRun:
     """A model under training. ``model`` is the list of this rank's DDP chunks, ``optimizer`` Megatron's."""
@@ -231,6 +243,10 @@ class VirtualTinyRun(TinyRun):
         return result
 
 
+#: Of this process.
+_groups: dict[str, int | None] = {}
+
+
 def build(config: TinyGPT, cluster: VirtualRun | None = None) -> TinyRun:
     """Build on this rank, inside a world already initialised; the first call of a process sets the parallel groups.
 
@@ -239,14 +255,10 @@ def build(config: TinyGPT, cluster: VirtualRun | None = None) -> TinyRun:
     device.prepare()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=config.tensor,
-            pipeline_model_parallel_size=config.pipeline,
-            virtual_pipeline_model_parallel_size=config.virtual,
-            context_parallel_size=config.context,
-            expert_model_parallel_size=config.expert,
-            num_distributed_optimizer_instances=config.instances,
-            **_known(parallel_state.initialize_model_parallel, create_gloo_process_groups=False),
+            **config.groups, **_known(parallel_state.initialize_model_parallel, create_gloo_process_groups=False)
         )
+        _groups.update(config.groups)
+    assert _groups in ({}, config.groups)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
     return TinyRun(config) if cluster is None else VirtualTinyRun(config, cluster)

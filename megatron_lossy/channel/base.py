@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..config import RATES, LossyConfig, PhaseLoss, Schedule
+from ..config import RATES, LossyConfig, PhaseLoss, Schedule, split_model
 from ..errors import refuse
 from ..exchange import Exchange, Stream
-from ..flags import as_text
+from ..flags import as_text, flag_name
 from ..registry import CHANNELS
 
 
@@ -27,7 +27,7 @@ class Channel(ABC):
 
     #: The value of ``--loss-model``.
     name: ClassVar[str]
-    #: Flags without a default that only this channel reads; ``{phase}`` stands for the phase.
+    #: Flags without a default that only this channel reads.
     flags: ClassVar[tuple[str, ...]] = ()
     #: Whether the flags alone decide the losses, so that a record needs only a digest.
     redrawable: ClassVar[bool] = True
@@ -55,20 +55,28 @@ class Channel(ABC):
         return PhaseLoss(cls.name, plan, lossless=not any(plan.rates))
 
     @classmethod
+    def argument(cls, flags: Mapping[str, Any], phase: str) -> str | None:
+        """The text behind the name of the channel and a colon in ``--loss-model``."""
+        models = flags.get("loss_model") or LossyConfig.loss_model
+        models = (models,) if isinstance(models, str) else models
+        return split_model(models[list(RATES).index(phase) % len(models)])[1]
+
+    @classmethod
     def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
         """The flag that sets the rate in place of ``--p-grad`` and ``--p-param``. Raises :class:`UsageError`."""
+        if cls.argument(vars(config), phase) is not None:
+            raise refuse("--loss-model", as_text(config.loss_model), f"{cls.name} takes nothing after a colon")
         return None
 
     @classmethod
     def _refuse_flags_of_others(cls, config: LossyConfig, phase: str) -> None:
         for name in CHANNELS.built_in:  # no other channel can have flags
-            for pattern in CHANNELS.load(name).flags:
-                value = getattr(config, pattern.format(phase=phase), None)  # not every phase has these flags
-                # A flag without a phase needs its channel in one of them.
-                models = {cls.name} if "{phase}" in pattern else {cls.name, *config.loss_model}
-                if value is not None and name not in models:
-                    flag = "--" + pattern.format(phase=phase).replace("_", "-")
-                    raise refuse(flag, as_text(value), f"needs --loss-model {name}, not {cls.name}")
+            for flag in CHANNELS.load(name).flags:
+                value = getattr(config, flag)
+                if value is not None and name not in {split_model(model)[0] for model in config.loss_model}:
+                    raise refuse(
+                        flag_name(LossyConfig, flag), as_text(value), f"needs --loss-model {name}, not {cls.name}"
+                    )
 
     @classmethod
     def label(cls, flags: Mapping[str, Any], phase: str) -> str:

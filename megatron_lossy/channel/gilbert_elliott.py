@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +20,11 @@ from .. import theory
 from ..config import LossyConfig, PhaseLoss
 from ..errors import refuse
 from ..exchange import Exchange, Stream
-from ..flags import as_text
 from .draws import DrawnChannel
 
 _CHAIN, _LOSS, _START = 1, 2, 3  # purposes of draws
+#: Mean length of bursts, in units.
+_BURST = 4.0
 
 _Lags = dict[tuple[float, float, float, float], tuple[float, float]]
 
@@ -31,7 +33,6 @@ class GilbertElliott(DrawnChannel):
     """Loses units in bursts. The flags give four parameters, or a (scheduled) mean rate and a mean burst length."""
 
     name = "gilbert-elliott"
-    flags = ("ge_{phase}",)
 
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
         super().__init__(loss, seed, together)
@@ -41,30 +42,46 @@ class GilbertElliott(DrawnChannel):
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
         loss = super().plan(config, phase)
-        transitions = getattr(config, f"ge_{phase}", None)
-        if transitions is not None:
-            return dataclasses.replace(loss, transitions=transitions, lossless=False)
-        burst, worst = config.of_phase("ge_mean_burst", phase), max(loss.schedule.rates)
+        numbers = cls._numbers(vars(config), phase)
+        if len(numbers) == 4:
+            return dataclasses.replace(loss, transitions=numbers, lossless=False)
+        (burst,), worst = numbers, max(loss.schedule.rates)
         if worst / (1 - worst) > burst:
             raise refuse(
                 config.rate_flag(phase) if config.loss_schedule is None else "--loss-schedule",
                 worst,
-                f"must be at most B/(1+B) = {burst / (1 + burst):.4g} with --ge-mean-burst B = {burst:g}",
+                f"must be at most B/(1+B) = {burst / (1 + burst):.4g} with bursts of B = {burst:g} units",
             )
         return dataclasses.replace(loss, burst=burst)
 
     @classmethod
     def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
-        transitions = getattr(config, f"ge_{phase}", None)
-        if transitions is None:
+        numbers = cls._numbers(vars(config), phase)
+        if len(numbers) == 1:
             return None
-        _check_transitions(f"--ge-{phase}", transitions)
-        return f"--ge-{phase}"
+        _check_transitions(numbers)
+        return f"--loss-model {cls.name}:PGB,PBG,LG,LB"
+
+    @classmethod
+    def _numbers(cls, flags: Mapping[str, Any], phase: str) -> tuple[float, ...]:
+        """The mean length of a burst, or the four parameters. Raises :class:`UsageError`."""
+        text = cls.argument(flags, phase)
+        if text is None:
+            return (_BURST,)
+        try:
+            numbers = tuple(map(float, text.split(",")))
+            if len(numbers) not in (1, 4) or (len(numbers) == 1 and not 1 <= numbers[0] < math.inf):
+                raise ValueError
+        except ValueError:
+            allowed = "takes a mean burst B of at least 1 unit, or four parameters PGB,PBG,LG,LB"
+            raise refuse("--loss-model", f"{cls.name}:{text}", allowed) from None
+        return numbers
 
     @classmethod
     def label(cls, flags: Mapping[str, Any], phase: str) -> str:
-        if transitions := flags.get(f"ge_{phase}"):
-            return "GE " + " ".join(f"{value:g}" for value in transitions)
+        numbers = cls._numbers(flags, phase)
+        if len(numbers) == 4:
+            return "GE " + " ".join(f"{value:g}" for value in numbers)
         return super().label(flags, phase)
 
     @classmethod
@@ -173,15 +190,16 @@ class GilbertElliott(DrawnChannel):
         return self._ends.setdefault((exchange.phase, exchange.stream, units), _Ends())
 
 
-def _check_transitions(flag: str, values: tuple[float, ...]) -> None:
-    if len(values) != 4 or not all(0 <= value <= 1 for value in values):
-        raise refuse(flag, as_text(values), "must be four probabilities PGB PBG LG LB in [0, 1]")
+def _check_transitions(values: tuple[float, ...]) -> None:
+    flag, text = "--loss-model", f"{GilbertElliott.name}:{','.join(map(str, values))}"
+    if not all(0 <= value <= 1 for value in values):
+        raise refuse(flag, text, "must be four probabilities PGB,PBG,LG,LB in [0, 1]")
     to_bad, to_good, loss_good, loss_bad = values
     if to_bad + to_good == 0:
-        raise refuse(flag, as_text(values), "PGB + PBG must be positive, or the chain never leaves its first state")
+        raise refuse(flag, text, "PGB + PBG must be positive, or the chain never leaves its first state")
     stationary_bad = to_bad / (to_bad + to_good)
     if (1 - stationary_bad) * loss_good + stationary_bad * loss_bad >= 1:
-        raise refuse(flag, as_text(values), "the mean loss rate must be below 1")
+        raise refuse(flag, text, "the mean loss rate must be below 1")
 
 
 @functools.lru_cache

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import theory
-from ..config import PHASES, LossyConfig, PhaseLoss
+from ..config import LossyConfig, PhaseLoss
 from ..errors import refuse
 from ..exchange import Exchange, Stream
 from .draws import DrawnChannel
@@ -25,70 +25,63 @@ def read_matrix(path: Path) -> np.ndarray:
             rows = [line.split("#")[0].replace(",", " ").split() for line in path.read_text().splitlines()]
             matrix = np.array([[float(value) for value in row] for row in rows if row])
     except (OSError, ValueError) as error:
-        raise refuse("--link-rates", path, f"must be a readable square matrix of numbers ({error})") from None
+        raise refuse(
+            "--loss-model", f"per-link:{path}", f"must be a readable square matrix of numbers ({error})"
+        ) from None
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-        raise refuse("--link-rates", path, f"must be a square matrix, not of shape {matrix.shape}")
+        raise refuse("--loss-model", f"per-link:{path}", f"must be a square matrix, not of shape {matrix.shape}")
     matrix = matrix.astype(np.float64)
     wrong = ~((matrix >= 0) & (matrix < 1))
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise refuse(
-            "--link-rates", path, f"row {row}, column {column} is {matrix[row, column]}; rates must be in [0, 1)"
+            "--loss-model",
+            f"per-link:{path}",
+            f"row {row}, column {column} is {matrix[row, column]}; rates must be in [0, 1)",
         )
     return matrix
 
 
 class PerLink(DrawnChannel):
-    """Loses each unit independently with the rate of its link; nothing in a phase without a matrix."""
+    """Loses each unit independently with the rate of its link."""
 
     name = "per-link"
-    flags = ("link_rates_{phase}",)
     redrawable = False  # the rates are in a file
 
     def __init__(self, loss: PhaseLoss, seed: int, together: bool = False) -> None:
         super().__init__(loss, seed, together)
-        if loss.matrix is not None:
-            self.rates = read_matrix(loss.matrix)
+        assert loss.matrix is not None, "plan sets it"
+        self.rates = read_matrix(loss.matrix)
 
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
         loss = super().plan(config, phase)
-        matrix = getattr(config, f"link_rates_{phase}", None)
-        return loss if matrix is None else replace(loss, matrix=Path(matrix), lossless=False)
+        file = cls.argument(vars(config), phase)
+        return replace(loss, matrix=Path(file or ""), lossless=False)
 
     @classmethod
     def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
-        if getattr(config, f"link_rates_{phase}", None) is not None:
-            return f"--link-rates-{phase}"
-        if phase not in PHASES and config.rate(phase):
-            raise refuse(
-                config.rate_flag(phase),
-                config.rate(phase),
-                f"has no rates per link; give --loss-model four values, not {cls.name}",
-            )
-        if config.rate(phase) or config.link_rates_grad is config.link_rates_param is None:
-            raise refuse("--loss-model", cls.name, f"needs --link-rates-{phase} FILE")
-        return None  # the matrix is for the other phase, and this one loses nothing
+        if not cls.argument(vars(config), phase):
+            raise refuse("--loss-model", cls.name, "needs a matrix of rates: per-link:FILE")
+        return f"--loss-model {cls.name}"
 
     @classmethod
     def label(cls, flags: Mapping[str, Any], phase: str) -> str:
-        return cls.name if flags.get(f"link_rates_{phase}") else super().label(flags, phase)
+        return cls.name
 
     @classmethod
     def highest_rate(cls, loss: PhaseLoss) -> float | None:
         return None
 
     def lag(self, step: int, source: int, destinations: np.ndarray, units: int) -> tuple[float, float]:
-        if self.loss.matrix is None:
-            return 0.0, 0.0
         rates = self.rates[source, destinations]
         return float(rates.mean()), float(theory.age_mean(rates).mean())
 
     def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
         if len(self.rates) != size:
             raise refuse(
-                f"--link-rates-{phase}",
-                self.loss.matrix,
+                "--loss-model",
+                f"{self.name}:{self.loss.matrix}",
                 f"is {len(self.rates)} x {len(self.rates)}, but the {stream.kind} group has {size} ranks",
             )
 

@@ -1,6 +1,17 @@
 """The one source of every loss flag: name, default, help, allowed values. Each mechanism has a module."""
 
-from .lossy_config import RATES, SECTIONS, LossyConfig, given
-from .phases import NUMBERS, PHASES, PhaseLoss, Schedule
+from .lossy_config import RATES, SECTIONS, STAGE_LOSSES, LossyConfig, given
+from .phases import NUMBERS, PHASES, PhaseLoss, Schedule, split_model
 
-__all__ = ["NUMBERS", "PHASES", "RATES", "SECTIONS", "LossyConfig", "PhaseLoss", "Schedule", "given"]
+__all__ = [
+    "NUMBERS",
+    "PHASES",
+    "RATES",
+    "SECTIONS",
+    "STAGE_LOSSES",
+    "LossyConfig",
+    "PhaseLoss",
+    "Schedule",
+    "given",
+    "split_model",
+]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import refuse
-from ..flags import as_text, check_choice, flag, flag_name, in_unit_interval, refuse_unused
+from ..flags import check_choice, flag, flag_name, in_unit_interval
 from ..registry import CHANNELS
 from ..section import Flags
-from .phases import PHASES
+from .phases import PHASES, split_model
 
 
 @dataclass(frozen=True)
@@ -26,45 +25,15 @@ class CoreFlags(Flags):
     p_param: float = flag(0.0, "mean loss rate of the parameter all-gather, in [0, 1)", metavar="P", basic=True)
     loss_model: tuple[str, ...] = flag(
         ("bernoulli",),
-        "who loses what: independent losses, bursts, a rate per link, or a recorded trace; "
-        "one value for both phases, or two: gradients, parameters; with --islands also four: then what goes to owners of means, "
-        "and means",
+        "who loses what: independent losses; bursts (gilbert-elliott) of B units on average, 4 without it, or with four "
+        "parameters, P(good to bad), P(bad to good), loss when good, loss when bad, in the place of a rate; a rate per link, "
+        "from a file with an N x N matrix, row = source, column = destination (.npy, or text with blanks or commas); or a "
+        "recorded trace; one value for both phases, or two: gradients, parameters; with --islands also four: then what goes to "
+        "owners of means, and means",
         type=str,
         nargs="+",
-        choices=CHANNELS,
+        metavar="{bernoulli,gilbert-elliott[:B],gilbert-elliott:PGB,PBG,LG,LB,per-link:FILE,trace}",
         basic=True,
-    )
-    ge_mean_burst: tuple[float, ...] = flag(
-        (4.0,),
-        "gilbert-elliott: mean number of consecutive units lost on a link (at least 1; everything is lost in "
-        "the bad state, nothing in the good one); one value for both phases, or two",
-        type=float,
-        nargs="+",
-        metavar="UNITS",
-    )
-    ge_grad: tuple[float, ...] | None = flag(
-        None,
-        "gilbert-elliott, gradients: the four parameters P(good to bad), P(bad to good), loss when good, loss "
-        "when bad; replaces --p-grad and --ge-mean-burst",
-        type=float,
-        nargs=4,
-        metavar=("PGB", "PBG", "LG", "LB"),
-    )
-    ge_param: tuple[float, ...] | None = flag(
-        None,
-        "gilbert-elliott, parameters: as --ge-grad; replaces --p-param",
-        type=float,
-        nargs=4,
-        metavar=("PGB", "PBG", "LG", "LB"),
-    )
-    link_rates_grad: str | None = flag(
-        None,
-        "per-link, gradients: file with an N x N matrix of loss rates, row = source, column = destination "
-        "(.npy, or text with blanks or commas); replaces --p-grad",
-        metavar="FILE",
-    )
-    link_rates_param: str | None = flag(
-        None, "per-link, parameters: as --link-rates-grad; replaces --p-param", metavar="FILE"
     )
     trace: str | None = flag(
         None,
@@ -86,13 +55,9 @@ class CoreFlags(Flags):
     )
     lossy_links: str = flag(
         "all",
-        "all, or inter-node: links between ranks of one node are reliable",
-        choices=("all", "inter-node"),
-    )
-    ranks_per_node: int = flag(
-        0,
-        "inter-node: consecutive global ranks on one node; 0 finds nodes by host name",
-        metavar="N",
+        "all; or inter-node: links between ranks of one node, of the same host name or of N consecutive global ranks, are "
+        "reliable",
+        metavar="{all,inter-node[:N]}",
     )
     loss_unit: str = flag(
         None,
@@ -157,44 +122,42 @@ class CoreFlags(Flags):
     def check(self) -> None:
         for name in ("p_grad", "p_param"):
             in_unit_interval(flag_name(CoreFlags, name), getattr(self, name))
-        for name in ("loss_correlation", "lossy_links", "eval_weights", "loss_model", "loss_unit"):
+        for name in ("loss_correlation", "eval_weights", "loss_unit"):
             check_choice(self, name)
-        for burst in self.ge_mean_burst:
-            if not (math.isfinite(burst) and burst >= 1):
-                raise refuse("--ge-mean-burst", burst, "must be a finite number of units of at least 1")
+        for model in self.loss_model:
+            if split_model(model)[0] not in CHANNELS:
+                raise refuse("--loss-model", model, "must be one of " + ", ".join(CHANNELS))
+        _ = self.ranks_of_node
         if self.packet_bytes < 1:
             raise refuse("--packet-bytes", self.packet_bytes, "must be at least 1")
         if self.delivery_log_bitmaps and self.delivery_log is None:
             raise refuse("--delivery-log-bitmaps", "on", "needs --delivery-log FOLDER")
         if self.delivery_log_chunk < 1:
             raise refuse("--delivery-log-chunk", self.delivery_log_chunk, "must be at least 1")
-        if self.ranks_per_node < 0:
-            raise refuse("--ranks-per-node", self.ranks_per_node, "must be at least 0")
         if self.drift_interval < 0:
             raise refuse("--drift-interval", self.drift_interval, "must be at least 0")
         if not 0 <= self.loss_seed < 2**64:
             raise refuse("--loss-seed", self.loss_seed, "must be in [0, 2^64 - 1]")
-        self._check_unused()
 
-    def _check_unused(self) -> None:
-        """Raise :class:`UsageError` for a flag that has no effect with the others at any loss rate.
+    @property
+    def ranks_of_node(self) -> int | None:
+        """Ranks of a node with ``--lossy-links inter-node``, 0 to find nodes by host name; ``None`` with all links.
 
-        Flags without effect at rate 0 or with another unit are allowed, so that sweeps can vary rates and units;
-        :meth:`.LossyConfig.describe` names them.
+        Raises :class:`UsageError`.
         """
-        needs = {
-            "ge_mean_burst": ("loss_model", "gilbert-elliott" in self.loss_model, "gilbert-elliott"),
-            "ranks_per_node": ("lossy_links", self.lossy_links == "inter-node", "inter-node"),
-        }
-        for name, (other, used, value) in needs.items():
-            if not used:
-                why = f"needs {flag_name(CoreFlags, other)} {value}, not {as_text(getattr(self, other))}"
-                refuse_unused(self, name, why)
+        if self.lossy_links == "all":
+            return None
+        kind, colon, number = self.lossy_links.partition(":")
+        if kind != "inter-node" or (colon and not (number.isdecimal() and int(number))):
+            raise refuse(
+                "--lossy-links", self.lossy_links, "must be all, inter-node or inter-node:N, with N at least 1"
+            )
+        return int(number) if colon else 0
 
     def notes(self) -> list[str]:
         parts = []
         if self.loss_correlation != "independent":
             parts.append(f"correlated by {self.loss_correlation}")
         if self.lossy_links != "all":
-            parts.append(f"{self.lossy_links} links only")
+            parts.append("inter-node links only")
         return parts

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import refuse
-from ..flags import as_text, check_choice, flag, refuse_unused
+from ..flags import as_text, check_choice, flag, number, refuse_unused
 from ..registry import GRAD_ERRORS
 from ..section import Flags
 
@@ -19,9 +19,9 @@ class ErrorFlags(Flags):
 
     grad_error: str = flag(
         "none",
-        "what happens to a reduced gradient: nothing; Gaussian noise; flipped bits; or the recorded errors of another run "
-        "(docs/corruption.md)",
-        choices=GRAD_ERRORS,
+        "what happens to a reduced gradient: nothing; Gaussian noise; flipped bits; or the errors of another run, which "
+        "--delivery-log recorded in FOLDER (docs/corruption.md)",
+        metavar="{none,gaussian,bit-flip,trace:FOLDER}",
         group="errors in gradients",
         basic=True,
     )
@@ -42,13 +42,13 @@ class ErrorFlags(Flags):
     grad_error_rate: float = flag(
         1.0, "probability that the error happens, per iteration, rank and stream; in [0, 1]", metavar="P"
     )
-    grad_error_burst_interval: int = flag(
-        0, "gaussian: every N-th iteration --grad-error-burst-std replaces the standard deviation; 0 never", metavar="N"
-    )
-    grad_error_burst_std: float = flag(
-        0.0,
-        "gaussian: what replaces it, in the same unit as --grad-error-std or --grad-error-relative, which may be 0 then",
-        metavar="STD",
+    grad_error_burst: tuple[float, ...] | None = flag(
+        None,
+        "gaussian: in every N-th iteration STD replaces the standard deviation, in the same unit as --grad-error-std or "
+        "--grad-error-relative, which may be 0 then",
+        type=number,
+        nargs=2,
+        metavar=("N", "STD"),
     )
     grad_error_flips: int = flag(1, "bit-flip: elements of a stream hit by an error, one bit in each", metavar="K")
     grad_error_bits: tuple[int, ...] | None = flag(
@@ -72,17 +72,25 @@ class ErrorFlags(Flags):
         nargs="+",
         metavar="RANK",
     )
-    grad_error_trace: str | None = flag(
-        None, "trace: folder with the recorded errors to replay, which --delivery-log wrote", metavar="FOLDER"
-    )
+
+    @property
+    def error_kind(self) -> str:
+        """The name of the errors."""
+        return self.grad_error.partition(":")[0]
+
+    @property
+    def error_folder(self) -> str | None:
+        """The folder of recorded errors."""
+        return self.grad_error.partition(":")[2] or None
 
     @property
     def errs(self) -> bool:
         """Whether a reduced gradient can have errors."""
-        return self.grad_error != "none" and self.grad_error_rate > 0
+        return self.error_kind != "none" and self.grad_error_rate > 0
 
     def check(self) -> None:
-        check_choice(self, "grad_error")
+        if self.error_kind not in GRAD_ERRORS or (":" in self.grad_error and self.error_kind != "trace"):
+            raise refuse("--grad-error", self.grad_error, "must be one of " + ", ".join(GRAD_ERRORS))
         check_choice(self, "grad_error_at")
         if not 0 <= self.grad_error_rate <= 1:  # NaN fails too
             raise refuse("--grad-error-rate", self.grad_error_rate, "must be in [0, 1]")
@@ -90,15 +98,15 @@ class ErrorFlags(Flags):
         if ranks is not None and (not ranks or min(ranks) < 0 or len(set(ranks)) < len(ranks)):
             raise refuse("--grad-error-ranks", as_text(ranks), "must be different ranks, from 0 on")
         self._refuse_errors_of_others()
-        GRAD_ERRORS.load(self.grad_error).check(self)
+        GRAD_ERRORS.load(self.error_kind).check(self)
 
     def _refuse_errors_of_others(self) -> None:
         takes = {name: GRAD_ERRORS.load(name).flags for name in GRAD_ERRORS.built_in}  # no other can have flags
-        own = takes.get(self.grad_error, ())
+        own = takes.get(self.error_kind, ())
         for name in dict.fromkeys(name for names in takes.values() for name in names):
             if name not in own:
                 needed = [other for other, names in takes.items() if name in names]
-                refuse_unused(self, name, f"needs --grad-error {' or '.join(needed)}, not {self.grad_error}")
+                refuse_unused(self, name, f"needs --grad-error {' or '.join(needed)}, not {self.error_kind}")
 
     @property
     def errs_apart(self) -> bool:
@@ -119,4 +127,4 @@ class ErrorFlags(Flags):
             return []
         rate = "" if self.grad_error_rate == 1 else f" in {100 * self.grad_error_rate:g} % of the iterations"
         where = {"broadcast": "of each rank", "reduce": "of the reduction"}[self.grad_error_at]
-        return [f"errors {where}: {GRAD_ERRORS.load(self.grad_error).describe(self)}{rate}"]
+        return [f"errors {where}: {GRAD_ERRORS.load(self.error_kind).describe(self)}{rate}"]

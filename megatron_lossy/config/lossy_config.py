@@ -18,7 +18,7 @@ from ..registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..section import Flags, all_of
 from .core import CoreFlags
 from .errors import ErrorFlags
-from .phases import PHASES, PhaseLoss, Schedule
+from .phases import PHASES, PhaseLoss, Schedule, split_model
 from .recovery import RecoveryFlags
 from .refusal import check_refusals
 from .transport import TransportFlags
@@ -33,6 +33,8 @@ SECTIONS: tuple[type[Flags], ...] = (
 )
 #: The flag (field) with the loss rate of each phase that has one.
 RATES: Mapping[str, str] = {phase: name for section in SECTIONS for phase, name in section.rates.items()}
+#: The flags that lose parts of messages between pipeline stages.
+STAGE_LOSSES: tuple[str, ...] = tuple(flag for section in SECTIONS for flag in section.stage_losses)
 
 
 def given(config: Any) -> dict[str, Any]:
@@ -68,7 +70,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     def __post_init__(self) -> None:
         self.resolve()
-        for name in ("loss_model", "ge_mean_burst", "loss_schedule"):
+        for name in ("loss_model", "loss_schedule"):
             self._check_number(name)
         self.check()
         GRAD_RECOVERIES.load(self.grad_recovery).check(self)
@@ -104,6 +106,12 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     def draws(self) -> bool:
         """Whether losses are drawn, or happen in a network, so that ``loss_seed`` or a repetition can matter."""
         return self._draws_exchanges or any(all_of(SECTIONS, "draws", of=self))
+
+    def loses_between_stages(self) -> bool:
+        return any(all_of(SECTIONS, "loses_between_stages", of=self))
+
+    def uses_transport(self) -> bool:
+        return any(all_of(SECTIONS, "uses_transport", of=self))
 
     def needs_whole_optimizers(self) -> bool:
         return any(all_of(SECTIONS, "needs_whole_optimizers", of=self))
@@ -159,8 +167,12 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         """The losses of ``phase``, one with a loss rate. Raises :class:`UsageError`."""
         if phase not in self.exchanges():
             return PhaseLoss("bernoulli", Schedule((0,), (0.0,)), lossless=True)
-        loss: PhaseLoss = CHANNELS.load(self.of_phase("loss_model", phase)).plan(self, phase)
+        loss: PhaseLoss = CHANNELS.load(self.model(phase)).plan(self, phase)
         return loss
+
+    def model(self, phase: str) -> str:
+        """The name of the channel of ``phase``."""
+        return split_model(self.of_phase("loss_model", phase))[0]
 
     def of_phase(self, name: str, phase: str) -> Any:
         """The value for ``phase`` of a flag that takes one for all phases, or two, or all; ``None`` if it is not set.
@@ -184,7 +196,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     def label(self, phase: str) -> str:
         """A name for the losses of ``phase``: a rate in percent, or the setting that replaces a rate."""
-        label: str = CHANNELS.load(self.of_phase("loss_model", phase)).label(dataclasses.asdict(self), phase)
+        label: str = CHANNELS.load(self.model(phase)).label(dataclasses.asdict(self), phase)
         return label
 
     # --- in words --------------------------------------------------------------------------------------------------
@@ -198,7 +210,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         if all(self.untouched(phase) for phase in PHASES):
             drawn = [f"seed {self.loss_seed}", "simulated"] if self.draws() or self.exchanges() != PHASES else []
             return "; ".join([*notes, *drawn, *beside])
-        models = dict.fromkeys(self.of_phase("loss_model", phase) for phase in PHASES)
+        models = dict.fromkeys(map(self.model, PHASES))
         drawn = [
             f"gradients {self.label('grad')}, parameters {self.label('param')}",
             f"{' and '.join(models)}, seed {self.loss_seed}",

@@ -19,6 +19,12 @@ for _mechanism in MECHANISMS.all():
         NUMBERS[_phase] = _number
 
 
+def split_model(model: str) -> tuple[str, str | None]:
+    """The channel that a value of ``--loss-model`` names, and what follows a colon."""
+    name, colon, argument = model.partition(":")
+    return name, argument if colon else None
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Loss rates over iterations: ``starts[k]`` is the first iteration (from 0) with rate ``rates[k]``."""
@@ -67,3 +73,8 @@ class PhaseLoss:
     transitions: tuple[float, float, float, float] | None = None
     matrix: Path | None = None
     trace: Path | None = None
+
+    @property
+    def sets_rate(self) -> bool:
+        """Whether the channel has rates of its own, so that no schedule matters."""
+        return self.transitions is not None or self.matrix is not None or self.trace is not None

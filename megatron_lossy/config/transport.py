@@ -95,16 +95,10 @@ class TransportFlags(Flags):
     udp_fec: tuple[str, ...] = flag(
         ("auto",),
         "udp: parity for packets of high priority: C packets for every B of them, which are copies if C is larger; or auto, as "
-        "much as the loss of the other packets asks for",
+        "much as the loss of the other packets asks for, up to PERCENT of the bytes of a message, by default 2.5",
         type=str,
         nargs="+",
-        metavar="auto | B C",
-        incidental=True,
-    )
-    udp_fec_budget: float = flag(
-        2.5,
-        "udp: most parity that --udp-fec auto adds, in percent of the bytes of a message",
-        metavar="PERCENT",
+        metavar="auto [PERCENT] | B C",
         incidental=True,
     )
     udp_peer_timeout: float = flag(
@@ -142,25 +136,36 @@ class TransportFlags(Flags):
             raise refuse("--udp-eager-bytes", self.udp_eager_bytes, "must be at least 0")
         if self.udp_memory < max(2**20, self.udp_eager_bytes):
             raise refuse("--udp-memory", self.udp_memory, "must be at least 2^20 and --udp-eager-bytes")
-        if self.udp_fec_code is not None:
-            refuse_unused(self, "udp_fec_budget", "needs --udp-fec auto")
-        if not 0 <= self.udp_fec_budget <= 100:
-            raise refuse("--udp-fec-budget", self.udp_fec_budget, "must be percent in [0, 100]")
+        _ = self.udp_fec_code, self.udp_fec_budget
         if not 1 <= self.udp_peer_timeout < math.inf:
             raise refuse("--udp-peer-timeout", self.udp_peer_timeout, "must be seconds of at least 1")
 
     @property
     def udp_fec_code(self) -> tuple[int, int] | None:
         """``--udp-fec``: B and C; ``None``: auto. Raises :class:`UsageError`."""
-        if tuple(self.udp_fec) == ("auto",):
+        if self.udp_fec[0] == "auto":
             return None
         text = " ".join(map(str, self.udp_fec))
         try:
             block, parity = (int(number) for number in self.udp_fec)
         except ValueError:
-            raise refuse("--udp-fec", text, "must be auto, or B C") from None
+            raise refuse("--udp-fec", text, "must be auto, auto PERCENT, or B C") from None
         check_code("--udp-fec", block, parity, least=0, copies=True)
         return block, parity
+
+    @property
+    def udp_fec_budget(self) -> float:
+        """The most parity of ``--udp-fec auto``, in percent of a message. Raises :class:`UsageError`."""
+        if self.udp_fec[0] != "auto" or len(self.udp_fec) == 1:
+            return 2.5
+        try:
+            (percent,) = map(float, self.udp_fec[1:])
+            if not 0 <= percent <= 100:
+                raise ValueError
+        except ValueError:
+            text = " ".join(map(str, self.udp_fec))
+            raise refuse("--udp-fec", text, "must be auto and at most one number, percent in [0, 100]") from None
+        return percent
 
     @property
     def udp_bytes_per_second(self) -> float | None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 PREFIX = "errors"
-_FLAG = "--grad-error-trace"
+_FLAG = "--grad-error trace"
 #: Kinds of rows that are errors. Other rows are errors without effect, or actions of mechanisms.
 ERRORS = ("gaussian", "bit-flip")
 SPARED = "spared"
@@ -126,14 +126,14 @@ def error_files(folder: Path) -> list[FileBeside]:
 
 
 def recorded_events(config: LossyConfig) -> list[Event]:
-    """The errors that ``--grad-error-trace`` names; none without it.
+    """The errors that ``--grad-error trace:FOLDER`` names; none without it.
 
     Raises :class:`UsageError` if they cannot be read, or happened at another place than ``--grad-error-at`` says.
     """
-    if config.grad_error != "trace":
+    if config.error_kind != "trace":
         return []
-    assert config.grad_error_trace is not None
-    folder = Path(config.grad_error_trace)
+    assert config.error_folder is not None
+    folder = Path(config.error_folder)
     schema.check_pyarrow(_FLAG, folder)
     events, files = [], error_files(folder)
     if not files:

@@ -1,17 +1,14 @@
-"""``summary``: number and place of losses, lengths of bursts, ages of parameters, and losses at stage boundaries."""
+"""``summary``: number and place of losses, lengths of bursts, ages of parameters, and what mechanisms add."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections import defaultdict
 
 import numpy as np
 
 from ..config import PHASES, RATES, LossyConfig
 from ..flags import flag_name
-from ..mechanisms.boundaries.flags import BOUNDARY_PHASES
-from ..mechanisms.boundaries.log import Crossings, boundary_files
-from ..mechanisms.boundaries.loss import Boundary
+from ..registry import MECHANISMS
 from .reader import DeliveryLogFolder, Links
 from .scan import Rates, percent, scan
 from .schema import loss_config
@@ -111,52 +108,6 @@ def summarize(folder: DeliveryLogFolder) -> dict[str, dict[str, Part]]:
     return parts
 
 
-@dataclass
-class Crossed:
-    """The counts of one phase at one ``boundary``."""
-
-    boundary: Boundary
-    total: Counter[str] = field(default_factory=Counter)
-
-    def add(self, these: Crossings) -> None:
-        """Take in the messages of an iteration."""
-        self.total["messages"] += len(these.message)
-        for name in ("packets", "lost", "repaired", "again", "zeros"):
-            self.total[name] += int(getattr(these, name).sum())
-        self.total["asked"] += int(((these.lost - these.repaired) * these.again).sum())
-
-    def lines(self) -> list[str]:
-        """The counts in lines for people."""
-        total = self.total
-        return [
-            f"  lost      {total['lost']:,} of {total['packets']:,} packets, {_share(total['lost'], total['packets'])}",
-            f"  repaired  {total['repaired']:,} by parity, {_share(total['repaired'], total['lost'])} of what was lost",
-            (
-                f"  again     {total['asked']:,} packets of {total['again']:,} of {total['messages']:,} messages, "
-                f"{_share(total['again'], total['messages'])} of these"
-            ),
-            f"  zeros     {total['zeros']:,} packets, {_share(total['zeros'], total['packets'])}",
-        ]
-
-
-def _share(count: int, of: int) -> str:
-    return percent(count / max(1, of))
-
-
-def summarize_boundaries(folder: DeliveryLogFolder) -> dict[tuple[str, str], Crossed]:
-    """The counts of boundaries by phase and stream. Raises :class:`~megatron_lossy.delivery_log.reader.BadLog`."""
-    found: dict[tuple[str, str], tuple[int, Crossed]] = {}
-    for rank, files in boundary_files(folder.path).items():
-        for file in files:
-            for these in file.crossings():
-                key = these.phase, these.stream
-                # Peers of tensor parallelism record the same.
-                writer, crossed = found.setdefault(key, (rank, Crossed(file.boundary(these.stream))))
-                if writer == rank:
-                    crossed.add(these)
-    return {key: crossed for key, (_, crossed) in found.items()}
-
-
 def summary_text(folder: DeliveryLogFolder) -> str:
     """The summary for people."""
     covered = [folder.covered(rank) for rank in folder.ranks]
@@ -176,11 +127,7 @@ def summary_text(folder: DeliveryLogFolder) -> str:
             lines += ["", f"{phase}: nothing recorded, nothing lost"]
         for stream, part in sorted(parts.get(phase, {}).items()):
             lines += ["", f"{phase}, {stream}, {len(part.rates.sent)} ranks", *_part_lines(phase, part)]
-    boundaries = summarize_boundaries(folder)
-    for phase, stream in sorted(boundaries, key=lambda key: (BOUNDARY_PHASES.index(key[0]), key[1])):
-        crossed = boundaries[phase, stream]
-        where = f"after layer {crossed.boundary.layer} of {crossed.boundary.layers}"
-        lines += ["", f"{phase}, {stream}, {where}", *crossed.lines()]
+    lines += [line for mechanism in MECHANISMS.all() for line in mechanism.log_summary(folder.path)]
     return "\n".join(lines)
 
 

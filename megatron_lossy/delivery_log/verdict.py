@@ -1,4 +1,4 @@
-"""The result of ``verify``, and its way through the files of a rank."""
+"""The result of ``verify``, its way through the files of a rank, and where files must be from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .reader import BadLog
+from ..config import LossyConfig
+from .reader import BadLog, DeliveryLogFolder
 
 
 @dataclass
@@ -22,6 +23,14 @@ class Verdict:
     problems: list[str] = field(default_factory=list)
     rows: int = 0
     usable: dict[int, tuple[int, int] | None] = field(default_factory=dict)
+
+    def narrow(self, rank: int, good: tuple[int, int] | None) -> None:
+        """Restrict the usable iterations of ``rank`` to ``good``, those of its records beside the deliveries."""
+        one, self.usable[rank] = self.usable.get(rank), None
+        if one is None or good is None:
+            return
+        first, last = max(one[0], good[0]), min(one[1], good[1])
+        self.usable[rank] = (first, last) if first <= last else None
 
     def text(self, folder: Path) -> str:
         """The result in lines for people."""
@@ -52,3 +61,23 @@ def check_files(
             break
         good = files[0].first, file.last
     return good
+
+
+def check_source(file: Any, config: LossyConfig, rank: int, folder: DeliveryLogFolder) -> None:
+    """Raise :class:`BadLog` unless ``file`` is of the run in ``folder``, and of the rank in its name.
+
+    ``config``, ``rank``: those in the file's own note.
+    """
+    reference = next(iter(folder.ranks.values()))[0]
+    if file is not reference and config_of(folder) not in (None, config):
+        raise BadLog(file.path, file.first, f"is of a run with other loss flags than {reference.path.name}")
+    if rank != file.rank:
+        raise BadLog(file.path, file.first, f"was written by rank {rank}")
+
+
+def config_of(folder: DeliveryLogFolder) -> LossyConfig | None:
+    """The flags of the first file of ``folder``; ``None`` if it is bad, which the check of that file reports."""
+    try:
+        return next(iter(folder.ranks.values()))[0].meta.config
+    except BadLog:
+        return None

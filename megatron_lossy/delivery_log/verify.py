@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from ..config import RATES, LossyConfig
+from ..config import RATES
 from ..exchange import Exchange, Stream
-from ..mechanisms.boundaries.flags import BOUNDARY_PHASES
-from ..mechanisms.boundaries.log import BoundaryFile, boundary_files, check_crossings
+from ..registry import MECHANISMS
 from .reader import BadLog, DeliveryLogFolder, LogFile, LogRows
 from .replay import Redrawn
-from .verdict import Verdict, check_files
+from .verdict import Verdict, check_files, check_source
 
 
 def verify(folder: DeliveryLogFolder) -> Verdict:
@@ -24,50 +21,13 @@ def verify(folder: DeliveryLogFolder) -> Verdict:
             rank, files, lambda file: _check_file(file, folder, redrawn), "records", verdict
         )
     verdict.problems += _missing_ranks(folder)
-    seen: set[tuple[str, str]] = set()
-    for rank, boundaries in boundary_files(folder.path).items():
-        good = check_files(
-            rank, boundaries, lambda file: _check_boundaries(file, folder, seen), "records of boundaries", verdict
-        )
-        verdict.usable[rank] = _both(verdict.usable.get(rank), good)
-    verdict.problems += _missing_phases(folder, seen)
+    for mechanism in MECHANISMS.all():
+        mechanism.verify_log(folder, verdict)
     return verdict
 
 
-def _both(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
-    if one is None or other is None:
-        return None
-    first, last = max(one[0], other[0]), min(one[1], other[1])
-    return (first, last) if first <= last else None
-
-
-def _check_boundaries(file: BoundaryFile, folder: DeliveryLogFolder, seen: set[tuple[str, str]]) -> int:
-    _check_source(file, file.config, file.note["rank"], folder)
-    count = 0
-    for these in file.crossings():
-        check_crossings(file, these)
-        seen.add((these.phase, these.stream))
-        count += len(these.message)
-    return count
-
-
-def _missing_phases(folder: DeliveryLogFolder, seen: set[tuple[str, str]]) -> list[str]:
-    """Boundaries with records of only one of two lossy directions: each direction has a rank of its own."""
-    reference = next(iter(folder.ranks.values()))[0]
-    if not seen or _config_of(reference) is None:
-        return []
-    config = reference.meta.config
-    lossy = [phase for phase in BOUNDARY_PHASES if config.act_transport == "udp" or config.boundary_rate(phase)]
-    return [
-        f"no records of {phase} of {stream}"
-        for stream in sorted({stream for _, stream in seen})
-        for phase in lossy
-        if (phase, stream) not in seen
-    ]
-
-
 def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redrawn) -> int:
-    _check_source(file, file.meta.config, file.meta.rank, folder)
+    check_source(file, file.meta.config, file.meta.rank, folder)
     count = 0
     for group in range(len(file.groups)):
         rows = file.read(group)
@@ -75,22 +35,6 @@ def _check_file(file: LogFile, folder: DeliveryLogFolder, redrawn: Redrawn) -> i
             _check_exchange(file, rows[part], key, folder, redrawn)
         count += len(rows)
     return count
-
-
-def _check_source(file: Any, config: LossyConfig, rank: int, folder: DeliveryLogFolder) -> None:
-    """Raise :class:`BadLog` unless ``file`` is of this run, and of the rank in its name."""
-    reference = next(iter(folder.ranks.values()))[0]
-    if file is not reference and _config_of(reference) not in (None, config):
-        raise BadLog(file.path, file.first, f"is of a run with other loss flags than {reference.path.name}")
-    if rank != file.rank:
-        raise BadLog(file.path, file.first, f"was written by rank {rank}")
-
-
-def _config_of(file: LogFile) -> LossyConfig | None:
-    try:
-        return file.meta.config
-    except BadLog:
-        return None  # the check of that file reports it
 
 
 def _check_exchange(

@@ -94,7 +94,7 @@ class _Drawing:
     def __init__(self, meta: ErrorMeta, config: LossyConfig) -> None:
         self._meta = meta
         self._config = config
-        self._keyed = config.grad_error != "trace"
+        self._keyed = config.error_kind != "trace"
         self._corruption = make_corruption(config)
 
     def check(self, iteration: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -113,4 +113,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _of_the_network(name: str) -> bool:
-    return name in ("transport", "packet_bytes", "lossy_links", "ranks_per_node") or name.startswith("udp_")
+    return name in ("transport", "packet_bytes", "lossy_links") or name.startswith("udp_")

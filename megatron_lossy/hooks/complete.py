@@ -6,13 +6,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from ..config import PHASES, LossyConfig
 from ..errors import UsageError
 from ..transport import LossyGroup
 from .seam import slot_of
-from .versions import optimizers, pipeline_ranks
+from .versions import optimizers
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +44,6 @@ def warn_of_lossless(config: LossyConfig, groups: Sequence[LossyGroup]) -> None:
         for group in groups:
             if group.lossless(phase) and group.rank == 0 and group.wire.members[0] == 0:
                 logger.warning("nothing of %s is lost in phase %s: %s", group.stream.name, phase, _why(group))
-
-
-def warn_of_reliable_boundaries(nodes: Sequence[int]) -> None:
-    """Say, on the first rank of each pipeline, that none of its boundaries leaves a node. ``nodes``: of all ranks."""
-    ranks = pipeline_ranks()
-    if len(ranks) > 1 and len({nodes[rank] for rank in ranks}) == 1 and ranks[0] == dist.get_rank():
-        logger.warning(
-            "nothing is lost between the stages on ranks %s: they are on one node (--lossy-links inter-node)", ranks
-        )
 
 
 def _why(group: LossyGroup) -> str:

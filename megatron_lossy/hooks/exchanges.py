@@ -36,9 +36,9 @@ class Exchanges:
 
     def find_nodes(self) -> bool:
         """Find :attr:`nodes` if they are needed and not known; returns whether it found them. A collective call."""
-        if self.config.lossy_links != "inter-node" or self.nodes is not None:
+        if self.config.ranks_of_node is None or self.nodes is not None:
             return False
-        self.nodes = find_nodes(None, self.config.ranks_per_node)
+        self.nodes = find_nodes(None, self.config.ranks_of_node)
         return True
 
     def on_one_node(self, peer: int) -> bool:
@@ -62,7 +62,7 @@ class Exchanges:
         steps: int | None,
     ) -> LossyGroup:
         config = self.config
-        if config.transport == "udp" or "trace" in config.loss_model:
+        if config.transport == "udp" or "trace" in map(config.model, PHASES):
             stream = apart(stream, stage, tensor_group(stream.kind == "expert"))
         part = buckets[0][0].data_parallel_group  # of one optimizer instance
         if buckets[0][0].ddp_config.average_in_collective and not config.untouched("grad"):

@@ -68,7 +68,8 @@ def check_patches() -> list[Check]:
     """
     import megatron.core
 
-    config = LossyConfig(eval_weights="both", p_act=0.1)  # these flags need more patches
+    patched = {name: value for mechanism in MECHANISMS.all() for name, value in mechanism.patched.items()}
+    config = LossyConfig(eval_weights="both", **patched)  # these flags need more patches
     lossy = Lossy(config, parts=parts(config))
     patches = megatron_core.patches(lossy)
     with contextlib.suppress(ImportError):

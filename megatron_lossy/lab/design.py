@@ -62,8 +62,7 @@ _KEPT = tuple(
     f.name for cls in (IslandFlags, AsyncPipelineFlags) for f in dataclasses.fields(cls) if f.name != "p_sync"
 )
 # These do nothing without loss, but they are in the names of cells that are trained already.
-_NAMED_BY = ("loss_unit", "packet_bytes", "loss_model", "ge_mean_burst")
-_OF_A_RATE = {"bernoulli", "gilbert-elliott"}
+_NAMED_BY = ("loss_unit", "packet_bytes", "loss_model")
 #: The name of the column of clean runs: in studies of loss, and of errors.
 NO_LOSS, NO_ERROR = "0 %", "no error"
 
@@ -197,7 +196,7 @@ class Design:
         names = ["eval_weights"]
         if loss.averages or loss.async_pipeline:
             names += _KEPT
-            if loss.transport != "udp" and _OF_A_RATE.issuperset(loss.loss_model):
+            if loss.transport != "udp" and not any(loss.phase(phase).sets_rate for phase in loss.exchanges()):
                 names += _NAMED_BY
         reference = LossyConfig(**{name: getattr(loss, name) for name in names})
         if reference.draws() or reference.errs:

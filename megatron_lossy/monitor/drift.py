@@ -74,7 +74,7 @@ def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple
         return 0.0, 0.0
     if not config.sends_weights():
         return None
-    drift = CHANNELS.load(loss.model).drift(loss, step, units) if config.lossy_links == "all" else None
+    drift = CHANNELS.load(loss.model).drift(loss, step, units) if config.ranks_of_node is None else None
     if drift is None:
         return None
     owner, between = drift

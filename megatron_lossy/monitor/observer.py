@@ -9,8 +9,6 @@ import numpy as np
 
 from ..config import PHASES
 from ..exchange import Delivery, Stream
-from ..mechanisms.boundaries.loss import Fate
-from ..mechanisms.boundaries.messages import Message
 
 
 class Replicas(Protocol):
@@ -49,9 +47,6 @@ class Observer:
 
     def observe(self, delivery: Delivery) -> None:
         """Called for each exchange of the iteration that just ended. Its ``step`` is that iteration in both phases."""
-
-    def crossed(self, message: Message, fate: Fate) -> None:
-        """Called at once when a lossy message between pipeline stages has arrived. ``fate``: its losses."""
 
     def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
         """Called when attempted iteration ``iteration`` (from 0) is over and all its exchanges have been observed.

@@ -75,7 +75,7 @@ class ErrorFeedback(GradRecovery):
             ErrorFeedback._warned = True
             logger.warning(
                 "--grad-recovery %s: more of the gradients is lost and kept than arrives (sums of absolute values: %.3g kept, "
-                "%.3g sent); consider --grad-priority packet-mean or a larger --grad-priority-fraction (said once)",
+                "%.3g sent); consider --grad-priority packet-mean:K, or a larger K (said once)",
                 self.name,
                 told.residual,
                 told.payload,

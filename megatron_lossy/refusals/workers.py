@@ -10,7 +10,7 @@ from .row import Row, draws_losses
 
 def _loses_nothing(config: LossyConfig, facts: Facts) -> bool:
     """Whether losses are asked for although a lone rank exchanges nothing."""
-    over_udp = config.transport == "udp" and config.act_transport != "udp"
+    over_udp = config.transport == "udp" and not config.uses_transport()
     loses_own = config.lossy_self and not config.phase("grad").lossless
     return (
         facts.largest_group == 1 and not config.jobs().several and (over_udp or draws_losses(config)) and not loses_own
@@ -18,7 +18,7 @@ def _loses_nothing(config: LossyConfig, facts: Facts) -> bool:
 
 
 def _on_one_node(config: LossyConfig, facts: Facts) -> bool:
-    return bool(facts.virtual and config.lossy_links == "inter-node")
+    return bool(facts.virtual and config.ranks_of_node is not None)
 
 
 def _beyond(config: LossyConfig, facts: Facts) -> list[int]:
@@ -34,16 +34,16 @@ WORKERS = Section(
     (
         Row(
             flag="--lossy-links",
-            beside="--virtual-workers without --ranks-per-node",
-            why="needs --ranks-per-node with --virtual-workers",
-            when=lambda config, facts: _on_one_node(config, facts) and not config.ranks_per_node,
+            beside="--virtual-workers, without N",
+            why="needs inter-node:N with --virtual-workers",
+            when=lambda config, facts: _on_one_node(config, facts) and not config.ranks_of_node,
         ),
         Row(
-            flag="--ranks-per-node",
+            flag="--lossy-links",
             beside="no more --virtual-workers",
             why="puts all {facts.workers} ranks on one node: no link leaves a node, and nothing can be lost",
             when=lambda config, facts: (
-                _on_one_node(config, facts) and facts.workers is not None and 1 < facts.workers <= config.ranks_per_node
+                _on_one_node(config, facts) and facts.workers is not None and 1 < facts.workers <= config.ranks_of_node
             ),
         ),
         Row(

@@ -27,7 +27,6 @@ NETWORK = {
     "udp_eager_bytes",
     "udp_memory",
     "udp_fec",
-    "udp_fec_budget",
 }
 # Settings of saving, logging and evaluation change no weight.
 _NO_MATTER = incidental_fields(TrainConfig) | incidental_fields(LossyConfig) | {"save_replicas", "eval_weights"}

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import SECTIONS, LossyConfig
+from ..config import SECTIONS, LossyConfig, split_model
 from ..errors import refuse
 from ..flags import of_flags
 from ..registry import CHANNELS, MECHANISMS
@@ -125,7 +125,7 @@ class Run:
     def _loss(self, phase: str, rate: float) -> str:
         models = self.config.get("loss_model") or LossyConfig.loss_model
         models = [models] if isinstance(models, str) else models
-        model = models[0 if phase == "grad" else -1]
+        model, _ = split_model(models[0 if phase == "grad" else -1])
         if model not in CHANNELS:  # its package is not installed here
             return model
         label = CHANNELS.load(model).label({**self.config, f"p_{phase}": rate}, phase)

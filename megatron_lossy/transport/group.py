@@ -73,7 +73,7 @@ class LossyGroup:
             check_ranks(config, size)
         except UsageError as error:
             logger.warning("%s", error)
-        nodes = find_nodes(group, config.ranks_per_node) if config.lossy_links == "inter-node" else None
+        nodes = None if config.ranks_of_node is None else find_nodes(group, config.ranks_of_node)
         networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
         return cls.among(config, buckets, networks, range(size), dist.get_rank(group), stream, steps, group)
 

@@ -37,8 +37,8 @@ def groups_in_memory(
     """
     cut = cut_buckets(config, specs)
     nodes = None
-    if config.lossy_links == "inter-node":
-        nodes = consecutive_nodes(range(ranks), config.ranks_per_node)
+    if config.ranks_of_node is not None:
+        nodes = consecutive_nodes(range(ranks), config.ranks_of_node)
     networks = {phase: Network(config, phase, ranks, nodes) for phase in PHASES}
     check_links(networks, stream, cut, len(members), steps)
     memory = Memory(networks, stream, members, cut)

@@ -70,7 +70,7 @@ class Network:
         self.channel = channel_of(config, phase)
         self.lossless = config.phase(phase).lossless
         self.lossy_self = config.lossy_self and phase == "grad"
-        self.nodes = np.array(nodes) if config.lossy_links == "inter-node" else None
+        self.nodes = np.array(nodes) if config.ranks_of_node is not None else None
         if self.nodes is not None and len(set(nodes)) == 1 and not self.lossy_self:
             self.lossless = True  # no link leaves the node
 
@@ -112,20 +112,22 @@ class Network:
 
 
 def consecutive_nodes(ranks: Sequence[int], ranks_per_node: int) -> list[int]:
-    """The node number of each of ``ranks``, with ``--ranks-per-node``.
+    """The node number of each of ``ranks``, of which ``ranks_per_node`` share a node.
 
     Raises :class:`UsageError` as :func:`find_nodes`.
     """
     nodes = [rank // ranks_per_node for rank in ranks]
     if len(nodes) > 1 and len(set(nodes)) == 1:
-        raise refuse("--ranks-per-node", ranks_per_node, f"puts all {len(nodes)} ranks on one node: {_NOTHING}")
+        raise refuse(
+            "--lossy-links", f"inter-node:{ranks_per_node}", f"puts all {len(nodes)} ranks on one node: {_NOTHING}"
+        )
     return nodes
 
 
 def find_nodes(group: dist.ProcessGroup | None, ranks_per_node: int = 0) -> list[int]:
     """The node number of every rank of ``group``, for ``--lossy-links inter-node``.
 
-    Found by host name (a collective call), or by ``ranks_per_node`` consecutive global ranks (``--ranks-per-node``).
+    Found by host name (a collective call), or by ``ranks_per_node`` consecutive global ranks (``--lossy-links inter-node:N``).
     Raises :class:`UsageError` if several ranks are all on one node: nothing could be lost between them.
     """
     group = group or dist.group.WORLD
@@ -135,5 +137,5 @@ def find_nodes(group: dist.ProcessGroup | None, ranks_per_node: int = 0) -> list
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     if len(hosts) > 1 and len(set(hosts)) == 1:
         same = f"all {len(hosts)} ranks report the host name {hosts[0]!r}: {_NOTHING}"
-        raise refuse("--lossy-links", "inter-node", f"{same}; if they are on several nodes, give --ranks-per-node")
+        raise refuse("--lossy-links", "inter-node", f"{same}; if they are on several nodes, give inter-node:N")
     return [hosts.index(host) for host in hosts]

@@ -18,8 +18,7 @@ from ..errors import UsageError, refuse
 from ..hooks.facts import of_model
 from ..hooks.versions import optimizers
 from ..ledger import Ledger
-from ..mechanisms.boundaries import hooks as boundaries
-from ..mechanisms.boundaries.hooks import Boundaries
+from ..registry import MECHANISMS
 from ..run import Run
 
 
@@ -44,11 +43,14 @@ class VirtualRun(Run):
         self.workers = workers
         self._all_workers = ranks or workers
         self._worker: int | None = None  # the worker whose turn it is
-        self._rank = 0  # the rank whose data are used
-        self._boundaries = Boundaries(self) if config.loses_at_boundaries else None
-        self._ledger = Ledger("virtual boundaries")
-        if self._boundaries is not None:
-            self._ledger.install(boundaries.patches(self._boundaries))
+        #: The rank whose data are used.
+        self.rank = 0
+        for mechanism in MECHANISMS.all():
+            part = mechanism.virtual_part(config)
+            if part is not None:
+                self.add_part(part)
+        self._ledger = Ledger("virtual workers")
+        self._ledger.install([patch for one in self.parts for patch in one.patches()])
         self._tokens: torch.Tensor | None = None
 
     # --- building ------------------------------------------------------------------------------------------------
@@ -69,8 +71,8 @@ class VirtualRun(Run):
         self._transformer = ddp.config
         self.take_gradients()
         self._add(ddp)
-        if self._boundaries is not None:
-            self._boundaries.attach(ddp, lambda: self._rank)
+        for one in self.parts:
+            one.add_model_chunk(ddp)
 
     def take_gradients(self) -> None:
         """Make Megatron call this run when the gradients of a rank are complete."""
@@ -86,13 +88,14 @@ class VirtualRun(Run):
     def worker(self, worker: int, evaluates: bool = False) -> Iterator[None]:
         """A context in which the model has the replica of ``worker``, and gradients are its own.
 
-        ``evaluates``: there are no gradients, and virtual stages have their newest weights. Without it: a batch of an
-        iteration, once.
+        ``evaluates``: there are no gradients. Without it: a batch of an iteration, once.
         """
         with self._replica(worker):
             self._worker = worker
             try:
-                with self.data_of(worker):
+                with self.data_of(worker), contextlib.ExitStack() as contexts:
+                    for one in () if evaluates else self.parts:
+                        contexts.enter_context(one.computing(worker, worker == self.workers - 1))
                     yield
             finally:
                 self._worker = None
@@ -104,11 +107,11 @@ class VirtualRun(Run):
     @contextlib.contextmanager
     def data_of(self, worker: int) -> Iterator[None]:
         """A context in which the data is that of ``worker``, with any weights."""
-        before, self._rank = self._rank, worker
+        before, self.rank = self.rank, worker
         try:
             yield
         finally:
-            self._rank = before
+            self.rank = before
 
     def _collect(self, model: Any, num_tokens: torch.Tensor | None = None, **_: Any) -> None:
         """Replaces Megatron's ``finalize_model_grads``, at the end of a worker's last backward pass."""
@@ -136,6 +139,8 @@ class VirtualRun(Run):
     def uninstall(self) -> None:
         super().uninstall()
         self._ledger.uninstall()
+        for one in self.parts:
+            one.close()
 
     # --- answers of every run --------------------------------------------------------------------------------------
 

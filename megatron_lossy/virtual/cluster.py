@@ -18,7 +18,6 @@ import torch
 from ..config import LossyConfig
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
 from ..ledger import Ledger, Patch
-from ..mechanisms.async_pipeline.virtual import Stages
 from ..transport import LossyGroup
 from .base import VirtualRun
 from .grad_norm import get_grad_norm_fp32
@@ -47,7 +46,6 @@ class VirtualCluster(VirtualRun):
         super().__init__(config, workers, steps, gapless, writer, ranks)
         self._members, self._ranks = members, ranks
         self._streams: list[StreamBuckets] = []
-        self._stages: Stages | None = None
         self._peak = 1.0
 
     # --- building ------------------------------------------------------------------------------------------------
@@ -64,11 +62,6 @@ class VirtualCluster(VirtualRun):
                 self._members, self._ranks,
             )  # fmt: skip
             self._streams.append(stream)
-        stages = self.config.virtual_stages or 1
-        if stages > 1:
-            pairs = [pair for stream in self._streams for pair in stream.pairs]
-            apart = any(stream.differ for stream in self._streams)
-            self._stages = Stages(ddp, pairs, stages, self.workers if apart else 1)
 
     @contextlib.contextmanager
     def _norm_by_shards(self) -> Iterator[None]:
@@ -95,12 +88,8 @@ class VirtualCluster(VirtualRun):
     @contextlib.contextmanager
     def worker(self, worker: int, evaluates: bool = False) -> Iterator[None]:
         with super().worker(worker, evaluates):
-            if self._stages is None or evaluates:
-                yield
-                return
-            with self._stages.turn(worker, worker == self.workers - 1):
-                self._note_peak()
-                yield
+            self._note_peak()
+            yield
 
     @contextlib.contextmanager
     def _replica(self, worker: int) -> Iterator[None]:
@@ -108,7 +97,6 @@ class VirtualCluster(VirtualRun):
             with torch.no_grad():
                 for stream in self._streams:
                     turns.enter_context(stream.turn(worker))
-                self._note_peak()
             yield
 
     def _collect_of(self, worker: int) -> None:
@@ -132,7 +120,7 @@ class VirtualCluster(VirtualRun):
             self._note_peak()
             self._withdraw()
             self.begin_update()
-            with self._norm_by_shards() if self._stages is None else self._stages.clipped_apart():
+            with next(filter(None, (one.updating() for one in self.parts)), self._norm_by_shards()):
                 result = optimizer.step()
             successful = bool(result[0])
             for stream in self._streams:
@@ -195,8 +183,6 @@ class VirtualCluster(VirtualRun):
         for stream in self._streams:
             stream.versions.restart()
             stream.sending.restart()
-        if self._stages is not None:
-            self._stages.restart()
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
         super().load_replicas(folder)
@@ -208,11 +194,15 @@ class VirtualCluster(VirtualRun):
 
     def replica_state(self) -> Any:
         streams = [stream.versions.state_dict() for stream in self._streams]
-        return streams if self._stages is None else {"streams": streams, "stages": self._stages.state_dict()}
+        states = {one.name: one.state_dict() for one in self.parts}
+        beside = {name: state for name, state in states.items() if state is not None}
+        return {"streams": streams, **beside} if beside else streams
 
     def load_replica_state(self, state: Any) -> None:
-        if self._stages is not None:
-            self._stages.load_state_dict(state["stages"])
+        if isinstance(state, dict):
+            for one in self.parts:
+                if one.name in state:
+                    one.load_state_dict(state[one.name])
             state = state["streams"]
         for stream, versions in zip(self._streams, state, strict=True):
             stream.versions.load_state_dict(versions)
@@ -226,5 +216,5 @@ class VirtualCluster(VirtualRun):
 
     def _note_peak(self) -> None:
         own = sum(bucket.param_data.numel() for stream in self._streams for bucket in stream.buckets)
-        kept = sum(stream.kept for stream in self._streams) + (0 if self._stages is None else self._stages.kept)
+        kept = sum(stream.kept for stream in self._streams) + sum(one.kept_elements for one in self.parts)
         self._peak = max(self._peak, (own + kept) / own)

@@ -87,11 +87,6 @@ class StreamBuckets:
         self.sums, self._totals = other.sums, other._totals
 
     @property
-    def differ(self) -> bool:
-        """Whether replicas of workers can differ."""
-        return not self.groups[0].lossless("param")
-
-    @property
     def kept(self) -> int:
         """Elements of weights held beside the parameter buffers."""
         return self.versions.kept + self.sending.kept

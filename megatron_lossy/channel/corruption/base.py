@@ -116,4 +116,4 @@ def warn_of_one_rank(config: ErrorFlags, ranks: int) -> None:
 
 def make_corruption(config: LossyConfig, recorded: Iterable[Event] = ()) -> Corruption:
     """The model of errors that the flags ask for. ``recorded``: the events that ``--grad-error-trace`` holds."""
-    return GRAD_ERRORS.load(config.grad_error)(config, recorded)
+    return GRAD_ERRORS.load(config.error_kind)(config, recorded)

@@ -19,7 +19,7 @@ class Recorded(Corruption):
     """Replays events. Iterations without any have no errors."""
 
     name = "trace"
-    flags = ("grad_error_trace", "grad_error_at")
+    flags = ("grad_error_at",)
 
     def __init__(self, config: LossyConfig, recorded: Iterable[Event] = ()) -> None:
         super().__init__(config)
@@ -32,12 +32,12 @@ class Recorded(Corruption):
 
     @classmethod
     def check(cls, config: ErrorFlags) -> None:
-        if config.grad_error_trace is None:
-            raise refuse("--grad-error", "trace", "needs --grad-error-trace FOLDER")
+        if config.error_folder is None:
+            raise refuse("--grad-error", "trace", "needs the folder of the recorded errors: trace:FOLDER")
 
     @classmethod
     def describe(cls, config: ErrorFlags) -> str:
-        return f"those recorded in {config.grad_error_trace}"
+        return f"those recorded in {config.error_folder}"
 
     def events(self, exchange: Exchange, rank: int, sizes: Sequence[int], width: int) -> list[Event]:
         return self.draw(exchange, rank, sizes, width)
@@ -48,16 +48,16 @@ class Recorded(Corruption):
             largest = max(event.elements, default=0)
             if event.bucket >= len(sizes) or largest >= sizes[event.bucket] or max(event.bits, default=0) >= width:
                 where = f"iteration {event.iteration} hit element {largest} of bucket {event.bucket}"
-                raise refuse("--grad-error-trace", self.config.grad_error_trace, f"is of another model: {where}")
+                raise refuse("--grad-error", self.config.grad_error, f"is of another model: {where}")
         return found
 
     def differs(self, event: Event) -> None:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "--grad-error-trace %s: after the error in iteration %d the gradient of rank %d is not the recorded one: "
+                "--grad-error %s: after the error in iteration %d the gradient of rank %d is not the recorded one: "
                 "another run, or noise of another kind of device (said once)",
-                self.config.grad_error_trace,
+                self.config.grad_error,
                 event.iteration,
                 event.rank,
             )

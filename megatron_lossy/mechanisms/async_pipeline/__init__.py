@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...mechanism import Mechanism
+from ...mechanism import Mechanism, Part
 from .flags import AsyncPipelineFlags
 
 if TYPE_CHECKING:
@@ -43,3 +43,11 @@ class AsyncPipeline(Mechanism):
         from .workers import StageWorkers
 
         return StageWorkers if isinstance(run, Lossy) else None
+
+    @classmethod
+    def virtual_part(cls, config: LossyConfig) -> Part | None:
+        if (config.virtual_stages or 1) == 1:
+            return None
+        from .virtual import Stages
+
+        return Stages(config.virtual_stages)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...config import LossyConfig
+from ...config import STAGE_LOSSES, LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
 from ...refusals.row import Row, above
-from ..boundaries.refusals import LOSING
 
 
 def _stages(config: LossyConfig, facts: Facts) -> int:
@@ -60,11 +59,11 @@ ASYNC_PIPELINE = Section(
             ),
         ),
         Row(
-            flag=LOSING,
+            flag=STAGE_LOSSES,
             beside="--async-pipeline",
             why="cannot be with --async-pipeline, whose messages between stages are its own",
             when=lambda config, facts: (
-                config.async_pipeline and config.virtual_boundaries is None and facts.virtual is False
+                config.async_pipeline and config.loses_between_stages() and facts.virtual is False
             ),
         ),
         Row(

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from ...errors import UsageError, refuse
+from ...hooks.buckets import buckets_by_stream
 from ...ledger import Ledger, Patch
+from ...mechanism import Part
 
 # Versions change places in pieces that fit into a core's cache.
 _PIECE = 2**17
@@ -36,19 +38,28 @@ def stage_of(name: str, layers: int, stages: int) -> int:
     raise UsageError(f"--virtual-stages: {name} is in no stage of a GPT")
 
 
-class Stages:
-    """The ``stages`` stages of ``ddp``, whose buckets are ``pairs``, Megatron's (buffer, bucket).
+class Stages(Part):
+    """The ``stages`` stages of a virtual run. Workers have a history of weights each, or share one if they are equal."""
 
-    ``histories``: number of histories of weights: one for each worker, or one that all workers share.
-    """
+    name = "stages"
 
-    def __init__(self, ddp: Any, pairs: Sequence[tuple[Any, Any]], stages: int, histories: int) -> None:
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
+        #: By bucket: its gradients, and (start, stop, stage) of the elements.
+        self._places: list[tuple[torch.Tensor, list[tuple[int, int, int]]]] = []
+        self._histories: list[_History] = []
+        self._norms: list[float] = []
+
+    def attach(self, run: Any) -> None:
+        self._run = run
+
+    def add_model_chunk(self, ddp: Any) -> None:
+        stages = self._stages
         numbers = {
             parameter: stage_of(name, ddp.config.num_layers, stages)
             for name, parameter in ddp.module.named_parameters()
         }
-        self._stages = stages
-        #: By bucket: its gradients, and (start, stop, stage) of the elements.
+        pairs = [pair for _, _, buckets in buckets_by_stream(ddp) for pair in buckets]
         self._places = [(bucket.grad_data, _ranges(buffer, bucket, numbers)) for buffer, bucket in pairs]
         views = [
             (bucket.param_data[start:stop], stages - 1 - stage)
@@ -56,15 +67,12 @@ class Stages:
             for start, stop, stage in ranges
             if stage < stages - 1
         ]
-        self._histories = [_History(views) for _ in range(histories)]
-        self._norms: list[float] = []
+        differ = any(not group.lossless("param") for group in self._run.groups)
+        self._histories = [_History(views) for _ in range(self._run.workers if differ else 1)]
 
     @contextlib.contextmanager
-    def turn(self, worker: int, last: bool) -> Iterator[None]:
-        """A context in which the weights in the model are as old as those of the stages of ``worker``, for a batch.
-
-        ``last``: no worker comes after it in this iteration.
-        """
+    def computing(self, worker: int, last: bool) -> Iterator[None]:
+        """A context in which the weights in the model are as old as those of the stages of ``worker``, for a batch."""
         shared = len(self._histories) == 1
         history = self._histories[0 if shared else worker]
         with torch.no_grad():
@@ -79,13 +87,11 @@ class Stages:
                     history.swap()
 
     @property
-    def kept(self) -> int:
-        """Elements of old weights."""
+    def kept_elements(self) -> int:
         return sum(history.kept for history in self._histories)
 
-    def restart(self) -> None:
-        """Begin again with all versions equal to the newest."""
-        for history in self._histories:
+    def restart(self, iteration: int) -> None:
+        for history in self._histories:  # all versions are equal to the newest
             history.restart()
 
     def state_dict(self) -> list[list[list[torch.Tensor]]]:
@@ -93,14 +99,13 @@ class Stages:
         return [history.state() for history in self._histories]
 
     def load_state_dict(self, state: list[list[list[torch.Tensor]]]) -> None:
-        """Restore :meth:`state_dict`."""
         for history, saved in zip(self._histories, state, strict=True):
             history.load(saved)
 
     # --- gradients -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def clipped_apart(self) -> Iterator[None]:
+    def updating(self) -> Iterator[None]:
         """A context in which an optimizer clips each stage by its own norm, and reports the norm of all."""
         ledger = Ledger("virtual stages")
         why = "a stage of an asynchronous pipeline knows its own gradients alone"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...mechanism import Mechanism, Part
@@ -11,6 +12,8 @@ from .flags import BoundaryFlags
 if TYPE_CHECKING:
     from ...config import LossyConfig
     from ...config.refusal import Section
+    from ...delivery_log.reader import DeliveryLogFolder
+    from ...delivery_log.verdict import Verdict
     from ...monitor import Observer
 
 
@@ -20,6 +23,7 @@ class Boundaries(Mechanism):
     name = "boundaries"
     Flags = BoundaryFlags
     phases: ClassVar[Mapping[str, int]] = {"act": 2, "act-grad": 3}
+    patched: ClassVar[Mapping[str, Any]] = {"p_act": 0.1}
 
     @classmethod
     def refusals(cls) -> Section:
@@ -36,6 +40,14 @@ class Boundaries(Mechanism):
         return StageBoundaries()
 
     @classmethod
+    def virtual_part(cls, config: LossyConfig) -> Part | None:
+        if not config.loses_at_boundaries:
+            return None
+        from .part import VirtualBoundaries
+
+        return VirtualBoundaries()
+
+    @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:
         if not run.config.loses_at_boundaries:
             return []
@@ -44,3 +56,15 @@ class Boundaries(Mechanism):
 
         log = [] if run.config.delivery_log is None else [BoundaryLog(run.config, writer)]
         return [BoundaryMonitor(), *log]
+
+    @classmethod
+    def log_summary(cls, folder: Path) -> list[str]:
+        from .summary import summary_lines
+
+        return summary_lines(folder)
+
+    @classmethod
+    def verify_log(cls, folder: DeliveryLogFolder, verdict: Verdict) -> None:
+        from .verify import verify_boundaries
+
+        verify_boundaries(folder, verdict)

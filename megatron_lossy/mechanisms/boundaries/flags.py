@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from ...errors import refuse
-from ...flags import as_text, check_choice, check_code, flag, flag_name, in_unit_interval, refuse_unused
+from ...flags import as_text, check_choice, check_code, flag, flag_name, in_unit_interval, number, refuse_unused
 from ...section import Flags
 
 #: Messages between pipeline stages: forward, and backward.
 BOUNDARY_PHASES = ("act", "act-grad")
-_OF_RECOVERY = ("act_high_depth", "act_fec_high", "act_fec_low", "act_residual_high", "act_residual_low")
+_OF_RECOVERY = ("act_high_depth", "act_fec_high", "act_fec_low")
 
 
 @dataclass(frozen=True)
 class BoundaryFlags(Flags):
     """Flags of losses between stages and their recovery. Raises :class:`UsageError` for a value not allowed."""
+
+    stage_losses: ClassVar[tuple[str, ...]] = ("--act-transport", "--p-act", "--p-act-grad")
 
     p_act: float = flag(
         0.0,
@@ -45,27 +48,16 @@ class BoundaryFlags(Flags):
         "boundaries after at most this share of the layers count as high, the others as low; in [0, 1]",
         metavar="SHARE",
     )
-    act_fec_high: tuple[int, ...] = flag(
-        (100, 34),
-        "high boundaries: C packets of XOR parity for each B of a message",
-        type=int,
-        nargs=2,
-        metavar=("B", "C"),
+    act_fec_high: tuple[float, ...] = flag(
+        (100, 34, 0.01),
+        "high boundaries: C packets of XOR parity for each B of a message; if more than this share of it, in [0, 1), is lost "
+        "after the parity, it is sent again and nothing of it is lost",
+        type=number,
+        nargs=3,
+        metavar=("B", "C", "SHARE"),
     )
-    act_fec_low: tuple[int, ...] = flag(
-        (100, 10), "low boundaries: as --act-fec-high", type=int, nargs=2, metavar=("B", "C")
-    )
-    act_residual_high: float = flag(
-        0.01,
-        "high boundaries: if more than this share of a message is lost after the parity, it is sent again and nothing of it "
-        "is lost; in [0, 1)",
-        metavar="SHARE",
-    )
-    act_residual_low: float = flag(0.02, "low boundaries: as --act-residual-high", metavar="SHARE")
-    act_zero_fill_gradient: str = flag(
-        "masked",
-        "gradient of activations that were lost and became zeros: zeros too, which is exact; or as it is",
-        choices=("masked", "straight-through"),
+    act_fec_low: tuple[float, ...] = flag(
+        (100, 10, 0.02), "low boundaries: as --act-fec-high", type=number, nargs=3, metavar=("B", "C", "SHARE")
     )
     act_retransmit: str = flag(
         "on", "off: no parity and nothing is sent again, so that all that is lost becomes zeros", choices=("on", "off")
@@ -84,18 +76,20 @@ class BoundaryFlags(Flags):
             object.__setattr__(self, "act_packet_bytes", self.packet_bytes if self.act_transport == "udp" else 4096)
 
     def check(self) -> None:
-        for name in ("act_zero_fill_gradient", "act_retransmit", "act_transport"):
+        for name in ("act_retransmit", "act_transport"):
             check_choice(self, name)
         for name in ("p_act", "p_act_grad"):
             in_unit_interval(flag_name(BoundaryFlags, name), getattr(self, name))
         if not 0 <= self.act_high_depth <= 1:
             raise refuse("--act-high-depth", self.act_high_depth, "must be in [0, 1]")
-        for name in ("act_residual_high", "act_residual_low"):
-            in_unit_interval(flag_name(BoundaryFlags, name), getattr(self, name))
         if self.act_packet_bytes < 1:
             raise refuse("--act-packet-bytes", self.act_packet_bytes, "must be at least 1")
         for name in ("act_fec_high", "act_fec_low"):
-            check_code(flag_name(BoundaryFlags, name), *getattr(self, name))
+            block, parity, share = getattr(self, name)
+            if block != int(block) or parity != int(parity) or not 0 <= share < 1:
+                allowed = "must be two whole numbers of packets, and a share in [0, 1)"
+                raise refuse(flag_name(BoundaryFlags, name), as_text(getattr(self, name)), allowed)
+            check_code(flag_name(BoundaryFlags, name), int(block), int(parity))
         layers = self.virtual_boundaries
         if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
             raise refuse("--virtual-boundaries", " ".join(map(str, layers)), "must be different layers, from 1 on")
@@ -107,9 +101,20 @@ class BoundaryFlags(Flags):
         """Whether messages between pipeline stages can lose anything."""
         return self.act_transport == "udp" or any(map(self.boundary_rate, BOUNDARY_PHASES))
 
+    def recovery_of(self, high: bool) -> tuple[tuple[int, int], float]:
+        """The code of a boundary, B and C, and the share of a message that may be lost; ``high``: which kind."""
+        block, parity, share = self.act_fec_high if high else self.act_fec_low
+        return (int(block), int(parity)), share
+
     def boundary_rate(self, phase: str) -> float:
         """The loss rate of ``phase`` ("act" or "act-grad")."""
         return {"act": self.p_act, "act-grad": self.p_act_grad}[phase]
+
+    def loses_between_stages(self) -> bool:
+        return self.loses_at_boundaries and self.virtual_boundaries is None
+
+    def uses_transport(self) -> bool:
+        return self.act_transport == "udp"
 
     def changes(self) -> bool:
         return self.loses_at_boundaries
@@ -130,7 +135,7 @@ class BoundaryFlags(Flags):
             rates = "activations and their gradients over UDP" + (f" and, drawn, {rates}" if drawn else "")
         recovery = "without parity"
         if self.act_retransmit == "on":
-            kinds = ((self.act_fec_high, self.act_residual_high), (self.act_fec_low, self.act_residual_low))
+            kinds = (self.recovery_of(high=True), self.recovery_of(high=False))
             recovery = "parity " + " and ".join(f"{as_text(code)} up to {bound:g}" for code, bound in kinds)
         where = "" if self.virtual_boundaries is None else f" after layers {as_text(self.virtual_boundaries)}"
         return [f"{rates}{where}, {recovery}"]

@@ -25,6 +25,7 @@ from ...run import Run
 from ...transport import Transfer
 from .loss import Boundary, Fate
 from .messages import Message, Messages, received, sent
+from .observer import BoundaryObserver
 from .zero_fill import elements_of, lossy, mask_of, zero_fill_
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ class Boundaries:
     def tell(self, message: Message, fate: Fate) -> None:
         """Tell the observers what became of a message."""
         for observer in self.run.observers:
-            observer.crossed(message, fate)
+            if isinstance(observer, BoundaryObserver):
+                observer.crossed(message, fate)
 
     # --- several stages ----------------------------------------------------------------------------------------------
 
@@ -198,7 +200,7 @@ class Boundaries:
             else np.zeros(packets, dtype=bool)
             for phase, loss in self.messages.loss.items()
         ]
-        hidden = lossy(hidden, *lost, elements, masked=self.config.act_zero_fill_gradient == "masked")
+        hidden = lossy(hidden, *lost, elements)
         return (hidden, *rest) if isinstance(output, tuple) else hidden
 
 
@@ -208,7 +210,7 @@ def fill(tensor: torch.Tensor, phase: str, lost: np.ndarray, elements: int, conf
     With ``--act-zero-fill-gradient masked`` the gradient of lost activations becomes zero too.
     """
     zero_fill_(tensor, lost, elements)
-    if phase == "act" and config.act_zero_fill_gradient == "masked":
+    if phase == "act":
         tensor.register_hook(mask_of(lost, elements))
 
 

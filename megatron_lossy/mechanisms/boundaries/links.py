@@ -7,20 +7,18 @@ parity leaves at most the tolerated number missing, it takes the message as it i
 from __future__ import annotations
 
 import os
-import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from ...config import LossyConfig
-from ...transport.udp.engine import Channel, Outcome, PeerLost
+from ...transport.udp.engine import Channel, Outcome
 from ...transport.udp.engine import Transfer as Datagrams
+from ...transport.udp.leaving import Leaving, patiently
 from ...transport.udp.process import engine_for
 from ...transport.udp.staging import Stage, device_of, patience_of, staged
 from .flags import BOUNDARY_PHASES
@@ -66,7 +64,7 @@ class Link:
     ) -> Callable[[float], Received]:
         """Returns a function that waits so many seconds until the message is in ``memory``.
 
-        The function raises :class:`PeerLost` or TimeoutError.
+        The function raises :class:`~megatron_lossy.transport.udp.PeerLost` or TimeoutError.
         """
         size = _size(memory)
         posted = self._channel.post(phase, number, 0, self._only_other(memory), tolerance, dropped, False, size)
@@ -106,7 +104,7 @@ class StageLinks:
         dist.broadcast_object_list(drawn, 0)
         self._prefix = f"megatron_lossy/udp/stages/{drawn[0]}"
         self._links: dict[tuple[tuple[int, int], int, int], Link] = {}
-        self._leaving: deque[tuple[Datagrams, int]] = deque()  # messages being sent, and their bytes
+        self._leaving = Leaving(config.udp_memory, self._patience)
         self._sender: ThreadPoolExecutor | None = None
 
     @property
@@ -188,11 +186,9 @@ class StageLinks:
 
     def left(self, sending: Datagrams, size: int) -> None:
         """Keep a message until it has left. Waits only if more than ``--udp-memory`` bytes wait to leave."""
-        self._leaving.append((sending, size))
-        while self._leaving and self._leaving[0][0].all_sent():
-            self._leaving.popleft()
-        while sum(size for _, size in self._leaving) > self._config.udp_memory:
-            patiently(self._leaving.popleft()[0].sent, self._patience)
+        self._leaving.add(sending, size)
+        while self._leaving.full:
+            self._leaving.wait()
 
     def close(self) -> None:
         """Close the links after the last message; sent messages still arrive."""
@@ -235,15 +231,6 @@ class Receiving:
         if self._stage is not None:
             self._stage.bring([self._tensor], [self._stage.back])
         return received
-
-
-def patiently(wait: Callable[[float], Any], seconds: float) -> Any:
-    """``wait(seconds)``. Raises :class:`PeerLost` if that was too short: a live process has sent nothing."""
-    began = time.monotonic()
-    try:
-        return wait(seconds)
-    except (TimeoutError, FutureTimeout) as error:
-        raise PeerLost(f"{error}: nothing for {time.monotonic() - began:.0f} s") from None
 
 
 def lost_by_any(lost: np.ndarray, group: dist.ProcessGroup) -> np.ndarray:

@@ -1,8 +1,7 @@
 """The log of losses in messages between pipeline stages (docs/delivery_log.md#stage-boundaries).
 
 It is beside the delivery log, in files of its own: ``_boundaries_RANK_FIRST_LAST.parquet``, a row for each message of
-training that a rank received. ``verify`` draws drawn losses again. For losses of a network the packets that became
-zeros are recorded.
+training that a rank received. For losses of a network the packets that became zeros are recorded.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from ...delivery_log import schema
 from ...delivery_log.beside import RowsBeside, files_beside, note_of
 from ...delivery_log.reader import BadLog
 from ...exchange import Stream
-from .flags import BOUNDARY_PHASES
 from .loss import Boundary, Fate
-from .messages import Message, Messages
+from .messages import Message
+from .observer import BoundaryObserver
 
 if TYPE_CHECKING:
     import pyarrow
@@ -54,7 +53,7 @@ def columns() -> pyarrow.Schema:
     )
 
 
-class BoundaryLog(RowsBeside):
+class BoundaryLog(RowsBeside, BoundaryObserver):
     """Writes the losses of the messages that this process received."""
 
     prefix = PREFIX
@@ -184,55 +183,3 @@ def boundary_files(folder: Path) -> dict[int, list[BoundaryFile]]:
     for path, rank, first, last in files_beside(folder, PREFIX):
         result.setdefault(rank, []).append(BoundaryFile(path, rank, first, last))
     return result
-
-
-def check_crossings(file: BoundaryFile, these: Crossings) -> None:
-    """Raise :class:`BadLog` unless the numbers of ``these`` agree, and drawn losses equal a new draw."""
-
-    def bad(reason: object) -> BadLog:
-        return file.bad(these.iteration, f"{these.phase} of {these.stream}: {reason}")
-
-    if not file.first <= these.iteration <= file.last:
-        raise file.bad(file.first, f"has records of iteration {these.iteration}")
-    if these.phase not in BOUNDARY_PHASES:
-        raise bad("is no phase of a boundary")
-    boundary, config = file.boundary(these.stream), file.config
-    # The numbers go on by one, or begin anew with a schedule that was run again.
-    follows = np.append(-1, these.message[:-1]) + 1
-    if ((these.message != follows) & (these.message != 0)).any():
-        raise bad("a message is missing")
-    residual = these.lost - these.repaired
-    zeros = np.where(these.again, 0, residual)
-    # Tensor-parallel copies have the zeros of all of them.
-    observed = config.act_transport == "udp"
-    wrong = (
-        (these.zeros < zeros) if observed and Stream.parse(these.stream).tensor is not None else these.zeros != zeros
-    )
-    if (wrong | (residual < 0) | (these.lost > these.packets) | (these.zeros > these.packets)).any():
-        raise bad("its numbers do not agree")
-    for number, packets, count, bitmap in zip(these.message, these.packets, these.zeros, these.bitmaps):
-        if bitmap is not None:
-            packed = np.frombuffer(bitmap, dtype=np.uint8)[None]
-            if packed.shape[1] != -(-packets // 8) or (~schema.unpack(packed, packets)).sum() != count:
-                raise bad(f"message {number}: bitmap and zeros do not agree")
-    if not observed and not _drawn_again(config, boundary, these):
-        raise bad("what is drawn again from the recorded seed is not what was recorded")
-
-
-def _drawn_again(config: LossyConfig, boundary: Boundary, these: Crossings) -> bool:
-    """Whether the losses of ``these`` are those of the seed and the flags."""
-    messages, stream = Messages(config), Stream.parse(these.stream)
-    for number, packets, lost, repaired, again, zeros, bitmap in zip(
-        these.message, these.packets, these.lost, these.repaired, these.again, these.zeros, these.bitmaps
-    ):
-        if number == 0:
-            messages.begin(these.iteration, len(these.message))
-        fate = messages.next(
-            these.phase, boundary, stream.expert_rank, stream.tensor or 0, these.iteration, int(packets)
-        )
-        recorded = (lost, lost - repaired, again, zeros)
-        if recorded != (fate.raw, fate.residual, fate.again, fate.lost.sum()):
-            return False
-        if bitmap is not None and bitmap != schema.pack(~fate.lost[None])[0].tobytes():
-            return False
-    return True

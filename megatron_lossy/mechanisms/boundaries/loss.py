@@ -73,7 +73,7 @@ class BoundaryLoss:
         """B and C: each B packets of a message get C packets of parity; ``None`` if there is no parity."""
         if self._config.act_retransmit == "off":
             return None
-        block, parity = self._config.act_fec_high if self.high(boundary) else self._config.act_fec_low
+        (block, parity), _ = self._config.recovery_of(self.high(boundary))
         return block, parity
 
     def layout(self, boundary: Boundary, packets: int) -> Layout | None:
@@ -91,7 +91,7 @@ class BoundaryLoss:
         if self._config.act_retransmit == "off":
             return packets
         high = self.high(boundary)
-        share = self._config.act_residual_high if high else self._config.act_residual_low
+        _, share = self._config.recovery_of(high)
         return math.floor(share * packets + _ROUNDING)
 
     def draw(self, boundary: Boundary, rank: int, tensor: int, step: int, units: int) -> np.ndarray:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...monitor.observer import Observer
 from ...monitor.window import Window
 from .flags import BOUNDARY_PHASES
 from .loss import Fate
 from .messages import Message
+from .observer import BoundaryObserver
 
 _COLUMNS = ("packets", "raw", "zeros", "messages", "again")
 
 
-class BoundaryMonitor(Observer):
+class BoundaryMonitor(BoundaryObserver):
     """Metrics of all messages between stages since the last record, over all ranks."""
 
     def __init__(self) -> None:

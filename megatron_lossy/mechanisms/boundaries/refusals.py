@@ -9,9 +9,9 @@ from ...config.facts import Facts
 from ...config.refusal import Section
 from ...config.transport import UDP_REPORT_BYTES
 from ...refusals.row import OFF, Row, above
+from .flags import BoundaryFlags
 
-#: Flags that lose something between stages.
-LOSING = ("--act-transport", "--p-act", "--p-act-grad")
+_LOSING = BoundaryFlags.stage_losses
 _BESIDE = "--p-act, --p-act-grad"
 
 
@@ -47,7 +47,7 @@ BOUNDARIES = Section(
             flag="--virtual-boundaries",
             beside="--lossy-links inter-node",
             why="cannot be on a node: --lossy-links inter-node",
-            when=lambda config, facts: config.virtual_boundaries and config.lossy_links == "inter-node",
+            when=lambda config, facts: config.virtual_boundaries and config.ranks_of_node is not None,
         ),
         Row(
             flag="--act-transport",
@@ -74,19 +74,19 @@ BOUNDARIES = Section(
             when=lambda config, facts: config.act_transport == "udp" and config.act_packet_bytes > config.packet_bytes,
         ),
         Row(
-            flag=LOSING,
+            flag=_LOSING,
             beside="one pipeline stage",
             why="nothing is sent with one pipeline stage; needs more of them",
             when=lambda config, facts: _of_one_stage(config, facts) and config.act_transport == "udp",
         ),
         Row(
-            flag=LOSING,
+            flag=_LOSING,
             beside="one pipeline stage without --virtual-boundaries",
             why="nothing is sent with one pipeline stage; needs more of them, or --virtual-boundaries",
             when=_of_one_stage,
         ),
         Row(
-            flag=LOSING,
+            flag=_LOSING,
             beside="--virtual-workers without --virtual-boundaries",
             why="needs --virtual-boundaries in one process",
             when=lambda config, facts: (
@@ -166,7 +166,7 @@ BOUNDARIES = Section(
             when=_between_stages(lambda facts: facts.several_modules),
         ),
         Row(
-            flag=LOSING,
+            flag=_LOSING,
             beside="no distributed optimizer",
             why=OFF,
             when=_between_stages(lambda facts: facts.distributed_optimizer is False),

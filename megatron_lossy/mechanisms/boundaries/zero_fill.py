@@ -50,10 +50,10 @@ class _Lossy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, lost: np.ndarray, lost_gradients: np.ndarray, elements: int, masked: bool
+        ctx: Any, tensor: torch.Tensor, lost: np.ndarray, lost_gradients: np.ndarray, elements: int
     ) -> torch.Tensor:
         ctx.fill = []
-        if masked and lost.any():
+        if lost.any():
             ctx.fill.append(lost)
         if lost_gradients.any():
             ctx.fill.append(lost_gradients)
@@ -65,20 +65,18 @@ class _Lossy(torch.autograd.Function):
         [gradient] = gradients
         for lost in ctx.fill:
             gradient = zero_filled(gradient, lost, ctx.elements)
-        return gradient, None, None, None, None
+        return gradient, None, None, None
 
 
-def lossy(
-    tensor: torch.Tensor, lost: np.ndarray, lost_gradients: np.ndarray, elements: int, masked: bool
-) -> torch.Tensor:
+def lossy(tensor: torch.Tensor, lost: np.ndarray, lost_gradients: np.ndarray, elements: int) -> torch.Tensor:
     """``tensor`` as it arrives at the next stage; its gradient loses packets on the way back.
 
-    ``lost``, ``lost_gradients`` bool[packets]: the packets that are lost forward, and backward. ``masked``: the
+    ``lost``, ``lost_gradients`` bool[packets]: the packets that are lost forward, and backward. The
     gradient of lost activations is zero, because zeros have none.
     """
     if not lost.any() and not lost_gradients.any():
         return tensor
-    return _Lossy.apply(tensor, lost, lost_gradients, elements, masked)  # type: ignore[no-untyped-call]
+    return _Lossy.apply(tensor, lost, lost_gradients, elements)  # type: ignore[no-untyped-call]
 
 
 def mask_of(lost: np.ndarray, elements: int) -> Callable[[torch.Tensor], torch.Tensor]:

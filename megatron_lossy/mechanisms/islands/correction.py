@@ -143,8 +143,8 @@ def make_correction(config: LossyConfig, islands: int, size: int, steps: int | N
     if config.delay_correction == "smith":
         gain = predictor_gain(config) if config.gain is None else config.gain
         return SmithPredictor(gain, islands, size, device) if config.may_overlap else Mixing(gain)
-    first, last = config.ema_coefficient
-    return MovingAverage(islands, size, first, last, config.ema_hold_iters, steps or 0, device)
+    first, last, hold = config.ema_coefficient
+    return MovingAverage(islands, size, first, last, int(hold), steps or 0, device)
 
 
 def critical_gain(config: LossyConfig) -> float:

@@ -5,7 +5,6 @@ All messages have the length of the longest exchange; shorter ones end in zeros.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,9 +12,8 @@ import numpy as np
 import torch
 
 from ...config import LossyConfig
-from ...transport.udp.engine import Transfer
+from ...transport.udp.leaving import Leaving, patiently
 from ...transport.udp.process import engine_for
-from ..boundaries.links import patiently
 from .flags import SYNC_PHASES
 
 
@@ -46,8 +44,8 @@ class IslandLink:
             self.name, island, config.islands, store, name, buckets, alike=config.sync_subset, phases=SYNC_PHASES
         )
         self._begun = 0
-        self._memory, self._hurries = config.udp_memory, config.udp_deadline_seconds is not None
-        self._leaving: deque[tuple[Transfer, int]] = deque()  # messages being sent, and their bytes
+        self._hurries = config.udp_deadline_seconds is not None
+        self._leaving = Leaving(config.udp_memory, patience)
         self._silent: list[int] = []  # islands that sent nothing of their latest message
 
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
@@ -78,7 +76,7 @@ class IslandLink:
         transfer = self._channel.post(phase, self._begun, 0, self._others(list(received)))
         transfer.keep = received, sent
         self._channel.send(phase, self._begun, 0, self._others(rows, self._left_out()))
-        self._leaving.append((transfer, sent.numel() * sent.element_size()))
+        self._leaving.add(transfer, sent.numel() * sent.element_size())
         arrived = patiently(transfer.wait, self._patience).copy()
         self._silent = np.flatnonzero(~arrived.any(axis=1)).tolist()
         return received[:, :count], arrived
@@ -89,12 +87,10 @@ class IslandLink:
         Data that a stalled island has not taken stays here. If it grows above ``--udp-memory``, silent islands get
         nothing for a while. Without a deadline everybody waits for them anyway.
         """
-        while self._leaving and self._leaving[0][0].all_sent():
-            self._leaving.popleft()
-        while sum(size for _, size in self._leaving) > self._memory:
+        while self._leaving.full:
             if self._hurries and self._silent:
                 return self._silent
-            patiently(self._leaving.popleft()[0].sent, self._patience)
+            self._leaving.wait()
         return []
 
     def _others(self, rows: Sequence[torch.Tensor], left_out: Collection[int] = ()) -> list[int | None]:

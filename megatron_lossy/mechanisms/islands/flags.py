@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...errors import refuse
-from ...flags import as_text, flag, flag_name, in_unit_interval, refuse_unused
+from ...flags import as_text, flag, flag_name, in_unit_interval, number, refuse_unused
 from ...jobs import Jobs
 from ...section import Flags
 
@@ -70,21 +70,25 @@ class IslandFlags(Flags):
         choices=("none", "ema", "mixing", "smith"),
     )
     ema_coefficient: tuple[float, ...] = flag(
-        (0.5, 0.01),
-        "ema: coefficient at first, and at --train-iters after half a cosine",
-        type=float,
-        nargs=2,
-        metavar=("FIRST", "LAST"),
+        (0.5, 0.01, 1000),
+        "ema: coefficient at first, for N iterations, and at --train-iters after half a cosine",
+        type=number,
+        nargs=3,
+        metavar=("FIRST", "LAST", "N"),
     )
-    ema_hold_iters: int = flag(1000, "ema: iterations with the first coefficient", metavar="N")
     mixing_gain: str = flag(
         "auto",
         "mixing, smith: share of the way to the mean, in (0, 2); auto: of mixing the fastest without oscillation, by how many "
         "exchanges of an element are under way at once, of smith 1, and less if some of these may be lost",
         metavar="{auto,A}",
     )
-    outer_lr: float = flag(0.7, "diloco, eager-diloco: learning rate of the outer optimizer", metavar="LR")
-    outer_momentum: float = flag(0.9, "diloco, eager-diloco: Nesterov momentum of the outer optimizer", metavar="B")
+    outer_optimizer: tuple[float, ...] = flag(
+        (0.7, 0.9),
+        "diloco, eager-diloco: learning rate and Nesterov momentum of the outer optimizer",
+        type=float,
+        nargs=2,
+        metavar=("LR", "MOMENTUM"),
+    )
     island_speeds: tuple[float, ...] | None = flag(
         None,
         "speeds of the islands, one each: an island makes as many times K iterations between two exchanges as it is faster "
@@ -219,13 +223,14 @@ class IslandFlags(Flags):
             self._need(name, getattr(self, name) in choices, "must be one of " + ", ".join(choices))
         self._check_used()
         self._need("sync_fraction", 0 < self.sync_fraction <= 1, "must be in (0, 1]")
-        for name, least in (("sync_interval", 1), ("sync_block", 1), ("sync_delay", 0), ("ema_hold_iters", 0)):
+        for name, least in (("sync_interval", 1), ("sync_block", 1), ("sync_delay", 0)):
             self._need(name, getattr(self, name) >= least, f"must be at least {least}")
-        first_last = len(self.ema_coefficient) == 2 and all(0 < value <= 1 for value in self.ema_coefficient)
-        self._need("ema_coefficient", first_last, "must be two numbers in (0, 1]")
+        *first_last, hold = self.ema_coefficient
+        fine = len(first_last) == 2 and all(0 < value <= 1 for value in first_last) and 0 <= hold < math.inf
+        self._need("ema_coefficient", fine, "must be two numbers in (0, 1], and iterations of at least 0")
         _ = self.gain
-        self._need("outer_lr", 0 < self.outer_lr < math.inf, "must be a positive number")
-        self._need("outer_momentum", 0 <= self.outer_momentum < 1, "must be in [0, 1)")
+        lr, momentum = self.outer_optimizer
+        self._need("outer_optimizer", 0 < lr < math.inf and 0 <= momentum < 1, "must be above 0, and in [0, 1)")
         if self.has_outer_optimizer:
             self._need("sync_fraction", self.sync_fraction == 1, f"must be 1 with --sync-method {self.sync_method}")
         if self.sync_method == "diloco":
@@ -262,17 +267,12 @@ class IslandFlags(Flags):
                 ("sync_subset", "sync_block", "delay_correction"),
                 (self.averages and corrected, "--islands and --sync-method parameters"),
             ),
-            **dict.fromkeys(
-                ("ema_coefficient", "ema_hold_iters"),
-                (corrected and self.delay_correction == "ema", "--delay-correction ema"),
-            ),
+            "ema_coefficient": (corrected and self.delay_correction == "ema", "--delay-correction ema"),
             "mixing_gain": (
                 corrected and self.delay_correction in ("mixing", "smith"),
                 "--delay-correction mixing or smith",
             ),
-            **dict.fromkeys(
-                ("outer_lr", "outer_momentum"), (self.has_outer_optimizer, "--sync-method diloco or eager-diloco")
-            ),
+            "outer_optimizer": (self.has_outer_optimizer, "--sync-method diloco or eager-diloco"),
         }
         for name, (used, needs) in uses.items():
             if not used:

@@ -79,5 +79,5 @@ class EagerDiLoCo(DiLoCo):
 def make_outer(config: LossyConfig, start: torch.Tensor) -> Rule:
     """The rule of ``--sync-method`` for islands of this process that start from ``start`` [islands, size]."""
     if config.sync_method == "diloco":
-        return DiLoCo(start, config.outer_lr, config.outer_momentum)
-    return EagerDiLoCo(start, config.outer_lr, config.outer_momentum, config.islands)
+        return DiLoCo(start, *config.outer_optimizer)
+    return EagerDiLoCo(start, *config.outer_optimizer, config.islands)

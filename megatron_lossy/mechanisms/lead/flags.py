@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ...errors import refuse
-from ...flags import check_choice, flag
+from ...flags import flag
 from ...section import Flags
 
 
@@ -16,35 +16,30 @@ class LeadFlags(Flags):
 
     param_send: str = flag(
         "plain",
-        "what an owner sends: its weights; or its weights with a lead, so that replicas are not late on average "
-        "(docs/lag.md)",
-        choices=("plain", "compensated"),
+        "what an owner sends: its weights; or its weights with a lead E, so that replicas are not late on average: "
+        "E = C0 (W - W before) + R (E before), with C0 and R from the loss rates, or from what receivers count where these are "
+        "not known, unless they are given (docs/lag.md)",
+        metavar="{plain,compensated[:C0[,R]]}",
         group="lead",
         basic=True,
-    )
-    param_lag: str = flag(
-        "auto",
-        "compensated: the lead, C0 or C0,R, as E = C0 (W - W before) + R (E before); auto takes it from the loss rates, or "
-        "from what receivers count where these are not known",
-        metavar="{auto,C0,C0,R}",
     )
 
     @property
     def lead(self) -> tuple[float, float] | None:
-        """C0 and R of ``--param-lag``, or ``None`` for ``auto``. Raises :class:`UsageError`."""
-        if self.param_lag == "auto":
+        """The given C0 and R, or ``None``. Raises :class:`UsageError`."""
+        name, colon, text = self.param_send.partition(":")
+        if name in ("plain", "compensated") and not colon:
             return None
         try:
-            c, r = [float(number) for number in (*self.param_lag.split(","), "0")[:2]]
-            if self.param_lag.count(",") > 1 or not (0 <= c < math.inf and 0 <= r < 1):
+            c, r = [float(number) for number in (*text.split(","), "0")[:2]]
+            if name != "compensated" or text.count(",") > 1 or not (0 <= c < math.inf and 0 <= r < 1):
                 raise ValueError
         except ValueError:
-            allowed = "must be auto, C0 or C0,R, with C0 finite and at least 0, and R in [0, 1)"
-            raise refuse("--param-lag", self.param_lag, allowed) from None
+            allowed = "must be plain, compensated or compensated:C0[,R], with C0 finite and at least 0, and R in [0, 1)"
+            raise refuse("--param-send", self.param_send, allowed) from None
         return c, r
 
     def check(self) -> None:
-        check_choice(self, "param_send")
         _ = self.lead
 
     def sends_weights(self) -> bool:
@@ -56,4 +51,4 @@ class LeadFlags(Flags):
     def notes(self) -> list[str]:
         if self.param_send == "plain" or not self.loses("param"):
             return []
-        return [f"parameters sent {self.param_send}, lag {self.param_lag}"]
+        return [f"parameters sent {self.param_send}"]

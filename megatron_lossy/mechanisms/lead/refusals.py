@@ -10,13 +10,7 @@ LEAD = Section(
     "Lead of parameters",
     (
         Row(
-            flag="--param-lag",
-            beside="--param-send plain",
-            why="needs --param-send compensated",
-            when=lambda config, facts: config.lead is not None and config.param_send == "plain",
-        ),
-        Row(
-            flag=("--param-send", "--param-lag"),
+            flag=("--param-send",),
             beside="lost gradients and no distributed optimizer",
             why=NO_PARAMETERS,
             when=lambda config, facts: facts.distributed_optimizer is False and not config.untouched("grad"),

@@ -48,7 +48,7 @@ class Priorities(Mechanism):
             return rules
         from .protected import Prioritised
 
-        return [Prioritised(rule.units, rule.rank, config.param_priority_fraction) for rule in rules]
+        return [Prioritised(rule.units, rule.rank, config.param_priority_rule[1]) for rule in rules]
 
     @classmethod
     def observers(cls, run: Any, writer: int | None) -> Sequence[Observer]:

@@ -22,26 +22,23 @@ if TYPE_CHECKING:
     import torch
 
 _CACHED_BYTES = 2**18
+#: Values that a quantile is taken from.
+SAMPLE = 1000
 #: Returns numbers in [0, 1) that depend on an exchange, a bucket and a sender alone.
 Draw = Callable[[Exchange, int, int], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Protection:
-    """The rule that gives units high priority, and the bound above which all other units are delivered too.
+    """The rule that gives units high priority.
 
     ``kind``: ``packet-mean``, ``element-quantile``, or ``none``; with ``none`` only units with a value that is not
-    finite have high priority. ``fraction``: K, in [0, 1]. ``scope``: K is a share of a ``bucket`` or of a
-    ``destination``. ``sample``: number of values that the quantile is taken from. ``bound``: if a message loses more
-    than this share of its low-priority units, all of them are delivered. ``own``: whether a rank's units for itself can
-    be lost too. ``draw``: draws the sample.
+    finite have high priority. ``fraction``: K, in [0, 1], a share of what a rank sends of a bucket. ``own``: whether a
+    rank's units for itself can be lost too. ``draw``: draws :data:`SAMPLE` numbers for the quantile.
     """
 
     kind: str = "none"
     fraction: float = 0.0
-    scope: str = "bucket"
-    sample: int = 1000
-    bound: float = 1.0
     own: bool = False
     draw: Draw | None = None
 
@@ -85,10 +82,6 @@ class Priority:
         """The units of ``buffer`` [N * shard] that are lost for good, if the network loses ``lost``."""
         high = self.choose(buffer, exchange)
         final = lost.mask & ~high
-        low = ~high & self._crossing(len(high))[:, None]
-        # A message is all units for one destination.
-        beyond = final.sum(axis=1) > self.protection.bound * low.sum(axis=1)
-        final[beyond] = False
         self.told.lost = int(lost.mask.sum())
         self.told.recovered = self.told.lost - int(final.sum())
         self.tell(Lost(final))
@@ -110,15 +103,13 @@ class Priority:
         if self.always is not None:
             high |= self.always
         high &= crossing[:, None]
-        whole = self.protection.scope == "bucket"
-        scopes = [np.flatnonzero(crossing)] if whole else [np.array([one]) for one in np.flatnonzero(crossing)]
-        for rows in scopes if self.protection.kind != "none" else ():
-            if not len(rows):
-                continue
-            if self.protection.kind == "packet-mean":
-                high[rows] |= top(sizes[rows], self.protection.fraction)
-            else:
-                high[rows] |= sizes[rows] >= self._quantile(buffer, rows, exchange)
+        rows = np.flatnonzero(crossing)
+        if not len(rows) or self.protection.kind == "none":
+            return high
+        if self.protection.kind == "packet-mean":
+            high[rows] |= top(sizes[rows], self.protection.fraction)
+        else:
+            high[rows] |= sizes[rows] >= self._quantile(buffer, rows, exchange)
         return high
 
     def _quantile(self, buffer: torch.Tensor, rows: np.ndarray, exchange: Exchange) -> float:

@@ -19,7 +19,7 @@ from ...channel.draws import generator
 from ...exchange import BucketUnits, Delivery, Exchange, Lost
 from ...recovery.base import Gradients, GradRecovery, add_up
 from ...recovery.stale import Stale
-from .choosing import ParamPriority, Priority, Protection
+from .choosing import SAMPLE, ParamPriority, Priority, Protection
 
 if TYPE_CHECKING:
     import torch
@@ -162,17 +162,10 @@ def protection_of(config: LossyConfig) -> Protection:
     """The :class:`Protection` that the flags ask for."""
 
     def draw(exchange: Exchange, source: int, number: int) -> np.ndarray:
-        return generator(config.loss_seed, exchange, source, number).random(config.grad_priority_sample)
+        return generator(config.loss_seed, exchange, source, number).random(SAMPLE)
 
-    return Protection(
-        config.grad_priority,
-        config.grad_priority_fraction,
-        config.grad_priority_scope,
-        config.grad_priority_sample,
-        config.grad_residual_bound,
-        config.lossy_self,
-        draw,
-    )
+    kind, fraction = config.grad_priority_rule
+    return Protection(kind, fraction, config.lossy_self, draw)
 
 
 @functools.cache

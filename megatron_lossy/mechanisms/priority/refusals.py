@@ -73,12 +73,6 @@ PRIORITY = Section(
             when=lambda config, facts: _over_udp(config) and not config.phase("grad").lossless,
         ),
         Row(
-            flag="--grad-residual-bound",
-            beside="--transport udp",
-            why="cannot be with --transport udp",
-            when=lambda config, facts: _over_udp(config) and config.grad_residual_bound != 1,
-        ),
-        Row(
             flag="--packet-bytes",
             beside="--transport udp and --grad-priority or error-feedback",
             why=f"must be at least {UDP_REPORT_BYTES} with --grad-priority over UDP",
@@ -128,7 +122,7 @@ PRIORITY = Section(
             ),
         ),
         Row(
-            flag=("--param-priority", "--param-priority-fraction"),
+            flag=("--param-priority",),
             beside="lost gradients and no distributed optimizer",
             why=NO_PARAMETERS,
             when=lambda config, facts: facts.distributed_optimizer is False and not config.untouched("grad"),

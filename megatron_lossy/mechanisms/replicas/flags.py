@@ -13,8 +13,6 @@ from ...section import Flags
 if TYPE_CHECKING:
     from ...config import LossyConfig
 
-_OF_RULES = ("param_sync_min_interval", "param_sync_max_interval")
-
 
 @dataclass(frozen=True)
 class ReplicaFlags(Flags):
@@ -32,17 +30,13 @@ class ReplicaFlags(Flags):
     )
     param_sync_rule: str = flag(
         "fixed",
-        "the next interval: always the same; the ratio of gradient to divergence (PAFT-Dyn); or what keeps the divergence at "
-        "--param-sync-tolerance",
-        choices=("fixed", "snr", "divergence"),
+        "the next interval: always the same; the ratio of gradient to divergence (snr, PAFT-Dyn); or what keeps the divergence "
+        "at TAU (0.1), the distance of replicas from their mean in units of its length",
+        metavar="{fixed,snr,divergence[:TAU]}",
     )
-    param_sync_tolerance: float = flag(
-        0.1,
-        "divergence: distance of replicas from their mean to aim at, in units of the length of the mean",
-        metavar="TAU",
+    param_sync_bounds: tuple[int, ...] = flag(
+        (1, 1000), "snr, divergence: shortest and longest interval", type=int, nargs=2, metavar=("MIN", "MAX")
     )
-    param_sync_min_interval: int = flag(1, "snr, divergence: shortest interval", metavar="H")
-    param_sync_max_interval: int = flag(1000, "snr, divergence: longest interval", metavar="H")
     param_sync_overlap: bool = flag(
         False, "parameters are averaged during the next forward and backward pass, and applied before the next update"
     )
@@ -67,25 +61,35 @@ class ReplicaFlags(Flags):
     )
 
     @property
+    def sync_rule(self) -> tuple[str, float]:
+        """The rule of ``--param-sync-rule``, and the divergence to aim at. Raises :class:`UsageError`."""
+        name, colon, text = self.param_sync_rule.partition(":")
+        try:
+            tolerance = float(text) if colon else 0.1
+        except ValueError:
+            tolerance = math.nan
+        if name not in ("fixed", "snr", "divergence") or (colon and name != "divergence"):
+            raise refuse("--param-sync-rule", self.param_sync_rule, "must be fixed, snr, divergence or divergence:TAU")
+        if not 0 < tolerance < math.inf:
+            raise refuse("--param-sync-rule", self.param_sync_rule, "TAU must be a finite number above 0")
+        return name, tolerance
+
+    @property
     def synchronises(self) -> bool:
         """Whether replicas are averaged at all."""
         return self.param_sync_interval > 0
 
     def check(self) -> None:
-        for name in ("param_sync_rule", "param_sync_state", "param_sync_source", "replica_check"):
+        for name in ("param_sync_state", "param_sync_source", "replica_check"):
             check_choice(self, name)
         if self.param_sync_interval < 0:
             raise refuse("--param-sync-interval", self.param_sync_interval, "must be at least 0")
-        if not 0 < self.param_sync_tolerance < math.inf:
-            raise refuse("--param-sync-tolerance", self.param_sync_tolerance, "must be a finite number above 0")
-        if self.param_sync_min_interval < 1:
-            raise refuse("--param-sync-min-interval", self.param_sync_min_interval, "must be at least 1")
-        if self.param_sync_max_interval < self.param_sync_min_interval:
-            least = f"must be at least --param-sync-min-interval {self.param_sync_min_interval}"
-            raise refuse("--param-sync-max-interval", self.param_sync_max_interval, least)
-        low, high = self.param_sync_min_interval, self.param_sync_max_interval
-        if self.synchronises and self.param_sync_rule != "fixed" and not low <= self.param_sync_interval <= high:
-            within = f"must be within --param-sync-min-interval {low} and --param-sync-max-interval {high}"
+        _ = self.sync_rule
+        low, high = self.param_sync_bounds
+        if not 1 <= low <= high:
+            raise refuse("--param-sync-bounds", f"{low} {high}", "must be 1 <= MIN <= MAX")
+        if self.synchronises and self.sync_rule[0] != "fixed" and not low <= self.param_sync_interval <= high:
+            within = f"must be within --param-sync-bounds {low} {high}"
             raise refuse("--param-sync-interval", self.param_sync_interval, within)
         needs = {
             own.name: ("--param-sync-interval", self.synchronises)
@@ -93,8 +97,7 @@ class ReplicaFlags(Flags):
             if own.name.startswith("param_sync_") and own.name != "param_sync_interval"
         }
         if self.synchronises:
-            needs |= dict.fromkeys(_OF_RULES, ("--param-sync-rule snr or divergence", self.param_sync_rule != "fixed"))
-            needs["param_sync_tolerance"] = ("--param-sync-rule divergence", self.param_sync_rule == "divergence")
+            needs["param_sync_bounds"] = ("--param-sync-rule snr or divergence", self.sync_rule[0] != "fixed")
         for name, (what, there) in needs.items():
             if not there:
                 refuse_unused(self, name, f"needs {what}")
@@ -109,13 +112,9 @@ class ReplicaFlags(Flags):
         reset: dict[str, Any] = {
             own.name: own.default for section in (ErrorFlags, ReplicaFlags) for own in fields(section)
         }
-        bursts = self.loss_model[0] == "gilbert-elliott"
         grad: dict[str, Any] = {
             "p_param": self.p_grad,
-            "ge_param": self.ge_grad,
-            "link_rates_param": self.link_rates_grad,
             "loss_model": self.loss_model[:1],
-            "ge_mean_burst": self.ge_mean_burst[:1] if bursts else type(self).ge_mean_burst,
             "loss_schedule": None if self.loss_schedule is None else self.loss_schedule[:1],
         }
         return replace(self, **reset, **grad)
@@ -142,7 +141,7 @@ class ReplicaFlags(Flags):
         if self.synchronises:
             what = {"params": "parameters", "all": "parameters and moments"}[self.param_sync_state]
             source = {"mean": "averaged", "first": "copied from the first replica"}[self.param_sync_source]
-            rule = "" if self.param_sync_rule == "fixed" else f" at first, then by {self.param_sync_rule}"
+            rule = "" if self.sync_rule[0] == "fixed" else f" at first, then by {self.sync_rule[0]}"
             overlap = ", overlapped" if self.param_sync_overlap else ""
             parts.append(f"{what} {source} every {self.param_sync_interval} updates{rule}{overlap}")
         if self.replica_check != "none":

@@ -50,19 +50,19 @@ class HeldReplicas(Part, ABC):
         self._together: FullReplicas | None = None
 
     def attach(self, run: Any) -> None:
-        self._run = run
+        self._run, self._corruption = run, run.corruption
 
     def add(self, ddp: Any) -> None:
         """Register the buckets of a model chunk."""
         if not self.streams:
             self._run.after_update.append(lambda _: self.finished())
-        config, corruption = self._run.config, self._run.corruption
         for one in streams_of(ddp):
             peers = self.peers_of(one)
-            ranks = peers.local if config.grad_error_at == "broadcast" else [0] * len(peers.local)
+            ranks = peers.local if self._run.config.grad_error_at == "broadcast" else [0] * len(peers.local)
             self.streams.append(one)
             self.peers.append(peers)
-            self._errors.append([errors_in(corruption, one.stream, one.buckets, one.ranges, rank) for rank in ranks])
+            buckets, ranges = one.buckets, one.ranges
+            self._errors.append([errors_in(self._corruption, one.stream, buckets, ranges, rank) for rank in ranks])
 
     # --- differences of real and virtual runs ----------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class HeldReplicas(Part, ABC):
 
     @abstractmethod
     def states(self, replica: int, own: Sequence[Main]) -> list[dict[str, Any]]:
-        """What torch's optimizers keep of each of the float32 weights ``own``."""
+        """The state, in torch's optimizers, of each of the float32 weights ``own``."""
 
     @abstractmethod
     def models(self, mains: Mains) -> Sequence[Tensors]:

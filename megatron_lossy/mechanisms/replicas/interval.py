@@ -27,7 +27,7 @@ class Interval:
     @property
     def needs_gradient(self) -> bool:
         """Whether the rule needs the length of local gradients."""
-        return self._config.param_sync_rule == "snr"
+        return self._config.sync_rule[0] == "snr"
 
     def arrived(self, updates: int, divergence: float, mean: float, gradient: float | None) -> None:
         """Adapt H after a synchronisation that followed ``updates``.
@@ -36,15 +36,15 @@ class Interval:
         mean over replicas. ``mean``: of the mean replica. ``gradient``: of local gradients before their reduction, the
         mean over replicas.
         """
-        if self._config.param_sync_rule == "snr":
+        if self._config.sync_rule[0] == "snr":
             assert gradient is not None
             self.current = self._within(snr(gradient, divergence))
-        elif self._config.param_sync_rule == "divergence":
+        elif self._config.sync_rule[0] == "divergence":
             r = relative(divergence, mean)
-            self.current = self._within(proportional(updates, r, self._config.param_sync_tolerance))
+            self.current = self._within(proportional(updates, r, self._config.sync_rule[1]))
 
     def _within(self, interval: float) -> int:
-        low, high = self._config.param_sync_min_interval, self._config.param_sync_max_interval
+        low, high = self._config.param_sync_bounds
         return round(min(max(interval, low), high))
 
     def state_dict(self) -> dict[str, Any]:

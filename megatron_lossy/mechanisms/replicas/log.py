@@ -37,6 +37,6 @@ def check_row(config: ReplicaFlags, row: Mapping[str, Any]) -> bool:
         return False
     if not config.synchronises or done not in _SYNCS:
         raise ValueError(f"--param-sync-interval {config.param_sync_interval} synchronises nothing by {done!r}")
-    if config.param_sync_rule == "fixed" and row["interval"] != config.param_sync_interval:
+    if config.sync_rule[0] == "fixed" and row["interval"] != config.param_sync_interval:
         raise ValueError(f"--param-sync-interval was {config.param_sync_interval}, not {row['interval']}")
     return True

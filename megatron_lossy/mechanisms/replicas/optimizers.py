@@ -1,4 +1,4 @@
-"""What Megatron's optimizers keep of full replicas: float32 weights, and moments."""
+"""Float32 weights and moments of full replicas, in Megatron's optimizers."""
 
 from __future__ import annotations
 

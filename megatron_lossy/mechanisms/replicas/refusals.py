@@ -49,7 +49,7 @@ def _loses_parameters(when: Callable[[LossyConfig], object]) -> Callable[[LossyC
 
 def _sums_absolute_noise(config: LossyConfig, facts: Facts) -> bool:
     """Whether gradients are sums over tokens, and the noise in them is not relative."""
-    relative = config.grad_error != "gaussian" or config.grad_error_relative is not None
+    relative = config.error_kind != "gaussian" or config.grad_error_relative is not None
     return bool(facts.per_token_loss and not config.inert and not relative)
 
 
@@ -95,7 +95,7 @@ REPLICAS = Section(
             when=lambda config, facts: config.grad_error_std and _sums_absolute_noise(config, facts),
         ),
         Row(
-            flag="--grad-error-burst-std",
+            flag="--grad-error-burst",
             beside="--calculate-per-token-loss",
             why=f"{_SUMS}choose --grad-error-relative",
             when=_sums_absolute_noise,
@@ -104,7 +104,7 @@ REPLICAS = Section(
             flag="--param-sync-rule",
             beside="--calculate-per-token-loss",
             why=f"{_SUMS}choose divergence",
-            when=lambda config, facts: facts.per_token_loss and config.param_sync_rule == "snr",
+            when=lambda config, facts: facts.per_token_loss and config.sync_rule[0] == "snr",
         ),
         Row(
             flag="--param-sync-interval",

@@ -82,7 +82,7 @@ class TrainingStates:
         return [self._states[worker].weights[self._numbers[id(main)]] for main, _ in own]
 
     def moments(self, worker: int, own: Sequence[Main]) -> list[dict[str, Any]]:
-        """What torch's optimizers keep of each of the main weights ``own`` of ``worker``."""
+        """The state, in torch's optimizers, of each of the main weights ``own`` of ``worker``."""
         return [self._states[worker].moments[self._numbers[id(main)]] for main, _ in own]
 
     def copies(self, worker: int) -> list[torch.Tensor]:

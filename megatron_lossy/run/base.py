@@ -1,13 +1,8 @@
-"""One run, real or virtual: its clock, groups, observers, metrics, saved state, and actions after an update.
-
-A real run has one worker in each process, whose exchanges Megatron makes (:mod:`megatron_lossy.hooks`). A virtual run
-has all of them in one (:mod:`megatron_lossy.virtual`). Training, logs and checkpoints use both in the same way.
-"""
+"""The base of all runs, real and virtual."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -17,46 +12,16 @@ from typing import Any, Protocol
 
 import torch
 
-from .channel.corruption import Corruption, make_corruption
-from .config import PHASES, LossyConfig
-from .delivery_log.error_log import ErrorLog
-from .delivery_log.errors import recorded_events
-from .delivery_log.writer import DeliveryLog
-from .errors import UsageError, refuse
-from .exchange import Delivery
-from .files import replace_file
-from .flags import as_text, flag_name, identity
-from .mechanism import Part
-from .monitor import Drift, ExchangeMonitor, Observer, Replicas, load_states, metrics_of, states_of
-from .registry import MECHANISMS
-from .transport import LossyGroup
-
-#: The folder of saved replicas in a checkpoint.
-REPLICAS = "lossy_replicas"
-#: The format of saved replicas.
-FORMAT = 3
-# Flags of the use of replicas, not of their values.
-_OF_NO_MATTER = ("eval_weights", "save_replicas")
-_FILES = ("link_rates_grad", "link_rates_param", "trace")
-
-
-def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
-    """The observers that the flags of ``run`` ask for; none if they are inert. ``writer``: see :class:`Run`."""
-    config = run.config
-    if config.inert:
-        return []
-    observers: list[Observer] = [] if config.lossless else [ExchangeMonitor()]
-    if config.transport == "udp":
-        from .transport.udp.monitor import DatagramMonitor
-
-        observers.append(DatagramMonitor(lambda: run.carriers, writer))
-    if config.drift_interval and not (config.lossless or config.needs_whole_optimizers()):
-        observers.append(Drift(config))
-    if config.delivery_log is not None and not config.lossless:
-        observers.append(DeliveryLog(config, writer))
-    if config.delivery_log is not None and (config.errs or config.needs_whole_optimizers()):
-        observers.append(ErrorLog(config, writer))
-    return observers + [one for mechanism in MECHANISMS.all() for one in mechanism.observers(run, writer)]
+from ..channel.corruption import Corruption, make_corruption
+from ..config import PHASES, LossyConfig
+from ..delivery_log.errors import recorded_events
+from ..errors import UsageError, refuse
+from ..exchange import Delivery
+from ..mechanism import Part
+from ..monitor import Replicas, load_states, metrics_of, states_of
+from ..transport import LossyGroup
+from .observers import make_observers
+from .saved import REPLICAS, flags_of, read, write
 
 
 class Observed(Protocol):
@@ -104,7 +69,7 @@ class Run(ABC):
         self.parts: list[Part] = []
         self.observers = make_observers(self, writer)
         # At once, since files may be large, and be gone when something is saved.
-        self._flags = _identity_of(config) if config.save_replicas and not config.inert else {}
+        self._flags = flags_of(config) if config.save_replicas and not config.inert else {}
         self.after_update: list[Callable[[Run], None]] = []
         self.pipeline: Pipeline | None = None
         #: The iteration that is over, but not yet told to the observers: its last exchanges may still be under way.
@@ -340,7 +305,6 @@ class Run(ABC):
         if not self.config.save_replicas or self.config.inert:
             return
         state = {
-            "format": FORMAT,
             "identity": self._whole_identity(),
             "iteration": self.iteration,
             "update": self.update,
@@ -349,9 +313,7 @@ class Run(ABC):
             "observers": states_of(self.observers),
             **({} if self.pipeline is None else {"pipeline": self.pipeline.state_dict()}),
         }
-        path = Path(folder, REPLICAS, self.replica_file())
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda aside: _save(state, aside))
+        write(Path(folder, REPLICAS, self.replica_file()), state)
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
         """Restore :meth:`save_replicas` after the checkpoint was loaded, with ``--save-replicas``.
@@ -363,11 +325,7 @@ class Run(ABC):
         path = Path(folder, REPLICAS, self.replica_file())
         if not path.is_file():
             raise self.error_of_missing(folder, path)
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        if state["format"] != FORMAT:
-            what = f"with {folder}"
-            raise refuse("--save-replicas", what, f"it has format {state['format']}; this version reads {FORMAT}")
-        self._check_identity(state["identity"], folder)
+        state = read(path, self.device, self._whole_identity(), folder)
         self.iteration, self.update = state["iteration"], state["update"]
         self.load_replica_state(state["replicas"])
         for group, saved in zip(self.groups, state["recovery"], strict=True):
@@ -379,44 +337,7 @@ class Run(ABC):
     def _whole_identity(self) -> dict[str, Any]:
         return {**self.identity(), **self._flags}
 
-    def _check_identity(self, saved: dict[str, Any], folder: str | os.PathLike) -> None:
-        here = self._whole_identity()
-        for name in dict.fromkeys([*here, *saved]):
-            there, now = saved.get(name, "not there"), here.get(name, "not there")
-            if str(there) != str(now):
-                why = f"{name} was {there} there and is {now} here; without the flag all replicas begin equal"
-                raise refuse("--save-replicas", f"with {folder}", why)
-
 
 def first(answers: Iterable[Any]) -> Any:
     """The first of ``answers`` that is not ``None``; the later ones are not asked for."""
     return next((one for one in answers if one is not None), None)
-
-
-def _identity_of(config: LossyConfig) -> dict[str, str]:
-    flags = {
-        flag_name(LossyConfig, name): _content(name, value) if name in _FILES and value else as_text(value)
-        for name, value in identity(config).items()
-        if name not in _OF_NO_MATTER
-    }
-    if config.loss_unit != "packet":
-        del flags["--packet-bytes"]
-    return flags
-
-
-def _content(name: str, value: str) -> str:
-    """A digest of the file, or of the folder of a delivery log, that does not depend on its place."""
-    path = Path(value)
-    try:
-        if path.is_dir():
-            described = repr(sorted((file.name, file.stat().st_size) for file in path.iterdir())).encode()
-        else:
-            described = path.read_bytes()
-    except OSError as error:
-        raise refuse(flag_name(LossyConfig, name), value, f"cannot be read: {error.strerror}") from None
-    return f"SHA-256 {hashlib.sha256(described).hexdigest()[:16]}"
-
-
-def _save(state: dict[str, Any], path: Path) -> None:
-    with open(path, "wb") as file:  # given a path, torch would write its name into the file
-        torch.save(state, file)

@@ -1,0 +1,29 @@
+"""The observers of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..delivery_log.error_log import ErrorLog
+from ..delivery_log.writer import DeliveryLog
+from ..monitor import Drift, ExchangeMonitor, Observer
+from ..registry import MECHANISMS
+
+
+def make_observers(run: Any, writer: int | None = None) -> list[Observer]:
+    """The observers that the flags of ``run`` ask for; none if they are inert. ``writer``: see :class:`Run`."""
+    config = run.config
+    if config.inert:
+        return []
+    observers: list[Observer] = [] if config.lossless else [ExchangeMonitor()]
+    if config.transport == "udp":
+        from ..transport.udp.monitor import DatagramMonitor
+
+        observers.append(DatagramMonitor(lambda: run.carriers, writer))
+    if config.drift_interval and not (config.lossless or config.needs_whole_optimizers()):
+        observers.append(Drift(config))
+    if config.delivery_log is not None and not config.lossless:
+        observers.append(DeliveryLog(config, writer))
+    if config.delivery_log is not None and (config.errs or config.needs_whole_optimizers()):
+        observers.append(ErrorLog(config, writer))
+    return observers + [one for mechanism in MECHANISMS.all() for one in mechanism.observers(run, writer)]

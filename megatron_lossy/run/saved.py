@@ -1,0 +1,86 @@
+"""The file of the replicas that a process saves beside a checkpoint, with ``--save-replicas``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import LossyConfig, PhaseLoss
+from ..errors import refuse
+from ..files import replace_file
+from ..flags import as_text, flag_name, identity
+
+#: The folder of saved replicas in a checkpoint.
+REPLICAS = "lossy_replicas"
+#: The format of saved replicas.
+FORMAT = 3
+# Flags of the use of replicas, not of their values.
+_OF_NO_MATTER = ("eval_weights", "save_replicas")
+
+
+def write(path: Path, state: Mapping[str, Any]) -> None:
+    """Write ``state``, with its ``identity`` among it, as the file ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, lambda aside: _save({"format": FORMAT, **state}, aside))
+
+
+def read(path: Path, device: torch.device, here: Mapping[str, Any], folder: str | os.PathLike) -> dict[str, Any]:
+    """The state in the file ``path`` of the checkpoint ``folder``.
+
+    Raises :class:`UsageError` if its format is another one, or its identity another one than ``here``.
+    """
+    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    if state["format"] != FORMAT:
+        what = f"with {folder}"
+        raise refuse("--save-replicas", what, f"it has format {state['format']}; this version reads {FORMAT}")
+    saved = state["identity"]
+    for name in dict.fromkeys([*here, *saved]):
+        there, now = saved.get(name, "not there"), here.get(name, "not there")
+        if str(there) != str(now):
+            why = f"{name} was {there} there and is {now} here; without the flag all replicas begin equal"
+            raise refuse("--save-replicas", f"with {folder}", why)
+    return state
+
+
+def flags_of(config: LossyConfig) -> dict[str, str]:
+    """The flags that must be equal for saved replicas to mean the same, as text. Reads the files that they name."""
+    flags = {
+        flag_name(LossyConfig, name): as_text(value)
+        for name, value in identity(config).items()
+        if name not in _OF_NO_MATTER
+    }
+    if config.loss_unit != "packet":
+        del flags["--packet-bytes"]
+    losses = [config.phase(phase) for phase in config.exchanges()]
+    if any(loss.matrix or loss.trace for loss in losses):
+        flags["--trace"], flags["--loss-model"] = "", " ".join(map(_model, losses))
+    return flags
+
+
+def _model(loss: PhaseLoss) -> str:
+    """The channel of ``loss``, with the content of its file."""
+    if loss.trace is not None:
+        return f"{loss.model} of {_content('--trace', loss.trace)}"
+    return loss.model if loss.matrix is None else f"{loss.model} of {_content('--loss-model', loss.matrix)}"
+
+
+def _content(flag: str, path: Path) -> str:
+    """A digest of the file, or of the folder of a delivery log, that does not depend on its place."""
+    try:
+        if path.is_dir():
+            described = repr(sorted((file.name, file.stat().st_size) for file in path.iterdir())).encode()
+        else:
+            described = path.read_bytes()
+    except OSError as error:
+        raise refuse(flag, path, f"cannot be read: {error.strerror}") from None
+    return f"SHA-256 {hashlib.sha256(described).hexdigest()[:16]}"
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    with open(path, "wb") as file:  # given a path, torch would write its name into the file
+        torch.save(state, file)
