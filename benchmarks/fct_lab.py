@@ -28,7 +28,7 @@ from benchmarks.exchange.contestants import Team, our_config
 from benchmarks.exchange.rows import Row
 from benchmarks.exchange.timeouts import HEADER, PAYLOAD
 from benchmarks.lab import Lab, Missing, end_in_order
-from megatron_lossy.coding.adaptive import AdaptiveCode
+from megatron_lossy.coding import AdaptiveCode
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file
 from megatron_lossy.lab.fct.path import Losses

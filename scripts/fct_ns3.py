@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lossy.coding.xor import Layout
+from megatron_lossy.coding import Layout
 from megatron_lossy.device.environment import processor, versions
 from megatron_lossy.errors import ArgumentParser, UsageError, refuse, usage_errors
 from megatron_lossy.files import check_folder, replace_file, write_text

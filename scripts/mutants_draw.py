@@ -16,7 +16,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
 PACKAGE = "megatron_lossy"
-ROOMS = ("recovery", "channel", "transport", "sync", "virtual", "hooks", "delivery_log", "coding", "pipeline")
+ROOMS = ("recovery", "channel", "transport", "mechanisms", "virtual", "hooks", "delivery_log", "coding")
 _BITS = {"RShift", "LShift", "BitOr", "BitAnd", "BitXor"}
 _SPEAKS = {"print", "warn"}
 _DECLARES = {"@abstractmethod", "@overload"}
@@ -145,7 +145,8 @@ def draw(root: Path, seed: int, rooms: tuple[str, ...] = ROOMS) -> Iterator[Muta
     """
     places: dict[tuple[str, str, Position], list[tuple[str, int, range, bool]]] = {}
     for room in rooms:
-        for path in sorted((root / PACKAGE / room).rglob("*.py")):
+        of_room = root / PACKAGE / room
+        for path in sorted(of_room.rglob("*.py")) if of_room.is_dir() else [of_room.with_suffix(".py")]:
             for file, kind, name, occurrence, place, lines, inside in _of(root, path):
                 places.setdefault((file, kind, place), []).append((name, occurrence, lines, inside))
     order, chance, number = sorted(places), random.Random(seed), 0

@@ -1,14 +1,17 @@
 """Write into the documentation what is made elsewhere; --check only says whether it is current.
 
-Between ``<!-- flags: loss -->`` and ``<!-- end -->``: the loss flags, from megatron_lossy/config; between
-``<!-- flags: training -->`` and ``<!-- end -->``: those of our own trainer, from megatron_lossy/train/config.py; between
-``<!-- flags: islands -->`` and ``<!-- end -->``: those of islands among the loss flags, and ``<!-- flags: pipeline -->``
-those of the asynchronous pipeline; between ``<!-- refusals: all -->`` and ``<!-- end -->``: the table of refusals, from
-megatron_lossy/refusals; between
-``<!-- table: FILE -->`` and ``<!-- end -->``: the Markdown table FILE of benchmarks/results, or its section ``FILE#heading``; between ``<!-- list: studies -->``
-and ``<!-- end -->``: the questions of configs/studies; between ``<!-- list: presets -->`` and ``<!-- end -->``: the files of
-configs/presets; ``<!-- list: features -->`` and ``<!-- list: machines -->``: what tests show, and where they ran
-(scripts/verified.py); ``<!-- made: SCRIPT -->``: the table that scripts/SCRIPT.py makes.
+Between ``<!-- KIND: NAME -->`` and ``<!-- end -->`` of a page stands:
+
+``flags: loss``, ``training``, ``islands``, ``pipeline``
+    the loss flags, from megatron_lossy/config; those of our own trainer; those of islands and of the asynchronous pipeline
+``refusals: all``
+    the table of refusals, from megatron_lossy/refusals
+``table: FILE``, ``table: FILE#heading``
+    the Markdown table FILE of benchmarks/results, or its section
+``list: studies``, ``presets``, ``features``, ``machines``
+    the questions of configs/studies; the files of configs/presets; what tests show, and where they ran (scripts/verified.py)
+``made: TABLE``
+    a table that a script beside this one makes
 
 The tables of a study are made from its record.
 """
@@ -33,14 +36,14 @@ from megatron_lossy.mechanisms.islands.flags import IslandFlags
 from megatron_lossy.refusals import listing
 from megatron_lossy.report import LossTable
 from megatron_lossy.train.config import TrainConfig
-from scripts import async_pipeline, choosing
+from scripts import choosing, stability
 from scripts.verified import feature_table, machine_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": AsyncPipelineFlags}
-_MADE = {"async_pipeline": async_pipeline, "choosing": choosing}
+_MADE = {"choosing": choosing.table, "delayed_steps": stability.delayed_steps}
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 _MARKS = re.compile(r"(<!-- (flags|table|list|made|refusals): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -58,7 +61,7 @@ def _content(kind: str, name: str) -> str:
     if kind == "refusals":
         return listing.pages() + "\n"
     if kind == "made":
-        return _MADE[name].table()
+        return _MADE[name]()
     if kind == "list":
         return _LISTS[name]()
     file, _, heading = name.partition("#")

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lossy.coding.adaptive import AdaptiveCode, failure
-from megatron_lossy.coding.xor import Layout, decode, encode
+from megatron_lossy.coding import AdaptiveCode, Layout, decode, encode, failure
 from megatron_lossy.errors import UsageError
 from tests.reference import residual_rate
 

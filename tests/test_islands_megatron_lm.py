@@ -1,4 +1,4 @@
-"""Islands of the unmodified pretrain_gpt.py of a checkout of Megatron-LM.
+"""Islands under ``megatron.training``: of the unmodified pretrain_gpt.py of a checkout of Megatron-LM, and what needs none.
 
 pytest tests/test_islands_megatron_lm.py --megatron-lm=/path/to/Megatron-LM      (about two minutes)
 """
@@ -10,15 +10,19 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_lossy.checkpoints import latest_iteration
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.hooks.megatron_training import _weights_alone
+from megatron_lossy.mechanisms.islands import megatron_training as island_training
+from megatron_lossy.mechanisms.islands.ranks import RankIslands
 from tests.test_plugin_megatron_lm import MODEL, pretrain
 
 pytestmark = [
     pytest.mark.shows("islands of the unmodified `pretrain_gpt.py`: by value, resumed, stopped"),
-    pytest.mark.megatron_lm,
     pytest.mark.timeout(600),
 ]
 
@@ -38,6 +42,7 @@ def losses(lines):
     return train, valid
 
 
+@pytest.mark.megatron_lm
 def test_averaged_weights_of_gradient_descent_are_averaged_gradients(megatron_lm):
     """So each island has its part of the data, in training and evaluation, and all of an update is averaged."""
     whole, done = pretrain(megatron_lm, *DESCENT)
@@ -55,6 +60,7 @@ def test_averaged_weights_of_gradient_descent_are_averaged_gradients(megatron_lm
     assert "data-parallel ranks 2\n" in done.stdout and "sync wait" in done.stdout
 
 
+@pytest.mark.megatron_lm
 def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, tmp_path):
     """Two islands of two ranks, which lose inside and between, with exchanges under way."""
     flags = [*LATE, "--p-sync", 0.3, "--p-grad", 0.3, "--p-param", 0.3, "--save-replicas", "--overlap-grad-reduce"]
@@ -79,6 +85,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(megatron_lm, tmp_path):
         assert len(mine) == 2 and mine == there, number
 
 
+@pytest.mark.megatron_lm
 def test_a_signal_to_one_rank_ends_all_islands_after_the_same_iteration(megatron_lm, tmp_path):
     """Two islands of a rank; what they exchange loses half of its packets."""
     flags = [
@@ -109,6 +116,7 @@ def test_a_signal_to_one_rank_ends_all_islands_after_the_same_iteration(megatron
     assert done.returncode == 0 and len(found) == 1 and 5 <= found.pop() < 2000, text[-3000:]
 
 
+@pytest.mark.megatron_lm
 def test_what_cannot_be_right_is_refused_before_training(megatron_lm, tmp_path):
     for flags, line in (
         (["--islands", 3, "--sync-method", "parameters"], "--islands 3: must divide the 2 data-parallel ranks"),
@@ -116,3 +124,36 @@ def test_what_cannot_be_right_is_refused_before_training(megatron_lm, tmp_path):
     ):
         _, done = pretrain(megatron_lm, *flags)
         assert f"error: {line}" in done.stderr and "iteration        1/" not in done.stdout
+
+
+# --- samples and the mean's checkpoint, without Megatron-LM -------------------------------------------------------------
+
+without = pytest.mark.shows("samples and the mean's checkpoint under `megatron.training`")
+
+
+def island(number, islands=3):
+    return SimpleNamespace(world=SimpleNamespace(island=number, islands=islands))
+
+
+@without
+def test_all_islands_together_read_as_many_times_the_samples_of_one():
+    """``None`` is of a split that is not read."""
+    assert island_training.number_of_samples(island(1), lambda: (100, None, 7)) == (300, None, 21)
+
+
+@without
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_first_island_writes_the_mean_and_no_optimizer(number):
+    args = SimpleNamespace(save="/run/island_1", no_save_optim=None, no_save_rng=False, async_save=True)
+    before = dict(vars(args))
+    flags = LossyConfig(islands=3, sync_method="parameters", save_consensus=True)
+    folder, writes = RankIslands(flags, SimpleNamespace(job=(number, 3), island=number, launched_rank=0)).saved_beside(
+        args.save
+    )
+    assert writes is (number == 0)
+    with pytest.raises(KeyError), _weights_alone(args, folder):
+        assert vars(args) == {
+            "save": "/run/consensus", "no_save_optim": True, "no_save_rng": True, "async_save": False,
+        }  # fmt: skip
+        raise KeyError("a save that fails")
+    assert vars(args) == before

@@ -11,9 +11,11 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..errors import refuse
 from ..ledger import Ledger
@@ -21,6 +23,12 @@ from .attempt import with_attempt_store
 
 CORE = Ledger("megatron.core on CPU")
 TRAINING = Ledger("megatron.training on CPU")
+
+# torch 2.13 renamed these, and its old names give warnings.
+#: ``(output, input, op=, group=, async_op=)``
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+#: ``(output, input, group=, async_op=)``
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "hpu": "hccl"}
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "hpu": "HABANA_VISIBLE_MODULES"}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..config import LossyConfig
 from ..config.refusal import check_refusals
-from ..device.collectives import all_gather_single
+from ..device import all_gather_single
 from ..ledger import Ledger
 from ..mechanism import Part
 from ..run import Run, first

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..device.collectives import all_gather_single
+from ..device import all_gather_single
 from ..exchange import units_of
 from ..recovery.copies import to_device
 from ..transport import LossyGroup

@@ -13,8 +13,8 @@ from .checks import check, check_memory, epochs_of
 from .command import TORCHRUN_ENVIRONMENT, container, launch_command, shell
 from .devices import GIB
 from .memory import checkpoint_bytes, parameters, seconds, tokens
+from .options import Collector, Problems
 from .plan import PROGRAM, Plan, make_plan
-from .problems import Collector, Problems
 from .slurm import check_job, done_iterations, run_in_job
 
 

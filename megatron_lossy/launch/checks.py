@@ -19,11 +19,10 @@ from ..files import check_folder
 from ..registry import MECHANISMS
 from ..train.saved import check_folders, in_folders_of_job
 from .command import check_shape, ranks_of_node
-from .devices import GIB, Device, check_devices
+from .devices import GIB, Device, check_devices, check_tokenizer
 from .memory import StageMemory, estimate, tokens
+from .options import Collector
 from .plan import Plan
-from .problems import Collector
-from .tokenizer import check_tokenizer
 
 
 def check(plan: Plan, starting: bool) -> None:

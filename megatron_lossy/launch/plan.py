@@ -15,13 +15,10 @@ from ..jobs import Jobs
 from ..loss_flags import preset_arguments
 from ..train.arguments import configurations, make_parser, setting_arguments
 from ..train.config import TrainConfig
-from .devices import DEVICES, ENVIRONMENT, Device
+from .devices import DEVICES, ENVIRONMENT, Device, check_tokenizer
 from .memory import Layout
-from .options import LaunchConfig
-from .problems import Collector
-from .recipe import Recipe, flag_arguments, read_recipe
-from .tokenizer import check_tokenizer
-from .translate import loss_arguments, megatron_arguments
+from .options import Collector, LaunchConfig
+from .recipe import Recipe, flag_arguments, loss_arguments, megatron_arguments, read_recipe
 
 PROGRAM = "megatron_lossy.launch"
 # Flags of the trainer that follow from --out.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import device
-from ..device.collectives import all_gather_single
+from ..device import all_gather_single
 
 
 class Window:

@@ -23,7 +23,6 @@ from .averaging import (
     stability_bound,
     stability_bound_drawn,
 )
-from .delay import delayed_step_bound
 from .drift import (
     UNCORRELATED,
     ar1,
@@ -35,7 +34,7 @@ from .drift import (
     second_moments,
     settling_steps,
 )
-from .lag import Lag, Lead, lead, mean_lag, stability_limit
+from .lag import Lag, Lead, delayed_step_bound, lead, mean_lag, stability_limit
 from .recovery import (
     Weights,
     error_feedback_residual,

@@ -17,7 +17,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ..device.collectives import all_gather_single, reduce_scatter_single
+from ..device import all_gather_single, reduce_scatter_single
 from ..errors import refuse
 from .base import Transfer
 from .group import LossyGroup

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...coding.adaptive import AdaptiveCode
-from ...coding.xor import Layout
+from ...coding import AdaptiveCode, Layout
 from ...errors import UsageError
 from ...flags import check_code
 from .path import Losses, Path

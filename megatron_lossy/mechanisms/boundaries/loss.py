@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...channel.bernoulli import Bernoulli
-from ...coding.xor import Layout
+from ...coding import Layout
 from ...config import LossyConfig, PhaseLoss, Schedule
 from ...exchange import Exchange, Stream
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ... import device, theory
 from ...config import LossyConfig
-from ...device.collectives import all_gather_single
+from ...device import all_gather_single
 from ...errors import UsageError, refuse
 from ...exchange import Delivery, Stream
 from ...hooks.buckets import buckets_by_stream, own_shard

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...config import PHASES
-from ...device.collectives import all_gather_single, reduce_scatter_single
+from ...device import all_gather_single, reduce_scatter_single
 from ...hooks.exchanges import Exchanges, share_copies
 from ...hooks.seam import Slot, attach, begun, slot_of
 from ...ledger import Patch

@@ -508,7 +508,7 @@ static uint32_t units_of(const struct bucket *b, uint64_t length)
     return length ? (uint32_t)((length + b->unit - 1) / b->unit) : b->units;
 }
 
-/* ---- Units that must arrive, and reports. The code is that of coding/xor.py. ---- */
+/* ---- Units that must arrive, and reports. The code is that of coding.py. ---- */
 
 static uint32_t parts_of(uint32_t count, uint32_t room) { return count ? (count + room - 1) / room : 1; }
 static uint32_t list_room(const struct engine *e) { return e->set.packet / 4 - 2; }

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...coding.adaptive import AdaptiveCode
-from ...coding.xor import Layout
+from ...coding import AdaptiveCode, Layout
 from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ...recovery import Gradients, GradRecovery, Parameters, Stale
 from ...recovery.rows import IndexedRows, Saved

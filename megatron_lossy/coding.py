@@ -12,12 +12,15 @@ If a block has more parities than packets, the parities are copies of its packet
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from ..flags import check_code
+from .errors import refuse
+from .flags import check_code
 
 
 @dataclass(frozen=True)
@@ -139,3 +142,95 @@ def _words(packets: np.ndarray) -> np.ndarray:
     """The same bytes as words of 8 bytes, if that is possible."""
     aligned = packets.shape[1] % 8 == 0 and packets.flags.c_contiguous
     return packets.view(np.uint64) if aligned else packets
+
+
+# --- the choice of the code ------------------------------------------------------------------------------------------
+# The least parity for the loss that receivers report, within a budget of bytes. SMART (section 3.2) fixes the code beforehand, and
+# pays for it where nothing is lost. Here a message gets the fewest parities that keep its final loss within the bound, for all but
+# a small share of messages.
+
+
+class AdaptiveCode:
+    """The number of parities per block of packets. It follows the loss of the latest messages.
+
+    Args:
+        block: B, packets of data in a block.
+        bound: share of a message's packets that may stay lost; 0: none.
+        budget: parities are at most this share of a block, and at most 255; above 1 some are copies.
+        failures: share of messages that may lose more than ``bound``.
+        messages: number of latest messages that count.
+    """
+
+    def __init__(
+        self, block: int = 100, bound: float = 0.0, budget: float = 0.5, failures: float = 1e-3, messages: int = 32
+    ) -> None:
+        if not 1 <= block < 2**16:
+            raise refuse("block", block, "must be in [1, 65535]")
+        if not 0 <= bound < 1:
+            raise refuse("bound", bound, "must be in [0, 1)")
+        if not 0 <= budget < math.inf:
+            raise refuse("budget", budget, "must be at least 0")
+        self.block = block
+        self.bound = bound
+        self.most = min(int(budget * block), 255)
+        self.failures = failures
+        self._reports: deque[tuple[int, int]] = deque(maxlen=messages)
+
+    def report(self, lost: int, packets: int) -> None:
+        """Records that ``lost`` of ``packets`` sent packets, parities included, did not arrive."""
+        self._reports.append((lost, packets))
+
+    @property
+    def loss(self) -> float:
+        """An upper estimate of the loss rate: two standard errors above the reported rate (Wilson, 1927)."""
+        lost, packets = (sum(column) for column in zip(*self._reports, strict=True)) if self._reports else (0, 0)
+        if not lost:
+            return 0.0
+        z, share = 2.0, lost / packets
+        middle = share + z * z / (2 * packets)
+        spread = z * math.sqrt(share * (1 - share) / packets + (z / (2 * packets)) ** 2)
+        return min((middle + spread) / (1 + z * z / packets), 1.0)
+
+    def parity(self, packets: int) -> int:
+        """c, in [0, budget x block], for a message of ``packets`` packets; 0: none."""
+        p = self.loss
+        # More parity never fails more often.
+        low, high = 0, self.most
+        while low < high:
+            middle = (low + high) // 2
+            if failure(p, packets, self.block, middle, self.bound) <= self.failures:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+def failure(p: float, packets: int, block: int, parity: int, bound: float) -> float:
+    """Probability that more than ``bound`` of a message's packets stay lost, for independent losses of rate ``p``.
+
+    A group of g packets and its parity loses X of its packets. R = X of them stay lost, but none if X = 1 and the
+    parity arrived. E R = g p (1 - q^g), E R^2 = g p q + (g p)^2 - g p q^g, P(R > 0) = 1 - q^g - g p q^g. The sum over
+    groups is taken for normal. With ``bound`` 0 the probability is exact, except for groups of unequal size. With more
+    parities than packets, a packet stays lost if all its copies are lost.
+    """
+    if not p or not packets:
+        return 0.0
+    q, allowed = 1 - p, math.floor(bound * packets)
+    g = max(block / parity, 1.0) if parity else packets
+    groups = packets / g
+    if parity > block:
+        copies, rest = divmod(parity, block)
+        once, again = p ** (1 + copies), p ** (2 + copies)
+        nothing = (1 - once) ** (1 - rest / block) * (1 - again) ** (rest / block)
+        mean = square = once + (again - once) * rest / block
+    elif parity:
+        nothing = q**g * (1 + g * p)
+        mean = g * p * (1 - q**g)
+        square = g * p * q + (g * p) ** 2 - g * p * q**g
+    else:
+        nothing, mean = q**g, g * p
+        square = g * p * q + mean**2
+    if not allowed:
+        return max(0.0, 1 - nothing**groups)  # rounding
+    spread = math.sqrt(groups * (square - mean**2))
+    return 0.5 * math.erfc((allowed + 0.5 - groups * mean) / (math.sqrt(2) * spread)) if spread else 0.0

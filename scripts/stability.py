@@ -1,4 +1,7 @@
-"""Write benchmarks/results/averaging.md: stability and speed of averaging between islands, by theory and with the real rules."""
+"""Tables of stability: steps along gradients of old weights, and averaging between islands.
+
+The latter, by theory and with the real rules, takes a minute: as a program this writes benchmarks/results/averaging.md.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,23 @@ HEADINGS = (
     "that `smith` leaves, theory",
     "measured",
 )
+STAGES = (1, 2, 3, 4, 8, 16)
+MOMENTA = (0.9, 0.99)
+
+
+def delayed_steps() -> str:
+    """The table of docs/async_pipeline.md: how large a step gradients of old weights leave stable, in closed form."""
+    headings = ["stages", "no momentum"]
+    headings += [f"{kind}, {momentum:g}" for momentum in MOMENTA for kind in ("heavy ball", "looking ahead")]
+    lines = ["| " + " | ".join(headings) + " |", "| --- " * len(headings) + "|"]
+    for stages in STAGES:
+        cells = [theory.delayed_step_bound(stages - 1)]
+        for momentum in MOMENTA:
+            cells += [
+                theory.delayed_step_bound(stages - 1, momentum, nesterov) / (1 - momentum) for nesterov in (False, True)
+            ]
+        lines.append("| " + " | ".join([str(stages), *(f"{cell:.3g}" for cell in cells)]) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def row(fraction: float, delay: int, subset: str) -> list[str]:
@@ -59,7 +79,7 @@ def row(fraction: float, delay: int, subset: str) -> list[str]:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure averaging, and write."""
     lines = ["| " + " | ".join(HEADINGS) + " |", "| --- " * len(HEADINGS) + "|"]
     for fraction, delay in CASES:
         for subset in ("cyclic",) if fraction == 1 else ("cyclic", "bernoulli"):

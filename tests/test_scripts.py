@@ -1,12 +1,70 @@
-"""scripts/same_results.py: what it says of two outcomes, and which questions it refuses."""
+"""The scripts of whoever maintains this: ``compat.py``, ``same_results.py``, ``mutants.py``."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.shows("`same_results.py` tells what differs", device=False)
+from scripts.compat import CONTRACT, HEADER, _table, merged
+
+pytestmark = pytest.mark.shows(
+    "rows of the matrix of Megatrons",
+    "`same_results.py` tells what differs",
+    "what `make mutants` changes",
+    device=False,
+)
+
+# --- which rows the matrix of Megatrons has (compat.py) --------------------------------------------------------------
+
+
+EMPTY = f"<!-- compat -->\n{_table([])}<!-- end compat -->\n"
+
+
+ALL = ("yes (1)",) * len(CONTRACT)
+
+
+def row(name, torch, contract=ALL, pretrain="", note=""):
+    assert len(contract) == len(CONTRACT)
+    return [name, name if torch else "", "3.11.7" if torch else "", torch, *contract, pretrain, note, "2026-11-21"]
+
+
+def names(text):
+    return [tuple(line.split(" | ")[index].strip("| ") for index in (0, 3)) for line in text.splitlines()[3:-1]]
+
+
+def test_the_same_megatron_on_two_versions_of_torch_is_two_rows():
+    text = merged(EMPTY, [row("0.16.1", "2.13.0+cpu"), row("0.16.1", "2.8.0+cu128"), row("0.12.3", "2.6.0+cu124")])
+    assert names(text) == [("0.12.3", "2.6.0+cu124"), ("0.16.1", "2.8.0+cu128"), ("0.16.1", "2.13.0+cpu")]
+    # Another build of the same torch is the same row.
+    assert names(merged(text, [row("0.16.1", "2.8.0+cpu")]))[1] == ("0.16.1", "2.8.0+cpu")
+
+
+def test_what_did_not_run_replaces_nothing():
+    text = merged(EMPTY, [row("0.16.1", "2.13.0")])
+    assert merged(text, [row("0.16.1", "", [""] * len(CONTRACT), "skipped: needs Python 3.12 (--python)")]) == text
+    skipped = merged(EMPTY, [row("0.17.1", "", [""] * len(CONTRACT), note="skipped: needs Python 3.12 (--python)")])
+    assert names(skipped) == [("0.17.1", "")]
+    assert names(merged(skipped, [row("0.17.1", "2.13.0")])) == [("0.17.1", "2.13.0")]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_contract_and_pretrain_meet_in_one_row(first):
+    rows = [row("core", "2.13.0"), row("core", "2.13.0", [""] * len(CONTRACT), "yes (6)")]
+    text = merged(merged(EMPTY, [rows[first]]), [rows[1 - first]])
+    assert names(text) == [("core", "2.13.0")] and text.count("yes (1)") == len(HEADER) - 7 and "yes (6)" in text
+
+
+def test_one_column_keeps_the_others():
+    text = merged(EMPTY, [row("0.19.2", "2.13.0", note="b; c")])
+    cells = ["" if column != "full replicas" else "yes (9)" for column in CONTRACT]
+    [line] = merged(text, [row("0.19.2", "2.13.0", cells, note="a; c")]).splitlines()[3:-1]
+    assert line.count("yes (1)") == len(CONTRACT) - 1 and line.count("yes (9)") == 1 and "| a; b; c |" in line
+
+
+# --- what it says of two outcomes, and which questions it refuses (same_results.py) ----------------------------------
+
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 CASES = ("lossless/bf16", "seed")
@@ -162,3 +220,82 @@ def test_the_matrix_names_every_rule_unit_and_overlap_once(cases):
         "--tensor-model-parallel-size",
     ]:
         assert word in quick
+
+
+# --- what it changes, and how it runs tests on that (mutants.py) -----------------------------------------------------
+
+
+MODULE = '''
+"""Adds 1 to 2."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+
+class Thing:
+    size: int | None = None
+
+    @abstractmethod
+    def __repr__(self) -> str:
+        return f"{1 + 1}"
+
+    def grow(self, by: float | None, ä: int = 0) -> int | None:
+        if not by:
+            raise ValueError(f"{by + 1} is wrong")
+        print("grown by", by * 100)
+        return ä + by
+'''
+
+
+@pytest.fixture
+def mutants(monkeypatch):
+    pytest.importorskip("cosmic_ray")
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import mutants_draw
+
+    return mutants_draw
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "megatron_lossy" / "coding").mkdir(parents=True)
+    (tmp_path / "megatron_lossy" / "coding" / "thing.py").write_text(MODULE)
+    return tmp_path
+
+
+def test_each_place_is_drawn_once_and_words_are_left_out(mutants, root):
+    drawn = list(mutants.draw(root, 1, ("coding",)))
+    assert {mutant.diff(root)[0] for mutant in drawn} == {
+        "def grow(self, by: float | None, ä: int = 0) -> int | None:",
+        "if not by:",
+        "return ä + by",
+    }
+    places = [(mutants.family(mutant.operator), mutant.place) for mutant in drawn]
+    assert len(set(places)) == len(places)
+    assert [mutant.number for mutant in drawn] == list(range(1, len(drawn) + 1))
+
+
+def test_a_seed_gives_the_same_draw_and_another_does_not(mutants, root):
+    def first(seed):
+        return [mutant.diff(root) for mutant in itertools.islice(mutants.draw(root, seed, ("coding",)), 4)]
+
+    assert first(1) == first(1)
+    assert len({str(first(seed)) for seed in range(8)}) > 1
+
+
+def test_lines_are_those_of_the_statement(mutants, root):
+    by_line = {m.diff(root)[0]: m for m in mutants.draw(root, 1, ("coding",))}
+    lines = MODULE.splitlines()
+    condition = by_line["if not by:"]
+    assert [lines[number - 1].strip() for number in condition.lines] == ["if not by:"] and condition.in_function
+    head = by_line["def grow(self, by: float | None, ä: int = 0) -> int | None:"]  # runs at import, its body later
+    assert lines[head.lines[0] - 1].strip() == "if not by:" and head.in_function
+
+
+def test_the_interval_holds_the_share(mutants):
+    from mutants_summary import interval
+
+    low, high = interval(170, 200)
+    assert low == pytest.approx(0.794, abs=1e-3) and high == pytest.approx(0.893, abs=1e-3)
+    assert interval(5, 5)[1] == pytest.approx(1)
