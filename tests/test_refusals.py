@@ -184,9 +184,7 @@ def test_trainer_arguments_and_model_refuse_the_same_flag_first(run, flags, line
 # --- shape ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "path", ["hooks/checks.py", "train/checks.py", "train/facts.py", "config/refusal.py", "refusals"]
-)
+@pytest.mark.parametrize("path", ["hooks/checks.py", "train/facts.py", "config/refusal.py", "refusals"])
 def test_checks_guess_no_attribute(path):
     """Defaults of what a Megatron may lack are in ``hooks/facts.py`` alone."""
     files = [PACKAGE / path] if path.endswith(".py") else sorted((PACKAGE / path).glob("*.py"))

@@ -51,8 +51,7 @@ from ..report.scalars import AXES, check_names, needs_drift
 from ..settings import read_yaml
 from ..shipped import find_config
 from ..train.arguments import configurations, make_parser, read_arguments, setting_arguments
-from ..train.checks import check_flags
-from ..train.facts import of_trainer
+from ..train.facts import check_flags, of_trainer
 from .cells import Cell, make_cell
 
 # Flags that the study sets itself, that would end a run early, or that would name one folder for all cells.

@@ -20,8 +20,8 @@ from ..checkpoints import latest_iteration
 from ..config import LossyConfig
 from ..errors import UsageError, check_package, refuse, usage_errors
 from ..train.arguments import configurations, make_parser, read_arguments
-from ..train.checks import check_flags
 from ..train.config import TrainConfig
+from ..train.facts import check_flags
 from ..train.log import WHOSE, Console, clock
 from ..train.metrics import METRICS_FILE
 from ..train.process import launched_ranks, quiet_imports, rank_errors, require_megatron

@@ -64,7 +64,7 @@ def check(plan: Plan, starting: bool) -> None:
 def _check_training(plan: Plan) -> None:
     train, lossy = plan.train, plan.lossy
     if plan.launch.trainer:
-        from ..train.checks import check_flags  # it imports torch
+        from ..train.facts import check_flags  # it imports torch
 
         check_flags(train, lossy, plan.launch.accelerators)
         return

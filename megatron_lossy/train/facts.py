@@ -1,8 +1,10 @@
-"""Facts for the table of refusals, of our trainer's configuration."""
+"""Facts for the table of refusals, of our trainer's configuration; and the check against it. Needs no process group."""
 
 from __future__ import annotations
 
+from ..config import LossyConfig
 from ..config.facts import Facts
+from ..hooks.checks import check_run
 from ..hooks.facts import ranks_of_host
 from .config import TrainConfig
 
@@ -34,3 +36,8 @@ def of_trainer(config: TrainConfig, ranks: int) -> Facts:
         optimizer_instances=config.num_distributed_optimizer_instances,
         overlap_param_gather=config.overlap_param_gather,
     )
+
+
+def check_flags(config: TrainConfig, lossy: LossyConfig, ranks: int) -> None:
+    """Raise :class:`UsageError` for flags that cannot run on ``ranks`` ranks, which ``config`` must divide."""
+    check_run(lossy, of_trainer(config, ranks))

@@ -29,10 +29,10 @@ from ..run import Run
 from . import parallel
 from .build import build_run, build_workers
 from .checkpoint import Checkpoints
-from .checks import check_flags
 from .config import TrainConfig
 from .data import RankBatches, build_datasets
 from .evaluate import begin_mean_loss, evaluate
+from .facts import check_flags
 from .log import Console, Silent
 from .metrics import check_wandb, perplexity
 from .model import transformer_impl

@@ -25,7 +25,7 @@ from ...run import Run
 from ...transport import Transfer
 from .loss import Boundary, Fate
 from .messages import Message, Messages, received, sent
-from .observer import BoundaryObserver
+from .monitor import BoundaryObserver
 from .zero_fill import elements_of, lossy, mask_of, zero_fill_
 
 if TYPE_CHECKING:

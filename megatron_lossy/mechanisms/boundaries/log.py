@@ -23,7 +23,7 @@ from ...delivery_log.reader import BadLog
 from ...exchange import Stream
 from .loss import Boundary, Fate
 from .messages import Message
-from .observer import BoundaryObserver
+from .monitor import BoundaryObserver
 
 if TYPE_CHECKING:
     import pyarrow

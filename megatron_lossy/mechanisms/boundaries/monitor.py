@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...monitor.observer import Observer
 from ...monitor.window import Window
 from .flags import BOUNDARY_PHASES
 from .loss import Fate
 from .messages import Message
-from .observer import BoundaryObserver
 
 _COLUMNS = ("packets", "raw", "zeros", "messages", "again")
+
+
+class BoundaryObserver(Observer):
+    """Receives messages between pipeline stages, beside the events of every run."""
+
+    def crossed(self, message: Message, fate: Fate) -> None:
+        """Called at once when a lossy message has arrived. ``fate``: its losses."""
 
 
 class BoundaryMonitor(BoundaryObserver):

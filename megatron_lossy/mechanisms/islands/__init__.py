@@ -65,7 +65,7 @@ class Islands(Mechanism):
     def part(cls, config: LossyConfig, world: World | None) -> Part | None:
         if world is None:
             return None
-        from .part import TrainingIslands
+        from .megatron_training import TrainingIslands
         from .world import IslandWorld
 
         assert isinstance(world, IslandWorld), world

@@ -102,3 +102,16 @@ def enter(islands: RankIslands, args: Any) -> None:
     islands.world.seed = args.seed
     make = partial(device.init_process_group, args.distributed_backend)
     islands.world.open(make, timedelta(minutes=args.distributed_timeout_minutes))
+
+
+class TrainingIslands(RankIslands):
+    """Islands that may run under ``megatron.training``."""
+
+    def training_patches(self) -> list[Patch]:
+        return patches(self)
+
+    def before_arguments(self, args: Any) -> None:
+        before_validation(self, args)
+
+    def after_arguments(self, args: Any) -> None:
+        enter(self, args)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ...recovery import Stale
     from ...transport import LossyGroup, Wire
 
+_FLOAT32 = 4
+
 
 class Lead(Mechanism):
     """The place of the lead among the mechanisms."""
@@ -28,10 +30,13 @@ class Lead(Mechanism):
         return LEAD
 
     @classmethod
-    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
-        from .memory import kept
+    def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
+        from ...launch.memory import Kept
 
-        return kept(config, device)
+        if not held.lost["param"] or config.sends_weights():
+            return []
+        own = held.compute if held.compute < _FLOAT32 else 0  # a copy of the own shard in fewer bytes
+        return [Kept("lead", held.weights / held.shards * (2 * _FLOAT32 + own))]
 
     @classmethod
     def part(cls, config: LossyConfig, world: Any) -> Part | None:

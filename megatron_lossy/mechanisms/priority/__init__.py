@@ -29,10 +29,12 @@ class Priorities(Mechanism):
         return PRIORITY
 
     @classmethod
-    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
-        from .memory import kept
+    def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
+        from ...launch.memory import Kept
 
-        return kept(config, device)
+        if held.shards == 1 or config.param_priority == "none":
+            return []
+        return [Kept("parameters delivered for certain", held.weights / held.shards * held.compute)]
 
     @classmethod
     def grad_rules(cls, config: LossyConfig, rules: list[GradRecovery], wire: Wire) -> list[GradRecovery]:
