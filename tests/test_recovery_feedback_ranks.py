@@ -130,7 +130,7 @@ def telescopes(rank, config, steps, successful):
         ("torch", {"grad_priority": "packet-mean:0.05"}),
         ("pieces", {"grad_priority": "packet-mean:0.05"}),
         ("torch", {"grad_priority": "none", "loss_model": ("gilbert-elliott:8",)}),
-        ("torch", {"grad_priority": "element-quantile"}),
+        ("torch", {"grad_priority": "element-quantile:0.2"}),
     ],
 )
 def test_all_that_was_given_is_applied_but_for_what_is_kept(transport, flags):

@@ -48,6 +48,9 @@ class PriorityFlags(Flags):
         """Whether senders decide what becomes of their lost gradients."""
         return self.grad_priority != "none" or self.feeds_back
 
+    def chosen(self) -> tuple[str, ...]:
+        return ("grad",) * self.at_sender + ("param",) * (self.param_priority != "none")
+
     def resolve(self) -> None:
         if self.grad_priority is None:
             object.__setattr__(self, "grad_priority", "packet-mean" if self.feeds_back else "none")
