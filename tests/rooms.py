@@ -17,7 +17,6 @@ PACKAGE = TESTS.parent / "megatron_lossy"
 
 #: How names of files begin, where not with the name of their room. The longest that fits holds.
 ROOMS = {
-    "attempt": "device",
     "averaging": "islands",
     "compensated": "lead",
     "corruption": "channel",
@@ -26,7 +25,6 @@ ROOMS = {
     "island_training": "islands",
     "link": "lab",
     "lstm_language_model": "lab",
-    "negative_controls": "hooks",
     "param_priority": "priority",
     "patches_folder": "plugin",
     "pieces": "transport",

@@ -1,10 +1,15 @@
-"""Virtual stages in the training program: continued runs, islands of them, and what is refused."""
+"""Virtual stages in the training program: continued runs, islands of them, flags and what is refused."""
 
 from __future__ import annotations
 
 import pytest
 
+from megatron_lossy import hooks, plugin
+from megatron_lossy.config import LossyConfig, given
+from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.errors import UsageError
+from megatron_lossy.train.config import TrainConfig
+from megatron_lossy.train.facts import of_trainer
 from tests.ranks import run_ranks
 from tests.test_islands_train import (
     flat,
@@ -165,3 +170,74 @@ def test_looking_ahead_wins_back_what_staleness_costs(tmp_path):
     won = [late - ahead for late, ahead in zip(losses[1::3], losses[2::3], strict=True)]
     assert min(cost) > 0.2 and min(won) > 0.1
     assert sum(won) > 0.4 * sum(cost)
+
+
+# --- flags: what they are together, and what is refused --------------------------------------------------------------
+
+
+refuses = pytest.mark.shows("flags and models that an asynchronous pipeline refuses", device=False)
+
+TWO_STAGES = {"async_pipeline": True, "virtual_stages": 2}
+
+
+@refuses
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"virtual_stages": 2}, "--virtual-stages 2: needs --async-pipeline"),
+        ({"weight_stashing": "off"}, "--weight-stashing off: needs --async-pipeline"),
+        ({**TWO_STAGES, "virtual_stages": 0}, "--virtual-stages 0: must be at least 1"),
+        ({**TWO_STAGES, "weight_stashing": "half"}, "--weight-stashing half: must be one of on, off"),
+        ({**TWO_STAGES, "weight_stashing": "off"}, "--weight-stashing off: needs real stages"),
+    ],
+)
+def test_flags_that_are_refused(flags, line):
+    with pytest.raises(UsageError) as error:
+        LossyConfig(**flags)
+    assert str(error.value).startswith(line)
+
+
+@refuses
+@pytest.mark.parametrize(
+    ("settings", "flags", "line"),
+    [
+        ({"virtual_workers": None}, TWO_STAGES, "--virtual-stages 2: needs --virtual-workers"),
+        ({}, {"async_pipeline": True}, "--async-pipeline on: needs --virtual-stages with --virtual-workers"),
+        ({"use_distributed_optimizer": False}, TWO_STAGES, "--virtual-stages 2: needs --use-distributed-optimizer"),
+        ({}, {**TWO_STAGES, "virtual_stages": 3}, "--virtual-stages 3: must divide the 4 layers"),
+        ({}, {**TWO_STAGES, "virtual_stages": 8}, "--virtual-stages 8: must divide the 4 layers"),
+        (
+            {"share_embeddings_and_output_weights": True},
+            TWO_STAGES,
+            "--share-embeddings-and-output-weights on: cannot be with --async-pipeline",
+        ),
+        (
+            {"overlap_grad_reduce": True, "overlap_param_gather": True},
+            TWO_STAGES,
+            "--overlap-param-gather on: cannot be with --async-pipeline",
+        ),
+    ],
+)
+def test_models_that_are_refused(settings, flags, line):
+    config = TrainConfig(**TINY | {"num_layers": 4, "virtual_workers": 2, "data": "stdlib"} | settings)
+    with pytest.raises(UsageError) as error:
+        check_refusals(LossyConfig(**flags), of_trainer(config, 1))
+    assert str(error.value).startswith(line)
+
+
+@refuses
+def test_without_the_flag_nothing_changes():
+    off = LossyConfig()
+    assert off.lossless and off.inert and not given(off)
+    staged = LossyConfig(**TWO_STAGES)
+    assert not staged.lossless and given(staged) == TWO_STAGES
+    assert staged.describe() == "asynchronous pipeline of 2 virtual stages"
+    assert "asynchronous pipeline" in LossyConfig(**TWO_STAGES, p_grad=0.1).describe()
+
+
+@refuses
+def test_megatrons_own_loop_is_refused():
+    with pytest.raises(UsageError, match=r"--async-pipeline on: needs python -m megatron_lossy\.train"):
+        plugin.install(LossyConfig(**TWO_STAGES), None)
+    with pytest.raises(UsageError, match=r"--async-pipeline on: needs python -m megatron_lossy\.train"):
+        hooks.install(LossyConfig(async_pipeline=True))

@@ -1,12 +1,27 @@
 """Benchmarks run, and time what they say. Their numbers are nobody's claim here."""
 
+import csv
 import importlib
+import os
+import re
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks import common, island_step, param_sync, step_overhead
+from benchmarks import common, island_step, lab, param_sync, run_wan, step_overhead, udp_exchange
+from benchmarks.exchange.contestants import Done
+from benchmarks.exchange.results import Cell, Share, markdown, picture, table_of
+from benchmarks.exchange.rows import LOSSES, PARTS, QUICK, Row, choose
+from benchmarks.lab import Counters
+from benchmarks.wan_rank import Stopwatch
+from megatron_lossy.errors import UsageError
+from tests.programs import run_program
 from tests.ranks import run_ranks
+from tests.test_lab import needs_lab
 
 pytestmark = pytest.mark.shows("benchmarks of steps, parameters and islands run")
 
@@ -77,3 +92,198 @@ def test_island_step():
         step_overhead.BASELINE,
         step_overhead.AGAIN,
     }
+
+
+# --- exchanges over emulated links, and the training over one: rows, numbers, refusals, whole runs -------------------
+
+
+of_exchanges = pytest.mark.shows("measured exchanges over emulated links: rows, tables, refusals", device=False)
+over_a_wide_area = pytest.mark.shows("training over an emulated wide-area link")
+
+ROOT = Path(__file__).parents[1]
+
+
+@of_exchanges
+def test_the_grid_is_whole_and_can_be_chosen_from():
+    assert len(PARTS["grid"]) == 6 * 3 * 2
+    assert [row.loss for row in choose(["grid"], [20], None, [4], False)] == list(LOSSES)
+    assert [(row.rtt, row.loss) for row in choose(["grid"], [35], [0.005], [4], False)] == [(35, 0.005)]
+    assert choose(["rate", "queue"], None, None, None, True) == QUICK
+    with pytest.raises(UsageError, match="--parts bursts: no row has these"):
+        choose(["bursts"], [35], None, None, False)
+    with pytest.raises(UsageError, match="loss 2: must be in"):
+        choose(["grid"], None, [2], None, False)
+    with pytest.raises(UsageError, match="--megabytes 0: must be above 0"):
+        choose(["grid"], None, None, [0], False)
+
+
+@of_exchanges
+def test_queues_and_ideal_times_of_a_row():
+    """100 Mbit/s at 20 ms hold 250 kB, a tenth of which is 2 ms; 4 MB take 320 ms there, and 10 ms to arrive."""
+    tenth, whole = (next(row for row in PARTS["rate"] if (row.rate, row.queue) == (100, queue)) for queue in (2, 20))
+    assert (tenth.link().queue, whole.link().queue) == (25_000, 250_000)
+    assert whole.ideal == 330
+    assert Row("rate", 20, 0, 40, ranks=8).shard * 7 * 4 == pytest.approx(40e6, rel=1e-5)
+
+
+def cell(name="tcp bbr", phase="reduce-scatter", row=QUICK[1], times=(0.1, 0.3, 0.2), too_slow=None):
+    made = Cell(row, name, phase, too_slow)
+    for time in times:
+        # The second rank starts last, the first ends last.
+        done = [Done(0.0, 0.5 + time, 0.01, 0.0), Done(0.5, 0.5, 0.03, 0.02)]
+        made.add(done, [Counters(packets=100, lost=1), Counters(packets=100, overflowed=4)])
+    return made
+
+
+@of_exchanges
+def test_what_is_measured_of_an_exchange():
+    measured = cell()
+    assert measured.time(50) == pytest.approx(200) and measured.time(0) == pytest.approx(100)
+    assert measured.cpu_per_gigabyte == pytest.approx(0.04 / 0.008)
+    assert (measured.share(measured.lost), measured.share(measured.overflowed)) == (0.005, 0.02)
+    assert np.mean(measured.seen) == pytest.approx(0.01)
+    assert cell(too_slow=20.0).time(0) == np.inf
+
+
+@of_exchanges
+def test_tables_and_picture(tmp_path):
+    limited = PARTS["queue"][0]
+    cells = [cell(), cell(phase="all-gather"), cell("gloo reno", times=(), too_slow=20.0), cell(row=limited)]
+    share = Share(["ours", "tcp bbr"], [150.0, 50.0], limited)
+    text = markdown(cells, [share], ["something is missing"], ["Date: today"])
+    assert "- something is missing\n" in text
+    assert "| 4 MB, 20 ms, 1 % |  | 200 (100) | over 20 s |" in text
+    assert "| 4 MB, 20 ms, 400 Mbit/s, queue 5 ms, 0 % | 90.0 | 200 (100) |  |" in text
+    assert "| ours and tcp bbr | 150 (75%) | 50 (25%) |" in text
+    read = list(csv.DictReader(table_of(cells).splitlines()))
+    assert [(line["contestant"], line["median ms"], line["exchanges"]) for line in read[:3:2]] == [
+        ("tcp bbr", "200.000", "3"),
+        ("gloo reno", "", "0"),
+    ]
+    picture(cells, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@of_exchanges
+@pytest.mark.parametrize("program", [udp_exchange.main, run_wan.main])
+def test_without_root_one_line(program, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lab.os, "geteuid", lambda: 1000)
+    assert program(["--out", str(tmp_path / "new")]) == 0
+    assert capsys.readouterr().out == "skipped: a lab needs root, for network namespaces\n"
+    assert not (tmp_path / "new").exists()
+
+
+@of_exchanges
+def test_results_are_not_written_over(tmp_path):
+    (tmp_path / f"udp_exchange_{udp_exchange.today()}.csv").touch()
+    (tmp_path / "gloo_bbr").mkdir()
+    for program in ("benchmarks.udp_exchange", "benchmarks.run_wan"):
+        done = run_program(program, "--out", str(tmp_path))
+        assert done.returncode == 2 and done.stderr.endswith(" it\n") and done.stderr.count("\n") == 1
+        assert "is there already; --replace" in done.stderr
+
+
+@pytest.mark.shows("exchanges over an emulated link are measured", device=False)
+@pytest.mark.programs
+@needs_lab
+def test_a_small_run(tmp_path, capsys, monkeypatch):
+    """Two contestants over two links. The sums are right, or a rank would have failed; losses are those of the link."""
+    monkeypatch.setattr(udp_exchange, "MOST", 4)
+    flags = ["--parts", "grid", "--rtt", "2", "--loss", "0", "0.05", "--megabytes", "0.2", "--seconds", "4"]
+    assert udp_exchange.main([*flags, "--contestants", "gloo reno", "tcp bbr", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("0.2 MB, 2 ms, 5 % | all-gather | tcp ") == 1
+    (stem,) = {path.stem for path in tmp_path.iterdir()}
+    assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".csv", ".png"}
+    lines = list(csv.DictReader((tmp_path / f"{stem}.csv").read_text().splitlines()))
+    assert len(lines) == 2 * 2 * 2
+    for line in lines:
+        share = int(line["lost on the link"]) / int(line["packets"])
+        assert float(line["minimum ms"]) > 1 and (0.01 < share < 0.12 if line["loss"] == "0.05" else share == 0)
+
+
+def run_of(name, valid, seconds=0.5, iterations=6):
+    numbers = range(1, iterations + 1)
+    kinds = {"grad": 0.1, "param": 0.04, "sync": 0.01, "other": 0.02}
+    communication = {kind: np.full(iterations, value) for kind, value in kinds.items()}
+    losses = {number: 5.0 - 0.1 * number for number in numbers}
+    return run_wan.Run(name, iterations, dict.fromkeys(numbers, seconds), losses, valid, communication)
+
+
+@of_exchanges
+def test_time_to_the_same_loss(tmp_path):
+    """Between two evaluations along a straight line; gloo over Reno takes as many iterations as over BBR."""
+    runs = [
+        run_of("gloo bbr", {2: 4.0, 4: 3.0, 6: 2.0}),
+        run_of("gloo reno", {}, 8.0),
+        run_of("udp", {2: 3.9, 4: 3.0, 6: 2.5}, 0.25),
+    ]
+    assert runs[0].iterations_to(2.5) == 5 and runs[0].iterations_to(1.0) is None
+    rows, text = run_wan.table(runs, 2.5, ["Date: today"])
+    assert [row[0] for row in rows[1:]] == ["gloo bbr", "gloo reno", "udp"]
+    assert [row[1:4] for row in rows[1:3]] == [["500", "150", "20"], ["8000", "150", "20"]]
+    assert [row[5] for row in rows[1:]] == ["2.5 s (5 iterations)", "40.0 s (5 iterations)", "1.5 s (6 iterations)"]
+    assert "| udp | 250 | 150 | 20 | 2.500 |" in text
+    run_wan.picture(runs, 2.5, tmp_path / "wan.png")
+    assert (tmp_path / "wan.png").stat().st_size > 10_000
+
+
+@of_exchanges
+def test_a_stopwatch_counts_by_iteration_and_once():
+    stopwatch = Stopwatch()
+    inner = stopwatch.around("other", lambda: None)
+    grad, param = stopwatch.around("grad", inner), stopwatch.around("param", lambda: None)
+    inner()  # before the first iteration
+    for _ in range(3):
+        grad()
+        param()
+    assert [len(values) for values in stopwatch.seconds.values()] == [3, 3, 3]
+    assert all(stopwatch.seconds["grad"]) and stopwatch.seconds["other"] == [0.0] * 3
+
+
+@over_a_wide_area
+@needs_lab
+@pytest.mark.programs
+@pytest.mark.slow
+def test_a_training_over_a_wide_area_link(tmp_path, capsys):
+    flags = ["--rtt", "4", "--loss", "0.001", "--iterations", "6", "--reno-iterations", "4", "--eval-interval", "3"]
+    assert run_wan.main([*flags, "--out", str(tmp_path)]) == 0
+    assert re.search(r"\| gloo reno \| \d+ \| \d+ \| \d+ \| as with bbr \|", capsys.readouterr().out)
+    assert {"wan.md", "wan.csv", "wan.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@over_a_wide_area
+@needs_lab
+@pytest.mark.slow
+def test_the_example_of_the_documentation(tmp_path):
+    """docs/wan.md: the commands that train in two network namespaces run as written."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/wan.md").read_text(), re.DOTALL | re.MULTILINE)
+    examples = [block for block in blocks if "python -m benchmarks.lab" in block and "--train-iters" in block]
+    assert len(examples) == 2
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    for example in examples:
+        command = example.replace("--train-iters 10", f"--train-iters 3 --data-cache-path {tmp_path}")
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "validation loss at iteration 3" in done.stdout and "link from site 0 to site 1" in done.stderr
+
+
+@of_exchanges
+def test_a_training_over_the_link_says_how_far_it_is(tmp_path, capsys):
+    often, seldom = (run_wan.Progress("islands", tmp_path, 10, between) for between in (0.0, 3600.0))
+    seldom.tell()
+    assert capsys.readouterr().out == ""
+    often.tell()
+    assert capsys.readouterr().out == "islands: iteration 0/10, elapsed 0:00, starting\n"
+    (tmp_path / "island_0").mkdir()
+    records = '{"kind": "run"}\n{"kind": "train", "iteration": 4}\n{"kind": "tr'
+    (tmp_path / "island_0/metrics.jsonl").write_text(records)
+    often.tell()
+    assert capsys.readouterr().out.startswith("islands: iteration 4/10, elapsed 0:00, about 0:00 left")
+
+
+@of_exchanges
+def test_waiting_for_programs_of_the_lab_does_something_meanwhile():
+    calls = []
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"])
+    assert lab.wait([sleeper], meanwhile=lambda: calls.append(1)) == 0 and len(calls) > 1
