@@ -25,14 +25,14 @@ class CoreFlags(Flags):
     p_param: float = flag(0.0, "mean loss rate of the parameter all-gather, in [0, 1)", metavar="P", basic=True)
     loss_model: tuple[str, ...] = flag(
         ("bernoulli",),
-        "who loses what: independent losses; bursts (gilbert-elliott) of B units on average, 4 without it, or with four "
-        "parameters, P(good to bad), P(bad to good), loss when good, loss when bad, in the place of a rate; a rate per link, "
-        "from a file with an N x N matrix, row = source, column = destination (.npy, or text with blanks or commas); or a "
-        "recorded trace; one value for both phases, or two: gradients, parameters; with --islands also four: then what goes to "
-        "owners of means, and means",
+        "who loses what, bernoulli, gilbert-elliott, per-link or trace; gilbert-elliott:B: bursts of B units on average (4 without "
+        "B), everything lost in the bad state and nothing in the good one; gilbert-elliott:PGB,PBG,LG,LB: P(good to bad), P(bad "
+        "to good), loss when good, loss when bad, in the place of a rate; per-link:FILE: a rate per link, from an N x N matrix, "
+        "row = source, column = destination (.npy, or text with blanks or commas); one value for both phases, or two: gradients, "
+        "parameters; with --islands also four: then what goes to owners of means, and means",
         type=str,
         nargs="+",
-        metavar="{bernoulli,gilbert-elliott[:B],gilbert-elliott:PGB,PBG,LG,LB,per-link:FILE,trace}",
+        metavar="MODEL",
         basic=True,
     )
     trace: str | None = flag(
