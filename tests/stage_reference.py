@@ -23,9 +23,11 @@ def observed_run(rank: int, config: dict, loss: dict, first: dict | None = None)
     """
     warnings.simplefilter("ignore")
     from megatron_lossy.config import LossyConfig
-    from megatron_lossy.train import loop
+    from megatron_lossy.mechanisms.async_pipeline.workers import StageWorkers
+    from megatron_lossy.train import build, loop
     from megatron_lossy.train.config import TrainConfig
     from megatron_lossy.train.log import Console
+    from megatron_lossy.train.workers import Workers
 
     seen: dict = {"weights": [], "norms": [], "logged": []}
 
@@ -41,7 +43,7 @@ def observed_run(rank: int, config: dict, loss: dict, first: dict | None = None)
         def valid(self, record):
             pass
 
-    workers = loop.Workers if config.get("virtual_workers") else loop.StageWorkers
+    workers = Workers if config.get("virtual_workers") else StageWorkers
 
     def iterate(self, *arguments, original=workers.iterate):
         [chunk] = self._chunks
@@ -52,13 +54,13 @@ def observed_run(rank: int, config: dict, loss: dict, first: dict | None = None)
         seen["norms"].append(result[2])
         return result
 
-    def build_model(config, vocab_size, original=loop.build_model):
+    def build_model(config, vocab_size, original=build.build_model):
         [chunk] = original(config, vocab_size)
         for name, parameter in chunk.module.named_parameters() if first else ():
             parameter.data.copy_(torch.from_numpy(first[_in_whole(name.removeprefix("module."), config)]))
         return [chunk]
 
-    workers.iterate, loop.build_model = iterate, build_model
+    workers.iterate, build.build_model = iterate, build_model
     loop.train(TrainConfig(**config), LossyConfig(**loss), Observed())
     return seen
 
