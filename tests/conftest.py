@@ -94,3 +94,11 @@ def pool():
     ranks = Pool()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="module")
+def unhooked():
+    """Ranks that stay, and in which no hook was ever installed."""
+    ranks = Pool()
+    yield ranks
+    ranks.close()

@@ -15,7 +15,7 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.transport import BucketSpec, LossyGroup, check_average, lossy_reduce_scatter, ops
 from tests import contract
-from tests.ranks import Pool, run_ranks
+from tests.ranks import run_ranks
 from tests.tiny_gpt import TinyGPT, build, missing
 
 pytestmark = pytest.mark.shows(
@@ -51,14 +51,6 @@ def averages(rank):
     except UsageError:
         return False
     return True
-
-
-@pytest.fixture(scope="module")
-def unhooked():
-    """Ranks where no hook was ever installed."""
-    ranks = Pool()
-    yield ranks
-    ranks.close()
 
 
 # --- no loss -------------------------------------------------------------------------------------------------------

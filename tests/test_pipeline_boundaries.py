@@ -102,8 +102,8 @@ def record(rank, tiny, config, steps=2, model=None, evaluate=None):
         notes = recorded[step] = {"in": {}, "out": {}, "grad_in": {}, "grad_out": {}}
         run.step(step)
     metrics = lossy.metrics()
-    if config.delivery_log is not None:
-        lossy.uninstall()  # which closes it
+    schedules.forward_step, schedules.backward_step = forward, backward
+    lossy.uninstall()
     return {
         "stage": stage,
         "rank": parallel_state.get_data_parallel_rank(),
@@ -194,37 +194,37 @@ WAYS = {
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_every_message_loses_what_is_drawn_for_it(name):
+def test_every_message_loses_what_is_drawn_for_it(name, pool):
     """Whatever the schedule, chunk and micro-batch are those that Megatron computes with."""
     world, tiny, model = WAYS[name]
     config = BOTH
-    zeros = check(run_ranks(record, world, tiny, config, 2, model), tiny, config, itemsize=2 if "bf16" in name else 4)
+    zeros = check(pool.run(record, world, tiny, config, 2, model), tiny, config, itemsize=2 if "bf16" in name else 4)
     assert zeros["act"] and zeros["act-grad"]
 
 
 @pytest.mark.parametrize("flags", [{"act_retransmit": "off"}])
-def test_without_recovery_and_straight_through(flags):
+def test_without_recovery_and_straight_through(flags, pool):
     settings = {"p_act": 0.3, "p_act_grad": 0.2, "act_packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
     config = LossyConfig(**settings | flags)
-    zeros = check(run_ranks(record, 2, PLAIN, config), PLAIN, config)
+    zeros = check(pool.run(record, 2, PLAIN, config), PLAIN, config)
     assert zeros["act"] and zeros["act-grad"]
 
 
-def test_one_direction_alone():
+def test_one_direction_alone(pool):
     for flags, phase in (({"p_act": 0.0}, "act-grad"), ({"p_act_grad": 0.0}, "act")):
         config = LossyConfig(**vars(BOTH) | flags)
-        zeros = check(run_ranks(record, 2, PLAIN, config), PLAIN, config)
+        zeros = check(pool.run(record, 2, PLAIN, config), PLAIN, config)
         assert [name for name, count in zeros.items() if count] == [phase]
 
 
-def test_beside_lost_gradients_and_parameters():
+def test_beside_lost_gradients_and_parameters(pool):
     config = LossyConfig(**vars(BOTH) | {"p_grad": 0.4, "p_param": 0.4})
     tiny = TinyGPT(
         pipeline=2, accumulation=2, tied=False, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=3000
     )
-    lost = contract.check(run_ranks(contract.record, 4, tiny, config, 3), config)
+    lost = contract.check(pool.run(contract.record, 4, tiny, config, 3), config)
     assert lost["grad"] and lost["param"]
-    ranks = run_ranks(record, 4, tiny, config)
+    ranks = pool.run(record, 4, tiny, config)
     assert check(ranks, tiny, config)["act"]
 
 
@@ -239,19 +239,19 @@ def same(mine, theirs):
 
 
 @pytest.mark.parametrize("tiny", [PLAIN, DEEP], ids=["plain", "interleaved"])
-def test_beyond_the_bound_nothing_is_lost(tiny):
+def test_beyond_the_bound_nothing_is_lost(tiny, pool, unhooked):
     """All that the parity does not bring back is sent again: to the last bit it is Megatron."""
     config = LossyConfig(**vars(BOTH) | {"act_fec_high": (4, 2, 0.0), "act_fec_low": (6, 1, 0.0)})
-    same(run_ranks(contract.plain, 2, tiny, config, 3), run_ranks(contract.plain, 2, tiny, None, 3))
+    same(pool.run(contract.plain, 2, tiny, config, 3), unhooked.run(contract.plain, 2, tiny, None, 3))
 
 
 @pytest.mark.parametrize("grad", ["no_grad", "grad"])
-def test_evaluation_is_reliable_unless_asked_otherwise(grad):
+def test_evaluation_is_reliable_unless_asked_otherwise(grad, pool):
     """Also of a schedule that runs forward only where gradients are enabled; training loses as without it."""
     elements = BOTH.act_packet_bytes // 4
     for in_eval in (False, True):
         config = LossyConfig(**vars(BOTH) | {"act_loss_in_eval": in_eval})
-        ranks = run_ranks(record, 2, PLAIN, config, 2, None, grad)
+        ranks = pool.run(record, 2, PLAIN, config, 2, None, grad)
         check(ranks, PLAIN, config)
         [recorded] = by_replica(ranks).values()
         zeros = 0
@@ -333,8 +333,8 @@ def test_with_sequence_parallelism_each_peer_has_losses_of_its_own():
 # --- what is counted -----------------------------------------------------------------------------------------------
 
 
-def test_metrics_count_what_was_lost():
-    ranks = run_ranks(record, 2, PLAIN, BOTH, 8)
+def test_metrics_count_what_was_lost(pool):
+    ranks = pool.run(record, 2, PLAIN, BOTH, 8)
     metrics = ranks[0]["metrics"]
     assert metrics == ranks[1]["metrics"]
     zeros = check(ranks, PLAIN, BOTH, 8)
@@ -377,8 +377,7 @@ def trained(rank, tiny, config, steps, stages=None, workers=None):
     if stages is not None:
         Boundaries.attach = functools.partialmethod(Boundaries.attach, stages=stages)
     cluster = VirtualCluster(config, workers) if workers else None
-    if not workers:
-        hooks.install(config)
+    lossy = cluster or hooks.install(config)
     run = build(tiny, cluster)
     with torch.no_grad():
         for name, parameter in named(run):
@@ -386,6 +385,7 @@ def trained(rank, tiny, config, steps, stages=None, workers=None):
                 random = np.random.default_rng(zlib.crc32(name.encode()))
                 parameter.copy_(torch.from_numpy(random.normal(0, 0.1, parameter.shape)))
     losses = [run.step(step)["loss"] for step in range(steps)]
+    lossy.uninstall()
     return losses, {name: parameter.detach().float().numpy().copy() for name, parameter in named(run)}
 
 
@@ -398,49 +398,51 @@ def whole(results):
 
 
 @pytest.mark.parametrize("flags", [{}, {"act_retransmit": "off"}])
-def test_two_stages_are_one_with_a_virtual_boundary(flags):
+def test_two_stages_are_one_with_a_virtual_boundary(flags, pool):
     """Bit for bit, with the same draws."""
     settings = {"p_act": 0.3, "p_act_grad": 0.2, "act_packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
     real = LossyConfig(**settings | flags)
     tiny = TinyGPT(layers=4, accumulation=3, tied=False, clip_grad=0.0)
     virtual = LossyConfig(**settings | flags | {"virtual_boundaries": (2,)})
-    compare(tiny, 2, None, real, virtual)
-    lossless = run_ranks(trained, 1, tiny, LossyConfig(), 4)[0]
-    assert lossless[0] != run_ranks(trained, 1, tiny, virtual, 4)[0][0]
+    virtual_losses = compare(pool, tiny, 2, None, real, virtual)
+    [(losses, _)] = pool.run(trained, 1, tiny, LossyConfig(), 4)
+    assert losses != virtual_losses
 
 
-def compare(tiny, pipeline, chunks, real, virtual, stages=None):
+def compare(pool, tiny, pipeline, chunks, real, virtual, stages=None):
+    """That the stages of a pipeline lose what one stage with virtual boundaries loses; its losses."""
     staged = TinyGPT(**vars(tiny) | {"pipeline": pipeline, "virtual": chunks})
-    [losses], weights = whole(run_ranks(trained, pipeline, staged, real, 4))
-    [(expected, all_weights)] = run_ranks(trained, 1, tiny, virtual, 4, stages)
+    [losses], weights = whole(pool.run(trained, pipeline, staged, real, 4))
+    run = run_ranks if stages else pool.run
+    [(expected, all_weights)] = run(trained, 1, tiny, virtual, 4, stages)
     assert losses == expected
     assert weights.keys() == all_weights.keys()
     for name, value in all_weights.items():
         np.testing.assert_array_equal(weights[name], value, err_msg=name)
+    return expected
 
 
-def test_interleaved_stages_are_one_with_virtual_boundaries():
+def test_interleaved_stages_are_one_with_virtual_boundaries(pool):
     tiny = TinyGPT(layers=4, accumulation=4, tied=False, clip_grad=0.0)
-    compare(tiny, 2, 2, BOTH, LossyConfig(**vars(BOTH) | {"virtual_boundaries": (3, 1, 2)}), stages=2)
+    compare(pool, tiny, 2, 2, BOTH, LossyConfig(**vars(BOTH) | {"virtual_boundaries": (3, 1, 2)}), stages=2)
 
 
-def test_four_stages_are_one_with_three_virtual_boundaries():
+def test_four_stages_are_one_with_three_virtual_boundaries(pool):
     tiny = TinyGPT(layers=4, accumulation=2, tied=False, clip_grad=0.0)
-    compare(tiny, 4, None, BOTH, LossyConfig(**vars(BOTH) | {"virtual_boundaries": (1, 2, 3)}))
+    compare(pool, tiny, 4, None, BOTH, LossyConfig(**vars(BOTH) | {"virtual_boundaries": (1, 2, 3)}))
 
 
-def test_virtual_workers_lose_what_ranks_lose():
+def test_virtual_workers_lose_what_ranks_lose(pool):
     config = LossyConfig(**vars(BOTH) | {"virtual_boundaries": (1,), "p_grad": 0.3, "p_param": 0.3})
     tiny = TinyGPT(accumulation=2)
-    real = run_ranks(trained, 2, tiny, config, 3)
-    [(losses, _)] = run_ranks(trained, 1, tiny, config, 3, None, 2)
+    real = pool.run(trained, 2, tiny, config, 3)
+    [(losses, _)] = pool.run(trained, 1, tiny, config, 3, None, 2)
     assert [list(step) for step in losses] == [list(step) for step in zip(*(losses for losses, _ in real))]
 
 
 def evaluated(rank, config, workers=None):
     cluster = VirtualCluster(config, workers) if workers else None
-    if not workers:
-        hooks.install(config)
+    lossy = cluster or hooks.install(config)
     run = build(TinyGPT(), cluster)
     losses = []
     for worker in range(workers or 1):
@@ -448,17 +450,18 @@ def evaluated(rank, config, workers=None):
             run._worker = worker
         with torch.no_grad(), cluster.data_of(worker) if cluster else torch.no_grad():
             losses.append(run.evaluate(0))
+    lossy.uninstall()
     return losses
 
 
-def test_evaluation_of_virtual_workers():
-    without = [losses[0] for losses in run_ranks(evaluated, 2, LossyConfig())]
+def test_evaluation_of_virtual_workers(pool):
+    without = [losses[0] for losses in pool.run(evaluated, 2, LossyConfig())]
     for in_eval in (False, True):
         config = LossyConfig(
             p_act=0.3, act_packet_bytes=200, act_retransmit="off", virtual_boundaries=(1,), act_loss_in_eval=in_eval
         )
-        real = [losses[0] for losses in run_ranks(evaluated, 2, config)]
-        assert run_ranks(evaluated, 1, config, 2) == [real]
+        real = [losses[0] for losses in pool.run(evaluated, 2, config)]
+        assert pool.run(evaluated, 1, config, 2) == [real]
         assert (real != without) == in_eval
 
 
@@ -466,7 +469,7 @@ def test_evaluation_of_virtual_workers():
 
 
 def refused(rank, tiny, config, model=None):
-    hooks.install(config)
+    lossy = hooks.install(config)
     with pytest.raises(UsageError) as error:
         if model is None:
             build(tiny)
@@ -475,6 +478,7 @@ def refused(rank, tiny, config, model=None):
             for name, value in model.items():
                 setattr(run.transformer, name, value)
             check_refusals(config, of_model(run.model[0]))
+    lossy.uninstall()
     return str(error.value)
 
 
@@ -510,8 +514,8 @@ def refused(rank, tiny, config, model=None):
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused(world, tiny, flags, model, message):
-    errors = run_ranks(refused, world, tiny, LossyConfig(**vars(BOTH) | flags), model)
+def test_what_cannot_be_right_is_refused(world, tiny, flags, model, message, pool):
+    errors = pool.run(refused, world, tiny, LossyConfig(**vars(BOTH) | flags), model)
     assert all(error.startswith(message) and "\n" not in error for error in errors), errors
 
 
@@ -627,9 +631,8 @@ def test_a_resumed_run_goes_on_with_the_same_losses(data, tmp_path):
     whole, parts = (settings | {"save": str(tmp_path / name)} for name in ("whole", "parts"))
     logs = {name: tmp_path / f"log of {name}" for name in ("whole", "parts")}
     once, twice = (loss | {"delivery_log": str(log), "delivery_log_chunk": 3} for log in logs.values())
-    run_ranks(train_runs, 2, (whole, once))
-    run_ranks(train_runs, 2, (parts | {"exit_interval": 4}, twice))
-    run_ranks(train_runs, 2, (parts | {"load": parts["save"]}, twice))
+    again = parts | {"load": parts["save"]}
+    run_ranks(train_runs, 2, (whole, once), (parts | {"exit_interval": 4}, twice), (again, twice))
     rows = boundary_rows(logs["whole"])
     assert rows == boundary_rows(logs["parts"]) and {row["iteration"] for row in rows} == set(range(8))
     assert all(verify(DeliveryLogFolder(log)).problems == [] for log in logs.values())
