@@ -31,7 +31,7 @@ UDP = dataclasses.replace(BOTH, transport="udp")
 @pytest.mark.parametrize(
     ("size", "cipher"), [(2, "aes-128-gcm"), (3, "none"), pytest.param(5, "aes-128-gcm", marks=pytest.mark.slow)]
 )
-def test_the_public_collectives_give_what_pieces_give(size, cipher):
+def test_the_public_collectives_give_what_pieces_give(size, cipher, pool):
     shards = [50, 7]
     for rule in RULES if size == 3 else RULES[:1]:
         config = LossyConfig(
@@ -41,8 +41,8 @@ def test_the_public_collectives_give_what_pieces_give(size, cipher):
             p_grad=0.45, p_param=0.45, transport="pieces", loss_unit="packet", packet_bytes=48, grad_recovery=rule
         )
         for exchange in (exchange_grads, gather_params) if rule == "renormalize" else (exchange_grads,):
-            mine = run_ranks(exchange, size, size, config, shards, rule != "zero")
-            theirs = run_ranks(exchange, size, size, pieces, shards, True)
+            mine = pool.run(exchange, size, size, config, shards, rule != "zero")
+            theirs = pool.run(exchange, size, size, pieces, shards, True)
             for rank in range(size):
                 for step in range(STEPS):
                     for bucket in range(len(shards)):
@@ -50,9 +50,9 @@ def test_the_public_collectives_give_what_pieces_give(size, cipher):
 
 
 @pytest.mark.parametrize("name", FEW_SETTINGS)
-def test_every_setting_of_megatron(name):
+def test_every_setting_of_megatron(name, pool):
     world, tiny = SETTINGS[name]
-    _, lost = contract_holds(tiny, world=world, config=UDP)
+    _, lost = contract_holds(tiny, world=world, config=UDP, pool=pool)
     assert bool(lost["grad"]) == bool(lost["param"]) == (world > 1)
 
 
@@ -60,7 +60,7 @@ def test_every_setting_of_megatron(name):
     "name",
     ["compensated", *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES)],
 )
-def test_every_rule_and_overlap_gives_what_pieces_give(name):
+def test_every_rule_and_overlap_gives_what_pieces_give(name, pool):
     flags = {"param_send": "compensated:0.6"} if name == "compensated" else {"grad_recovery": name}
     chosen = [
         (
@@ -71,7 +71,7 @@ def test_every_rule_and_overlap_gives_what_pieces_give(name):
         for dtype, overlap in (("fp32", "both"), ("bf16", "both"), ("bf16", "none"))
     ]
     pieces = [(key, tiny, dataclasses.replace(config, transport="pieces")) for key, tiny, config in chosen]
-    for mine, theirs in zip(run_ranks(real_runs, 3, chosen), run_ranks(real_runs, 3, pieces), strict=True):
+    for mine, theirs in zip(pool.run(real_runs, 3, chosen), pool.run(real_runs, 3, pieces), strict=True):
         for key, *_ in chosen:
             for (loss, norm, replica, owned), expected in zip(mine[key], theirs[key], strict=True):
                 assert (loss, norm) == expected[:2]
@@ -80,10 +80,10 @@ def test_every_rule_and_overlap_gives_what_pieces_give(name):
                     np.testing.assert_array_equal(owned[place], expected[3][place], f"{key} {place}")
 
 
-def test_without_loss_between_two_ranks_it_is_megatron():
+def test_without_loss_between_two_ranks_it_is_megatron(pool, unhooked):
     tiny = TinyGPT(dtype="bf16", accumulation=2, **OVERLAPS["both"])
-    mine = run_ranks(contract.plain, 2, tiny, LossyConfig(transport="udp"), 4)
-    theirs = run_ranks(contract.plain, 2, tiny, LossyConfig(), 4)
+    mine = pool.run(contract.plain, 2, tiny, LossyConfig(transport="udp"), 4)
+    theirs = unhooked.run(contract.plain, 2, tiny, None, 4)
     for (weights, reports), (expected, expected_reports) in zip(mine, theirs, strict=True):
         assert reports == expected_reports
         for key, value in expected.items():
@@ -112,11 +112,11 @@ def final_weights(rank, tiny, config, steps, workers=None):
 @pytest.mark.parametrize(
     ("overlap", "rule"), [("both", "renormalize"), pytest.param("none", "previous", marks=pytest.mark.slow)]
 )
-def test_what_was_lost_is_replayed_bit_for_bit(overlap, rule, tmp_path):
+def test_what_was_lost_is_replayed_bit_for_bit(overlap, rule, tmp_path, pool):
     """By ranks that exchange pieces, and by virtual workers."""
     tiny, steps = TinyGPT(dtype="bf16", **OVERLAPS[overlap]), 5
     config = dataclasses.replace(HURRIED, grad_recovery=rule, delivery_log=str(tmp_path / "log"))
-    first = run_ranks(final_weights, 2, tiny, config, steps)
+    first = pool.run(final_weights, 2, tiny, config, steps)
     log = DeliveryLogFolder(tmp_path / "log")
     lost = {"grad": 0, "param": 0}
     for file in log.files:
@@ -129,8 +129,8 @@ def test_what_was_lost_is_replayed_bit_for_bit(overlap, rule, tmp_path):
         transport="pieces", loss_model=("trace",), trace=str(tmp_path / "log"), loss_unit="packet", packet_bytes=256,
         grad_recovery=rule,
     )  # fmt: skip
-    again = run_ranks(final_weights, 2, tiny, replay, steps)
-    [virtual] = run_ranks(final_weights, 1, tiny, replay, steps, 2)
+    again = pool.run(final_weights, 2, tiny, replay, steps)
+    [virtual] = pool.run(final_weights, 1, tiny, replay, steps, 2)
     for rank in range(2):
         for step in range(steps):
             loss, replica, owned = first[rank][step]
@@ -195,14 +195,14 @@ def by_way_of_page_locked_memory(rank, chosen):
     return real_runs(rank, chosen)
 
 
-def test_by_way_of_a_copy_as_from_a_device_it_is_the_same():
+def test_by_way_of_a_copy_as_from_a_device_it_is_the_same(pool):
     """The way of tensors on a device, but for the device."""
     chosen = [
         (f"{dtype} {overlap}", {"dtype": dtype, **OVERLAPS[overlap]}, UDP)
         for dtype, overlap in (("fp32", "none"), ("bf16", "both"))
     ]
     for mine, theirs in zip(
-        run_ranks(by_way_of_page_locked_memory, 3, chosen), run_ranks(real_runs, 3, chosen), strict=True
+        run_ranks(by_way_of_page_locked_memory, 3, chosen), pool.run(real_runs, 3, chosen), strict=True
     ):
         for key, *_ in chosen:
             for step, expected in zip(mine[key], theirs[key], strict=True):

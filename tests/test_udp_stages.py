@@ -60,10 +60,10 @@ LONG = ("one by one", "interleaved, groups of three", "interleaved, three chunks
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in WAYS])
-def test_every_message_loses_what_is_drawn_for_it(name):
+def test_every_message_loses_what_is_drawn_for_it(name, pool):
     """As over torch, though what is lost comes as a datagram, and is put together or sent again over the network."""
     world, tiny, model = WAYS[name]
-    ranks = run_ranks(record, world, tiny, DRAWN, 2, model)
+    ranks = pool.run(record, world, tiny, DRAWN, 2, model)
     zeros = check(ranks, tiny, DRAWN, itemsize=2 if "bf16" in name else 4)
     assert zeros["act"] and zeros["act-grad"]
     metrics = ranks[0]["metrics"]
@@ -71,16 +71,16 @@ def test_every_message_loses_what_is_drawn_for_it(name):
 
 
 @pytest.mark.parametrize("flags", [{}, {"act_retransmit": "off"}])
-def test_without_recovery_and_straight_through(flags):
+def test_without_recovery_and_straight_through(flags, pool):
     settings = {"p_act": 0.3, "p_act_grad": 0.2, "act_packet_bytes": 200} if "act_retransmit" in flags else vars(BOTH)
     config = LossyConfig(**settings | flags | UDP)
-    zeros = check(run_ranks(record, 2, PLAIN, config), PLAIN, config)
+    zeros = check(pool.run(record, 2, PLAIN, config), PLAIN, config)
     assert zeros["act"] and zeros["act-grad"]
 
 
-def test_metrics_are_those_of_what_is_drawn():
+def test_metrics_are_those_of_what_is_drawn(pool):
     """They count what came, and in the drawn world what was drawn."""
-    over_torch, over_udp = (run_ranks(record, 2, PLAIN, config, 8)[0]["metrics"] for config in (BOTH, DRAWN))
+    over_torch, over_udp = (pool.run(record, 2, PLAIN, config, 8)[0]["metrics"] for config in (BOTH, DRAWN))
     names = [
         f"{what} {phase}"
         for what in ("loss rate", "zero share", "retransmitted share")
@@ -102,10 +102,10 @@ def test_by_way_of_a_copy_as_from_a_device_it_is_the_same():
 
 
 @pytest.mark.parametrize("in_eval", [False, True])
-def test_evaluation_is_reliable_unless_asked_otherwise(in_eval):
+def test_evaluation_is_reliable_unless_asked_otherwise(in_eval, pool):
     """Then all of a message must arrive, whatever is lost at first."""
     config = dataclasses.replace(DRAWN, act_loss_in_eval=in_eval)
-    ranks = run_ranks(record, 2, PLAIN, config, 2, None, "no_grad")
+    ranks = pool.run(record, 2, PLAIN, config, 2, None, "no_grad")
     check(ranks, PLAIN, config)
     [recorded] = by_replica(ranks).values()
     same_all = [
@@ -128,8 +128,8 @@ def test_evaluation_is_reliable_unless_asked_otherwise(in_eval):
     ],
     ids=["plain", "interleaved", "two replicas, bf16, tied"],
 )
-def test_stages_without_loss_are_megatrons(world, tiny):
-    same(run_ranks(contract.plain, world, tiny, LOSSLESS, 3), run_ranks(contract.plain, world, tiny, None, 3))
+def test_stages_without_loss_are_megatrons(world, tiny, pool, unhooked):
+    same(pool.run(contract.plain, world, tiny, LOSSLESS, 3), unhooked.run(contract.plain, world, tiny, None, 3))
 
 
 def with_a_late_stage(rank, tiny, config, late):
@@ -188,16 +188,16 @@ def test_within_a_node_nothing_crosses_as_a_datagram():
         assert counts[peer]["units"] == packets and counts[peer]["lost"] == 0
 
 
-def test_two_interleaved_stages_have_two_links():
+def test_two_interleaved_stages_have_two_links(pool):
     """One from the first stage on, and one from the last stage to the first."""
     names = ["stages on ranks 0 and 1", "stages on ranks 1 and 0"]
-    assert [sorted(found) for found, _ in run_ranks(links_of, 2, DEEP, LOSSLESS)] == [names, names]
+    assert [sorted(found) for found, _ in pool.run(links_of, 2, DEEP, LOSSLESS)] == [names, names]
 
 
-def test_lengths_share_links():
+def test_lengths_share_links(pool):
     """Of 21, 20 and 7 packets: one link for up to 32 packets, and one for up to 8."""
     tiny = dataclasses.replace(PLAIN, accumulation=6, lengths=(16, 15, 5))
-    for rank, (names, counts) in enumerate(run_ranks(links_of, 2, tiny, LOSSLESS)):
+    for rank, (names, counts) in enumerate(pool.run(links_of, 2, tiny, LOSSLESS)):
         assert names == ["stages on ranks 0 and 1"] * 2
         assert [count[1 - rank]["units"] for count in counts] == [2 * (21 + 20), 2 * 7]
 
