@@ -41,7 +41,7 @@ def data(tmp_path_factory):
 
 def run_both(workers: int, data: dict, folder: Path, cases: dict[str, tuple[dict, dict]]):
     """For each case the folders of a run of real ranks and of one of virtual workers."""
-    base = TINY | data | {"log_interval": 1}
+    base = TINY | data | {"log_interval": 1, "train_iters": 6}
     folders = {name: (folder / f"{name} real", folder / f"{name} virtual") for name in cases}
     real, virtual = (
         [(base | settings | {"save": str(folders[name][k])}, loss) for name, (settings, loss) in cases.items()]
@@ -89,7 +89,7 @@ def test_two_workers_train_as_two_ranks_bit_for_bit(data, tmp_path):
 
 @pytest.mark.parametrize(("workers", "batch"), [(3, 6), pytest.param(4, 8, marks=pytest.mark.slow)])
 def test_more_workers_train_as_ranks_within_rounding(tmp_path, data, workers, batch):
-    """Losses and gradient norms, over 8 iterations of learning rate 0.01, within a few units of float32's last place.
+    """Losses and gradient norms, over 6 iterations of learning rate 0.01, within a few units of float32's last place.
 
     A wrong weight shows in the norm at once, where clipping and Adam take it out of the losses.
     """
@@ -111,7 +111,7 @@ def test_more_workers_train_as_ranks_within_rounding(tmp_path, data, workers, ba
         assert virtual == pytest.approx(losses, rel=3e-7), name
         assert virtual_norms == pytest.approx(norms, rel=1e-6), name
         curves[name] = virtual
-    assert curves["shards"][:8] != pytest.approx(curves["nodes"][:8], rel=1e-3)  # the bound tells cases apart
+    assert curves["shards"][:6] != pytest.approx(curves["nodes"][:6], rel=1e-3)  # the bound tells cases apart
 
 
 def die_in_second_save(rank: int, config: dict, loss: dict) -> None:
