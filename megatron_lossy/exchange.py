@@ -140,10 +140,14 @@ def units_of(cut: Sequence[BucketUnits]) -> int:
 
 
 class Lost:
-    """The lost units: ``mask`` bool[shards, count]. Their places are worked out once, at the first request."""
+    """The lost units: ``mask`` bool[shards, count]. Their places are worked out once, at the first request.
 
-    def __init__(self, mask: np.ndarray) -> None:
-        self.mask = mask
+    ``spared``: a tensor bool[shards, count] beside the data, of units that arrive after all, which the host need not know
+    yet; ``None``: no unit of ``mask``.
+    """
+
+    def __init__(self, mask: np.ndarray, spared: Any = None) -> None:
+        self.mask, self.spared = mask, spared
         self._places: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def places(self, numbers: slice) -> tuple[np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from ..exchange import BucketUnits, Delivery, Exchange, Lost
+from ..fetch import Fetched
 from .rows import Rows, rows_for
 
 if TYPE_CHECKING:
@@ -136,6 +137,8 @@ class GradRecovery(Rule):
     foresight: bool = False
     #: Whether gradients of earlier steps enter the sum. The sum must then mean the same in all steps.
     carries_over: bool = False
+    #: Whether :meth:`remove` leaves the units of :attr:`Lost.spared` alone; else it is told of none.
+    minds_spared: ClassVar[bool] = False
 
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
         """Take the units that are ``lost`` out of ``buffer`` [N * shard]. The result is given to :meth:`after`."""
@@ -167,15 +170,15 @@ class GradRecovery(Rule):
     #: The units of the latest exchange that were lost for good, if these differ from the drawn ones.
     final: Lost | None = None
     #: bool[N, count]: the units of the latest exchange that must arrive, if only the network knows its losses.
-    must: np.ndarray | None = None
+    must: np.ndarray | Fetched | None = None
     #: The record of the latest step that is over; ``None`` if no sender chooses.
     told: Told | None = None
 
     def leave_out(self, delivery: Delivery, x: Gradients) -> Any:
         """Remove lost units at the sender although owners get pieces: only the sender knows its priorities."""
 
-    def choose(self, x: Gradients) -> np.ndarray | None:
-        """bool[N, count]: the units that must arrive; ``None`` if no unit must."""
+    def choose(self, x: Gradients) -> np.ndarray | Fetched | None:
+        """bool[N, count]: the units that must arrive, here or on their way; ``None`` if no unit must."""
 
     def keep(self, step: int, payload: torch.Tensor, lost: Lost, loss_scale: Any) -> None:
         """Keep the units of ``payload`` [N * shard], sent in ``step``, that are ``lost`` for good."""
@@ -185,6 +188,9 @@ class GradRecovery(Rule):
 
     def keep_late(self, step: int, lost: Lost) -> None:
         """Keep the units that are ``lost`` for good, from the payload given to :meth:`keep_all`."""
+
+    def settle(self, left: Lost) -> None:
+        """Learn that the units ``left`` of the latest exchange are lost for good; :meth:`remove` knew of spared ones."""
 
     def note(self, told: Told, lost: Lost) -> None:
         """Complete ``told``, the record of the units of the latest exchange."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..exchange import BucketUnits, Delivery, Lost
 from .base import Gradients, GradRecovery, Told
-from .rows import Saved, times
+from .rows import Saved, rows_for, times
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,7 @@ class ErrorFeedback(GradRecovery):
     """
 
     name = "error-feedback"
+    minds_spared = True
     _warned: ClassVar[bool] = False
 
     def __init__(self, units: BucketUnits, rank: int) -> None:
@@ -52,12 +53,21 @@ class ErrorFeedback(GradRecovery):
             self.rows(buffer).add_(buffer, self.units, lost, saved if scale is None else times(saved, scale))
 
     def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
-        self.keep(x.exchange.step, buffer, lost, x.loss_scale)
-        super().remove(buffer, lost, delivery, x)
+        rows = self.rows(buffer)
+        kept = rows.take(buffer, self.units, lost)
+        rows.clear_(buffer, self.units, lost, kept)
+        self._keep(x.exchange.step, lost, kept, x.loss_scale)
 
     def keep(self, step: int, payload: torch.Tensor, lost: Lost, loss_scale: Any) -> None:
-        kept = self.rows(payload).take(payload, self.units, lost)
+        self._keep(step, lost, self.rows(payload).take(payload, self.units, lost), loss_scale)
+
+    def _keep(self, step: int, lost: Lost, kept: Saved, loss_scale: Any) -> None:
         self._pending = (step, lost, kept if loss_scale is None else times(kept, 1 / loss_scale))
+
+    def settle(self, left: Lost) -> None:
+        if self._pending is not None and self._pending[1].spared is not None:
+            step, lost, kept = self._pending
+            self._pending = (step, left, rows_for(lost.spared.device).narrow(self.units, lost, left, kept))
 
     def keep_all(self, step: int, payload: torch.Tensor, loss_scale: Any) -> None:
         """See :meth:`GradRecovery.keep_all`. A late report delays the lost units; it drops none of them."""

@@ -74,10 +74,13 @@ class IndexedRows:
 
     @classmethod
     def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> None:
-        """Set the units that are ``lost`` to zero."""
+        """Set the units that are ``lost``, and not spared, to zero."""
         for view, numbers in unit_views(buffer, units):
             shards, _ = lost.places(numbers)
-            if units.count == 1:
+            if lost.spared is not None and len(shards):
+                index = cls._index(lost, numbers, buffer.device)
+                cls._write(view, index, cls._zeroed(_select(view, index), lost, numbers, index))
+            elif units.count == 1:
                 for shard in shards:
                     view[shard].zero_()
             elif len(shards):
@@ -85,7 +88,7 @@ class IndexedRows:
 
     @classmethod
     def take(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> Saved:
-        """Copies of the units that are ``lost``; give them to :meth:`put_` with the same ``lost``."""
+        """Copies of the units that are ``lost``, spared or not; give them to :meth:`put_` with the same ``lost``."""
         saved: Saved = []
         for view, numbers in unit_views(buffer, units):
             shards, _ = lost.places(numbers)
@@ -106,10 +109,50 @@ class IndexedRows:
             if units.count == 1:
                 for shard, value in zip(lost.places(numbers)[0], values, strict=True):
                     view[shard].copy_(value)
-            elif values and view.is_contiguous():
-                _flat(view).index_copy_(0, _numbers(view, values[:-1]), values[-1])
             elif values:
-                view.index_put_(values[:-1], values[-1])
+                cls._write(view, values[:-1], values[-1])
+
+    @staticmethod
+    def _write(view: torch.Tensor, index: tuple[torch.Tensor, ...], values: torch.Tensor) -> None:
+        if view.is_contiguous():
+            _flat(view).index_copy_(0, _numbers(view, index), values)
+        else:
+            view.index_put_(index, values)
+
+    @staticmethod
+    def _zeroed(values: torch.Tensor, lost: Lost, numbers: slice, index: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """``values`` [k, elements] of the units at ``index``, or zeros for those that are not spared."""
+        spared = _select(lost.spared[:, numbers, None], index)
+        return values.masked_fill(~spared, 0)
+
+    @classmethod
+    def clear_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
+        """Do as :meth:`zero_`. ``saved``: the result of :meth:`take` for ``lost``, which the buffer still has."""
+        if lost.spared is None or units.count == 1:
+            cls.zero_(buffer, units, lost)
+            return
+        for (view, numbers), values in zip(unit_views(buffer, units), saved, strict=True):
+            if values:
+                cls._write(view, values[:-1], cls._zeroed(values[-1], lost, numbers, values[:-1]))
+
+    @staticmethod
+    def narrow(units: BucketUnits, lost: Lost, left: Lost, saved: Saved) -> Saved:
+        """The part of ``saved``, taken for ``lost``, that belongs to the units ``left`` of these."""
+        result: Saved = []
+        for (numbers, _), values in zip(units.parts, saved, strict=True):
+            shards, places = lost.places(numbers)
+            kept = left.mask[:, numbers][shards, places]
+            copies.used_here(values)
+            if kept.all():
+                result.append(values)
+            elif units.count == 1:
+                result.append(tuple(value for value, keeps in zip(values, kept, strict=True) if keeps))
+            elif kept.any():
+                index = copies.to_device(np.flatnonzero(kept), values[-1].device)
+                result.append(tuple(part.index_select(0, index) for part in values))
+            else:
+                result.append(())
+        return result
 
     @classmethod
     def add_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
@@ -150,7 +193,8 @@ class MaskedRows:
 
     @staticmethod
     def _mask(lost: Lost, numbers: slice, device: torch.device) -> torch.Tensor:
-        return copies.to_device(np.ascontiguousarray(lost.mask[:, numbers, None]), device)
+        mask = copies.to_device(np.ascontiguousarray(lost.mask[:, numbers, None]), device)
+        return mask if lost.spared is None else mask & ~lost.spared[:, numbers, None]
 
     @classmethod
     def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> None:
@@ -178,6 +222,16 @@ class MaskedRows:
             copies.used_here((value,))
             for old, new, mask in zip(value, view, cls._mask(lost, numbers, buffer.device), strict=True):
                 new.copy_((new + old).to(new.dtype).where(mask, new))
+
+    @classmethod
+    def clear_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
+        """See :meth:`IndexedRows.clear_`."""
+        cls.zero_(buffer, units, lost)
+
+    @staticmethod
+    def narrow(units: BucketUnits, lost: Lost, left: Lost, saved: Saved) -> Saved:
+        """See :meth:`IndexedRows.narrow`; ``saved`` has everything anyway."""
+        return saved
 
     @staticmethod
     def scale_(shard: torch.Tensor, units: BucketUnits, factors: np.ndarray) -> None:

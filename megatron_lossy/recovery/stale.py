@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..exchange import Delivery, Lost
+from ..fetch import Fetched
 from .base import Parameters, Rule
 from .rows import Saved
 
@@ -45,8 +46,11 @@ class Stale(Rule):
     def sent(self, x: Parameters, own: Any, delivery: Delivery) -> None:
         """Put the owner's weights back into the own shard: the exchange is over, and ``delivery`` arrived here."""
 
-    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray | None:
-        """bool[count]: the units of ``sent`` [shard], parameters of ``step``, that must arrive; ``None`` for none."""
+    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray | Fetched | None:
+        """bool[count]: the units of ``sent`` [shard], parameters of ``step``, that must arrive, here or on their way.
+
+        ``None``: no unit must.
+        """
 
     def before_update(self, sent: torch.Tensor) -> None:
         """Keep what the next exchange needs of ``sent`` [shard], the own shard. Loops of users say no more than this."""

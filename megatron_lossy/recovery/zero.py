@@ -9,3 +9,4 @@ class Zero(GradRecovery):
     """Removes lost units and corrects nothing."""
 
     name = "zero"
+    minds_spared = True

@@ -13,6 +13,7 @@ import torch
 from ..channel.corruption import Corruption
 from ..config import LossyConfig
 from ..exchange import Delivery, Exchange, Stream, units_of
+from ..fetch import at_hand
 from ..hooks.errors import errors_of_owner
 from ..mechanism import Sending
 from ..registry import MECHANISMS
@@ -139,7 +140,7 @@ class StreamBuckets:
             for worker, (group, shard) in enumerate(zip(self.groups, shards, strict=True)):
                 chosen = group.params[number].choose(shard, step)
                 if chosen is not None:
-                    group.wire.recovered(exchange, units, ~drawn[:, worker, units.numbers] & ~chosen)
+                    group.wire.recovered(exchange, units, ~drawn[:, worker, units.numbers] & ~at_hand(chosen))
 
     def delivery(self, phase: str, step: int) -> Delivery | None:
         """The delivery at all workers in ``step``; ``None`` in a phase without loss."""

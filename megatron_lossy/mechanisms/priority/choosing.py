@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...exchange import BucketUnits, Exchange, Lost
+from ...fetch import Fetched, at_hand
+from ...recovery import copies
 from ...recovery.base import Told
 from ...recovery.rows import unit_views
 
@@ -46,7 +48,8 @@ class Protection:
 class Priority:
     """Chooses the units of one bucket that its sender wants delivered.
 
-    ``units``: how the bucket is cut. ``rank``: the sender's index among the destinations.
+    ``units``: how the bucket is cut. ``rank``: the sender's index among the destinations. On an accelerator the choice is
+    made there, and the host learns of it when it asks.
     """
 
     def __init__(self, protection: Protection, units: BucketUnits, rank: int) -> None:
@@ -55,21 +58,39 @@ class Priority:
         self.rank = rank
         #: bool[N, count], by destination: units that always have high priority, whatever their values; None for none.
         self.always: np.ndarray | None = None
-        #: Of the latest exchange.
-        self.told = Told()
+        self._told = Told()
         self._sums = np.zeros((0, units.count))
-
-    def choose(self, buffer: torch.Tensor, exchange: Exchange) -> np.ndarray:
-        """bool[N, count]: the units of ``buffer`` [N * shard] that have high priority."""
-        sizes = importance(buffer, self.units)
-        crossing = self._crossing(len(sizes))
-        high = self._high(buffer, sizes, crossing, exchange)
-        self._sums = np.where(np.isfinite(sizes), sizes, 0.0) * lengths(self.units)
-        self.told = Told(
-            units=int(crossing.sum()) * self.units.count,
-            high=int(high.sum()),
-            payload=float(self._sums[crossing].sum()),
+        self._untold: tuple[Any, Any] | None = (
+            None  # importance and choice of the latest exchange, not in its record yet
         )
+        self._unsettled: Lost | None = None  # units that the network loses, chosen or not
+
+    @property
+    def told(self) -> Told:
+        """The record of the latest exchange."""
+        if self._untold is not None:
+            sizes, high = map(at_hand, self._untold)
+            self._untold = None
+            crossing = self._crossing(len(sizes))
+            self._sums = np.where(np.isfinite(sizes), sizes, 0.0) * lengths(self.units)
+            self._told = Told(
+                units=int(crossing.sum()) * self.units.count,
+                high=int(high.sum()),
+                payload=float(self._sums[crossing].sum()),
+            )
+        return self._told
+
+    def choose(self, buffer: torch.Tensor, exchange: Exchange) -> np.ndarray | Fetched:
+        """bool[N, count]: the units of ``buffer`` [N * shard] that have high priority."""
+        means = unit_means(buffer, self.units)
+        if is_here(means):
+            sizes = means.numpy()
+            high = self._high(buffer, sizes, self._crossing(len(sizes)), exchange)
+            self._untold = sizes, high
+            return high
+        self._there = self._high_there(buffer, means, exchange)
+        high = Fetched(self._there)
+        self._untold = Fetched(means), high
         return high
 
     def _crossing(self, size: int) -> np.ndarray:
@@ -79,9 +100,23 @@ class Priority:
         return crossing
 
     def spare(self, buffer: torch.Tensor, lost: Lost, exchange: Exchange) -> Lost:
-        """The units of ``buffer`` [N * shard] that are lost for good, if the network loses ``lost``."""
-        high = self.choose(buffer, exchange)
-        final = lost.mask & ~high
+        """The units of ``buffer`` [N * shard] that are lost for good, if the network loses ``lost``.
+
+        On an accelerator they are all of ``lost`` but for the spared ones, until :meth:`settle` knows them here.
+        """
+        self._high_here, self._unsettled = self.choose(buffer, exchange), lost
+        if isinstance(self._high_here, Fetched):
+            return Lost(lost.mask, self._there)
+        final = self.settle()
+        assert final is not None
+        return final
+
+    def settle(self) -> Lost | None:
+        """The units lost for good, as :meth:`spare` has decided, and their record; ``None`` if they are known already."""
+        lost, self._unsettled = self._unsettled, None
+        if lost is None:
+            return None
+        final = lost.mask & ~at_hand(self._high_here)
         self.told.lost = int(lost.mask.sum())
         self.told.recovered = self.told.lost - int(final.sum())
         self.tell(Lost(final))
@@ -89,7 +124,7 @@ class Priority:
 
     def take_told(self) -> Told:
         """The record of the latest exchange, once; an empty record if there was none since."""
-        told, self.told = self.told, Told()
+        told, self._told = self.told, Told()
         return told
 
     def tell(self, final: Lost) -> None:
@@ -116,14 +151,34 @@ class Priority:
         """The (1 - K) quantile of |values|, over a sample of the values for the destinations ``rows``."""
         import torch
 
+        values = buffer[torch.from_numpy(self._sample(buffer, rows, exchange))].abs().float().numpy()
+        values = values[np.isfinite(values)]
+        return float(np.quantile(values, 1 - self.protection.fraction)) if len(values) else np.inf
+
+    def _sample(self, buffer: torch.Tensor, rows: np.ndarray, exchange: Exchange) -> np.ndarray:
+        """int64[SAMPLE]: places in ``buffer`` of drawn values for the destinations ``rows``."""
         assert self.protection.draw is not None
         first = self.units.first * (len(buffer) // self.units.shard) + int(rows[0])
         drawn = self.protection.draw(exchange, self.rank, first)
         places = (drawn * (len(rows) * self.units.shard)).astype(np.int64)
-        places = rows[places // self.units.shard] * self.units.shard + places % self.units.shard
-        values = buffer[torch.from_numpy(places).to(buffer.device)].abs().float().cpu().numpy()
-        values = values[np.isfinite(values)]
-        return float(np.quantile(values, 1 - self.protection.fraction)) if len(values) else np.inf
+        return rows[places // self.units.shard] * self.units.shard + places % self.units.shard
+
+    def _high_there(self, buffer: torch.Tensor, sizes: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        """:meth:`_high` on the device of ``sizes`` float32[N, count]."""
+        from . import on_device
+
+        crossing = self._crossing(len(sizes))
+        rows = np.flatnonzero(crossing)
+        keys = on_device.keys(sizes, None if crossing.all() else self.rank)
+        high = keys == -1
+        if self.always is not None:
+            high |= copies.to_device(self.always & crossing[:, None], sizes.device)
+        if self.protection.kind == "packet-mean":
+            on_device.choose_top_(high, keys, share_of(len(rows) * self.units.count, self.protection.fraction))
+        elif self.protection.kind != "none" and len(rows):
+            places = copies.to_device(self._sample(buffer, rows, exchange), buffer.device)
+            high |= keys >= on_device.quantile(buffer[places].abs().float(), 1 - self.protection.fraction)
+        return high
 
 
 class ParamPriority:
@@ -144,15 +199,13 @@ class ParamPriority:
         """Begin again with replicas that are all equal."""
         self._certain: torch.Tensor | None = None  # the values of each unit when it last arrived for certain
         self._step: int | None = None
-        self._chosen = np.zeros(self.units.count, dtype=bool)
+        self._chosen: np.ndarray | Fetched = np.zeros(self.units.count, dtype=bool)
 
-    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray:
+    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray | Fetched:
         """bool[count]: the units of ``sent`` [shard], parameters of ``step``, that must arrive; the same for each call.
 
         In the first step after replicas were equal no unit must arrive: no change is known yet.
         """
-        import torch
-
         if step == self._step:
             return self._chosen
         self._step = step
@@ -160,21 +213,37 @@ class ParamPriority:
             self._certain = sent.detach().clone()
             self._chosen = np.zeros(self.units.count, dtype=bool)
             return self._chosen
-        with torch.no_grad():
-            sizes = importance(sent.float() - self._certain.float(), self.units)[0]
-            self._chosen = ~np.isfinite(sizes) | top(sizes, self.fraction)
-            parts = zip(unit_views(sent, self.units), unit_views(self._certain, self.units), strict=True)
-            for (now, numbers), (certain, _) in parts:
-                mask = torch.from_numpy(self._chosen[None, numbers, None]).to(sent.device)
-                certain.copy_(now.where(mask, certain))
+        self._chosen = self._changed_most(sent.detach(), self._certain)
         return self._chosen
+
+    def _changed_most(self, sent: torch.Tensor, known: torch.Tensor) -> np.ndarray | Fetched:
+        import torch
+
+        with torch.no_grad():
+            means = unit_means(sent.float() - known.float(), self.units)[0]
+            if is_here(means):
+                sizes = means.numpy()
+                chosen = ~np.isfinite(sizes) | top(sizes, self.fraction)
+                there = torch.from_numpy(chosen)
+            else:
+                from . import on_device
+
+                keys = on_device.keys(means, None)
+                there = keys == -1
+                on_device.choose_top_(there, keys, share_of(len(means), self.fraction))
+                chosen = Fetched(there)
+            for (now, numbers), (certain, _) in zip(
+                unit_views(sent, self.units), unit_views(known, self.units), strict=True
+            ):
+                certain.copy_(now.where(there[None, numbers, None], certain))
+        return chosen
 
     def state_dict(self) -> dict[str, Any]:
         """The state that must be saved for a run to continue bit for bit."""
         import torch
 
         certain = None if self._certain is None else self._certain.clone()
-        return {"certain": certain, "step": self._step, "chosen": torch.from_numpy(self._chosen.copy())}
+        return {"certain": certain, "step": self._step, "chosen": torch.from_numpy(at_hand(self._chosen).copy())}
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
         """Restore :meth:`state_dict`."""
@@ -183,20 +252,29 @@ class ParamPriority:
         self._step, self._chosen = state["step"], state["chosen"].cpu().numpy()
 
 
+def is_here(values: torch.Tensor) -> bool:
+    """Whether NumPy can choose among ``values``; elsewhere :mod:`.on_device` does."""
+    return values.device.type == "cpu"
+
+
 def lengths(units: BucketUnits) -> np.ndarray:
     """int64[count]: elements of each unit."""
     return np.concatenate([np.full(numbers.stop - numbers.start, elements) for numbers, elements in units.parts])
 
 
 def importance(buffer: torch.Tensor, units: BucketUnits) -> np.ndarray:
+    """float32[N, count]: :func:`unit_means`, here."""
+    return unit_means(buffer, units).cpu().numpy()
+
+
+def unit_means(buffer: torch.Tensor, units: BucketUnits) -> torch.Tensor:
     """float32[N, count]: the mean of |values| of each unit of ``buffer`` [N * shard] (SMART, equation 1).
 
     Sums are taken in float32. The mean is not finite if a value is not.
     """
     import torch
 
-    sums = [_sums(view).div_(view.shape[2]) for view, _ in unit_views(buffer, units)]
-    return torch.cat(sums, dim=1).cpu().numpy()
+    return torch.cat([_sums(view).div_(view.shape[2]) for view, _ in unit_views(buffer, units)], dim=1)
 
 
 def _sums(view: torch.Tensor) -> torch.Tensor:
@@ -217,10 +295,15 @@ def _sums(view: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def share_of(count: int, fraction: float) -> int:
+    """``fraction`` of ``count``, rounded."""
+    return int(fraction * count + 0.5)
+
+
 def top(sizes: np.ndarray, fraction: float) -> np.ndarray:
     """bool, of the shape of ``sizes``: the largest share ``fraction`` of finite ones; of equal ones the first."""
     flat = np.where(np.isfinite(sizes), sizes, -1.0).ravel()
-    count = int(fraction * flat.size + 0.5)
+    count = share_of(flat.size, fraction)
     chosen = np.zeros(flat.size, dtype=bool)
     if count:
         least = np.partition(flat, flat.size - count)[flat.size - count]

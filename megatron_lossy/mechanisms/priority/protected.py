@@ -17,6 +17,7 @@ import numpy as np
 
 from ...channel.draws import generator
 from ...exchange import BucketUnits, Delivery, Exchange, Lost
+from ...fetch import Fetched
 from ...recovery.base import Gradients, GradRecovery, add_up
 from ...recovery.stale import Stale
 from .choosing import SAMPLE, ParamPriority, Priority, Protection
@@ -67,12 +68,35 @@ class Protected(GradRecovery):
 class Spared(Protected):
     """The rule for drawn losses: chosen units arrive even if the draw loses them."""
 
+    _final: Lost | None = None
+
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
         self.correct(buffer, x)
-        self.final = self.priority.spare(buffer, lost, x.exchange)
-        kept = self.rule.remove(buffer, self.final, delivery, x)
-        self.rule.note(self.priority.told, self.final)
+        final: Lost | None = self.priority.spare(buffer, lost, x.exchange)
+        if final.spared is not None and not self.rule.minds_spared:
+            final = self.priority.settle()
+        kept = self.rule.remove(buffer, final, delivery, x)
+        if final.spared is None:
+            self.rule.note(self.priority.told, final)
+        self._final = final
         return kept
+
+    @property
+    def final(self) -> Lost | None:  # type: ignore[override]
+        """See :attr:`GradRecovery.final`. On an accelerator it waits for the choice."""
+        if self._final is not None and self._final.spared is not None:
+            self._final = self.priority.settle()
+            self.rule.settle(self._final)
+            self.rule.note(self.priority.told, self._final)
+        return self._final
+
+    def finish_step(self, step: int, successful: bool) -> None:
+        _ = self.final
+        super().finish_step(step, successful)
+
+    def restart(self) -> None:
+        super().restart()
+        self._final = None
 
     def leave_out(self, delivery: Delivery, x: Gradients) -> Any:
         return self.before(x.buffer, delivery.lost_there(self.units), delivery, x)
@@ -91,7 +115,7 @@ class Required(Protected):
         self._sent: tuple[int, torch.Tensor, Any] | None = None
         self._late: list[int] = []
 
-    def choose(self, x: Gradients) -> np.ndarray:
+    def choose(self, x: Gradients) -> np.ndarray | Fetched:
         self.correct(x.buffer, x)
         self.must = self.priority.choose(x.buffer, x.exchange)
         self._sent = (x.exchange.step, x.buffer, x.loss_scale)
@@ -137,7 +161,7 @@ class Prioritised(Stale):
         super().__init__(units, rank)
         self.priority = ParamPriority(fraction, units)
 
-    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray:
+    def choose(self, sent: torch.Tensor, step: int) -> np.ndarray | Fetched:
         return self.priority.choose(sent, step)
 
     def restart(self) -> None:

@@ -7,10 +7,12 @@ observed delivery.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ import torch.distributed as dist
 
 from ...coding import AdaptiveCode, Layout
 from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
+from ...fetch import at_hand
 from ...recovery import Gradients, GradRecovery, Parameters, Stale
 from ...recovery.rows import IndexedRows, Saved
 from ..base import Crossing, Transfer
@@ -28,6 +31,8 @@ from .engine import Channel, PeerLost
 from .engine import Transfer as Datagrams
 from .staging import Stage, device_of, patience_of, staged
 
+#: Returns bool[N, count]: the units that must arrive. An accelerator may still be choosing them.
+Must = Callable[[], np.ndarray]
 #: By phase, for each bucket: the dtype that crosses.
 Dtypes = dict[str, Sequence[torch.dtype]]
 
@@ -75,7 +80,7 @@ class UdpWire(PieceWire):
         }
         self._codes = dict(codes or {})
         self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(self._codes))
-        self._unreported: dict[tuple[Exchange, int], tuple[Datagrams, np.ndarray]] = {}
+        self._unreported: dict[tuple[Exchange, int], tuple[Datagrams, Must]] = {}
         self._known = Latest()  # an _Arriving for each exchange
         self._draws = Latest()
         self._numbers: dict[tuple[str, int], int] = {}
@@ -91,7 +96,8 @@ class UdpWire(PieceWire):
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
         self.hear_late(rule, x.bucket, 0.0)
         with torch.no_grad():
-            must = rule.choose(x)
+            chosen = rule.choose(x)
+        must = None if chosen is None else functools.cache(partial(at_hand, chosen))
         if self._arriving(x.exchange).was_begun(x.bucket):  # it crosses reliably, and its losses are known
             return self._scatter_reliably(x, rule, None, lambda: self.delivery(x.exchange))
         pieces = torch.empty_like(x.buffer)
@@ -142,15 +148,19 @@ class UdpWire(PieceWire):
 
         return Crossing(_Waits([*near, udp]), arrived)
 
-    def _must_arrive(self, x: Parameters, rule: Stale) -> np.ndarray | None:
-        """bool[N, count]: the parameters that all ranks must get."""
+    def _must_arrive(self, x: Parameters, rule: Stale) -> Must | None:
+        """The parameters that all ranks must get."""
         chosen = rule.choose(x.sent, x.exchange.step)
         if chosen is None:
             return None
-        must = np.repeat(chosen[None], self.size, axis=0)
-        if ("param", x.bucket) in self._agreements:  # copies must lose the same: nothing
-            must = must | self._agreements["param", x.bucket][0][self.rank]
-        return must
+
+        def must() -> np.ndarray:
+            everywhere = np.repeat(at_hand(chosen)[None], self.size, axis=0)
+            if ("param", x.bucket) in self._agreements:  # copies must lose the same: nothing
+                everywhere |= self._agreements["param", x.bucket][0][self.rank]
+            return everywhere
+
+        return functools.cache(must)
 
     def _exchange_near(self, out: list[torch.Tensor], into: list[torch.Tensor]) -> list[Any]:
         """Exchange with the ranks of this node over torch."""
@@ -175,7 +185,7 @@ class UdpWire(PieceWire):
         there: torch.Tensor,
         out: Sequence[torch.Tensor],
         stage: Stage | None,
-        must: np.ndarray | None,
+        must: Must | None,
     ) -> _Exchange:
         phase = exchange.phase
         number = self._numbers[phase, bucket] = self._numbers.get((phase, bucket), -1) + 1
@@ -183,14 +193,15 @@ class UdpWire(PieceWire):
         transfer = self._channel.post(phase, number, bucket, self._only_far(places))
         transfer.keep = there, out
 
-        code = (1, 0) if must is None else self._codes[phase].of(must[self.far])
         transfer.expects_reports(must is not None)
         if must is not None:
             self._unreported[exchange, bucket] = transfer, must
 
         def send() -> None:
             sources = self._only_far([part.data_ptr() for part in out])
-            self._channel.send(phase, number, bucket, sources, must, code)
+            chosen = None if must is None else must()
+            code = (1, 0) if chosen is None else self._codes[phase].of(chosen[self.far])
+            self._channel.send(phase, number, bucket, sources, chosen, code)
 
         if stage is None:
             send()
@@ -292,7 +303,7 @@ class UdpWire(PieceWire):
         known = self._unreported.get((exchange, bucket))
         if known is None:
             raise ValueError(f"{exchange}, bucket {bucket}: nothing is left to be reported")
-        transfer, must = known
+        transfer, chosen = known
         until, wait = time.monotonic() + min(seconds, self._patience), 1e-4
         while (lost := transfer.reports()) is None and time.monotonic() < until:
             time.sleep(wait)
@@ -300,6 +311,7 @@ class UdpWire(PieceWire):
         if lost is None:
             return None
         del self._unreported[exchange, bucket]
+        must = chosen()
         lost[[*self.near, self.rank]] = False
         self._codes[exchange.phase].report(lost[self.far], must[self.far])
         return lost

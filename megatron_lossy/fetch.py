@@ -1,0 +1,59 @@
+"""Copies from an accelerator to the host that nobody waits for before they are read.
+
+A plain copy to the host (``.cpu()``, ``.item()``) waits until the device has done all queued work, which may be a whole
+backward pass. These copies are queued like any other work. Whoever reads one waits for it then.
+
+Torch is imported when it is needed: flags are checked where it is not installed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+#: The event behind the latest copy of each stream, by device and stream.
+_latest: dict[Any, Any] = {}
+
+
+class Fetched:
+    """A tensor on its way to the host. ``tensor``: on any device; do not change it before :meth:`wait`.
+
+    On CUDA the copy goes into page-locked memory, in the order of the current stream. From a CPU nothing is copied. On
+    other devices :meth:`wait` makes the copy.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._event, self._array = tensor.detach(), None, None
+        if tensor.device.type == "cuda":
+            self._begin()
+
+    def _begin(self) -> None:
+        import torch
+
+        stream = torch.cuda.current_stream(self._tensor.device)
+        host = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, pin_memory=True)
+        self._tensor = host.copy_(self._tensor, non_blocking=True)
+        self._stream = (stream.device, stream.cuda_stream)
+        self._event = _latest[self._stream] = torch.cuda.Event(blocking=True)
+        self._event.record(stream)
+
+    def wait(self) -> np.ndarray:
+        """The values, once they are here; from a CPU those of the tensor itself.
+
+        A wait ends all copies that were begun on the same stream before it, so that reading many of them costs one. A
+        copy that is here costs none.
+        """
+        if self._array is None:
+            if self._event is not None and not self._event.query():
+                _latest[self._stream].synchronize()
+            self._array = self._tensor.cpu().numpy()
+        return self._array
+
+
+def at_hand(value: np.ndarray | Fetched) -> np.ndarray:
+    """``value``, waited for if it is on its way."""
+    return value.wait() if isinstance(value, Fetched) else value
