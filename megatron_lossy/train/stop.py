@@ -55,7 +55,7 @@ class Stop:
         agreement: Callable[[], int] | None = first(part.begin_stopping(self._number) for part in self._run.parts)
         if agreement is not None:
             return agreement
-        stop = torch.tensor([self._number], dtype=torch.int32, device=device.current_device())
+        stop = torch.full((1,), self._number, dtype=torch.int32, device=device.current_device())  # not copied there
         work = torch.distributed.all_reduce(stop, op=torch.distributed.ReduceOp.MAX, async_op=True)
 
         def finish() -> int:

@@ -191,7 +191,7 @@ class StageWorkers(Workers):
         if self._stage.stages == 1:
             return lambda: grad_norm
         first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0
-        square = torch.tensor([grad_norm**2 if first else 0.0], device=device.current_device())
+        square = torch.full((1,), grad_norm**2 if first else 0.0, device=device.current_device())  # not copied there
         work = torch.distributed.all_reduce(square, async_op=True)
 
         def finish() -> float:
