@@ -38,8 +38,9 @@ class Fetched:
         host = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, pin_memory=True)
         self._tensor = host.copy_(self._tensor, non_blocking=True)
         self._stream = (stream.device, stream.cuda_stream)
-        self._event = _latest[self._stream] = torch.cuda.Event(blocking=True)
+        self._event = torch.cuda.Event(blocking=True)
         self._event.record(stream)
+        _latest[self._stream] = self._event  # recorded: another thread may wait for it at once
 
     def wait(self) -> np.ndarray:
         """The values, once they are here; from a CPU those of the tensor itself.

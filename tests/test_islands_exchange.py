@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
+from megatron_lossy.mechanisms.islands import aside, main_vector
 from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
-from megatron_lossy.mechanisms.islands import main_vector
 from megatron_lossy.mechanisms.islands import mean as means_in_memory
 from megatron_lossy.mechanisms.islands.between_ranks import BetweenRanks
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
@@ -85,6 +85,55 @@ def cross(config: LossyConfig, sent: torch.Tensor, step: int, units: int = 0, fo
 
     with ThreadPoolExecutor(len(sent)) as pool:
         return list(pool.map(one, range(len(sent)))), told
+
+
+def test_pieces_that_leave_a_device(monkeypatch):
+    """They are the pieces of host memory, to the bit, and are told of when they are asked for, or their mean is."""
+    random = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        for islands, count in ((1, 3), (2, 4), (3, 10), (4, 2)):
+            for value in (1.0, torch.inf):
+                own = torch.randn(count, generator=random)
+                own[count // 2] = value
+                found = []
+                for is_here in (True, False):
+                    monkeypatch.setattr(aside, "is_here", lambda vector, is_here=is_here: is_here)
+                    pieces = aside.Pieces(own, islands, dtype)
+                    assert pieces.here == is_here
+                    rows = pieces.rows.float()[:, : pieces.shard].nan_to_num(99.0)
+                    found.append((pieces.present, pieces.shard, rows.tolist(), pieces.rows.dtype, pieces.rows.shape))
+                assert found[0] == found[1] and found[0][0] == (value == 1.0)
+
+
+def test_of_what_leaves_a_device_is_told_later(monkeypatch):
+    config, sent = LossyConfig(islands=2, sync_method="parameters", p_sync=0.5), torch.ones(2, 8)
+    sent[1, 3] = torch.nan
+    expected, told_at_once = cross(config, sent, 0)
+    monkeypatch.setattr(aside, "is_here", lambda vector: False)
+    means, told = cross(config, sent, 0)
+    table = Table(2)
+    later = []
+    crossings = [
+        BetweenRanks(config, STREAM, island, [AtTable(table, island, 0, False)], None, later.append)
+        for island in (0, 1)
+    ]
+    waiting = [crossing.begin(0, sent[island : island + 1]) for island, crossing in enumerate(crossings)]
+    assert not later
+    for crossing in crossings:
+        crossing.tell()
+        crossing.tell()
+    assert [one.exchange.phase for one in later] == list(SYNC_PHASES) * 2
+    for island, (one, mean) in enumerate(zip(waiting, expected, strict=True)):
+        for other in (one.wait(), means[island]):
+            assert torch.equal(here(other), here(mean)) and torch.equal(
+                other.values[here(mean)], mean.values[here(mean)]
+            )
+        for number, delivery in enumerate(told_at_once[island]):
+            for other in (told[island][number], later[2 * island + number]):
+                assert np.array_equal(other.arrived, delivery.arrived)
+    assert len(later) == 4
+    for crossing in crossings:
+        crossing.close()
 
 
 def here(mean, island: int = 0) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,17 +17,12 @@ import torch
 
 from ...config import LossyConfig
 from ...exchange import BucketUnits, Delivery, Exchange, Stream, cut
-from ...fingerprint import finite
 from ...transport.drawn import draw
+from .aside import ASIDE, BITS, Brought, Pieces, aside, bring
 from .flags import SYNC_PHASES
 from .mean import DTYPES, Mean, elements_of, finite_rows, mean_of, networks_between, owed_to
 from .stopping import Stopping
 from .world import Meeting
-
-#: Elements behind each piece and each mean. They say whether to stop.
-ASIDE = 1
-#: Integers as long as elements.
-_BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Carrier(Protocol):
@@ -69,17 +63,21 @@ class Reliable:
 
 
 class Crossed(NamedTuple):
-    """A finished exchange: its mean, and by phase the units that arrived here, bool[M, units]."""
+    """A finished exchange: its mean, and by phase the units that arrived here, bool[M, units].
+
+    ``mean`` is on the device, but not :attr:`brought` yet.
+    """
 
     mean: Mean
+    brought: Brought
     arrived: list[np.ndarray]
 
 
 class BetweenRanks:
     """The exchanges of island ``island``, which this process belongs to.
 
-    ``carriers``: take turns, each on a thread of its own. ``told``: gets the deliveries at this island. If losses are
-    drawn alone, it gets them when an exchange begins, else when its mean is asked for. ``steps``: length of the run, if
+    ``carriers``: take turns, each on a thread of its own. ``told``: gets the deliveries at this island: when an exchange
+    begins, if it is known then what will arrive, else when its mean is asked for, or at :meth:`tell`. ``steps``: length of the run, if
     known. ``stopping``: its number crosses behind every piece and every mean. Raises :class:`UsageError` for a channel
     that cannot serve the islands.
     """
@@ -102,27 +100,30 @@ class BetweenRanks:
         self.carriers = list(carriers)
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-islands") for _ in carriers]
         self._begun = 0
+        self._untold: Waiting | None = None
 
     def begin(self, step: int, sent: torch.Tensor) -> Waiting:
         """Begin the exchange of ``sent`` float32[1, k], keyed by the iteration ``step``."""
         [own], islands = sent, self._config.islands
-        shard = -(-len(own) // islands)
-        present = bool(finite([own]))
-        pieces = torch.empty(islands, shard + ASIDE, dtype=self.dtype, pin_memory=own.is_cuda)
-        if present:
-            for piece, part in zip_longest(pieces, own.split(shard), fillvalue=own[:0]):
-                piece[: len(part)].copy_(part)
-                piece[len(part) :].zero_()
-        else:  # values that are not finite tell the others that nothing comes from here
-            pieces.fill_(torch.nan)
-        [units], _ = cut([shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
-        arrived = [self._arrived(phase, step, units, present) for phase in SYNC_PHASES]
+        pieces = Pieces(own, islands, self.dtype)
+        [units], _ = cut([pieces.shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
+        drawn = [self._drawn(phase, step, units) for phase in SYNC_PHASES]
         turn, self._begun = self._begun % len(self.carriers), self._begun + 1
-        carrier = self.carriers[turn]
-        if not carrier.observes:
-            self._tell(step, units, arrived)
-        future = self._threads[turn].submit(self._cross, carrier, pieces, units, arrived)
-        return Waiting(future, own, partial(self._tell, step, units) if carrier.observes else None)
+        carrier, told = self.carriers[turn], partial(self._tell, step, units)
+        future = self._threads[turn].submit(self._cross, carrier, pieces, units, drawn, own.device)
+        if carrier.observes:
+            return Waiting(future, own, lambda crossed: told(crossed.arrived))
+        waiting = Waiting(future, own, lambda _: told(self._arriving(drawn, pieces, units)))
+        if pieces.here:
+            waiting.tell()
+        self._untold = waiting
+        return waiting
+
+    def tell(self) -> None:
+        """Tell what will arrive of the latest exchange, if only the device knew when it began. This waits for the device."""
+        if self._untold is not None:
+            self._untold.tell()
+            self._untold = None
 
     def _tell(self, step: int, units: BucketUnits, arrived: Sequence[np.ndarray | None]) -> None:
         islands, here = range(self._config.islands), [self._island]
@@ -131,23 +132,36 @@ class BetweenRanks:
                 exchange = Exchange(phase, self._stream, step)
                 self._told(Delivery(exchange, islands, here, one[None], [units]))
 
-    def _arrived(self, phase: str, step: int, units: BucketUnits, present: bool) -> np.ndarray | None:
+    def _drawn(self, phase: str, step: int, units: BucketUnits) -> np.ndarray | None:
         """bool[M, units]: the units that the draw delivers here; ``None``: everything."""
         network, exchange = self._networks[phase], Exchange(phase, self._stream, step)
-        if network.lossless and present:
+        if network.lossless:
             return None
         islands, here = range(self._config.islands), [self._island]
-        arrived = draw(network, exchange, islands, here, [units])[0].copy()
-        if not present:
-            arrived[:] = False
-        return arrived
+        return draw(network, exchange, islands, here, [units])[0]
+
+    @staticmethod
+    def _arriving(
+        drawn: Sequence[np.ndarray | None], pieces: Pieces, units: BucketUnits
+    ) -> Sequence[np.ndarray | None]:
+        """``drawn``, or nothing if nothing comes from here: then nothing counts that comes here, either."""
+        if pieces.present:
+            return drawn
+        return [np.zeros((len(pieces.rows), units.count), dtype=bool)] * len(drawn)
 
     def _cross(
-        self, carrier: Carrier, pieces: torch.Tensor, units: BucketUnits, drawn: Sequence[np.ndarray | None]
+        self,
+        carrier: Carrier,
+        pieces: Pieces,
+        units: BucketUnits,
+        drawn: Sequence[np.ndarray | None],
+        device: torch.device,
     ) -> Crossed:
-        """Make both halves of the exchange, on a thread. ``pieces`` [M, shard + ASIDE]."""
-        self._say(pieces)
-        received, arrived = carrier.scatter(pieces)
+        """Make both halves of the exchange, on a thread. The mean goes to ``device``."""
+        sent = pieces.rows
+        drawn = self._arriving(drawn, pieces, units)
+        self._say(sent)
+        received, arrived = carrier.scatter(sent)
         rows = self._heard(received, units, drawn[0], arrived)
         reduced = _complete(rows, units, drawn[0], arrived)
         here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
@@ -162,15 +176,18 @@ class BetweenRanks:
         values = self._heard(gathered, units, drawn[1], arrived)
         complete = _complete(values, units, drawn[1], arrived)
         lossless = complete.all() and drawn[0] is None and drawn[1] is None
-        back = None if lossless else elements_of(complete[None], units, values.device)[0].reshape(-1)
-        owed = None
-        if self.dtype != torch.float32:
-            owed = owed_to([self._island], (exact - mean.float())[None], self._config.islands)
-        return Crossed(Mean(values.reshape(-1), back, owed), [reduced, complete])
+        with aside(device):
+            # As units, and without the zeros that are owed to others: the device makes elements of them.
+            back = None if lossless else elements_of(complete[None], units, device)[0].reshape(-1)
+            owed = None
+            if self.dtype != torch.float32:
+                owed = owed_to([self._island], bring((exact - mean.float())[None], device), self._config.islands)
+            mine = Mean(bring(values.reshape(-1), device), back, owed)
+        return Crossed(mine, Brought(device), [reduced, complete])
 
     def _say(self, rows: torch.Tensor) -> None:
         """Put the signal to stop behind each of ``rows``, as bits."""
-        rows.view(_BITS[rows.element_size()])[..., -1] = self._stopping.number
+        rows.view(BITS[rows.element_size()])[..., -1] = self._stopping.number
 
     def _heard(
         self, rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
@@ -179,7 +196,7 @@ class BetweenRanks:
 
         A signal counts only if it arrived: with the last elements, or in a unit behind them.
         """
-        said = rows.view(_BITS[rows.element_size()])[:, -1].numpy()
+        said = rows.view(BITS[rows.element_size()])[:, -1].numpy()
         if drawn is not None:
             said = said * drawn[:, -1]
         if arrived is not None:
@@ -213,23 +230,30 @@ def _complete(
 class Waiting:
     """An exchange under way on a thread. ``own`` [k]: the vector of this island.
 
-    ``tell``: gets the units that arrived, or is ``None``.
+    ``tell``: tells what arrived; its argument is the finished exchange, or ``None`` if it is not finished.
     """
 
-    def __init__(
-        self, future: Future[Crossed], own: torch.Tensor, tell: Callable[[list[np.ndarray]], None] | None
-    ) -> None:
-        self._future, self._own, self._tell = future, own, tell
+    def __init__(self, future: Future[Crossed], own: torch.Tensor, tell: Callable[[Crossed | None], None]) -> None:
+        self._future, self._own = future, own
+        self._tell: Callable[[Crossed | None], None] | None = tell
         self._mean: Mean | None = None
+
+    def tell(self, crossed: Crossed | None = None) -> None:
+        """Tell what arrived, or will arrive; once."""
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell(crossed)
 
     def wait(self) -> Mean:
         """The result of the exchange, which is kept. Raises its errors: another island is gone, for example."""
         if self._mean is None:
-            (values, arrived, owed), crossed = self._future.result()
-            if self._tell is not None:
-                self._tell(crossed)
-            count, device = len(self._own), self._own.device
-            if arrived is not None:
-                arrived = arrived[None, :count].to(device)
-            self._mean = Mean(values[:count].to(device), arrived, None if owed is None else owed[:, :count].to(device))
+            crossed = self._future.result()
+            self.tell(crossed)
+            (values, arrived, owed), count = crossed.mean, len(self._own)
+            crossed.brought.use(values, arrived, owed)
+            self._mean = Mean(
+                values[:count],
+                None if arrived is None else arrived[None, :count],
+                None if owed is None else owed[:, :count],
+            )
         return self._mean

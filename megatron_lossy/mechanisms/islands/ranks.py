@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,11 +25,14 @@ from ...config import LossyConfig
 from ...device import all_gather_single
 from ...errors import UsageError, refuse
 from ...exchange import Delivery, Stream
+from ...fetch import Fetched
 from ...hooks.buckets import buckets_by_stream, own_shard
 from ...hooks.versions import data_parallel_rank, pipeline_stage
 from ...mechanism import Part
 from ...monitor import Observer
-from .between_ranks import ASIDE, BetweenRanks, Reliable
+from ...recovery import copies
+from .aside import ASIDE
+from .between_ranks import BetweenRanks, Reliable
 from .flags import CONSENSUS_FOLDER, SYNC_LANES
 from .main_vector import Vector, shard_vector
 from .mean import DTYPES, Mean
@@ -91,6 +95,9 @@ class RankIslands(Part):
             self._exchange(number)
         if left and self._run.config.untouched("param"):
             self._gather()
+        if self.config.delivery_log is not None:  # a record must be complete before its iteration is over
+            for shard in self._built():
+                shard.crossing.tell()
         self._made.clear()
 
     def _exchange(self, number: int, *_: Any) -> None:
@@ -112,12 +119,12 @@ class RankIslands(Part):
         if self.config.sync_method == "none" and self._iterations % _ASKS == 0:  # there are no messages to hear it by
             self._stopping.ask()
         with self._waiting():
-            known = torch.tensor(self._stopping.begin(), dtype=torch.int32, device=device.current_device())
+            known = copies.to_device(np.array(self._stopping.begin(), dtype=np.int32), device.current_device())
         iteration, work = self._iterations, dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
 
         def finish() -> int:
             work.wait()
-            number, last = known.tolist()
+            number, last = Fetched(known).wait().tolist()
             self._stopping.hear(number)
             return number if 0 < last <= iteration else 0
 
