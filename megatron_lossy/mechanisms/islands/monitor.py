@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...exchange import Delivery
+from ...fetch import Fetched
 from ...monitor.observer import Observer
 from ...monitor.window import Window
 from .flags import SYNC_PHASES
@@ -58,9 +59,9 @@ class IslandMonitor(Observer):
         measured, self._measured = self._measured, []
         if not measured:
             return
-        squares = torch.stack([one for one, _ in measured]).tolist()
         counted = [count for _, count in measured if isinstance(count, torch.Tensor)]
-        counts = iter(torch.stack(counted).tolist() if counted else ())
+        fetched = [Fetched(torch.stack(one)) for one in ([one for one, _ in measured], counted) if one]
+        squares, counts = fetched[0].wait().tolist(), iter(fetched[1].wait().tolist() if counted else ())
         for one, (_, count) in zip(squares, measured, strict=True):
             self._window.add(squares=one, elements=next(counts) if isinstance(count, torch.Tensor) else count)
 
