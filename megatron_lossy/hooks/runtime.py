@@ -165,8 +165,10 @@ class Lossy(Run):
 
     def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
         """A context for the start of the reduction of ``bucket_group``."""
-        around = first(one.reducing for one in self.parts)
-        return contextlib.nullcontext() if around is None else around(bucket_group)
+        for one in self.parts:
+            if (around := one.reducing) is not None:
+                return around(bucket_group)
+        return contextlib.nullcontext()
 
     def note_all_reduce(self, bucket_group: Any) -> None:
         """Note that the gradients of ``bucket_group`` are about to be all-reduced, without loss. Logs it once."""
@@ -176,7 +178,7 @@ class Lossy(Run):
             if slot is not None:
                 with torch.no_grad():
                     scaled = partial(torch.mul, bucket.grad_data, bucket.gradient_scaling_factor)  # as Megatron will
-                    slot.group.note_all_reduce(slot.bucket, scaled, self.iteration, self.loss_scale(), self.following)
+                    slot.group.note_all_reduce(slot.bucket, scaled, self.iteration, self.loss_scale, self.gapless)
         if not self._told_all_reduce and not self.config.untouched("grad"):
             self._told_all_reduce = True
             if dist.get_rank() == 0:

@@ -221,7 +221,7 @@ class Run(ABC):
             self.tell_observers(self._settled_replicas)
         self.iteration += 1
         for group in self.groups:
-            group.prepare(self.iteration, self.following)
+            group.prepare(self.iteration, self.gapless)
 
     def tell_observers(self, look: Callable[[], Sequence[Replicas]] | None = None) -> None:
         """Tell the observers of the last iteration, if they have not been.
@@ -256,11 +256,6 @@ class Run(ABC):
         for group in self.groups:
             group.finish_step(self.iteration, False)
         self.iteration += 1
-
-    @property
-    def following(self) -> int | None:
-        """The iteration of the next gradient exchange but this one, if it is known."""
-        return self.iteration + 1 if self.gapless else None
 
     def set_iteration(self, iteration: int) -> None:
         """A checkpoint of ``iteration`` attempted iterations was loaded: all replicas are equal."""

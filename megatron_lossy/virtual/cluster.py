@@ -101,7 +101,7 @@ class VirtualCluster(VirtualRun):
 
     def _collect_of(self, worker: int) -> None:
         for stream in self._streams:
-            stream.collect(worker, self.iteration, self.loss_scale(), self.following)
+            stream.collect(worker, self.iteration, self.loss_scale, self.gapless)
 
     def step(self, optimizer: Any) -> Any:
         result = self.make_update(optimizer)

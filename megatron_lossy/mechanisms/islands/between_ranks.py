@@ -137,7 +137,7 @@ class BetweenRanks:
         if network.lossless and present:
             return None
         islands, here = range(self._config.islands), [self._island]
-        arrived = draw(network, exchange, islands, here, [units])[0].copy()
+        arrived = draw(network, exchange, islands, here, units.count)[0].copy()
         if not present:
             arrived[:] = False
         return arrived

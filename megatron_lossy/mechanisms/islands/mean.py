@@ -114,7 +114,7 @@ class InMemory:
         if network.lossless:
             arrived = np.ones((len(islands), len(islands), units_of(parts)), dtype=bool)
         else:
-            arrived = draw(network, exchange, islands, islands, parts).copy()
+            arrived = draw(network, exchange, islands, islands, units_of(parts)).copy()
         arrived[:, ~present] = False
         arrived[~present] = False
         return Delivery(exchange, islands, islands, arrived, parts)

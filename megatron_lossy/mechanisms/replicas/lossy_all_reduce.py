@@ -66,7 +66,7 @@ def begin(
     result = sent.clone() if averaged else sent * group.size  # the sum as a rank estimates it from its own gradient
     own = torch.empty_like(result[: len(result) // group.size])
     transfer = group.reduce_scatter(
-        number, sent, own, run.iteration, lambda: scatter(own, sent), averaged, run.loss_scale(), run.following
+        number, sent, own, run.iteration, lambda: scatter(own, sent), averaged, run.loss_scale, run.gapless
     )
 
     def finish(_: Any) -> None:

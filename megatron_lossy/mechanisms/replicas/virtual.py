@@ -83,7 +83,7 @@ class VirtualReplicas(VirtualRun):
                     bucket.grad_data *= 1.0 / self.workers  # as each rank does
             if self._lossy:
                 gradients = [bucket.grad_data for bucket in buckets]
-                self._lossy[stream].collect(worker, gradients, self.iteration, self.loss_scale(), self.following)
+                self._lossy[stream].collect(worker, gradients, self.iteration, self)
             else:
                 for bucket, into in zip(buckets, sums, strict=True):
                     if self._collected:
