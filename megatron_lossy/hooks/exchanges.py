@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..channel.corruption import Corruption
 from ..config import PHASES, LossyConfig
 from ..exchange import Stream
-from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
+from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes, wire_for
 from .buckets import apart, buckets_by_stream, replicated_units
 from .errors import errors_of_owner
 from .seam import Slot, attach
@@ -74,7 +74,8 @@ class Exchanges:
             for _, bucket in buckets
         ]
         networks = {phase: self._network(phase, ranks) for phase in PHASES}
-        group = LossyGroup.among(config, specs, networks, members, dist.get_rank(part), stream, steps, part)
+        wire = wire_for(config, specs, networks, members, dist.get_rank(part), stream, steps, part)
+        group = LossyGroup(config, wire)
         share_copies(group, buckets)
         for number, (_, bucket) in enumerate(buckets):
             attach(bucket.grad_data, Slot(group, number))
