@@ -47,7 +47,7 @@ class ErrorFeedback(GradRecovery):
         return 2 * lost
 
     def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
-        scale = x.loss_scale
+        scale = x.loss_scale()
         self._added = list(self._residuals)
         for lost, saved in self._added:
             self.rows(buffer).add_(buffer, self.units, lost, saved if scale is None else times(saved, scale))
@@ -56,7 +56,7 @@ class ErrorFeedback(GradRecovery):
         rows = self.rows(buffer)
         kept = rows.take(buffer, self.units, lost)
         rows.clear_(buffer, self.units, lost, kept)
-        self._keep(x.exchange.step, lost, kept, x.loss_scale)
+        self._keep(x.exchange.step, lost, kept, x.loss_scale())
 
     def keep(self, step: int, payload: torch.Tensor, lost: Lost, loss_scale: Any) -> None:
         self._keep(step, lost, self.rows(payload).take(payload, self.units, lost), loss_scale)
