@@ -43,24 +43,21 @@ def show(name: str, folder: str, everything: bool, kernels: bool) -> None:
         return
     print(f"=== {name} ({time.time() - started:.0f} s)", flush=True)
     one = got[0]
-    if one["fail"]:
-        print("  TRACKER FAILED", one["fail"])
     total, own = collections.Counter(), collections.Counter()
-    for (phase, kind, _, where), n in one["counts"].items():
-        if phase == "steady":
-            total[kind] += n
-            if where.startswith("L"):
-                own[kind] += n
+    for count, n in one.counts.items():
+        if count.phase == "steady":
+            total[count.kind] += n
+            if count.place.home == "megatron_lossy":
+                own[count.kind] += n
     print("  per step:", {k: round(c / STEADY, 2) for k, c in sorted(total.items())})
     print("      ours:", {k: round(c / STEADY, 2) for k, c in sorted(own.items())})
-    shown = {"SYNC", "query", "bool_index_put"} | ({"kernel", "copy"} if kernels else set())
-    for (phase, kind, what, where), n in sorted(one["counts"].items(), key=lambda x: -x[1]):
-        if phase == "steady" and kind in shown and (where.startswith("L") or everything):
-            print(f"    {n / STEADY:7.2f} x {kind} {what} at {where}")
-    for rank, v in enumerate(got):
-        for what in ("races", "life", "host"):
-            for key, n in sorted(v[what].items(), key=lambda x: -x[1])[:12]:
-                print(f"    rank {rank}: {what.upper()} {n} x {key}")
+    shown = {"synchronisation", "blocking copy", "pageable copy"} | ({"kernel", "copy"} if kernels else set())
+    for count, n in one.counts.most_common():
+        if count.phase == "steady" and count.kind in shown and (count.place.home == "megatron_lossy" or everything):
+            print(f"    {n / STEADY:7.2f} x {count.kind} {count.what} at {count.place}")
+    for rank, findings in enumerate(got):
+        for fault in findings.faults:
+            print(f"    rank {rank}: {fault}")
 
 
 if __name__ == "__main__":

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 import warnings
 
 
-def run_row(rank: int, trainer: dict, lossy: dict, devices: bool = True) -> dict:
-    """The counts of the tracker by phase: ``steady`` are iterations 3 to 6."""
+def run_row(rank: int, trainer: dict, lossy: dict, devices: bool = True):
+    """The findings of a row; iterations 3 to 6 are the phase "steady"."""
     warnings.simplefilter("ignore")
-    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     os.environ["LOCAL_RANK"] = "0"
-    from . import pretend
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    from . import device
+    from .tracker import Tracker
 
-    tracker = pretend.T
+    tracker = Tracker()
     if devices:
-        pretend.install()
+        device.install(tracker)
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from megatron_lossy.config import LossyConfig
@@ -37,14 +37,6 @@ def run_row(rank: int, trainer: dict, lossy: dict, devices: bool = True) -> dict
     register_optimizer_step_post_hook(stepped)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
-        summary = train(TrainConfig(**trainer), LossyConfig(**lossy))
+        train(TrainConfig(**trainer), LossyConfig(**lossy))
     tracker.phase = "after"
-    return {
-        "summary": summary,
-        "counts": dict(tracker.counts),
-        "bytes": dict(tracker.bytes),
-        "races": dict(tracker.races),
-        "life": dict(tracker.lifetimes),
-        "host": dict(tracker.host_races),
-        "fail": tracker.fail,
-    }
+    return tracker.findings()
