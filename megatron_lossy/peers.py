@@ -10,6 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .fetch import Fetched
+from .recovery.copies import to_device
+
 
 class Handle:
     """An operation under way. :meth:`wait` ends it; a second call does nothing."""
@@ -35,8 +38,11 @@ class Peers(ABC):
     local: Sequence[int]
 
     @abstractmethod
-    def gather(self, rows: np.ndarray) -> np.ndarray:
-        """[N, k]: the ``rows`` [local, k] of all replicas, int64, uint64 or float64, bit for bit."""
+    def gather(self, rows: np.ndarray | torch.Tensor) -> np.ndarray:
+        """[N, k]: the ``rows`` [local, k] of all replicas, int64, uint64 or float64, bit for bit.
+
+        A tensor, int64, may be on a device. Then the host waits once, for the result.
+        """
 
     @abstractmethod
     def sum_(self, tensors: Sequence[torch.Tensor]) -> Handle:
@@ -64,12 +70,15 @@ class RankPeers(Peers):
         self._device = torch.device(device)
         self._ranks = dist.get_process_group_ranks(self.group)
 
-    def gather(self, rows: np.ndarray) -> np.ndarray:
+    def gather(self, rows: np.ndarray | torch.Tensor) -> np.ndarray:
         # Rows travel as integers: every backend carries these unchanged.
-        words = torch.from_numpy(np.ascontiguousarray(rows[0]).view(np.int64)).to(self._device)
+        if isinstance(rows, torch.Tensor):
+            words, dtype = rows[0].to(self._device), np.dtype(np.int64)
+        else:
+            words, dtype = to_device(np.ascontiguousarray(rows[0]).view(np.int64), self._device), rows.dtype
         everyone = [torch.empty_like(words) for _ in range(self.size)]
         dist.all_gather(everyone, words, group=self.group)
-        return torch.stack(everyone).cpu().numpy().view(rows.dtype)
+        return Fetched(torch.stack(everyone)).wait().view(dtype)
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> Handle:
         return self._exchange(tensors, partial(dist.all_reduce, group=self.group, async_op=True))
@@ -100,9 +109,9 @@ class LocalPeers(Peers):
         self.size = size
         self.local = range(size)
 
-    def gather(self, rows: np.ndarray) -> np.ndarray:
+    def gather(self, rows: np.ndarray | torch.Tensor) -> np.ndarray:
         assert len(rows) == self.size
-        return rows.copy()
+        return (Fetched(rows).wait() if isinstance(rows, torch.Tensor) else rows).copy()
 
     def sum_(self, tensors: Sequence[torch.Tensor]) -> Handle:
         total = tensors[0].clone()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..channel.corruption import Errors
+from ..channel.corruption import Errors, scaled_unit
 from ..config import PHASES, LossyConfig
 from ..errors import UsageError
 from ..exchange import Delivery, Exchange, Stream
@@ -152,9 +152,9 @@ class LossyGroup:
         return self.wire.all_gather(Parameters(exchange, bucket, buffer, sent, collective), self.params[bucket])
 
     def _hit(self, x: Gradients, errors: Errors) -> None:
-        def unit() -> float:
+        def unit() -> float | torch.Tensor:
             scale = x.loss_scale()
-            return self.gradient_unit * (1.0 if scale is None else float(scale))
+            return self.gradient_unit if scale is None else scaled_unit(self.gradient_unit, scale)
 
         errors.hit(x.exchange, x.bucket, x.output, unit)
 

@@ -6,7 +6,7 @@ Training* (PAFT), Definition 2.1 and section 5; flipped bits and recorded errors
 
 from .base import Corruption, Event, make_corruption, warn_of_one_rank
 from .bit_flip import check_bits
-from .errors import Errors, Hit, Reduction, apply, digest
+from .errors import Errors, Hit, Reduction, apply, digest, scaled_unit
 
 __all__ = [
     "Corruption",
@@ -18,5 +18,6 @@ __all__ = [
     "check_bits",
     "digest",
     "make_corruption",
+    "scaled_unit",
     "warn_of_one_rank",
 ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...exchange import Exchange, Stream
+from ...fetch import Fetched
 from .base import LARGEST, Corruption, Event
 
 if TYPE_CHECKING:
@@ -28,14 +29,14 @@ PIECE = 2**22
 def apply(
     buffer: torch.Tensor,
     event: Event,
-    unit: float = 1.0,
+    unit: float | torch.Tensor = 1.0,
     ranges: Sequence[tuple[int, int]] | None = None,
     add_up: AddUp | None = None,
 ) -> Event | None:
     """Apply ``event`` to ``buffer`` [n] in place. Returns the event as it happened, or ``None`` if nothing happened.
 
     ``unit``: the factor between the gradients in the buffer and those that the optimizer sees (loss scale, number of
-    tokens, …). ``ranges``: first and last + 1 of each run of elements without padding; default all. ``add_up``: adds up
+    tokens, …), a number or a scalar tensor on the device of the buffer. ``ranges``: first and last + 1 of each run of elements without padding; default all. ``add_up``: adds up
     float64[2] over the ranks that hold parts of one gradient. Some ranks may hold copies, and these must stay copies.
 
     Noise is drawn on the buffer's device, in float32, and added before one rounding to the buffer's dtype. The returned
@@ -48,12 +49,14 @@ def apply(
         return event
     assert event.kind == "gaussian"
     if event.relative:
-        rms = _root_mean_square(runs, add_up)
+        rms, unit = _root_mean_square(runs, unit, add_up)
         if not 0 < rms < math.inf:
             return None
         event = dataclasses.replace(event, std=event.std * rms / unit, relative=False)
     if not runs:
         return None
+    if not isinstance(unit, (float, int)):
+        unit = float(Fetched(unit).wait())
     _add_noise(runs, event.seed, min(event.std * unit, LARGEST))  # a large unit makes it larger than torch takes
     return event
 
@@ -62,18 +65,30 @@ def digest(buffer: torch.Tensor) -> bytes:
     """8 bytes that tell ``buffer`` from another (BLAKE2b)."""
     import torch
 
-    data = buffer.detach().contiguous().view(torch.uint8).cpu().numpy()
+    data = Fetched(buffer.detach().contiguous().view(torch.uint8)).wait()
     return hashlib.blake2b(data.tobytes(), digest_size=8).digest()
 
 
-def _root_mean_square(runs: Sequence[torch.Tensor], add_up: AddUp | None) -> float:
+def scaled_unit(unit: float, scale: float | torch.Tensor) -> float | torch.Tensor:
+    """``unit`` times ``scale``, in float64. If ``scale`` is on a CUDA device the product stays there: nobody waits."""
+    return scale.double() * unit if not isinstance(scale, float) and scale.is_cuda else unit * float(scale)
+
+
+def _root_mean_square(
+    runs: Sequence[torch.Tensor], unit: float | torch.Tensor, add_up: AddUp | None
+) -> tuple[float, float]:
+    """Returns the root mean square of ``runs``, and ``unit``: both of one copy to the host."""
     import torch
 
-    norms = [torch.linalg.vector_norm(run, dtype=torch.float32) for run in runs if len(run)]
-    squares = (torch.stack(norms).cpu().double().numpy() ** 2).sum() if norms else 0.0
-    sums = np.array([squares, sum(map(len, runs))], dtype=np.float64)
+    numbers = [torch.linalg.vector_norm(run, dtype=torch.float32) for run in runs if len(run)]
+    if isinstance(unit, torch.Tensor):
+        numbers = [*(norm.double() for norm in numbers), unit]
+    values = Fetched(torch.stack(numbers)).wait().astype(np.float64) if numbers else np.zeros(0)
+    if isinstance(unit, torch.Tensor):
+        values, unit = values[:-1], float(values[-1])
+    sums = np.array([(values**2).sum(), sum(map(len, runs))], dtype=np.float64)
     squares, count = sums if add_up is None else add_up(sums)
-    return float(np.sqrt(squares / count)) if count else 0.0
+    return (float(np.sqrt(squares / count)) if count else 0.0), unit
 
 
 def _add_noise(runs: Sequence[torch.Tensor], seed: int, std: float) -> None:
@@ -99,8 +114,13 @@ def _flip(buffer: torch.Tensor, event: Event, lengths: Sequence[int], firsts: Se
     # The words are signed: the highest bit alone is the least number.
     masks = [(1 << bit) - (1 << width if bit == width - 1 else 0) for bit in event.bits]
     whole = buffer.view({16: torch.int16, 32: torch.int32, 64: torch.int64}[width])
-    where = torch.from_numpy(places).to(buffer.device)
-    whole[where] = whole[where] ^ torch.tensor(masks, dtype=whole.dtype, device=buffer.device)
+    where = _there(torch.from_numpy(places), buffer.device)
+    whole[where] = whole[where] ^ _there(torch.tensor(masks, dtype=whole.dtype), buffer.device)
+
+
+def _there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on ``device``. CUDA copies page-locked memory without a wait."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True)
@@ -158,7 +178,11 @@ class Errors:
         self._spared: set[int] = set()
 
     def hit(
-        self, exchange: Exchange, bucket: int, buffer: torch.Tensor, unit: Callable[[], float] = lambda: 1.0
+        self,
+        exchange: Exchange,
+        bucket: int,
+        buffer: torch.Tensor,
+        unit: Callable[[], float | torch.Tensor] = lambda: 1.0,
     ) -> None:
         """Apply the errors of ``exchange`` to ``buffer``, the reduced gradient of ``bucket``.
 

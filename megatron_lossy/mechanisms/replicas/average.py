@@ -6,12 +6,13 @@ not by multiplication, because 0 x inf is not 0. Nothing is averaged in less tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ...fetch import Fetched
 from ...monitor.drift import SAMPLE
 from ...peers import Handle, Peers
 
@@ -46,6 +47,21 @@ class Divergence:
 
     def __add__(self, other: Divergence) -> Divergence:
         return Divergence(self.apart + other.apart, self.mean + other.mean)
+
+    def known(self) -> Divergence:
+        """Itself."""
+        return self
+
+
+class Coming:
+    """A divergence that the device works out. ``found``: makes it of the values of ``tensor``."""
+
+    def __init__(self, tensor: torch.Tensor, found: Callable[[np.ndarray], Divergence]) -> None:
+        self._fetched, self._found = Fetched(tensor), found
+
+    def known(self) -> Divergence:
+        """The divergence, once it is here."""
+        return self._found(self._fetched.wait())
 
 
 class Piece:
@@ -154,7 +170,7 @@ def pieces(replicas: Sequence[Sequence[torch.Tensor]], in_place: bool = False) -
         yield Piece(runs, in_place, stride)
 
 
-def measured(target: Target, norms: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> Divergence:
+def measured(target: Target, norms: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> Divergence | Coming:
     """The divergence of pieces, from their :meth:`Piece.differences`.
 
     The mean is at hand only if replicas were averaged. If one was copied, the distances d of the n replicas from it
@@ -165,12 +181,14 @@ def measured(target: Target, norms: Sequence[tuple[torch.Tensor, torch.Tensor] |
     kept = [pair for pair in norms if pair is not None]
     if not kept:
         return Divergence()
-    apart, mean = (
-        float((torch.stack(list(column)).cpu().double().numpy() ** 2).sum()) for column in zip(*kept, strict=True)
-    )
     n = int(target.chosen.sum())
     factor = {"mean": 1.0, "majority": 1 - 1 / n, "first": 0.5}[target.kind]
-    return Divergence(factor * apart / n, mean / n)
+
+    def found(columns: np.ndarray) -> Divergence:
+        apart, mean = (float((column.astype(np.float64) ** 2).sum()) for column in columns)
+        return Divergence(factor * apart / n, mean / n)
+
+    return Coming(torch.stack([torch.stack(list(column)) for column in zip(*kept, strict=True)]), found)
 
 
 def _kind(flat: torch.Tensor) -> tuple[torch.dtype, torch.device]:

@@ -17,6 +17,7 @@ import torch
 
 from ...config import LossyConfig
 from ...exchange import Stream
+from ...fetch import Fetched
 from ...peers import Peers
 from .average import sampled, stride_of
 from .flags import ReplicaFlags
@@ -225,7 +226,7 @@ def _sampled(parameters: Sequence[torch.Tensor]) -> np.ndarray:
     """float64: about :data:`SAMPLE` coordinates spread evenly over ``parameters``."""
     stride = stride_of(sum(tensor.numel() for tensor in parameters))
     parts = [sampled(tensor.detach().view(-1), stride) for tensor in parameters]
-    return torch.cat(parts).cpu().double().numpy()
+    return Fetched(torch.cat(parts)).wait().astype(np.float64)
 
 
 def _what_differs(stream: Stream, outside: dict[int, tuple[int, ...]]) -> str:

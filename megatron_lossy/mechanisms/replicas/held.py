@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...channel.corruption import Errors
+from ...channel.corruption import Errors, scaled_unit
 from ...exchange import Exchange
+from ...fetch import Fetched
 from ...hooks.errors import errors_in
 from ...mechanism import Part
 from ...monitor.window import of_all_ranks
@@ -139,7 +140,7 @@ class HeldReplicas(Part, ABC):
 
     def note(self, stream: int, replica: int, bucket: int, square: Any) -> None:
         """Note the ``square`` of the length of a local gradient of this iteration, a number or a tensor of one."""
-        self._squares[stream, replica, bucket] = square
+        self._squares[stream, replica, bucket] = Fetched(square) if isinstance(square, torch.Tensor) else square
 
     def hit(self, stream: int, replica: int, bucket: int, buffer: torch.Tensor) -> None:
         """Let errors hit ``buffer``, the gradient that ``replica`` received."""
@@ -147,10 +148,10 @@ class HeldReplicas(Part, ABC):
             exchange = Exchange("grad", self.streams[stream].stream, self._run.iteration)
             self._errors[stream][replica].hit(exchange, bucket, buffer, self.unit)
 
-    def unit(self) -> float:
-        """The factor of the gradients. It is on the device: reading it waits."""
+    def unit(self) -> float | torch.Tensor:
+        """The factor of the gradients. One on a device stays there: reading it would wait."""
         scale = self._run.loss_scale()
-        return 1.0 if scale is None else float(scale)
+        return 1.0 if scale is None else scaled_unit(1.0, scale)
 
     def begin_update(self) -> None:
         if self.together is not None:
@@ -167,7 +168,7 @@ class HeldReplicas(Part, ABC):
             return None
         sums = [[0.0] * len(peers.local) for peers in self.peers]
         for (stream, replica, _), square in self._squares.items():
-            sums[stream][replica] += float(square)
+            sums[stream][replica] += float(square.wait() if isinstance(square, Fetched) else square)
         return [own for own, peers in zip(sums, self.peers, strict=True) if peers.size > 1]
 
     def happened(self, iteration: int) -> list[Any]:

@@ -46,7 +46,7 @@ Buckets = Sequence[Sequence[Sequence[torch.Tensor]]]
 def compare(peers: Peers, buckets: Buckets) -> Compared:
     """Compare the gradients of all replicas."""
     rows = torch.stack([torch.stack([fingerprint(bucket) for bucket in replica]) for replica in buckets])
-    return Compared(peers.gather(rows.cpu().numpy()))
+    return Compared(peers.gather(rows))
 
 
 def repair(peers: Peers, buckets: Buckets, compared: Compared) -> dict[int, str]:
@@ -68,7 +68,7 @@ def repair(peers: Peers, buckets: Buckets, compared: Compared) -> dict[int, str]
         done[bucket] = "majority"
     if alone:
         rows = [torch.stack([finite(replica[bucket]) for bucket in alone]) for replica in buckets]
-        whole = peers.gather(torch.stack(rows).cpu().numpy().astype(np.int64)).astype(bool)
+        whole = peers.gather(torch.stack(rows).long()).astype(bool)
         for number, bucket in enumerate(alone):
             for tensors in _parts(buckets, bucket):
                 mean_(peers, tensors, whole[:, number])

@@ -20,7 +20,7 @@ import torch
 
 from ...fingerprint import fingerprint, finite
 from ...peers import Peers
-from .average import Divergence, Piece, Target, measured, pieces
+from .average import Coming, Divergence, Piece, Target, measured, pieces
 from .classes import all_equal, majority
 from .flags import ReplicaFlags
 from .interval import Interval, relative
@@ -96,7 +96,7 @@ class _Part:
     target: Target | None
     parameters: list[Piece] = field(default_factory=list)
     moments: list[Piece] = field(default_factory=list)
-    divergence: Divergence = field(default_factory=Divergence)
+    divergence: Divergence | Coming = field(default_factory=Divergence)
     not_finite: int = 0
 
     @property
@@ -231,7 +231,7 @@ class Synchroniser:
             device = parameters[0].device
             # Moments that are not finite would spoil the parameters of a replica again with its next update.
             rows.append(torch.stack([fingerprint(compared, device), finite(parameters + moments, device).long()]))
-        told = stream.peers.gather(torch.stack(rows).cpu().numpy())
+        told = stream.peers.gather(torch.stack(rows))
         return told[:, 0], told[:, 1].astype(bool)
 
     def _target(self, fingerprints: np.ndarray, whole: np.ndarray) -> Target | None:
@@ -263,10 +263,10 @@ class Synchroniser:
         return launched, norms
 
     @staticmethod
-    def _length(stream: Copies) -> Divergence:
+    def _length(stream: Copies) -> Coming:
         squares = [torch.linalg.vector_norm(one.detach()).double() ** 2 for one in stream.parameters()[0]]
         local = len(stream.replicas) / stream.peers.size
-        return Divergence(0.0, local * float(torch.stack(squares).sum()))
+        return Coming(torch.stack(squares).sum(), lambda square: Divergence(0.0, local * float(square)))
 
     def _end(self, flight: _Flight, gradient: Sequence[Sequence[float]] | None) -> None:
         for stream, part in zip(self._streams, flight.parts, strict=True):
@@ -285,8 +285,8 @@ class Synchroniser:
         self._decide(flight, gradient)
 
     def _decide(self, flight: _Flight, gradient: Sequence[Sequence[float]] | None) -> None:
-        apart = sum(part.divergence.apart for part in flight.parts)
-        mean = sum(part.divergence.mean for part in flight.parts)
+        divergences = [part.divergence.known() for part in flight.parts]
+        apart, mean = sum(one.apart for one in divergences), sum(one.mean for one in divergences)
         local = 0.0
         if self.interval.needs_gradient:
             assert gradient is not None, "the length of the local gradients was wanted"
@@ -347,11 +347,12 @@ class Synchroniser:
 
 
 def _saved(part: _Part) -> dict[str, Any]:
+    divergence = part.divergence.known()
     return {
         "kind": part.kind,
         "chosen": None if part.target is None else torch.from_numpy(part.target.chosen),
         "source": None if part.target is None else part.target.source,
-        "divergence": (part.divergence.apart, part.divergence.mean),
+        "divergence": (divergence.apart, divergence.mean),
         "not_finite": part.not_finite,
         "parameters": [piece.state_dict() for piece in part.parameters],
         "moments": [piece.state_dict() for piece in part.moments],

@@ -44,7 +44,7 @@ class WorkerReplicas(HeldReplicas):
             return
         if self._run.loss_scale() is not None:
             why = "replicas of virtual workers would change it in turns; needs real ranks, or --bf16 alone"
-            raise refuse("--loss-scale", f"{self.unit():g}", why)
+            raise refuse("--loss-scale", f"{float(self.unit()):g}", why)
         self._states = TrainingStates(self._parameters, self._run.living_optimizers(), self._peers.size)
 
     @property
