@@ -8,6 +8,9 @@ Torch is imported when it is needed: flags are checked where it is not installed
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +56,26 @@ class Fetched:
                 _latest[self._stream].synchronize()
             self._array = self._tensor.cpu().numpy()
         return self._array
+
+
+@functools.cache
+def stream_aside(device: torch.device) -> Any:
+    """The stream of this process, on the CUDA ``device``, for copies beside what is computed."""
+    import torch
+
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """A context whose work on ``device`` goes to :func:`stream_aside`. Devices but CUDA have no such stream."""
+    if device.type != "cuda":
+        yield
+        return
+    import torch
+
+    with torch.cuda.stream(stream_aside(device)):
+        yield
 
 
 def at_hand(value: np.ndarray | Fetched) -> np.ndarray:

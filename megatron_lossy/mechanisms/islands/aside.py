@@ -6,15 +6,11 @@ training does not. On a CPU there is no way to go.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator
 from itertools import zip_longest
-from typing import Any
 
 import torch
 
-from ...fetch import Fetched
+from ...fetch import Fetched, aside, stream_aside
 from ...fingerprint import finite
 from ...recovery import copies
 
@@ -22,21 +18,6 @@ from ...recovery import copies
 ASIDE = 1
 #: Integers as long as elements.
 BITS = {2: torch.int16, 4: torch.int32}
-
-
-@functools.cache
-def _stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def aside(device: torch.device) -> Iterator[None]:
-    """A context whose work on ``device`` is beside what is computed there. Only CUDA has streams for it."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.stream(_stream(device)):
-        yield
 
 
 def is_here(vector: torch.Tensor) -> bool:
@@ -93,7 +74,7 @@ class Pieces:
         rows[:, : self.shard] = whole.view(islands, self.shard).masked_fill_(~present, torch.nan)
         self._present = Fetched(present)  # before the long copy, for those who ask for it alone
         if own.device.type == "cuda":
-            _stream(own.device).wait_stream(torch.cuda.current_stream(own.device))
+            stream_aside(own.device).wait_stream(torch.cuda.current_stream(own.device))
         with aside(own.device):
             copies.used_here((rows,))
             self._rows = Fetched(rows.view(BITS[rows.element_size()]))  # NumPy knows no bfloat16
@@ -113,7 +94,7 @@ class Brought:
         self._event = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
-            self._event.record(_stream(device))
+            self._event.record(stream_aside(device))
 
     def use(self, *tensors: torch.Tensor | None) -> None:
         """Let what is computed from now on use ``tensors``, which were brought before."""

@@ -17,7 +17,8 @@ import torch
 
 from ...config import LossyConfig
 from ...exchange import BucketUnits, Delivery, Exchange, Stream, cut
-from .aside import ASIDE, BITS, Brought, Pieces, aside, bring
+from ...fetch import aside
+from .aside import ASIDE, BITS, Brought, Pieces, bring
 from .flags import SYNC_PHASES
 from .mean import DTYPES, Losses, Mean, elements_of, finite_rows, mean_of, owed_to
 from .stopping import Stopping

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ...fetch import Fetched, aside
 from ...hooks.buckets import own_shard
 from ...mechanism import Part
+from ...recovery import copies
 from ...transport import LossyGroup
 from .compensated import Compensated
 from .lag import Counted
@@ -61,13 +63,19 @@ class LeadPart(Part):
     def _begin_adding(self, counted: Counted, ranks: dist.ProcessGroup) -> None:
         """Let ``ranks`` add up what they count. It takes until the next update, so that nobody waits."""
         counted.begin_update()
-        sums = torch.from_numpy(counted.sums.copy()).to(self._run.device)
-        self._adding.append((counted, sums, dist.all_reduce(sums, group=ranks, async_op=True)))
+        sums = copies.to_device(counted.sums.copy(), self._run.device)
+        work: Any = dist.all_reduce(sums, group=ranks, async_op=True)
+        if sums.device.type == "cuda":  # there only a stream waits for the work
+            with aside(sums.device):
+                work.wait()
+                copies.used_here((sums,))
+                work = Fetched(sums)
+        self._adding.append((counted, sums, work))
 
     def _finish_adding(self) -> None:
         for counted, sums, work in self._adding:
-            work.wait()
-            counted.coming = sums.cpu().numpy()
+            found = work.wait()
+            counted.coming = found if isinstance(work, Fetched) else Fetched(sums).wait()
         self._adding.clear()
 
     def begin_saving(self) -> None:
