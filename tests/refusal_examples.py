@@ -114,6 +114,11 @@ ISLAND = [
     (ISLANDS, {"workers": 3}, "--islands 2: must divide the 3 data-parallel ranks"),
     (ISLANDS | {"island_speeds": (1.0, 2.0)}, {"virtual": False}, "--island-speeds 1.0 2.0: needs --virtual-workers"),
     (
+        ISLANDS | {"sync_subset": "partition", "sync_fraction": 0.5},
+        {"device": "hpu"},
+        "--sync-subset partition: draws other elements in each round",
+    ),
+    (
         ISLANDS | UDP | {"sync_subset": "bernoulli"},
         {"virtual": False},
         "--sync-subset bernoulli: cannot go with --transport udp",

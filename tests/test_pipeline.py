@@ -1,5 +1,7 @@
 """Which packets between pipeline stages are lost, and the zeros in their place: against plain loops and autograd."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,11 @@ from hypothesis import strategies as st
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
+from megatron_lossy.mechanisms.boundaries import zero_fill
 from megatron_lossy.mechanisms.boundaries.loss import Boundary, BoundaryLoss
 from megatron_lossy.mechanisms.boundaries.messages import Messages, received
 from megatron_lossy.mechanisms.boundaries.zero_fill import elements_of, lossy, zero_filled
+from megatron_lossy.recovery import IndexedRows, MaskedRows
 from tests.boundaries import boundary_lost
 from tests.reference import boundary_residual, boundary_units, residual_rate
 
@@ -144,6 +148,24 @@ def test_zeros_in_the_place_of_lost_packets(numel, elements, seed):
     expected = np.where(np.repeat(lost, elements)[:numel], 0, values)
     tensor = torch.from_numpy(values).requires_grad_()
     np.testing.assert_array_equal(zero_filled(tensor, lost, elements).numpy(), expected)
+
+
+def test_a_device_that_compiles_graphs_always_masks(monkeypatch):
+    """Its graph must not say whether anything was lost; elsewhere the work is left out."""
+    none, some = np.zeros(12, dtype=bool), np.arange(12) == 3
+    graphs = {}
+    for rows in (IndexedRows, MaskedRows):
+        monkeypatch.setattr(zero_fill, "rows_for", lambda device, rows=rows: rows)
+        for lost, lost_gradients in itertools.product((none, some), repeat=2):
+            tensor = torch.randn(6, 15, requires_grad=True)
+            arrived = lossy(tensor, lost, lost_gradients, 8)
+            filled = 0 if arrived is tensor else len(arrived.grad_fn.fill)
+            graphs.setdefault(rows, []).append((arrived is tensor, filled))
+            arrived.sum().backward()
+            expected = ~np.repeat(lost | lost_gradients, 8)[:90].reshape(6, 15)
+            np.testing.assert_array_equal(tensor.grad.numpy(), expected)
+    assert graphs[MaskedRows] == [(False, 2)] * 4
+    assert graphs[IndexedRows] == [(True, 0), (False, 1), (False, 1), (False, 2)]
 
 
 def test_the_masked_gradient_is_that_of_where():

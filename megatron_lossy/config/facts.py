@@ -27,6 +27,9 @@ class Facts:
     #: Whether the length of the run is known, in iterations.
     ends: bool | None = None
 
+    #: The kind of device that ranks compute on: "cpu", "cuda" or "hpu".
+    device: str | None = None
+
     # The program.
     #: Whether the training loop empties the pipeline in every iteration.
     flushes: bool | None = None

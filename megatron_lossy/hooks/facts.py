@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..config.facts import Facts
+from ..device import device_type
 from .versions import dense_buffers, main_gradients, pipeline_groups
 
 #: Attributes of Megatron's arguments that are switches of :class:`Facts`.
@@ -54,6 +55,7 @@ def of_arguments(args: Any, jobs: int = 1) -> Facts:
         virtual=False,
         largest_group=None if ranks is None else max(ranks, _expert_data_parallel_ranks(args)),
         ranks_of_host=ranks_of_host(),
+        device=device_type(),
         train_iters=length,
         ends=length is not None,
         flushes=True,

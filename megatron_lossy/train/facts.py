@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..config import LossyConfig
 from ..config.facts import Facts
+from ..device import device_type
 from ..hooks.checks import check_run
 from ..hooks.facts import ranks_of_host
 from .config import TrainConfig
@@ -17,6 +18,7 @@ def of_trainer(config: TrainConfig, ranks: int) -> Facts:
         virtual=config.virtual_workers is not None,
         largest_group=size,
         ranks_of_host=ranks_of_host(),
+        device=device_type(),
         train_iters=config.train_iters,
         ends=True,
         flushes=False,

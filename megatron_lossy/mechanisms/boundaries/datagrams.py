@@ -17,7 +17,7 @@ from ...transport import Transfer
 from .hooks import Boundaries, boundary_of, fill
 from .links import StageLinks, lost_by_any
 from .loss import Fate
-from .zero_fill import elements_of
+from .zero_fill import changes_nothing, elements_of
 
 #: Name, phase, the other rank, and whether this one sends. Sends come first: a link opens when both ranks begin.
 _WAYS = (
@@ -100,7 +100,7 @@ def _receive(boundaries: Boundaries, phase: str, tensor: torch.Tensor, peer: int
         if peers is not None and tolerance:
             lost = lost_by_any(lost, peers)
         boundaries.tell(message, Fate(lost, *received.outcome))
-        if lost.any():
+        if not changes_nothing(lost, tensor.device):
             fill(tensor, phase, lost, elements, boundaries.config)
 
     return Transfer(None, arrived)

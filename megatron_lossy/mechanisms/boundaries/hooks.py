@@ -26,7 +26,7 @@ from ...transport import Transfer
 from .loss import Boundary, Fate
 from .messages import Message, Messages, received, sent
 from .monitor import BoundaryObserver
-from .zero_fill import elements_of, lossy, mask_of, zero_fill_
+from .zero_fill import changes_nothing, elements_of, lossy, mask_of, zero_fill_
 
 if TYPE_CHECKING:
     from .links import StageLinks
@@ -169,7 +169,7 @@ class Boundaries:
             sequence_parallel_rank(module),
             -(-tensor.numel() // elements),
         )
-        if not fate.lost.any():
+        if changes_nothing(fate.lost, tensor.device):
             return None
         return partial(fill, tensor, phase, fate.lost, elements, self.config)
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from ...errors import refuse
+from ...exchange import Lost
+from ...recovery import rows_for
 from ...recovery.copies import to_device
 
 
@@ -17,6 +19,14 @@ def elements_of(packet_bytes: int, dtype: torch.dtype) -> int:
     if packet_bytes < dtype.itemsize:
         raise refuse("--act-packet-bytes", packet_bytes, f"must hold at least one element of {dtype.itemsize} bytes")
     return packet_bytes // dtype.itemsize
+
+
+def changes_nothing(lost: np.ndarray, device: torch.device) -> bool:
+    """Whether the work for the packets ``lost`` bool[packets] may be left out, because there are none.
+
+    It never may on a device that compiles each graph (HPU): without it the graph would be another.
+    """
+    return rows_for(device).nothing(Lost(lost[None]))
 
 
 def zero_fill_(tensor: torch.Tensor, lost: np.ndarray, elements: int) -> None:
@@ -52,11 +62,7 @@ class _Lossy(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, lost: np.ndarray, lost_gradients: np.ndarray, elements: int
     ) -> torch.Tensor:
-        ctx.fill = []
-        if lost.any():
-            ctx.fill.append(lost)
-        if lost_gradients.any():
-            ctx.fill.append(lost_gradients)
+        ctx.fill = [one for one in (lost, lost_gradients) if not changes_nothing(one, tensor.device)]
         ctx.elements = elements
         return zero_filled(tensor, lost, elements)  # a view could not be changed in place
 
@@ -74,7 +80,7 @@ def lossy(tensor: torch.Tensor, lost: np.ndarray, lost_gradients: np.ndarray, el
     ``lost``, ``lost_gradients`` bool[packets]: the packets that are lost forward, and backward. The
     gradient of lost activations is zero, because zeros have none.
     """
-    if not lost.any() and not lost_gradients.any():
+    if changes_nothing(lost | lost_gradients, tensor.device):
         return tensor
     return _Lossy.apply(tensor, lost, lost_gradients, elements)  # type: ignore[no-untyped-call]
 

@@ -191,6 +191,19 @@ ISLANDS = Section(
         ),
         Row(
             flag="--sync-subset",
+            beside="Gaudi (HPU)",
+            why="draws other elements in each round, and Gaudi would compile as many graphs; choose cyclic",
+            when=_averaging(
+                lambda config, facts: (
+                    facts.device == "hpu"
+                    and config.sync_method != "none"
+                    and config.sync_fraction < 1
+                    and config.sync_subset != "cyclic"
+                )
+            ),
+        ),
+        Row(
+            flag="--sync-subset",
             beside="--transport udp",
             why="cannot go with --transport udp, whose messages have one length",
             when=_real(lambda config, facts: config.transport == "udp" and config.sync_subset == "bernoulli"),
