@@ -55,9 +55,12 @@ class Run(ABC):
     run, if known, to refuse a trace that is too short. ``gapless``: promises that every iteration exchanges its
     gradients or all-reduces them, and that only a loss scale can make the optimizer reject one (and no
     ``grad_norm_skip_threshold`` of Megatron's optimizer). Without the promise ``--grad-recovery previous`` keeps all
-    gradients, twice. ``job``, ``jobs``: the number of this process's job, and how many jobs of real ranks there are.
+    gradients, twice. ``workers``, ``local``: the number of data-parallel workers of all jobs, and the numbers of those in
+    this process: one on a real rank, or all. ``job``, ``jobs``: the number of this process's job, and how many jobs of real ranks there are.
     """
 
+    workers: int
+    local: Sequence[int]
     job, jobs = 0, 1
 
     def __init__(
@@ -225,6 +228,21 @@ class Run(ABC):
 
     def attach(self, ddp: Any) -> None:
         """Take over the exchanges of ``ddp``, a model chunk. Hooks have done so already."""
+
+    def worker(self, worker: int, evaluates: bool = False) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model has the replica of ``worker`` (from 0, in this process), and gradients are its own.
+
+        ``evaluates``: there are no gradients. Without it: a batch of an iteration, once.
+        """
+        return contextlib.nullcontext()
+
+    def data_of(self, worker: int) -> contextlib.AbstractContextManager[None]:
+        """A context in which the data is that of ``worker``, with any weights."""
+        return contextlib.nullcontext()
+
+    def step(self, optimizer: Any) -> Any:
+        """Make the update with the gradients of all workers. Returns the result of ``optimizer.step()``."""
+        return optimizer.step()
 
     def leave(self) -> None:
         """Wait, at the end of a run that ends well, until it is over everywhere. A collective call of all jobs."""

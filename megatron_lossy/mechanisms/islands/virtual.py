@@ -46,7 +46,7 @@ class VirtualIslands(Run):
     def __init__(self, config: LossyConfig, workers: int, steps: int, seed: int, gapless: bool = False) -> None:
         self.clusters: list[VirtualCluster] = []
         super().__init__(config, steps, gapless)
-        self.workers = workers
+        self.workers, self.local = workers, range(workers)
         size = workers // config.islands
         for island in range(config.islands):
             members = range(island * size, (island + 1) * size)
