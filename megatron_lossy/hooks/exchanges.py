@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..channel.corruption import Corruption
 from ..config import PHASES, LossyConfig
 from ..exchange import Stream
-from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
+from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes, wire_for
 from .buckets import apart, buckets_by_stream, replicated_units
 from .errors import errors_of_owner
 from .seam import Slot, attach
@@ -71,7 +71,8 @@ class Exchanges:
         members = [self._job * len(ranks) + ranks.index(rank) for rank in dist.get_process_group_ranks(part)]
         specs = specs_of(buckets, len(members))
         networks = {phase: self._network(phase, ranks) for phase in PHASES}
-        group = LossyGroup.among(config, specs, networks, members, dist.get_rank(part), stream, steps, part)
+        wire = wire_for(config, specs, networks, members, dist.get_rank(part), stream, steps, part)
+        group = LossyGroup(config, wire)
         share_copies(group, buckets)
         for number, (_, bucket) in enumerate(buckets):
             attach(bucket.grad_data, Slot(group, number))

@@ -24,7 +24,6 @@ from ..recovery import Gradients, Parameters
 from ..recovery.base import Collective, LossScale, Told, unscaled
 from .base import Transfer, Wire
 from .choice import BucketSpec, grad_rules, param_rules, wire_for
-from .drawn import Networks
 from .network import Network, check_ranks, find_nodes
 
 logger = logging.getLogger(__name__)
@@ -75,25 +74,7 @@ class LossyGroup:
             logger.warning("%s", error)
         nodes = None if config.ranks_of_node is None else find_nodes(group, config.ranks_of_node)
         networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
-        return cls.among(config, buckets, networks, range(size), dist.get_rank(group), stream, steps, group)
-
-    @classmethod
-    def among(
-        cls,
-        config: LossyConfig,
-        buckets: Sequence[BucketSpec],
-        networks: Networks,
-        members: Sequence[int],
-        rank: int,
-        stream: Stream,
-        steps: int | None,
-        group: dist.ProcessGroup | None = None,
-    ) -> LossyGroup:
-        """Makes a group as :meth:`create` does, for rank ``rank`` of ``members``, ranks of the group of ``networks``.
-
-        ``group``: their torch process group.
-        """
-        return cls(config, wire_for(config, buckets, networks, members, rank, stream, steps, group))
+        return cls(config, wire_for(config, buckets, networks, range(size), dist.get_rank(group), stream, steps, group))
 
     def share_copies(self, bucket: int, replicated: Mapping[str, np.ndarray], tensor: dist.ProcessGroup) -> None:
         """Make the ranks of ``tensor``, which hold copies of the same parameters in a bucket, lose the same units.
