@@ -3,6 +3,8 @@
 Every island sends each owner its piece (an all-to-all). Owners add up in the order of the islands, so that the result
 is the same as for islands in one process. Then their means are gathered. Both halves run on a thread of their own while
 training goes on.
+
+Its twin is :class:`.mean.InMemory`: here an island has one row of the exchange, and learns from NaN what nobody sent.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 
 from ...config import LossyConfig
-from ...exchange import BucketUnits, Delivery, Exchange, Stream, cut
+from ...exchange import BucketUnits, Delivery, Stream, cut
 from ...fingerprint import finite
 from .flags import SYNC_PHASES
 from .mean import DTYPES, Losses, Mean, elements_of, finite_rows, mean_of, owed_to
@@ -93,7 +95,7 @@ class BetweenRanks:
         told: Callable[[Delivery], None],
         stopping: Stopping | None = None,
     ) -> None:
-        self._config, self._stream, self._island = config, stream, island
+        self._config, self._island = config, island
         self.dtype = DTYPES[config.sync_dtype]
         self._losses = Losses(config, stream, steps)
         self._told = told
@@ -124,17 +126,15 @@ class BetweenRanks:
         return Waiting(future, own, partial(self._tell, step, units) if carrier.observes else None)
 
     def _tell(self, step: int, units: BucketUnits, arrived: Sequence[np.ndarray | None]) -> None:
-        islands, here = range(self._config.islands), [self._island]
-        for phase, one in zip(SYNC_PHASES, arrived, strict=True):
-            if one is not None:
-                exchange = Exchange(phase, self._stream, step)
-                self._told(Delivery(exchange, islands, here, one[None], [units]))
+        rows = [None if one is None else one[None] for one in arrived]
+        for delivery in self._losses.deliveries(step, [self._island], rows, units):
+            self._told(delivery)
 
     def _arrived(self, phase: str, step: int, units: BucketUnits, present: bool) -> np.ndarray | None:
         """bool[M, units]: the units that the draw delivers here; ``None``: everything."""
         known = np.ones(self._config.islands, dtype=bool)  # others say with NaN that nothing comes from them
         known[self._island] = present
-        arrived = self._losses.arrived(phase, step, [self._island], units.count, known)
+        arrived = self._losses.arrived(phase, step, [self._island], units, known)
         return None if arrived is None else arrived[0]
 
     def _cross(

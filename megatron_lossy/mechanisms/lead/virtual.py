@@ -3,6 +3,9 @@
 Between updates the parameter buffers hold the sent values, V, so that :class:`Versions` keeps the values that receivers
 have. The owners' weights, W, are kept beside them. They are put back for an owner in its own shard, the optimizer,
 evaluation with the owners' weights, and a checkpoint.
+
+On a real rank the rule puts the lead on its shard only while it is sent (:meth:`.Compensated.send`): there receivers have
+buffers of their own.
 """
 
 from __future__ import annotations
