@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from ...config import LossyConfig
-from ...exchange import BucketUnits, Delivery, Stream, cut
+from ...exchange import BucketUnits, Delivery, Exchange, Stream, cut
 from ...fingerprint import finite
+from ...transport.drawn import draw
 from .flags import SYNC_PHASES
-from .mean import DTYPES, Losses, Mean, elements_of, finite_rows, mean_of, owed_to
+from .mean import DTYPES, Mean, elements_of, finite_rows, mean_of, networks_between, owed_to
 from .stopping import Stopping
 from .world import Meeting
 
@@ -95,9 +96,9 @@ class BetweenRanks:
         told: Callable[[Delivery], None],
         stopping: Stopping | None = None,
     ) -> None:
-        self._config, self._island = config, island
+        self._config, self._stream, self._island = config, stream, island
         self.dtype = DTYPES[config.sync_dtype]
-        self._losses = Losses(config, stream, steps)
+        self._networks = networks_between(config, stream, steps)
         self._told = told
         self._stopping = stopping or Stopping()
         self.carriers = list(carriers)
@@ -126,16 +127,22 @@ class BetweenRanks:
         return Waiting(future, own, partial(self._tell, step, units) if carrier.observes else None)
 
     def _tell(self, step: int, units: BucketUnits, arrived: Sequence[np.ndarray | None]) -> None:
-        rows = [None if one is None else one[None] for one in arrived]
-        for delivery in self._losses.deliveries(step, [self._island], rows, units):
-            self._told(delivery)
+        islands, here = range(self._config.islands), [self._island]
+        for phase, one in zip(SYNC_PHASES, arrived, strict=True):
+            if one is not None:
+                exchange = Exchange(phase, self._stream, step)
+                self._told(Delivery(exchange, islands, here, one[None], [units]))
 
     def _arrived(self, phase: str, step: int, units: BucketUnits, present: bool) -> np.ndarray | None:
         """bool[M, units]: the units that the draw delivers here; ``None``: everything."""
-        known = np.ones(self._config.islands, dtype=bool)  # others say with NaN that nothing comes from them
-        known[self._island] = present
-        arrived = self._losses.arrived(phase, step, [self._island], units, known)
-        return None if arrived is None else arrived[0]
+        network, exchange = self._networks[phase], Exchange(phase, self._stream, step)
+        if network.lossless and present:
+            return None
+        islands, here = range(self._config.islands), [self._island]
+        arrived = draw(network, exchange, islands, here, units.count)[0].copy()
+        if not present:
+            arrived[:] = False
+        return arrived
 
     def _cross(
         self, carrier: Carrier, pieces: torch.Tensor, units: BucketUnits, drawn: Sequence[np.ndarray | None]

@@ -68,7 +68,7 @@ class InMemory:
     def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
         self._config, self._stream = config, stream
         self.dtype = DTYPES[config.sync_dtype]
-        self._losses = Losses(config, stream, steps)
+        self._networks = networks_between(config, stream, steps)
         self.deliveries: list[Delivery] = []
 
     def begin(self, step: int, sent: torch.Tensor) -> Done:
@@ -78,7 +78,12 @@ class InMemory:
         crossing[:, :count] = sent.to(self.dtype)
         [units], _ = cut([shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
         arrived = self._arrived(step, units, finite_rows(sent))
-        self.deliveries = self._losses.deliveries(step, range(islands), arrived, units)
+        everyone = range(islands)
+        self.deliveries = [
+            Delivery(Exchange(phase, self._stream, step), everyone, everyone, one, [units])
+            for phase, one in zip(SYNC_PHASES, arrived, strict=True)
+            if one is not None
+        ]
         reduced, gathered = (None if one is None else elements_of(one, units, sent.device) for one in arrived)
         exact = mean_of(crossing.view(islands, islands, shard), reduced)  # [owners, shard]
         rounded = exact.to(self.dtype).float()
@@ -92,50 +97,22 @@ class InMemory:
         return Done(Mean(values, gathered.reshape(islands, -1)[:, :count], owed))
 
     def _arrived(self, step: int, units: BucketUnits, present: np.ndarray) -> list[np.ndarray | None]:
-        """bool[M, M, units] for each phase: see :meth:`Losses.arrived`. A mean without a sender is lost."""
-        everyone = range(len(present))
-        reduced, gathered = (self._losses.arrived(phase, step, everyone, units, present) for phase in SYNC_PHASES)
+        """bool[M, M, units] for each phase: the units that arrive; ``None``: all. A mean without a sender is lost."""
+        reduced, gathered = (self._drawn(phase, step, units, present) for phase in SYNC_PHASES)
         sent = None if reduced is None else reduced.any(axis=1)  # [owners, units]
         if sent is not None and not sent.all():
             gathered = np.broadcast_to(sent[None] & (True if gathered is None else gathered), reduced.shape)
         return [reduced, gathered]
 
-
-class Losses:
-    """The losses that are drawn between islands. ``steps``: length of the run, if known.
-
-    Raises :class:`UsageError` for a channel that cannot serve the islands.
-    """
-
-    def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
-        self._stream = stream
-        self._networks = networks_between(config, stream, steps)
-
-    def arrived(
-        self, phase: str, step: int, receivers: Sequence[int], units: BucketUnits, present: np.ndarray
-    ) -> np.ndarray | None:
-        """bool[receivers, M, units]: the ``units`` of all islands that arrive at ``receivers``; ``None``: everything does.
-
-        ``present`` bool[M]: islands that are not reach nobody, and nobody reaches them.
-        """
-        network = self._networks[phase]
+    def _drawn(self, phase: str, step: int, units: BucketUnits, present: np.ndarray) -> np.ndarray | None:
+        """The units that the draw delivers. Islands that are not ``present`` reach nobody, and nobody reaches them."""
+        network, islands = self._networks[phase], range(len(present))
         if network.lossless and present.all():
             return None
-        islands, exchange = range(len(present)), Exchange(phase, self._stream, step)
-        arrived = draw(network, exchange, islands, receivers, units.count).copy()
+        arrived = draw(network, Exchange(phase, self._stream, step), islands, islands, units.count).copy()
         arrived[:, ~present] = False
-        arrived[~present[list(receivers)]] = False
+        arrived[~present] = False
         return arrived
-
-    def deliveries(
-        self, step: int, receivers: Sequence[int], arrived: Sequence[np.ndarray | None], units: BucketUnits
-    ) -> list[Delivery]:
-        """The deliveries at ``receivers`` of the phases that lose something. ``arrived``: see :meth:`arrived`."""
-        return [
-            Delivery(Exchange(phase, self._stream, step), range(one.shape[1]), receivers, one, [units])
-            for phase, one in zip(SYNC_PHASES, arrived, strict=True)
-            if one is not None
-        ]
 
 
 def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> dict[str, Network]:
