@@ -1,7 +1,7 @@
 """Islands in one process: each a virtual cluster with an optimizer of its own; they take turns on one model.
 
 An iteration: each island in its turn has its weights in the model, computes with its own data, and makes its update.
-Then the exchanges between them (:mod:`megatron_lossy.sync`) read and write the weights of all. Losses within an island
+Then the exchanges between them (:mod:`.rounds`) read and write the weights of all. Losses within an island
 are drawn by its workers' ranks among those of all islands, so that no two islands lose the same.
 
 Its twin is :mod:`.ranks`: there Megatron's one optimizer calls the exchange, and each island is a job with checkpoints of
