@@ -54,6 +54,8 @@ class Fetched:
         if self._array is None:
             if self._event is not None and not self._event.query():
                 _latest[self._stream].synchronize()
+                if not self._event.query():  # another thread has noted its copy late
+                    self._event.synchronize()
             self._array = self._tensor.cpu().numpy()
         return self._array
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .fetch import Fetched
-from .recovery.copies import to_device
+from .fetch import Fetched, aside
+from .recovery.copies import page_locked, to_device, used_here
 
 
 class Handle:
@@ -92,6 +92,8 @@ class RankPeers(Peers):
         [tensor] = tensors
         if tensor.device.type == self._device.type:
             return Handle(begin(tensor).wait)
+        if self._device.type == "cuda":
+            return Handle(self._beside(tensor, begin))
         there = tensor.to(self._device)
         work = begin(there)
 
@@ -100,6 +102,20 @@ class RankPeers(Peers):
             tensor.copy_(there)
 
         return Handle(end)
+
+    def _beside(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], dist.Work]) -> Callable[[], object]:
+        """Let ``begin`` exchange ``tensor``, in host memory, on the CUDA device. Returns a function that waits for it."""
+        there = page_locked(tensor).to(self._device, non_blocking=True)
+        work = begin(there)
+        with aside(self._device):  # so that what is computed does not wait for the others
+            work.wait()
+            used_here((there,))
+            back = Fetched(_bytes(there))
+        return lambda: _bytes(tensor).copy_(torch.from_numpy(back.wait()))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 class LocalPeers(Peers):

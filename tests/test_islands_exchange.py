@@ -16,6 +16,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Stream
 from megatron_lossy.mechanisms.islands import aside, main_vector
+from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
 from megatron_lossy.mechanisms.islands import mean as means_in_memory
 from megatron_lossy.mechanisms.islands.between_ranks import BetweenRanks
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
@@ -224,8 +225,9 @@ def test_a_mean_to_which_nobody_sent_is_lost(dtype, gathers, monkeypatch):
         found["sync-gather"].lossless = gathers == "lossless"
         return found
 
-    monkeypatch.setattr(means_in_memory, "draw", drawn)
-    monkeypatch.setattr(means_in_memory, "networks_between", networks)
+    for module in (means_in_memory, means_of_ranks):
+        monkeypatch.setattr(module, "draw", drawn)
+        monkeypatch.setattr(module, "networks_between", networks)
     lost = {"p_sync": 0.3, "loss_unit": "packet", "packet_bytes": 16, "sync_dtype": dtype}
     config = LossyConfig(islands=3, sync_method="parameters", **lost)
     sent, width = torch.randn(3, 99, generator=torch.Generator().manual_seed(0)), 8 if dtype == "bf16" else 4

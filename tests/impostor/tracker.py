@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -84,6 +85,7 @@ class Tracker:
         self.sequence: list[str] | None = None
         self.sequences: list[list[str]] = []
         self._unsettled: list[_Copy] = []
+        self._settling = threading.Lock()
         self._asked: set[int] = set()
 
     def findings(self) -> Findings:
@@ -205,14 +207,15 @@ class Tracker:
         return False
 
     def _host_waits(self, clock: dict[int, int]) -> None:
-        self.order.host_waited(clock)
-        over, self._unsettled = self._unsettled, []
-        for copy in over:
-            stream, time = copy.after
-            if self.order.host_has({stream: time}):
-                self._settle(copy)
-            else:
-                self._unsettled.append(copy)
+        with self._settling:  # another thread must not go on before the copies it waited for are settled
+            self.order.host_waited(clock)
+            over, self._unsettled = self._unsettled, []
+            for copy in over:
+                stream, time = copy.after
+                if self.order.host_has({stream: time}):
+                    self._settle(copy)
+                else:
+                    self._unsettled.append(copy)
 
     def _settle(self, copy: _Copy) -> None:
         """Let ``copy`` be over: what it brings to the host is there; what it took must not have changed until now."""

@@ -140,7 +140,8 @@ class BetweenRanks:
         network, exchange = self._networks[phase], Exchange(phase, self._stream, step)
         if network.lossless:
             return None
-        return draw(network, exchange, range(self._config.islands), [self._island], units.count)[0]
+        islands, here = range(self._config.islands), [self._island]
+        return draw(network, exchange, islands, here, units.count)[0].copy()  # torch wants to be able to write
 
     @staticmethod
     def _arriving(

@@ -1,0 +1,222 @@
+"""What mechanisms cost on a device: nobody waits where nothing is decided, no copy blocks, and the values are those of a CPU."""
+
+import functools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lossy.config import LossyConfig
+from tests.ranks import run_ranks
+from tests.rules import gradients, send, spared
+from tests.test_islands_exchange import cross
+from tests.test_priority_on_device import protection_of
+from tests.test_recovery_feedback import delivery_of, units_of
+from tests.trainer import TINY, write_data
+
+from .build import CannotBuild, library
+from .job import run_row
+from .rows import ROWS
+
+pytestmark = pytest.mark.shows(
+    "mechanisms on a pretended device: no copy blocks, and who waits how often", device=False
+)
+
+#: Iterations of the phase "steady".
+STEPS = 4
+SETTINGS = {
+    **TINY,
+    "hidden_dropout": 0.0,
+    "train_iters": 7,
+    "eval_iters": 0,
+    "log_interval": 100,
+    "micro_batch_size": 1,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled():
+    try:
+        library()
+    except CannotBuild as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """A function that runs a row, once, and returns its findings on the first rank."""
+    folder = str(tmp_path_factory.mktemp("data"))
+    run_ranks(write_data, 1, folder)
+    paths = {"data_path": (f"{folder}/train",), "valid_data_path": (f"{folder}/valid",)}
+
+    @functools.cache
+    def run(name):
+        ranks, trainer, lossy = ROWS[name]
+        findings = run_ranks(run_row, ranks, {**SETTINGS, **paths, **trainer}, lossy, grouped=False)
+        assert [one.faults for one in findings] == [[]] * ranks
+        return findings[0]
+
+    return run
+
+
+def waits(findings):
+    """Waits of ours per steady iteration: by kind of place, here or in a thread aside."""
+    counted = Counter()
+    for count, times in findings.counts.items():
+        if count.phase == "steady" and count.place.home == "megatron_lossy" and count.kind == "synchronisation":
+            counted["aside" if count.place.aside else count.place.file] += times / STEPS
+    return counted
+
+
+def copies_that_block(findings):
+    return [
+        f"{count.kind} at {count.place}"
+        for count in findings.counts
+        if count.phase == "steady"
+        and count.place.home == "megatron_lossy"
+        and count.kind in ("blocking copy", "pageable copy")
+    ]
+
+
+def test_the_trainer_waits_for_the_loss_and_for_signals(found):
+    base = found("base")
+    assert copies_that_block(base) == []
+    assert waits(base) == {"train/evaluate.py": 1, "train/stop.py": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "here", "aside"),
+    [
+        # Megatron's step has waited for the gradients when a choice is asked for: that costs nothing more.
+        ("error-feedback-packet-overlap", 0, 0),
+        ("element-quantile-overlap", 0, 0),
+        # Of islands only threads wait, about once for each exchange.
+        ("islands-smith", 0, 1.5),
+        ("islands-bf16", 0, 1.5),
+        # Replicas decide on the host: a comparison, a repair; and every other step a synchronisation with its three.
+        ("replicas-errors", 3.5, 0),
+        ("stages", 0, 0),
+    ],
+)
+def test_who_waits(found, row, here, aside):
+    """``here``, ``aside``: waits per step beyond those of the trainer, on its threads and on others."""
+    findings = found(row)
+    assert copies_that_block(findings) == []
+    counted = waits(findings)
+    assert counted.pop("aside", 0) <= aside
+    assert sum(counted.values()) - 2 <= here, counted
+
+
+# --- what is chosen there --------------------------------------------------------------------------------------------
+
+CASES = [
+    (name, kind, share, own, size, shard, elements, scale)
+    for name in ("error-feedback", "zero")
+    for kind, share in (("packet-mean", 0.2), ("element-quantile", 0.3), ("none", 0.0))
+    for own, size, shard, elements in ((False, 2, 30, 4), (True, 3, 21, 7), (False, 2, 5, 9))
+    for scale in (None, 8.0)
+]
+
+
+def choices(rank):
+    """By case, whether bits, records and lost units are those of a CPU; and the waits of all cases, by phase."""
+    from .device import install
+    from .tracker import Tracker
+
+    tracker = Tracker()
+    install(tracker)
+    from megatron_lossy.registry import GRAD_RECOVERIES
+
+    wrong = []
+    for case in CASES:
+        name, kind, share, own, size, shard, elements, scale = case
+        units, results = units_of(shard, elements), []
+        for device in ("cpu", "cuda"):
+            random = np.random.default_rng(1)
+            rules = [
+                spared(GRAD_RECOVERIES.load(name)(units, size - 1), protection_of(kind, share, own)) for _ in range(3)
+            ]
+            result = []
+            for step in range(4):
+                sent, buffers = [], []
+                for rule in rules:
+                    # Whole numbers: their sums are the same in any order.
+                    buffer = torch.from_numpy(random.integers(-9, 10, size * shard).astype(np.float32))
+                    if step == 2:
+                        buffer[3] = torch.inf
+                    arrives = random.random((size, units.count)) > 0.5
+                    arrives[size - 1] |= not own
+                    there = buffer.pin_memory().to(device, non_blocking=True) if device == "cuda" else buffer
+                    factor = scale if scale is None or device == "cpu" else torch.full((), scale, device=device)
+                    tracker.phase = "backward"
+                    send(
+                        rule,
+                        there,
+                        delivery_of(step, size, size - 1, units, arrives),
+                        gradients(step, loss_scale=factor),
+                    )
+                    tracker.phase = "between"
+                    sent.append(arrives)
+                    buffers.append(there)
+                tracker.phase = "end of step"
+                for rule in rules:
+                    rule.finish_step(step, step != 1)
+                tracker.phase = "between"
+                result += [buffer.cpu().view(torch.int32).tolist() for buffer in buffers]
+                result += [(vars(rule.told), rule.final.mask.tolist()) for rule in rules]
+            results.append(result)
+        if results[0] != results[1]:
+            wrong.append(case)
+    counted = Counter()
+    for count, times in tracker.counts.items():
+        if count.kind in ("synchronisation", "blocking copy", "pageable copy"):
+            counted[count.phase] += times
+    return wrong, counted, tracker.findings().faults
+
+
+def test_choices_on_the_device_are_those_of_a_cpu():
+    """To the last bit. Of three buckets, the host waits at the end of a step at most once, and never before."""
+    [(wrong, waits_of, faults)] = run_ranks(choices, 1, grouped=False)
+    assert wrong == [] and faults == []
+    assert waits_of["backward"] == 0
+    assert 0 < waits_of["end of step"] <= 4 * len(CASES)
+
+
+def means(rank):
+    """By case, where means of islands on the device differ from those of host memory; and what is wrong."""
+    from .device import install
+    from .tracker import Tracker
+
+    tracker = Tracker()
+    install(tracker)
+    wrong = []
+    for islands in (2, 3):
+        for flags in ({}, {"sync_dtype": "bf16"}, {"p_sync": 0.4, "loss_unit": "packet", "packet_bytes": 64}):
+            for broken in (False, True):
+                config = LossyConfig(islands=islands, sync_method="parameters", **flags)
+                sent = torch.randn(islands, 101, generator=torch.Generator().manual_seed(islands))
+                if broken:
+                    sent[1, 7] = torch.inf
+                there = sent.pin_memory().to("cuda", non_blocking=True)
+                expected, found = (_bits(*cross(config, one, 3)) for one in (sent, there))
+                if expected != found:
+                    wrong.append((islands, flags, broken))
+    return wrong, tracker.findings().faults
+
+
+def _bits(means_, told):
+    """The values of what arrived, where it did, what is owed, and what was told of it."""
+    result = []
+    for mean in means_:
+        arrived = torch.ones_like(mean.values, dtype=torch.bool) if mean.arrived is None else mean.arrived[0]
+        values = mean.values.where(arrived, 0.0).cpu().view(torch.int32).tolist()
+        owed = None if mean.owed is None else mean.owed[0].where(arrived, 0.0).cpu().tolist()
+        result.append((values, arrived.cpu().tolist(), owed))
+    return result, [[(one.exchange, one.arrived.tolist()) for one in island] for island in told]
+
+
+def test_means_of_islands_on_the_device_are_those_of_host_memory():
+    """To the last bit, also where an island has a value that is not finite."""
+    [(wrong, faults)] = run_ranks(means, 1, grouped=False)
+    assert wrong == [] and faults == []
