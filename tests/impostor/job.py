@@ -1,15 +1,20 @@
-"""One row on one rank: our trainer for a few iterations on the pretended device."""
+"""One row on one rank of the pretended device, or of a CPU."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import warnings
+from typing import Any
+
+from megatron_lossy.doctor.calibration import job
+from megatron_lossy.doctor.calibration.rows import Row
+from tests.ranks import run_ranks
+
+from .tracker import Findings
 
 
-def run_row(rank: int, trainer: dict, lossy: dict, devices: bool = True):
-    """The findings of a row; iterations 3 to 6 are the phase "steady"."""
+def run_row(rank: int, row: Row, data: dict[str, tuple[str, ...]], pretended: bool) -> tuple[job.Values, Findings]:
+    """What the row computed, and what it did to the device. The iterations that count are the phase "steady"."""
     warnings.simplefilter("ignore")
     os.environ["LOCAL_RANK"] = "0"
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -17,26 +22,27 @@ def run_row(rank: int, trainer: dict, lossy: dict, devices: bool = True):
     from .tracker import Tracker
 
     tracker = Tracker()
-    if devices:
+    if pretended:
         device.install(tracker)
-    from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from megatron_lossy.config import LossyConfig
-    from megatron_lossy.train.config import TrainConfig
-    from megatron_lossy.train.loop import train
+    def phase(name: str) -> None:
+        tracker.phase = name
 
-    first = []
-
-    def stepped(optimizer, *_):
-        first.append(optimizer)
-        if optimizer is not first[0]:
-            return
-        n = sum(one is optimizer for one in first)
-        tracker.phase = "steady" if 2 <= n < 6 else "first" if n < 2 else "last"
-
-    register_optimizer_step_post_hook(stepped)
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        train(TrainConfig(**trainer), LossyConfig(**lossy))
+    values = job.run(row, data, lambda: phase("steady"), lambda: phase("last"))
     tracker.phase = "after"
-    return tracker.findings()
+    return values, tracker.findings()
+
+
+class Runs:
+    """Rows on ranks of their own, each run once; ``data``: settings that name the text."""
+
+    def __init__(self, data: dict[str, tuple[str, ...]]) -> None:
+        self._data = data
+        self._known: dict[tuple[str, bool], list[Any]] = {}
+
+    def __call__(self, row: Row, pretended: bool = True) -> list[tuple[job.Values, Findings]]:
+        """By rank, what :func:`run_row` returns. Raises :class:`~tests.ranks.RankFailed`."""
+        key = row.name, pretended
+        if key not in self._known:
+            self._known[key] = run_ranks(run_row, row.ranks, row, self._data, pretended, grouped=False)
+        return self._known[key]

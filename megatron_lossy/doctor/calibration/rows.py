@@ -7,9 +7,10 @@ pretended one by ``tests/impostor``.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 from ...config import LossyConfig
@@ -17,6 +18,7 @@ from ...errors import UsageError
 
 #: Iterations of a row, and those whose work is counted: the first ones allocate, compile and fill what later ones use.
 ITERATIONS, FIRST, LAST = 7, 3, 6
+STEPS = LAST - FIRST + 1
 
 #: Settings of the trainer, but the data. Buckets are small, so that there are several.
 _TINY = dict(
@@ -31,9 +33,9 @@ _TINY = dict(
     train_iters=ITERATIONS,
     lr=1e-2,
     lr_warmup_iters=2,
+    hidden_dropout=0.0,
     eval_iters=0,
-    log_interval=100,
-    use_cpu_initialization=True,
+    log_interval=ITERATIONS,
     distributed_timeout_minutes=2,
 )
 _OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=5000)
@@ -64,31 +66,57 @@ class Row:
 
     @property
     def unhooked(self) -> Row:
-        """The same run without loss, in which nothing of Megatron is hooked."""
-        names = [f"{name}={value}" for name, value in sorted(self.trainer.items())]
-        return Row(" ".join(["unhooked", *names, f"ranks={self.ranks}"]), self.trainer, {}, self.ranks)
+        """The same run without loss, in which nothing of Megatron is hooked. Of islands: one of them alone."""
+        islands = self.lossy.get("islands", 1)
+        trainer = {**self.trainer, **({"global_batch_size": 8 // islands} if islands > 1 else {})}
+        names = [f"{name}={value}" for name, value in sorted(trainer.items())]
+        ranks = self.ranks // islands
+        return Row(" ".join(["unhooked", *names, f"ranks={ranks}"]), trainer, {}, ranks)
+
+
+def _cases() -> Iterator[tuple[str, str, str, str]]:
+    """Each rule, unit, wire and way to send parameters that go together."""
+    for rule, unit, wire, send in product(RULES, UNITS, WIRES, ("plain", "compensated")):
+        if send == "compensated" and rule not in ("renormalize", "error-feedback"):
+            continue  # gradients and parameters have nothing to do with each other but in error feedback
+        try:
+            LossyConfig(**_lossy(rule, unit, wire, send))
+        except UsageError:
+            continue
+        yield rule, unit, wire, send
+
+
+def _lossy(rule: str, unit: str, wire: str, send: str) -> dict[str, Any]:
+    lossy: dict[str, Any] = dict(grad_recovery=rule, loss_unit=unit, transport=wire, param_send=send)
+    if unit == "packet":
+        lossy["packet_bytes"] = 256
+    if wire == "udp":
+        lossy["udp_interface"] = "lo"
+    if wire != "udp" or rule != "error-feedback":  # over UDP its senders learn of real losses alone
+        lossy |= {"p_grad": 0.3, "p_param": 0.3}
+    return lossy
 
 
 def _exchanges() -> Iterator[Row]:
-    """Each rule, unit, wire, way to send parameters, overlap and dtype that go together."""
-    for rule, unit, wire, send, overlap, bf16 in product(
-        RULES, UNITS, WIRES, ("plain", "compensated"), (False, True), (False, True)
-    ):
-        lossy = dict(grad_recovery=rule, loss_unit=unit, transport=wire, param_send=send, p_grad=0.3, p_param=0.3)
-        lossy |= {"packet_bytes": 256} if unit == "packet" else {}
-        if wire == "udp":
-            lossy |= {"udp_interface": "lo"}
-            if rule == "error-feedback":  # over UDP senders learn of real losses alone
-                lossy |= {"p_grad": 0.0, "p_param": 0.0}
-        try:
-            LossyConfig(**lossy)
-        except UsageError:
-            continue
-        if send == "compensated" and rule not in ("renormalize", "error-feedback"):
-            continue  # gradients and parameters have nothing to do with each other but in error feedback
+    """A row for each case, with or without overlap, in fp32 or bf16.
+
+    It is the one with most pairs of settings that no row before has; of several the one of which there are fewest so far.
+    """
+    known: set[tuple[Any, Any]] = set()
+    times: Counter[tuple[bool, bool]] = Counter()
+    for case in _cases():
+        pairs = {
+            (overlap, bf16): set(combinations((*case, f"overlap {overlap}", f"bf16 {bf16}"), 2))
+            for overlap, bf16 in ((True, False), (False, True), (True, True), (False, False))
+        }
+        overlap, bf16 = max(pairs, key=lambda one: (len(pairs[one] - known), -times[one]))
+        times[overlap, bf16] += 1
+        known |= pairs[overlap, bf16]
+        rule, unit, wire, send = case
         parts = [rule, unit, *[wire] * (wire != "torch"), *["lead"] * (send != "plain")]
         parts += ["overlap"] * overlap + ["bf16"] * bf16
-        yield Row("-".join(parts), {**(_OVERLAP if overlap else {}), **({"bf16": True} if bf16 else {})}, lossy)
+        trainer = {**(_OVERLAP if overlap else {}), **({"bf16": True} if bf16 else {})}
+        yield Row("-".join(parts), trainer, _lossy(*case))
 
 
 def _priority() -> Iterator[Row]:
@@ -155,14 +183,14 @@ def rows() -> dict[str, Row]:
 
 #: Rows that between them pass most lines that touch the device: those of ``make test`` and of ``doctor --calibrate``.
 FEW = (
-    "renormalize-shard",
-    "renormalize-packet-overlap",
-    "renormalize-remote-packet-pieces-overlap",
-    "previous-packet-overlap-bf16",
-    "zero-bucket-overlap",
-    "error-feedback-packet-overlap",
+    "renormalize-shard-overlap",
+    "renormalize-packet-bf16",
     "renormalize-packet-lead-overlap",
-    "previous-packet-udp-overlap",
+    "renormalize-remote-packet-pieces-bf16",
+    "previous-packet-overlap-bf16",
+    "zero-bucket-bf16",
+    "error-feedback-packet",
+    "zero-packet-udp-overlap",
     "element-quantile-overlap",
     "replicas-flips",
     "stages",
