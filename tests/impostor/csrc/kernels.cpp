@@ -201,6 +201,13 @@ bool waits_for_mask(const Call& call, const Stack& stack, size_t begin) {
   return !(puts && stack[begin + 2].isTensor() && stack[begin + 2].toTensor().numel() == 1 && call.masks.size() == 1);
 }
 
+// tensor[...] alone brings its indices to the device. index_select, gather and the like want them there.
+bool takes_indices_from_anywhere(const std::string& name) {
+  for (const char* start : {"aten::index.", "aten::index_put", "aten::_index_put_impl", "aten::_unsafe_index"})
+    if (starts_with(name, start)) return true;
+  return false;
+}
+
 bool special(const std::string& name, Stack& stack, size_t begin) {
   if (name == "aten::record_stream") {
     auto tensor = stack[begin].toTensor();
@@ -234,7 +241,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   if (wants_arguments()) call.told.arguments = describe(*stack, begin);
   to_host(call, *stack, begin, schema);
   const bool copies = call.name == "aten::copy_" || call.name == "aten::_copy_from";
-  const bool indexes = call.name.find("index") != std::string::npos;
+  const bool indexes = takes_indices_from_anywhere(call.name);
   TORCH_CHECK(
       !(call.has_device && call.host_array && !copies && !indexes),
       "Expected all tensors to be on the same device, but found at least two devices, ", call.device, " and cpu! (", call.name, ")");

@@ -1,0 +1,126 @@
+"""Exchanges that begin on one stream and are waited for on another: on the pretended device, and on the CPU beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from .tracker import Count
+
+_SHARD = 777
+_STEPS = 4
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+class Case(NamedTuple):
+    """An exchange. ``scale``: of the loss, as with fp16."""
+
+    rule: str
+    unit: str
+    wire: str
+    scale: float | None
+    dtype: torch.dtype
+
+
+def cases() -> Iterator[Case]:
+    """Each rule, unit and wire, with a loss scale and bfloat16 or without."""
+    rules = ("renormalize", "renormalize-remote", "previous", "zero", "error-feedback")
+    for rule, unit, wire, scale in product(rules, ("shard", "packet", "bucket"), ("torch", "pieces"), (None, 8.0)):
+        if rule == "error-feedback" and unit != "packet":
+            continue
+        dtype = torch.float32 if scale is None else torch.bfloat16
+        yield Case(rule, unit, wire, scale, dtype)
+
+
+def exchange(rank: int, size: int, case: Case, device: str) -> list[torch.Tensor]:
+    """The sums and the replicas after each of a few steps, on the host. On "cuda" no stream both begins and waits."""
+    import torch.distributed as dist
+
+    from megatron_lossy.config import LossyConfig
+    from megatron_lossy.device import all_gather_single, reduce_scatter_single
+    from megatron_lossy.transport import BucketSpec, LossyGroup
+
+    lossy: dict[str, Any] = dict(p_grad=0.4, p_param=0.4, grad_recovery=case.rule, loss_unit=case.unit)
+    lossy |= {"transport": case.wire} | ({"packet_bytes": 64} if case.unit == "packet" else {})
+    lossy |= {"udp_interface": "lo"} if case.wire == "udp" else {}
+    group = LossyGroup.create(LossyConfig(**lossy), [BucketSpec(_SHARD, case.dtype, case.dtype)])
+    random = torch.Generator().manual_seed(rank)
+    grads, out = (torch.empty(n * _SHARD, dtype=case.dtype, device=device) for n in (size, 1))
+    replica = torch.zeros(size * _SHARD, dtype=case.dtype, device=device)
+    own = replica[rank * _SHARD : (rank + 1) * _SHARD]
+    scale = None if case.scale is None else torch.full((), case.scale, device=device)
+    kept = []
+    for step in range(_STEPS):
+        with _aside(device):
+            grads.copy_(torch.randint(-9, 10, (size * _SHARD,), generator=random).to(case.dtype))
+            transfer = group.reduce_scatter(
+                0,
+                grads,
+                out,
+                step,
+                lambda: reduce_scatter_single(out, grads, async_op=True),
+                loss_scale=lambda: scale,
+                gapless=scale is None,
+            )
+        transfer.wait()
+        group.finish_step(step, True)
+        own.add_(out)
+        with _aside(device):
+            transfer = group.all_gather(0, replica, own, step, lambda: all_gather_single(replica, own, async_op=True))
+        transfer.wait()
+        del transfer
+        kept += [out.cpu().clone(), replica.cpu().clone()]
+    dist.barrier()
+    group.close()
+    return [one.view(_BITS[case.dtype]) for one in kept]
+
+
+def _aside(device: str) -> Any:
+    """A context on a new stream that waits for the current one; on the CPU nothing."""
+    if device == "cpu":
+        return torch.no_grad()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
+
+
+class Comparison(NamedTuple):
+    """Cases that differ from the CPU; faults of the device; lines of the product where the host waited for it."""
+
+    differ: list[Case]
+    faults: list[str]
+    stalls: list[str]
+
+
+def compare(rank: int, size: int, some: list[Case], mutation: str | None = None) -> Comparison:
+    """Make the exchanges of ``some`` on both devices. ``mutation``: a key of :data:`~tests.impostor.mutations.MUTATIONS`."""
+    import torch.distributed as dist
+
+    from . import device
+    from .mutations import MUTATIONS
+    from .tracker import Tracker
+
+    tracker = Tracker()
+    device.install(tracker)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    if mutation is not None:
+        MUTATIONS[mutation]()
+    differ = []
+    for case in some:
+        on_cpu, on_cuda = (exchange(rank, size, case, kind) for kind in ("cpu", "cuda"))
+        if not all(torch.equal(one, other) for one, other in zip(on_cpu, on_cuda, strict=True)):
+            differ.append(case)
+    torch.zeros(1, device="cuda")  # blocks that were freed last are told of with it
+    places = {f"{one.kind} at {one.place.name}" for one in tracker.counts if one.kind in _STALLS and _ours(one)}
+    dist.destroy_process_group()
+    return Comparison(differ, tracker.findings().faults, sorted(places))
+
+
+_STALLS = ("synchronisation", "blocking copy", "pageable copy")
+
+
+def _ours(count: Count) -> bool:
+    return count.place.home == "megatron_lossy" and not count.place.aside

@@ -1,0 +1,179 @@
+"""Small programs for the pretended device, each on a rank of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .tracker import Tracker
+
+
+def _on_device(program: Callable[[], Any], devices: int = 1) -> tuple[Any, Tracker]:
+    """What ``program`` returns on a new device, and who watched."""
+    from . import device
+
+    tracker = Tracker()
+    device.install(tracker, devices)
+    result = program()
+    torch.zeros(1, device="cuda")  # blocks that were freed last are told of with it
+    return result, tracker
+
+
+def follow_pointer(rank: int) -> int:
+    """Read device memory on the host."""
+
+    def program() -> int:
+        tensor = torch.ones(4, device="cuda")
+        return ctypes.c_float.from_address(tensor.data_ptr()).value
+
+    return _on_device(program)[0]
+
+
+def error_of(rank: int, name: str) -> str:
+    """What a program that mixes devices is told."""
+    mixing = {
+        "cpu": lambda: torch.ones(2, device="cuda") + torch.ones(2),
+        "index_select": lambda: torch.ones(2, device="cuda").index_select(0, torch.tensor([0])),
+        "other": lambda: torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1"),
+    }
+
+    def program() -> str:
+        try:
+            mixing[name]()
+        except RuntimeError as error:
+            return str(error)
+        return "no error"
+
+    return _on_device(program, devices=2)[0]
+
+
+def stalls_of(rank: int, name: str) -> list[str]:
+    """The kinds of stalls of a program, in order."""
+    programs: dict[str, Callable[[torch.Tensor], Any]] = {
+        "item": lambda x: x[0].item(),
+        "nonzero": lambda x: x.nonzero(),
+        "mask": lambda x: x[x > 0],
+        "masked fill": lambda x: x.index_put_((x > 0,), torch.zeros((), device="cuda")),
+        "host index": lambda x: x[torch.tensor([0, 1])],
+        "tensor": lambda x: torch.tensor([1.0], device="cuda"),
+        "blocking": lambda x: x.cpu(),
+        "pageable": lambda x: torch.ones(4).to("cuda", non_blocking=True),
+        "pinned": lambda x: torch.ones(4).pin_memory().to("cuda", non_blocking=True),
+        "event": lambda x: torch.cuda.current_stream().record_event().synchronize(),
+        "stream": lambda x: torch.cuda.current_stream().synchronize(),
+        "device": lambda x: torch.cuda.synchronize(),
+        "arithmetic": lambda x: (x + 1) * 2,
+    }
+    _, tracker = _on_device(lambda: programs[name](torch.ones(4, device="cuda")))
+    kinds = ("synchronisation", "blocking copy", "pageable copy")
+    return [count.kind for count in tracker.counts if count.kind in kinds]
+
+
+def faults_of(rank: int, name: str) -> list[str]:
+    """The faults of a program that uses two streams or page-locked memory, by their first words."""
+
+    def streams(order: bool, announced: bool = True) -> None:
+        side = torch.cuda.Stream()
+        tensor = torch.ones(8, device="cuda")
+        if order:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            tensor.add_(1)
+        if announced:
+            tensor.record_stream(side)
+        del tensor
+
+    def to_host(waits: bool, writes: bool = False) -> bool:
+        host = torch.zeros(4).pin_memory()
+        host.copy_(torch.ones(4, device="cuda"), non_blocking=True)
+        if writes:
+            host[0] = 7
+        if waits:
+            torch.cuda.synchronize()
+        arrived = bool((host == 1).all())
+        torch.cuda.synchronize()
+        return arrived
+
+    def to_device(waits: bool) -> None:
+        host = torch.ones(4).pin_memory()
+        host.to("cuda", non_blocking=True)
+        if waits:
+            torch.cuda.synchronize()
+        host.zero_()
+        torch.cuda.synchronize()
+
+    programs: dict[str, Callable[[], Any]] = {
+        "ordered": lambda: streams(True),
+        "unordered": lambda: streams(False),
+        "not announced": lambda: streams(True, announced=False),
+        "waited for": lambda: to_host(True),
+        "read early": lambda: to_host(False),
+        "written early": lambda: to_host(True, writes=True),
+        "source kept": lambda: to_device(True),
+        "source overwritten": lambda: to_device(False),
+    }
+    result, tracker = _on_device(programs[name])
+    faults = [fault.partition(" x ")[2].partition(":")[0] for fault in tracker.findings().faults]
+    return sorted(set(faults)) + ["not there yet"] * (result is False)
+
+
+def ask_twice(rank: int) -> list[bool]:
+    """What an event of a busy device answers."""
+
+    def program() -> list[bool]:
+        torch.ones(4, device="cuda").add_(1)
+        event = torch.cuda.current_stream().record_event()
+        return [event.query(), event.query()]
+
+    return _on_device(program)[0]
+
+
+def take_devices(rank: int) -> tuple[str, str, float]:
+    """The device that this rank takes, that of a sum over ranks, and the sum."""
+    import torch.distributed as dist
+
+    from megatron_lossy import device as product
+
+    def program() -> tuple[str, str, float]:
+        product.init_process_group()
+        tensor = torch.full((3,), 1.0 + rank, device=product.current_device())
+        dist.all_reduce(tensor)
+        return str(product.current_device()), str(tensor.device), tensor[0].item()
+
+    assert os.environ["LOCAL_RANK"] == str(rank)
+    return _on_device(program, devices=2)[0]
+
+
+def refuse_device(rank: int) -> str:
+    """What a rank is told that is one too many for this node."""
+    from megatron_lossy import device as product
+
+    os.environ["LOCAL_RANK"] = "2"
+
+    def program() -> str:
+        try:
+            product.take_device()
+        except Exception as error:
+            return str(error)
+        return "taken"
+
+    return _on_device(program, devices=2)[0]
+
+
+def draw(rank: int) -> tuple[bool, bool]:
+    """Whether the device draws what the CPU does with the same seed, and leaves the CPU's generator alone."""
+
+    def program() -> tuple[bool, bool]:
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        on_device = torch.randn(5, device="cuda")
+        dropped = torch.nn.functional.dropout(torch.ones(64, device="cuda"), 0.5)
+        alone = torch.equal(before, torch.get_rng_state())
+        same = torch.equal(on_device.cpu(), torch.randn(5))
+        return same and 0 < int((dropped == 0).sum()) < 64, alone
+
+    return _on_device(program)[0]
