@@ -58,6 +58,7 @@ def stalls_of(rank: int, name: str) -> list[str]:
         "nonzero": lambda x: x.nonzero(),
         "mask": lambda x: x[x > 0],
         "masked fill": lambda x: x.index_put_((x > 0,), torch.zeros((), device="cuda")),
+        "masked put": lambda x: x.index_put_((x > 0,), torch.ones(4, device="cuda")),
         "host index": lambda x: x[torch.tensor([0, 1])],
         "tensor": lambda x: torch.tensor([1.0], device="cuda"),
         "blocking": lambda x: x.cpu(),

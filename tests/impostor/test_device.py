@@ -15,6 +15,7 @@ STALLS = {
     "nonzero": ["synchronisation"],
     "mask": ["synchronisation"],
     "masked fill": [],
+    "masked put": ["synchronisation"],
     "host index": ["blocking copy"],
     "tensor": ["blocking copy"],
     "blocking": ["blocking copy"],

@@ -193,12 +193,12 @@ struct Drawing {
   }
 };
 
-// A boolean index is turned into numbers of elements, and the host waits for how many there are. Not where one value is put
-// under one mask: CUDA makes a masked_fill of it.
+// A boolean index is turned into numbers of elements, and the host waits for how many there are: index calls nonzero, as a
+// kernel of its own, but index_put does it inside. Not where one value is put under one mask: CUDA makes a masked_fill of it.
 bool waits_for_mask(const Call& call, const Stack& stack, size_t begin) {
-  if (call.masks.empty()) return false;
-  const bool puts = call.name.find("index_put") != std::string::npos;
-  return !(puts && stack[begin + 2].isTensor() && stack[begin + 2].toTensor().numel() == 1 && call.masks.size() == 1);
+  if (call.masks.empty() || call.name.find("index_put") == std::string::npos) return false;
+  const auto& values = stack[begin + 2];
+  return !(values.isTensor() && values.toTensor().numel() == 1 && call.masks.size() == 1);
 }
 
 // tensor[...] alone brings its indices to the device. index_select, gather and the like want them there.
