@@ -37,12 +37,13 @@ def _tick(feature: Feature, device: str) -> str:
 def feature_table() -> str:
     """A row for each feature, by room: the core, the mechanisms, all else."""
     labels = _labels()
-    rows, place = ["| feature | CPU | CUDA | HPU | needs | tests |", "| --- | --- | --- | --- | --- | --- |"], None
+    rows, place = ["| feature | CPU | pretended | CUDA | HPU | needs | tests |", f"|{' --- |' * 7}"], None
     for feature in sorted(features().values(), key=lambda one: (*_place(one.room), one.files[0])):
         if _place(feature.room) != place:
             place = _place(feature.room)
-            rows.append(f"| **{place[1]}** | | | | | |")
-        cells = [feature.name, "✓" if feature.on_cpu else "-", *(_tick(feature, device) for device in DEVICES)]
+            rows.append(f"| **{place[1]}** | | | | | | |")
+        cells = [feature.name, "✓" if feature.on_cpu else "-", "✓" if feature.on_pretended else "-"]
+        cells += [*(_tick(feature, device) for device in DEVICES)]
         cells += [", ".join(feature.needs), " ".join(f"[{labels[file]}]" for file in feature.files)]
         rows.append(f"| {' | '.join(cells)} |")
     shown = sorted({file for feature in features().values() for file in feature.files})

@@ -29,6 +29,8 @@ from tests.rooms import TESTS, room_of
 
 MACHINES = TESTS / "machines.yaml"
 DEVICES = ("cuda", "hpu")
+#: Tests on a device that only pretends.
+PRETENDED = TESTS / "impostor"
 #: What a test needs that not every machine has, by its decorator.
 NEEDS = {"megatron_lm": "Megatron-LM", "slurm": "Slurm", "needs_lab": "root"}
 
@@ -63,13 +65,18 @@ class Feature:
 
     @property
     def files(self) -> list[Path]:
-        """The files of its tests."""
-        return sorted({case.file for case in self.cases})
+        """The files of its tests, those of the pretended device last."""
+        return sorted({case.file for case in self.cases}, key=lambda file: (file.parent == PRETENDED, file))
 
     @property
     def device(self) -> bool:
         """Whether an accelerator could take part."""
         return any((self.name, True) in case.shows for case in self.cases)
+
+    @property
+    def on_pretended(self) -> bool:
+        """Whether one of its tests runs on the pretended CUDA device (docs/impostor.md)."""
+        return any((self.name, True) in case.shows for case in self.cases if case.file.parent == PRETENDED)
 
     @property
     def on_cpu(self) -> bool:

@@ -22,12 +22,14 @@ from typing import Any
 import pytest
 
 from megatron_lossy.transport.udp.build import compiler
+from tests.impostor.build import compilers
 
 #: Functions that start processes, by module and name, and the marker of tests that call them.
 STARTERS = {
     ("tests.ranks", "run_ranks"): "ranks",
     ("tests.ranks", "Pool"): "ranks",  # for the tests of a file
     ("tests.rows", "Rows"): "ranks",  # one for all tests
+    ("tests.impostor.build", "library"): "ranks",  # it compiles once per machine
     ("tests.programs", "Program"): "programs",
     ("tests.in_lab", "run_in_lab"): "programs",
     ("benchmarks.lab", "Lab"): "programs",
@@ -114,7 +116,8 @@ class Guard:
     def __init__(self, idle: bool) -> None:
         self._item: pytest.Item | None = None
         self._started = False
-        self._harmless = (compiler(), "uname")  # of the UDP engine, once; of Python's platform module, once
+        # Of the UDP engine, of the pretended device and of Python's platform module, each once.
+        self._harmless = (compiler(), *compilers(), "uname")
         self._idle: list[str] | None = [] if idle else None
         start = multiprocessing.process.BaseProcess.start
 

@@ -39,6 +39,10 @@ class DoctorConfig:
         choices=("auto", "cpu", "none"),
     )
     json: bool = flag(False, "print one JSON object")
+    calibrate: bool = flag(
+        False,
+        "instead, run rows of the matrix on two CUDA devices, beside what a pretended one says of them (docs/impostor.md)",
+    )
 
     def __post_init__(self) -> None:
         if self.megatron_lm is not None and not Path(self.megatron_lm, "megatron", "core").is_dir():
@@ -98,6 +102,10 @@ def main(arguments: Sequence[str]) -> int:
         findings = examine_network(network)
         if not findings:
             return 0  # rank 0 says it
+    elif config.calibrate:
+        from .calibration.real import calibrate
+
+        findings = calibrate()
     else:
         findings = examine(config)
     if config.json:

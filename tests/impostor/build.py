@@ -35,12 +35,16 @@ class CannotBuild(RuntimeError):
     """The device cannot be compiled on this machine, and why."""
 
 
-def compiler() -> str:
-    """``CXX``, or the first of the usual names that is installed. Raises :class:`CannotBuild`."""
+def compilers() -> list[str]:
+    """``CXX`` and the usual names, of those that are installed."""
     names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
-    for name in names:
-        if name and (found := shutil.which(name)):
-            return found
+    return [found for name in names if name and (found := shutil.which(name))]
+
+
+def compiler() -> str:
+    """The first of :func:`compilers`. Raises :class:`CannotBuild`."""
+    if found := compilers():
+        return found[0]
     raise CannotBuild("needs a C++ compiler: install g++, or set CXX")
 
 

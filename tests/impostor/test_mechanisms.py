@@ -1,6 +1,5 @@
 """What mechanisms cost on a device: nobody waits where nothing is decided, no copy blocks, and the values are those of a CPU."""
 
-import functools
 from collections import Counter
 
 import numpy as np
@@ -8,53 +7,25 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.doctor.calibration.rows import STEPS, Row, rows
 from tests.ranks import run_ranks
 from tests.rules import gradients, send, spared
 from tests.test_islands_exchange import cross
 from tests.test_priority_on_device import protection_of
 from tests.test_recovery_feedback import delivery_of, units_of
-from tests.trainer import TINY, write_data
-
-from .build import CannotBuild, library
-from .job import run_row
-from .rows import ROWS
 
 pytestmark = pytest.mark.shows(
     "mechanisms on a pretended device: no copy blocks, and who waits how often", device=False
 )
 
-#: Iterations of the phase "steady".
-STEPS = 4
-SETTINGS = {
-    **TINY,
-    "hidden_dropout": 0.0,
-    "train_iters": 7,
-    "eval_iters": 0,
-    "log_interval": 100,
-    "micro_batch_size": 1,
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled():
-    try:
-        library()
-    except CannotBuild as error:
-        pytest.skip(str(error))
-
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """A function that runs a row, once, and returns its findings on the first rank."""
-    folder = str(tmp_path_factory.mktemp("data"))
-    run_ranks(write_data, 1, folder)
-    paths = {"data_path": (f"{folder}/train",), "valid_data_path": (f"{folder}/valid",)}
+def found(runs):
+    """A function that runs a row and returns its findings on the first rank."""
 
-    @functools.cache
-    def run(name):
-        ranks, trainer, lossy = ROWS[name]
-        findings = run_ranks(run_row, ranks, {**SETTINGS, **paths, **trainer}, lossy, grouped=False)
-        assert [one.faults for one in findings] == [[]] * ranks
+    def run(row):
+        findings = [one for _, one in runs(row)]
+        assert [one.faults for one in findings] == [[]] * row.ranks
         return findings[0]
 
     return run
@@ -80,7 +51,7 @@ def copies_that_block(findings):
 
 
 def test_the_trainer_waits_for_the_loss_and_for_signals(found):
-    base = found("base")
+    base = found(Row("unhooked"))
     assert copies_that_block(base) == []
     assert waits(base) == {"train/evaluate.py": 1, "train/stop.py": 1}
 
@@ -89,19 +60,19 @@ def test_the_trainer_waits_for_the_loss_and_for_signals(found):
     ("row", "here", "aside"),
     [
         # Megatron's step has waited for the gradients when a choice is asked for: that costs nothing more.
-        ("error-feedback-packet-overlap", 0, 0),
+        ("error-feedback-packet-pieces-overlap", 0, 0),
         ("element-quantile-overlap", 0, 0),
         # Of islands only threads wait, about once for each exchange.
         ("islands-smith", 0, 1.5),
-        ("islands-bf16", 0, 1.5),
+        ("islands-late-bf16", 0, 1.5),
         # Replicas decide on the host: a comparison, a repair; and every other step a synchronisation with its three.
-        ("replicas-errors", 3.5, 0),
+        ("replicas-flips", 3.5, 0),
         ("stages", 0, 0),
     ],
 )
 def test_who_waits(found, row, here, aside):
     """``here``, ``aside``: waits per step beyond those of the trainer, on its threads and on others."""
-    findings = found(row)
+    findings = found(rows()[row])
     assert copies_that_block(findings) == []
     counted = waits(findings)
     assert counted.pop("aside", 0) <= aside

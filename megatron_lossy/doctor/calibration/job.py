@@ -14,7 +14,26 @@ from .rows import FIRST, LAST, Row
 
 #: Words of the text that rows train on. They come in the order of a linear congruential generator, so that there is something
 #: to learn, and no file is needed that an installation may lack.
-_WORDS = "the loss of a packet is what gradient and weights share late mean net. As \n".split(" ")
+_WORDS = (
+    *[
+        "the",
+        "loss",
+        "of",
+        "a",
+        "packet",
+        "is",
+        "what",
+        "gradient",
+        "and",
+        "weights",
+        "share",
+        "late",
+        "mean",
+        "net.",
+        "As",
+    ],
+    "\n",
+)
 
 
 class Values(NamedTuple):

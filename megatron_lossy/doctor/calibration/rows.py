@@ -142,7 +142,6 @@ def _stages() -> Iterator[Row]:
     for bf16 in (False, True):
         trainer = {**_STAGES, **({"bf16": True} if bf16 else {})}
         yield Row("stages" + "-bf16" * bf16, trainer, act)
-        yield Row("stages-masked" + "-bf16" * bf16, trainer, {**act, "act_backward_mask": True})
     yield Row(
         "stages-udp",
         _STAGES,

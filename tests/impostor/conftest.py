@@ -1,0 +1,22 @@
+"""Rows on the pretended device, each run once for all tests of a process."""
+
+import pytest
+
+from megatron_lossy.doctor.calibration.job import write_data
+
+from .build import CannotBuild, library
+from .job import Runs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled():
+    try:
+        library()
+    except CannotBuild as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """Runs of rows: ``runs(row, pretended=True)``."""
+    return Runs(write_data(tmp_path_factory.mktemp("data")))

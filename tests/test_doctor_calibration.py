@@ -1,0 +1,66 @@
+"""The doctor's calibration, by its parts: what a trace counts, what a finding says, and that it is refused without CUDA."""
+
+import json
+
+import pytest
+
+from megatron_lossy import device, doctor
+from megatron_lossy.doctor.calibration.budget import Cost
+from megatron_lossy.doctor.calibration.job import write_data
+from megatron_lossy.doctor.calibration.real import compared
+from megatron_lossy.doctor.calibration.rows import FEW, STEPS, rows
+from megatron_lossy.doctor.calibration.trace import Measured, counted
+from megatron_lossy.errors import UsageError
+
+pytestmark = pytest.mark.shows("the doctor's calibration: counts of a trace beside the budget", device=False)
+
+TRACE = """
+{"traceEvents": [
+ {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+ {"cat": "cpu_op", "name": "aten::add", "args": {}},
+ {"cat": "kernel", "name": "void at::native::vectorized_elementwise_kernel", "args": {"stream": 7}},
+ {"cat": "kernel", "name": "ncclDevKernel_ReduceScatter", "args": {"stream": 20}},
+ {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "args": {}},
+ {"cat": "cuda_runtime", "name": "cudaStreamSynchronize", "args": {}},
+ {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 400}},
+ {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pageable)", "args": {"bytes": 8}}
+]}
+"""
+
+
+def test_a_trace_is_counted_per_step():
+    here = counted(json.loads(TRACE)["traceEvents"])
+    assert here == Measured(1 / STEPS, 1 / STEPS, 1 / STEPS, 400 / STEPS, 8 / STEPS)
+    assert here.beyond(here) == Measured()
+
+
+@pytest.mark.parametrize(
+    ("loss", "here", "status"),
+    [
+        (4.8, Measured(kernels=500, synchronisations=1), "ok"),  # kernels are not judged
+        (4.8, Measured(synchronisations=3), "warning"),
+        (4.8, Measured(pageable=1), "warning"),
+        (5.2, Measured(), "problem"),
+    ],
+)
+def test_a_finding_says_both_counts_and_judges_waits_and_the_loss(loss, here, status):
+    found = compared("stages", loss, here, 4.8, Cost(kernels=100, synchronisations={"a.py:f": 1}))
+    assert found.status == status
+    assert "(CPU: 4.8000)" in found.text and "(pretended: 100)" in found.text
+
+
+def test_it_needs_two_cuda_devices():
+    if device.device_type() == "cuda":
+        pytest.skip("this machine has CUDA")
+    with pytest.raises(UsageError, match="^--calibrate with 0 CUDA devices: needs 2 or more$"):
+        doctor.main(["--calibrate"])
+
+
+def test_the_few_rows_are_rows():
+    assert set(FEW) <= set(rows()) and len(set(FEW)) == 12
+
+
+def test_every_installation_has_the_same_text(tmp_path):
+    data = write_data(tmp_path)
+    assert {name: len(paths) for name, paths in data.items()} == {"data_path": 1, "valid_data_path": 1}
+    assert (tmp_path / "data_path.bin").stat().st_size > 8000
