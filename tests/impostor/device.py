@@ -6,6 +6,7 @@ the C++ below ``csrc``. Nothing of ``megatron_lossy`` is touched, nor of Megatro
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from datetime import timedelta
@@ -204,3 +205,21 @@ def install(tracker: Tracker | None = None, devices: int = 1) -> None:
     groups.ProcessGroupNCCL, groups._NCCL_AVAILABLE = _native.ProcessGroup, True
     # No compiler makes kernels for it. A setting of this thread alone would not reach those of autograd.
     torch._dynamo.config._config["disable"].default = True
+
+
+def add_hpu() -> None:
+    """Give tensors of this process the device "hpu" too, and process groups the backend "hccl"; after :func:`install`.
+
+    For code that asks a tensor for its device. There is no Megatron on it, and the sequence of operators is told
+    (:attr:`Tracker.sequence`): a device that compiles graphs compiles another one for each other sequence.
+    """
+    module = types.ModuleType("torch.hpu")
+    for name, value in (("_lazy_init", _nothing), ("is_available", lambda: True), ("current_device", lambda: 0)):
+        setattr(module, name, value)
+    sys.modules["torch.hpu"] = torch.hpu = module
+    _native.want_arguments(True)
+
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        return _native.ProcessGroup(store, rank, size, types.SimpleNamespace(_timeout=timeout))
+
+    torch.distributed.Backend.register_backend("hccl", create, devices=["hpu"])

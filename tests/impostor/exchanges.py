@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -10,8 +10,11 @@ import torch
 
 from .tracker import Count
 
+#: Elements of a shard: packets of 16 elements leave a shorter last one.
 _SHARD = 777
-_STEPS = 4
+STEPS = 4
+#: A shard of whole packets of 64 and of 16 bytes: no short packet that may be lost or not.
+_EVEN = 768
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
@@ -35,8 +38,20 @@ def cases() -> Iterator[Case]:
         yield Case(rule, unit, wire, scale, dtype)
 
 
-def exchange(rank: int, size: int, case: Case, device: str) -> list[torch.Tensor]:
-    """The sums and the replicas after each of a few steps, on the host. On "cuda" no stream both begins and waits."""
+def exchange(
+    rank: int,
+    size: int,
+    case: Case,
+    device: str,
+    packet_bytes: int = 64,
+    seed: int = 1234,
+    begin: Callable[[int], None] = lambda step: None,
+    shard: int = _SHARD,
+) -> list[torch.Tensor]:
+    """The sums and the replicas after each of a few steps, on the host. On "cuda" no stream both begins and waits.
+
+    ``seed``: of the losses. ``begin(step)`` is called before each step, and with -1 before its results are looked at.
+    """
     import torch.distributed as dist
 
     from megatron_lossy.config import LossyConfig
@@ -44,18 +59,19 @@ def exchange(rank: int, size: int, case: Case, device: str) -> list[torch.Tensor
     from megatron_lossy.transport import BucketSpec, LossyGroup
 
     lossy: dict[str, Any] = dict(p_grad=0.4, p_param=0.4, grad_recovery=case.rule, loss_unit=case.unit)
-    lossy |= {"transport": case.wire} | ({"packet_bytes": 64} if case.unit == "packet" else {})
+    lossy |= {"transport": case.wire} | ({"packet_bytes": packet_bytes} if case.unit == "packet" else {})
     lossy |= {"udp_interface": "lo"} if case.wire == "udp" else {}
-    group = LossyGroup.create(LossyConfig(**lossy), [BucketSpec(_SHARD, case.dtype, case.dtype)])
+    group = LossyGroup.create(LossyConfig(**lossy, loss_seed=seed), [BucketSpec(shard, case.dtype, case.dtype)])
     random = torch.Generator().manual_seed(rank)
-    grads, out = (torch.empty(n * _SHARD, dtype=case.dtype, device=device) for n in (size, 1))
-    replica = torch.zeros(size * _SHARD, dtype=case.dtype, device=device)
-    own = replica[rank * _SHARD : (rank + 1) * _SHARD]
+    grads, out = (torch.empty(n * shard, dtype=case.dtype, device=device) for n in (size, 1))
+    replica = torch.zeros(size * shard, dtype=case.dtype, device=device)
+    own = replica[rank * shard : (rank + 1) * shard]
     scale = None if case.scale is None else torch.full((), case.scale, device=device)
     kept = []
-    for step in range(_STEPS):
+    for step in range(STEPS):
+        begin(step)
         with _aside(device):
-            grads.copy_(torch.randint(-9, 10, (size * _SHARD,), generator=random).to(case.dtype))
+            grads.copy_(torch.randint(-9, 10, (size * shard,), generator=random).to(case.dtype))
             transfer = group.reduce_scatter(
                 0,
                 grads,
@@ -72,6 +88,7 @@ def exchange(rank: int, size: int, case: Case, device: str) -> list[torch.Tensor
             transfer = group.all_gather(0, replica, own, step, lambda: all_gather_single(replica, own, async_op=True))
         transfer.wait()
         del transfer
+        begin(-1)
         kept += [out.cpu().clone(), replica.cpu().clone()]
     dist.barrier()
     group.close()
@@ -79,8 +96,8 @@ def exchange(rank: int, size: int, case: Case, device: str) -> list[torch.Tensor
 
 
 def _aside(device: str) -> Any:
-    """A context on a new stream that waits for the current one; on the CPU nothing."""
-    if device == "cpu":
+    """A context on a new stream that waits for the current one; nothing where there are no streams."""
+    if device != "cuda":
         return torch.no_grad()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -124,3 +141,67 @@ _STALLS = ("synchronisation", "blocking copy", "pageable copy")
 
 def _ours(count: Count) -> bool:
     return count.place.home == "megatron_lossy" and not count.place.aside
+
+
+def kernels(rank: int, size: int, some: list[Case], packet_bytes: int) -> list[int]:
+    """The most kernels that this rank launches in a step of each case, from the third on."""
+    import torch.distributed as dist
+
+    from . import device
+    from .tracker import Tracker
+
+    found = []
+    dist_made = False
+    for case in some:
+        tracker = Tracker()
+        device.install(tracker)
+        if not dist_made:
+            dist.init_process_group("cpu:gloo,cuda:nccl")
+            dist_made = True
+        exchange(
+            rank,
+            size,
+            case,
+            "cuda",
+            packet_bytes,
+            begin=lambda step, one=tracker: setattr(one, "phase", step),
+            shard=_EVEN,
+        )
+        by_step = [
+            sum(n for count, n in tracker.counts.items() if count.kind == "kernel" and count.phase == step)
+            for step in range(2, STEPS)
+        ]
+        found.append(max(by_step))
+    dist.destroy_process_group()
+    return found
+
+
+def sequences(
+    rank: int, size: int, some: list[Case], seeds: list[int], mutation: Callable[[], None] | None = None
+) -> list[set[str]]:
+    """The different sequences of operators, shapes and numbers of each case on Gaudi, of steps from the third on."""
+    import torch.distributed as dist
+
+    from . import device
+    from .tracker import Tracker
+
+    tracker = Tracker()
+    device.install(tracker)
+    device.add_hpu()
+    if mutation is not None:
+        mutation()
+    dist.init_process_group("cpu:gloo,hpu:hccl")
+    found = []
+    for case in some:
+        different: set[str] = set()
+
+        def begin(step: int, different: set[str] = different) -> None:
+            if tracker.sequence:
+                different.add("\n".join(tracker.sequence))
+            tracker.sequence = [] if step >= 2 else None
+
+        for seed in seeds:
+            exchange(rank, size, case, "hpu", seed=seed, begin=begin)
+        found.append(different)
+    dist.destroy_process_group()
+    return found

@@ -70,8 +70,23 @@ def stage_not_ready() -> None:
     staging.Stage.ready = lambda self, *_: None
 
 
+def rows_by_index() -> None:
+    """On Gaudi, too, only what was lost is touched: shapes follow the loss."""
+    from megatron_lossy.recovery import base, rows
+
+    base.rows_for = rows.rows_for = lambda device: rows.IndexedRows
+
+
+#: Those that change what a device does.
 MUTATIONS = {
-    name: value
-    for name, value in globals().items()
-    if callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == __name__
+    one.__name__: one
+    for one in (
+        no_wait,
+        recovery_first,
+        no_announcement,
+        pageable_copy,
+        index_on_the_host,
+        reads_a_value,
+        stage_not_ready,
+    )
 }

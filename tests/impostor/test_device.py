@@ -5,9 +5,10 @@ import pytest
 from tests.ranks import RankFailed, run_ranks
 
 from . import programs
-from .build import CannotBuild, library
 
-pytestmark = pytest.mark.shows("a pretended CUDA device: memory, streams, copies, generators, two devices", device=False)
+pytestmark = pytest.mark.shows(
+    "a pretended CUDA device: memory, streams, copies, generators, two devices", device=False
+)
 
 #: What a program stalls by.
 STALLS = {
@@ -36,14 +37,6 @@ FAULTS = {
     "source kept": [],
     "source overwritten": ["page-locked memory"],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled():
-    try:
-        library()
-    except CannotBuild as error:
-        pytest.skip(str(error))
 
 
 def _run(program, *arguments, ranks=1):

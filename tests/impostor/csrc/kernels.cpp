@@ -99,7 +99,7 @@ std::string describe(const Stack& stack, size_t begin) {
     else if (value.isOptionalTensorList()) {
       for (const auto& tensor : value.toOptionalTensorVector())
         if (tensor && tensor->defined()) text << tensor->scalar_type() << tensor->sizes();
-    } else if (!value.isStream() && !value.isStorage() && !value.isGenerator())
+    } else if (!value.isStream() && !value.isStorage() && !value.isGenerator() && !value.isObject() && !value.isCapsule())
       text << value;
   }
   return text.str();
