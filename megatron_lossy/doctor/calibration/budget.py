@@ -1,4 +1,4 @@
-"""What a row may cost beyond the unhooked step: ``budget.yaml``, a line a row."""
+"""Costs that a row may have beyond the unhooked step: ``budget.yaml``, a line a row."""
 
 from __future__ import annotations
 
