@@ -11,7 +11,7 @@ from megatron_lossy.doctor.calibration.rows import FEW, RULES, UNITS, WIRES, row
 
 from .cost import cost
 
-pytestmark = pytest.mark.shows("training on a pretended CUDA device: no race, values, costs within the budget")
+pytestmark = pytest.mark.shows("training on a pretended CUDA device: races, values, and the budget")
 
 BUDGET = budget.read()
 
@@ -46,7 +46,7 @@ def test_few_rows(runs, name):
 
 
 @pytest.mark.shows(
-    "training on a pretended CUDA device: no race, values, costs within the budget",
+    "training on a pretended CUDA device: races, values, and the budget",
     "every rule and unit by value in every setting of Megatron",
     "leads sent and weights kept by value, in every setting",
     "`--transport pieces`: by value against NumPy, in every setting of Megatron",

@@ -1,4 +1,4 @@
-"""What a row may cost beyond the unhooked step: ``budget.yaml``, a line a row."""
+"""Costs that a row may have beyond the unhooked step: ``budget.yaml``, a line a row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Cost:
         return {place for name in _PLACES for place in getattr(self, name)}
 
     def beyond(self, allowed: Cost) -> list[str]:
-        """What is more than allowed, a line each."""
+        """Everything beyond what is allowed, a line each."""
         lines = [
             f"{name}: {getattr(self, name):.0f} a step, allowed are {limit:.0f}"
             for name in _NUMBERS
@@ -56,7 +56,7 @@ class Cost:
         return lines
 
     def as_line(self) -> dict[str, Any]:
-        """What is not zero, for the file."""
+        """Numbers that are not zero, for the file."""
         numbers = {name: round(getattr(self, name)) for name in _NUMBERS}
         places = {
             name: {k: round(v, 2) for k, v in sorted(getattr(self, name).items()) if round(v, 2)} for name in _PLACES

@@ -37,7 +37,7 @@ _WORDS = (
 
 
 class Values(NamedTuple):
-    """What a row computed. ``loss``: mean of all iterations, on the last stage; ``weights``: float32[...], of this rank."""
+    """Results of a row. ``loss``: mean of all iterations, on the last stage; ``weights``: float32[...], of this rank."""
 
     loss: float | None
     weights: np.ndarray

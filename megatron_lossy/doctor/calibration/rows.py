@@ -134,7 +134,11 @@ def _replicas() -> Iterator[Row]:
     yield Row("replicas-noise", _REPLICAS, noise)
     yield Row("replicas-noise-under-way", _REPLICAS, {**noise, "param_sync_overlap": True, "param_sync_rule": "snr"})
     yield Row("replicas-lossy", _REPLICAS, {**_LOST, "p_param": 0.0, "param_sync_interval": 2})
-    yield Row("errors-in-the-reduce", _OVERLAP, {**_LOST, "grad_error": "gaussian", "grad_error_std": 0.01})
+    yield Row(
+        "errors-in-the-reduce",
+        _OVERLAP,
+        {**_LOST, "grad_error": "gaussian", "grad_error_std": 0.01, "grad_error_at": "reduce"},
+    )
 
 
 def _stages() -> Iterator[Row]:

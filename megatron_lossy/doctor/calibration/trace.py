@@ -1,4 +1,4 @@
-"""What a real device did between two moments, counted from a trace of ``torch.profiler`` (Chrome's format)."""
+"""Counts of what a real device did between two moments, from a trace of ``torch.profiler`` (Chrome's format)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Measured:
     from_device: float = 0.0
 
     def beyond(self, unhooked: Measured) -> Measured:
-        """What is more than the unhooked step's."""
+        """The difference to the unhooked step."""
         base = asdict(unhooked)
         return Measured(**{name: value - base[name] for name, value in asdict(self).items()})
 
