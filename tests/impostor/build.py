@@ -57,7 +57,7 @@ def standard() -> str:
 @functools.cache
 def library() -> Path:
     """The compiled device. Raises :class:`CannotBuild`."""
-    text = b"".join(path.read_bytes() for path in sorted(SOURCES.iterdir()))
+    text = b"".join(path.read_bytes() for path in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]))
     key = text + repr((FLAGS, torch.__version__, platform.python_version())).encode()
     stem = f"impostor-{platform.machine()}-{hashlib.blake2b(key, digest_size=8).hexdigest()}"
     path = cache_folder() / f"{stem}.so"

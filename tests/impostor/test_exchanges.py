@@ -10,7 +10,7 @@ from tests.ranks import RankFailed, run_ranks
 from .exchanges import Case, cases, compare, kernels, sequences
 from .mutations import MUTATIONS, rows_by_index
 
-pytestmark = pytest.mark.shows("exchanges on side streams of a pretended device: the CPU's bits, no race", device=False)
+pytestmark = pytest.mark.shows("exchanges on side streams, pretended: the CPU's bits, no race", device=False)
 
 #: Places where the host waits, and why.
 WAITS = {"synchronisation at mechanisms/priority/choosing.py:settle": "error feedback learns which packets mattered, two steps later"}
@@ -55,7 +55,7 @@ def test_a_slip_is_noticed(mutation):
 BY_HALVES = {"error-feedback": 2}
 
 
-@pytest.mark.shows("kernels of a step do not follow the number of ranks or packets", device=False)
+@pytest.mark.shows("kernels do not follow the number of ranks or packets", device=False)
 def test_kernels_do_not_follow_ranks_or_packets():
     """Lost packets take the same kernels whatever their number. A sum in pieces adds one per source, and nothing else."""
     some = [case for case in cases() if case.unit == "packet" and case.scale is None]
