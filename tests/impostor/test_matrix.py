@@ -99,8 +99,8 @@ def test_rows_cover_each_rule_unit_and_wire_and_pairs_with_overlap_and_dtype():
     ("here", "expected"),
     [
         (budget.Cost(kernels=100), []),
-        (budget.Cost(kernels=107), []),
-        (budget.Cost(kernels=108), ["kernels: 108 a step, allowed are 100"]),
+        (budget.Cost(kernels=127), []),
+        (budget.Cost(kernels=128), ["kernels: 128 a step, allowed are 100"]),
         (budget.Cost(synchronisations={"a.py:f": 1}), []),
         (budget.Cost(synchronisations={"a.py:f": 1.25}), ["synchronisations: 1.25 a step at a.py:f, allowed are 1.00"]),
         (budget.Cost(blocking={"a.py:f": 1}), ["blocking: 1.00 a step at a.py:f, allowed are 0.00"]),
