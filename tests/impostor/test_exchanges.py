@@ -13,7 +13,9 @@ from .mutations import MUTATIONS, rows_by_index
 pytestmark = pytest.mark.shows("exchanges on side streams, pretended: the CPU's bits, no race", device=False)
 
 #: Places where the host waits, and why.
-WAITS = {"synchronisation at mechanisms/priority/choosing.py:settle": "error feedback learns which packets mattered, two steps later"}
+WAITS = {
+    "synchronisation at mechanisms/priority/choosing.py:settle": "error feedback learns which packets mattered, two steps later"
+}
 
 
 def _found(some, mutation=None):
