@@ -61,7 +61,8 @@ def _rank_main(connection, rank, world_size, store, environment, grouped):
         os._exit(0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -165,7 +166,7 @@ def run_ranks(
     """
     environment = dict(environment or {})
     if not grouped:
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     world = _World(world_size, environment, grouped)
     results = world.call(function, args, timeout)
     world.end()

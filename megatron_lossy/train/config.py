@@ -66,6 +66,9 @@ class TrainConfig:
         "where it is installed, else local",
         choices=("local", "transformer_engine"),
     )
+    use_cpu_initialization: bool = flag(
+        False, "draw the initial weights on the host, so that they do not depend on the device; on a CPU always"
+    )
     bf16: bool = flag(False, "train in bfloat16, with gradients and main weights in fp32")
 
     micro_batch_size: int | None = flag(

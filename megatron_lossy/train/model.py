@@ -64,7 +64,7 @@ def transformer_config(config: TrainConfig) -> TransformerConfig:
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         calculate_per_token_loss=config.calculate_per_token_loss,
-        use_cpu_initialization=device.device_type() == "cpu",
+        use_cpu_initialization=config.use_cpu_initialization or device.device_type() == "cpu",
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
         cross_entropy_loss_fusion=fused,

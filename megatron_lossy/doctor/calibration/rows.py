@@ -1,0 +1,173 @@
+"""The rows of the matrix: training runs of a few thousand weights, one for each way in which a step can lose something.
+
+A row is a run of our trainer, so that it can be made wherever that trains: on a real device by ``doctor --calibrate``, on a
+pretended one by ``tests/impostor``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from ...config import LossyConfig
+from ...errors import UsageError
+
+#: Iterations of a row, and those whose work is counted: the first ones allocate, compile and fill what later ones use.
+ITERATIONS, FIRST, LAST = 7, 3, 6
+
+#: Settings of the trainer, but the data. Buckets are small, so that there are several.
+_TINY = dict(
+    num_layers=2,
+    hidden_size=64,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    num_query_groups=2,
+    seq_length=32,
+    micro_batch_size=1,
+    global_batch_size=8,
+    train_iters=ITERATIONS,
+    lr=1e-2,
+    lr_warmup_iters=2,
+    eval_iters=0,
+    log_interval=100,
+    use_cpu_initialization=True,
+    distributed_timeout_minutes=2,
+)
+_OVERLAP = dict(overlap_grad_reduce=True, overlap_param_gather=True, ddp_bucket_size=5000)
+_REPLICAS = dict(use_distributed_optimizer=False, overlap_grad_reduce=True, ddp_bucket_size=5000)
+_STAGES = dict(pipeline_model_parallel_size=2)
+
+RULES = ("renormalize", "renormalize-remote", "previous", "zero", "error-feedback")
+UNITS = ("shard", "packet", "bucket")
+WIRES = ("torch", "pieces", "udp")
+_PACKETS = dict(loss_unit="packet", packet_bytes=256)
+_LOST = dict(p_grad=0.3, p_param=0.3, **_PACKETS)
+_UDP = dict(transport="udp", udp_interface="lo", **_PACKETS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run. ``trainer``: settings beside those of all rows; ``lossy``: what is lost, nothing in the unhooked step."""
+
+    name: str
+    trainer: dict[str, Any] = field(default_factory=dict)
+    lossy: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 2
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of :class:`~megatron_lossy.train.config.TrainConfig`, but the data."""
+        return {**_TINY, **self.trainer}
+
+    @property
+    def unhooked(self) -> Row:
+        """The same run without loss, in which nothing of Megatron is hooked."""
+        names = [f"{name}={value}" for name, value in sorted(self.trainer.items())]
+        return Row(" ".join(["unhooked", *names, f"ranks={self.ranks}"]), self.trainer, {}, self.ranks)
+
+
+def _exchanges() -> Iterator[Row]:
+    """Each rule, unit, wire, way to send parameters, overlap and dtype that go together."""
+    for rule, unit, wire, send, overlap, bf16 in product(
+        RULES, UNITS, WIRES, ("plain", "compensated"), (False, True), (False, True)
+    ):
+        lossy = dict(grad_recovery=rule, loss_unit=unit, transport=wire, param_send=send, p_grad=0.3, p_param=0.3)
+        lossy |= {"packet_bytes": 256} if unit == "packet" else {}
+        if wire == "udp":
+            lossy |= {"udp_interface": "lo"}
+            if rule == "error-feedback":  # over UDP senders learn of real losses alone
+                lossy |= {"p_grad": 0.0, "p_param": 0.0}
+        try:
+            LossyConfig(**lossy)
+        except UsageError:
+            continue
+        if send == "compensated" and rule not in ("renormalize", "error-feedback"):
+            continue  # gradients and parameters have nothing to do with each other but in error feedback
+        parts = [rule, unit, *[wire] * (wire != "torch"), *["lead"] * (send != "plain")]
+        parts += ["overlap"] * overlap + ["bf16"] * bf16
+        yield Row("-".join(parts), {**(_OVERLAP if overlap else {}), **({"bf16": True} if bf16 else {})}, lossy)
+
+
+def _priority() -> Iterator[Row]:
+    for kind in ("element-quantile", "packet-mean"):
+        lossy = {**_LOST, "grad_recovery": "zero", "grad_priority": f"{kind}:0.3"}
+        yield Row(f"{kind}-overlap", _OVERLAP, lossy)
+        yield Row(f"{kind}-udp-overlap", _OVERLAP, {**lossy, **_UDP, "p_grad": 0.0, "p_param": 0.0})
+    yield Row("param-priority-udp-overlap", _OVERLAP, {**_UDP, "param_priority": "change:0.2"})
+
+
+def _replicas() -> Iterator[Row]:
+    flips = dict(grad_error="bit-flip", grad_error_rate=1.0, replica_check="repair", param_sync_interval=2)
+    yield Row("replicas-flips", _REPLICAS, flips)
+    noise = dict(grad_error="gaussian", grad_error_relative=0.1, param_sync_interval=2)
+    yield Row("replicas-noise", _REPLICAS, noise)
+    yield Row("replicas-noise-under-way", _REPLICAS, {**noise, "param_sync_overlap": True, "param_sync_rule": "snr"})
+    yield Row("replicas-lossy", _REPLICAS, {**_LOST, "p_param": 0.0, "param_sync_interval": 2})
+    yield Row(
+        "errors-in-the-reduce",
+        _OVERLAP,
+        {**_LOST, "grad_error": "gaussian", "grad_error_std": 0.01, "grad_error_at": "reduce"},
+    )
+
+
+def _stages() -> Iterator[Row]:
+    act = dict(p_act=0.3, p_act_grad=0.3, act_retransmit="off", act_packet_bytes=256)
+    for bf16 in (False, True):
+        yield Row("stages" + "-bf16" * bf16, {**_STAGES, **({"bf16": True} if bf16 else {})}, act)
+    yield Row("stages-sent-again", _STAGES, {**act, "act_retransmit": "on"})
+    yield Row(
+        "stages-udp",
+        _STAGES,
+        {**_UDP, "p_act": 0.3, "act_packet_bytes": 256, "act_transport": "udp", "act_retransmit": "off"},
+    )
+    yield Row("stages-and-exchanges", _STAGES, {**act, **_LOST}, ranks=4)
+    yield Row("stages-asynchronous", _STAGES, {"async_pipeline": True})
+    yield Row("stages-asynchronous-lossy", _STAGES, {"async_pipeline": True, **_LOST}, ranks=4)
+
+
+def _islands() -> Iterator[Row]:
+    now = {"islands": 2, "sync_method": "parameters"}
+    late = {**now, "sync_fraction": 0.25, "sync_delay": 3}
+    lost = {"p_sync": 0.3, **_PACKETS}
+    yield Row("islands", {}, now)
+    yield Row("islands-late", {}, {**late, **lost})
+    yield Row("islands-late-bf16", {"bf16": True}, {**late, **lost, "sync_dtype": "bf16"})
+    yield Row("islands-smith", {}, {**late, **lost, "sync_fraction": 0.5, "delay_correction": "smith"})
+    yield Row("islands-ema", {"bf16": True}, {**late, "delay_correction": "ema"})
+    yield Row("islands-diloco", {}, {"islands": 2, "sync_interval": 2, "sync_method": "diloco", "p_sync": 0.3})
+    yield Row("islands-inside", {}, {**late, **lost, "p_grad": 0.3, "p_param": 0.3}, ranks=4)
+    yield Row("islands-udp", {}, {**late, **lost, "p_sync": 0.2, "transport": "udp", "udp_interface": "lo"})
+
+
+def _instances() -> Iterator[Row]:
+    for wire in ("torch", "pieces"):
+        trainer = {**_OVERLAP, "num_distributed_optimizer_instances": 2}
+        lossy = {**_LOST, "grad_recovery": "previous", "transport": wire}
+        yield Row(f"instances-{wire}-overlap", trainer, lossy, ranks=4)
+
+
+@functools.cache
+def rows() -> dict[str, Row]:
+    """All rows by name."""
+    kinds = (_exchanges, _priority, _replicas, _stages, _islands, _instances)
+    return {row.name: row for kind in kinds for row in kind()}
+
+
+#: Rows that between them pass most lines that touch the device: those of ``make test`` and of ``doctor --calibrate``.
+FEW = (
+    "renormalize-shard",
+    "renormalize-packet-overlap",
+    "renormalize-remote-packet-pieces-overlap",
+    "previous-packet-overlap-bf16",
+    "zero-bucket-overlap",
+    "error-feedback-packet-overlap",
+    "renormalize-packet-lead-overlap",
+    "previous-packet-udp-overlap",
+    "element-quantile-overlap",
+    "replicas-flips",
+    "stages",
+    "islands-late",
+)
