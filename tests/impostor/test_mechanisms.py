@@ -1,6 +1,5 @@
 """What mechanisms cost on a device: nobody waits where nothing is decided, no copy blocks, and the values are those of a CPU."""
 
-import functools
 from collections import Counter
 
 import numpy as np
@@ -8,31 +7,19 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.doctor.calibration.rows import rows
 from tests.ranks import run_ranks
 from tests.rules import gradients, send, spared
 from tests.test_islands_exchange import cross
 from tests.test_priority_on_device import protection_of
 from tests.test_recovery_feedback import delivery_of, units_of
-from tests.trainer import TINY, write_data
 
 from .build import CannotBuild, library
-from .job import run_row
-from .rows import ROWS
+from .job import STEADY, STEPS, run
 
 pytestmark = pytest.mark.shows(
     "mechanisms on a pretended device: no copy blocks, and who waits how often", device=False
 )
-
-#: Iterations of the phase "steady".
-STEPS = 4
-SETTINGS = {
-    **TINY,
-    "hidden_dropout": 0.0,
-    "train_iters": 7,
-    "eval_iters": 0,
-    "log_interval": 100,
-    "micro_batch_size": 1,
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,46 +30,21 @@ def _compiled():
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """A function that runs a row, once, and returns its findings on the first rank."""
-    folder = str(tmp_path_factory.mktemp("data"))
-    run_ranks(write_data, 1, folder)
-    paths = {"data_path": (f"{folder}/train",), "valid_data_path": (f"{folder}/valid",)}
-
-    @functools.cache
-    def run(name):
-        ranks, trainer, lossy = ROWS[name]
-        findings = run_ranks(run_row, ranks, {**SETTINGS, **paths, **trainer}, lossy, grouped=False)
-        assert [one.faults for one in findings] == [[]] * ranks
-        return findings[0]
-
-    return run
-
-
-def waits(findings):
-    """Waits of ours per steady iteration: by kind of place, here or in a thread aside."""
+def waits(row):
+    """Waits per step that lines of ours ask for on the first rank, by file, or "aside" in threads. No copy may block."""
+    got = run(row)
+    assert [findings.faults for findings, _ in got] == [[]] * row.ranks
     counted = Counter()
-    for count, times in findings.counts.items():
-        if count.phase == "steady" and count.place.home == "megatron_lossy" and count.kind == "synchronisation":
-            counted["aside" if count.place.aside else count.place.file] += times / STEPS
+    for count, times in got[0][0].counts.items():
+        if count.phase == STEADY and count.place.home == "megatron_lossy":
+            assert count.kind not in ("blocking copy", "pageable copy"), count
+            if count.kind == "synchronisation":
+                counted["aside" if count.place.aside else count.place.file] += times / STEPS
     return counted
 
 
-def copies_that_block(findings):
-    return [
-        f"{count.kind} at {count.place}"
-        for count in findings.counts
-        if count.phase == "steady"
-        and count.place.home == "megatron_lossy"
-        and count.kind in ("blocking copy", "pageable copy")
-    ]
-
-
-def test_the_trainer_waits_for_the_loss_and_for_signals(found):
-    base = found("base")
-    assert copies_that_block(base) == []
-    assert waits(base) == {"train/evaluate.py": 1, "train/stop.py": 1}
+def test_the_trainer_waits_for_the_loss_and_for_signals():
+    assert waits(next(iter(rows().values())).unhooked) == {"train/evaluate.py": 1, "train/stop.py": 1}
 
 
 @pytest.mark.parametrize(
@@ -93,19 +55,16 @@ def test_the_trainer_waits_for_the_loss_and_for_signals(found):
         ("element-quantile-overlap", 0, 0),
         # Of islands only threads wait, about once for each exchange.
         ("islands-smith", 0, 1.5),
-        ("islands-bf16", 0, 1.5),
+        ("islands-late-bf16", 0, 1.5),
         # Replicas decide on the host: a comparison, a repair; and every other step a synchronisation with its three.
-        ("replicas-errors", 3.5, 0),
+        ("replicas-flips", 3.5, 0),
         ("stages", 0, 0),
     ],
 )
-def test_who_waits(found, row, here, aside):
-    """``here``, ``aside``: waits per step beyond those of the trainer, on its threads and on others."""
-    findings = found(row)
-    assert copies_that_block(findings) == []
-    counted = waits(findings)
-    assert counted.pop("aside", 0) <= aside
-    assert sum(counted.values()) - 2 <= here, counted
+def test_who_waits(row, here, aside):
+    """``here``, ``aside``: waits per step beyond the two of the trainer, on its threads and on others."""
+    counted = waits(rows()[row])
+    assert counted.pop("aside", 0) <= aside and sum(counted.values()) - 2 <= here, counted
 
 
 # --- what is chosen there --------------------------------------------------------------------------------------------
