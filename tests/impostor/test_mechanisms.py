@@ -17,9 +17,7 @@ from tests.test_recovery_feedback import delivery_of, units_of
 from .build import CannotBuild, library
 from .job import STEADY, STEPS, run
 
-pytestmark = pytest.mark.shows(
-    "mechanisms on a pretended device: no copy blocks, and who waits how often", device=False
-)
+pytestmark = pytest.mark.shows("on a pretended device no copy blocks, and who waits how often", device=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
