@@ -77,3 +77,7 @@ ROWS["islands-diloco"] = (2, {}, {"islands": 2, "sync_interval": 2, "sync_method
 ROWS["islands-ema"] = (2, {"bf16": True}, {**LATE, "delay_correction": "ema"})
 ROWS["islands-inside"] = (4, {}, {**LATE, **P_SYNC, "p_grad": 0.3, "p_param": 0.3})
 ROWS["islands-udp"] = (2, {}, {**LATE, **P_SYNC, "p_sync": 0.2, "transport": "udp", "udp_interface": "lo"})
+LITTLE = {"udp_memory": 2**16, "udp_eager_bytes": 2**12}
+for name in ("renormalize-udp-overlap", "error-feedback-udp-overlap", "lead-udp-overlap", "udp"):
+    ranks, trainer, lossy = ROWS[name]
+    ROWS[f"{name}-windows"] = (ranks, trainer, {**lossy, **LITTLE})
