@@ -68,6 +68,11 @@ TRANSPORT = [
         {"ranks_of_host": 8},
         "--udp-port 65530: must be at most 65528: each of the 8 ranks of a node takes the next one",
     ),
+    (
+        UDP | {"udp_memory": 2**23},
+        {"largest_group": 1024},
+        "--udp-memory 8388608: must be at least 11534336: room for packets to and from each of 1024 ranks",
+    ),
 ]
 
 _ISLAND_SWITCHES = {

@@ -18,6 +18,7 @@ from megatron_lossy.launch.__main__ import estimates
 from megatron_lossy.launch.__main__ import main as launch
 from megatron_lossy.launch.checks import check, check_megatron, check_memory
 from megatron_lossy.launch.command import check_shape, launch_command, shell
+from megatron_lossy.launch.datagrams import check_host_memory, describe_share, node_share
 from megatron_lossy.launch.devices import DEVICES
 from megatron_lossy.launch.memory import Layout, estimate, parameters
 from megatron_lossy.launch.plan import make_plan
@@ -201,6 +202,49 @@ def test_activations_are_those_that_autograd_keeps():
     [(_, _, kept, computed)] = run_ranks(weights_and_saved, 1, config)
     logits = 12 * 384 * config.seq_length * config.micro_batch_size
     assert 1.0 < kept / (computed + logits) < 1.5
+
+
+def over_datagrams(*more):
+    """The plan of 7 B on 64 H100, over UDP."""
+    file = ROOT / "configs/llama2_7b/cuda_dp64.yaml"
+    paths = ["--program=pretrain_gpt.py", "--out=x", "--data-path=a", "--valid-data-path=b", "--launcher=srun"]
+    return make_plan([f"--config={file}", *paths, "--transport=udp", *more])
+
+
+def test_a_dry_run_says_what_datagrams_take_of_a_node():
+    """By hand; and as docs/cluster.md has it."""
+    plan, weights = over_datagrams(), 6_738_415_616
+    memory = check_memory(plan)
+    share = node_share(plan, memory)
+    assert share.staging == share.early == 2**28 and share.threads == 3
+    assert share.down == pytest.approx(63 / 64 * 4 * weights + 2 * weights / 64)
+    assert share.up == pytest.approx(63 / 64 * (4 + 2) * weights)
+    assert share.seconds == pytest.approx((share.down + share.up) / (0.8 * 16 * 32e9 * 128 / 130 / 8))
+    assert "pieces" not in memory.components
+    page = (ROOT / "docs/cluster.md").read_text()
+    for line in describe_share(plan, memory):
+        assert line in page and line in estimates(plan)
+    near = node_share(inside := over_datagrams("--lossy-links=inter-node"), memory := check_memory(inside))
+    assert near.down < share.down and memory.components["pieces"] == pytest.approx(7 / 64 * 4 * weights)
+    on_cpu = over_datagrams("--device=cpu")
+    found = describe_share(on_cpu, check_memory(on_cpu))
+    assert len(found) == 1 and "0.25 GiB of the host and 1 thread a rank" in found[0]
+    alone = over_datagrams("--transport=torch")
+    assert describe_share(alone, check_memory(alone)) == []
+
+
+def test_datagrams_that_cannot_fit_are_refused(monkeypatch):
+    for more, whole in ((["--grad-recovery=error-feedback"], 1), (["--grad-recovery=previous"], 2)):
+        with pytest.raises(UsageError, match="--device h100: has 79.6 GiB"):
+            check_memory(over_datagrams(*more))
+        kept = check_memory(over_datagrams(*more, "--device=h200")).components
+        gradients = kept["gradients"]
+        assert kept.get("pieces", 0) + kept.get("last gradients", 0) == whole * gradients
+    plan = over_datagrams(f"--udp-memory={2**37}")
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=2**40))
+    with pytest.raises(UsageError, match=r"--udp-memory 137438953472: takes up to 256.0 GiB of each of 8 ranks"):
+        check_host_memory(plan, check_memory(plan))
+    check_host_memory(over_datagrams(), check_memory(plan))
 
 
 # --- configurations ------------------------------------------------------------

@@ -7,12 +7,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.config.facts import Facts
 from megatron_lossy.config.refusal import check_refusals
 from megatron_lossy.errors import UsageError
 from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
+from megatron_lossy.recovery import base
+from megatron_lossy.recovery.base import ordered_sum
 from megatron_lossy.registry import GRAD_RECOVERIES
 from tests import contract
 from tests.ranks import each, run_ranks
@@ -167,3 +170,49 @@ def test_four_virtual_workers_are_four_ranks_bit_for_bit(dtype):
                 assert losses[rank] == loss, (name, step, rank)
                 for key in replica:
                     np.testing.assert_array_equal(replicas[rank][key], replica[key], f"{name}, step {step}")
+
+
+class Operations(TorchDispatchMode):
+    """Within its context the operations that a device would run are counted; views are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_of_a_sum_do_not_grow_with_the_number_of_pieces(dtype):
+    """On any device but a CPU: torch runs nothing on ``meta``."""
+    counts = []
+    for size in (2, 4, 8, 64):
+        with Operations() as operations:
+            ordered_sum(torch.empty(size, 100, dtype=dtype, device="meta"))
+        counts.append(operations.count)
+    assert len(set(counts)) == 1, counts
+
+
+@settings(deadline=None)
+@given(
+    size=st.integers(1, 100),
+    shard=st.integers(1, 40),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+    averaged=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_a_sum_in_few_kernels_has_the_bits_of_a_loop(size, shard, dtype, averaged, seed):
+    pieces = (torch.randn(size, shard, generator=torch.Generator().manual_seed(seed)) * 1000).to(dtype)
+    pieces[0, 0] = torch.inf
+    assert torch.equal(base._sum_in_few_kernels(pieces, averaged), ordered_sum(pieces, averaged))
+
+
+@pytest.mark.cuda
+def test_a_sum_has_the_same_bits_on_the_device():
+    pieces = torch.randn(64, 1 << 16)
+    for dtype in (torch.float32, torch.bfloat16):
+        for averaged in (False, True):
+            mine, device = pieces.to(dtype), pieces.to(dtype).cuda()
+            assert torch.equal(ordered_sum(device, averaged).cpu(), ordered_sum(mine, averaged))

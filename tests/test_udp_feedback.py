@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
-from megatron_lossy.transport.udp.carrier import Code
+from megatron_lossy.transport.udp.parity import Code
 from tests import contract
 from tests.in_lab import run_in_lab, telescopes
 from tests.ranks import run_ranks

@@ -15,6 +15,8 @@ from ..section import Flags
 UDP_PACKET_BYTES = 1408
 #: The least payload that holds a part of a report of lost packets.
 UDP_REPORT_BYTES = 16
+#: Windows that page-locked memory has room for: the network must not wait for a copy.
+UDP_WINDOWS = 4
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,11 @@ class TransportFlags(Flags):
         incidental=True,
     )
     udp_memory: int = flag(
-        2**28, "udp: bytes for what arrives before it is asked for, per process", metavar="BYTES", incidental=True
+        2**28,
+        "udp: bytes of a process for what arrives before it is asked for; and as many of page-locked memory, on an "
+        "accelerator, through which larger exchanges cross in windows",
+        metavar="BYTES",
+        incidental=True,
     )
     udp_cipher: str = flag(
         "aes-128-gcm",
@@ -134,8 +140,8 @@ class TransportFlags(Flags):
             raise refuse("--udp-reorder", self.udp_reorder, "must be milliseconds of at least 0")
         if self.udp_eager_bytes < 0:
             raise refuse("--udp-eager-bytes", self.udp_eager_bytes, "must be at least 0")
-        if self.udp_memory < max(2**20, self.udp_eager_bytes):
-            raise refuse("--udp-memory", self.udp_memory, "must be at least 2^20 and --udp-eager-bytes")
+        if self.udp_memory < max(2**16, self.udp_eager_bytes):
+            raise refuse("--udp-memory", self.udp_memory, "must be at least 2^16 and --udp-eager-bytes")
         _ = self.udp_fec_code, self.udp_fec_budget
         if not 1 <= self.udp_peer_timeout < math.inf:
             raise refuse("--udp-peer-timeout", self.udp_peer_timeout, "must be seconds of at least 1")
@@ -166,6 +172,10 @@ class TransportFlags(Flags):
             text = " ".join(map(str, self.udp_fec))
             raise refuse("--udp-fec", text, "must be auto and at most one number, percent in [0, 100]") from None
         return percent
+
+    def udp_least_memory(self: Any, size: int) -> int:
+        """The least ``--udp-memory`` for a group of ``size`` ranks: windows of a packet to and from each of them."""
+        return UDP_WINDOWS * 2 * size * self.packet_bytes
 
     @property
     def udp_bytes_per_second(self) -> float | None:

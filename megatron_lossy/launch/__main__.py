@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from ..errors import UsageError, usage_errors
 from .checks import check, check_memory, epochs_of
 from .command import TORCHRUN_ENVIRONMENT, container, launch_command, shell
+from .datagrams import describe_share
 from .devices import GIB
 from .memory import checkpoint_bytes, parameters, seconds, tokens
 from .options import Collector, Problems
@@ -117,6 +118,7 @@ def estimates(plan: Plan) -> list[str]:
         f"model    {parameters(train, plan.layout.vocab_size) / 1e9:.3f} B parameters",
         f"tokens   {total / train.train_iters / 1e6:.3f} M an iteration, {total / 1e9:.2f} G in all",
         f"memory   {memory.total / GIB:.1f}{has} GiB on {launch.device}, stage {memory.stage}: {parts} (assumed)",
+        *describe_share(plan, memory),
         f"disk     {checkpoint_bytes(train, plan.lossy, plan.layout, plan.device) / GIB:,.1f} GiB a checkpoint",
         f"time     {hours:,.0f} h / R, where R is the measured tokens per second and accelerator",
     ]

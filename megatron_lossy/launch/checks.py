@@ -19,6 +19,7 @@ from ..files import check_folder
 from ..registry import MECHANISMS
 from ..train.saved import check_folders, in_folders_of_job
 from .command import check_shape, ranks_of_node
+from .datagrams import check_host_memory
 from .devices import GIB, Device, check_devices, check_tokenizer
 from .memory import StageMemory, estimate, tokens
 from .options import Collector
@@ -35,7 +36,9 @@ def check(plan: Plan, starting: bool) -> None:
         check_shape(plan)
         plan.train.check_world(plan.launch.accelerators)
         _check_training(plan)
-        check_memory(plan)
+        memory = check_memory(plan)
+        if starting:
+            check_host_memory(plan, memory)
     if starting:
         with problems.noting():
             check_devices(plan.device.kind, ranks_of_node(plan))

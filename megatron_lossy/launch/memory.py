@@ -23,6 +23,11 @@ their number varies, and four standard deviations are added. ``--grad-recovery p
 step and of the next: 2 x 4 p per parameter. On HPU shapes must not depend on the draw. So it keeps everything instead
 of a share p, and makes one full-size selection at a time: of gradients, or of weights.
 
+``--transport pieces`` keeps the pieces of all sources, as much as the gradients. Over ``udp`` they take the place of
+the gradients, which were copied to the host; but where senders choose, or on a CPU, these stay beside them. Pieces of
+ranks of the same node land beside the gradients. ``previous`` cannot foresee what a network loses, and keeps
+everything twice.
+
 Virtual workers share one device, one model and one optimizer, whole. If ranks are divided among jobs, N is that of a
 job. Mechanisms add what they keep (:class:`Kept`).
 """
@@ -57,6 +62,7 @@ class Layout:
     flash_attention: bool = True
     recompute: str | None = None
     """``selective``, ``full`` or None."""
+    ranks_of_node: int = 1
 
 
 @dataclass(frozen=True)
@@ -89,11 +95,16 @@ class Kept:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on each device of one pipeline stage, by component. ``saved``: bytes that a checkpoint has of them."""
+    """Bytes on each device of one pipeline stage, by component. ``saved``: bytes that a checkpoint has of them.
+
+    ``shards``: ranks that shard the optimizer. ``far``: the share of them that datagrams reach, if there are any.
+    """
 
     stage: int
     components: Mapping[str, float]
     saved: float
+    shards: int = 1
+    far: float = 0.0
 
     @property
     def total(self) -> float:
@@ -163,7 +174,9 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
         logits = config.seq_length * config.micro_batch_size * _padded(config, layout.vocab_size) / tensor
         components["logits"] = logits * (4 + 2 * compute)
     lost = {phase: 0.0 if shards == 1 else _share(lossy, phase, shards) for phase in PHASES}
+    near = _near(lossy, layout, tensor, shards)
     components |= _loss(lossy, weights, compute, shards, lost, device)
+    components |= _pieces(lossy, weights, shards, near, device)
     saved = sum(components.get(name, 0.0) for name in _SAVED) if lossy.save_replicas else 0.0
 
     def cut(stages: int) -> list[int]:
@@ -174,7 +187,7 @@ def _stage(config: TrainConfig, lossy: LossyConfig, layout: Layout, device: Devi
     components |= {one.name: one.bytes for one in kept}
     saved += sum(one.bytes for one in kept if one.saved)
     components["reserved"] = RESERVED
-    return StageMemory(stage, components, saved)
+    return StageMemory(stage, components, saved, shards, (shards - near) / shards)
 
 
 def _weights(config: TrainConfig, vocab_size: int, first: bool, last: bool, stages: int) -> int:
@@ -230,12 +243,32 @@ def _loss(
     masked = device.kind == "hpu"
     if param:
         components["stale units"] = weights * compute * (1 if masked else param)
-    kept = GRAD_RECOVERIES.load(lossy.grad_recovery).kept_share(1 if masked else grad)
+    rule = GRAD_RECOVERIES.load(lossy.grad_recovery)
+    if lossy.transport == "udp" and rule.foresight and shards > 1:
+        grad = 1.0  # only drawn losses can be foreseen
+    kept = rule.kept_share(1 if masked else grad)
     if grad and kept:
         components["last gradients"] = kept * weights * _GRADIENT
     if masked and (grad or param):  # the selection covers one shard at a time
         components["selection"] = weights / shards * (_GRADIENT if grad else compute)
     return components
+
+
+def _near(lossy: LossyConfig, layout: Layout, tensor: int, shards: int) -> int:
+    """Ranks of a group that a rank exchanges with without datagrams, itself included."""
+    node = lossy.ranks_of_node
+    if node is None:
+        return 1
+    return min(shards, max(1, (node or layout.ranks_of_node) // tensor))
+
+
+def _pieces(lossy: LossyConfig, weights: int, shards: int, near: int, device: Device) -> dict[str, float]:
+    """Bytes of the pieces of all sources, where they do not take the place of the gradients."""
+    if lossy.transport == "torch" or shards == 1 or shards == near:
+        return {}
+    apart = lossy.transport == "pieces" or device.kind == "cpu" or "grad" in lossy.chosen()
+    share = 1.0 if apart else (near - 1) / shards
+    return {"pieces": share * weights * _GRADIENT} if share else {}
 
 
 def _share(lossy: LossyConfig, phase: str, shards: int) -> float:

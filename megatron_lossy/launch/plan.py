@@ -87,6 +87,7 @@ class Plan:
             "--sequence-parallel" in flags,
             (engine and not unfused) or "--use-flash-attn" in flags,
             recompute,
+            min(self.launch.accelerators, self.launch.accelerators_per_node),
         )
 
 

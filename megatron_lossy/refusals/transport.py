@@ -65,5 +65,16 @@ TRANSPORT = Section(
                 facts.ranks_of_host is not None and config.udp_port + facts.ranks_of_host - 1 > _LAST_PORT
             ),
         ),
+        Row(
+            flag="--udp-memory",
+            beside="the ranks of a group",
+            why="must be at least {least}: room for packets to and from each of {facts.largest_group} ranks",
+            terms=lambda config, facts: {"least": config.udp_least_memory(facts.largest_group or 1)},
+            when=lambda config, facts: (
+                config.transport == "udp"
+                and facts.largest_group is not None
+                and config.udp_memory < config.udp_least_memory(facts.largest_group)
+            ),
+        ),
     ),
 )

@@ -20,7 +20,7 @@ from ...transport.udp.engine import Channel, Outcome
 from ...transport.udp.engine import Transfer as Datagrams
 from ...transport.udp.leaving import Leaving, patiently
 from ...transport.udp.process import engine_for
-from ...transport.udp.staging import Stage, device_of, patience_of, staged
+from ...transport.udp.staging import Departure, arrival, device_of, patience_of, staged
 from .flags import BOUNDARY_PHASES
 
 
@@ -124,14 +124,14 @@ class StageLinks:
         number, memory = link.next(phase), tensor.detach()
         if not staged(memory):
             return Sending(self, link.send(phase, number, memory, code), _size(tensor))
-        stage = Stage(memory, memory[:0])
+        departure = Departure(memory)
         if self._sender is None:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-stages")
 
         def leave() -> None:
-            stage.ready()
+            departure.ready()
             # This stays on this thread: the next message makes the channel forget this one, and nobody may ask then.
-            self.left(link.send(phase, number, stage.out, code), _size(tensor))
+            self.left(link.send(phase, number, departure.memory, code), _size(tensor))
 
         return Sending(self, self._sender.submit(leave), _size(tensor))
 
@@ -152,9 +152,9 @@ class StageLinks:
         """
         link = self._link(phase, tensor, peer, packet, sends=False, varies=varies)
         memory = tensor.detach()
-        stage = Stage(memory[:0], memory) if staged(memory) else None
-        wait = link.post(phase, link.next(phase), memory if stage is None else stage.back, tolerance, dropped)
-        return Receiving(wait, memory, stage, self._patience)
+        there = arrival(memory) if staged(memory) else memory
+        wait = link.post(phase, link.next(phase), there, tolerance, dropped)
+        return Receiving(wait, memory, there, self._patience)
 
     def _link(self, phase: str, tensor: torch.Tensor, peer: int, packet: int, sends: bool, varies: bool) -> Link:
         """The link with ``peer`` for ``tensor``. A missing link is opened, together with ``peer``."""
@@ -215,21 +215,21 @@ class Sending:
 
 
 class Receiving:
-    """A message that this rank waits for."""
+    """A message for ``tensor`` that this rank waits for. ``there``: where it arrives, ``tensor`` or another one."""
 
     def __init__(
-        self, wait: Callable[[float], Received], tensor: torch.Tensor, stage: Stage | None, patience: float
+        self, wait: Callable[[float], Received], tensor: torch.Tensor, there: torch.Tensor, patience: float
     ) -> None:
         self._wait = wait
         self._tensor = tensor
-        self._stage = stage
+        self._there = there
         self._patience = patience
 
     def wait(self) -> Received:
         """Wait until the message is there. Call it once."""
         received = patiently(self._wait, self._patience)
-        if self._stage is not None:
-            self._stage.bring([self._tensor], [self._stage.back])
+        if self._there is not self._tensor:
+            self._tensor.copy_(self._there, non_blocking=True)
         return received
 
 

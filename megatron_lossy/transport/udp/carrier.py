@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,30 +19,34 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ...coding import AdaptiveCode, Layout
 from ...exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ...fetch import at_hand
-from ...recovery import Gradients, GradRecovery, Parameters, Stale
-from ...recovery.rows import IndexedRows, Saved
+from ...recovery import Gradients, GradRecovery, Parameters, Stale, copies
+from ...recovery.rows import Rows, Saved
 from ..base import Crossing, Transfer
 from ..drawn import Latest, Networks, draw
 from ..pieces import PieceWire, combine
-from .engine import Channel, PeerLost
+from .engine import Channel
 from .engine import Transfer as Datagrams
-from .staging import Stage, device_of, patience_of, staged
+from .parity import Code
+from .staging import Parcel, courier_of, device_of, patience_of, staged
+from .windows import Bring, Window, into_pieces, into_replica, runs, windows
 
 #: Returns bool[N, count]: the units that must arrive. An accelerator may still be choosing them.
 Must = Callable[[], np.ndarray]
 #: By phase, for each bucket: the dtype that crosses.
 Dtypes = dict[str, Sequence[torch.dtype]]
+#: Seconds for the data of an exchange that nobody waits for to leave, when the wire is closed.
+_LEAVING = 5.0
 
 
 class UdpWire(PieceWire):
     """One rank's exchanges with the other ranks of ``group``, over a channel of ``engine``.
 
     ``networks``: draws losses beside the real ones; with nodes, ranks of one node exchange over ``group``.
-    ``open_channel(buckets, peers=ranks, reported=phases)``: opens the channel, a collective call. ``codes``: by phase,
-    the code that protects the units that must arrive, for phases whose senders choose.
+    ``open_channel(buckets, peers=ranks, reported=phases)``: opens the channel, a collective call. ``memory``: bytes of
+    page-locked memory for exchanges of a device; larger exchanges cross in windows. ``codes``: by phase, the code that
+    protects the units that must arrive, for phases whose senders choose.
     """
 
     observed = True
@@ -57,6 +61,7 @@ class UdpWire(PieceWire):
         dtypes: Dtypes,
         group: dist.ProcessGroup | None,
         open_channel: Callable[..., Channel],
+        memory: int,
         codes: Mapping[str, Code] | None = None,
     ) -> None:
         super().__init__(stream, members, rank, cut)
@@ -71,21 +76,25 @@ class UdpWire(PieceWire):
         self.far = [other for other in others if other not in self.near]
         # If all ranks are on one node, no rank has others to send to.
         self._alone = len(set(here.tolist())) < 2
+        self._memory = memory
+        #: By phase, the windows of each bucket. The channel numbers them through.
+        self._windows = {phase: list(windows(cut[phase], dtypes[phase], self.size, memory)) for phase in cut}
         sizes = {
             phase: [
-                (units.shard * dtype.itemsize, units.elements * dtype.itemsize)
-                for units, dtype in zip(cut[phase], dtypes[phase], strict=True)
+                (window.elements * dtype.itemsize, units.elements * dtype.itemsize)
+                for parts, units, dtype in zip(self._windows[phase], cut[phase], dtypes[phase], strict=True)
+                for window in parts
             ]
             for phase in cut
         }
         self._codes = dict(codes or {})
         self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(self._codes))
-        self._unreported: dict[tuple[Exchange, int], tuple[Datagrams, Must]] = {}
+        self._unreported: dict[tuple[Exchange, int], tuple[_Exchange, Must]] = {}
         self._known = Latest()  # an _Arriving for each exchange
         self._draws = Latest()
         self._numbers: dict[tuple[str, int], int] = {}
         self._agreements: dict[tuple[str, int], tuple[np.ndarray, dist.ProcessGroup]] = {}
-        self._sender: ThreadPoolExecutor | None = None
+        self._begun: _Exchange | None = None  # the latest exchange
         self._patience = patience_of(group)
 
     def lossless(self, phase: str) -> bool:
@@ -100,18 +109,25 @@ class UdpWire(PieceWire):
         must = None if chosen is None else functools.cache(partial(at_hand, chosen))
         if self._arriving(x.exchange).was_begun(x.bucket):  # it crosses reliably, and its losses are known
             return self._scatter_reliably(x, rule, None, lambda: self.delivery(x.exchange))
-        pieces = torch.empty_like(x.buffer)
+        # What has been sent is free, and pieces can take its place: on a device, where copies of it are sent.
+        on_device = staged(x.buffer)
+        in_place = on_device and must is None
+        pieces = x.buffer if in_place else torch.empty_like(x.buffer)
         rows, own = pieces.chunk(self.size), x.buffer.chunk(self.size)
-        rows[self.rank].copy_(own[self.rank])
-        near = self._exchange_near([own[other] for other in self.near], [rows[other] for other in self.near])
-        stage = Stage(x.buffer, pieces) if staged(x.buffer) else None
-        here, there = (x.buffer, pieces) if stage is None else (stage.out, stage.back)
-        udp = self._over_udp(x.exchange, x.bucket, there, here.chunk(self.size), stage, must)
+        landing = x.buffer.new_empty(len(self.near) if in_place else 0, len(own[0]))
+        if not in_place:
+            rows[self.rank].copy_(own[self.rank])
+        into = list(landing) if in_place else [rows[other] for other in self.near]
+        near = self._exchange_near([own[other] for other in self.near], into)
+        bring = into_pieces(pieces, self.size, self.far) if on_device else None
+        udp = self._over_udp(x.exchange, x.bucket, x.buffer, pieces, must, bring)
 
         def arrived() -> Delivery:
             delivery = self._record(x.exchange, x.bucket, udp)
-            if stage is not None:
-                stage.bring([rows[other] for other in self.far], [there.chunk(self.size)[other] for other in self.far])
+            if in_place:
+                copies.used_here((landing,))
+                for group, places in runs(self.near):
+                    pieces.view(self.size, -1)[group].copy_(landing[places])
             combine(pieces, delivery, None, x, rule)
             return delivery
 
@@ -125,24 +141,25 @@ class UdpWire(PieceWire):
             own = rule.send(x)
         buffer, rows, units = x.buffer, x.buffer.chunk(self.size), self.cut["param"][x.bucket]
         # On a CPU units are written into the replica as they arrive; nobody reads it before the exchange is over.
-        withdrawn = self._may_be_withdrawn(x.exchange, x.bucket) if not staged(buffer) else None
-        old = IndexedRows.take(buffer, units, withdrawn) if withdrawn is not None else None
+        # On a device, drawn losses are left out when the others are copied there.
+        drawn = None if self.networks["param"].lossless else self._drawn(x.exchange)[:, units.numbers]
+        on_device = staged(buffer)
+        withdrawn = self._may_be_withdrawn(x.bucket, None if on_device else drawn)
+        row_operations = rule.rows(buffer)
+        old = row_operations.take(buffer, units, withdrawn) if withdrawn is not None else None
         near = self._exchange_near([x.sent] * len(self.near), [rows[other] for other in self.near])
-        stage = Stage(x.sent, buffer) if staged(buffer) else None
-        here, there = (x.sent, buffer) if stage is None else (stage.out, stage.back)
         for exchange, other in list(self._unreported):  # the code needs the reports, and only this call asks for them
             if exchange.phase == "param" and other == x.bucket:
                 self.reports(exchange, x.bucket, 0.0)
-        udp = self._over_udp(x.exchange, x.bucket, there, [here] * self.size, stage, must)
+        bring = into_replica(buffer, self.size, self.far, units, drawn, row_operations) if on_device else None
+        udp = self._over_udp(x.exchange, x.bucket, x.sent, buffer, must, bring)
 
         def arrived() -> Delivery:
             delivery = self._record(x.exchange, x.bucket, udp)
             if rows[self.rank].data_ptr() != x.sent.data_ptr():
                 rows[self.rank].copy_(x.sent)
-            if stage is not None:
-                stage.write(buffer, rule, delivery, self.far)
-            elif withdrawn is not None:
-                _restore(buffer, units, withdrawn, old, delivery)
+            if withdrawn is not None:
+                _restore(row_operations, buffer, units, withdrawn, old, delivery)
             rule.sent(x, own, delivery)
             return delivery
 
@@ -182,36 +199,75 @@ class UdpWire(PieceWire):
         self,
         exchange: Exchange,
         bucket: int,
-        there: torch.Tensor,
-        out: Sequence[torch.Tensor],
-        stage: Stage | None,
+        sent: torch.Tensor,
+        received: torch.Tensor,
         must: Must | None,
+        bring: Bring | None,
     ) -> _Exchange:
-        phase = exchange.phase
+        """Begin to exchange ``sent`` [N * shard], or [shard] for all, and to write into ``received`` [N * shard].
+
+        ``bring(window, arrived, data)``: copies data of ``window`` from page-locked memory to the device.
+        """
+        phase, itemsize = exchange.phase, sent.element_size()
         number = self._numbers[phase, bucket] = self._numbers.get((phase, bucket), -1) + 1
-        places = [part.data_ptr() for part in there.chunk(self.size)]
-        transfer = self._channel.post(phase, number, bucket, self._only_far(places))
-        transfer.keep = there, out
-
-        transfer.expects_reports(must is not None)
+        shard = self.cut[phase][bucket].shard
+        own_pieces = phase == "grad"  # each destination gets another piece
+        parts: list[_Part | Parcel] = []
+        for window in self._windows[phase][bucket]:
+            post = partial(self._post, phase, number, window, must is not None)
+            send = partial(self._send, phase, number, window, must)
+            if bring is None:
+                start, each = window.start * itemsize, shard * itemsize
+                transfer = post(start + received.data_ptr(), each, self.far)
+                transfer.keep = received, sent
+                send(start + sent.data_ptr(), each * own_pieces, self.far)
+                parts.append(_Part(transfer, self._patience))
+                continue
+            pieces, places, each = (
+                sent.view(-1, shard)[:, window.part],
+                range(len(self.far)),
+                window.elements * itemsize,
+            )
+            parcel = Parcel(
+                rows=[pieces[group] for group, _ in runs(self.far)] if own_pieces else [pieces],
+                arriving=torch.Size([len(self.far), window.elements]),
+                post=lambda data, post=post, each=each, places=places: post(data, each, places),
+                send=lambda data, send=send, each=each * own_pieces, places=places: send(data, each, places),
+                bring=lambda arrived, data, window=window: bring(window, arrived[self.far], data),
+                patience=self._patience,
+            )
+            courier_of(sent.device, self._memory).carry(parcel)
+            parts.append(parcel)
+        self._begun = _Exchange(parts)
         if must is not None:
-            self._unreported[exchange, bucket] = transfer, must
+            self._unreported[exchange, bucket] = self._begun, must
+        return self._begun
 
-        def send() -> None:
-            sources = self._only_far([part.data_ptr() for part in out])
-            chosen = None if must is None else must()
-            code = (1, 0) if chosen is None else self._codes[phase].of(chosen[self.far])
-            self._channel.send(phase, number, bucket, sources, chosen, code)
+    def _post(
+        self, phase: str, number: int, window: Window, reports: bool, data: int, each: int, places: Sequence[int]
+    ) -> Datagrams:
+        """Post ``window``: its data of the far ranks arrive at ``data`` plus ``each`` bytes times their ``places``."""
+        transfer = self._channel.post(phase, number, window.number, self._to_far(data, each, places))
+        transfer.expects_reports(reports)
+        return transfer
 
-        if stage is None:
-            send()
-            return _Exchange(transfer, None, self._patience)
-        if self._sender is None:
-            self._sender = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-udp")
-        return _Exchange(transfer, self._sender.submit(lambda: (stage.ready(), send())), self._patience)
+    def _send(
+        self,
+        phase: str,
+        number: int,
+        window: Window,
+        must: Must | None,
+        data: int,
+        each: int,
+        places: Sequence[int],
+    ) -> None:
+        required = None if must is None else must()[:, window.units]
+        code = (1, 0) if required is None else self._codes[phase].of(required[self.far])
+        self._channel.send(phase, number, window.number, self._to_far(data, each, places), required, code)
 
-    def _only_far(self, pointers: Sequence[int]) -> list[int | None]:
-        return [pointer if other in self.far else None for other, pointer in enumerate(pointers)]
+    def _to_far(self, data: int, each: int, places: Sequence[int]) -> list[int | None]:
+        known = {other: data + place * each for other, place in zip(self.far, places, strict=True)}
+        return [known.get(other) for other in range(self.size)]
 
     # --- deliveries ----------------------------------------------------------------------------------------------
 
@@ -239,7 +295,7 @@ class UdpWire(PieceWire):
     def _record(self, exchange: Exchange, bucket: int, udp: _Exchange) -> Delivery:
         """Note which units of ``bucket`` arrived. Returns a delivery of this bucket alone."""
         phase = exchange.phase
-        arrived = udp.transfer.arrived.copy()
+        arrived = udp.arrived()
         arrived[[*self.near, self.rank]] = True
         if not self.networks[phase].lossless:
             arrived &= self._drawn(exchange)[:, self.cut[phase][bucket].numbers]
@@ -247,12 +303,11 @@ class UdpWire(PieceWire):
             arrived = self._agreed(phase, bucket, arrived)
         return self._arriving(exchange).record(bucket, arrived)
 
-    def _may_be_withdrawn(self, exchange: Exchange, bucket: int) -> Lost | None:
-        """Units of parameters that may arrive and still count as lost."""
-        units = self.cut["param"][bucket]
-        mask = np.zeros((self.size, units.count), dtype=bool)
-        if not self.networks["param"].lossless:
-            mask |= ~self._drawn(exchange)[:, units.numbers]
+    def _may_be_withdrawn(self, bucket: int, drawn: np.ndarray | None) -> Lost | None:
+        """Units of parameters that may be written and still count as lost. ``drawn``: those that a channel delivers."""
+        mask = np.zeros((self.size, self.cut["param"][bucket].count), dtype=bool)
+        if drawn is not None:
+            mask |= ~drawn
         if ("param", bucket) in self._agreements:
             mask |= self._agreements["param", bucket][0]
         return Lost(mask) if mask.any() else None
@@ -276,7 +331,8 @@ class UdpWire(PieceWire):
             return
         mine = replicated if phase == "param" else np.repeat(replicated[self.rank][None], self.size, axis=0)
         self._agreements[phase, bucket] = mine, group
-        self._channel.copies(phase, bucket, replicated.any(axis=0))
+        for window in self._windows[phase][bucket]:
+            self._channel.copies(phase, window.number, replicated.any(axis=0)[window.units])
 
     def _agreed(self, phase: str, bucket: int, arrived: np.ndarray) -> np.ndarray:
         mask, group = self._agreements[phase, bucket]
@@ -328,8 +384,8 @@ class UdpWire(PieceWire):
 
     def close(self) -> None:
         """Close the wire after the last exchange. Exchanges under way may stay incomplete."""
-        if self._sender is not None:
-            self._sender.shutdown()
+        if self._begun is not None:
+            self._begun.leave(_LEAVING)
         if self._channel is not None:
             self._channel.close()
 
@@ -368,63 +424,59 @@ class _Arriving:
         return Delivery(self._exchange, self._members, [self._me], arrived, self._cut)
 
 
-class Code:
-    """The parity of units that must arrive: ``fixed`` (B, C), or as much as the loss requires.
-
-    ``budget``: the parity is at most this share of a message.
-    """
-
-    def __init__(self, fixed: tuple[int, int] | None, budget: float) -> None:
-        self._fixed = fixed
-        self._budget = budget
-        self._adaptive = AdaptiveCode(budget=2.55)
-
-    def of(self, must: np.ndarray) -> tuple[int, int]:
-        """(B, C) for messages with ``must`` bool[D, count]."""
-        high = int(must.sum(axis=1).max(initial=0))
-        if self._fixed is not None or not high:
-            return self._fixed or (1, 0)
-        block = self._adaptive.block
-        most = self._budget * must.shape[1]
-        parity = min(self._adaptive.parity(high), int(most / high * block))
-        while parity and Layout(high, block, parity).parities > most:
-            parity -= 1
-        return block, parity
-
-    def report(self, lost: np.ndarray, must: np.ndarray) -> None:
-        """Record the losses ``lost`` bool[D, count] of units outside ``must``: these are the losses of the network."""
-        self._adaptive.report(int((lost & ~must).sum()), int((~must).sum()))
-
-
-def _restore(buffer: torch.Tensor, units: BucketUnits, withdrawn: Lost, old: Saved, delivery: Delivery) -> None:
+def _restore(
+    rows: Rows, buffer: torch.Tensor, units: BucketUnits, withdrawn: Lost, old: Saved, delivery: Delivery
+) -> None:
     """Put the old values back into units of ``buffer`` that were written and count as lost.
 
     ``old``: copies of all units that may be ``withdrawn``.
     """
     fresh = Lost(withdrawn.mask & delivery.incoming(units))
-    new = IndexedRows.take(buffer, units, fresh)
-    IndexedRows.put_(buffer, units, withdrawn, old)
-    IndexedRows.put_(buffer, units, fresh, new)
+    new = rows.take(buffer, units, fresh)
+    rows.put_(buffer, units, withdrawn, old)
+    rows.put_(buffer, units, fresh, new)
+
+
+@dataclass
+class _Part:
+    """A window whose data the engine reads and writes where they are."""
+
+    transfer: Datagrams
+    patience: float
+
+    def wait(self) -> None:
+        self.transfer.finish(self.patience)
 
 
 class _Exchange:
-    """An exchange as datagrams. Its wait ends when nothing more will arrive and all units were sent."""
+    """An exchange as datagrams, in windows. Its wait ends when nothing more will arrive and all units were sent."""
 
-    def __init__(self, transfer: Datagrams, sending: Future | None, seconds: float) -> None:
-        self.transfer = transfer
-        self._sending = sending
-        self._seconds = seconds
+    def __init__(self, parts: Sequence[_Part | Parcel]) -> None:
+        self._parts = parts
+        self._reports: dict[int, np.ndarray] = {}
 
     def wait(self) -> None:
-        """Wait for the exchange. Raises :class:`PeerLost`, also if a live process has sent nothing for ``seconds``."""
-        until = time.monotonic() + self._seconds
-        try:
-            if self._sending is not None:
-                self._sending.result(self._seconds)
-            self.transfer.wait(max(until - time.monotonic(), 0.0))
-            self.transfer.sent(max(until - time.monotonic(), 0.0))
-        except (TimeoutError, FutureTimeout) as error:
-            raise PeerLost(f"{error or self.transfer}: nothing for {self._seconds:g} s") from None
+        """Wait for the exchange. Raises :class:`PeerLost`, also if a live process has sent nothing for a while."""
+        for part in self._parts:
+            part.wait()
+
+    def arrived(self) -> np.ndarray:
+        """bool[N, count]: the units that arrived, after :meth:`wait`."""
+        return np.concatenate([part.transfer.arrived for part in self._parts], axis=1)
+
+    def reports(self) -> np.ndarray | None:
+        """bool[N, count]: the sent units that did not arrive; ``None`` while a report is missing."""
+        for number, part in enumerate(self._parts):
+            if number not in self._reports:
+                lost = None if part.transfer is None else part.transfer.reports()
+                if lost is None:
+                    return None
+                self._reports[number] = lost
+        return np.concatenate([self._reports[number] for number in range(len(self._parts))], axis=1)
+
+    def leave(self, seconds: float) -> None:
+        """Wait at most ``seconds`` until the engine has all data: others may still want them."""
+        wait([part.gone for part in self._parts if isinstance(part, Parcel)], seconds)
 
 
 class _Waits:

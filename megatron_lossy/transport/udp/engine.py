@@ -784,6 +784,18 @@ class Transfer:
         if not self._wait(1, timeout):
             raise TimeoutError(f"{self}: not all sent after {timeout:g} s")
 
+    def finish(self, seconds: float) -> None:
+        """Wait until nothing more arrives, and all is sent.
+
+        Raises :class:`PeerLost`, also if a live process sends nothing for ``seconds``.
+        """
+        until = time.monotonic() + seconds
+        try:
+            self.wait(seconds)
+            self.sent(max(until - time.monotonic(), 0.0))
+        except TimeoutError as error:
+            raise PeerLost(f"{error}: nothing for {seconds:g} s") from None
+
     def expects_reports(self, wanted: bool = True) -> None:
         """Announce that :meth:`reports` will be called. Call this before the data is sent."""
         self._reports = wanted

@@ -16,8 +16,9 @@ from ...exchange import BucketUnits, Stream
 from ..drawn import Networks
 from ..key_file import read_key_file
 from .address import find_address
-from .carrier import Code, Dtypes, UdpWire
+from .carrier import Dtypes, UdpWire
 from .engine import Engine
+from .parity import Code
 from .settings import UdpSettings
 
 logger = logging.getLogger(__name__)
@@ -100,4 +101,4 @@ def open_wire(
     open_channel = partial(engine.open, name, rank, len(members), store, prefix, alike=alike)
     code = Code(config.udp_fec_code, config.udp_fec_budget / 100)
     codes = dict.fromkeys(config.chosen(), code)
-    return UdpWire(networks, stream, members, rank, cut, dtypes, group, open_channel, codes)
+    return UdpWire(networks, stream, members, rank, cut, dtypes, group, open_channel, config.udp_memory, codes)
