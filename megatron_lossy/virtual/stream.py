@@ -14,10 +14,11 @@ from ..channel.corruption import Corruption
 from ..config import LossyConfig
 from ..exchange import Delivery, Exchange, Stream, units_of
 from ..hooks.errors import errors_of_owner
+from ..hooks.exchanges import specs_of
 from ..mechanism import Sending
 from ..recovery import LossScale
 from ..registry import MECHANISMS
-from ..transport import BucketSpec, Transfer
+from ..transport import Transfer
 from ..transport.in_memory import groups_in_memory
 from .versions import Versions
 
@@ -51,11 +52,7 @@ class StreamBuckets:
         self.pairs = pairs
         self.buckets = buckets = [bucket for _, bucket in pairs]
         self.stream = stream
-        specs = [
-            BucketSpec(bucket.grad_data.numel() // workers, bucket.grad_data.dtype, bucket.param_data.dtype)
-            for bucket in buckets
-        ]
-        self._memory, self.groups = groups_in_memory(config, specs, stream, members, ranks, steps)
+        self._memory, self.groups = groups_in_memory(config, specs_of(pairs, workers), stream, members, ranks, steps)
         self.cut = self._memory.cut
         if config.errs and workers > 1:
             for rank, group in enumerate(self.groups):
