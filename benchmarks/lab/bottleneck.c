@@ -81,7 +81,7 @@ struct sender {
     double left; /* bytes of the exchange */
     int active, blocked;
     /* Its receiver. */
-    uint64_t received, top, serial;
+    uint64_t received, top, serial, turn; /* turn: of the one SEND that is not void */
     ns top_at, came_at;
     uint32_t unreported;
     int in_burst, seen; /* seen: in this interval of its group */
@@ -170,6 +170,8 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
         struct sender *f = &flows[v.flow];
         ns half = (ns)(rtt * 5e8);
         int burst = 0;
+        if (v.kind == SEND && v.b != f->turn)
+            continue;
         if (v.kind == SEND) {
             if (now >= (ns)(f->in.end * 1e9)) {
                 active -= f->active;
@@ -202,13 +204,11 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                             burst = 1;
                         } else {
                             f->blocked = 1;
-                            push(&sim, (struct event){.at = again, .flow = v.flow, .kind = SEND, .b = f->serial, .a = 2});
+                            push(&sim, (struct event){.at = again, .flow = v.flow, .kind = SEND, .b = ++f->turn});
                             continue;
                         }
                     }
                 }
-                if (v.a == 2 && now < f->free_at)
-                    continue; /* it went on meanwhile */
                 f->free_at = now + (ns)(burst * (double)BYTES * 1e9 / r);
             }
         } else if (v.kind == ARRIVE) {
@@ -292,7 +292,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                 rate_report(&f->rate, now, v.a, v.a * BYTES, v.b, (uint32_t)(v.came / US));
             }
             if (f->blocked)
-                push(&sim, (struct event){.at = greatest(now, f->free_at), .flow = v.flow, .kind = SEND});
+                push(&sim, (struct event){.at = greatest(now, f->free_at), .flow = v.flow, .kind = SEND, .b = ++f->turn});
             f->blocked = 0;
             continue;
         }
@@ -330,12 +330,12 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
         if (tcp(f) || v.kind != SEND)
             continue;
         if (f->left > 0) {
-            push(&sim, (struct event){.at = f->free_at, .flow = v.flow, .kind = SEND});
+            push(&sim, (struct event){.at = f->free_at, .flow = v.flow, .kind = SEND, .b = ++f->turn});
         } else {
             active--;
             f->active = 0;
             double pause = f->in.pause_least + draw(&sim) * (f->in.pause_most - f->in.pause_least);
-            push(&sim, (struct event){.at = f->free_at + (ns)(pause * 1e9), .flow = v.flow, .kind = SEND, .a = 1});
+            push(&sim, (struct event){.at = f->free_at + (ns)(pause * 1e9), .flow = v.flow, .kind = SEND, .a = 1, .b = ++f->turn});
         }
     }
     for (int i = 0; i < set->flows; i++) {

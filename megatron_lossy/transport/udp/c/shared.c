@@ -11,17 +11,36 @@
 #include <math.h>
 
 #define TICK (2 * SECOND)  /* of the common clock */
+#define LEAST_WINDOW (6 * MS)
 #define SETTLE (15 * MS)   /* of a dip: others' clocks differ, and the queue drains */
 #define TOLERATED 0.003    /* share of loss that says nothing */
 #define LEAST_RATE 30e3
 #define PACKET 1500.0
 #ifndef GROWTH
 #define GROWTH 1.0
+#endif
+#ifndef BOUND
 #define BOUND 3e6
+#endif
+#ifndef POWER
 #define POWER 1.0
+#endif
+#ifndef PATIENCE
+#define PATIENCE 0.4
+#endif
+#ifndef PATIENCE_CUBIC
+#define PATIENCE_CUBIC 0.65
+#endif
+#ifndef ROUND
 #define ROUND (25 * MS)
+#endif
+#ifndef BACK
 #define BACK 0.8
+#endif
+#ifndef BACK_LOSSY
 #define BACK_LOSSY 0.92
+#endif
+#ifndef MEMORY
 #define MEMORY 0.9
 #endif
 
@@ -42,7 +61,8 @@ struct shared {
     int begun, based;
     ns queued; /* least round trip of the window */
     ns calm_at;
-    double step;
+    double before; /* what was proven when the queue began to grow */
+    double step, grew; /* of a rise; seconds since the last loss */
     /* Losses in a row, none of which came at a rate as high as the first. */
     struct { int length; double rate, delivered, loss; struct tally held; } chain;
     struct { ns counts, ends; uint64_t last; double rate; int64_t tick; struct tally sum; } dip;
@@ -100,12 +120,20 @@ static int excess(const struct shared *s, double n, double l)
     return l > m * n + 3.5 * sqrt(m * (1 - m) * n * (1 + (known > 0 ? n / known : 0))) + 0.5;
 }
 
+/* Seconds in which a TCP flow of this rate would get back what it gives after a loss: as Reno, or as Cubic. */
+static double reno_epoch(const struct shared *s)
+{
+    double t = (double)trip(s) / 1e9;
+    return 0.3 / 0.53 * s->rate * t * t / PACKET;
+}
+static double cubic_epoch(const struct shared *s) { return cbrt(0.75 * s->rate * (double)trip(s) / 1e9 / PACKET); }
+static double epoch(const struct shared *s) { return fmin(reno_epoch(s), cubic_epoch(s)); }
+static double patience(const struct shared *s) { return fmin(PATIENCE * reno_epoch(s), PATIENCE_CUBIC * cubic_epoch(s)); }
+
 /* Bytes/s gained in a second. */
 static double growth(const struct shared *s)
 {
-    double t = (double)trip(s) / 1e9, most = BOUND * pow(s->rate / 7.5e6, s->rate < 7.5e6 ? POWER : 0.5);
-    double reno = 0.53 * PACKET / (t * t), packets = s->rate * t / PACKET, cubic = 0.3 * s->rate / cbrt(0.75 * (packets > 1 ? packets : 1));
-    double g = GROWTH * (reno > cubic ? reno : cubic);
+    double most = BOUND * pow(s->rate / 7.5e6, s->rate < 7.5e6 ? POWER : 0.5), g = GROWTH * 0.3 * s->rate / epoch(s);
     return g < most ? g : most;
 }
 
@@ -113,10 +141,10 @@ static double growth(const struct shared *s)
 static int suspect(const struct shared *s)
 {
     double few = 0.005 * (12.5e6 / s->chain.rate) * (12.5e6 / s->chain.rate), p = s->chain.held.lost, n = s->chain.held.sent;
-    return s->chain.length >= 3 && n >= 30 && p >= n * between(TOLERATED, few, 0.05);
+    return s->chain.length >= 3 && n >= 30 && p >= n * between(TOLERATED, few, 0.05) && p <= 0.4 * n;
 }
 
-static void lost(struct shared *s, double n, double l, uint64_t number)
+static void lost(struct shared *s, double n, double l, ns took, uint64_t number)
 {
     double share = l / (l < 4 && n < 100 ? 100 : n), delivered = s->rate * (1 - share) / (1 - s->credit);
     if (s->chain.length && s->rate < 0.97 * s->chain.rate) {
@@ -132,19 +160,22 @@ static void lost(struct shared *s, double n, double l, uint64_t number)
     fprintf(stderr, "%.3f lost n %.0f l %.0f rate %.3f chain %d (%.3f, %.3f) held %.0f/%.0f susp %d credit %.4f\n", s->last.sent_at/1e9, n, l, s->rate/1e6, s->chain.length, s->chain.rate/1e6, s->chain.loss, s->chain.held.lost, s->chain.held.sent, suspect(s), s->credit);
 #endif
     s->since = (struct tally){0, 0};
-    s->step = 0;
+    s->step = s->grew = 0;
     s->phase = GROWS;
     s->lost_any = 1;
     restart(s, number);
     double hold = 0.4 * (s->chain.delivered < s->chain.rate ? s->chain.delivered : s->chain.rate);
     if (suspect(s) && s->rate <= hold)
         return; /* it falls no more before the next dip has told whose loss that is */
-    if (delivered > s->rate)
-        delivered = s->rate;
-    if (s->share > 0 && !suspect(s))
-        delivered += 0.5 * (between(delivered / 4, s->share / (1 - s->credit), 2 * delivered) - delivered);
+    if (n >= 100 && took >= LEAST_WINDOW / 2) /* so fast they came */
+        delivered = (n - l) * PACKET * 1e9 / (double)took / (1 - s->credit);
+    delivered = between(s->rate / 4, delivered, s->rate);
     s->proven = delivered;
-    double rate = delivered * (lossy(s) ? BACK_LOSSY : BACK);
+    double rate = s->rate * (lossy(s) ? BACK_LOSSY : BACK);
+    if (rate > 0.95 * delivered)
+        rate = 0.95 * delivered;
+    if (s->share > 0 && !suspect(s))
+        rate += 0.5 * (between(rate / 4, BACK * s->share / (1 - s->credit), 2 * rate) - rate);
     set_rate(s, suspect(s) && rate < hold ? hold : rate);
 }
 
@@ -152,16 +183,18 @@ static void dip_over(struct shared *s, double n, double l)
 {
     struct tally *d = &s->dip.sum, *h = &s->chain.held;
     double m = s->credit, off = l - m * n;
-    double kept = off * off > 6.25 * (m * (1 - m) * n + 0.25) ? 0.3 : MEMORY;
+    double kept = off * off < 6.25 * (m * (1 - m) * n + 0.25) ? MEMORY : off < 0 ? 0.1 : 0.3;
     d->sent = kept * d->sent + n;
     d->lost = kept * d->lost + l;
     int held = suspect(s);
-    if (held && !m && l > 0.5 * n * h->lost / h->sent - 1.5 && l >= 3) { /* it loses as much when everybody sends less */
+    double share = held ? h->lost / h->sent : 0, due = share * d->sent;
+    s->lost_any = 0;
+    if (held && !m && due >= 6 && d->lost > 0.6 * due) { /* it loses as much when everybody sends less */
         d->sent += h->sent;
         d->lost += h->lost;
     }
     s->credit = between(0, d->lost / (d->sent + 30), 0.3);
-    if (s->credit < TOLERATED)
+    if (s->credit < TOLERATED || d->lost < 2)
         s->credit = 0;
 #ifdef DEBUG
     fprintf(stderr, "%.3f dip n %.0f l %.0f credit %.4f rate %.3f chain %d held %.0f/%.0f\n", s->last.sent_at/1e9, n, l, s->credit, s->rate/1e6, s->chain.length,h->lost,h->sent);
@@ -172,7 +205,6 @@ static void dip_over(struct shared *s, double n, double l)
         set_rate(s, s->proven * BACK_LOSSY);
     }
     s->chain.length = 0;
-    s->lost_any = 0;
 }
 
 /* The clock: dips begin and end. `busy`: there is something to send. */
@@ -206,9 +238,12 @@ static void shared_clock(struct shared *s, ns now, uint64_t number, int busy)
     restart(s, UINT64_MAX);
 }
 
-static void close_window(struct shared *s, ns now, ns passed, double n, double l, double delivered, uint64_t number)
+static void close_window(struct shared *s, ns now, ns passed, double n, double l, ns took, uint64_t number)
 {
-    double seconds = (double)passed / 1e9;
+    double seconds = (double)passed / 1e9, delivered = took > 0 ? (n - l) * PACKET * 1e9 / (double)took : s->rate;
+#ifdef DEBUG
+    if (s->last.sent_at > 5.5e9 && s->last.sent_at < 7.5e9) fprintf(stderr, "%.3f window n %.0f l %.0f passed %.1f rate %.3f proven %.3f step %.4f q %.1f competes %d\n", s->last.sent_at/1e9, n, l, passed/1e6, s->rate/1e6, s->proven/1e6, s->step/1e6, s->queued==NEVER?0:(s->queued-s->rtt)/1e6, s->competes);
+#endif
     ns queue = s->queued == NEVER ? 0 : s->queued - s->rtt, much = greatest(4 * MS, s->rtt / 8);
     if (s->phase == STARTS) {
         if (l > 0.05 * n + 3 * sqrt(0.4 * n) || queue > much) {
@@ -216,7 +251,7 @@ static void close_window(struct shared *s, ns now, ns passed, double n, double l
             s->proven = delivered < s->rate ? delivered : s->rate;
             s->since = (struct tally){n, l};
             if (l > 0) {
-                lost(s, n, l, number);
+                lost(s, n, l, took, number);
             } else {
                 set_rate(s, 0.8 * s->proven);
                 restart(s, number);
@@ -233,15 +268,19 @@ static void close_window(struct shared *s, ns now, ns passed, double n, double l
         s->competes = s->drains = 0;
     if (queue > much && !s->competes) {
         double rate = delivered / (1 - s->credit);
-        if (n >= 32 && rate < s->rate)
-            s->proven = rate;
-        if (s->drains++ >= 2) {
+        int follows = rate > 0.85 * s->rate;
+        if (!s->drains)
+            s->before = s->rate > s->proven ? s->rate : s->proven;
+        if (n >= 32 && !follows && (s->drains || queue > s->rtt / 2 + 10 * MS)) /* a longer way makes a pause, once */
+            s->proven = s->before = rate;
+        if (s->drains++ >= 2) { /* somebody else's queue, or a longer way */
             s->competes = 1;
+            s->proven = s->before;
             set_rate(s, 0.95 * s->proven);
         } else {
             set_rate(s, (queue > s->rtt / 2 + 10 * MS ? 0.5 : 0.85) * (s->rate < s->proven ? s->rate : s->proven));
         }
-        s->step = 0;
+        s->step = s->grew = 0;
         restart(s, number);
         return;
     }
@@ -249,11 +288,11 @@ static void close_window(struct shared *s, ns now, ns passed, double n, double l
         s->drains = 0;
     if (s->chain.length && !l && s->rate >= 0.97 * s->chain.rate)
         s->chain.length = 0;
-    if (s->rate >= s->proven && !s->competes) { /* not known: by steps that double */
-        s->step = s->step > 0 ? 2 * s->step : s->rate / 64;
-        double most = s->rate < 1.25 * s->proven ? s->rate / 32 : s->rate / 2;
+    if ((s->rate >= s->proven || s->step > 0 || s->grew > patience(s)) && !s->competes) { /* not known: by steps that double */
         if (passed < ROUND)
             return;
+        s->step = s->step > 0 ? 2 * s->step : s->rate / 64;
+        double most = s->rate < 1.25 * s->proven ? s->rate / 32 : s->rate / 2;
         if (s->step > most)
             s->step = most;
         set_rate(s, s->rate + s->step);
@@ -262,6 +301,7 @@ static void close_window(struct shared *s, ns now, ns passed, double n, double l
     }
     double g = s->competes ? PACKET * 1e18 / ((double)trip(s) * (double)trip(s)) : growth(s);
     set_rate(s, s->rate + g * seconds);
+    s->grew += seconds;
     s->base = s->last;
     s->queued = NEVER;
 }
@@ -299,19 +339,20 @@ static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t
         restart(s, number);
         return;
     }
-    if (s->phase != STARTS && excess(s, n, l)) {
-        lost(s, n, l, number);
+    ns passed = sent_at - s->base.sent_at, took = came - s->base.came;
+    int long_enough = passed >= LEAST_WINDOW || took >= 2 * LEAST_WINDOW;
+    if (s->phase != STARTS && long_enough && excess(s, n, l)) {
+        lost(s, n, l, took, number);
         return;
     }
-    ns passed = sent_at - s->base.sent_at;
     double enough = lossy(s) ? 4000 * s->credit : 2, most = 0.3 * s->rate / PACKET;
     if (s->phase == STARTS)
         enough = 8;
     if (enough > most)
         enough = most;
-    if (n >= enough && passed >= greatest(trip(s) / 4, 6 * MS)) {
-        double delivered = came > s->base.came ? got * PACKET * 1e9 / (double)(came - s->base.came) : s->rate;
-        close_window(s, now, passed, n, l, delivered, number);
+    ns wanted = greatest(s->rtt / 4, LEAST_WINDOW);
+    if (n >= enough && (passed >= wanted || took >= 2 * wanted)) {
+        close_window(s, now, passed, n, l, took, number);
     }
 }
 
