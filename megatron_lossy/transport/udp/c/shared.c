@@ -16,8 +16,22 @@
 #define TOLERATED 0.003    /* share of loss that says nothing */
 #define LEAST_RATE 30e3
 #define PACKET 1500.0
+#ifndef QUEUE
+#define QUEUE (1 * MS)
+#endif
+#ifndef COMP
+#define COMP 1.2
+#endif
+#ifndef KEEP
+#define KEEP 1
+#endif
+#ifndef TOL1
+#define TOL0 0.001
+#define TOL1 0.005
+#define TOL2 0.01
+#endif
 #ifndef GROWTH
-#define GROWTH 1.0
+#define GROWTH 0.8
 #endif
 #ifndef BOUND
 #define BOUND 3e6
@@ -35,7 +49,7 @@
 #define ROUND (25 * MS)
 #endif
 #ifndef BACK
-#define BACK 0.8
+#define BACK 0.78
 #endif
 #ifndef BACK_LOSSY
 #define BACK_LOSSY 0.92
@@ -59,7 +73,7 @@ struct shared {
     struct look base, last; /* where the window begins; the last report */
     uint64_t mark;          /* the window begins with this number: what was sent before was sent at another rate */
     int begun, based;
-    ns queued; /* least round trip of the window */
+    ns queued, gap; /* of the window: least round trip, longest pause between reports' datagrams */
     ns calm_at;
     double before; /* what was proven when the queue began to grow */
     double step, grew; /* of a rise; seconds since the last loss */
@@ -111,7 +125,14 @@ static void shared_sample(struct shared *s, ns now, ns rtt)
 }
 
 static int lossy(const struct shared *s) { return s->credit >= 0.005; }
-static double allowed(const struct shared *s) { return s->credit > TOLERATED ? s->credit : TOLERATED; }
+static ns queue(const struct shared *s) { return s->queued == NEVER ? 0 : s->queued - s->rtt; }
+
+/* What is lost while nothing waits may be chance; small flows are many, and see little of what they do. */
+static double allowed(const struct shared *s)
+{
+    double chance = queue(s) > QUEUE ? TOL0 : between(TOL0, TOL1 * sqrt(s->rate / 12.5e6), TOL2);
+    return fmax(s->credit, chance);
+}
 
 /* More than chance explains, where the credit is known from so many datagrams. */
 static int excess(const struct shared *s, double n, double l)
@@ -204,7 +225,10 @@ static void dip_over(struct shared *s, double n, double l)
         s->proven = rate < s->chain.rate ? rate : s->chain.rate;
         set_rate(s, s->proven * BACK_LOSSY);
     }
-    s->chain.length = 0;
+    if (!(KEEP && held && !s->credit && due < 6 && share < 0.02))
+        s->chain.length = 0;
+    else
+        s->lost_any = 1;
 }
 
 /* The clock: dips begin and end. `busy`: there is something to send. */
@@ -242,11 +266,11 @@ static void close_window(struct shared *s, ns now, ns passed, double n, double l
 {
     double seconds = (double)passed / 1e9, delivered = took > 0 ? (n - l) * PACKET * 1e9 / (double)took : s->rate;
 #ifdef DEBUG
-    if (s->last.sent_at > 5.5e9 && s->last.sent_at < 7.5e9) fprintf(stderr, "%.3f window n %.0f l %.0f passed %.1f rate %.3f proven %.3f step %.4f q %.1f competes %d\n", s->last.sent_at/1e9, n, l, passed/1e6, s->rate/1e6, s->proven/1e6, s->step/1e6, s->queued==NEVER?0:(s->queued-s->rtt)/1e6, s->competes);
+    if (s->last.sent_at > 5.0e9 && s->last.sent_at < 7.5e9) fprintf(stderr, "%.3f window n %.0f l %.0f passed %.1f rate %.3f proven %.3f step %.4f q %.1f competes %d\n", s->last.sent_at/1e9, n, l, passed/1e6, s->rate/1e6, s->proven/1e6, s->step/1e6, s->queued==NEVER?0:(s->queued-s->rtt)/1e6, s->competes);
 #endif
-    ns queue = s->queued == NEVER ? 0 : s->queued - s->rtt, much = greatest(4 * MS, s->rtt / 8);
+    ns waits = queue(s), much = greatest(4 * MS, s->rtt / 8);
     if (s->phase == STARTS) {
-        if (l > 0.05 * n + 3 * sqrt(0.4 * n) || queue > much) {
+        if (l > 0.05 * n + 3 * sqrt(0.4 * n) || waits > much) {
             s->phase = GROWS;
             s->proven = delivered < s->rate ? delivered : s->rate;
             s->since = (struct tally){n, l};
@@ -263,28 +287,30 @@ static void close_window(struct shared *s, ns now, ns passed, double n, double l
         restart(s, number);
         return;
     }
-    s->calm_at = queue > much ? 0 : s->calm_at ? s->calm_at : now;
+    s->calm_at = waits > much ? 0 : s->calm_at ? s->calm_at : now;
     if (s->competes && s->calm_at && now - s->calm_at > 2 * SECOND)
         s->competes = s->drains = 0;
-    if (queue > much && !s->competes) {
+    if (waits > much && !s->competes) {
+        if (took > s->gap + LEAST_WINDOW / 2) /* a longer way makes one */
+            delivered = (n - l) * PACKET * 1e9 / (double)(took - s->gap);
         double rate = delivered / (1 - s->credit);
         int follows = rate > 0.85 * s->rate;
         if (!s->drains)
             s->before = s->rate > s->proven ? s->rate : s->proven;
-        if (n >= 32 && !follows && (s->drains || queue > s->rtt / 2 + 10 * MS)) /* a longer way makes a pause, once */
+        if (n >= 32 && !follows)
             s->proven = s->before = rate;
         if (s->drains++ >= 2) { /* somebody else's queue, or a longer way */
             s->competes = 1;
             s->proven = s->before;
             set_rate(s, 0.95 * s->proven);
         } else {
-            set_rate(s, (queue > s->rtt / 2 + 10 * MS ? 0.5 : 0.85) * (s->rate < s->proven ? s->rate : s->proven));
+            set_rate(s, (waits > s->rtt / 2 + 10 * MS ? 0.5 : 0.85) * (s->rate < s->proven ? s->rate : s->proven));
         }
         s->step = s->grew = 0;
         restart(s, number);
         return;
     }
-    if (!s->competes && queue <= much)
+    if (!s->competes && waits <= much)
         s->drains = 0;
     if (s->chain.length && !l && s->rate >= 0.97 * s->chain.rate)
         s->chain.length = 0;
@@ -299,11 +325,12 @@ static void close_window(struct shared *s, ns now, ns passed, double n, double l
         restart(s, number);
         return;
     }
-    double g = s->competes ? PACKET * 1e18 / ((double)trip(s) * (double)trip(s)) : growth(s);
+    double g = s->competes ? COMP * 0.3 * s->rate / epoch(s) : growth(s);
     set_rate(s, s->rate + g * seconds);
     s->grew += seconds;
     s->base = s->last;
     s->queued = NEVER;
+    s->gap = 0;
 }
 
 /* `number`: the next one; `sent_at`: when the highest reported one was sent; `came`: when it came, by the receiver's clock. */
@@ -318,6 +345,8 @@ static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t
         if (s->chain.length && s->based)
             s->chain.held.sent += n, s->chain.held.lost += l;
     }
+    if (s->begun && s->based)
+        s->gap = greatest(s->gap, came - s->last.came);
     s->begun = 1;
     s->last = (struct look){datagrams, top, sent_at, came};
     if (!s->based) {
@@ -326,6 +355,7 @@ static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t
         s->based = 1;
         s->base = s->last;
         s->queued = NEVER;
+        s->gap = 0;
         return;
     }
     double n = (double)(top - s->base.top), got = (double)(datagrams - s->base.datagrams), l = n > got ? n - got : 0;
