@@ -77,7 +77,7 @@ struct sender {
     struct rate rate;
     struct shared shared;
     uint64_t number, reported;
-    ns *sent_at, free_at, heard_at;
+    ns *sent_at, free_at, heard_at, skew; /* skew: of the clock that all hosts have */
     double left; /* bytes of the exchange */
     int active, blocked;
     /* Its receiver. */
@@ -146,7 +146,8 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
         f->in = in[i];
         f->sent_at = calloc(RING, sizeof *f->sent_at);
         if (f->in.kind == SHARED)
-            shared_init(&f->shared, 4e6, f->in.ceiling), f->shared.skew = (ns)(draw(&sim) * 10e6);
+            shared_init(&f->shared, f->in.ceiling, BYTES);
+        f->skew = (ns)(draw(&sim) * 10e6);
         if (f->in.kind == DEDICATED)
             rate_init(&f->rate, 4e6, f->in.ceiling, 0);
         f->window = 10;
@@ -190,7 +191,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                 burst = f->window > (double)f->flight ? (int)(f->window - (double)f->flight) : 0;
             } else {
                 if (f->in.kind == SHARED)
-                    shared_clock(&f->shared, now, f->number, 1);
+                    shared_clock(&f->shared, now, now + f->skew, f->number);
                 double r = pace(f), trip = f->shared.srtt ? (double)f->shared.srtt / 1e9 : 0.02;
                 burst = (int)(r * (f->in.kind == SHARED ? 0.00025 : 0.001) / BYTES);
                 burst = burst < 1 ? 1 : burst > 44 ? 44 : burst;
