@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_lossy.transport.udp import packet
-from megatron_lossy.transport.udp.engine import SECOND, _Settings, load, pack_address
+from megatron_lossy.transport.udp.engine import RULES, SECOND, _Settings, load, pack_address
 
 MS = SECOND // 1000
 CHANNEL = 0x01020304
@@ -59,7 +59,7 @@ class Node:
     rate: float = 1e9
     reorder: int = MS
     peer_timeout: int = 30 * SECOND
-    delay_based: bool = False
+    rule: str = "fixed"
     key: bytes = bytes(16)
     reported: tuple[str, ...] = ()
     exchanges: dict[tuple[str, int, int], Exchange] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Node:
             memory=self.memory,
             packet=self.packet,
             cipher=self.cipher,
-            delay_based=self.delay_based,
+            rule=RULES[self.rule],
         )
         self.engine = self.lib.ml_create(ctypes.byref(settings), None, 0, 0, 0, (ctypes.c_int64 * 3)())
         self.lib.ml_promise(self.engine, self.window, self.window)
