@@ -1,6 +1,7 @@
 """The rate beside others: the engine's rule against its model, and what it does to a bottleneck."""
 
 import ctypes
+import dataclasses
 import math
 import random
 
@@ -8,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.lab.bottleneck import Bottleneck, Flow, run
+from megatron_lossy.transport.udp import build
 from megatron_lossy.transport.udp.engine import RULES, load
 from tests.udp_shared import MS, SECOND, Shared
 
@@ -84,3 +87,93 @@ def test_long_histories_come_to_every_phase():
     for loss, queue in ((0.1, 0.002), (0.0, 0.1)):
         seen |= follow(1, 12, 3e6, loss, queue, 0.02)[1]
     assert seen == {*PHASES, "competes", "alone", "credit", "none"}
+
+
+# --- a bottleneck; all rows: python -m benchmarks.congestion ---
+
+#: Without a compiler there is an engine that was built before, but no packet model.
+compiled = pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
+
+
+@compiled
+def test_the_model_is_as_known_flows_are():
+    """Cubic alone fills a queue of a round trip, and 92 % of a link without; four flows of a rule that ignores loss lose a fifth."""
+    assert run(Bottleneck(queue=20), [Flow("cubic")]).used > 0.98
+    assert 0.88 < run(Bottleneck(queue=2), [Flow("cubic")]).used < 0.95
+    assert 0.15 < run(Bottleneck(240), [Flow("dedicated")] * 4).own_loss() < 0.35
+
+
+@compiled
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    ("flows", "path", "most"),
+    [
+        (1, Bottleneck(10), 0.02),
+        (1, Bottleneck(1000), 0.025),
+        (4, Bottleneck(100, 100), 0.04),
+        (16, Bottleneck(100), 0.025),
+        (16, Bottleneck(100, 1, 1), 0.025),
+        (16, Bottleneck(1000, 1, 1), 0.025),
+    ],
+)
+def test_flows_lose_little_of_their_own_making(flows, path, most, seed):
+    assert run(path, [Flow()] * flows, seconds=8, seed=seed).own_loss() < most
+    assert run(path, [Flow("dedicated")] * flows, seconds=4, warm=2, seed=seed).own_loss() > most  # what it mends
+
+
+@compiled
+@pytest.mark.parametrize(("loss", "least"), [(0.001, 0.6), (0.01, 0.6), (0.1, 0.9), (0.2, 0.85)])
+def test_a_path_that_loses_is_used_all_the_same(loss, least):
+    """What dips prove is not answered; Cubic has a tenth of it, or less."""
+    outcome = run(Bottleneck(loss=loss), [Flow()], seconds=20, warm=5)
+    assert outcome.used > least
+    assert outcome.own_loss() < 0.025
+    assert run(Bottleneck(loss=loss), [Flow("cubic")], seconds=20, warm=5).used < (0.1 if loss >= 0.01 else 0.6)
+
+
+@compiled
+def test_nothing_is_credited_to_a_path_that_loses_nothing():
+    """Not even where sixteen flows join one after the other, and the queue is always full."""
+    flows = [Flow(endless=True, group=0, begin=0.1 * index) for index in range(16)]
+    outcome = run(Bottleneck(100, 1, 1), flows, seconds=20)
+    assert outcome.credit.max() < 0.02
+
+
+@compiled
+@pytest.mark.parametrize(("kind", "least"), [("cubic", 0.35), ("reno", 0.25)])
+@pytest.mark.parametrize("queue", [2, 20])
+def test_tcp_keeps_its_share(kind, least, queue):
+    """Of what it has alone; ``dedicated`` leaves it a twentieth behind a short queue."""
+    path = Bottleneck(queue=queue)
+    alone = run(path, [Flow(kind)], seconds=40, warm=8).delivered[0]
+    shared, dedicated = (
+        run(path, [Flow(rule, endless=True), Flow(kind)], seconds=40, warm=8).delivered[1] / alone
+        for rule in ("shared", "dedicated")
+    )
+    assert shared > least
+    assert dedicated < 0.1 or queue > 2
+
+
+@compiled
+@pytest.mark.parametrize("path", [Bottleneck(100, 1, 1), Bottleneck(100), Bottleneck(1000)])
+def test_flows_to_one_host_get_even_by_what_it_tells(path):
+    flows = [Flow(endless=True, group=0, begin=0.1 * index) for index in range(16)]
+    got = run(path, flows, seconds=20, warm=5).delivered
+    assert got.min() > 0.6 * got.max()
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("path", "after", "within"),
+    [
+        (Bottleneck(1000, queue=100), (100, 20), 1.0),
+        (Bottleneck(100), (1000, 20), 1.5),
+        (Bottleneck(1000), (1000, 30), 1.5),
+    ],
+)
+def test_a_path_that_changes_is_mastered(path, after, within):
+    """Four fifths of what there is, on average over half a second, after so many seconds."""
+    changed = dataclasses.replace(path, steps=((5.13, *after),))
+    trace = run(changed, [Flow(endless=True)], seconds=8, warm=0).trace
+    begin = round((5.13 + within) / 0.1) + 1
+    assert trace[begin : begin + 5, 0, 0].mean() / 0.1 > 0.8 * after[0] * 1e6 / 8

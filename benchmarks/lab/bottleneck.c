@@ -6,10 +6,10 @@
  * all they may, Cubic (RFC 9438) or Reno, with an acknowledgement of each packet. Nothing but the queue takes time that varies.
  */
 #include "../../megatron_lossy/transport/udp/c/base.h"
-#include "../../megatron_lossy/transport/udp/c/rate.c"
 #include "../../megatron_lossy/transport/udp/c/shared.c"
+#include "../../megatron_lossy/transport/udp/c/rate.c"
 
-enum { SHARED, DEDICATED, FIXED, CUBIC, RENO };
+enum { CUBIC = SHARED + 1, RENO }; /* beside the rules of rate.c */
 enum { SEND, ARRIVE, HEAR, DUE }; /* kinds of events */
 enum { BYTES = 1500, RING = 1 << 17, STEPS = 8, GROUPS = 64 };
 
@@ -75,7 +75,6 @@ struct sender {
     struct flow_in in;
     struct flow_out out;
     struct rate rate;
-    struct shared shared;
     uint64_t number, reported;
     ns *sent_at, free_at, heard_at, skew; /* skew: of the clock that all hosts have */
     double left; /* bytes of the exchange */
@@ -94,11 +93,6 @@ struct sender {
 struct group { double bytes, share; int senders; ns until; };
 
 static int tcp(const struct sender *f) { return f->in.kind >= CUBIC; }
-
-static double pace(const struct sender *f)
-{
-    return f->in.kind == SHARED ? f->shared.rate : f->in.kind == DEDICATED ? f->rate.rate : f->in.ceiling;
-}
 
 static void tcp_lost(struct sender *f, ns now, int timeout)
 {
@@ -145,11 +139,8 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
         struct sender *f = &flows[i];
         f->in = in[i];
         f->sent_at = calloc(RING, sizeof *f->sent_at);
-        if (f->in.kind == SHARED)
-            shared_init(&f->shared, f->in.ceiling, BYTES);
         f->skew = (ns)(draw(&sim) * 10e6);
-        if (f->in.kind == DEDICATED)
-            rate_init(&f->rate, 4e6, f->in.ceiling, 0);
+        rate_init(&f->rate, 4e6, f->in.ceiling, f->in.kind, BYTES);
         f->window = 10;
         f->threshold = 1e9;
         push(&sim, (struct event){.at = (ns)(f->in.begin * 1e9), .flow = i, .kind = SEND, .a = 1});
@@ -183,17 +174,14 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                 f->left = f->in.least > 0 ? f->in.least + draw(&sim) * (f->in.most - f->in.least) : 1e18;
                 active += !f->active;
                 f->active = 1;
-                if (f->in.kind == SHARED)
-                    shared_resume(&f->shared, f->number);
             }
             f->blocked = 0;
             if (tcp(f)) {
                 burst = f->window > (double)f->flight ? (int)(f->window - (double)f->flight) : 0;
             } else {
-                if (f->in.kind == SHARED)
-                    shared_clock(&f->shared, now, now + f->skew, f->number);
-                double r = pace(f), trip = f->shared.srtt ? (double)f->shared.srtt / 1e9 : 0.02;
-                burst = (int)(r * (f->in.kind == SHARED ? 0.00025 : 0.001) / BYTES);
+                rate_clock(&f->rate, now, now + f->skew, now - f->free_at, f->number);
+                double r = f->rate.rate, trip = (double)shared_trip(&f->rate.shared) / 1e9;
+                burst = (int)(r * (double)rate_burst(&f->rate) / 1e9 / BYTES);
                 burst = burst < 1 ? 1 : burst > 44 ? 44 : burst;
                 if (f->in.kind == SHARED) {
                     double room = 2 * r * (trip + 0.01) / BYTES + 16 - (double)(f->number - f->reported);
@@ -283,15 +271,9 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
             f->heard_at = now;
             if (v.b > f->reported)
                 f->reported = v.b;
-            if (f->in.kind == SHARED) {
-                f->shared.share = f->in.group >= 0 ? groups[f->in.group].share : 0;
-                shared_sample(&f->shared, now, trip);
-                shared_report(&f->shared, now, v.a, v.b, sent_at, v.came, f->number);
-            }
-            if (f->in.kind == DEDICATED) {
-                rate_sample(&f->rate, now, trip);
-                rate_report(&f->rate, now, v.a, v.a * BYTES, v.b, (uint32_t)(v.came / US));
-            }
+            f->rate.shared.share = f->in.group >= 0 ? groups[f->in.group].share : 0;
+            rate_sample(&f->rate, now, trip);
+            rate_report(&f->rate, now, v.a, v.a * BYTES, v.b, (uint32_t)(v.came / US), sent_at, f->number);
             if (f->blocked)
                 push(&sim, (struct event){.at = greatest(now, f->free_at), .flow = v.flow, .kind = SEND, .b = ++f->turn});
             f->blocked = 0;
@@ -341,8 +323,8 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
     }
     for (int i = 0; i < set->flows; i++) {
         out[i] = flows[i].out;
-        out[i].rate = pace(&flows[i]);
-        out[i].credit = flows[i].shared.credit;
+        out[i].rate = flows[i].rate.rate;
+        out[i].credit = flows[i].rate.shared.credit;
         free(flows[i].sent_at);
     }
     free(flows);
