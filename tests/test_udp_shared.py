@@ -5,6 +5,7 @@ import dataclasses
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from benchmarks.lab.bottleneck import Bottleneck, Flow, run
 from megatron_lossy.transport.udp import build
 from megatron_lossy.transport.udp.engine import RULES, load
 from tests.udp_shared import MS, SECOND, Shared
+from tests.udp_world import World
 
 pytestmark = pytest.mark.shows("rates beside other flows: the rule, its model, and a bottleneck", device=False)
 
@@ -177,3 +179,61 @@ def test_a_path_that_changes_is_mastered(path, after, within):
     trace = run(changed, [Flow(endless=True)], seconds=8, warm=0).trace
     begin = round((5.13 + within) / 0.1) + 1
     assert trace[begin : begin + 5, 0, 0].mean() / 0.1 > 0.8 * after[0] * 1e6 / 8
+
+
+# --- engines, without sockets and in a time of their own ---
+
+
+def engines_share_a_link(rule, senders, loss=0.0, seconds=8):
+    """Ranks that send to rank 0 without end, over 100 Mbit/s with a queue of 2 ms and a round trip of 20 ms.
+
+    Returns the shares of what they sent in the second half that did not fit the queue, and of the link that they used.
+    """
+    rate, queue, shard = 12.5e6, 25e3, 500 * 1408
+    random_, free, counts, half = random.Random(5), 0, [0, 0, 0], (1 + seconds / 2) * SECOND
+
+    def link(source, destination, datagram, now):
+        nonlocal free
+        if destination:
+            return [now + 10 * MS]
+        size, counted = len(datagram) + 28, now > half
+        counts[0] += counted
+        if max(free - now, 0) * rate / SECOND > queue:
+            counts[1] += counted
+            return []
+        free = max(free, now) + int(size * SECOND / rate)
+        counts[2] += size * counted
+        return [] if random_.random() < loss else [free + 10 * MS]
+
+    settings_ = {"packet": 1408, "rate": 1.25e9, "rule": rule, "window": 3000}
+    with World(senders + 1, {"grad": [(shard, 1408)]}, link, **settings_) as world:
+        data, steps = np.zeros((senders + 1, shard), np.uint8), [0] * (senders + 1)
+
+        def goes_on():
+            for rank, node in enumerate(world.nodes):
+                over = [key for key, x in node.exchanges.items() if x.over_at is not None]
+                for key in over:
+                    node.released(key)
+                for _ in range(2 - len(node.exchanges) if rank == 0 else 0):
+                    node.post(world.now, "grad", steps[0], 0)
+                    steps[0] += 1
+                while rank and steps[rank] < steps[0]:
+                    node.lib.ml_release(node.send("grad", steps[rank], 0, data, to=[0]))
+                    steps[rank] += 1
+            return world.now > (1 + seconds) * SECOND
+
+        world.run(goes_on, (seconds + 1) * SECOND)
+    return counts[1] / counts[0], counts[2] / (rate * seconds / 2)
+
+
+def test_engines_lose_little_of_their_own_making():
+    own, used = engines_share_a_link("shared", 3)
+    assert own < 0.025
+    assert used > 0.7
+    assert engines_share_a_link("dedicated", 3, seconds=4)[0] > 0.05
+
+
+def test_engines_use_a_path_that_loses():
+    own, used = engines_share_a_link("shared", 1, loss=0.1, seconds=14)
+    assert own < 0.04
+    assert used > 0.7

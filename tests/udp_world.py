@@ -6,6 +6,7 @@ import ctypes
 import functools
 import heapq
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -151,9 +152,14 @@ class Node:
         must: np.ndarray | None = None,
         code=(1, 0),
         length: int = 0,
+        to: Collection[int] | None = None,
     ) -> ctypes.c_void_p:
-        """``data``: uint8[size, shard], which must stay alive; ``must`` bool[size, units]; ``length``: as of :meth:`post`."""
-        pointers = [None if r == self.rank else data[r].ctypes.data for r in range(self.size)]
+        """``data``: uint8[size, shard], which must stay alive; ``must`` bool[size, units]; ``length``: as of :meth:`post`.
+
+        ``to``: the ranks that get something; ``None``: all others.
+        """
+        others = set(range(self.size)) - {self.rank} if to is None else to
+        pointers = [data[r].ctypes.data if r in others else None for r in range(self.size)]
         handle = ctypes.c_void_p()
         sources = (ctypes.c_void_p * self.size)(*pointers)
         must = None if must is None else np.ascontiguousarray(must, np.bool_)
