@@ -4,6 +4,10 @@ import ctypes
 import dataclasses
 import math
 import random
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from hypothesis import strategies as st
 from benchmarks.lab.bottleneck import Bottleneck, Flow, run
 from megatron_lossy.transport.udp import build
 from megatron_lossy.transport.udp.engine import RULES, load
+from tests.test_lab import needs_lab
 from tests.udp_shared import MS, SECOND, Shared
 from tests.udp_world import World
 
@@ -237,3 +242,25 @@ def test_engines_use_a_path_that_loses():
     own, used = engines_share_a_link("shared", 1, loss=0.1, seconds=14)
     assert own < 0.04
     assert used > 0.7
+
+
+def overflowed(rule, folder):
+    """Shares of what two ranks of each site sent to two of the other that did not fit the queue, by the link's counters."""
+    folder.mkdir()
+    command = [
+        sys.executable, "-m", "benchmarks.lab", "--rtt", "20", "--rate", "100", "--queue", "2", "--sites", "2", "2", "--",
+        "env", "RANK={node}", "WORLD_SIZE={nodes}", sys.executable, "-m", "tests.udp_flood", rule, "8", str(folder),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = re.findall(r"(\d+) packets, .* (\d+) did not fit", done.stderr)
+    return [int(lost) / int(packets) for packets, lost in found]
+
+
+@pytest.mark.slow
+@needs_lab
+def test_real_engines_lose_little_over_an_emulated_link(tmp_path):
+    """100 Mbit/s, 20 ms, a queue of 2 ms, and a machine that may be busy, which delays packets: the bound is wider."""
+    shared, dedicated = overflowed("shared", tmp_path / "shared"), overflowed("dedicated", tmp_path / "dedicated")
+    assert max(shared) < 0.1
+    assert min(dedicated) > 2 * max(shared)
