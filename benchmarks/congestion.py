@@ -1,6 +1,6 @@
 """What ``--udp-rate-control`` does to a bottleneck and to others, in a packet model with the engine's own rate control.
 
-    python -m benchmarks.congestion [--rules shared dedicated] [--seeds 3] [--out benchmarks/results]
+    python -m benchmarks.congestion [--rules shared dedicated] [--seeds 3] [--only TEXT] [--out benchmarks/results]
 
 Own loss is what does not fit the queue; a path's own loss is not counted in it. Flows of ours send exchanges of 4 to 40 MB with
 pauses of 10 to 300 ms, except beside TCP, where fairness is measured, and where the path changes: there they send without end.
@@ -122,11 +122,22 @@ def rows() -> list[Row]:
         Row("Cubic beside us, RTT 100 ms, queue 20 and 100 ms", "%", beside("cubic", Bottleneck(rtt=100, queue=20), Bottleneck(rtt=100, queue=100)), least=25),
         Row("Cubic beside us, RTT 100 ms, queue 2 ms", "%", beside("cubic", Bottleneck(rtt=100)), least=25),
         Row("least over largest of 16 flows to one host, RTT 1 and 20 ms", "%", evenness(Bottleneck(100, 1, 1), Bottleneck(100, 20, 2), Bottleneck(1000, 20, 2)), least=60),
+        *(Row(f"own loss, the same flows, 100 Mbit/s, RTT 20 ms, clocks up to {skew:,} ms apart", "%", joining(skew), most=2.5) for skew in (10, 50, 2000)),
         Row("1,000 to 100 Mbit/s, queue 2 ms and 100 ms", "s", change(100, 20, Bottleneck(1000, 20, 2), Bottleneck(1000, 20, 100)), most=1),
         Row("100 to 1,000 Mbit/s", "s", change(1000, 20, Bottleneck()), most=1.5),
         Row("RTT 20 to 30 ms, 100 Mbit/s", "s", change(100, 30, Bottleneck()), most=1.5),
         Row("RTT 20 to 30 ms, 1,000 Mbit/s", "s", change(1000, 30, Bottleneck(1000)), most=1.5),
     ]  # fmt: skip
+
+
+def joining(skew: float) -> Callable[[str, int], list[float]]:
+    """Own loss of 16 flows without end that begin one after the other, percent; their clocks differ by up to ``skew`` ms."""
+
+    def measure(rule: str, seed: int) -> list[float]:
+        flows = [Flow(rule, endless=True, group=0, begin=0.1 * index) for index in range(16)]
+        return [100 * run(Bottleneck(skew=skew), flows, seconds=20, warm=5, seed=seed).own_loss()]
+
+    return measure
 
 
 def incast(rule: str, seed: int) -> list[float]:
@@ -140,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rules", nargs="+", default=["shared", "dedicated"], choices=["shared", "dedicated"])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows that have it in their name")
     parser.add_argument("--out", default=RESULTS)
     arguments = parser.parse_args(argv)
     lines = [
@@ -150,9 +162,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"Least to greatest over paths and {arguments.seeds} seeds. Own loss does not include that of the path.",
         "",
         "| requirement | target | " + " | ".join(f"`{rule}`" for rule in arguments.rules) + " |",
-        "| --- |" * 1 + " --- |" * (1 + len(arguments.rules)),
+        "| --- " * (2 + len(arguments.rules)) + "|",
     ]
-    for row in rows():
+    for row in (row for row in rows() if arguments.only in row.name):
         cells = []
         for rule in arguments.rules:
             values = [value for seed in range(1, arguments.seeds + 1) for value in row.measure(rule, seed)]

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import congestion
 from benchmarks.lab.bottleneck import Bottleneck, Flow, run
 from megatron_lossy.transport.udp import build
 from megatron_lossy.transport.udp.engine import RULES, load
@@ -184,6 +185,14 @@ def test_a_path_that_changes_is_mastered(path, after, within):
     trace = run(changed, [Flow(endless=True)], seconds=8, warm=0).trace
     begin = round((5.13 + within) / 0.1) + 1
     assert trace[begin : begin + 5, 0, 0].mean() / 0.1 > 0.8 * after[0] * 1e6 / 8
+
+
+@compiled
+def test_the_table_says_what_is_missed(tmp_path):
+    congestion.main(["--only", "10 Mbit/s", "--seeds", "1", "--out", str(tmp_path)])
+    (table,) = tmp_path.iterdir()
+    (row,) = [line.split(" | ") for line in table.read_text().splitlines() if "10 Mbit/s" in line and line[0] == "|"]
+    assert "missed" not in row[2] and "missed" in row[3]  # shared, dedicated
 
 
 # --- engines, without sockets and in a time of their own ---

@@ -24,6 +24,7 @@ struct flow_out { uint64_t sent, delivered, overflowed, lost; double rate, credi
 struct step { double at, rate, rtt; };
 struct setting {
     double rate, rtt, queue, loss, burst, jitter; /* bytes/s, seconds, seconds at `rate`, share, packets in a row, seconds */
+    double skew;                                  /* seconds, the most between two clocks */
     double seconds, warm;                         /* counted after `warm` */
     double interval;                              /* seconds of a row of the trace */
     uint64_t seed;
@@ -139,7 +140,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
         struct sender *f = &flows[i];
         f->in = in[i];
         f->sent_at = calloc(RING, sizeof *f->sent_at);
-        f->skew = (ns)(draw(&sim) * 10e6);
+        f->skew = (ns)(draw(&sim) * set->skew * 1e9);
         rate_init(&f->rate, 4e6, f->in.ceiling, f->in.kind, BYTES);
         f->window = 10;
         f->threshold = 1e9;

@@ -52,7 +52,7 @@ class _Setting(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_double)
-            for name in ["rate", "rtt", "queue", "loss", "burst", "jitter", "seconds", "warm", "interval"]
+            for name in ["rate", "rtt", "queue", "loss", "burst", "jitter", "skew", "seconds", "warm", "interval"]
         ),
         ("seed", ctypes.c_uint64),
         ("flows", ctypes.c_int32),
@@ -65,7 +65,8 @@ class _Setting(ctypes.Structure):
 class Bottleneck:
     """A path: ``mbit`` Mbit/s behind a queue of ``queue`` ms, a round trip of ``rtt`` ms, and loss of its own.
 
-    ``burst``: mean packets lost in a row, 0 for single ones. ``jitter``: ms, the most that a packet is late. ``steps``: what
+    ``burst``: mean packets lost in a row, 0 for single ones. ``jitter``: ms, the most that a packet is late. ``skew``: ms,
+    the most between the clocks of two senders. ``steps``: what
     the path becomes at a time: seconds, Mbit/s, ms.
     """
 
@@ -75,6 +76,7 @@ class Bottleneck:
     loss: float = 0.0
     burst: float = 0.0
     jitter: float = 0.0
+    skew: float = 10.0
     steps: tuple[tuple[float, float, float], ...] = ()
 
 
@@ -147,6 +149,7 @@ def run(
         loss=path.loss,
         burst=path.burst,
         jitter=path.jitter / 1e3,
+        skew=path.skew / 1e3,
         seconds=seconds,
         warm=warm,
         interval=interval,
