@@ -10,6 +10,7 @@ The model has neither a scheduler nor a machine that is busy.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,11 +50,11 @@ def own_loss(flows: int, *paths: Bottleneck) -> Callable[[str, int], list[float]
     return measure
 
 
-def use(*paths: Bottleneck, seconds: float = 20) -> Callable[[str, int], list[float]]:
-    """What one flow uses of a link, percent, 5 seconds after its beginning."""
+def use(*paths: Bottleneck, seconds: float = 20, flows: int = 1) -> Callable[[str, int], list[float]]:
+    """What ``flows`` use of a link, percent, 5 seconds after their beginning."""
 
     def measure(rule: str, seed: int) -> list[float]:
-        return [100 * run(path, [Flow(rule)], seconds=seconds, warm=5, seed=seed).used for path in paths]
+        return [100 * run(path, [Flow(rule)] * flows, seconds=seconds, warm=5, seed=seed).used for path in paths]
 
     return measure
 
@@ -94,7 +95,7 @@ def change(mbit: float, rtt: float, *paths: Bottleneck) -> Callable[[str, int], 
             trace = run(changed, [Flow(rule, endless=True)], seconds=at + 6, warm=0, seed=seed, interval=interval).trace
             share = trace[int(at / interval) + 1 :, 0, 0] / interval / (mbit * 1e6 / 8)
             good = [k for k in range(len(share) - 5) if share[k : k + 5].mean() >= 0.8]
-            values.append(interval * good[0] if good else 99.0)
+            values.append(interval * good[0] if good else math.inf)
         return values
 
     return measure
@@ -115,6 +116,8 @@ def rows() -> list[Row]:
         Row("use at 20 % of loss, 100 Mbit/s", "%", use(Bottleneck(loss=0.2)), least=85),
         Row("use at 0.1 and 1 % of loss, 100 and 1,000 Mbit/s", "%", use(*(Bottleneck(mbit, loss=loss) for mbit in (100, 1000) for loss in (0.001, 0.01))), least=60),
         Row("use at 0.1, 1 and 10 % of loss, 1,000 Mbit/s, RTT 100 ms", "%", use(*(Bottleneck(1000, 100, loss=loss) for loss in (0.001, 0.01, 0.1))), least=60),
+        Row("use at 10 % of loss, 16 flows, 100 Mbit/s", "%", use(Bottleneck(loss=0.1), flows=16), least=60),
+        Row("use at 10 % of loss, 10 and 24 Mbit/s", "%", use(Bottleneck(10, loss=0.1), Bottleneck(24, loss=0.1)), least=60),
         Row("use at 10 % of loss in bursts of 8, 100 Mbit/s", "%", use(Bottleneck(loss=0.1, burst=8)), least=60),
         Row("Cubic beside us, RTT 20 ms, queue 2, 20, 100 ms", "%", beside("cubic", *(Bottleneck(queue=queue) for queue in (2, 20, 100))), least=35, most=65),
         Row("the same with jitter of 2 ms, queue 2 and 20 ms", "%", beside("cubic", *(Bottleneck(queue=queue, jitter=2) for queue in (2, 20))), least=35, most=65),
@@ -168,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cells = []
         for rule in arguments.rules:
             values = [value for seed in range(1, arguments.seeds + 1) for value in row.measure(rule, seed)]
-            text = "never" if min(values) == 99 else f"{min(values):.1f} to {max(values):.1f}".replace("99.0", "never")
+            text = f"{min(values):.1f} to {max(values):.1f}".replace("inf to inf", "never").replace("inf", "never")
             cells.append(text + ("" if row.holds(values) else " (missed)"))
         lines.append(f"| {row.name} | {row.target} | " + " | ".join(cells) + " |")
         print(lines[-1], flush=True)

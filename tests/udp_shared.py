@@ -232,7 +232,7 @@ class Shared:
         if held and was == 0 and due >= 6 and self._pool[1] > 0.6 * due:
             self._pool = [self._pool[0] + chain.sent, self._pool[1] + chain.lost]
         self.credit = between(0, self._pool[1] / (self._pool[0] + 30), 0.3)
-        if self.credit < 0.003 or self._pool[1] < 2:
+        if self.credit < 0.003 or self._pool[1] < 3:
             self.credit = 0.0
         if held and self.credit > was:
             self.proven = min(chain.delivered / (1 - self.credit), chain.rate)

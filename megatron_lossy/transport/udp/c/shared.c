@@ -205,7 +205,7 @@ static void dip_over(struct shared *s, double n, double l)
         d->lost += h->lost;
     }
     s->credit = between(0, d->lost / (d->sent + 30), MOST_CREDIT);
-    if (s->credit < 0.003 || d->lost < 2)
+    if (s->credit < 0.003 || d->lost < 3)
         s->credit = 0;
     if (held && s->credit > m) {
         double rate = s->chain.delivered / (1 - s->credit);
