@@ -92,8 +92,8 @@ def test_the_rule_is_the_models(**link):
 
 def test_long_histories_come_to_every_phase():
     seen = set()
-    for loss, queue, capacity in ((0.1, 0.002, 6e6), (0.0, 0.1, 3e6)):
-        seen |= follow(1, 12, capacity, loss, queue, 0.02)[1]
+    for loss, queue, capacity in ((0.05, 0.002, 12.5e6), (0.0, 0.1, 3e6)):
+        seen |= follow(1, 8, capacity, loss, queue, 0.02)[1]
     assert seen == {*PHASES, "competes", "alone", "credit", "none"}
 
 
