@@ -23,7 +23,18 @@ def run(tmp_path_factory):
     def run(driver, *arguments):
         program = folder / driver
         if not program.exists():
-            command = [compiler, "-std=gnu11", "-O1", "-g", "-pthread", "-o", program, HERE / f"{driver}.c", "-ldl"]
+            command = [
+                compiler,
+                "-std=gnu11",
+                "-O1",
+                "-g",
+                "-pthread",
+                "-o",
+                program,
+                HERE / f"{driver}.c",
+                "-ldl",
+                "-lm",
+            ]
             sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
             if subprocess.run([*command, *sanitizers], capture_output=True).returncode:
                 subprocess.run(command, check=True)  # they are packages of their own on some systems

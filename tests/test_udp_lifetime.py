@@ -352,7 +352,7 @@ def test_deadlines_pass_while_the_socket_is_never_empty(tmp_path):
         pytest.skip("no C compiler")
     source, program = tmp_path / "flooded.c", tmp_path / "flooded"
     source.write_text(FLOODED.format(source=Path(build.SOURCE)))
-    subprocess.run([compiler, "-std=gnu11", "-O1", "-pthread", "-o", program, source, "-ldl"], check=True)
+    subprocess.run([compiler, "-std=gnu11", "-O1", "-pthread", "-o", program, source, "-ldl", "-lm"], check=True)
     assert subprocess.run([program], timeout=60).returncode == 0
 
 

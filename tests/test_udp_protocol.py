@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.transport.udp import packet
-from megatron_lossy.transport.udp.engine import SECOND, Channel, load
+from megatron_lossy.transport.udp.engine import RULES, SECOND, Channel, load
 from megatron_lossy.transport.udp.packet import ALIVE, ASK, DATA, END, NACK, PARITY, PROBE, READY, REPORT, encode
 from tests.udp_models import Rate, Source
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
@@ -271,7 +271,7 @@ def test_completion_is_the_models_in_long_orders(events, deadline, must, toleran
 def follow_rate(fixed, ceiling, reports):
     """Drive the engine's rate and the model with the same reports."""
     lib = load()
-    c = lib.ml_rate_new(4e6, ceiling, fixed)
+    c = lib.ml_rate_new(4e6, ceiling, RULES["fixed" if fixed else "dedicated"], 1000)
     model = Rate(4e6, ceiling, fixed)
     out = (ctypes.c_double * 5)()
     now, datagrams, top = SECOND, 0, 0
@@ -283,7 +283,7 @@ def follow_rate(fixed, ceiling, reports):
             lib.ml_rate_sample(c, now, MS + rtt)
             model.sample(now, MS + rtt)
         clock = now // 1000 % 2**32
-        lib.ml_rate_report(c, now, datagrams, datagrams * 1000, top, clock)
+        lib.ml_rate_report(c, now, datagrams, datagrams * 1000, top, clock, 0, 0)
         model.report(now, datagrams, datagrams * 1000, top, clock)
         lib.ml_rate_get(c, out)
         rtt_min = -1 if model.rtt_min is None else model.rtt_min
@@ -353,7 +353,7 @@ def through_a_bottleneck(loss, seed):
     """Eight exchanges; medians of the last five: milliseconds, the share lost, and the time that the link alone takes."""
     shard = 2000 * 1408
     link = Bottleneck(50e6, 250e3, 10 * MS, loss, seed)
-    with World(2, {"grad": [(shard, 1408)]}, link, packet=1408, rate=1e9, delay_based=True, window=3000) as world:
+    with World(2, {"grad": [(shard, 1408)]}, link, packet=1408, rate=1e9, rule="dedicated", window=3000) as world:
         times, lost = [], []
         for step in range(8):
             begun = world.now

@@ -112,7 +112,7 @@ static void open_all(int cipher, uint32_t memory)
 {
     static const uint8_t key[16] = "0123456789abcdef";
     struct settings set = {.rate = 1e9, .reorder = draw(2) ? MS : 0, .peer_timeout = (ns)1 << 60, .eager = draw(3) ? 2000 : 100,
-                           .memory = memory, .packet = PACKET, .cipher = cipher};
+                           .memory = memory, .packet = PACKET, .cipher = cipher, .rule = (int)(epoch % 3)};
     int64_t unused[3];
     for (uint32_t rank = 0; rank < RANKS; rank++) {
         struct caller *one = &callers[rank];

@@ -6,12 +6,13 @@ import ctypes
 import functools
 import heapq
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_lossy.transport.udp import packet
-from megatron_lossy.transport.udp.engine import SECOND, _Settings, load, pack_address
+from megatron_lossy.transport.udp.engine import RULES, SECOND, _Settings, load, pack_address
 
 MS = SECOND // 1000
 CHANNEL = 0x01020304
@@ -59,7 +60,7 @@ class Node:
     rate: float = 1e9
     reorder: int = MS
     peer_timeout: int = 30 * SECOND
-    delay_based: bool = False
+    rule: str = "fixed"
     key: bytes = bytes(16)
     reported: tuple[str, ...] = ()
     exchanges: dict[tuple[str, int, int], Exchange] = field(default_factory=dict)
@@ -76,7 +77,7 @@ class Node:
             memory=self.memory,
             packet=self.packet,
             cipher=self.cipher,
-            delay_based=self.delay_based,
+            rule=RULES[self.rule],
         )
         self.engine = self.lib.ml_create(ctypes.byref(settings), None, 0, 0, 0, (ctypes.c_int64 * 3)())
         self.lib.ml_promise(self.engine, self.window, self.window)
@@ -151,9 +152,14 @@ class Node:
         must: np.ndarray | None = None,
         code=(1, 0),
         length: int = 0,
+        to: Collection[int] | None = None,
     ) -> ctypes.c_void_p:
-        """``data``: uint8[size, shard], which must stay alive; ``must`` bool[size, units]; ``length``: as of :meth:`post`."""
-        pointers = [None if r == self.rank else data[r].ctypes.data for r in range(self.size)]
+        """``data``: uint8[size, shard], which must stay alive; ``must`` bool[size, units]; ``length``: as of :meth:`post`.
+
+        ``to``: the ranks that get something; ``None``: all others.
+        """
+        others = set(range(self.size)) - {self.rank} if to is None else to
+        pointers = [data[r].ctypes.data if r in others else None for r in range(self.size)]
         handle = ctypes.c_void_p()
         sources = (ctypes.c_void_p * self.size)(*pointers)
         must = None if must is None else np.ascontiguousarray(must, np.bool_)

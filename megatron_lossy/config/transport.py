@@ -53,9 +53,10 @@ class TransportFlags(Flags):
         incidental=True,
     )
     udp_rate_control: str = flag(
-        "delay",
-        "udp: find the rate by delay and delivery rate, or send at --udp-rate whatever happens (closed networks only)",
-        choices=("delay", "fixed"),
+        "dedicated",
+        "udp: how a rate is found below --udp-rate: beside other traffic, which keeps its share; on a link of one's own; or not "
+        "at all (closed networks only)",
+        choices=("shared", "dedicated", "fixed"),
         incidental=True,
     )
     udp_deadline: str = flag(

@@ -95,7 +95,18 @@ def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
     everyone: list = [None] * size
     dist.all_gather_object(everyone, mine)
     group.close()
-    return _report(everyone) if rank == 0 else []
+    return [*_rule(config), *_report(everyone)] if rank == 0 else []
+
+
+def _rule(config: LossyConfig) -> list[Finding]:
+    """Say what the rule of rates needs of the network and of the hosts."""
+    needs = {
+        "shared": "needs clocks of all hosts that agree to 10 ms (NTP)",
+        "dedicated": "for a link of this training's own: others on it would get little, shared leaves them their part",
+        "fixed": "for a network that carries nothing else",
+    }
+    rule = config.udp_rate_control
+    return [Finding("network", "rates", "ok", f"--udp-rate-control {rule}: {needs[rule]}")]
 
 
 def _report(everyone: list[dict]) -> list[Finding]:

@@ -75,7 +75,7 @@ def compile_library(cc: str, path: Path, extra: Sequence[str] = ()) -> None:
     """Compile the engine with ``extra`` flags to ``path``. The file appears there only when it is complete."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         aside = Path(folder, path.name)
-        command = [cc, *FLAGS, *extra, "-o", str(aside), str(SOURCE), "-ldl"]
+        command = [cc, *FLAGS, *extra, "-o", str(aside), str(SOURCE), "-ldl", "-lm"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:

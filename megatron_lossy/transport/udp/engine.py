@@ -26,6 +26,8 @@ from .packet import PHASES, overhead
 from .settings import MIB, UdpSettings
 
 SECOND = 1_000_000_000
+#: The rules of rates, by their number in the engine.
+RULES = {"fixed": 0, "dedicated": 1, "shared": 2}
 #: Seconds for ranks to find each other, once all have opened a channel.
 PROBE_TIME = 3.0
 #: Seconds between looks at signals while waiting.
@@ -58,7 +60,8 @@ class _Settings(ctypes.Structure):
         ("instance", ctypes.c_uint64),
         ("packet", ctypes.c_uint32),
         ("cipher", ctypes.c_int),
-        ("delay_based", ctypes.c_int),
+        ("rule", ctypes.c_int),
+        ("clock", ctypes.c_int64),
     ]
 
 
@@ -100,10 +103,13 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("produce", i, pointer, i64, pointer, pointer),
         ("timers", None, pointer, i64),
         ("due", i64, pointer),
-        ("rate_new", pointer, double, double, i),
+        ("rate_new", pointer, double, double, i, double),
         ("rate_free", None, pointer),
         ("rate_sample", None, pointer, i64, i64),
-        ("rate_report", None, pointer, i64, u64, u64, u64, u32),
+        ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, u64),
+        ("rate_clock", None, pointer, i64, i64, i64, u64),
+        ("rate_share", None, pointer, double),
+        ("rate_shared", None, pointer, pointer),
         ("rate_get", None, pointer, pointer),
     ):
         function = getattr(lib, f"ml_{name}")
@@ -197,6 +203,8 @@ class Engine:
             )
         if settings.rate_control == "fixed":
             log(f"udp: fixed rate of {self.rate / 1e6:.0f} MB/s, whatever else the network carries")
+        if settings.rate_control == "dedicated" and not local_rank:
+            log("udp: rates are for a link of this training's own; where others use it: --udp-rate-control shared")
 
     def c_settings(self) -> _Settings:
         settings = self.settings
@@ -209,7 +217,8 @@ class Engine:
             instance=self.instance,
             packet=settings.packet_bytes,
             cipher=settings.cipher != "none",
-            delay_based=settings.rate_control == "delay",
+            rule=RULES[settings.rate_control],
+            clock=time.time_ns() - time.monotonic_ns(),
         )
 
     def _refusal(self, number: int, port: int) -> Exception:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-VERSION = 2
+VERSION = 3
 DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK = range(1, 10)
 PHASES = {"grad": 0, "param": 1}
 TAG_BYTES = 16
@@ -33,7 +33,8 @@ HEADER = np.dtype(
 assert HEADER.itemsize == 28
 
 #: Payload of a REPORT: datagrams and bytes that came from its addressee; the highest number + 1, the time since it came
-#: (µs), and the clock of the reporter (µs) then; DATA that the addressee may have on the way: with ease, and at most.
+#: (µs), and the clock of the reporter (µs) then; DATA that the addressee may have on the way: with ease, and at most; what
+#: comes to the reporter, for each process that sends to it (bytes/s), 0 if it does not know.
 REPORT_PAYLOAD = np.dtype(
     [
         ("datagrams", "<u8"),
@@ -43,6 +44,7 @@ REPORT_PAYLOAD = np.dtype(
         ("clock", "<u4"),
         ("window", "<u4"),
         ("limit", "<u4"),
+        ("share", "<u8"),
     ]
 )
 
@@ -83,7 +85,14 @@ def decode(datagram: bytes) -> tuple[int, int, dict[str, int], bytes]:
 
 
 def report(
-    datagrams: int, size: int, top: int, since: int = 0, clock: int = 0, window: int = 2**32 - 1, limit: int = 2**32 - 1
+    datagrams: int,
+    size: int,
+    top: int,
+    since: int = 0,
+    clock: int = 0,
+    window: int = 2**32 - 1,
+    limit: int = 2**32 - 1,
+    share: int = 0,
 ) -> bytes:
     """The payload of a REPORT."""
-    return np.array((datagrams, size, top, since, clock, window, limit), REPORT_PAYLOAD).tobytes()
+    return np.array((datagrams, size, top, since, clock, window, limit, share), REPORT_PAYLOAD).tobytes()

@@ -20,7 +20,7 @@ class UdpSettings:
     interface: str | None = None
     port: int = 0
     rate: float | None = None
-    rate_control: Literal["delay", "fixed"] = "delay"
+    rate_control: Literal["shared", "dedicated", "fixed"] = "dedicated"
     deadline: float | Literal["auto"] | None = None
     reorder: float | None = None
     eager_bytes: int = 4 * MIB

@@ -205,8 +205,26 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
         }
     }
     f->out.reported_top = a.top;
-    rate_report(&f->rate, now, a.datagrams, a.bytes, a.top, a.clock);
+    f->rate.shared.share = (double)a.share;
+    rate_report(&f->rate, now, a.datagrams, a.bytes, a.top, a.clock,
+                f->out.number - a.top <= f->out.mask ? stamp->at : -1, f->out.number);
     return TAKEN;
+}
+
+/* What each flow has of all that comes, by intervals of 100 ms. */
+static void shares(struct engine *e, struct flow *f, size_t bytes, ns now)
+{
+    if (now >= e->arrivals.ends) {
+        int whole = now < e->arrivals.ends + 100 * MS && e->arrivals.flows > 1; /* alone it has all, and learns nothing */
+        e->arrivals.share = whole ? e->arrivals.bytes * 10 / e->arrivals.flows : 0;
+        e->arrivals.bytes = e->arrivals.flows = 0;
+        e->arrivals.number++;
+        e->arrivals.ends = now + 100 * MS;
+    }
+    if (f->in.interval != e->arrivals.number)
+        e->arrivals.flows++;
+    f->in.interval = e->arrivals.number;
+    e->arrivals.bytes += bytes + e->wire_overhead;
 }
 
 static void report_later(struct engine *e, struct flow *f, ns now)
@@ -342,6 +360,8 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     }
     if (type == DATA || type == END || type == PROBE || type == PARITY)
         report_later(e, f, now);
+    if (type == DATA || type == PARITY)
+        shares(e, f, n, now);
     if (type == DATA || type == PARITY) {
         if (size == c->bucket[phase][bucket].unit)
             m->deaf.full_at = now;

@@ -175,16 +175,16 @@ API void ml_engine_counters(struct engine *e, uint64_t *out)
     release(e);
 }
 
-/* rate (bytes/s), least round trip (s), lost share that is not ours, delivery rate, outstanding DATA; how much of that its buffer
- * holds for us: with ease, and at most */
+/* rate (bytes/s), least round trip (s), lost share that is not ours, what came through (bytes/s), outstanding DATA; how much of
+ * that its buffer holds for us: with ease, and at most */
 API void ml_member_rate(struct channel *c, uint32_t rank, double *out)
 {
     acquire(c->engine);
     const struct flow *f = c->members[rank].flow;
     out[0] = f->rate.rate;
     out[1] = f->rate.known ? (double)f->rate.rtt_min / 1e9 : 0.0;
-    out[2] = f->rate.foreign;
-    out[3] = f->rate.greatest;
+    out[2] = f->rate.rule == SHARED ? f->rate.shared.credit : f->rate.foreign;
+    out[3] = f->rate.rule == SHARED ? f->rate.shared.proven : f->rate.greatest;
     out[4] = (double)(f->out.data - f->out.reported);
     out[5] = f->out.window;
     out[6] = f->out.limit;
@@ -199,18 +199,30 @@ API int ml_produce(struct engine *e, ns now, uint8_t *out, struct output *o) { r
 API void ml_timers(struct engine *e, ns now) { timers(e, now); }
 API ns ml_due(const struct engine *e) { return least(e->timers_at, e->blocked_until); }
 
-API struct rate *ml_rate_new(double floor, double ceiling, int fixed)
+API struct rate *ml_rate_new(double floor, double ceiling, int rule, double packet)
 {
     struct rate *r = calloc(1, sizeof *r);
     if (r)
-        rate_init(r, floor, ceiling, fixed);
+        rate_init(r, floor, ceiling, rule, packet);
     return r;
 }
 API void ml_rate_free(struct rate *r) { free(r); }
 API void ml_rate_sample(struct rate *r, ns now, ns rtt) { rate_sample(r, now, rtt); }
-API void ml_rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t bytes, uint64_t top, uint32_t clock)
+API void ml_rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t bytes, uint64_t top, uint32_t clock, ns sent_at,
+                        uint64_t number)
 {
-    rate_report(r, now, datagrams, bytes, top, clock);
+    rate_report(r, now, datagrams, bytes, top, clock, sent_at, number);
+}
+API void ml_rate_clock(struct rate *r, ns now, ns clock, ns idle, uint64_t number) { rate_clock(r, now, clock, idle, number); }
+API void ml_rate_share(struct rate *r, double share) { r->shared.share = share; }
+/* Of SHARED: rate, what came through, credit, phase, whether it competes. */
+API void ml_rate_shared(const struct rate *r, double *out)
+{
+    out[0] = r->rate;
+    out[1] = r->shared.proven;
+    out[2] = r->shared.credit;
+    out[3] = r->shared.phase;
+    out[4] = r->shared.competes;
 }
 API void ml_rate_get(const struct rate *r, double *out)
 {

@@ -84,7 +84,7 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
         }
         if (k->type == REPORT) {
             struct arrivals a = {f->in.received, f->in.bytes, f->in.top, (uint32_t)least((now - f->in.top_at) / US, UINT32_MAX),
-                                 (uint32_t)(f->in.top_at / US), e->window, e->limit};
+                                 (uint32_t)(f->in.top_at / US), e->window, e->limit, e->arrivals.share};
             arrivals_write(&a, report);
             payload = report;
             size = REPORT_BYTES;
@@ -104,8 +104,13 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
     struct flow *f = m->flow;
     uint64_t outstanding = f->out.data - f->out.reported, allowed = f->out.window;
     if (f->rate.known && f->rate.rtt_min >= 2 * MS) {
-        double speed = f->rate.fixed ? f->rate.rate : f->rate.greatest;
+        double speed = f->rate.rule == DEDICATED ? f->rate.greatest : f->rate.rate;
         allowed += (uint64_t)(speed * (double)f->rate.rtt_min / 1e9 / (HEADER + e->set.packet));
+    }
+    if (f->rate.rule == SHARED) { /* no more than a queue that has grown meanwhile can say */
+        const struct shared *s = &f->rate.shared;
+        double most = 2 * s->rate * (double)(shared_trip(s) + 10 * MS) / 1e9 / s->packet + 16;
+        allowed = allowed < most ? allowed : (uint64_t)most;
     }
     if (allowed > f->out.limit)
         allowed = f->out.limit;
@@ -152,9 +157,9 @@ static int begins(const struct member *m, struct dest *d, ns now)
 static uint32_t batch_most(const struct flow *f, uint32_t datagram, uint32_t room)
 {
     uint32_t most = BATCH_BYTES / datagram;
-    double in_one_ms = f->rate.rate / 1000.0 / datagram;
+    double in_burst = f->rate.rate * (double)rate_burst(&f->rate) / 1e9 / datagram;
     most = most > SEGMENTS ? SEGMENTS : most;
-    most = in_one_ms < most ? (uint32_t)in_one_ms : most;
+    most = in_burst < most ? (uint32_t)in_burst : most;
     most = most > room ? room : most;
     return most ? most : 1;
 }
@@ -162,17 +167,25 @@ static uint32_t batch_most(const struct flow *f, uint32_t datagram, uint32_t roo
 static void spend(struct engine *e, struct flow *f, uint32_t bytes, uint32_t n, ns now)
 {
     double wire = bytes + (double)n * e->wire_overhead;
-    f->out.free_at = greatest(f->out.free_at, now - 2 * MS) + (ns)(wire * 1e9 / f->rate.rate);
+    f->out.free_at = greatest(f->out.free_at, now - (f->rate.rule == SHARED ? rate_burst(&f->rate) : 2 * MS)) + (ns)(wire * 1e9 / f->rate.rate);
     e->free_at = greatest(e->free_at, now - 2 * MS) + (ns)(wire * 1e9 / e->set.rate);
+}
+
+/* Whether it is its time. */
+static int may_send(struct engine *e, struct flow *f, ns now)
+{
+    rate_clock(&f->rate, now, now + e->set.clock, now - f->out.free_at, f->out.number);
+    if (now >= f->out.free_at)
+        return 1;
+    e->blocked_until = least(e->blocked_until, f->out.free_at);
+    return 0;
 }
 
 static int produce_again(struct engine *e, struct member *m, ns now, uint8_t *out, struct output *o)
 {
     struct flow *f = m->flow;
-    if (now < f->out.free_at) {
-        e->blocked_until = least(e->blocked_until, f->out.free_at);
+    if (!may_send(e, f, now))
         return 0;
-    }
     uint32_t room = window_room(e, m, now);
     if (!room)
         return 0;
@@ -209,10 +222,8 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
         if (!d || !begins(m, d, now))
             return 0;
     }
-    if (now < f->out.free_at) {
-        e->blocked_until = least(e->blocked_until, f->out.free_at);
+    if (!may_send(e, f, now))
         return 0;
-    }
     uint32_t room = window_room(e, m, now);
     if (!room)
         return 0;

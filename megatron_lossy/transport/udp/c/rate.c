@@ -1,15 +1,21 @@
-/* Rate: how fast one destination may be sent to. The tests have a model of it in Python (tests/udp_models.py).
+/* Rate: how fast one destination may be sent to, by one of three rules. The tests have models of them in Python.
  *
- * Loss alone says nothing: links lose data at any rate. What says that a link is full is that datagrams wait in its queue, or
- * that much more is lost than was lost before. Then the rate becomes a little less than what arrives.
+ *   FIXED      as fast as is said
+ *   DEDICATED  a link of one's own. Loss alone says nothing: links lose data at any rate. What says that a link is full is that
+ *              datagrams wait in its queue, or that much more is lost than was lost before. Then the rate becomes a little less
+ *              than what arrives.
+ *   SHARED     beside others: shared.c
  */
+enum { FIXED, DEDICATED, SHARED };
 
 struct rate {
     double rate, floor, ceiling;
     double foreign;  /* the share that is lost whatever we do */
     double greatest; /* of the last delivery rates */
     ns rtt_min, stepped_at;
-    int fixed, starting, known, begun;
+    int rule, starting, known, begun;
+    ns came; /* the receiver's clock at the last report */
+    struct shared shared;
     struct { double last[8]; unsigned next; } delivered;
     struct { ns least[2], at; } slot; /* of round trips: this one and the one before, and when this one began */
     struct { uint64_t datagrams, bytes, top; uint32_t clock; } report; /* the last one */
@@ -20,16 +26,21 @@ struct rate {
 #define GAP_US 8000u
 #define ENOUGH 128 /* datagrams that say something about a share of a tenth */
 
-static void rate_init(struct rate *r, double floor, double ceiling, int fixed)
+/* `packet`: bytes of a full datagram on the wire. */
+static void rate_init(struct rate *r, double floor, double ceiling, int rule, double packet)
 {
     memset(r, 0, sizeof *r);
     r->floor = floor < ceiling ? floor : ceiling;
     r->ceiling = ceiling;
-    r->fixed = fixed;
-    r->rate = fixed ? ceiling : r->floor;
+    r->rule = rule;
+    r->rate = rule == FIXED ? ceiling : r->floor;
     r->foreign = 0.3;
     r->starting = 1;
     r->slot.least[0] = r->slot.least[1] = r->interval.least = NEVER;
+    if (rule == SHARED) {
+        shared_init(&r->shared, ceiling, packet);
+        r->rate = r->shared.rate;
+    }
 }
 
 static void rate_set(struct rate *r, double rate)
@@ -52,9 +63,11 @@ static void rate_sample(struct rate *r, ns now, ns rtt)
     r->slot.least[0] = least(r->slot.least[0], rtt);
     r->rtt_min = least(r->slot.least[0], r->slot.least[1]);
     r->interval.least = least(r->interval.least, rtt);
-    if (!r->known && !r->fixed) /* 256 KiB in the first round trip */
+    if (!r->known && r->rule == DEDICATED) /* 256 KiB in the first round trip */
         rate_set(r, 262144.0 * 1e9 / (double)r->rtt_min);
     r->known = 1;
+    if (r->rule == SHARED)
+        shared_sample(&r->shared, now, rtt);
 }
 
 static void rate_close_interval(struct rate *r, ns now)
@@ -98,13 +111,16 @@ static void rate_close_interval(struct rate *r, ns now)
     r->interval.least = NEVER;
 }
 
-/* A REPORT: what has arrived, the highest number + 1, and the receiver's clock (µs) when that came. */
-static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t bytes, uint64_t top, uint32_t clock)
+/* A REPORT: what has arrived, the highest number + 1, and the receiver's clock (µs) when that came. Of ours: when it was sent
+ * (-1: forgotten), and the next number. */
+static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t bytes, uint64_t top, uint32_t clock, ns sent_at,
+                        uint64_t number)
 {
     if (r->begun && (datagrams <= r->report.datagrams || top < r->report.top))
         return;
     if (r->begun) {
         uint32_t passed = clock - r->report.clock;
+        r->came += (ns)passed * US;
         if (passed <= GAP_US) {
             r->interval.span += (double)passed * 1e3;
             r->interval.bytes += (double)(bytes - r->report.bytes);
@@ -117,6 +133,24 @@ static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t byt
     r->report.bytes = bytes;
     r->report.top = top;
     r->report.clock = clock;
-    if (!r->fixed && r->known && r->interval.numbers >= ENOUGH && r->interval.span >= (double)greatest(r->rtt_min / 4, INTERVAL))
+    if (r->rule == SHARED && sent_at >= 0) {
+        shared_report(&r->shared, now, datagrams, top, sent_at, r->came, number);
+        r->rate = r->shared.rate;
+    }
+    if (r->rule == DEDICATED && r->known && r->interval.numbers >= ENOUGH && r->interval.span >= (double)greatest(r->rtt_min / 4, INTERVAL))
         rate_close_interval(r, now);
 }
+
+/* Before something is sent. `clock`: that all hosts have; `idle`: how long nothing was sent that could have been. */
+static void rate_clock(struct rate *r, ns now, ns clock, ns idle, uint64_t number)
+{
+    if (r->rule != SHARED)
+        return;
+    if (idle > 5 * MS)
+        shared_resume(&r->shared, number);
+    shared_clock(&r->shared, now, clock, number);
+    r->rate = r->shared.rate;
+}
+
+/* What may go out together, and be caught up with: queues may be short. */
+static ns rate_burst(const struct rate *r) { return r->rule == SHARED ? MS / 4 : MS; }

@@ -55,6 +55,7 @@ struct flow {
     struct {
         uint64_t received, bytes, top, control_top; /* top: highest number + 1 */
         ns top_at;
+        uint32_t interval; /* of arrivals in which it came last */
         uint64_t *seen, seen_words; /* which of the last numbers came, a bit each; a ring */
     } in;
     struct { uint32_t due, threshold, repeats; ns at; } report; /* due: datagrams that are not reported */
@@ -192,7 +193,8 @@ struct settings {
     ns reorder, peer_timeout; /* reorder < 0: by the round trip */
     uint64_t eager, memory, instance;
     uint32_t packet;
-    int cipher, delay_based;
+    int cipher, rule; /* rule: of rates */
+    ns clock;         /* of all hosts, less this one's */
 };
 
 struct engine {
@@ -208,6 +210,8 @@ struct engine {
     uint32_t window, limit; /* DATA that this process's buffer holds for each other one: with ease, and at most */
     size_t early;
     uint64_t orders;
+    /* What came in this interval from how many flows, and of the last one bytes/s of each. */
+    struct { uint64_t bytes, share; uint32_t flows, number; ns ends; } arrivals;
     struct engine_counters count;
     struct { int socket, wake, gso; uint32_t overflow_seen; uint8_t *receive; } net;
     struct { pthread_t id; int running, giving; atomic_int stop, asleep, waiting; pthread_cond_t given; } thread;

@@ -1,0 +1,372 @@
+/* Rate on a shared network: how much of a path there is for one flow of datagrams, beside others.
+ *
+ * Loss is ours until it is proven to be the path's. What a path loses does not fall when everybody sends less at once, what a
+ * full queue loses does. So a flow falls after each loss that chance does not explain, and grows as a TCP flow would that got
+ * back in the same time what it gave (Cubic, RFC 9438, or Reno), but not faster than a bound that knows no round trip. When it
+ * has waited as long without loss, it looks for more by steps that double.
+ *
+ * At each tick of a clock that all hosts have, the flows that lost anything dip: they send less for 65 ms. What is lost of the
+ * last 50 ms is the path's (`credit`), and is not answered any more. Until the first tick a flow that fell three times and loses
+ * as before holds a part of its rate, so that its dip has datagrams to tell by. Nothing else raises `credit`.
+ *
+ * A queue is drained, three times; then it is somebody else's, and the flow competes: it answers loss only.
+ *
+ * Times are ns, rates bytes/s. The tests have a model of it in Python (tests/udp_models.py), benchmarks/lab/bottleneck.c the
+ * networks for which the constants were found.
+ */
+#include <math.h>
+
+#define TICK (2 * SECOND)
+#define SETTLE (15 * MS)       /* of a dip: clocks differ, and queues drain */
+#define DIP (50 * MS)          /* after that, or half a round trip */
+#define DIPPED 0.4             /* of the rate */
+#define LEAST_WINDOW (6 * MS)  /* of sending, from which a decision is made */
+#define ROUND (25 * MS)        /* between steps that double */
+#define WAITS (1 * MS)         /* of a round trip: something waits in a queue */
+#define COMPETES (2 * SECOND)  /* after the last time that something did */
+#define LEAST_RATE 30e3
+#define GROWTH 0.8             /* of a TCP flow's */
+#define BESIDE 1.2             /* the same for one that competes */
+#define BOUND 3e6              /* bytes/s gained in a second at USUAL, the most */
+#define USUAL 7.5e6
+#define KEPT 0.78              /* of the rate after a loss */
+#define KEPT_LOSSY 0.92        /* on a path that loses */
+#define REMEMBERED 0.9         /* of earlier dips */
+#define MOST_CREDIT 0.3
+
+enum { STARTS, GROWS, DIPS };
+
+struct tally { double sent, lost; };
+struct look { uint64_t datagrams, top; ns sent_at, came; };
+
+struct shared {
+    double rate, floor, ceiling, packet; /* packet: bytes of a datagram on the wire */
+    double proven; /* the rate that came through when there was loss */
+    double credit; /* the share that the path loses */
+    double share;  /* what the receiver has for this flow; 0: it did not say */
+    int phase, competes, drains;
+    ns rtt, srtt; /* least and smoothed round trip */
+    struct { ns least[2], at; } slot;
+    struct look base, last; /* where the window begins; the last report */
+    uint64_t mark;          /* the window begins with this number: what was sent before was sent at another rate */
+    int begun, based;
+    ns least, gap; /* of the window: least round trip, longest pause between what came last in reports */
+    ns calm_at;
+    double before;     /* what was proven when the queue began to grow */
+    double step, grew; /* of a search for more; seconds of growth since the last loss */
+    /* Losses in a row, none of which came at a rate as high as the first. */
+    struct { int length; double rate, delivered; struct tally held; } chain;
+    struct { ns counts, ends; uint64_t last; double rate; int64_t tick; struct tally sum; } dip;
+    int lost_any; /* since the last dip */
+};
+
+static double between(double low, double x, double high) { return x < low ? low : x > high ? high : x; }
+
+static void shared_set(struct shared *s, double rate) { s->rate = between(s->floor, rate, s->ceiling); }
+
+static void shared_init(struct shared *s, double ceiling, double packet)
+{
+    memset(s, 0, sizeof *s);
+    s->floor = LEAST_RATE < ceiling ? LEAST_RATE : ceiling;
+    s->ceiling = ceiling;
+    s->packet = packet;
+    shared_set(s, 10 * packet / 0.01);
+    s->slot.least[0] = s->slot.least[1] = s->least = NEVER;
+    s->dip.tick = -1;
+}
+
+static ns shared_trip(const struct shared *s) { return s->srtt ? s->srtt : 10 * MS; }
+
+/* The least of the last 3 to 6 seconds. */
+static void shared_sample(struct shared *s, ns now, ns rtt)
+{
+    rtt = greatest(rtt, 1);
+    if (!s->srtt) {
+        s->slot.at = now;
+    } else if (now - s->slot.at >= 3 * SECOND) {
+        s->slot.least[1] = s->slot.least[0];
+        s->slot.least[0] = NEVER;
+        s->slot.at = now;
+    }
+    s->slot.least[0] = least(s->slot.least[0], rtt);
+    s->rtt = least(s->slot.least[0], s->slot.least[1]);
+    s->srtt = s->srtt ? s->srtt + (rtt - s->srtt) / 8 : rtt;
+    s->least = least(s->least, rtt);
+}
+
+/* A window of what is sent from now on, with `number`. */
+static void window_later(struct shared *s, uint64_t number)
+{
+    s->mark = number;
+    s->based = 0;
+    s->least = NEVER;
+}
+
+static void window_next(struct shared *s)
+{
+    s->based = 1;
+    s->base = s->last;
+    s->least = NEVER;
+    s->gap = 0;
+}
+
+static ns queue(const struct shared *s) { return s->least == NEVER ? 0 : s->least - s->rtt; }
+static int lossy(const struct shared *s) { return s->credit >= 0.005; }
+
+/* What is lost while nothing waits may be chance. Small flows are many, and see little of what they do. */
+static double allowed(const struct shared *s)
+{
+    double chance = queue(s) > WAITS ? 0.001 : between(0.001, 0.005 * sqrt(s->rate / 12.5e6), 0.01);
+    return s->credit > chance ? s->credit : chance;
+}
+
+/* More than chance explains, as well as the credit is known. */
+static int excess(const struct shared *s, double sent, double lost)
+{
+    double m = allowed(s), known = lossy(s) ? 1 + sent / s->dip.sum.sent : 1;
+    return lost > m * sent + 3.5 * sqrt(m * (1 - m) * sent * known) + 0.5;
+}
+
+/* Seconds in which a TCP flow of this rate would get back what it gives after a loss. */
+static double reno_epoch(const struct shared *s)
+{
+    double t = (double)shared_trip(s) / 1e9;
+    return 0.3 / 0.53 * s->rate * t * t / s->packet;
+}
+static double cubic_epoch(const struct shared *s) { return cbrt(0.75 * s->rate * (double)shared_trip(s) / 1e9 / s->packet); }
+
+/* Bytes/s gained in a second. */
+static double growth(const struct shared *s)
+{
+    double reno = reno_epoch(s), cubic = cubic_epoch(s), tcp = 0.3 * s->rate / (reno < cubic ? reno : cubic);
+    if (s->competes)
+        return BESIDE * tcp;
+    double most = s->rate < USUAL ? BOUND * s->rate / USUAL : BOUND * sqrt(s->rate / USUAL);
+    return GROWTH * tcp < most ? GROWTH * tcp : most;
+}
+
+/* It waited long enough to look for more. */
+static int patient(const struct shared *s)
+{
+    double reno = 0.4 * reno_epoch(s), cubic = 0.65 * cubic_epoch(s);
+    return s->rate >= s->proven || s->step > 0 || s->grew > (reno < cubic ? reno : cubic);
+}
+
+/* It fell three times, and loses as before: more than what flows of its size do to each other, less than a path can lose. */
+static int suspect(const struct shared *s)
+{
+    const struct tally *h = &s->chain.held;
+    double few = 0.005 * (12.5e6 / s->chain.rate) * (12.5e6 / s->chain.rate);
+    return s->chain.length >= 3 && h->sent >= 30 && h->lost >= h->sent * between(0.003, few, 0.05) && h->lost <= 0.4 * h->sent;
+}
+
+static void shared_lost(struct shared *s, double n, double l, ns took, uint64_t number)
+{
+    double share = l / (l < 4 && n < 100 ? 100 : n), delivered = s->rate * (1 - share) / (1 - s->credit);
+    if (n >= 100 && took >= LEAST_WINDOW / 2)
+        delivered = (n - l) * s->packet * 1e9 / (double)took / (1 - s->credit);
+    delivered = between(s->rate / 4, delivered, s->rate);
+    if (s->chain.length && s->rate < 0.97 * s->chain.rate) {
+        s->chain.length++;
+    } else {
+        s->chain.length = 1;
+        s->chain.rate = s->rate;
+        s->chain.delivered = s->rate * (1 - share);
+        s->chain.held = (struct tally){0, 0};
+    }
+    s->step = s->grew = 0;
+    s->phase = GROWS;
+    s->lost_any = 1;
+    window_later(s, number);
+    int held = suspect(s);
+    double hold = DIPPED * s->chain.delivered, rate = s->rate * (lossy(s) ? KEPT_LOSSY : KEPT);
+    if (held && s->rate <= hold)
+        return; /* it falls no more before a dip has told whose loss that is */
+    rate = rate < 0.95 * delivered ? rate : 0.95 * delivered;
+    if (s->share > 0 && !held)
+        rate += 0.5 * (between(rate / 4, KEPT * s->share / (1 - s->credit), 2 * rate) - rate);
+    s->proven = delivered;
+    shared_set(s, held && rate < hold ? hold : rate);
+}
+
+static void dip_over(struct shared *s, double n, double l)
+{
+    struct tally *d = &s->dip.sum;
+    const struct tally *h = &s->chain.held;
+    double m = s->credit, off = l - m * n, known = REMEMBERED;
+    if (off * off >= 6.25 * (m * (1 - m) * n + 0.25)) /* another path: better at once, worse with care */
+        known = off < 0 ? 0.1 : 0.3;
+    d->sent = known * d->sent + n;
+    d->lost = known * d->lost + l;
+    int held = suspect(s);
+    double share = held ? h->lost / h->sent : 0, due = share * d->sent;
+    if (held && m == 0 && due >= 6 && d->lost > 0.6 * due) { /* it loses as much when everybody sends less */
+        d->sent += h->sent;
+        d->lost += h->lost;
+    }
+    s->credit = between(0, d->lost / (d->sent + 30), MOST_CREDIT);
+    if (s->credit < 0.003 || d->lost < 3)
+        s->credit = 0;
+    if (held && s->credit > m) {
+        double rate = s->chain.delivered / (1 - s->credit);
+        s->proven = rate < s->chain.rate ? rate : s->chain.rate;
+        shared_set(s, s->proven * KEPT_LOSSY);
+    }
+    s->lost_any = held && s->credit == 0 && due < 6 && share < 0.02; /* the next dip goes on */
+    if (!s->lost_any)
+        s->chain.length = 0;
+}
+
+/* `clock`: that all hosts have; `number`: the next one. Before something is sent. */
+static void shared_clock(struct shared *s, ns now, ns clock, uint64_t number)
+{
+    if (s->phase == DIPS) {
+        if (s->dip.counts && now >= s->dip.counts) {
+            s->dip.counts = 0;
+            window_later(s, number);
+        }
+        if (s->dip.ends && now >= s->dip.ends) {
+            s->dip.last = number;
+            s->dip.ends = 0;
+            shared_set(s, s->dip.rate);
+        }
+        return;
+    }
+    int64_t tick = clock / TICK;
+    if (tick == s->dip.tick)
+        return;
+    int first = s->dip.tick < 0, late = clock % TICK > SETTLE;
+    s->dip.tick = tick;
+    if (first || late || s->phase == STARTS || !(s->lost_any || s->credit > 0))
+        return;
+    s->dip.rate = s->rate;
+    s->dip.counts = now + SETTLE;
+    s->dip.ends = s->dip.counts + greatest(shared_trip(s) / 2, DIP);
+    s->dip.last = 0;
+    s->phase = DIPS;
+    shared_set(s, DIPPED * (s->rate < s->proven ? s->rate : s->proven));
+    window_later(s, UINT64_MAX);
+}
+
+static void starts(struct shared *s, double n, double l, ns took, double delivered, int queued, uint64_t number)
+{
+    if (l <= 0.05 * n + 3 * sqrt(0.4 * n) && !queued) {
+        s->proven = s->rate;
+        shared_set(s, 2 * s->rate);
+        window_later(s, number);
+        return;
+    }
+    s->phase = GROWS;
+    s->proven = delivered < s->rate ? delivered : s->rate;
+    if (l > 0) {
+        shared_lost(s, n, l, took, number);
+    } else {
+        shared_set(s, 0.8 * s->proven);
+        window_later(s, number);
+    }
+}
+
+static void drain(struct shared *s, double n, double l, ns took, double delivered, uint64_t number)
+{
+    if (took > s->gap + LEAST_WINDOW / 2) /* a longer way makes one */
+        delivered = (n - l) * s->packet * 1e9 / (double)(took - s->gap);
+    double rate = delivered / (1 - s->credit);
+    if (!s->drains)
+        s->before = s->rate > s->proven ? s->rate : s->proven;
+    if (n >= 32 && rate <= 0.85 * s->rate)
+        s->proven = s->before = rate;
+    if (s->drains++ >= 2) { /* somebody else's queue, or a longer way */
+        s->competes = 1;
+        s->proven = s->before;
+        shared_set(s, 0.95 * s->proven);
+    } else {
+        shared_set(s, (queue(s) > s->rtt / 2 + 10 * MS ? 0.5 : 0.85) * (s->rate < s->proven ? s->rate : s->proven));
+    }
+    s->step = s->grew = 0;
+    window_later(s, number);
+}
+
+/* A window without more loss than is allowed. */
+static void window_over(struct shared *s, ns now, ns passed, double n, double l, ns took, uint64_t number)
+{
+    double delivered = took > 0 ? (n - l) * s->packet * 1e9 / (double)took : s->rate;
+    int queued = queue(s) > greatest(4 * MS, s->rtt / 8);
+    if (s->phase == STARTS) {
+        starts(s, n, l, took, delivered, queued, number);
+        return;
+    }
+    s->calm_at = queued ? 0 : s->calm_at ? s->calm_at : now;
+    if (s->competes && s->calm_at && now - s->calm_at > COMPETES)
+        s->competes = s->drains = 0;
+    if (queued && !s->competes) {
+        drain(s, n, l, took, delivered, number);
+        return;
+    }
+    if (!s->competes)
+        s->drains = 0;
+    if (s->chain.length && l == 0 && s->rate >= 0.97 * s->chain.rate)
+        s->chain.length = 0;
+    if (patient(s) && !s->competes) {
+        if (passed < ROUND)
+            return;
+        double most = s->rate < 1.25 * s->proven ? s->rate / 32 : s->rate / 2;
+        s->step = s->step > 0 ? 2 * s->step : s->rate / 64;
+        s->step = s->step < most ? s->step : most;
+        shared_set(s, s->rate + s->step);
+        window_later(s, number);
+        return;
+    }
+    double seconds = (double)passed / 1e9;
+    shared_set(s, s->rate + growth(s) * seconds);
+    s->grew += seconds;
+    window_next(s);
+}
+
+/* `sent_at`: when the number below `top` was sent; `came`: when it came, by the receiver's clock; `number`: the next one. */
+static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t top, ns sent_at, ns came, uint64_t number)
+{
+    if (s->begun && (datagrams <= s->last.datagrams || top < s->last.top))
+        return;
+    if (s->begun && s->based) {
+        double n = (double)(top - s->last.top), got = (double)(datagrams - s->last.datagrams), l = n > got ? n - got : 0;
+        s->gap = greatest(s->gap, came - s->last.came);
+        if (s->phase == GROWS && s->chain.length) {
+            s->chain.held.sent += n;
+            s->chain.held.lost += l;
+        }
+    }
+    s->begun = 1;
+    s->last = (struct look){datagrams, top, sent_at, came};
+    if (!s->based) {
+        if (top > s->mark)
+            window_next(s);
+        return;
+    }
+    double n = (double)(top - s->base.top), got = (double)(datagrams - s->base.datagrams), l = n > got ? n - got : 0;
+    if (n < 2)
+        return;
+    if (s->phase == DIPS) {
+        if (s->dip.last && top >= s->dip.last) {
+            s->phase = GROWS;
+            dip_over(s, n, l);
+            window_later(s, number);
+        }
+        return;
+    }
+    ns passed = sent_at - s->base.sent_at, took = came - s->base.came;
+    if (s->phase != STARTS && (passed >= LEAST_WINDOW || took >= 2 * LEAST_WINDOW) && excess(s, n, l)) {
+        shared_lost(s, n, l, took, number);
+        return;
+    }
+    ns wanted = greatest(s->rtt / 4, LEAST_WINDOW);
+    double enough = s->phase == STARTS ? 8 : lossy(s) ? 4000 * s->credit : 2, most = 0.3 * s->rate / s->packet;
+    if (n >= (enough < most ? enough : most) && (passed >= wanted || took >= 2 * wanted))
+        window_over(s, now, passed, n, l, took, number);
+}
+
+/* Something is to be sent after a pause: what comes next says nothing of what was before. */
+static void shared_resume(struct shared *s, uint64_t number)
+{
+    if (s->phase != DIPS)
+        window_later(s, number);
+}

@@ -1,0 +1,52 @@
+"""``python -m tests.udp_flood RULE SECONDS FOLDER``: ranks of two sites in a lab that send to each other, as much as the rule finds.
+
+The first half of the ranks is one site. ``RANK``, ``WORLD_SIZE``: environment; ``FOLDER``: where they find each other.
+"""
+
+import os
+import sys
+import time
+
+import numpy as np
+
+from megatron_lossy.transport.udp import Engine, UdpSettings
+from megatron_lossy.transport.udp.address import find_address
+from tests.test_udp_engine import FolderStore
+
+UNIT, SHARD = 1408, 300 * 1408
+
+
+def main():
+    rule, seconds, folder = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    others = range(size // 2, size) if rank < size // 2 else range(size // 2)
+    settings = UdpSettings(interface="lab0", rate_control=rule, cipher="none")
+    with Engine(settings, find_address("lab0", "127.0.0.1"), lambda line: None) as engine:
+        channel = engine.open(
+            "flood", rank, size, FolderStore(folder), "flood", {"grad": [(SHARD, UNIT)], "param": []}, peers=others
+        )
+        data = np.zeros(SHARD, np.uint8)
+        pieces = np.zeros((size, SHARD), np.uint8)
+        end, waiting = time.monotonic() + seconds, []
+        for step in range(10**6):
+            # All end with the same step, which the first rank names in a file.
+            if rank == 0 and time.monotonic() > end:
+                FolderStore(folder).set("last", str(step + 20).encode())
+                end = float("inf")
+            if os.path.exists(f"{folder}/last") and step >= int(FolderStore(folder).get("last")):
+                break
+            posted = channel.post(
+                "grad", step, 0, [pieces[r].ctypes.data if r in others else None for r in range(size)]
+            )
+            channel.send("grad", step, 0, [data.ctypes.data if r in others else None for r in range(size)])
+            waiting.append(posted)
+            if len(waiting) > 2:
+                waiting.pop(0).wait(60)
+        for one in waiting:
+            one.wait(60)
+        rates = channel.rates()
+        print(rank, {peer: round(rates[peer]["rate"]) for peer in others}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

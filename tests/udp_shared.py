@@ -1,0 +1,324 @@
+"""A model of ``shared.c``: how fast one destination may be sent to on a network that others use.
+
+Loss is ours until it is proven to be the path's: what a path loses does not fall when everybody sends less at once, what a full
+queue loses does. At ticks of a clock that all hosts have, flows that lost anything *dip*; what they lose then is the path's, their
+``credit``. Other loss is answered as a TCP flow would, by falling, and by growing as Cubic or Reno.
+
+Times are in nanoseconds, rates in bytes/s. Numbers count datagrams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import sqrt
+
+MS = 1_000_000
+SECOND = 1000 * MS
+#: Of the common clock; of a dip: until clocks and queues have settled, and what counts then; its part of the rate.
+TICK, SETTLE, DIP, DIPPED = 2 * SECOND, 15 * MS, 50 * MS, 0.4
+#: Of sending, from which a decision is made; between steps that double; of a round trip that says that something waits.
+LEAST_WINDOW, ROUND, WAITS = 6 * MS, 25 * MS, MS
+LEAST_RATE, USUAL, BOUND = 30e3, 7.5e6, 3e6
+#: Growth relative to TCP's: alone, and beside others; what is left of the rate after a loss: on a clean path, and on one that loses.
+GROWTH, BESIDE, KEPT, KEPT_LOSSY = 0.8, 1.2, 0.78, 0.92
+
+
+def between(low: float, x: float, high: float) -> float:
+    return min(max(low, x), high)
+
+
+@dataclass
+class Look:
+    """A report, and what the sender knows of its highest number."""
+
+    datagrams: int
+    top: int
+    sent_at: int
+    came: int
+
+
+@dataclass
+class Chain:
+    """Losses in a row, none of which came at a rate as high as the first."""
+
+    length: int = 0
+    rate: float = 0.0
+    delivered: float = 0.0
+    sent: float = 0.0
+    lost: float = 0.0
+
+    @property
+    def suspect(self) -> bool:
+        """It fell three times and loses as before: more than flows of its size do to each other, less than any path."""
+        if self.length < 3 or self.sent < 30:
+            return False
+        few = between(0.003, 0.005 * (12.5e6 / self.rate) ** 2, 0.05)
+        return few * self.sent <= self.lost <= 0.4 * self.sent
+
+
+@dataclass
+class Shared:
+    ceiling: float
+    packet: float
+
+    rate: float = field(init=False)
+    proven: float = 0.0
+    credit: float = 0.0
+    share: float = 0.0
+    phase: str = "starts"
+    competes: bool = False
+
+    def __post_init__(self) -> None:
+        self.floor = min(LEAST_RATE, self.ceiling)
+        self._set(10 * self.packet / 0.01)
+        self._drains = 0
+        self._rtt = self._srtt = 0
+        self._slots: list[float] = [float("inf"), float("inf")]
+        self._slot_at = 0
+        self._base: Look | None = None
+        self._last: Look | None = None
+        self._mark = 0
+        self._least: float = float("inf")
+        self._gap = 0
+        self._calm_at = 0
+        self._before = self._step = self._grew = 0.0
+        self._chain = Chain()
+        self._counts = self._ends = self._dip_last = 0
+        self._dip_rate = 0.0
+        self._tick = -1
+        self._pool = [0.0, 0.0]  # sent and lost in dips
+        self._lost_any = False
+
+    def _set(self, rate: float) -> None:
+        self.rate = between(self.floor, rate, self.ceiling)
+
+    # --- what it knows ---
+
+    @property
+    def _trip(self) -> int:
+        return self._srtt or 10 * MS
+
+    @property
+    def _queue(self) -> float:
+        return 0 if self._least == float("inf") else self._least - self._rtt
+
+    @property
+    def _lossy(self) -> bool:
+        return self.credit >= 0.005
+
+    def _excess(self, sent: float, lost: float) -> bool:
+        chance = 0.001 if self._queue > WAITS else between(0.001, 0.005 * sqrt(self.rate / 12.5e6), 0.01)
+        share = max(self.credit, chance)
+        known = 1 + sent / self._pool[0] if self._lossy else 1
+        return lost > share * sent + 3.5 * sqrt(share * (1 - share) * sent * known) + 0.5
+
+    def _epochs(self) -> tuple[float, float]:
+        """Seconds in which a Reno and a Cubic flow of this rate would get back what it gives after a loss."""
+        trip = self._trip / 1e9
+        return 0.3 / 0.53 * self.rate * trip * trip / self.packet, (0.75 * self.rate * trip / self.packet) ** (1 / 3)
+
+    def _growth(self) -> float:
+        tcp = 0.3 * self.rate / min(self._epochs())
+        if self.competes:
+            return BESIDE * tcp
+        size = self.rate / USUAL
+        return min(GROWTH * tcp, BOUND * (size if size < 1 else sqrt(size)))
+
+    def _patient(self) -> bool:
+        reno, cubic = self._epochs()
+        return self.rate >= self.proven or self._step > 0 or self._grew > min(0.4 * reno, 0.65 * cubic)
+
+    # --- windows ---
+
+    def _later(self, number: int) -> None:
+        """A window of what is sent from now on."""
+        self._mark, self._base, self._least = number, None, float("inf")
+
+    def _next(self) -> None:
+        self._base, self._least, self._gap = self._last, float("inf"), 0
+
+    def sample(self, now: int, rtt: int) -> None:
+        """A round trip took ``rtt``."""
+        rtt = max(rtt, 1)
+        if not self._srtt:
+            self._slot_at = now
+        elif now - self._slot_at >= 3 * SECOND:
+            self._slots = [float("inf"), self._slots[0]]
+            self._slot_at = now
+        self._slots[0] = min(self._slots[0], rtt)
+        self._rtt = int(min(self._slots))
+        difference = rtt - self._srtt
+        eighth = abs(difference) // 8  # as C divides
+        self._srtt = self._srtt + (eighth if difference > 0 else -eighth) if self._srtt else rtt
+        self._least = min(self._least, rtt)
+
+    def report(self, now: int, datagrams: int, top: int, sent_at: int, came: int, number: int) -> None:
+        """``datagrams`` came, up to ``top`` - 1, which was sent and came then; ``number`` is the next one."""
+        last, self_base = self._last, self._base
+        if last is not None and (datagrams <= last.datagrams or top < last.top):
+            return
+        if last is not None and self_base is not None:
+            sent = top - last.top
+            self._gap = max(self._gap, came - last.came)
+            if self.phase == "grows" and self._chain.length:
+                self._chain.sent += sent
+                self._chain.lost += max(sent - (datagrams - last.datagrams), 0)
+        self._last = Look(datagrams, top, sent_at, came)
+        if self_base is None:
+            if top > self._mark:
+                self._next()
+            return
+        sent = top - self_base.top
+        lost = max(sent - (datagrams - self_base.datagrams), 0)
+        if sent < 2:
+            return
+        if self.phase == "dips":
+            if self._dip_last and top >= self._dip_last:
+                self.phase = "grows"
+                self._dip_over(sent, lost)
+                self._later(number)
+            return
+        passed, took = sent_at - self_base.sent_at, came - self_base.came
+        long = passed >= LEAST_WINDOW or took >= 2 * LEAST_WINDOW
+        if self.phase != "starts" and long and self._excess(sent, lost):
+            self._fall(sent, lost, took, number)
+            return
+        wanted = max(self._rtt // 4, LEAST_WINDOW)
+        enough = 8 if self.phase == "starts" else 4000 * self.credit if self._lossy else 2
+        if sent >= min(enough, 0.3 * self.rate / self.packet) and (passed >= wanted or took >= 2 * wanted):
+            self._window_over(now, passed, sent, lost, took, number)
+
+    def resume(self, number: int) -> None:
+        """Something is sent after a pause."""
+        if self.phase != "dips":
+            self._later(number)
+
+    # --- decisions ---
+
+    def _fall(self, sent: float, lost: float, took: int, number: int) -> None:
+        share = lost / (100 if lost < 4 and sent < 100 else sent)
+        delivered = self.rate * (1 - share) / (1 - self.credit)
+        if sent >= 100 and took >= LEAST_WINDOW / 2:
+            delivered = (sent - lost) * self.packet * 1e9 / took / (1 - self.credit)
+        delivered = between(self.rate / 4, delivered, self.rate)
+        chain = self._chain
+        if chain.length and self.rate < 0.97 * chain.rate:
+            chain.length += 1
+        else:
+            self._chain = chain = Chain(1, self.rate, self.rate * (1 - share))
+        self._step = self._grew = 0.0
+        self.phase = "grows"
+        self._lost_any = True
+        self._later(number)
+        hold = DIPPED * chain.delivered
+        if chain.suspect and self.rate <= hold:
+            return  # until a dip has told whose loss that is
+        rate = min(self.rate * (KEPT_LOSSY if self._lossy else KEPT), 0.95 * delivered)
+        if self.share > 0 and not chain.suspect:
+            rate += 0.5 * (between(rate / 4, KEPT * self.share / (1 - self.credit), 2 * rate) - rate)
+        self.proven = delivered
+        self._set(max(rate, hold) if chain.suspect else rate)
+
+    def _dip_over(self, sent: float, lost: float) -> None:
+        chain, was = self._chain, self.credit
+        off = lost - was * sent
+        known = 0.9
+        if off * off >= 6.25 * (was * (1 - was) * sent + 0.25):
+            known = 0.1 if off < 0 else 0.3
+        self._pool = [known * self._pool[0] + sent, known * self._pool[1] + lost]
+        held = chain.suspect
+        share = chain.lost / chain.sent if held else 0.0
+        due = share * self._pool[0]
+        if held and was == 0 and due >= 6 and self._pool[1] > 0.6 * due:
+            self._pool = [self._pool[0] + chain.sent, self._pool[1] + chain.lost]
+        self.credit = between(0, self._pool[1] / (self._pool[0] + 30), 0.3)
+        if self.credit < 0.003 or self._pool[1] < 3:
+            self.credit = 0.0
+        if held and self.credit > was:
+            self.proven = min(chain.delivered / (1 - self.credit), chain.rate)
+            self._set(self.proven * KEPT_LOSSY)
+        self._lost_any = held and self.credit == 0 and due < 6 and share < 0.02
+        if not self._lost_any:
+            chain.length = 0
+
+    def clock(self, now: int, clock: int, number: int) -> None:
+        """Before something is sent; ``clock``: that all hosts have."""
+        if self.phase == "dips":
+            if self._counts and now >= self._counts:
+                self._counts = 0
+                self._later(number)
+            if self._ends and now >= self._ends:
+                self._dip_last, self._ends = number, 0
+                self._set(self._dip_rate)
+            return
+        tick = clock // TICK
+        if tick == self._tick:
+            return
+        first, self._tick = self._tick < 0, tick
+        late = clock % TICK > SETTLE
+        if first or late or self.phase == "starts" or not (self._lost_any or self.credit > 0):
+            return
+        self._dip_rate = self.rate
+        self._counts = now + SETTLE
+        self._ends = self._counts + max(self._trip // 2, DIP)
+        self._dip_last = 0
+        self.phase = "dips"
+        self._set(DIPPED * min(self.rate, self.proven))
+        self._later(2**64 - 1)
+
+    def _window_over(self, now: int, passed: int, sent: float, lost: float, took: int, number: int) -> None:
+        delivered = (sent - lost) * self.packet * 1e9 / took if took > 0 else self.rate
+        queued = self._queue > max(4 * MS, self._rtt // 8)
+        if self.phase == "starts":
+            if lost <= 0.05 * sent + 3 * sqrt(0.4 * sent) and not queued:
+                self.proven = self.rate
+                self._set(2 * self.rate)
+                self._later(number)
+                return
+            self.phase = "grows"
+            self.proven = min(delivered, self.rate)
+            if lost > 0:
+                self._fall(sent, lost, took, number)
+            else:
+                self._set(0.8 * self.proven)
+                self._later(number)
+            return
+        self._calm_at = 0 if queued else self._calm_at or now
+        if self.competes and self._calm_at and now - self._calm_at > 2 * SECOND:
+            self.competes, self._drains = False, 0
+        if queued and not self.competes:
+            self._drain(sent, lost, took, delivered, number)
+            return
+        if not self.competes:
+            self._drains = 0
+        if self._chain.length and lost == 0 and self.rate >= 0.97 * self._chain.rate:
+            self._chain.length = 0
+        if self._patient() and not self.competes:
+            if passed < ROUND:
+                return
+            most = self.rate / 32 if self.rate < 1.25 * self.proven else self.rate / 2
+            self._step = min(2 * self._step if self._step > 0 else self.rate / 64, most)
+            self._set(self.rate + self._step)
+            self._later(number)
+            return
+        self._set(self.rate + self._growth() * passed / 1e9)
+        self._grew += passed / 1e9
+        self._next()
+
+    def _drain(self, sent: float, lost: float, took: int, delivered: float, number: int) -> None:
+        if took > self._gap + LEAST_WINDOW // 2:
+            delivered = (sent - lost) * self.packet * 1e9 / (took - self._gap)
+        rate = delivered / (1 - self.credit)
+        if not self._drains:
+            self._before = max(self.rate, self.proven)
+        if sent >= 32 and rate <= 0.85 * self.rate:
+            self.proven = self._before = rate
+        if self._drains >= 2:
+            self.competes = True
+            self.proven = self._before
+            self._set(0.95 * self.proven)
+        else:
+            self._set((0.5 if self._queue > self._rtt // 2 + 10 * MS else 0.85) * min(self.rate, self.proven))
+        self._drains += 1
+        self._step = self._grew = 0.0
+        self._later(number)
