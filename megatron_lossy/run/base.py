@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -205,10 +205,13 @@ class Run(ABC):
         for one in self.parts:
             one.begin_update()
 
-    def finish_iteration(self, successful: bool, all_reduced: bool = False) -> None:
-        """End the iteration. ``successful``: it updated the weights. ``all_reduced``: its gradients lost nothing."""
+    def finish_iteration(self, successful: bool, all_reduced: bool = False, used: bool | None = None) -> None:
+        """End the iteration. ``successful``: it updated the weights. ``all_reduced``: its gradients lost nothing.
+
+        ``used``: whether its gradients were used, or will be; if not given, those of successful iterations are.
+        """
         for group in self.groups:
-            group.finish_step(self.iteration, successful)
+            group.finish_step(self.iteration, successful if used is None else used)
         if successful:
             for act in self.after_update:
                 act(self)
@@ -304,7 +307,10 @@ class Run(ABC):
             observer.save()
         if not self.config.save_replicas or self.config.inert:
             return
-        state = {
+        write(Path(folder, REPLICAS, self.replica_file()), self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {
             "identity": self._whole_identity(),
             "iteration": self.iteration,
             "update": self.update,
@@ -313,7 +319,6 @@ class Run(ABC):
             "observers": states_of(self.observers),
             **({} if self.pipeline is None else {"pipeline": self.pipeline.state_dict()}),
         }
-        write(Path(folder, REPLICAS, self.replica_file()), state)
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
         """Restore :meth:`save_replicas` after the checkpoint was loaded, with ``--save-replicas``.
@@ -325,7 +330,9 @@ class Run(ABC):
         path = Path(folder, REPLICAS, self.replica_file())
         if not path.is_file():
             raise self.error_of_missing(folder, path)
-        state = read(path, self.device, self._whole_identity(), folder)
+        self._load_state(read(path, self.device, self._whole_identity(), folder))
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
         self.iteration, self.update = state["iteration"], state["update"]
         self.load_replica_state(state["replicas"])
         for group, saved in zip(self.groups, state["recovery"], strict=True):
