@@ -12,9 +12,7 @@ from ..transport import LossyGroup
 from .buckets import used_ranges
 
 
-def sampler_of(
-    group: LossyGroup, process_group: dist.ProcessGroup, pairs: Sequence[tuple[Any, Any]]
-) -> RankSampler:
+def sampler_of(group: LossyGroup, process_group: dist.ProcessGroup, pairs: Sequence[tuple[Any, Any]]) -> RankSampler:
     """The parameter buckets of ``group``. ``pairs``: Megatron's (buffer, bucket) in canonical order."""
     replicas = [bucket.param_data for _, bucket in pairs]
     return RankSampler(

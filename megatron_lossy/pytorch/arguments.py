@@ -43,7 +43,9 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
         if not isinstance(one, torch.optim.Optimizer):
             raise refuse("optimizer", type(one).__name__, "must be a torch.optim.Optimizer, or a list of them")
         if isinstance(one, torch.optim.LBFGS):
-            raise refuse("optimizer", "LBFGS", "evaluates weights within a step, which no exchange would send; choose another")
+            raise refuse(
+                "optimizer", "LBFGS", "evaluates weights within a step, which no exchange would send; choose another"
+            )
     if not found:
         raise refuse("optimizer", "[]", "must have at least one optimizer")
     return found
@@ -102,7 +104,9 @@ def check_torch() -> None:
     except ImportError:
         FSDPModule = None
     if not all(hasattr(FSDPModule, verb) for verb in ("set_custom_all_gather", "set_custom_reduce_scatter")):
-        raise refuse("torch", torch.__version__, f"has no FSDPModule.set_custom_all_gather; needs {FIRST_TORCH} or later")
+        raise refuse(
+            "torch", torch.__version__, f"has no FSDPModule.set_custom_all_gather; needs {FIRST_TORCH} or later"
+        )
 
 
 def check_groups(groups: Sequence[ParameterGroup], config: LossyConfig) -> None:
@@ -132,5 +136,3 @@ def check_process_group() -> None:
     """Raise :class:`UsageError` without a process group."""
     if not dist.is_available() or not dist.is_initialized():
         raise refuse("model", "without a process group", "call torch.distributed.init_process_group first")
-
-

@@ -13,10 +13,8 @@ import torch
 import torch.distributed as dist
 
 from ..config import LossyConfig
-from ..errors import UsageError
 from ..run import Run
 from ..run.saved import check_identity, flags_of
-from ..transport import LossyGroup
 from .arguments import check_still_alike, parameters_of
 
 
@@ -66,7 +64,9 @@ class LossyRun(Run):
         if self._stepped:
             return
         if self._open:
-            raise RuntimeError("the model has its owners' weights: leave owner_weights() before a step of the optimizer")
+            raise RuntimeError(
+                "the model has its owners' weights: leave owner_weights() before a step of the optimizer"
+            )
         check_still_alike(self.optimizers, self._parameters)
         self.check_exchanges()
         self.begin_update()
@@ -142,7 +142,9 @@ class LossyRun(Run):
 
         Raises :class:`UsageError` for the state of another number of ranks, another model, or other loss flags.
         """
-        check_identity(state["identity"], self._whole_identity(), "load_state_dict", "of make_lossy's state", "that state")
+        check_identity(
+            state["identity"], self._whole_identity(), "load_state_dict", "of make_lossy's state", "that state"
+        )
         self.restart(state["iteration"])
         self._load_state(state)
 
@@ -180,5 +182,3 @@ def _call(me: weakref.ref[LossyRun], verb: str, *arguments: Any) -> None:
     run = me()
     if run is not None:
         getattr(run, verb)(*arguments)
-
-

@@ -124,6 +124,7 @@ class Gather:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather ``input_tensor`` [shard] of all ranks into ``output_tensor`` [N * shard], the replica."""
+
         def collective() -> dist.Work | None:
             self.sent_bytes += (self._lossy.size - 1) * input_tensor.nbytes
             return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)

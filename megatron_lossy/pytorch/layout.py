@@ -61,7 +61,9 @@ class ParameterGroup:
     def tensor_parallel(self) -> bool:
         """Whether a parameter is also sharded, or copied, over other ranks than :attr:`all_ranks`."""
         data = self._group.mesh_info.mesh.ndim
-        return any(getattr(one, "device_mesh", None) is not None and one.device_mesh.ndim > data for one in self.parameters)
+        return any(
+            getattr(one, "device_mesh", None) is not None and one.device_mesh.ndim > data for one in self.parameters
+        )
 
     @property
     def device(self) -> torch.device:
@@ -76,9 +78,14 @@ class ParameterGroup:
         dtypes = {self._gathered_as(one) for one in self.parameters}
         if len(dtypes) > 1:
             several = ", ".join(sorted(map(str, dtypes)))
-            raise refuse("model", self.name, f"gathers parameters of several types ({several}) together; shard them apart")
+            raise refuse(
+                "model", self.name, f"gathers parameters of several types ({several}) together; shard them apart"
+            )
         [dtype] = dtypes
-        sizes = [(math.prod(one.padded_sharded_param_size), one.sharded_param.requires_grad) for one in self._group.fsdp_params]
+        sizes = [
+            (math.prod(one.padded_sharded_param_size), one.sharded_param.requires_grad)
+            for one in self._group.fsdp_params
+        ]
         reduced = sum(size for size, trained in sizes if trained)
         return BucketSpec(reduced, self._group.mp_policy.reduce_dtype or dtype, dtype, sum(size for size, _ in sizes))
 
@@ -153,7 +160,9 @@ def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
         groups = _groups_of(state)
         if len(groups) > 1:
             why = f"has {len(groups)} parameter groups (shard_placement_fn with several meshes), and torch has one place for "
-            raise refuse("model", name or "root module", f"{why}their exchanges; call fully_shard on submodules instead")
+            raise refuse(
+                "model", name or "root module", f"{why}their exchanges; call fully_shard on submodules instead"
+            )
         for group in groups:
             if id(group) in found:
                 found[id(group)].modules.append(module)

@@ -127,5 +127,3 @@ def _not_wrapped(model: torch.nn.Module) -> str:
     if "FullyShardedDataParallel" in kinds:
         return "is of FSDP1, which has no place for exchanges of others; use fully_shard"
     return "has no module of fully_shard, and is no DistributedDataParallel: call make_lossy after them"
-
-
