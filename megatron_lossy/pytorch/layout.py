@@ -115,7 +115,8 @@ class ParameterGroup:
     @property
     def version(self) -> int:
         """A number that grows with each change of this rank's shard in place, other than through ``.data``."""
-        return sum(one._sharded_local_tensor._version for one in self._group.fsdp_params)
+        # An operation counts where it was called: on the parameter, or on its local part.
+        return sum(one.sharded_param._version + one._sharded_local_tensor._version for one in self._group.fsdp_params)
 
     # --- FSDP2's places for exchanges ------------------------------------------------------------------------------
 

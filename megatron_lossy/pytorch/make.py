@@ -87,15 +87,17 @@ def _sharded(
     from .fsdp import LossyFSDP
 
     check_groups(groups, config)
-    check_optimizers(model, optimizers, [one for group in groups for one in group.parameters])
     if not any(group.trained for group in groups):
         raise refuse("model", type(model).__name__, "has no parameter with a gradient in fully_shard")
+    check_optimizers(model, optimizers, [one for group in groups for one in group.parameters])
     specs = [group.spec for group in groups]
     check_refusals(
         config,
         Facts(
             data_parallel="FSDP2",
             virtual=False,
+            worlds_apart=False,
+            flushes=True,
             workers=max(len(group.all_ranks) for group in groups),
             largest_group=max(group.ranks.size() for group in groups),
             train_iters=steps,
