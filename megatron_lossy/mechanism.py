@@ -99,6 +99,11 @@ class Mechanism:
         return None
 
     @classmethod
+    def ddp_part(cls, config: LossyConfig) -> Part | None:
+        """Its part of a run of a model in PyTorch's ``DistributedDataParallel``; ``None`` if there is none."""
+        return None
+
+    @classmethod
     def virtual_run(cls, config: LossyConfig, workers: int, iterations: int, seed: int, whole_optimizers: bool) -> Any:
         """The :class:`Run` of ``workers`` in one process, ``gapless``, if it is of another kind than the core's.
 
