@@ -45,9 +45,9 @@ def measure(flags: dict, rate: float, iterations: int) -> tuple[int, float, floa
             ends[phase] = units, total, Network(config, phase, WORKERS)
         for step in range(iterations):
             told = []
-            for phase, (units, _, network) in ends.items():
+            for phase, (units, total, network) in ends.items():
                 exchange, workers = Exchange(phase, stream, step), range(WORKERS)
-                told.append(Delivery(exchange, workers, [0], draw(network, exchange, workers, [0], units), units))
+                told.append(Delivery(exchange, workers, [0], draw(network, exchange, workers, [0], total), units))
             start = time.process_time()
             for delivery in told:
                 log.observe(delivery)

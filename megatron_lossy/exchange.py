@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ class Stream:
         tensor = "" if self.tensor is None else f"-t{self.tensor}"
         return f"{self.kind}-e{self.expert_rank}-s{self.stage}-c{self.chunk}{tensor}"
 
-    @property
+    @cached_property
     def drawn(self) -> Stream:
         """The stream that losses of the same buckets are drawn by."""
         return Stream("embedding") if self.kind == "embedding" else replace(self, tensor=None)
@@ -90,23 +91,23 @@ class BucketUnits:
     shard: int
     elements: int
 
-    @property
+    @cached_property
     def whole(self) -> int:
         """Number of units that are not cut short."""
         return self.shard // self.elements
 
-    @property
+    @cached_property
     def tail(self) -> int:
         """Elements of the shorter last unit; 0 if there is none."""
         return self.shard - self.whole * self.elements
 
-    @property
+    @cached_property
     def parts(self) -> list[tuple[slice, int]]:
         """The bucket's units in runs of equal length: (numbers counted from ``first``, elements of a unit)."""
         result = [(slice(0, self.whole), self.elements)] if self.whole else []
         return result + ([(slice(self.whole, self.whole + 1), self.tail)] if self.tail else [])
 
-    @property
+    @cached_property
     def numbers(self) -> slice:
         """The bucket's units among those of the stream."""
         return slice(self.first, self.first + self.count)
@@ -144,16 +145,13 @@ class Lost:
 
     def __init__(self, mask: np.ndarray) -> None:
         self.mask = mask
-        self._places: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._places: dict[tuple[int, int], np.ndarray] = {}
 
-    def places(self, numbers: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Returns int32[k] twice: each lost unit's shard, and its number from ``numbers.start``, for units in
-        ``numbers``.
-        """
+    def places(self, numbers: slice) -> np.ndarray:
+        """int32[2, k]: each lost unit's shard, and its number from ``numbers.start``, for units in ``numbers``."""
         key = (numbers.start, numbers.stop)
         if key not in self._places:
-            shards, units = np.nonzero(self.mask[:, numbers])
-            self._places[key] = (shards.astype(np.int32), units.astype(np.int32))
+            self._places[key] = np.array(np.nonzero(self.mask[:, numbers]), dtype=np.int32)
         return self._places[key]
 
     def equals(self, other: Lost) -> bool:

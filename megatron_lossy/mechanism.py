@@ -242,6 +242,17 @@ class Part:
         """Events of ``iteration`` beside its exchanges; see :meth:`Observer.happened`."""
         return []
 
+    # --- models of PyTorch's DDP -----------------------------------------------------------------------------------
+
+    def know_buckets(self, ddp: Any) -> None:
+        """The final buckets of ``ddp``, a run of DDP, are known."""
+
+    def before_reduction(self, bucket: int, gradient: Any) -> None:
+        """This rank's ``gradient`` [n] of a bucket, divided by the number of ranks, is about to be all-reduced."""
+
+    def after_reduction(self, bucket: int, gradient: Any) -> None:
+        """``gradient`` [n] is what this rank received of a bucket."""
+
     # --- workers that share a process ------------------------------------------------------------------------------
 
     def computing(self, worker: int, last: bool) -> contextlib.AbstractContextManager[None]:

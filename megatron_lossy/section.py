@@ -58,11 +58,11 @@ class Flags:
         return False
 
     def notes(self) -> list[str]:
-        """What the flags do, in words, where exchanges are not Megatron's own."""
+        """Words for the exchanges that the flags set in the place of Megatron's own."""
         return []
 
     def notes_beside(self) -> list[str]:
-        """What the flags do beside exchanges, in words."""
+        """Words for all that the flags set beside exchanges."""
         return []
 
     def idle(self) -> dict[str, tuple[bool, set[str]]]:

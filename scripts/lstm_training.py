@@ -24,7 +24,7 @@ from megatron_lossy.device.environment import processor, versions
 from megatron_lossy.errors import refuse
 from megatron_lossy.exchange import Stream
 from megatron_lossy.lab.design import loss_seed_of
-from megatron_lossy.transport import BucketSpec, LossyGroup, Network
+from megatron_lossy.transport import BucketSpec, LossyGroup, Network, wire_for
 
 LAYERS, DROPOUT, CLIP, LEARNING_RATE, LEAST = 2, 0.3, 1.0, 1e-3, 1e-6
 #: Without loss there is no rule.
@@ -254,7 +254,7 @@ def flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 def group_of_one(config: LossyConfig, elements: int) -> LossyGroup:
     """The exchange of one bucket of ``elements`` between a rank and itself; no process group is needed."""
     networks = {phase: Network(config, phase, 1) for phase in PHASES}
-    return LossyGroup.among(config, [BucketSpec(elements)], networks, range(1), 0, Stream(), None)
+    return LossyGroup(config, wire_for(config, [BucketSpec(elements)], networks, range(1), 0, Stream(), None, None))
 
 
 @torch.no_grad()

@@ -97,9 +97,11 @@ def _virtual() -> Iterator[Case]:
     yield Case("one process/alone", 0, (f"{LOSS} {BOTH}",), status=2)
 
 
-def _resumed(name: str, ranks: int, flags: str, quick: bool = False) -> Iterator[Case]:
-    """Stopped after three iterations and continued, with and without replicas."""
-    for how, more in (("with", "--save-replicas --drift-interval 2"), ("without", "")):
+def _resumed(
+    name: str, ranks: int, flags: str, quick: bool = False, kept: str = "--save-replicas --drift-interval 2"
+) -> Iterator[Case]:
+    """Stopped after three iterations and continued, with replicas (and the flags ``kept``) and without."""
+    for how, more in (("with", kept), ("without", "")):
         first = f"{flags} {more} {BOTH} --delivery-log log"
         runs = (f"{first} --exit-interval 3 --load save", f"{first} --load save")
         yield Case(f"resume/{name}, {how} replicas", ranks, runs, quick=quick and how == "with")
@@ -212,6 +214,47 @@ def _training() -> Iterator[Case]:
     yield Case("YAML file", 2, ("--config run.yaml --p-param 0.1",), config)
 
 
+def _mechanisms() -> Iterator[Case]:
+    """Mechanisms that have a real and a virtual form."""
+    forms = {"ranks": (4, ""), "virtual": (0, "--virtual-workers 4")}
+    same = f"{LOSS} {UNITS['packet']}"
+    islands = f"--islands 2 --p-sync 0.3 {same}"
+    part = "--sync-method parameters --sync-fraction 0.3 --sync-subset partition"
+    methods = {
+        "late": f"{part} --sync-delay 2 --save-consensus",
+        "late, bf16": f"{part} --sync-delay 1 --delay-correction smith --sync-dtype bf16 --bf16",
+        "outer": "--sync-method diloco --sync-interval 2 --eval-weights consensus --save-replicas",
+    }
+    for (form, (ranks, how)), (name, flags) in itertools.product(forms.items(), methods.items()):
+        if name == "late":
+            yield from _resumed(f"islands/{form}, {name}", ranks, f"{how} {islands} {flags}", kept="--save-replicas")
+        else:
+            yield Case(f"islands/{form}, {name}", ranks, (f"{how} {islands} {flags} --delivery-log log",))
+    errors = "--grad-error gaussian --grad-error-relative 1"
+    replicas = {
+        "averaged": f"{errors} --param-sync-interval 2 --param-sync-rule snr --replica-check log",
+        "lossy, averaged late": f"--p-grad 0.3 {UNITS['packet']} --param-sync-interval 2 --param-sync-overlap",
+        "repaired, bf16": "--grad-error bit-flip --grad-error-rate 0.5 --replica-check repair --bf16",
+    }
+    forms["virtual"] = (0, "--virtual-workers 2")
+    for (form, (ranks, how)), (name, flags) in itertools.product(forms.items(), replicas.items()):
+        whole = f"{how} --no-use-distributed-optimizer {flags}"
+        yield from _resumed(f"full replicas/{form}, {name}", ranks // 2, whole)
+    leads = {
+        "given": f"{same} --param-send compensated:1,0.5",
+        "by law, bf16": f"{same} --param-send compensated --bf16",
+        "counted": f"--loss-model trace --trace ../data/trace.npz {UNITS['shard']} --param-send compensated",
+    }
+    for (form, (ranks, how)), (name, flags) in itertools.product(forms.items(), leads.items()):
+        yield from _resumed(f"lead/{form}, {name}", ranks // 2, f"{how} {flags}")
+    priority = f"{same} --grad-recovery zero --grad-priority packet-mean:0.3 {ON}"
+    yield Case("priority/ranks", 2, (priority,))
+    yield Case("priority/virtual", 0, (f"--virtual-workers 2 {priority} --param-priority change:0.3",))
+    stages = f"--virtual-workers 2 --async-pipeline --virtual-stages 2 {same}"
+    yield from _resumed("stages/virtual", 0, stages)
+    yield Case("stages/ranks", 2, ("--async-pipeline --pipeline-model-parallel-size 2",))
+
+
 def _refusals() -> Iterator[Case]:
     for name, flags in {
         "a rate": "--p-grad 1.5",
@@ -245,5 +288,5 @@ OVERLAPS_OF_MEGATRON = "--overlap-grad-reduce --overlap-param-gather"
 
 def all_cases(pretrain: bool) -> list[Case]:
     """The whole matrix; that of pretrain_gpt.py if there is a checkout of Megatron-LM."""
-    groups = [_refusals, _matrix, _virtual, _models, _replay, _resume, _training] + [_pretrain] * pretrain
+    groups = [_refusals, _matrix, _virtual, _models, _replay, _resume, _training, _mechanisms] + [_pretrain] * pretrain
     return [case for group in groups for case in group()]

@@ -18,8 +18,8 @@ from typing import Any
 
 from same_results_compare import PARTS
 
-#: Of a "run" record: says when and with what it was made.
-_INCIDENTAL = {"versions", "hardware", "date", "seconds"}
+#: Of records: when and with what they were made, and times.
+_INCIDENTAL = {"versions", "hardware", "date", "seconds", "sync wait"}
 _TIMES = [
     (re.compile(r"\[\d{4}-\d\d-\d\d [\d:.]+\] ?"), ""),
     (re.compile(r"elapsed time per iteration \(ms\): [\d.]+ \| ?"), ""),

@@ -8,9 +8,11 @@ from megatron_lossy.recovery import Gradients
 NONE = Protection()
 
 
-def gradients(step=0, buffer=None, output=None, **options):
+def gradients(step=0, buffer=None, output=None, loss_scale=None, **options):
     """The record of an exchange of gradients in ``step``, whose buffers a test hands over by itself."""
-    return Gradients(Exchange("grad", Stream(), step), 0, buffer, output, None, **options)
+    return Gradients(
+        Exchange("grad", Stream(), step), 0, buffer, output, None, loss_scale=lambda: loss_scale, **options
+    )
 
 
 def spared(rule, protection=NONE):

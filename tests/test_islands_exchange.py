@@ -165,8 +165,8 @@ def test_a_mean_to_which_nobody_sent_is_lost(dtype, gathers, monkeypatch):
     """Its zeros would be taken for weights. Nothing of a unit reaches owner 1 here, not even its own piece."""
     networks_between = means_in_memory.networks_between
 
-    def drawn(network, exchange, members, receivers, parts):
-        arrived = draw(network, exchange, members, receivers, parts).copy()
+    def drawn(network, exchange, members, receivers, units):
+        arrived = draw(network, exchange, members, receivers, units).copy()
         if exchange.phase == "sync-reduce":
             arrived[np.array(receivers) == 1, :, 1] = False
         return arrived

@@ -67,10 +67,10 @@ class Journey:
 PACKETS = {"p_grad": 0.3, "p_param": 0.3, "loss_unit": "packet", "packet_bytes": 256}
 #: By what crosses: the most files, and the most changes of file.
 CEILINGS = {
-    "a gradient bucket": (16, 62),
-    "a parameter broadcast": (14, 48),
-    "a gradient bucket over datagrams": (14, 50),
-    "an exchange between islands": (14, 42),
+    "a gradient bucket": (15, 34),
+    "a parameter broadcast": (14, 38),
+    "a gradient bucket over datagrams": (14, 45),
+    "an exchange between islands": (14, 38),
 }
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_lossy import theory
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Exchange, Stream, cut
+from megatron_lossy.exchange import Delivery, Exchange, Stream, cut
 from megatron_lossy.monitor import drift
 from megatron_lossy.transport import Network
 from megatron_lossy.virtual.versions import Versions
@@ -52,6 +52,20 @@ CASES = {  # name: (TinyGPT, LossyConfig, iterations that are skipped)
     ),
     "skipped updates": ({"dtype": "fp16"}, LossyConfig(p_grad=0.3, p_param=0.5), (0, 3)),
 }
+
+
+def test_ages_are_saved_by_the_fields_of_their_stream_alone():
+    """What a stream has worked out is none of them: a checkpoint could not be loaded."""
+    from megatron_lossy.monitor.exchanges import ExchangeMonitor
+
+    arrived, [units] = np.zeros((1, 2, 1), dtype=bool), cut([1], [4], "shard", 4)[0]
+    saved, loaded, stream = ExchangeMonitor(), ExchangeMonitor(), Stream(stage=1)
+    assert stream.drawn == stream
+    saved.observe(Delivery(Exchange("param", stream, 0), [0, 1], [0], arrived, [units]))
+    [(names, _)] = saved.state_dict()["ages"]
+    assert set(names) == {field.name for field in dataclasses.fields(Stream)}
+    loaded.load_state_dict(saved.state_dict())
+    assert str(loaded.state_dict()) == str(saved.state_dict())
 
 
 def run_real(rank, chosen):

@@ -141,7 +141,7 @@ def means(size, p, rule, lossy_self=False):
         for rank in range(size):
             end = ends[rank]
             delivery = end.foresee(Exchange("grad", Stream(), 0))
-            x = gradients(following=1, coming=lambda end=end: end.foresee(FOLLOWING).lost_there(units))
+            x = gradients(coming=lambda end=end: end.foresee(FOLLOWING).lost_there(units))
             buffer = torch.full((size * UNITS,), float(rank == source))
             recovery = GRAD_RECOVERIES.load(rule)(units, rank)
             sent.append((recovery, delivery, send(recovery, buffer, delivery, x), x))

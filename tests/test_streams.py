@@ -78,7 +78,7 @@ def exchange(streams, rule, unit, gapless):
                 shard,
                 step,
                 lambda: Deferred(lambda: shard.copy_(grads[:SHARD])),
-                following=step + 1 if gapless else None,
+                gapless=gapless,
             )
             streams.current = "default"
             reduced.wait()

@@ -122,7 +122,7 @@ def test_the_loss_scale_of_a_shard_is_read_if_an_error_hits_it():
     for step in range(40):
         buffer, shard = torch.ones(24), torch.ones(8)
         with Waits() as waits:
-            group.reduce_scatter(0, buffer, shard, step, lambda: None, loss_scale=scale).wait()
+            group.reduce_scatter(0, buffer, shard, step, lambda: None, loss_scale=lambda: scale).wait()
         [reduction] = group.errors.take(step)
         assert waits.found["__float__"] == len(reduction.hits)
         hits += len(reduction.hits)

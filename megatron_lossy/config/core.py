@@ -20,9 +20,9 @@ class CoreFlags(Flags):
     rates: ClassVar[Mapping[str, str]] = {"grad": "p_grad", "param": "p_param"}
 
     p_grad: float = flag(
-        0.0, "mean loss rate of the gradient reduce-scatter, in [0, 1)", metavar="P", group="what is lost", basic=True
+        0.0, "mean loss rate of gradient reduce-scatters, in [0, 1)", metavar="P", group="what is lost", basic=True
     )
-    p_param: float = flag(0.0, "mean loss rate of the parameter all-gather, in [0, 1)", metavar="P", basic=True)
+    p_param: float = flag(0.0, "mean loss rate of parameter all-gathers, in [0, 1)", metavar="P", basic=True)
     loss_model: tuple[str, ...] = flag(
         ("bernoulli",),
         "who loses what, bernoulli, gilbert-elliott, per-link or trace; gilbert-elliott:B: bursts of B units on average (4 without "

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ..channel.corruption import Corruption
 from ..config import PHASES, LossyConfig
 from ..exchange import Stream
-from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes
+from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes, wire_for
 from .buckets import apart, buckets_by_stream, replicated_units
 from .errors import errors_of_owner
 from .seam import Slot, attach
@@ -69,12 +69,10 @@ class Exchanges:
             check_average("--ddp-average-in-collective", part)
         ranks = dist.get_process_group_ranks(full)
         members = [self._job * len(ranks) + ranks.index(rank) for rank in dist.get_process_group_ranks(part)]
-        specs = [
-            BucketSpec(bucket.grad_data.numel() // len(members), bucket.grad_data.dtype, bucket.param_data.dtype)
-            for _, bucket in buckets
-        ]
+        specs = specs_of(buckets, len(members))
         networks = {phase: self._network(phase, ranks) for phase in PHASES}
-        group = LossyGroup.among(config, specs, networks, members, dist.get_rank(part), stream, steps, part)
+        wire = wire_for(config, specs, networks, members, dist.get_rank(part), stream, steps, part)
+        group = LossyGroup(config, wire)
         share_copies(group, buckets)
         for number, (_, bucket) in enumerate(buckets):
             attach(bucket.grad_data, Slot(group, number))
@@ -93,6 +91,14 @@ class Exchanges:
     def nodes_of(self, ranks: Sequence[int]) -> list[int] | None:
         """The node of each of ``ranks``; ``None`` if nodes do not matter."""
         return None if self.nodes is None else [self.nodes[rank] for rank in ranks]
+
+
+def specs_of(pairs: Sequence[tuple[Any, Any]], shards: int) -> list[BucketSpec]:
+    """Megatron's buckets, (buffer, bucket), each in ``shards`` equal shards."""
+    return [
+        BucketSpec(bucket.grad_data.numel() // shards, bucket.grad_data.dtype, bucket.param_data.dtype)
+        for _, bucket in pairs
+    ]
 
 
 def share_copies(group: LossyGroup, pairs: Sequence[tuple[Any, Any]]) -> None:

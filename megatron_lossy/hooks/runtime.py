@@ -17,7 +17,7 @@ from ..config.refusal import check_refusals
 from ..device import all_gather_single
 from ..ledger import Ledger
 from ..mechanism import Part
-from ..run import Run, first
+from ..run import ModelChunks, Run, first
 from ..transport import LossyGroup
 from .buckets import bucket_sizes, buckets_by_stream, own_shard
 from .complete import (
@@ -75,8 +75,6 @@ class Lossy(Run):
         """Put back everything that was patched. Models that were wrapped meanwhile go on without recovery state."""
         self.ledger.uninstall()
         super().uninstall()
-        for one in self.parts:
-            one.close()
         self.installed = False
 
     # --- what is lossy -------------------------------------------------------------------------------------------
@@ -165,8 +163,10 @@ class Lossy(Run):
 
     def reducing(self, bucket_group: Any) -> contextlib.AbstractContextManager[None]:
         """A context for the start of the reduction of ``bucket_group``."""
-        around = first(one.reducing for one in self.parts)
-        return contextlib.nullcontext() if around is None else around(bucket_group)
+        for one in self.parts:
+            if (around := one.reducing) is not None:
+                return around(bucket_group)
+        return contextlib.nullcontext()
 
     def note_all_reduce(self, bucket_group: Any) -> None:
         """Note that the gradients of ``bucket_group`` are about to be all-reduced, without loss. Logs it once."""
@@ -176,7 +176,7 @@ class Lossy(Run):
             if slot is not None:
                 with torch.no_grad():
                     scaled = partial(torch.mul, bucket.grad_data, bucket.gradient_scaling_factor)  # as Megatron will
-                    slot.group.note_all_reduce(slot.bucket, scaled, self.iteration, self.loss_scale(), self.following)
+                    slot.group.note_all_reduce(slot.bucket, scaled, self.iteration, self.loss_scale, self.gapless)
         if not self._told_all_reduce and not self.config.untouched("grad"):
             self._told_all_reduce = True
             if dist.get_rank() == 0:
@@ -211,12 +211,7 @@ class Lossy(Run):
                     _settle(bucket_group)
 
     @contextlib.contextmanager
-    def owner_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
-        """See :meth:`Run.owner_weights`. ``model_chunks``: Megatron's ``model``, wrapped in DDP or not."""
-        if (weights := first(one.owner_weights() for one in self.parts)) is not None:
-            with weights:
-                yield
-            return
+    def exchanged_weights(self, model_chunks: ModelChunks) -> Iterator[None]:
         restore = []
         with torch.no_grad():
             for bucket_group in self._lossy_bucket_groups(model_chunks):
@@ -232,12 +227,7 @@ class Lossy(Run):
                 for put_back in restore:
                     put_back()
 
-    @contextlib.contextmanager
-    def consensus_weights(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> Iterator[None]:
-        with first(one.consensus_weights() for one in self.parts) or self.owner_weights(model_chunks):
-            yield
-
-    def _lossy_bucket_groups(self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module) -> list[Any]:
+    def _lossy_bucket_groups(self, model_chunks: ModelChunks) -> list[Any]:
         if self.update is None or self.config.untouched("param"):
             return []
         chunks = model_chunks if isinstance(model_chunks, Sequence) else [model_chunks]
@@ -275,27 +265,12 @@ class Lossy(Run):
         """The buckets of all model chunks."""
         return [bucket for ddp in self.chunks for group in _bucket_groups(ddp) for bucket in group.buckets]
 
-    def replica_state(self) -> Any:
-        """The whole state of a mechanism that keeps it; else :func:`stale_state`, with the states of mechanisms."""
-        if (whole := first(one.replica_state() for one in self.parts)) is not None:
-            return whole
-        states = {one.name: one.state_dict() for one in self.parts}
-        beside = {name: state for name, state in states.items() if state is not None}
-        return {"stale": self._stale(), **beside} if beside else self._stale()
+    state_name = "stale"
 
-    def _stale(self) -> list[Any]:
-        for one in self.parts:
-            one.begin_saving()
+    def exchanged_state(self) -> list[Any]:
         return stale_state(self.buckets(), self.update)
 
-    def load_replica_state(self, state: Any) -> None:
-        if any(one.load_replica_state(state) for one in self.parts):
-            return
-        if isinstance(state, dict):
-            for one in self.parts:
-                if one.name in state:
-                    one.load_state_dict(state[one.name])
-            state = state["stale"]
+    def load_exchanged_state(self, state: list[Any]) -> None:
         self._restored = self.update
         load_stale_state(self.buckets(), self.update, state)
 

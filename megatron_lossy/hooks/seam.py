@@ -109,8 +109,8 @@ def reduce_scatter(
             run.iteration,
             lambda: original(output, input, *args, **kwargs),
             averaged,
-            run.loss_scale(),
-            run.following,
+            run.loss_scale,
+            run.gapless,
         ),
     )
 

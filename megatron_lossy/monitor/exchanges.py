@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ class ExchangeMonitor(Observer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's ages, and its counts since the last record."""
-        ages = [(vars(stream), torch.from_numpy(ages.copy())) for stream, ages in self._ages.items()]
+        ages = [(asdict(stream), torch.from_numpy(ages.copy())) for stream, ages in self._ages.items()]
         return {"ages": ages, "window": self._window.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

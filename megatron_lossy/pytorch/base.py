@@ -9,9 +9,11 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..channel.corruption import Errors, check_bits
 from ..config import LossyConfig
 from ..run import Run
 from ..run.saved import check_identity, flags_of
@@ -69,6 +71,8 @@ class LossyRun(Run):
             )
         check_still_alike(self.optimizers, self._parameters)
         self.check_exchanges()
+        for one in self.parts:
+            one.begin_iteration()
         self.begin_update()
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -81,6 +85,8 @@ class LossyRun(Run):
         reduced = bool(self._reduced)
         self._begin_round()
         self.update = self.iteration
+        for one in self.parts:
+            one.end_iteration()
         self.finish_iteration(True, all_reduced=not reduced)
 
     def _begin_round(self) -> None:
@@ -98,14 +104,21 @@ class LossyRun(Run):
             used = self._scale is None or self._scaler.get_scale() >= self._scale
             self._begin_round()
             self.finish_iteration(False, used=used)
+        if not self._reduced and self._scaler is not None and self._scaler.is_enabled():
+            self._scale = self._scaler.get_scale()
         self._reduced.add(bucket)
 
     def loss_scale(self) -> float | None:
-        if self._scaler is None or not self._scaler.is_enabled():
-            return None
-        if self._scale is None:
-            self._scale = self._scaler.get_scale()
         return self._scale
+
+    def errors_of(self, dtypes: Sequence[torch.dtype], ranges: Sequence[np.ndarray], rank: int) -> Errors:
+        """The errors in the gradients that ``rank`` has, in ``ranges`` int64[k, 2] of buckets of ``dtypes``.
+
+        Raises :class:`UsageError` for bits that gradients do not have.
+        """
+        width = min(8 * dtype.itemsize for dtype in dtypes)
+        check_bits(self.config, width)
+        return Errors(self.corruption, rank, ranges, width, self.config.delivery_log is not None, None)
 
     def note_update(self) -> None:
         """An optimizer has changed the weights."""
@@ -121,9 +134,12 @@ class LossyRun(Run):
 
     # --- weights and state -----------------------------------------------------------------------------------------
 
-    @abstractmethod
     def owner_weights(self, model_chunks: Any = None) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model has the owners' weights at all ranks; then its replica again. A collective call."""
+        """A context in which the model has the owners' weights at all ranks; then its replica again. A collective call.
+
+        With DDP, whose replicas all update everything, it has the mean of the finite replicas.
+        """
+        return super().owner_weights(model_chunks)
 
     def state_dict(self) -> dict[str, Any]:
         """The stale units of this rank, and the state of rules and monitors. A collective call.
@@ -170,8 +186,6 @@ class LossyRun(Run):
             hook.remove()
         self.restore_exchanges()
         self.uninstall()
-        for one in self.parts:
-            one.close()
 
     @abstractmethod
     def restore_exchanges(self) -> None:

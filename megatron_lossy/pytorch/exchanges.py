@@ -25,7 +25,7 @@ class Clock(Protocol):
     iteration: int
     update: int | None
     restarts: int
-    following: int | None
+    gapless: bool
 
     def gathering(self) -> None:
         """Parameters are about to be gathered."""
@@ -197,9 +197,16 @@ class Reduce:
         def collective() -> dist.Work | None:
             return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
-        step, scale = self._clock.iteration, self._clock.loss_scale()
+        step = self._clock.iteration
         transfer = self._lossy.reduce_scatter(
-            self._number, input_tensor, output_tensor, step, collective, averaged, scale, self._clock.following
+            self._number,
+            input_tensor,
+            output_tensor,
+            step,
+            collective,
+            averaged,
+            self._clock.loss_scale,
+            self._clock.gapless,
         )
         transfer.then(lambda _: self._lossy.keep_lost(self._number, step))
         if async_op:

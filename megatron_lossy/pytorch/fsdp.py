@@ -12,14 +12,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..channel.corruption import Errors, check_bits
+from ..channel.corruption import Errors
 from ..config import PHASES, LossyConfig
 from ..device import all_gather_single
 from ..exchange import Delivery
 from ..run.base import Observed
 from ..run.sampling import RankSampler
 from ..run.stale import Held, load_stale_state, stale_state
-from ..transport import LossyGroup, Network, find_nodes
+from ..transport import LossyGroup, Network, find_nodes, wire_for
 from .base import LossyRun
 from .exchanges import Gather, Reduce
 from .layout import ParameterGroup, ShardedStream, streams_of
@@ -106,18 +106,17 @@ class LossyFSDP(LossyRun):
         members = [ranks.index(rank) for rank in dist.get_process_group_ranks(one.ranks)]
         stream = replace(one.stream, chunk=chunk)
         specs = [group.spec for group in one.groups]
-        return LossyGroup.among(self.config, specs, networks, members, one.ranks.rank(), stream, self.steps, one.ranks)
+        wire = wire_for(self.config, specs, networks, members, one.ranks.rank(), stream, self.steps, one.ranks)
+        return LossyGroup(self.config, wire)
 
     def _errors_of(self, one: ShardedStream, lossy: LossyGroup) -> Errors:
-        width = min(8 * group.spec.grad_dtype.itemsize for group in one.groups)
-        check_bits(self.config, width)
         ranges = []
         for group in one.groups:
             shard = group.spec.shard
             inside = np.clip(group.used(gradients=True) - lossy.rank * shard, 0, shard)
             ranges.append(inside[inside[:, 0] < inside[:, 1]])
-        owner = lossy.wire.members[lossy.rank]
-        return Errors(self.corruption, owner, ranges, width, self.config.delivery_log is not None, None)
+        dtypes = [group.spec.grad_dtype for group in one.groups]
+        return self.errors_of(dtypes, ranges, lossy.wire.members[lossy.rank])
 
     # --- an update -------------------------------------------------------------------------------------------------
 
@@ -184,7 +183,7 @@ class LossyFSDP(LossyRun):
             one.group.modules[0].reshard()
 
     @contextlib.contextmanager
-    def owner_weights(self, model_chunks: Any = None) -> Iterator[None]:
+    def exchanged_weights(self, model_chunks: Any = None) -> Iterator[None]:
         restore: list[Callable[[], None]] = []
         if self.update is not None and not self.config.untouched("param"):
             self.settle()
@@ -207,6 +206,8 @@ class LossyFSDP(LossyRun):
 
     # --- saved state -----------------------------------------------------------------------------------------------
 
+    state_name = "stale"
+
     def weights_changed(self) -> None:
         """Somebody else than the optimizer wrote weights: the next gather is reliable. Call it on all ranks."""
         self.restarts += 1
@@ -225,12 +226,12 @@ class LossyFSDP(LossyRun):
     def _held(self) -> list[Held]:
         return [Held(one.lossy, one.number, one.replica) for one in self._sharded]
 
-    def replica_state(self) -> Any:
+    def exchanged_state(self) -> Any:
         if self.update is not None:
             self.settle()
         return stale_state(self._held(), self.update)
 
-    def load_replica_state(self, state: Any) -> None:
+    def load_exchanged_state(self, state: Any) -> None:
         self.settle()  # reliably: the owners' weights, of which each rank missed some
         load_stale_state(self._held(), self.update, state)
 

@@ -65,6 +65,10 @@ def make_lossy(
         raise refuse("model", type(model).__name__, "must be a torch.nn.Module")
     check_process_group()
     check_called_once(model, _runs)
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        run: LossyRun = _in_ddp(model, optimizers, flags, steps, gapless, scaler, regather)
+        _runs[model] = run
+        return run
     check_torch()
     groups = parameter_groups(model)
     if not groups:
@@ -110,6 +114,43 @@ def _sharded(
     run = LossyFSDP(config, optimizers, groups, steps, gapless, scaler, regather)
     model.register_load_state_dict_post_hook(_Loaded(run))
     return run
+
+
+def _in_ddp(
+    model: torch.nn.parallel.DistributedDataParallel,
+    optimizers: list[torch.optim.Optimizer],
+    config: LossyConfig,
+    steps: int | None,
+    gapless: bool,
+    scaler: Any,
+    regather: bool,
+) -> LossyRun:
+    from .ddp import LossyDDP
+
+    if regather:
+        raise refuse("regather", True, "is of fully_shard; DistributedDataParallel gathers no parameters")
+    trained = [one for one in model.parameters() if one.requires_grad]
+    check_optimizers(model, optimizers, trained)
+    largest = max(one.element_size() for one in trained)
+    ranks = model.process_group.size()
+    check_refusals(
+        config,
+        Facts(
+            data_parallel="DDP",
+            virtual=False,
+            worlds_apart=False,
+            flushes=True,
+            workers=ranks,
+            largest_group=ranks,
+            train_iters=steps,
+            distributed_optimizer=False,
+            fp16=scaler is not None,
+            loss_scale=scaler.get_scale() if scaler is not None and scaler.is_enabled() else None,
+            gradient_bytes=largest,
+            weight_bytes=largest,
+        ),
+    )
+    return LossyDDP(config, model, optimizers, steps, gapless, scaler)
 
 
 class _Loaded:

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 Collective = Callable[[], Any]
 
 
+#: Returns the factor of a loss, a number or a scalar tensor, or ``None`` without one.
+LossScale = Callable[[], Any]
+
+
+def unscaled() -> None:
+    """A loss without a factor."""
+    return None
+
+
 @dataclass(frozen=True)
 class Gradients:
     """The gradients of one bucket, as one rank exchanges them.
@@ -35,10 +44,11 @@ class Gradients:
         output: [shard], receives the recovered sum. It may be part of ``buffer``.
         collective: would carry all of it, reliably.
         averaged: the collective divides the sum by N (``ReduceOp.AVG``).
-        loss_scale: a number or a scalar tensor that multiplied the gradients; with one, the step may be rejected.
-        following: the step of the next exchange, if it is known.
-        coming: returns the units of the bucket that the exchange of ``following`` loses, or ``None`` if a trace ends
-            before it. The wire sets it if losses can be foreseen.
+        loss_scale: returns a number or a scalar tensor that multiplied the gradients; with one, the step may be
+            rejected. ``None`` without one.
+        gapless: the next exchange of the bucket is that of the next step.
+        coming: returns the units of the bucket that the exchange of the next step loses, or ``None`` if a trace ends
+            before it. The wire sets it if ``gapless``, and losses can be foreseen.
     """
 
     exchange: Exchange
@@ -47,8 +57,8 @@ class Gradients:
     output: torch.Tensor
     collective: Collective
     averaged: bool = False
-    loss_scale: torch.Tensor | float | None = None
-    following: int | None = None
+    loss_scale: LossScale = unscaled
+    gapless: bool = False
     coming: Callable[[], Lost | None] | None = None
 
 

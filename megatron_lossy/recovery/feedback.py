@@ -46,13 +46,13 @@ class ErrorFeedback(GradRecovery):
         return 2 * lost
 
     def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
-        scale = x.loss_scale
+        scale = x.loss_scale()
         self._added = list(self._residuals)
         for lost, saved in self._added:
             self.rows(buffer).add_(buffer, self.units, lost, saved if scale is None else times(saved, scale))
 
     def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> None:
-        self.keep(x.exchange.step, buffer, lost, x.loss_scale)
+        self.keep(x.exchange.step, buffer, lost, x.loss_scale())
         super().remove(buffer, lost, delivery, x)
 
     def keep(self, step: int, payload: torch.Tensor, lost: Lost, loss_scale: Any) -> None:

@@ -45,10 +45,10 @@ class Previous(GradRecovery):
         step = x.exchange.step
         self._count_pending(step)
         self._step = step
-        self._substitute(buffer, step, lost, x.loss_scale)
+        scale = x.loss_scale()
+        self._substitute(buffer, step, lost, scale)
         # The buffer now holds the last received gradient of every link.
-        if x.coming is None or x.following is None or x.loss_scale is not None:
-            scale = x.loss_scale
+        if x.coming is None or scale is not None:
             self._pending = (step, buffer.clone() if scale is None else buffer / scale)
             self._kept = {number: kept for number, kept in self._kept.items() if number == step}
             return
@@ -56,7 +56,7 @@ class Previous(GradRecovery):
         self._kept = {step: known} if known is not None else {}  # the step may be repeated
         coming = x.coming()
         if coming is not None:
-            self._kept[x.following] = (coming, self.rows(buffer).take(buffer, self.units, coming))
+            self._kept[step + 1] = (coming, self.rows(buffer).take(buffer, self.units, coming))
 
     def _substitute(self, buffer: torch.Tensor, step: int, lost: Lost, scale: Any) -> None:
         rows, known = self.rows(buffer), self._kept.get(step)

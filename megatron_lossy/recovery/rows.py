@@ -51,13 +51,13 @@ def _flat(view: torch.Tensor) -> torch.Tensor:
     return view.view(-1, view.shape[2])
 
 
-def _numbers(view: torch.Tensor, index: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _numbers(view: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     shards, units = index
     return shards.long() * view.shape[1] + units
 
 
-def _select(view: torch.Tensor, index: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return _flat(view).index_select(0, _numbers(view, index)) if view.is_contiguous() else view[index]
+def _select(view: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return _flat(view).index_select(0, _numbers(view, index)) if view.is_contiguous() else view[index.unbind()]
 
 
 class IndexedRows:
@@ -69,8 +69,8 @@ class IndexedRows:
         return not lost.mask.any()
 
     @staticmethod
-    def _index(lost: Lost, numbers: slice, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return tuple(copies.to_device(place, device) for place in lost.places(numbers))
+    def _index(lost: Lost, numbers: slice, device: torch.device) -> torch.Tensor:
+        return copies.to_device(lost.places(numbers), device)
 
     @classmethod
     def zero_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> None:
@@ -81,7 +81,7 @@ class IndexedRows:
                 for shard in shards:
                     view[shard].zero_()
             elif len(shards):
-                view.index_put_(cls._index(lost, numbers, buffer.device), view.new_zeros(()))
+                view.index_put_(cls._index(lost, numbers, buffer.device).unbind(), view.new_zeros(()))
 
     @classmethod
     def take(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost) -> Saved:
@@ -93,7 +93,7 @@ class IndexedRows:
                 saved.append(tuple(view[shard].clone() for shard in shards))
             elif len(shards):
                 index = cls._index(lost, numbers, buffer.device)
-                saved.append((*index, _select(view, index)))
+                saved.append((index, _select(view, index)))
             else:
                 saved.append(())
         return saved
@@ -107,9 +107,9 @@ class IndexedRows:
                 for shard, value in zip(lost.places(numbers)[0], values, strict=True):
                     view[shard].copy_(value)
             elif values and view.is_contiguous():
-                _flat(view).index_copy_(0, _numbers(view, values[:-1]), values[-1])
+                _flat(view).index_copy_(0, _numbers(view, values[0]), values[1])
             elif values:
-                view.index_put_(values[:-1], values[-1])
+                view.index_put_(values[0].unbind(), values[1])
 
     @classmethod
     def add_(cls, buffer: torch.Tensor, units: BucketUnits, lost: Lost, saved: Saved) -> None:
@@ -119,11 +119,11 @@ class IndexedRows:
             if units.count == 1:
                 for shard, value in zip(lost.places(numbers)[0], values, strict=True):
                     view[shard].copy_(view[shard] + value)
-            elif values and view.is_contiguous() and values[-1].dtype == view.dtype:
-                _flat(view).index_add_(0, _numbers(view, values[:-1]), values[-1])
+            elif values and view.is_contiguous() and values[1].dtype == view.dtype:
+                _flat(view).index_add_(0, _numbers(view, values[0]), values[1])
             elif values:
-                index = values[:-1]
-                view.index_put_(index, (_select(view, index) + values[-1]).to(view.dtype))
+                index, added = values
+                view.index_put_(index.unbind(), (_select(view, index) + added).to(view.dtype))
 
     @staticmethod
     def scale_(shard: torch.Tensor, units: BucketUnits, factors: np.ndarray) -> None:

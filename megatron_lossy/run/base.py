@@ -23,6 +23,9 @@ from ..transport import LossyGroup
 from .observers import make_observers
 from .saved import REPLICAS, flags_of, read, write
 
+#: Megatron's ``model``.
+ModelChunks = Sequence[torch.nn.Module] | torch.nn.Module
+
 
 class Observed(Protocol):
     """Exchanges that are observed together."""
@@ -116,40 +119,23 @@ class Run(ABC):
         """Let every replica receive its part of the last update. A collective call."""
 
     @abstractmethod
-    def owner_weights(
-        self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module
-    ) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model holds the owners' weights; afterwards its replica again. A collective call."""
-
-    def consensus_weights(
-        self, model_chunks: Sequence[torch.nn.Module] | torch.nn.Module
-    ) -> contextlib.AbstractContextManager[None]:
-        """A context as of :meth:`owner_weights`, with the mean over jobs; here there is one job."""
-        return self.owner_weights(model_chunks)
-
-    def saved_beside(self, folder: str) -> tuple[str, bool] | None:
-        """The folder of another checkpoint, of :meth:`consensus_weights` alone, beside one in ``folder``, if any.
-
-        With it, whether this rank writes there.
-        """
-        return first(one.saved_beside(folder) for one in self.parts)
-
-    @property
-    def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """A function that adds up a tensor over all jobs, a collective call of them; ``None`` with one job."""
-        return first(one.total for one in self.parts)
+    def exchanged_weights(self, model_chunks: ModelChunks) -> contextlib.AbstractContextManager[None]:
+        """:meth:`owner_weights` of a run whose exchanges keep them."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
         """The settings that must be equal for saved replicas to mean the same, by their names in errors."""
 
-    @abstractmethod
-    def replica_state(self) -> Any:
-        """The state that makes the replicas of this process differ from the owners' weights."""
+    #: The name that :meth:`exchanged_state` has in a saved state, if mechanisms have states beside it.
+    state_name = ""
 
     @abstractmethod
-    def load_replica_state(self, state: Any) -> None:
-        """Restore :meth:`replica_state`; ``iteration`` and ``update`` are restored already."""
+    def exchanged_state(self) -> Any:
+        """:meth:`replica_state` of a run whose replicas differ only by what exchanges lost."""
+
+    @abstractmethod
+    def load_exchanged_state(self, state: Any) -> None:
+        """Restore :meth:`exchanged_state`."""
 
     @abstractmethod
     def replica_file(self) -> str:
@@ -180,6 +166,56 @@ class Run(ABC):
         errors = [group.errors for group in self.groups if group.errors is not None]
         beside = [event for one in self.parts for event in one.happened(self.iteration)]
         return [*(reduction for one in errors for reduction in one.take(self.iteration)), *beside]
+
+    # --- weights and their state -----------------------------------------------------------------------------------
+
+    def owner_weights(self, model_chunks: ModelChunks) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model holds the owners' weights; afterwards its replica again. A collective call.
+
+        ``model_chunks``: Megatron's ``model``, wrapped in DDP or not.
+        """
+        return first(one.owner_weights() for one in self.parts) or self.exchanged_weights(model_chunks)
+
+    def consensus_weights(self, model_chunks: ModelChunks) -> contextlib.AbstractContextManager[None]:
+        """A context as of :meth:`owner_weights`, with the mean over jobs, if there are several."""
+        return first(one.consensus_weights() for one in self.parts) or self.owner_weights(model_chunks)
+
+    def saved_beside(self, folder: str) -> tuple[str, bool] | None:
+        """The folder of another checkpoint, of :meth:`consensus_weights` alone, beside one in ``folder``, if any.
+
+        With it, whether this rank writes there.
+        """
+        return first(one.saved_beside(folder) for one in self.parts)
+
+    @property
+    def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """A function that adds up a tensor over all jobs, a collective call of them; ``None`` with one job."""
+        return first(one.total for one in self.parts)
+
+    def replica_state(self) -> Any:
+        """The state that makes the replicas of this process differ from the owners' weights.
+
+        It is the whole state of a mechanism that keeps it, else that of the exchanges with the states of mechanisms.
+        """
+        if (whole := first(one.replica_state() for one in self.parts)) is not None:
+            return whole
+        states = {one.name: one.state_dict() for one in self.parts}
+        beside = {name: state for name, state in states.items() if state is not None}
+        for one in self.parts:
+            one.begin_saving()
+        exchanged = self.exchanged_state()
+        return {self.state_name: exchanged, **beside} if beside else exchanged
+
+    def load_replica_state(self, state: Any) -> None:
+        """Restore :meth:`replica_state`; ``iteration`` and ``update`` are restored already."""
+        if any(one.load_replica_state(state) for one in self.parts):
+            return
+        if isinstance(state, dict):
+            for one in self.parts:
+                if one.name in state:
+                    one.load_state_dict(state[one.name])
+            state = state[self.state_name]
+        self.load_exchanged_state(state)
 
     # --- a training program ----------------------------------------------------------------------------------------
 
@@ -224,7 +260,7 @@ class Run(ABC):
             self.tell_observers(self._settled_replicas)
         self.iteration += 1
         for group in self.groups:
-            group.prepare(self.iteration, self.following)
+            group.prepare(self.iteration, self.gapless)
 
     def tell_observers(self, look: Callable[[], Sequence[Replicas]] | None = None) -> None:
         """Tell the observers of the last iteration, if they have not been.
@@ -260,11 +296,6 @@ class Run(ABC):
             group.finish_step(self.iteration, False)
         self.iteration += 1
 
-    @property
-    def following(self) -> int | None:
-        """The iteration of the next gradient exchange but this one, if it is known."""
-        return self.iteration + 1 if self.gapless else None
-
     def set_iteration(self, iteration: int) -> None:
         """A checkpoint of ``iteration`` attempted iterations was loaded: all replicas are equal."""
         self._untold = None
@@ -288,10 +319,12 @@ class Run(ABC):
             observer.close()
 
     def uninstall(self) -> None:
-        """End the run: close the observers and the groups."""
+        """End the run: close the observers, the groups and the parts of mechanisms."""
         self.close_observers()
         for group in self.groups:
             group.close()
+        for one in self.parts:
+            one.close()
 
     # --- saved replicas --------------------------------------------------------------------------------------------
 

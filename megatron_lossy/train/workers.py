@@ -72,16 +72,26 @@ class Workers:
         number = samples // (self._config.micro_batch_size * self._size)
         if self._cluster is None:
             return self._run(batches[0], number, forward_only)
+        return self._take_turns(self._cluster, batches, number, forward_only)
+
+    def _take_turns(
+        self, cluster: VirtualRun, batches: list[RankBatches], number: int, forward_only: bool
+    ) -> list[torch.Tensor]:
+        """Run ``number`` micro-batches of every worker of ``cluster``, with its own of ``batches``."""
         # All ranks start an iteration with the same random state and draw equally many numbers.
-        draws = not forward_only and (self._config.hidden_dropout > 0 or self._config.attention_dropout > 0)
-        state = rng_state() if draws else None
+        state = rng_state() if self._draws and not forward_only else None
         sums = []
         for worker, own in enumerate(batches):
             if state is not None:
                 set_rng_state(state)
-            with self._cluster.worker(worker, evaluates=forward_only):
+            with cluster.worker(worker, evaluates=forward_only):
                 sums += self._run(own, number, forward_only)
         return sums
+
+    @property
+    def _draws(self) -> bool:
+        """Whether passes with gradients draw random numbers."""
+        return self._config.hidden_dropout > 0 or self._config.attention_dropout > 0
 
     def iterate(
         self, batches: list[RankBatches], begin: Callable[[list[torch.Tensor]], Begun]

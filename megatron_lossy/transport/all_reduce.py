@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..recovery.base import LossScale, unscaled
 from .base import Transfer
 from .choice import BucketSpec
 from .group import LossyGroup
@@ -43,8 +44,8 @@ def begin_all_reduce(
     scatter: Run,
     gather: Run,
     averaged: bool = False,
-    loss_scale: torch.Tensor | float | None = None,
-    following: int | None = None,
+    loss_scale: LossScale = unscaled,
+    gapless: bool = False,
 ) -> Transfer:
     """Begin to all-reduce ``gradient`` [n], in place. The wait for the result ends it.
 
@@ -54,9 +55,7 @@ def begin_all_reduce(
     sent = padded(gradient, group.size)
     result = sent.clone() if averaged else sent * group.size  # the sum as a rank estimates it from its own gradient
     own = torch.empty_like(result[: len(result) // group.size])
-    transfer = group.reduce_scatter(
-        bucket, sent, own, step, lambda: scatter(own, sent), averaged, loss_scale, following
-    )
+    transfer = group.reduce_scatter(bucket, sent, own, step, lambda: scatter(own, sent), averaged, loss_scale, gapless)
 
     def finish(_: Any) -> None:
         group.all_gather(bucket, result, own, step, lambda: gather(result, own)).wait()

@@ -100,6 +100,8 @@ class Wire(ABC):
         self.size = len(members)
         self.rank = rank
         self.cut = cut
+        #: By phase, the units of a link and step.
+        self.count = {phase: units_of(parts) for phase, parts in cut.items()}
 
     @abstractmethod
     def lossless(self, phase: str) -> bool:
@@ -133,7 +135,7 @@ class Wire(ABC):
         ``lost``: bool[N, count] by bucket, the units that this rank missed; it missed none of the other buckets.
         """
         cut = self.cut[exchange.phase]
-        arrived = np.ones((1, self.size, units_of(cut)), dtype=bool)
+        arrived = np.ones((1, self.size, self.count[exchange.phase]), dtype=bool)
         for bucket, missed in lost.items():
             arrived[0][:, cut[bucket].numbers] = ~missed
         self._remember(Delivery(exchange, self.members, self.members[self.rank : self.rank + 1], arrived, cut))

@@ -88,7 +88,7 @@ class DrawnWire(Wire):
 
     def note_all_reduce(self, x: Callable[[], Gradients], rule: GradRecovery) -> None:
         sent, me = self._looking_ahead(x(), rule.units), self.members[self.rank : self.rank + 1]
-        everything = np.ones((1, self.size, units_of(self.cut["grad"])), dtype=bool)
+        everything = np.ones((1, self.size, self.count["grad"]), dtype=bool)
         delivery = Delivery(sent.exchange, self.members, me, everything, self.cut["grad"], everything[0])
         rule.before(sent.buffer, delivery.lost_there(rule.units), delivery, sent)
 
@@ -97,10 +97,10 @@ class DrawnWire(Wire):
         return delivery
 
     def _looking_ahead(self, x: Gradients, units: BucketUnits) -> Gradients:
-        """``x`` with a function that returns the losses of the following exchange."""
-        if x.following is None:
+        """``x`` with a function that returns the losses of the next step's exchange, if it comes next."""
+        if not x.gapless:
             return x
-        exchange, steps = replace(x.exchange, step=x.following), self.steps(x.exchange.phase)
+        exchange, steps = replace(x.exchange, step=x.exchange.step + 1), self.steps(x.exchange.phase)
 
         def coming() -> Lost | None:
             # Beyond the end of a trace nothing is lost; such a step is refused when it comes.
@@ -115,7 +115,7 @@ class DrawnWire(Wire):
 
     def lag(self, exchange: Exchange) -> tuple[float, float] | None:
         network, me = self.networks[exchange.phase], self.members[self.rank]
-        return network.lag(exchange, me, self.members, units_of(self.cut[exchange.phase]))
+        return network.lag(exchange, me, self.members, self.count[exchange.phase])
 
     def steps(self, phase: str) -> int | None:
         return self.networks[phase].channel.steps(phase, self.stream)
@@ -147,7 +147,7 @@ class CollectiveWire(DrawnWire):
     def prepare(self, exchange: Exchange) -> None:
         """Start drawing on another thread if it takes long."""
         phase = exchange.phase
-        if self.lossless(phase) or units_of(self.cut[phase]) * self.size < _AHEAD or self._latest.get(exchange):
+        if self.lossless(phase) or self.count[phase] * self.size < _AHEAD or self._latest.get(exchange):
             return
         if CollectiveWire._thread is None:
             CollectiveWire._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-draws")
@@ -169,11 +169,19 @@ class CollectiveWire(DrawnWire):
                 lost.places(numbers)
 
     def _draw(self, exchange: Exchange) -> Delivery:
-        me, network, cut = self.members[self.rank], self.networks[exchange.phase], self.cut[exchange.phase]
-        arrived = draw(network, exchange, self.members, [me], cut)
-        return Delivery(
-            exchange, self.members, [me], arrived, cut, lambda: draw_sent(network, exchange, me, self.members, cut)
-        )
+        network, count = self.networks[exchange.phase], self.count[exchange.phase]
+        if exchange.phase == "grad":
+            arrived, sent = draw_both_ways(network, exchange, self.members, self.rank, count)
+        else:
+            arrived, sent = draw(network, exchange, self.members, [self.members[self.rank]], count), None
+        return self._delivery(exchange, arrived, sent)
+
+    def _delivery(
+        self, exchange: Exchange, arrived: np.ndarray, sent: np.ndarray | Callable[[], np.ndarray] | None
+    ) -> Delivery:
+        """The delivery at this rank, from the arguments of :class:`Delivery`."""
+        me = self.members[self.rank : self.rank + 1]
+        return Delivery(exchange, self.members, me, arrived, self.cut[exchange.phase], sent)
 
 
 def check_links(
@@ -190,21 +198,30 @@ def draw(
     exchange: Exchange,
     members: Sequence[int],
     receivers: Sequence[int],
-    cut: Sequence[BucketUnits],
+    units: int,
 ) -> np.ndarray:
     """bool[R, S, units], read-only: units of ``members`` that arrive at ``receivers``, ranks of the full group."""
     sources, destinations = np.tile(members, len(receivers)), np.repeat(receivers, len(members))
-    arrived = network.delivered_links(exchange, sources, destinations, units_of(cut))
+    arrived = network.delivered_links(exchange, sources, destinations, units)
     arrived = arrived.reshape(len(receivers), len(members), -1)
     arrived.flags.writeable = False
     return arrived
 
 
-def draw_sent(
-    network: Network, exchange: Exchange, source: int, members: Sequence[int], cut: Sequence[BucketUnits]
-) -> np.ndarray:
-    """bool[N, units], read-only: the units of ``source`` that arrive at each of ``members``, in the full group."""
+def draw_sent(network: Network, exchange: Exchange, members: Sequence[int], rank: int, units: int) -> np.ndarray:
+    """bool[N, units], read-only: the units of ``members[rank]`` that arrive at each of ``members``."""
     others = np.array(members)
-    sent = network.delivered_links(exchange, np.full_like(others, source), others, units_of(cut))
+    sent = network.delivered_links(exchange, np.full_like(others, members[rank]), others, units)
     sent.flags.writeable = False
     return sent
+
+
+def draw_both_ways(
+    network: Network, exchange: Exchange, members: Sequence[int], rank: int, units: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns :func:`draw` for the receiver ``members[rank]``, and :func:`draw_sent`, from one draw."""
+    others = np.array(members)
+    me = np.full_like(others, members[rank])
+    links = network.delivered_links(exchange, np.concatenate([others, me]), np.concatenate([me, others]), units)
+    links.flags.writeable = False
+    return links[None, : len(others)], links[len(others) :]

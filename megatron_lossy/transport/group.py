@@ -21,10 +21,9 @@ from ..config import PHASES, LossyConfig
 from ..errors import UsageError
 from ..exchange import Delivery, Exchange, Stream
 from ..recovery import Gradients, Parameters
-from ..recovery.base import Collective, Told
+from ..recovery.base import Collective, LossScale, Told, unscaled
 from .base import Transfer, Wire
 from .choice import BucketSpec, grad_rules, param_rules, wire_for
-from .drawn import Networks
 from .network import Network, check_ranks, find_nodes
 
 logger = logging.getLogger(__name__)
@@ -75,25 +74,7 @@ class LossyGroup:
             logger.warning("%s", error)
         nodes = None if config.ranks_of_node is None else find_nodes(group, config.ranks_of_node)
         networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
-        return cls.among(config, buckets, networks, range(size), dist.get_rank(group), stream, steps, group)
-
-    @classmethod
-    def among(
-        cls,
-        config: LossyConfig,
-        buckets: Sequence[BucketSpec],
-        networks: Networks,
-        members: Sequence[int],
-        rank: int,
-        stream: Stream,
-        steps: int | None,
-        group: dist.ProcessGroup | None = None,
-    ) -> LossyGroup:
-        """Makes a group as :meth:`create` does, for rank ``rank`` of ``members``, ranks of the group of ``networks``.
-
-        ``group``: their torch process group.
-        """
-        return cls(config, wire_for(config, buckets, networks, members, rank, stream, steps, group))
+        return cls(config, wire_for(config, buckets, networks, range(size), dist.get_rank(group), stream, steps, group))
 
     def share_copies(self, bucket: int, replicated: Mapping[str, np.ndarray], tensor: dist.ProcessGroup) -> None:
         """Make the ranks of ``tensor``, which hold copies of the same parameters in a bucket, lose the same units.
@@ -118,8 +99,8 @@ class LossyGroup:
         step: int,
         collective: Collective,
         averaged: bool = False,
-        loss_scale: torch.Tensor | float | None = None,
-        following: int | None = None,
+        loss_scale: LossScale = unscaled,
+        gapless: bool = False,
     ) -> Transfer:
         """Begin a reduce-scatter of ``buffer`` [N * shard] into ``output`` [shard], keyed by ``step``.
 
@@ -128,19 +109,21 @@ class LossyGroup:
         """
         self._begin_step(bucket, step)
         exchange = Exchange("grad", self.stream, step)
-        x = Gradients(exchange, bucket, buffer, output, collective, averaged, loss_scale, following)
+        x = Gradients(exchange, bucket, buffer, output, collective, averaged, loss_scale, gapless)
         if self.lossless("grad"):
-            return Transfer(collective(), _nothing).then(lambda _: self._hit(x))
-        self._note_made(exchange, bucket)
-        return self.wire.reduce_scatter(x, self.grads[bucket]).then(lambda _: self._hit(x))
+            transfer = Transfer(collective(), _nothing)
+        else:
+            self._note_made(exchange, bucket)
+            transfer = self.wire.reduce_scatter(x, self.grads[bucket])
+        return transfer if self.errors is None else transfer.then(lambda _: self._hit(x, self.errors))
 
     def note_all_reduce(
         self,
         bucket: int,
         buffer: Callable[[], torch.Tensor],
         step: int,
-        loss_scale: torch.Tensor | float | None = None,
-        following: int | None = None,
+        loss_scale: LossScale = unscaled,
+        gapless: bool = False,
     ) -> None:
         """Note that ``buffer()`` [N * shard], gradients of ``step``, is about to be all-reduced: all of it arrives."""
         rule = self.grads[bucket]
@@ -150,7 +133,7 @@ class LossyGroup:
 
         def gradients() -> Gradients:
             whole, exchange = buffer(), Exchange("grad", self.stream, step)
-            return Gradients(exchange, bucket, whole, whole, _nothing, False, loss_scale, following)
+            return Gradients(exchange, bucket, whole, whole, _nothing, False, loss_scale, gapless)
 
         self.wire.note_all_reduce(gradients, rule)
 
@@ -168,10 +151,12 @@ class LossyGroup:
         self._note_made(exchange, bucket)
         return self.wire.all_gather(Parameters(exchange, bucket, buffer, sent, collective), self.params[bucket])
 
-    def _hit(self, x: Gradients) -> None:
-        if self.errors is not None:
-            scale = 1.0 if x.loss_scale is None else x.loss_scale
-            self.errors.hit(x.exchange, x.bucket, x.output, lambda: self.gradient_unit * float(scale))
+    def _hit(self, x: Gradients, errors: Errors) -> None:
+        def unit() -> float:
+            scale = x.loss_scale()
+            return self.gradient_unit * (1.0 if scale is None else float(scale))
+
+        errors.hit(x.exchange, x.bucket, x.output, unit)
 
     def put_stale_aside(self, bucket: int, buffer: torch.Tensor, step: int) -> Callable[[], None] | None:
         """Keep the values of ``buffer`` that differ from the owners' weights of ``step``, before a reliable gather.
@@ -225,13 +210,13 @@ class LossyGroup:
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
-    def prepare(self, step: int, following: int | None = None) -> None:
-        """Prepare the exchanges of ``step``, which come next, and those of ``following`` after them, if it is known."""
+    def prepare(self, step: int, gapless: bool = False) -> None:
+        """Prepare the exchanges of ``step``, which come next. ``gapless``: those of the next step come after them."""
         for phase in PHASES:
             self.wire.prepare(Exchange(phase, self.stream, step))
         steps = self.wire.steps("grad")
-        if following is not None and (steps is None or following < steps) and self.grads[0].foresight:
-            self.wire.prepare(Exchange("grad", self.stream, following))
+        if gapless and (steps is None or step + 1 < steps) and self.grads[0].foresight:
+            self.wire.prepare(Exchange("grad", self.stream, step + 1))
 
     def keep_lost(self, bucket: int, step: int) -> None:
         """Keep the units that others report as lost, before the gradients of ``step`` are overwritten."""

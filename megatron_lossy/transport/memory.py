@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..exchange import BucketUnits, Delivery, Exchange, Stream
+from ..exchange import BucketUnits, Delivery, Exchange, Stream, units_of
 from ..recovery import Gradients, GradRecovery
 from .base import Transfer
 from .drawn import DrawnWire, Latest, Networks, draw
@@ -52,7 +52,7 @@ class Memory:
         delivery = self._latest.get(exchange)
         if delivery is None:
             network, cut = self.networks[exchange.phase], self.cut[exchange.phase]
-            arrived = draw(network, exchange, self.members, self.members, cut)
+            arrived = draw(network, exchange, self.members, self.members, units_of(cut))
             delivery = Delivery(exchange, self.members, self.members, arrived, cut)
             self._latest.put(exchange, delivery)
         return delivery

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..exchange import BucketUnits, Delivery, Lost
+from ..exchange import BucketUnits, Delivery, Exchange, Lost
 from ..recovery import Gradients, GradRecovery, Parameters, Stale, copies
 from .base import Crossing, Transfer, Wire
-from .drawn import CollectiveWire
+from .drawn import CollectiveWire, draw, draw_sent
 
 
 class PieceWire(Wire):
@@ -88,6 +88,12 @@ class Pieces(PieceWire, CollectiveWire):
 
     def note_all_reduce(self, x: Callable[[], Gradients], rule: GradRecovery) -> None:
         """Do nothing: an all-reduced sum does not show its pieces."""
+
+    def _draw(self, exchange: Exchange) -> Delivery:
+        # Only a sender that chooses asks what of its own data arrives.
+        network, count = self.networks[exchange.phase], self.count[exchange.phase]
+        arrived = draw(network, exchange, self.members, [self.members[self.rank]], count)
+        return self._delivery(exchange, arrived, lambda: draw_sent(network, exchange, self.members, self.rank, count))
 
     def _lost(self, delivery: Delivery, units: BucketUnits) -> Lost:
         return delivery.lost_here(units)

@@ -137,10 +137,8 @@ class VirtualRun(Run):
         """Reduce the gradients of all workers and make the update. Returns the result of ``optimizer.step()``."""
 
     def uninstall(self) -> None:
-        super().uninstall()
         self._ledger.uninstall()
-        for one in self.parts:
-            one.close()
+        super().uninstall()
 
     # --- answers of every run --------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import torch
 from ..config import LossyConfig
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
 from ..ledger import Ledger, Patch
+from ..run import ModelChunks
 from ..transport import LossyGroup
 from .base import VirtualRun
 from .grad_norm import get_grad_norm_fp32
@@ -101,7 +102,7 @@ class VirtualCluster(VirtualRun):
 
     def _collect_of(self, worker: int) -> None:
         for stream in self._streams:
-            stream.collect(worker, self.iteration, self.loss_scale(), self.following)
+            stream.collect(worker, self.iteration, self.loss_scale, self.gapless)
 
     def step(self, optimizer: Any) -> Any:
         result = self.make_update(optimizer)
@@ -167,8 +168,8 @@ class VirtualCluster(VirtualRun):
         ]
 
     @contextlib.contextmanager
-    def owner_weights(self, model_chunks: Any) -> Iterator[None]:
-        """A context in which the model has the owners' weights. Call it outside of a worker's turn."""
+    def exchanged_weights(self, model_chunks: ModelChunks) -> Iterator[None]:
+        """See :meth:`Run.exchanged_weights`. Call it outside of a worker's turn."""
         assert self._worker is None
         with torch.no_grad():
             self._withdraw()
@@ -192,18 +193,12 @@ class VirtualCluster(VirtualRun):
     def identity(self) -> dict[str, Any]:
         return {"workers": self.workers, **bucket_sizes([(stream.stream, stream.pairs) for stream in self._streams])}
 
-    def replica_state(self) -> Any:
-        streams = [stream.versions.state_dict() for stream in self._streams]
-        states = {one.name: one.state_dict() for one in self.parts}
-        beside = {name: state for name, state in states.items() if state is not None}
-        return {"streams": streams, **beside} if beside else streams
+    state_name = "streams"
 
-    def load_replica_state(self, state: Any) -> None:
-        if isinstance(state, dict):
-            for one in self.parts:
-                if one.name in state:
-                    one.load_state_dict(state[one.name])
-            state = state["streams"]
+    def exchanged_state(self) -> list[Any]:
+        return [stream.versions.state_dict() for stream in self._streams]
+
+    def load_exchanged_state(self, state: list[Any]) -> None:
         for stream, versions in zip(self._streams, state, strict=True):
             stream.versions.load_state_dict(versions)
 

@@ -14,9 +14,11 @@ from ..channel.corruption import Corruption
 from ..config import LossyConfig
 from ..exchange import Delivery, Exchange, Stream, units_of
 from ..hooks.errors import errors_of_owner
+from ..hooks.exchanges import specs_of
 from ..mechanism import Sending
+from ..recovery import LossScale
 from ..registry import MECHANISMS
-from ..transport import BucketSpec, Transfer
+from ..transport import Transfer
 from ..transport.in_memory import groups_in_memory
 from .versions import Versions
 
@@ -50,11 +52,7 @@ class StreamBuckets:
         self.pairs = pairs
         self.buckets = buckets = [bucket for _, bucket in pairs]
         self.stream = stream
-        specs = [
-            BucketSpec(bucket.grad_data.numel() // workers, bucket.grad_data.dtype, bucket.param_data.dtype)
-            for bucket in buckets
-        ]
-        self._memory, self.groups = groups_in_memory(config, specs, stream, members, ranks, steps)
+        self._memory, self.groups = groups_in_memory(config, specs_of(pairs, workers), stream, members, ranks, steps)
         self.cut = self._memory.cut
         if config.errs and workers > 1:
             for rank, group in enumerate(self.groups):
@@ -91,10 +89,10 @@ class StreamBuckets:
         """Elements of weights held beside the parameter buffers."""
         return self.versions.kept + self.sending.kept
 
-    def collect(self, worker: int, step: int, loss_scale: torch.Tensor | None, following: int | None) -> None:
+    def collect(self, worker: int, step: int, loss_scale: LossScale, gapless: bool) -> None:
         """Take the gradient of ``worker`` out of Megatron's buffers, which are zero afterwards.
 
-        ``loss_scale``: the factor in the gradient. ``following``: the step of the next exchange, if it is known.
+        ``loss_scale``, ``gapless``: see :class:`Gradients`.
         """
         first = not self._begun
         begun = []
@@ -105,7 +103,7 @@ class StreamBuckets:
                 _move(bucket.grad_data, total, add=not first)
 
             transfer = self.groups[worker].reduce_scatter(
-                number, bucket.grad_data, output, step, add, False, loss_scale, following
+                number, bucket.grad_data, output, step, add, False, loss_scale, gapless
             )
             begun.append(transfer)
         self._begun += begun

@@ -9,9 +9,9 @@ import torch
 from ...config import LossyConfig
 from ...exchange import Stream
 from ...mechanisms.islands.mean import InMemory
-from ...mechanisms.islands.methods import make_rule
 from ...mechanisms.islands.places import Places, write_at
 from ...mechanisms.islands.rounds import Rounds
+from ...mechanisms.islands.shard import Shard
 from ...mechanisms.islands.subset import Subset
 
 STREAM = Stream("islands")
@@ -35,10 +35,9 @@ class Row:
 
 def rounds_of(config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) -> tuple[Rounds, list[Row]]:
     """The exchanges between islands with ``weights`` [islands, size], and the rows that they read and write."""
-    subset = Subset(config, weights.shape[1], 1, STREAM)
-    rule, crossing = make_rule(config, weights, steps), InMemory(config, STREAM, None)
-    interval, delay = config.sync_interval, config.sync_delay
-    return Rounds(subset, rule, crossing, interval, delay, weights.device), [Row(row) for row in weights]
+    subset, rows = Subset(config, weights.shape[1], 1, STREAM), [Row(row) for row in weights]
+    shard = Shard(config, subset, rows, InMemory(config, STREAM, None), steps, weights.device)
+    return shard.rounds, rows
 
 
 def simulate(

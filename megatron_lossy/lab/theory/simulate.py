@@ -215,7 +215,6 @@ def estimates(
                 buffer.view(-1),
                 total[recovery.rank].view(-1),
                 lambda: None,
-                following=step + 1,
                 coming=lambda transport=transport, following=following, units=units: transport.foresee(
                     following
                 ).lost_there(units),

@@ -70,7 +70,7 @@ class StageWorkers(Workers):
         )
         self._stash = Stash(self._chunk.module.parameters())
         self._stashes = self._stage.delay > 0 and flags.weight_stashing == "on"
-        self._saves_draws = flags.save_replicas and (config.hidden_dropout > 0 or config.attention_dropout > 0)
+        self._saves_draws = flags.save_replicas and self._draws
         self._iteration = 0
         self._under_way: deque[_UnderWay] = deque()
         self._restored: dict[str, Any] | None = None

@@ -68,7 +68,7 @@ class InMemory:
     def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
         self._config, self._stream = config, stream
         self.dtype = DTYPES[config.sync_dtype]
-        self._networks = networks_between(config, stream, steps)
+        self._losses = Losses(config, stream, steps)
         self.deliveries: list[Delivery] = []
 
     def begin(self, step: int, sent: torch.Tensor) -> Done:
@@ -106,18 +106,37 @@ class InMemory:
         return [reduced, gathered]
 
     def _arrived(self, phase: str, step: int, parts: Sequence[BucketUnits], present: np.ndarray) -> Delivery | None:
-        """The delivery of ``phase``; ``None``: everything arrives. Islands that are not ``present`` reach nobody."""
-        exchange, network = Exchange(phase, self._stream, step), self._networks[phase]
+        islands = range(self._config.islands)
+        arrived = self._losses.arrived(phase, step, islands, units_of(parts), present)
+        if arrived is None:
+            return None
+        return Delivery(Exchange(phase, self._stream, step), islands, islands, arrived, parts)
+
+
+class Losses:
+    """The losses that are drawn between islands. ``steps``: length of the run, if known.
+
+    Raises :class:`UsageError` for a channel that cannot serve the islands.
+    """
+
+    def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
+        self._stream = stream
+        self._networks = networks_between(config, stream, steps)
+
+    def arrived(
+        self, phase: str, step: int, receivers: Sequence[int], units: int, present: np.ndarray
+    ) -> np.ndarray | None:
+        """bool[receivers, M, units]: the units of all islands that arrive at ``receivers``; ``None``: everything does.
+
+        ``present`` bool[M]: islands that are not reach nobody, and nobody reaches them.
+        """
+        network = self._networks[phase]
         if network.lossless and present.all():
             return None
-        islands = range(self._config.islands)
-        if network.lossless:
-            arrived = np.ones((len(islands), len(islands), units_of(parts)), dtype=bool)
-        else:
-            arrived = draw(network, exchange, islands, islands, parts).copy()
+        arrived = draw(network, Exchange(phase, self._stream, step), range(len(present)), receivers, units).copy()
         arrived[:, ~present] = False
-        arrived[~present] = False
-        return Delivery(exchange, islands, islands, arrived, parts)
+        arrived[~present[list(receivers)]] = False
+        return arrived
 
 
 def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> dict[str, Network]:

@@ -12,14 +12,13 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ... import device, theory
+from ... import device
 from ...config import LossyConfig
 from ...device import all_gather_single
 from ...errors import UsageError, refuse
@@ -32,10 +31,9 @@ from .between_ranks import ASIDE, BetweenRanks, Reliable
 from .flags import CONSENSUS_FOLDER, SYNC_LANES
 from .main_vector import Vector, shard_vector
 from .mean import DTYPES, Mean
-from .methods import make_rule
 from .monitor import IslandMonitor
 from .rewind import rewind
-from .rounds import Rounds
+from .shard import Shard
 from .stopping import Stopping
 from .subset import Subset
 from .world import IslandWorld, Meeting
@@ -46,13 +44,8 @@ _ASKS = 10
 _SAMPLE = 2**16
 
 
-@dataclass
-class _Shard:
-    """The weights that one of torch's optimizers updates on this rank, and their exchanges."""
-
-    vector: Vector
-    rounds: Rounds
-    crossing: BetweenRanks
+#: The weights that one of torch's optimizers updates on this rank, and their exchanges.
+_Shard = Shard[BetweenRanks]
 
 
 class RankIslands(Part):
@@ -94,11 +87,9 @@ class RankIslands(Part):
         self._made.clear()
 
     def _exchange(self, number: int, *_: Any) -> None:
-        shard, islands = self._built()[number], self.config.islands
-        with torch.no_grad():
-            count = shard.rounds.after_iteration(self._run.iteration, [shard.vector])
-        if count is not None:
-            self.monitor.exchanged(theory.bytes_sent(count, islands, DTYPES[self.config.sync_dtype].itemsize))
+        sent = self._built()[number].exchange(self._run.iteration)
+        if sent is not None:
+            self.monitor.exchanged(sent)
         self._made.add(number)
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
@@ -199,12 +190,8 @@ class RankIslands(Part):
         crossing = BetweenRanks(
             config, subset.stream, self.world.island, carriers, self._run.steps, self._tell, self._stopping
         )
-        with torch.no_grad():
-            rule = make_rule(config, vector.read(None)[None], self._run.steps)
-        interval, delay = config.sync_interval, config.sync_delay
-        rounds = Rounds(subset, rule, crossing, interval, delay, self._run.device, self._note)
         self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
-        return _Shard(vector, rounds, crossing)
+        return Shard(config, subset, [vector], crossing, self._run.steps, self._run.device, self._note)
 
     def _tell(self, delivery: Delivery) -> None:
         for observer in self._run.observers:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from ... import theory
 from ...config import LossyConfig
 from ...errors import refuse
 from ...exchange import Stream
@@ -24,16 +23,15 @@ from ...hooks.buckets import bucket_sizes
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
 from ...hooks.versions import optimizers as inner_optimizers
 from ...monitor import load_states, states_of
-from ...run import Run
+from ...run import ModelChunks, Run
 from ...transport import LossyGroup
 from ...virtual.cluster import VirtualCluster
 from ...virtual.layout import buffers_for
 from .flags import CONSENSUS_FOLDER
 from .main_vector import Vector, shard_vector
-from .mean import DTYPES, InMemory
-from .methods import make_rule
+from .mean import InMemory
 from .monitor import IslandMonitor
-from .rounds import Rounds
+from .shard import Shard
 from .subset import Subset
 from .virtual_state import RANDOM, island_state, load_island_state, load_islands, save_islands
 
@@ -58,9 +56,7 @@ class VirtualIslands(Run):
         self._monitor = IslandMonitor(self._spread)
         self.observers = [self._monitor]
         self._kept: list[list[torch.Tensor]] = []  # by island, the parameters of each bucket
-        self._vectors: list[list[Vector]] = []  # by shard and island
-        self._crossings: list[InMemory] = []
-        self._rounds: list[Rounds] = []
+        self._shards: list[Shard[InMemory]] = []
         self._random: dict[int, dict[str, Any]] = {}
 
     # --- building --------------------------------------------------------------------------------------------------
@@ -86,14 +82,9 @@ class VirtualIslands(Run):
         for shard in range(self.clusters[0].workers):
             vectors = [self._vector(island, shard) for island in range(len(self.clusters))]
             stream = Stream("islands", expert_rank=shard)
-            crossing = InMemory(self.config, stream, self._steps)
             subset = Subset(self.config, vectors[0].size, self._seed, stream)
-            weights = torch.stack([vector.read(None) for vector in vectors])
-            rule = make_rule(self.config, weights, self._steps)
-            interval, delay = self.config.sync_interval, self.config.sync_delay
-            self._rounds.append(Rounds(subset, rule, crossing, interval, delay, self.device))
-            self._vectors.append(vectors)
-            self._crossings.append(crossing)
+            crossing = InMemory(self.config, stream, self._steps)
+            self._shards.append(Shard(self.config, subset, vectors, crossing, self._steps, self.device))
 
     def _vector(self, island: int, shard: int) -> Vector:
         inner = inner_optimizers(self._optimizers[island])
@@ -135,12 +126,11 @@ class VirtualIslands(Run):
     @torch.no_grad()
     def exchange(self, successful: Sequence[bool]) -> None:
         """Let islands exchange after the updates of this iteration. ``successful``: by island, whether it updated."""
-        for rounds, vectors, crossing in zip(self._rounds, self._vectors, self._crossings, strict=True):
-            count = rounds.after_iteration(self.iteration, vectors)
-            if count is not None:
-                itemsize = DTYPES[self.config.sync_dtype].itemsize
-                self._monitor.exchanged(theory.bytes_sent(count, len(self.clusters), itemsize))
-                self._tell(crossing)
+        for shard in self._shards:
+            sent = shard.exchange(self.iteration)
+            if sent is not None:
+                self._monitor.exchanged(sent)
+                self._tell(shard.crossing)
         for cluster, one in zip(self.clusters, successful, strict=True):
             cluster.finish_iteration(one)
         self.iteration += 1
@@ -156,13 +146,13 @@ class VirtualIslands(Run):
     # --- evaluation ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def owner_weights(self, model_chunks: Any) -> Iterator[None]:
+    def exchanged_weights(self, model_chunks: ModelChunks) -> Iterator[None]:
         """A context in which the model has the weights of the first island, which a checkpoint holds."""
         with self.turn(0, keep=False):
             yield
 
     @contextlib.contextmanager
-    def consensus_weights(self, model_chunks: Any) -> Iterator[None]:
+    def consensus_weights(self, model_chunks: ModelChunks) -> Iterator[None]:
         """A context in which the model has the mean of the islands' owners' weights, reliably."""
         with torch.no_grad():
             for number, bucket in enumerate(self._buckets):
@@ -178,7 +168,7 @@ class VirtualIslands(Run):
         size = sum(weights.numel() for weights in self._kept[0])
         squares = sum(_squares([kept[number] for kept in self._kept]) for number in range(len(self._kept[0])))
         result = {"sync deviation": squares / (size * len(self._kept))}
-        progress = [rounds.rule.state_dict().get("progress") for rounds in self._rounds]
+        progress = [shard.rounds.rule.state_dict().get("progress") for shard in self._shards]
         if progress and progress[0] is not None:
             result["sync progress spread"] = sum(map(_squares, progress)) / (size * len(self._kept))
         return result
@@ -222,7 +212,7 @@ class VirtualIslands(Run):
             values = [island[name] for island in islands if name in island]
             result[name] = pick(values) if pick else sum(values) / len(values)
         own = self._monitor.metrics()
-        return result | (own if self._rounds else {"sync deviation": own["sync deviation"]})
+        return result | (own if self._shards else {"sync deviation": own["sync deviation"]})
 
     def uninstall(self) -> None:
         for cluster in self.clusters:
@@ -237,7 +227,7 @@ class VirtualIslands(Run):
     def replica_file(self) -> str:
         return "virtual.pt"
 
-    def replica_state(self) -> list[dict[str, Any]]:
+    def exchanged_state(self) -> list[dict[str, Any]]:
         return [
             {
                 "iteration": cluster.iteration,
@@ -248,7 +238,7 @@ class VirtualIslands(Run):
             for cluster in self.clusters
         ]
 
-    def load_replica_state(self, state: list[dict[str, Any]]) -> None:
+    def load_exchanged_state(self, state: list[dict[str, Any]]) -> None:
         for cluster, saved in zip(self.clusters, state, strict=True):
             cluster.iteration, cluster.update = saved["iteration"], saved["update"]
             cluster.load_replica_state(saved["replicas"])
@@ -262,7 +252,7 @@ class VirtualIslands(Run):
             island_state(inner_optimizers(optimizer), scheduler, kept)
             for optimizer, scheduler, kept in zip(self._optimizers, self._schedulers, self._kept, strict=True)
         ]
-        rounds = [one.state_dict() for one in self._rounds]
+        rounds = [shard.rounds.state_dict() for shard in self._shards]
         state = {"identity": self.identity(), "islands": islands, "rounds": rounds, "random": self._random}
         save_islands(folder, state)
         super().save_replicas(folder)
@@ -274,13 +264,13 @@ class VirtualIslands(Run):
             there = saved["identity"].get(name)
             if there != here:
                 raise refuse("--islands", f"with {Path(folder)}", f"{name} was {there} there and is {here} here")
-        if len(saved["rounds"]) != len(self._rounds):
+        if len(saved["rounds"]) != len(self._shards):
             raise refuse("--sync-method", self.config.sync_method, f"exchanges were others in {Path(folder)}")
         states = zip(self._optimizers, self._schedulers, self._kept, saved["islands"], strict=True)
         for optimizer, scheduler, kept, state in states:
             load_island_state(inner_optimizers(optimizer), scheduler, kept, state)
-        for rounds, state in zip(self._rounds, saved["rounds"], strict=True):
-            rounds.load_state_dict(state)
+        for shard, state in zip(self._shards, saved["rounds"], strict=True):
+            shard.rounds.load_state_dict(state)
         self._random = {island: on_cpu(random) for island, random in saved["random"].items()}
         super().load_replicas(folder)
 

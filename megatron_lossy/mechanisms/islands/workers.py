@@ -11,7 +11,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from ...hooks.rng import rng_state, set_rng_state
 from ...train.config import TrainConfig
 from ...train.data import RankBatches
 from ...train.optimizer import build_optimizer
@@ -98,21 +97,10 @@ class IslandWorkers(Workers):
                 sums += self._run_island(island, batches, samples, forward_only)
         return sums
 
-    @property
-    def _draws(self) -> bool:
-        return self._config.hidden_dropout > 0 or self._config.attention_dropout > 0
-
     def _run_island(self, island: int, batches: list[RankBatches], samples: int, forward_only: bool) -> list[Any]:
         cluster = self._islands.clusters[island]
-        number = samples // (self._config.micro_batch_size * self._size)
-        state = rng_state() if self._draws and not forward_only else None
-        sums = []
-        for worker in range(cluster.workers):
-            if state is not None:  # all ranks start an iteration with the same random state
-                set_rng_state(state)
-            with cluster.worker(worker, evaluates=forward_only):
-                sums += self._run(batches[island * cluster.workers + worker], number, forward_only)
-        return sums
+        number, first = samples // (self._config.micro_batch_size * self._size), island * cluster.workers
+        return self._take_turns(cluster, batches[first : first + cluster.workers], number, forward_only)
 
 
 def _with_clock(config: TrainConfig, iterations: int) -> TrainConfig:

@@ -94,7 +94,7 @@ class Required(Protected):
     def choose(self, x: Gradients) -> np.ndarray:
         self.correct(x.buffer, x)
         self.must = self.priority.choose(x.buffer, x.exchange)
-        self._sent = (x.exchange.step, x.buffer, x.loss_scale)
+        self._sent = (x.exchange.step, x.buffer, x.loss_scale())
         return self.must
 
     def combine(self, pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients) -> None:

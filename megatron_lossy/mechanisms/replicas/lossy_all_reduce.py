@@ -15,7 +15,7 @@ from ...hooks.exchanges import Exchanges, share_copies
 from ...hooks.seam import Slot, attach, begun, slot_of
 from ...ledger import Patch
 from ...run import Run
-from ...transport import LossyGroup, Network, Transfer
+from ...transport import LossyGroup, Network, Transfer, wire_for
 from ...transport.all_reduce import begin_all_reduce, specs_of
 from .streams import ReplicaStream
 
@@ -27,7 +27,7 @@ def group_of(exchanges: Exchanges, one: ReplicaStream, steps: int | None) -> Los
     networks = {phase: Network(config, phase, size, nodes) for phase in PHASES}
     gradients = [bucket.grad_data for bucket in one.buckets]
     specs = specs_of(gradients, size)
-    group = LossyGroup.among(config, specs, networks, range(size), rank, one.stream, steps, one.group)
+    group = LossyGroup(config, wire_for(config, specs, networks, range(size), rank, one.stream, steps, one.group))
     share_copies(group, one.pairs)
     for number, flat in enumerate(gradients):
         attach(flat, Slot(group, number))
@@ -49,8 +49,8 @@ def begin(
         scatter,
         gather,
         averaged,
-        run.loss_scale(),
-        run.following,
+        run.loss_scale,
+        run.gapless,
     )
 
 

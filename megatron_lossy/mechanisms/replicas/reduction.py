@@ -6,12 +6,12 @@ Workers bring their gradients one after another, and may ask for the result twic
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
 from ...config import LossyConfig
 from ...exchange import Delivery, Exchange
+from ...run import Run
 from ...transport import Transfer
 from ...transport.all_reduce import padded, specs_of
 from ...transport.in_memory import groups_in_memory
@@ -32,9 +32,9 @@ class LossyReduction:
         self._own: list[list[torch.Tensor]] = []  # for each worker, the sum as it would be with its own gradients alone
         self._begun: list[Transfer] = []
 
-    def collect(self, worker: int, gradients: list[torch.Tensor], step: int, loss_scale: Any, following: Any) -> None:
+    def collect(self, worker: int, gradients: list[torch.Tensor], step: int, run: Run) -> None:
         """Take the ``gradients`` of ``worker`` in ``step``, scaled as ranks scale them. Call it in the order of the
-        workers.
+        workers. ``run``: theirs.
         """
         if worker == 0:
             self._own = []
@@ -52,7 +52,9 @@ class LossyReduction:
                     total.copy_(sent)
 
             group = self.groups[worker]
-            self._begun.append(group.reduce_scatter(number, sent, output, step, add, False, loss_scale, following))
+            self._begun.append(
+                group.reduce_scatter(number, sent, output, step, add, False, run.loss_scale, run.gapless)
+            )
         self._own.append(own)
 
     def reduce(self) -> None:

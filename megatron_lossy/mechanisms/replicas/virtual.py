@@ -16,6 +16,7 @@ import torch
 from ...config import LossyConfig
 from ...errors import refuse
 from ...hooks.buckets import bucket_sizes
+from ...run import ModelChunks
 from ...transport import LossyGroup
 from ...virtual.base import VirtualRun
 from .reduction import LossyReduction
@@ -83,7 +84,7 @@ class VirtualReplicas(VirtualRun):
                     bucket.grad_data *= 1.0 / self.workers  # as each rank does
             if self._lossy:
                 gradients = [bucket.grad_data for bucket in buckets]
-                self._lossy[stream].collect(worker, gradients, self.iteration, self.loss_scale(), self.following)
+                self._lossy[stream].collect(worker, gradients, self.iteration, self)
             else:
                 for bucket, into in zip(buckets, sums, strict=True):
                     if self._collected:
@@ -98,7 +99,7 @@ class VirtualReplicas(VirtualRun):
         self._collected = 0
         scale = self._per_token()
         if self.differ:
-            self.held.begin(self._parameters)
+            self.held.begin()
         with torch.no_grad():
             for one in self._lossy:
                 one.reduce()
@@ -146,9 +147,8 @@ class VirtualReplicas(VirtualRun):
 
     # --- answers of every run --------------------------------------------------------------------------------------
 
-    def owner_weights(self, model_chunks: Any) -> contextlib.AbstractContextManager[None]:
-        """A context in which the model has the mean of the finite workers."""
-        return self.held.owner_weights() or contextlib.nullcontext()
+    def exchanged_weights(self, model_chunks: ModelChunks) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # while one stands for all
 
     @property
     def groups(self) -> list[LossyGroup]:
@@ -169,10 +169,8 @@ class VirtualReplicas(VirtualRun):
         sizes = bucket_sizes([(one.stream, one.pairs) for one in self.held.streams])
         return {"workers": self.workers, "--use-distributed-optimizer": "off", **sizes}
 
-    def replica_state(self) -> dict[str, Any] | None:
-        return self.held.replica_state()
+    def exchanged_state(self) -> None:
+        """``None``: while one stands for all, there is nothing to save."""
 
-    def load_replica_state(self, state: dict[str, Any] | None) -> None:
-        if state is not None:
-            self.held.begin(self._parameters)
-            self.held.load_replica_state(state)
+    def load_exchanged_state(self, state: None) -> None:
+        """Do nothing."""

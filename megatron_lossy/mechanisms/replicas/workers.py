@@ -25,6 +25,7 @@ class WorkerReplicas(HeldReplicas):
     def __init__(self, workers: int) -> None:
         super().__init__()
         self._peers = LocalPeers(workers)
+        self._parameters: list[torch.nn.Parameter] = []
         self._states: TrainingStates | None = None
         #: By stream, worker and bucket: the reduced gradients, if they are compared.
         self.own: list[list[list[torch.Tensor]]] = []
@@ -33,14 +34,18 @@ class WorkerReplicas(HeldReplicas):
     def there(self) -> bool:
         return self._states is not None
 
-    def begin(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Give every worker a state of its own of the model with ``parameters``, unless it has one."""
+    def add(self, ddp: Any) -> None:
+        super().add(ddp)
+        self._parameters += ddp.parameters()
+
+    def begin(self) -> None:
+        """Give every worker a state of its own, unless it has one."""
         if self._states is not None:
             return
         if self._run.loss_scale() is not None:
             why = "replicas of virtual workers would change it in turns; needs real ranks, or --bf16 alone"
             raise refuse("--loss-scale", f"{self.unit():g}", why)
-        self._states = TrainingStates(parameters, self._run.living_optimizers(), self._peers.size)
+        self._states = TrainingStates(self._parameters, self._run.living_optimizers(), self._peers.size)
 
     @property
     def kept(self) -> TrainingStates:
@@ -65,6 +70,12 @@ class WorkerReplicas(HeldReplicas):
 
     def models(self, mains: Mains) -> Sequence[Tensors]:
         return [partial(self.kept.copies, worker) for worker in self._peers.local]
+
+    def load_replica_state(self, state: Any) -> bool:
+        if state is None:  # one stood for all
+            return False
+        self.begin()
+        return super().load_replica_state(state)
 
     def restart(self, iteration: int) -> None:
         if self._states is not None:

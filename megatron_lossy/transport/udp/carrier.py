@@ -250,8 +250,8 @@ class UdpWire(PieceWire):
         """bool[N, units]: the units that the channel delivers, of all buckets."""
         drawn = self._draws.get(exchange)
         if drawn is None:
-            network, cut = self.networks[exchange.phase], self.cut[exchange.phase]
-            drawn = draw(network, exchange, self.members, [self.members[self.rank]], cut)[0]
+            me, units = self.members[self.rank], self.count[exchange.phase]
+            drawn = draw(self.networks[exchange.phase], exchange, self.members, [me], units)[0]
             self._draws.put(exchange, drawn)
         return drawn
 

@@ -1,0 +1,51 @@
+"""A shard of the main weights of the islands of this process, and its exchanges with their peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from ... import theory
+from ...config import LossyConfig
+from .mean import DTYPES, Crossing, Mean
+from .methods import make_rule
+from .rounds import Rounds, Weights, rows_of
+from .subset import Subset
+
+Between = TypeVar("Between", bound=Crossing)
+
+
+class Shard(Generic[Between]):
+    """``vectors``: the weights of each island of this process, which the rule starts from. ``crossing``: makes means.
+
+    ``steps``: length of the run, if known. ``device``, ``used``: see :class:`Rounds`.
+    """
+
+    def __init__(
+        self,
+        config: LossyConfig,
+        subset: Subset,
+        vectors: Sequence[Weights],
+        crossing: Between,
+        steps: int | None,
+        device: torch.device,
+        used: Callable[[float, torch.Tensor, Mean], None] | None = None,
+    ) -> None:
+        self._config = config
+        self.vectors, self.crossing = vectors, crossing
+        with torch.no_grad():
+            rule = make_rule(config, rows_of([vector.read(None) for vector in vectors]), steps)
+        self.rounds = Rounds(subset, rule, crossing, config.sync_interval, config.sync_delay, device, used)
+
+    def exchange(self, iteration: int) -> float | None:
+        """Begin and use the exchanges that are due after ``iteration`` (from 0).
+
+        Returns the bytes that an island sends in the exchange that begins, or ``None`` if none does.
+        """
+        with torch.no_grad():
+            count = self.rounds.after_iteration(iteration, self.vectors)
+        if count is None:
+            return None
+        return theory.bytes_sent(count, self._config.islands, DTYPES[self._config.sync_dtype].itemsize)
