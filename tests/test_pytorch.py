@@ -76,3 +76,23 @@ def test_every_setting_by_value(setting, pool):
     recorded = pool.run(fsdp.record, 2, tiny, BOTH, 4)
     lost = contract.check(recorded, BOTH, averaged=not tiny.sums, exact=tiny.dtype == "fp32", **loose)
     assert lost["grad"] and lost["param"]
+
+
+# --- replicas of shards (HSDP) -------------------------------------------------------------------------------------
+
+HSDP = Tiny(replicas=2)
+
+
+def test_hsdp_without_loss_is_torchs_bit_for_bit(pool):
+    same(pool.run(fsdp.plain, 4, HSDP, LossyConfig(), 10), pool.run(fsdp.plain, 4, HSDP, None, 10))
+
+
+def test_hsdp_loses_within_the_shards_and_stays_equal_between_replicas(pool):
+    recorded = pool.run(fsdp.record, 4, HSDP, BOTH, 4)
+    lost = contract.check(recorded[:2], BOTH, averaged=True)  # the first replica: ranks 0 and 1
+    assert lost["grad"] and lost["param"]
+    other = [rank[1]["buckets"][0]["after"] for rank in recorded]
+    assert not np.array_equal(other[0], other[2])  # links of the two replicas lose by themselves
+    weights = [found for found, _ in pool.run(fsdp.plain, 4, HSDP, BOTH, 6)]
+    for name, value in weights[0].items():
+        assert all(np.array_equal(value, one[name]) for one in weights)
