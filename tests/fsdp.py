@@ -39,6 +39,7 @@ class Tiny:
     checkpoints: bool = False
     frozen: bool = False
     sums: bool = False
+    divided: float | None = None  # by another number than that of ranks, which torch itself cannot do over gloo
     clips: bool = False
     replicas: int = 1  # of HSDP
     seed: int = 0
@@ -85,6 +86,8 @@ def build(tiny: Tiny) -> nn.Module:
         model._set_unshard_async_op(True)
     for module in (model, *model[1:4]) if tiny.sums else ():
         module.set_force_sum_reduction_for_comms(True)
+    for module in (model, *model[1:4]) if tiny.divided is not None else ():
+        module.set_gradient_divide_factor(tiny.divided)
     return model
 
 

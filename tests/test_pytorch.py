@@ -78,6 +78,15 @@ def test_every_setting_by_value(setting, pool):
     assert lost["grad"] and lost["param"]
 
 
+def test_another_divisor_than_the_number_of_ranks_by_value(pool):
+    recorded = pool.run(fsdp.record, 2, Tiny(divided=4.0), BOTH, 3)
+    assert contract.check(recorded, BOTH)["grad"]
+    summed = pool.run(fsdp.record, 2, Tiny(sums=True), BOTH, 1)
+    for divided, whole in zip(recorded, summed, strict=True):
+        for one, other in zip(divided[0]["buckets"], whole[0]["buckets"], strict=True):
+            np.testing.assert_array_equal(one["reduced"], other["reduced"] / 4)
+
+
 # --- replicas of shards (HSDP) -------------------------------------------------------------------------------------
 
 HSDP = Tiny(replicas=2)

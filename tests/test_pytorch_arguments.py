@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
@@ -154,14 +154,6 @@ def unused():
     run.step(0)
 
 
-def a_divide_factor():
-    run = Training(Tiny(), BOTH)
-    for module in run.model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(3.0)
-    run.step(0)
-
-
 def tensor_parallel_over_udp():
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -193,7 +185,6 @@ LINES = {
     parameters_added_later: "optimizer AdamW: has 17 parameters, and had 16 when make_lossy was called: add them before",
     frozen_later: "model 1: reduces ",
     unused: "model 1: reduces ",
-    a_divide_factor: "set_gradient_divide_factor ",
     tensor_parallel_over_udp: "--transport udp: loses other units of each copy of a parameter",
 }
 
@@ -262,7 +253,7 @@ import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "megatron":
+        if name.partition(".")[0] in ("megatron", "einops", "psutil", "matplotlib", "tensorboard", "packaging"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())

@@ -187,10 +187,12 @@ class Reduce:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce ``input_tensor`` [N * shard] of all ranks, and put this rank's shard into ``output_tensor`` [shard]."""
-        averaged = op == dist.ReduceOp.AVG
-        if not averaged and op != dist.ReduceOp.SUM:
-            raise refuse("set_gradient_divide_factor", op, "must leave a sum or a mean: omit it, and scale the loss")
         self._check(input_tensor)
+        if op == dist.ReduceOp.PREMUL_SUM:  # of set_gradient_divide_factor; torchtitan sets 1 everywhere
+            input_tensor.mul_(1 / self._group.divide_factor)
+            op = dist.ReduceOp.SUM
+        averaged = op == dist.ReduceOp.AVG
+        assert averaged or op == dist.ReduceOp.SUM
         self._clock.reducing(self)
         self.sent_bytes += (self._lossy.size - 1) * output_tensor.nbytes
 

@@ -125,6 +125,11 @@ class ParameterGroup:
         """What gathers, and what reduces and scatters."""
         return self._group._all_gather_comm, self._group._reduce_scatter_comm
 
+    @property
+    def divide_factor(self) -> float:
+        """The number that gradients are divided by, if it is not the number of ranks (``set_gradient_divide_factor``)."""
+        return self._group.gradient_divide_factor
+
     def exchange_by(self, gather: Any, reduce: Any) -> None:
         """Let ``gather`` and ``reduce`` make the exchanges."""
         self.modules[0].set_custom_all_gather(gather)
