@@ -17,7 +17,7 @@ from ..settings import arguments_of
 from .layout import ParameterGroup
 
 #: The first torch whose FSDP2 lets others make its exchanges.
-FIRST_TORCH = "2.8"
+FIRST_TORCH = "2.9"
 
 
 def config_of(config: Any) -> LossyConfig:
