@@ -99,6 +99,14 @@ class Mechanism:
         return None
 
     @classmethod
+    def fsdp_part(cls, config: LossyConfig, islands: Sequence[Sequence[int]] | None) -> Part | None:
+        """Its part of a run of a model of PyTorch's ``fully_shard``; ``None`` if there is none.
+
+        ``islands``: the ranks of each group that shards a copy of the model, if the copies are islands.
+        """
+        return None
+
+    @classmethod
     def ddp_part(cls, config: LossyConfig) -> Part | None:
         """Its part of a run of a model in PyTorch's ``DistributedDataParallel``; ``None`` if there is none."""
         return None

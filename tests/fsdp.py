@@ -61,7 +61,7 @@ class Block(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def build(tiny: Tiny) -> nn.Module:
+def build(tiny: Tiny, mesh: Any = None) -> nn.Module:
     """The model, sharded: three blocks by themselves, and the rest together."""
     torch.manual_seed(tiny.seed)
     model = nn.Sequential(
@@ -70,7 +70,6 @@ def build(tiny: Tiny) -> nn.Module:
     if tiny.frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("up.weight" not in name and not name.startswith("2."))
-    mesh = None
     if tiny.replicas > 1:
         shards = dist.get_world_size() // tiny.replicas
         mesh = init_device_mesh("cpu", (tiny.replicas, shards), mesh_dim_names=("replicate", "shard"))

@@ -181,7 +181,7 @@ LINES = {
     two_types: "model root module: gathers parameters of several types (torch.bfloat16, torch.float32) together",
     fewer_ranks_in_the_backward_pass: "reshard_after_forward 2: gathers from fewer ranks in the backward pass",
     no_parameters_of_a_replica: "--p-act 0.1: loses messages between layers and stages of Megatron",
-    islands_by_this_name: "--islands 2: needs a launcher of this package",
+    islands_by_this_name: "replicate all-reduce: with --islands 2 must be islands",
     parameters_added_later: "optimizer AdamW: has 17 parameters, and had 16 when make_lossy was called: add them before",
     frozen_later: "model 1: reduces ",
     unused: "model 1: reduces ",

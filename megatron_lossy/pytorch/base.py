@@ -141,6 +141,10 @@ class LossyRun(Run):
         """
         return super().owner_weights(model_chunks)
 
+    def consensus_weights(self, model_chunks: Any = None) -> contextlib.AbstractContextManager[None]:
+        """A context as of :meth:`owner_weights`, with the mean over islands, if there are several."""
+        return super().consensus_weights(model_chunks)
+
     def state_dict(self) -> dict[str, Any]:
         """The stale units of this rank, and the state of rules and monitors. A collective call.
 

@@ -16,6 +16,7 @@ from ..channel.corruption import Errors
 from ..config import PHASES, LossyConfig
 from ..device import all_gather_single
 from ..exchange import Delivery
+from ..registry import MECHANISMS
 from ..run.base import Observed
 from ..run.sampling import RankSampler
 from ..run.stale import Held, load_stale_state, stale_state
@@ -66,19 +67,26 @@ class LossyFSDP(LossyRun):
         gapless: bool,
         scaler: Any,
         regather: bool,
+        islands: Sequence[Sequence[int]] | None = None,
     ) -> None:
         super().__init__(config, optimizers, steps, gapless, scaler)
         #: Times that weights were loaded.
         self.restarts = 0
+        self._islands = islands
         self._event: torch.Event | None = None
         self._sharded: list[_Sharded] = []
         self._lossy: list[LossyGroup] = []
         self._again: list[LossyGroup] = []
+        for part in filter(None, (mechanism.fsdp_part(config, islands) for mechanism in MECHANISMS.all())):
+            self.job, self.jobs = part.job if part.job != (0, 1) else (self.job, self.jobs)
+            self.add_part(part)
         self._streams = streams_of([one for one in groups if one.trained])
         for stream in self._streams:
             self._add(stream, regather)
         for one in self._sharded:
             one.group.exchange_by(one.gather, one.reduce)
+        for part in self.parts:
+            part.ready()
 
     def _add(self, one: ShardedStream, regather: bool) -> None:
         lossy = self._group_of(one, one.stream.chunk)
@@ -101,9 +109,10 @@ class LossyFSDP(LossyRun):
         nodes = None
         if self.config.ranks_of_node is not None:
             everywhere = find_nodes(None, self.config.ranks_of_node)
-            nodes = [everywhere[rank] for rank in ranks]
-        networks = {phase: Network(self.config, phase, len(ranks), nodes) for phase in PHASES}
-        members = [ranks.index(rank) for rank in dist.get_process_group_ranks(one.ranks)]
+            nodes = [everywhere[rank] for island in self._islands or [ranks] for rank in island]
+        networks = {phase: Network(self.config, phase, self.jobs * len(ranks), nodes) for phase in PHASES}
+        first = self.job * len(ranks)  # no two islands lose the same
+        members = [first + ranks.index(rank) for rank in dist.get_process_group_ranks(one.ranks)]
         stream = replace(one.stream, chunk=chunk)
         specs = [group.spec for group in one.groups]
         wire = wire_for(self.config, specs, networks, members, one.ranks.rank(), stream, self.steps, one.ranks)
@@ -178,9 +187,29 @@ class LossyFSDP(LossyRun):
                 module.unshard()
                 module.reshard()
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
+        """Let torch take all weights from the replicas the next time."""
         for one in self._sharded:
             one.group.modules[0].reshard()
+
+    def own_weights(self) -> list[torch.Tensor]:
+        """This rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
+        return [piece for one in self._sharded for piece in one.group.pieces()]
+
+    def gathered(self) -> list[tuple[dist.ProcessGroup, torch.Tensor, torch.Tensor]]:
+        """Of each parameter group the ranks, this rank's replica, and float32 [shard]: what this rank owns of it."""
+        return [(one.group.ranks, one.replica, one.group.weights()) for one in self._sharded]
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """A context in which the replicas hold other weights than the run's: no update may be made."""
+        self.reshard()
+        self._open = True
+        try:
+            yield
+        finally:
+            self._open = False
+            self.reshard()
 
     @contextlib.contextmanager
     def exchanged_weights(self, model_chunks: Any = None) -> Iterator[None]:
@@ -193,16 +222,13 @@ class LossyFSDP(LossyRun):
                     if put_back is not None:
                         all_gather_single(one.replica, one.gather.own, group=one.group.ranks)
                         restore.append(put_back)
-        self._reshard()
-        self._open = True
         try:
-            yield
+            with self.opened():
+                yield
         finally:
-            self._open = False
             with torch.no_grad():
                 for put_back in restore:
                     put_back()
-            self._reshard()
 
     # --- saved state -----------------------------------------------------------------------------------------------
 
@@ -221,7 +247,8 @@ class LossyFSDP(LossyRun):
             f"group {one.group.name}": f"{one.group.spec.shard_of('param')} elements of {one.group.spec.param_dtype}"
             for one in self._sharded
         }
-        return {"world size": dist.get_world_size(), **sizes}
+        own = {name: value for one in self.parts for name, value in one.identity().items()}
+        return {"world size": dist.get_world_size(), **own, **sizes}
 
     def _held(self) -> list[Held]:
         return [Held(one.lossy, one.number, one.replica) for one in self._sharded]

@@ -112,6 +112,10 @@ class ParameterGroup:
         """float32 [shard]: this rank's shard as the optimizer has it, with padding."""
         return torch.cat([one._sharded_param_data.detach().float().to(self.device) for one in self._group.fsdp_params])
 
+    def pieces(self) -> list[torch.Tensor]:
+        """This rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
+        return [one._sharded_param_data.detach() for one in self._group.fsdp_params]
+
     @property
     def version(self) -> int:
         """A number that grows with each change of this rank's shard in place, other than through ``.data``."""

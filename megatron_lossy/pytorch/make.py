@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ..config import LossyConfig
 from ..config.facts import Facts
@@ -37,6 +38,7 @@ def make_lossy(
     config: LossyConfig | Mapping[str, Any] | str | PathLike[str],
     *,
     regather: bool = False,
+    replicate: str = "all-reduce",
     scaler: Any = None,
     steps: int | None = None,
     gapless: bool = False,
@@ -52,6 +54,9 @@ def make_lossy(
         config: loss flags; or a mapping of them, the name of a preset, or a YAML file.
         regather: FSDP2's traffic: each gather sends all parameters, and loses again, with draws of its own. Without it
             an update is gathered once, and this rank's replica answers until the next.
+        replicate: between groups of ranks that each shard a copy of the model, gradients are reduced as FSDP2 does it on a
+            mesh of two dimensions (``all-reduce``); or ``islands``: each group trains by itself, sharded over the inner
+            dimension of the mesh alone, and weights are averaged as ``--islands`` and ``--sync-method`` say.
         scaler: a ``GradScaler`` in use, for rules that keep gradients over steps.
         steps: the length of the run, if known, to refuse a trace that is too short.
         gapless: promises that each round of gradients exchanges all buckets, and that only ``scaler`` rejects a step, so
@@ -65,6 +70,13 @@ def make_lossy(
         raise refuse("model", type(model).__name__, "must be a torch.nn.Module")
     check_process_group()
     check_called_once(model, _runs)
+    if replicate not in ("all-reduce", "islands"):
+        raise refuse("replicate", replicate, "must be all-reduce or islands")
+    if flags.jobs().several != (replicate == "islands"):
+        number = flags.jobs().number
+        raise refuse(
+            "replicate", replicate, f"with --islands {number} must be {'islands' if number > 1 else 'all-reduce'}"
+        )
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         run: LossyRun = _in_ddp(model, optimizers, flags, steps, gapless, scaler, regather)
         _runs[model] = run
@@ -73,7 +85,7 @@ def make_lossy(
     groups = parameter_groups(model)
     if not groups:
         raise refuse("model", type(model).__name__, _not_wrapped(model))
-    run = _sharded(model, groups, optimizers, flags, steps, gapless, scaler, regather)
+    run = _sharded(model, groups, optimizers, flags, steps, gapless, scaler, regather, replicate)
     _runs[model] = run
     return run
 
@@ -87,6 +99,7 @@ def _sharded(
     gapless: bool,
     scaler: Any,
     regather: bool,
+    replicate: str,
 ) -> LossyRun:
     from .fsdp import LossyFSDP
 
@@ -94,15 +107,15 @@ def _sharded(
     if not any(group.trained for group in groups):
         raise refuse("model", type(model).__name__, "has no parameter with a gradient in fully_shard")
     check_optimizers(model, optimizers, [one for group in groups for one in group.parameters])
+    islands = _islands(groups) if replicate == "islands" else None
     specs = [group.spec for group in groups]
     check_refusals(
         config,
         Facts(
             data_parallel="FSDP2",
             virtual=False,
-            worlds_apart=False,
             flushes=True,
-            workers=max(len(group.all_ranks) for group in groups),
+            workers=len(islands or [0]) * max(len(group.all_ranks) for group in groups),
             largest_group=max(group.ranks.size() for group in groups),
             train_iters=steps,
             distributed_optimizer=True,
@@ -111,9 +124,27 @@ def _sharded(
             tensor=2 if any(group.tensor_parallel for group in groups) else 1,
         ),
     )
-    run = LossyFSDP(config, optimizers, groups, steps, gapless, scaler, regather)
+    run = LossyFSDP(config, optimizers, groups, steps, gapless, scaler, regather, islands)
     model.register_load_state_dict_post_hook(_Loaded(run))
     return run
+
+
+def _islands(groups: list[ParameterGroup]) -> list[list[int]]:
+    """The ranks of each group that shards a copy of the model. A collective call of all ranks."""
+    if any(group.replicated for group in groups):
+        why = 'needs a mesh of one dimension, fully_shard(…, mesh=mesh["shard"]): FSDP2 would reduce gradients between islands'
+        raise refuse("replicate", "islands", why)
+    mine = sorted({tuple(dist.get_process_group_ranks(group.ranks)) for group in groups})
+    if len(mine) > 1:
+        raise refuse("replicate", "islands", f"needs one mesh for all of the model, which has {len(mine)}")
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine[0])
+    found = sorted(set(everywhere))
+    if len({len(ranks) for ranks in found}) > 1 or sorted(rank for ranks in found for rank in ranks) != list(
+        range(dist.get_world_size())
+    ):
+        raise refuse("replicate", "islands", f"needs equal groups of all ranks, and the mesh has {found}")
+    return [list(ranks) for ranks in found]
 
 
 def _in_ddp(
@@ -138,7 +169,6 @@ def _in_ddp(
         Facts(
             data_parallel="DDP",
             virtual=False,
-            worlds_apart=False,
             flushes=True,
             workers=ranks,
             largest_group=ranks,
