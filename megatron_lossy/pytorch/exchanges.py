@@ -1,4 +1,4 @@
-"""What FSDP2 calls instead of torch's collectives: the gather and the reduce-scatter of one parameter group.
+"""The gather and the reduce-scatter of one parameter group, which FSDP2 calls instead of torch's collectives.
 
 FSDP2 asks for a buffer (``allocate``) and for the exchange (``__call__``). The buffer of the gather stays: it is this
 rank's replica, in which a lost unit keeps the value that was received last. FSDP2 copies out of it into tensors that it
@@ -20,7 +20,7 @@ from .layout import ParameterGroup
 
 
 class Clock(Protocol):
-    """What exchanges ask the run. See :class:`.fsdp.LossyFSDP`."""
+    """The answers of a run to its exchanges. See :class:`.fsdp.LossyFSDP`."""
 
     iteration: int
     update: int | None

@@ -197,7 +197,7 @@ class LossyFSDP(LossyRun):
         return [piece for one in self._sharded for piece in one.group.pieces()]
 
     def gathered(self) -> list[tuple[dist.ProcessGroup, torch.Tensor, torch.Tensor]]:
-        """Of each parameter group the ranks, this rank's replica, and float32 [shard]: what this rank owns of it."""
+        """The ranks of each parameter group, this rank's replica, and float32 [shard], the part of it that this rank owns."""
         return [(one.group.ranks, one.replica, one.group.weights()) for one in self._sharded]
 
     @contextlib.contextmanager

@@ -126,7 +126,7 @@ class ParameterGroup:
 
     @property
     def exchanges(self) -> tuple[Any, Any]:
-        """What gathers, and what reduces and scatters."""
+        """The objects that gather, and that reduce and scatter."""
         return self._group._all_gather_comm, self._group._reduce_scatter_comm
 
     @property
