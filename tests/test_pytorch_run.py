@@ -13,6 +13,7 @@ from torch import nn
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.delivery_log.verify import verify
+from megatron_lossy.pytorch import make_lossy
 from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
 from tests import contract, fsdp
 from tests.fsdp import Tiny, Training
@@ -270,3 +271,59 @@ def test_each_gather_of_an_update_draws_anew_if_asked(pool):
     once, twice = (pool.run(traffic, 2, Tiny(reshard=True), config, 6, regather)[0][2] for regather in (False, True))
     lossless = pool.run(traffic, 2, Tiny(reshard=True), LossyConfig(), 6, True)[0][2]
     assert once != twice != lossless
+
+
+# --- a scaler, several optimizers ----------------------------------------------------------------------------------
+
+
+def scaled(rank, config, steps, overflows, scale):
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+    run = Training(Tiny(), config, scaler=scaler)
+    updates = []
+    for step in range(steps):
+        loss = run.loss(step)
+        scaler.scale(loss * (torch.inf if step in overflows and rank == 0 else 1)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        updates.append(run.lossy.update)
+    weights = run.weights()
+    run.lossy.close()
+    return weights, updates
+
+
+@pytest.mark.parametrize("rule", ["renormalize", "previous", "error-feedback"])
+def test_a_loss_scale_changes_nothing_but_the_steps_it_rejects(rule, pool):
+    config = dataclasses.replace(BOTH, grad_recovery=rule)
+    plain = pool.run(fsdp.plain, 2, Tiny(), config, 6)
+    for (weights, _), (expected, _) in zip(pool.run(scaled, 2, config, 6, (), 4.0), plain, strict=True):
+        for name, value in expected.items():
+            np.testing.assert_array_equal(weights[name], value, err_msg=name)
+    for weights, updates in pool.run(scaled, 2, config, 6, (2, 3), 4.0):
+        assert updates == [0, 1, 1, 1, 4, 5]
+        assert all(np.isfinite(value).all() for value in weights.values())
+
+
+def two_optimizers(rank, config, steps):
+    run = Training(Tiny(), None)
+    own = list(run.model.parameters())
+    optimizers = [torch.optim.AdamW(part, lr=0.01) for part in (own[:5], own[5:])]
+    run.lossy = make_lossy(run.model, optimizers, config)
+    losses = []
+    for step in range(steps):
+        loss = run.loss(step)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    update = run.lossy.update
+    run.lossy.close()
+    return losses, update
+
+
+def test_several_optimizers_make_one_update(pool):
+    expected = pool.run(fsdp.plain, 2, Tiny(), BOTH, 5)
+    for (losses, update), (_, theirs) in zip(pool.run(two_optimizers, 2, BOTH, 5), expected, strict=True):
+        assert losses == theirs
+        assert update == 4
