@@ -7,5 +7,5 @@ SHIPPED = {f"megatron_lossy.shipped.{name}": name for name in ("configs", "launc
 setup(
     packages=[*find_packages(include=["megatron_lossy*"]), *SHIPPED],
     package_dir=SHIPPED,
-    package_data={package: ["**/*"] for package in SHIPPED} | {"megatron_lossy.transport.udp": ["*.c"]},
+    package_data={package: ["**/*"] for package in SHIPPED} | {"megatron_lossy.transport.udp": ["c/*.[ch]"]},
 )

@@ -15,7 +15,6 @@ plain accumulation and N copies of the model.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import dataclasses
 import gc
@@ -64,6 +63,7 @@ class Run:
     """A model in training: plain (``lossy`` is None), or on a virtual cluster of ``workers``."""
 
     def __init__(self, shape: dict[str, int], workers: int, lossy: LossyConfig | None) -> None:
+        from megatron_lossy.hooks.runtime import Lossy
         from megatron_lossy.train.model import build_model
         from megatron_lossy.train.workers import Workers
         from megatron_lossy.virtual import VirtualCluster
@@ -79,11 +79,11 @@ class Run:
             virtual_workers=workers if lossy else None,
         )
         self.cluster = VirtualCluster(lossy, workers) if lossy else None
-        with self.cluster.building() if self.cluster else contextlib.nullcontext():
+        run = self.cluster or Lossy(LossyConfig())
+        with run.building():
             self.model = build_model(self.config, VOCABULARY)
-        if self.cluster:
-            self.cluster.attach(self.model[0])
-        self._workers = Workers(self.config, self.model, self.cluster)
+        run.attach(self.model[0])
+        self._workers = Workers(self.config, self.model, run)
         self._batches = self._workers.batches(RandomText(self.config.seq_length), consumed=0)
 
     def step(self) -> float:

@@ -243,10 +243,12 @@ def _mechanisms() -> Iterator[Case]:
     leads = {
         "given": f"{same} --param-send compensated:1,0.5",
         "by law, bf16": f"{same} --param-send compensated --bf16",
-        "counted": f"--loss-model trace --trace ../data/trace.npz {UNITS['shard']} --param-send compensated",
     }
     for (form, (ranks, how)), (name, flags) in itertools.product(forms.items(), leads.items()):
         yield from _resumed(f"lead/{form}, {name}", ranks // 2, f"{how} {flags}")
+    for form, (ranks, how) in forms.items():
+        counted = f"{UNITS['packet']} --loss-model trace --trace log --param-send compensated --save again {BOTH}"
+        yield Case(f"lead/{form}, counted", ranks // 2, (f"{how} {same} --delivery-log log", f"{how} {counted}"))
     priority = f"{same} --grad-recovery zero --grad-priority packet-mean:0.3 {ON}"
     yield Case("priority/ranks", 2, (priority,))
     yield Case("priority/virtual", 0, (f"--virtual-workers 2 {priority} --param-priority change:0.3",))

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import random
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -516,6 +518,22 @@ def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
     with pytest.raises(UsageError, match="cannot build its engine: fatal error: sys/eventfd.h"):
         build.compile_library(str(broken), tmp_path / "x.so")
     assert not (tmp_path / "x.so").exists()
+
+
+def test_each_part_of_the_source_counts(monkeypatch, tmp_path):
+    """A library that was built of other parts is not taken."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "c"
+    shutil.copytree(build.FOLDER, folder)
+    monkeypatch.setattr(build, "FOLDER", folder)
+    monkeypatch.setattr(build, "compile_library", lambda cc, path: path.touch())
+    included = re.findall(r'#include "(.*)"', build.SOURCE.read_text())
+    assert sorted([*included, build.SOURCE.name]) == sorted(part.name for part in folder.iterdir())
+    paths = {build.library.__wrapped__()}
+    for part in folder.iterdir():
+        part.write_text(part.read_text() + "\n")
+        paths.add(build.library.__wrapped__())
+    assert len(paths) == 1 + len(list(folder.iterdir()))
 
 
 def test_ranks_that_build_at_once_all_get_a_whole_library(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Models of what ``_engine.c`` does: when one source of an exchange is over, and how fast one destination may be sent to."""
+"""Models of what the engine in C does: when one source of an exchange is over, and how fast one destination may be sent to."""
 
 from __future__ import annotations
 

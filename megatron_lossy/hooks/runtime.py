@@ -31,6 +31,7 @@ from .sampling import RankSampler, sampler_of
 from .seam import slot_of
 from .stale import load_stale_state, stale_state
 from .versions import (
+    data_parallel_place,
     innermost,
     model_chunk,
     number_model_chunk,
@@ -192,6 +193,15 @@ class Lossy(Run):
         super().skip_iteration()
 
     # --- what every run answers ------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> int:
+        return self.jobs * data_parallel_place()[1]
+
+    @property
+    def local(self) -> list[int]:
+        rank, size = data_parallel_place()
+        return [self.job * size + rank]
 
     @property
     def device(self) -> torch.device:

@@ -137,6 +137,13 @@ def data_parallel_rank(module: Any) -> int:
     return full_group(module, expert=False).rank()
 
 
+def data_parallel_place() -> tuple[int, int]:
+    """This rank's data-parallel rank, and the data-parallel size, without context parallelism."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+
 def sequence_parallel_rank(module: Any) -> int | None:
     """The tensor-parallel rank if ranks have parts of the sequence of their own, else ``None``."""
     group = tensor_group(expert=False) if module.config.sequence_parallel else None

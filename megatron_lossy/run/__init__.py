@@ -4,8 +4,9 @@ A real run has one worker in each process, whose exchanges Megatron makes (:mod:
 has all of them in one (:mod:`megatron_lossy.virtual`). Training, logs and checkpoints use both in the same way.
 """
 
-from .base import ModelChunks, Pipeline, Run, first
+from .base import Run
 from .observers import make_observers
 from .saved import REPLICAS
+from .weights import ModelChunks, Pipeline, first
 
 __all__ = ["REPLICAS", "ModelChunks", "Pipeline", "Run", "first", "make_observers"]

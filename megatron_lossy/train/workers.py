@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -15,7 +13,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from ..hooks.rng import rng_state, set_rng_state
 from ..run import Run
-from ..virtual import VirtualRun
 from .config import TrainConfig
 from .data import RankBatches
 from .model import forward_step
@@ -27,25 +24,16 @@ Begun = TypeVar("Begun")
 class Workers:
     """Runs micro-batches of every rank of this process, each with the rank's own replica, data and random state.
 
-    ``run``: whose exchanges they make; ``None`` for a model that loses nothing. A rank has its data by its number among
-    those of all jobs. ``late``: number of iterations after which the loss and the norm of an iteration must be known.
-    ``optimizer``, ``scheduler``: of the model.
+    ``run``: whose exchanges they make. A rank has its data by its number among those of all jobs. ``late``: number of
+    iterations after which the loss and the norm of an iteration must be known. ``optimizer``, ``scheduler``: of the model.
     """
 
     late = 0
 
-    def __init__(self, config: TrainConfig, model_chunks: list, run: Run | None) -> None:
+    def __init__(self, config: TrainConfig, model_chunks: list, run: Run) -> None:
         self._config = config
         self._chunks = model_chunks
-        self._cluster = run if isinstance(run, VirtualRun) else None
-        if self._cluster is None:
-            job, jobs = (0, 1) if run is None else (run.job, run.jobs)
-            size = parallel_state.get_data_parallel_world_size()
-            self._ranks = [job * size + parallel_state.get_data_parallel_rank()]
-            self._size = jobs * size
-        else:
-            self._ranks = list(range(self._cluster.workers))
-            self._size = self._cluster.workers
+        self._lossy = run
         self.optimizer, self.scheduler = self._built()
 
     def _built(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
@@ -61,31 +49,27 @@ class Workers:
 
     def batches(self, dataset: GPTDataset, consumed: int) -> list[RankBatches]:
         """The micro-batches of each rank from global sample ``consumed`` on."""
-        return [RankBatches(dataset, self._config, consumed, rank, self._size) for rank in self._ranks]
+        return [RankBatches(dataset, self._config, consumed, rank, self._lossy.workers) for rank in self._lossy.local]
 
     def run(self, batches: list[RankBatches], samples: int, forward_only: bool) -> list[torch.Tensor]:
         """Run forward (and backward) passes over the next ``samples`` samples of all ranks of the world.
 
         Returns for each rank of this process its (sum of losses, tokens); nothing before the last pipeline stage.
-        Gradients are reduced at the end on real ranks, and otherwise by the virtual cluster's step.
+        Gradients are reduced at the end on real ranks, and of virtual workers by :meth:`step`.
         """
-        number = samples // (self._config.micro_batch_size * self._size)
-        if self._cluster is None:
-            return self._run(batches[0], number, forward_only)
-        return self._take_turns(self._cluster, batches, number, forward_only)
+        return self._take_turns(self._lossy, batches, samples, forward_only)
 
-    def _take_turns(
-        self, cluster: VirtualRun, batches: list[RankBatches], number: int, forward_only: bool
-    ) -> list[torch.Tensor]:
-        """Run ``number`` micro-batches of every worker of ``cluster``, with its own of ``batches``."""
+    def _take_turns(self, run: Run, batches: list[RankBatches], samples: int, forward_only: bool) -> list[torch.Tensor]:
+        """:meth:`run` for the workers of ``run``, each with its own of ``batches``."""
         # All ranks start an iteration with the same random state and draw equally many numbers.
-        state = rng_state() if self._draws and not forward_only else None
+        draws = len(batches) > 1 and self._draws and not forward_only
+        state = rng_state() if draws else None
         sums = []
         for worker, own in enumerate(batches):
             if state is not None:
                 set_rng_state(state)
-            with cluster.worker(worker, evaluates=forward_only):
-                sums += self._run(own, number, forward_only)
+            with run.worker(worker, evaluates=forward_only):
+                sums += self._run(own, samples, forward_only)
         return sums
 
     @property
@@ -117,23 +101,26 @@ class Workers:
 
     def step(self) -> tuple[bool, float | None, int | None]:
         """Make the update. Returns the result of ``optimizer.step()``: success, gradient norm, number of zeros."""
-        return self.optimizer.step() if self._cluster is None else self._cluster.step(self.optimizer)
+        return self._lossy.step(self.optimizer)
 
     def evaluate_owner(self, batches: list[RankBatches], samples: int) -> list[torch.Tensor]:
         """Runs as :meth:`run` does, without gradients, and with the weights that are in the model: the owners'."""
-        number = samples // (self._config.micro_batch_size * self._size)
         sums = []
-        for rank, own in enumerate(batches):
-            with contextlib.nullcontext() if self._cluster is None else self._cluster.data_of(rank):
-                sums += self._run(own, number, forward_only=True)
+        for worker, own in enumerate(batches):
+            with self._lossy.data_of(worker):
+                sums += self._run(own, samples, forward_only=True)
         return sums
 
-    def _run(self, batches: RankBatches, number: int, forward_only: bool) -> list[torch.Tensor]:
+    def _micro_batches_of(self, samples: int) -> int:
+        """Micro-batches of each rank, of ``samples`` of all ranks."""
+        return samples // (self._config.micro_batch_size * self._lossy.workers)
+
+    def _run(self, batches: RankBatches, samples: int, forward_only: bool) -> list[torch.Tensor]:
         sums = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=batches,
             model=self._chunks,
-            num_microbatches=number,
+            num_microbatches=self._micro_batches_of(samples),
             seq_length=self._config.seq_length,
             micro_batch_size=self._config.micro_batch_size,
             forward_only=forward_only,

@@ -40,7 +40,7 @@ class VirtualRun(Run):
     ) -> None:
         check_refusals(config, Facts(workers=ranks or workers, virtual=True))
         super().__init__(config, steps, gapless, writer)
-        self.workers = workers
+        self.workers, self.local = workers, range(workers)
         self._all_workers = ranks or workers
         self._worker: int | None = None  # the worker whose turn it is
         #: The rank whose data are used.
@@ -86,10 +86,6 @@ class VirtualRun(Run):
 
     @contextlib.contextmanager
     def worker(self, worker: int, evaluates: bool = False) -> Iterator[None]:
-        """A context in which the model has the replica of ``worker``, and gradients are its own.
-
-        ``evaluates``: there are no gradients. Without it: a batch of an iteration, once.
-        """
         with self._replica(worker):
             self._worker = worker
             try:
@@ -106,7 +102,6 @@ class VirtualRun(Run):
 
     @contextlib.contextmanager
     def data_of(self, worker: int) -> Iterator[None]:
-        """A context in which the data is that of ``worker``, with any weights."""
         before, self.rank = self.rank, worker
         try:
             yield
@@ -134,7 +129,7 @@ class VirtualRun(Run):
 
     @abstractmethod
     def step(self, optimizer: Any) -> Any:
-        """Reduce the gradients of all workers and make the update. Returns the result of ``optimizer.step()``."""
+        """See :meth:`Run.step`. Reduces the gradients of all workers first."""
 
     def uninstall(self) -> None:
         self._ledger.uninstall()

@@ -3,6 +3,9 @@
 An iteration: each worker's replica is swapped in, and its micro-batches leave a gradient in Megatron's buffer. Units
 that will not arrive are removed from it, and the rest is added to a sum. Then each owner's rule corrects its shard of
 the sum. The optimizer, which holds all shards, makes one update.
+
+Its twin is :mod:`megatron_lossy.hooks.runtime`, which waits for Megatron to begin exchanges; here nothing is sent, and the
+run takes gradients out of Megatron's buffers itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The buckets of one stream, as all virtual workers exchange them."""
+"""The buckets of one stream, as all virtual workers exchange them.
+
+Their twin is Megatron's reduce-scatter: the backend of real ranks adds up in an order of its own, this module in the order
+of the workers. For two workers the bits are the same.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ A replica differs from the owners' weights only in units whose broadcast was mis
 an earlier update. So the parameter buffers hold the fresh weights. For each earlier version only the units that some
 replica still has are kept, once. An array says which version of each unit each worker has. Memory grows with the oldest
 version in use, not with the number of workers.
+
+A real rank needs none of this: its parameter buffers are its replica (:mod:`megatron_lossy.hooks.stale` saves it).
 """
 
 from __future__ import annotations

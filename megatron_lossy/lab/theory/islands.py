@@ -25,11 +25,11 @@ class Row:
         self.values = values
 
     def read(self, places: Places | None) -> torch.Tensor:
-        """See :meth:`megatron_lossy.sync.Weights.read`."""
+        """See :meth:`megatron_lossy.mechanisms.islands.rounds.Weights.read`."""
         return self.values.clone() if places is None else places.read(self.values)
 
     def write(self, places: Places | None, values: torch.Tensor) -> None:
-        """See :meth:`megatron_lossy.sync.Weights.write`."""
+        """See :meth:`megatron_lossy.mechanisms.islands.rounds.Weights.write`."""
         write_at(self.values, places, values)
 
 

@@ -4,6 +4,8 @@ Stage s of P (from 0) begins batch n after n - (P - 1 - s) updates. It makes the
 forward pass (PipeDream, Narayanan et al. 2019, section 3.3; *AsyncMesh*, section 2.2). So the gradient of batch n comes
 from one forward and backward pass with stage s as it was P - 1 - s updates before, and this module computes just that.
 The update is made to the newest weights, and each stage clips its gradient by its own norm.
+
+Its twin is :mod:`.workers`: real stages have several batches under way, here only the age of weights is left of that.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class StageWorkers(Workers):
         self._stage = Stage(group.rank(), group.size())
         if self._stage.stages > 1:
             check_refusals(flags, of_model(self._chunk))
-        self._micro_batches = config.global_batch_size // (config.micro_batch_size * self._size)
+        self._micro_batches = self._micro_batches_of(config.global_batch_size)
         # The first stage ends a micro-batch that many backward passes after the last one. The last must not wait.
         self.late = max(1, math.ceil((self._stage.stages - 1) / self._micro_batches))
         self._messages = StageMessages(

@@ -3,6 +3,8 @@
 Every island sends each owner its piece (an all-to-all). Owners add up in the order of the islands, so that the result
 is the same as for islands in one process. Then their means are gathered. Both halves run on a thread of their own while
 training goes on.
+
+Its twin is :class:`.mean.InMemory`: here an island has one row of the exchange, and learns from NaN what nobody sent.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import torch
 from ...config import LossyConfig
 from ...exchange import BucketUnits, Delivery, Exchange, Stream, cut
 from ...fingerprint import finite
+from ...transport.drawn import draw
 from .flags import SYNC_PHASES
-from .mean import DTYPES, Losses, Mean, elements_of, finite_rows, mean_of, owed_to
+from .mean import DTYPES, Mean, elements_of, finite_rows, mean_of, networks_between, owed_to
 from .stopping import Stopping
 from .world import Meeting
 
@@ -95,7 +98,7 @@ class BetweenRanks:
     ) -> None:
         self._config, self._stream, self._island = config, stream, island
         self.dtype = DTYPES[config.sync_dtype]
-        self._losses = Losses(config, stream, steps)
+        self._networks = networks_between(config, stream, steps)
         self._told = told
         self._stopping = stopping or Stopping()
         self.carriers = list(carriers)
@@ -132,10 +135,14 @@ class BetweenRanks:
 
     def _arrived(self, phase: str, step: int, units: BucketUnits, present: bool) -> np.ndarray | None:
         """bool[M, units]: the units that the draw delivers here; ``None``: everything."""
-        known = np.ones(self._config.islands, dtype=bool)  # others say with NaN that nothing comes from them
-        known[self._island] = present
-        arrived = self._losses.arrived(phase, step, [self._island], units.count, known)
-        return None if arrived is None else arrived[0]
+        network, exchange = self._networks[phase], Exchange(phase, self._stream, step)
+        if network.lossless and present:
+            return None
+        islands, here = range(self._config.islands), [self._island]
+        arrived = draw(network, exchange, islands, here, units.count)[0].copy()
+        if not present:
+            arrived[:] = False
+        return arrived
 
     def _cross(
         self, carrier: Carrier, pieces: torch.Tensor, units: BucketUnits, drawn: Sequence[np.ndarray | None]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...config import LossyConfig
-from ...exchange import BucketUnits, Delivery, Exchange, Stream, cut, units_of
+from ...exchange import BucketUnits, Delivery, Exchange, Stream, cut
 from ...fingerprint import finite
 from ...transport import Network
 from ...transport.drawn import draw
@@ -68,7 +68,7 @@ class InMemory:
     def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
         self._config, self._stream = config, stream
         self.dtype = DTYPES[config.sync_dtype]
-        self._losses = Losses(config, stream, steps)
+        self._networks = networks_between(config, stream, steps)
         self.deliveries: list[Delivery] = []
 
     def begin(self, step: int, sent: torch.Tensor) -> Done:
@@ -76,66 +76,42 @@ class InMemory:
         shard = -(-count // islands)
         crossing = torch.zeros(islands, islands * shard, device=sent.device)
         crossing[:, :count] = sent.to(self.dtype)
-        present = finite_rows(sent)
-        parts, _ = cut([shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
-        delivered = self._delivered(step, parts, present)
-        lossless = all(delivery is None for delivery in delivered)
-        self.deliveries = [delivery for delivery in delivered if delivery is not None]
-        reduced, gathered = (
-            None if delivery is None else elements_of(delivery.arrived, parts[0], sent.device) for delivery in delivered
-        )
+        [units], _ = cut([shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
+        arrived = self._arrived(step, units, finite_rows(sent))
+        everyone = range(islands)
+        self.deliveries = [
+            Delivery(Exchange(phase, self._stream, step), everyone, everyone, one, [units])
+            for phase, one in zip(SYNC_PHASES, arrived, strict=True)
+            if one is not None
+        ]
+        reduced, gathered = (None if one is None else elements_of(one, units, sent.device) for one in arrived)
         exact = mean_of(crossing.view(islands, islands, shard), reduced)  # [owners, shard]
         rounded = exact.to(self.dtype).float()
         values, owed = rounded.view(-1)[:count], None
         if self.dtype != torch.float32:
             owed = owed_to(range(islands), exact - rounded, islands)[:, :count]
-        if lossless:
+        if not self.deliveries:
             return Done(Mean(values, None, owed))
         if gathered is None:
             gathered = torch.ones(islands, islands, shard, dtype=torch.bool, device=sent.device)
         return Done(Mean(values, gathered.reshape(islands, -1)[:, :count], owed))
 
-    def _delivered(self, step: int, parts: Sequence[BucketUnits], present: np.ndarray) -> list[Delivery | None]:
-        """The delivery of each phase; ``None``: everything arrives. A mean without a sender is lost."""
-        reduced, gathered = (self._arrived(phase, step, parts, present) for phase in SYNC_PHASES)
-        sent = None if reduced is None else reduced.arrived.any(axis=1)  # [owners, units]
+    def _arrived(self, step: int, units: BucketUnits, present: np.ndarray) -> list[np.ndarray | None]:
+        """bool[M, M, units] for each phase: the units that arrive; ``None``: all. A mean without a sender is lost."""
+        reduced, gathered = (self._drawn(phase, step, units, present) for phase in SYNC_PHASES)
+        sent = None if reduced is None else reduced.any(axis=1)  # [owners, units]
         if sent is not None and not sent.all():
-            arrived = sent[None] & (True if gathered is None else gathered.arrived)
-            arrived, islands = np.broadcast_to(arrived, reduced.arrived.shape), reduced.sources
-            gathered = Delivery(Exchange(SYNC_PHASES[1], self._stream, step), islands, islands, arrived, parts)
+            gathered = np.broadcast_to(sent[None] & (True if gathered is None else gathered), reduced.shape)
         return [reduced, gathered]
 
-    def _arrived(self, phase: str, step: int, parts: Sequence[BucketUnits], present: np.ndarray) -> Delivery | None:
-        islands = range(self._config.islands)
-        arrived = self._losses.arrived(phase, step, islands, units_of(parts), present)
-        if arrived is None:
-            return None
-        return Delivery(Exchange(phase, self._stream, step), islands, islands, arrived, parts)
-
-
-class Losses:
-    """The losses that are drawn between islands. ``steps``: length of the run, if known.
-
-    Raises :class:`UsageError` for a channel that cannot serve the islands.
-    """
-
-    def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
-        self._stream = stream
-        self._networks = networks_between(config, stream, steps)
-
-    def arrived(
-        self, phase: str, step: int, receivers: Sequence[int], units: int, present: np.ndarray
-    ) -> np.ndarray | None:
-        """bool[receivers, M, units]: the units of all islands that arrive at ``receivers``; ``None``: everything does.
-
-        ``present`` bool[M]: islands that are not reach nobody, and nobody reaches them.
-        """
-        network = self._networks[phase]
+    def _drawn(self, phase: str, step: int, units: BucketUnits, present: np.ndarray) -> np.ndarray | None:
+        """The units that the draw delivers. Islands that are not ``present`` reach nobody, and nobody reaches them."""
+        network, islands = self._networks[phase], range(len(present))
         if network.lossless and present.all():
             return None
-        arrived = draw(network, Exchange(phase, self._stream, step), range(len(present)), receivers, units).copy()
+        arrived = draw(network, Exchange(phase, self._stream, step), islands, islands, units.count).copy()
         arrived[:, ~present] = False
-        arrived[~present[list(receivers)]] = False
+        arrived[~present] = False
         return arrived
 
 

@@ -17,6 +17,7 @@ compared. The special case that *AsyncMesh* names is another rule, and slower (d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -32,10 +33,10 @@ class DiLoCo(Rule):
     ``start``: the weights [size] of each island of this process. Elements without a mean keep w, v and b.
     """
 
-    def __init__(self, start: torch.Tensor, lr: float, momentum: float) -> None:
+    def __init__(self, start: Sequence[torch.Tensor], lr: float, momentum: float) -> None:
         self._lr, self._momentum = lr, momentum
-        self.outer = start.clone()
-        self.buffer = torch.zeros_like(start)
+        self.outer = torch.stack(list(start))
+        self.buffer = torch.zeros_like(self.outer)
 
     def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
         return back.where_arrived(self._step(island, back), now)
@@ -63,7 +64,7 @@ class EagerDiLoCo(DiLoCo):
 
     always: ClassVar[bool] = True
 
-    def __init__(self, start: torch.Tensor, lr: float, momentum: float, islands: int) -> None:
+    def __init__(self, start: Sequence[torch.Tensor], lr: float, momentum: float, islands: int) -> None:
         super().__init__(start, lr, momentum)
         self._islands = islands
 
@@ -76,8 +77,8 @@ class EagerDiLoCo(DiLoCo):
         return self._step(island, replace(back, mean=self.outer[island] - distance, arrived=None))
 
 
-def make_outer(config: LossyConfig, start: torch.Tensor) -> Rule:
-    """The rule of ``--sync-method`` for islands of this process that start from ``start`` [islands, size]."""
+def make_outer(config: LossyConfig, start: Sequence[torch.Tensor]) -> Rule:
+    """The rule of ``--sync-method`` for islands of this process that start from ``start`` [size] each."""
     if config.sync_method == "diloco":
         return DiLoCo(start, *config.outer_optimizer)
     return EagerDiLoCo(start, *config.outer_optimizer, config.islands)

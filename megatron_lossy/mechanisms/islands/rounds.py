@@ -90,7 +90,7 @@ class Rounds:
         places = self._subset.places(number, self._device)
         now = [one.read(places) for one in weights]
         payloads = [self.rule.payload(island, vector) for island, vector in enumerate(now)]
-        sent = rows_of(payloads)
+        sent = torch.stack(payloads) if len(payloads) > 1 else payloads[0][None]
         if not sent.shape[1]:  # a drawn subset may be empty
             return None
         # The values are kept as rounded: the rest is progress that an island keeps until it is large enough to cross.
@@ -125,8 +125,3 @@ class Rounds:
             for number, step, sent, *mean in state["flights"]
         ]
         self.rule.load_state_dict(state["rule"])
-
-
-def rows_of(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``vectors`` [k] as rows of one tensor; a single one is not copied."""
-    return torch.stack(list(vectors)) if len(vectors) > 1 else vectors[0][None]

@@ -11,7 +11,7 @@ from ... import theory
 from ...config import LossyConfig
 from .mean import DTYPES, Crossing, Mean
 from .methods import make_rule
-from .rounds import Rounds, Weights, rows_of
+from .rounds import Rounds, Weights
 from .subset import Subset
 
 Between = TypeVar("Between", bound=Crossing)
@@ -36,7 +36,7 @@ class Shard(Generic[Between]):
         self._config = config
         self.vectors, self.crossing = vectors, crossing
         with torch.no_grad():
-            rule = make_rule(config, rows_of([vector.read(None) for vector in vectors]), steps)
+            rule = make_rule(config, [vector.read(None) for vector in vectors], steps)
         self.rounds = Rounds(subset, rule, crossing, config.sync_interval, config.sync_delay, device, used)
 
     def exchange(self, iteration: int) -> float | None:

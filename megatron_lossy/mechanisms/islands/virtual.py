@@ -1,8 +1,11 @@
 """Islands in one process: each a virtual cluster with an optimizer of its own; they take turns on one model.
 
 An iteration: each island in its turn has its weights in the model, computes with its own data, and makes its update.
-Then the exchanges between them (:mod:`megatron_lossy.sync`) read and write the weights of all. Losses within an island
+Then the exchanges between them (:mod:`.rounds`) read and write the weights of all. Losses within an island
 are drawn by its workers' ranks among those of all islands, so that no two islands lose the same.
+
+Its twin is :mod:`.ranks`: there Megatron's one optimizer calls the exchange, and each island is a job with checkpoints of
+its own; here the run calls M optimizers in turn. :class:`.shard.Shard` makes the exchanges of both.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class VirtualIslands(Run):
     def __init__(self, config: LossyConfig, workers: int, steps: int, seed: int, gapless: bool = False) -> None:
         self.clusters: list[VirtualCluster] = []
         super().__init__(config, steps, gapless)
-        self.workers = workers
+        self.workers, self.local = workers, range(workers)
         size = workers // config.islands
         for island in range(config.islands):
             members = range(island * size, (island + 1) * size)

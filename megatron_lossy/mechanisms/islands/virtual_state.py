@@ -1,4 +1,7 @@
-"""The state of islands in a checkpoint: weights, optimizer and scheduler of each, and the exchanges under way."""
+"""The state of islands in a checkpoint: weights, optimizer and scheduler of each, and the exchanges under way.
+
+Real islands need no such file: each has a checkpoint of its own.
+"""
 
 from __future__ import annotations
 

@@ -28,8 +28,6 @@ class IslandWorkers(Workers):
     def __init__(self, config: TrainConfig, model_chunks: list, run: VirtualIslands) -> None:
         self._islands = run
         super().__init__(config, model_chunks, run)
-        self._ranks = list(range(run.workers))
-        self._size = run.workers
 
     def _built(self) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
         flags, steps = self._islands.config, self._islands.config.iterations(self._config.train_iters)
@@ -40,14 +38,15 @@ class IslandWorkers(Workers):
         return built[0]
 
     def training_batches(self, dataset: GPTDataset, iteration: int, consumed: int) -> list[RankBatches]:
+        size = self._islands.workers
         return [
-            RankBatches(dataset, self._config, self._made(rank, iteration), rank, self._size) for rank in self._ranks
+            RankBatches(dataset, self._config, self._made(rank, iteration), rank, size) for rank in self._islands.local
         ]
 
     def _made(self, rank: int, iteration: int) -> int:
         """The global sample that ``rank`` counts from after ``iteration`` iterations of the slowest island."""
         flags = self._islands.config
-        island = rank * flags.islands // self._size
+        island = rank * flags.islands // self._islands.workers
         return flags.local_iterations(island, iteration) * self._config.global_batch_size
 
     def samples(self, iteration: int) -> int:
@@ -99,8 +98,8 @@ class IslandWorkers(Workers):
 
     def _run_island(self, island: int, batches: list[RankBatches], samples: int, forward_only: bool) -> list[Any]:
         cluster = self._islands.clusters[island]
-        number, first = samples // (self._config.micro_batch_size * self._size), island * cluster.workers
-        return self._take_turns(cluster, batches[first : first + cluster.workers], number, forward_only)
+        first = island * cluster.workers
+        return self._take_turns(cluster, batches[first : first + cluster.workers], samples, forward_only)
 
 
 def _with_clock(config: TrainConfig, iterations: int) -> TrainConfig:

@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from ...hooks.buckets import own_shard
 from ...mechanism import Part
+from ...peers import RankPeers
 from ...transport import LossyGroup
 from .compensated import Compensated
-from .lag import Counted
 from .main_weights import MainWeights
+from .sums import Sums
 
 if TYPE_CHECKING:
     from ...hooks.runtime import Lossy
@@ -26,16 +27,19 @@ class LeadPart(Part):
     name = "lead"
 
     def __init__(self) -> None:
-        self._adding: list[tuple[Counted, torch.Tensor, Any]] = []  # sums that are under way
+        self._sums: list[Sums] = []  # by group, if its counts give the lag
 
     def attach(self, run: Lossy) -> None:
         self._run = run
 
     def add_model_chunk(self, ddp: Any) -> None:
-        for group, rules, _, buckets in self._exchanged():
+        for group, rules, ranks, buckets in self._exchanged():
+            if rules[0].weights is not None:  # of an earlier chunk
+                continue
             for rule, bucket in zip(rules, buckets, strict=True):
-                if rule.weights is None:
-                    rule.weights = self._main_weights(bucket, own_shard(bucket, group.rank, group.size))
+                rule.weights = self._main_weights(bucket, own_shard(bucket, group.rank, group.size))
+            if (counted := rules[0].lag.counted) is not None:
+                self._sums.append(Sums(RankPeers(ranks, buckets[0].param_data.device), [counted]))
 
     def _exchanged(self) -> Iterator[tuple[LossyGroup, list[Compensated], dist.ProcessGroup, Sequence[Any]]]:
         """The groups that send with a lead: their rules, their ranks, and Megatron's buckets."""
@@ -50,27 +54,15 @@ class LeadPart(Part):
         return lambda: found()()
 
     def begin_update(self) -> None:
-        self._finish_adding()
-        for _, rules, ranks, _ in self._exchanged():
+        for _, rules, _, _ in self._exchanged():
             for rule in rules:
                 assert rule.weights is not None
                 rule.keep(rule.weights())
-            if (counted := rules[0].lag.counted) is not None:
-                self._begin_adding(counted, ranks)
-
-    def _begin_adding(self, counted: Counted, ranks: dist.ProcessGroup) -> None:
-        """Let ``ranks`` add up what they count. It takes until the next update, so that nobody waits."""
-        counted.begin_update()
-        sums = torch.from_numpy(counted.sums.copy()).to(self._run.device)
-        self._adding.append((counted, sums, dist.all_reduce(sums, group=ranks, async_op=True)))
-
-    def _finish_adding(self) -> None:
-        for counted, sums, work in self._adding:
-            work.wait()
-            counted.coming = sums.cpu().numpy()
-        self._adding.clear()
+        for sums in self._sums:
+            sums.begin_update()
 
     def begin_saving(self) -> None:
-        self._finish_adding()
+        for sums in self._sums:
+            sums.finish()
         if any(True for _ in self._exchanged()):
             self._run.settle()  # else the lead of a gather that is still to come would be lost

@@ -3,6 +3,9 @@
 Between updates the parameter buffers hold the sent values, V, so that :class:`Versions` keeps the values that receivers
 have. The owners' weights, W, are kept beside them. They are put back for an owner in its own shard, the optimizer,
 evaluation with the owners' weights, and a checkpoint.
+
+On a real rank the rule puts the lead on its shard only while it is sent (:meth:`.Compensated.send`): there receivers have
+buffers of their own.
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...mechanism import Sending
+from ...peers import LocalPeers
 from ...transport import LossyGroup
 from .compensated import Compensated
 from .main_weights import MainWeights
+from .sums import Sums
 
 
 class Leads(Sending):
@@ -35,6 +39,8 @@ class Leads(Sending):
         self._groups = groups
         self._rules = [[rule for rule in group.params if isinstance(rule, Compensated)] for group in groups]
         self._main = functools.cache(lambda bucket: MainWeights(optimizers(), buckets[bucket], self.buffers[bucket]))
+        counted = [one for rules in self._rules if (one := rules[0].lag.counted) is not None]
+        self._sums = [Sums(LocalPeers(len(counted)), counted)] if counted else []
         self._whole: dict[int, torch.Tensor] = {}
         self._kept: list[torch.Tensor] | None = None
         for worker, rules in enumerate(self._rules):
@@ -73,13 +79,9 @@ class Leads(Sending):
                     rule.keep(self._shard(worker, bucket))
 
     def after_update(self) -> None:
-        """Add up the counts of the workers. The sums are used from the next update on, as on real ranks."""
-        counted = [rules[0].lag.counted for rules in self._rules]
-        found = [one for one in counted if one is not None]
-        for one in found:
-            one.begin_update()
-        for one in found:
-            one.coming = np.sum([other.sums for other in found], axis=0)
+        for sums in self._sums:
+            sums.begin_update()
+            sums.finish()
 
     def send(self, step: int) -> None:
         self._kept = [buffer.clone() for buffer in self.buffers]

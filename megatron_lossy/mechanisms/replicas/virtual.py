@@ -2,7 +2,8 @@
 
 An iteration: each worker's micro-batches leave a gradient in Megatron's buffer, which is added to a sum, in the order
 of the workers. Then each worker gets the sum, with errors of its own, and makes its update. For two workers the result
-equals that of two ranks, bit for bit; for more up to rounding, since ranks add up in another order.
+equals that of two ranks, bit for bit; for more up to rounding, since ranks add up in another order. That is why the sums
+are this module's own; :class:`.held.HeldReplicas` is the rest of real and virtual replicas.
 """
 
 from __future__ import annotations

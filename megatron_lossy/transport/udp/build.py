@@ -14,7 +14,9 @@ from pathlib import Path
 
 from ...errors import UsageError
 
-SOURCE = Path(__file__).with_name("_engine.c")
+#: The parts are included by the first; all of them are the source.
+FOLDER = Path(__file__).with_name("c")
+SOURCE = FOLDER / "engine.c"
 FLAGS = (
     "-std=gnu11",
     "-O2",
@@ -52,7 +54,8 @@ def cache_folder() -> Path:
 @functools.cache
 def library() -> Path:
     """The compiled engine. Ranks that start together may all compile it: each writes a file aside and renames it."""
-    source = hashlib.blake2b(SOURCE.read_bytes() + " ".join(FLAGS).encode(), digest_size=8).hexdigest()
+    parts = [part.read_bytes() for part in sorted(FOLDER.glob("*.[ch]"))]
+    source = hashlib.blake2b(b"".join([*parts, " ".join(FLAGS).encode()]), digest_size=8).hexdigest()
     stem = f"engine-{platform.machine()}-{source}"
     folder = cache_folder()
     cc = compiler()

@@ -1,0 +1,222 @@
+/* The interface to Python: exchanges, counters and rates; and the protocol without socket and thread, for tests and fuzzers. */
+
+/* 0: everything that was sent is acknowledged. */
+API int ml_linger(struct channel *c, ns timeout)
+{
+    struct engine *e = c->engine;
+    struct timespec until;
+    ns end = clock_now() + timeout;
+    until.tv_sec = end / SECOND;
+    until.tv_nsec = end % SECOND;
+    pthread_mutex_lock(&e->tell);
+    int late = 0;
+    while (c->unacknowledged && !c->failed && !late)
+        late = pthread_cond_timedwait(&e->told, &e->tell, &until) != 0;
+    int left = c->unacknowledged && !c->failed;
+    pthread_mutex_unlock(&e->tell);
+    return left;
+}
+
+/* The order of `entries` units, of which each is there at least once; tags of all units. Before the first send. */
+API int ml_copies(struct channel *c, int phase, uint32_t bucket, const uint32_t *order, uint32_t entries, const uint8_t *tags)
+{
+    struct bucket *b = &c->bucket[phase][bucket];
+    uint32_t *new_order = malloc(entries * sizeof *order);
+    uint8_t *new_tags = malloc(b->units);
+    if (!new_order || !new_tags) {
+        free(new_order);
+        free(new_tags);
+        return -3;
+    }
+    memcpy(new_order, order, entries * sizeof *order);
+    memcpy(new_tags, tags, b->units);
+    acquire(c->engine);
+    int busy = 0;
+    for (const struct exchange *x = b->live; x; x = x->same)
+        busy |= x->sending && x->unsent;
+    if (busy) {
+        free(new_order);
+        free(new_tags);
+    } else {
+        free(b->order);
+        free(b->tags);
+        b->order = new_order;
+        b->tags = new_tags;
+        b->entries = entries;
+    }
+    release(c->engine);
+    return busy ? -2 : 0;
+}
+
+/* 0 and a handle; -1 failed, -2 not a later step, -3 no memory. Of what must arrive of a source `tolerance` units may be
+ * missing for good. `dropped` [drops]: units, and after all of them parities, that count as lost when they come. */
+/* `length`: bytes of each message, if fewer than the bucket has; 0 for all. `to` is written until ml_wait says that it is over;
+ * `arrived` is read as long as somebody has a handle of the exchange. Neither is touched in a closed or failed channel. */
+API int ml_post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint64_t length, uint8_t *const *to,
+                uint8_t *arrived, ns deadline, uint32_t tolerance, const uint8_t *dropped, uint32_t drops, ns now,
+                struct exchange **handle)
+{
+    struct terms terms = {length, tolerance, drops, dropped};
+    acquire(c->engine);
+    int result = post(c, phase, step, bucket, to, arrived, deadline, &terms, at(now), handle);
+    release(c->engine);
+    return result;
+}
+
+/* `must` [size][units], or NULL: units that must arrive, of a bucket with reports; in blocks of `block` of them go
+ * `parity` packets of parity. `length`: as of ml_post; of a shorter message all units must arrive. */
+API int ml_send(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint64_t length, const uint8_t *const *from,
+                const uint8_t *must, uint32_t block, uint32_t parity, struct exchange **handle)
+{
+    struct musts *musts = NULL;
+    const struct bucket *b = &c->bucket[phase][bucket];
+    if (must && !(musts = musts_new(c, b, from, must, length)))
+        return -3;
+    acquire(c->engine);
+    int result = send_pieces(c, phase, step, bucket, from, musts, block << 16 | parity, units_of(b, length), handle);
+    release(c->engine);
+    musts_free(musts, c->size);
+    return result;
+}
+
+/* `lost` [size][units]: 1 for what did not arrive at those that were sent to. 0 all have said, 1 not yet, -1 failed. */
+API int ml_reports(struct exchange *x, uint8_t *lost)
+{
+    struct channel *c = x->channel;
+    const struct bucket *b = x->bucket;
+    acquire(c->engine);
+    int result = c->failed ? -1 : !x->sending;
+    for (uint32_t i = 0; !result && i < c->size; i++)
+        result = x->dests[i].wanted && !x->dests[i].done;
+    for (uint32_t i = 0; !result && i < c->size; i++) {
+        const struct dest *d = &x->dests[i];
+        int known = d->report.lost && d->report.parts == parts_of(b->units, bits_room(c->engine));
+        for (uint32_t unit = 0; unit < b->units; unit++)
+            lost[(uint64_t)i * b->units + unit] = known ? d->report.lost[unit / 8] >> unit % 8 & 1 : 1;
+    }
+    release(c->engine);
+    return result;
+}
+
+/* `out` [size][3], of what had to arrive of each source: units missing when its end was known, after repair, and whether they
+ * were asked for. */
+API void ml_outcomes(struct exchange *x, uint32_t *out)
+{
+    acquire(x->channel->engine);
+    for (uint32_t i = 0; i < x->channel->size; i++, out += 3) {
+        const struct source *s = &x->sources[i];
+        out[0] = s->must.raw;
+        out[1] = s->must.residual;
+        out[2] = s->must.again;
+    }
+    release(x->channel->engine);
+}
+
+/* What: 0 everything arrived that will; 1 nothing is read from the sources any more. 0 yes, 1 not yet, -1 failed. */
+API int ml_wait(struct exchange *x, int what, ns timeout)
+{
+    struct channel *c = x->channel;
+    struct engine *e = c->engine;
+    struct timespec until;
+    ns end = timeout > 0 ? clock_now() + timeout : 0;
+    until.tv_sec = end / SECOND;
+    until.tv_nsec = end % SECOND;
+    pthread_mutex_lock(&e->tell);
+    int done, late = timeout <= 0;
+    while (!(done = what ? x->sending && !x->unsent : x->over) && !c->failed && !late)
+        late = pthread_cond_timedwait(&e->told, &e->tell, &until) != 0;
+    int failed = c->failed;
+    pthread_mutex_unlock(&e->tell);
+    return done ? 0 : failed ? -1 : 1;
+}
+
+/* ns from post to the end. */
+API ns ml_took(const struct exchange *x) { return x->over_at - x->posted_at; }
+
+/* Sources that are still missing, for a message; -1 none. */
+API int ml_missing(struct exchange *x)
+{
+    int result = -1;
+    acquire(x->channel->engine);
+    for (uint32_t i = 0; x->posted && result < 0 && i < x->channel->size; i++)
+        if (x->sources[i].expected && !x->sources[i].over)
+            result = (int)i;
+    release(x->channel->engine);
+    return result;
+}
+
+API void ml_release(struct exchange *x)
+{
+    struct engine *e = x->channel->engine;
+    acquire(e);
+    x->handles--;
+    x->rows_gone |= !x->handles && x->over;
+    exchange_settle(x);
+    release(e);
+}
+
+API int ml_failed(const struct channel *c, int *culprit)
+{
+    *culprit = c->culprit;
+    return c->failed;
+}
+
+API void ml_member_counters(struct channel *c, uint32_t rank, uint64_t *out)
+{
+    acquire(c->engine);
+    memcpy(out, &c->members[rank].count, sizeof c->members[rank].count);
+    release(c->engine);
+}
+
+API void ml_engine_counters(struct engine *e, uint64_t *out)
+{
+    acquire(e);
+    memcpy(out, &e->count, sizeof e->count);
+    release(e);
+}
+
+/* rate (bytes/s), least round trip (s), lost share that is not ours, delivery rate, outstanding DATA; how much of that its buffer
+ * holds for us: with ease, and at most */
+API void ml_member_rate(struct channel *c, uint32_t rank, double *out)
+{
+    acquire(c->engine);
+    const struct flow *f = c->members[rank].flow;
+    out[0] = f->rate.rate;
+    out[1] = f->rate.known ? (double)f->rate.rtt_min / 1e9 : 0.0;
+    out[2] = f->rate.foreign;
+    out[3] = f->rate.greatest;
+    out[4] = (double)(f->out.data - f->out.reported);
+    out[5] = f->out.window;
+    out[6] = f->out.limit;
+    release(c->engine);
+}
+
+API int ml_handle(struct engine *e, const struct sockaddr *from, const uint8_t *bytes, size_t size, ns now)
+{
+    return handle(e, from, bytes, size, now);
+}
+API int ml_produce(struct engine *e, ns now, uint8_t *out, struct output *o) { return produce(e, now, out, o); }
+API void ml_timers(struct engine *e, ns now) { timers(e, now); }
+API ns ml_due(const struct engine *e) { return least(e->timers_at, e->blocked_until); }
+
+API struct rate *ml_rate_new(double floor, double ceiling, int fixed)
+{
+    struct rate *r = calloc(1, sizeof *r);
+    if (r)
+        rate_init(r, floor, ceiling, fixed);
+    return r;
+}
+API void ml_rate_free(struct rate *r) { free(r); }
+API void ml_rate_sample(struct rate *r, ns now, ns rtt) { rate_sample(r, now, rtt); }
+API void ml_rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t bytes, uint64_t top, uint32_t clock)
+{
+    rate_report(r, now, datagrams, bytes, top, clock);
+}
+API void ml_rate_get(const struct rate *r, double *out)
+{
+    out[0] = r->rate;
+    out[1] = r->foreign;
+    out[2] = r->greatest;
+    out[3] = r->known ? (double)r->rtt_min : -1.0;
+    out[4] = r->starting;
+}

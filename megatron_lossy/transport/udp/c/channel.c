@@ -1,0 +1,278 @@
+/* Channels: how one is opened, finds its members, and is closed. Called from Python, by any thread. */
+
+static void acquire(struct engine *e)
+{
+    atomic_fetch_add(&e->thread.waiting, 1);
+    pthread_mutex_lock(&e->lock);
+    atomic_fetch_sub(&e->thread.waiting, 1);
+}
+
+static void release(struct engine *e)
+{
+    if (e->thread.giving)
+        pthread_cond_signal(&e->thread.given);
+    pthread_mutex_unlock(&e->lock);
+    if (e->thread.running && atomic_load(&e->thread.asleep)) {
+        uint64_t one = 1;
+        if (write(e->net.wake, &one, sizeof one) < 0) { /* full: it is being woken */ }
+    }
+}
+
+static ns at(ns now) { return now < 0 ? clock_now() : now; }
+
+API struct channel *ml_channel(struct engine *e, uint32_t id, uint32_t rank, uint32_t size, uint32_t grad, uint32_t param,
+                               uint32_t probe_bytes)
+{
+    struct channel *c = calloc(1, sizeof *c);
+    if (!c || !(c->members = calloc(size, sizeof *c->members)) || !(c->bucket[0] = calloc(grad + 1, sizeof(struct bucket)))
+        || !(c->bucket[1] = calloc(param + 1, sizeof(struct bucket)))) {
+        if (c) {
+            free(c->members);
+            free(c->bucket[0]);
+            free(c);
+        }
+        return NULL;
+    }
+    c->engine = e;
+    c->id = id;
+    c->rank = rank;
+    c->size = size;
+    c->buckets[0] = grad;
+    c->buckets[1] = param;
+    c->probe_bytes = probe_bytes;
+    c->cursor = (rank + 1) % size;
+    for (uint32_t i = 0; i < size; i++) {
+        c->members[i].channel = c;
+        c->members[i].rank = i;
+    }
+    uint64_t limit = (uint64_t)(size - 1) * (2 * e->set.eager + (1 << 20));
+    c->early_limit = limit < e->set.memory ? limit : e->set.memory;
+    return c;
+}
+
+API void ml_bucket(struct channel *c, int phase, uint32_t bucket, uint64_t shard, uint32_t unit)
+{
+    struct bucket *b = &c->bucket[phase][bucket];
+    b->shard = shard;
+    b->unit = unit;
+    b->units = b->entries = (uint32_t)((shard + unit - 1) / unit);
+    c->full = unit > c->full ? unit : c->full;
+}
+
+/* Senders of this bucket are told what did not arrive, and may name units that must. Before ml_open. */
+API int ml_reported(struct channel *c, int phase, uint32_t bucket)
+{
+    struct bucket *b = &c->bucket[phase][bucket];
+    if (!(b->reports = calloc((size_t)c->size * REPORTS, sizeof *b->reports)))
+        return -3;
+    for (uint32_t k = 0; k < c->size * REPORTS; k++)
+        if (!(b->reports[k].lost = malloc((b->units + 7) / 8)))
+            return -3;
+    for (uint32_t i = 0; i < c->size; i++)
+        if (!c->members[i].resend.ring && !(c->members[i].resend.ring = malloc(RESENDS * sizeof *c->members[i].resend.ring)))
+            return -3;
+    return 0;
+}
+
+/* Datagrams after which a REPORT is due. */
+static uint32_t report_threshold(const struct engine *e)
+{
+    uint32_t quarter = e->window / 4;
+    return quarter > 256 ? 256 : quarter ? quarter : 1;
+}
+
+enum { LEAST_REPLAY = 128, MOST_REPLAY = 2048 }; /* words of 64 numbers */
+
+/* Room for all that may overtake a datagram: what is sent at full rate in 100 ms, or in the time that is waited for them. */
+static uint64_t replay_words(const struct engine *e)
+{
+    double numbers = e->set.rate * (double)greatest(e->set.reorder, 100 * MS) / 1e9 / (HEADER + e->set.packet + tag_bytes(e));
+    uint64_t words = LEAST_REPLAY;
+    while (words < MOST_REPLAY && 64.0 * (double)words < numbers)
+        words *= 2;
+    return words;
+}
+
+static struct flow *flow_find(struct engine *e, const struct sockaddr *to, socklen_t to_size, uint64_t instance)
+{
+    for (struct flow *f = e->flows; f; f = f->next)
+        if (f->instance == instance && same_address(&f->to, to))
+            return f;
+    struct flow *f = calloc(1, sizeof *f);
+    if (!f)
+        return NULL;
+    memcpy(&f->to, to, to_size);
+    f->to_size = to_size;
+    f->instance = instance;
+    f->out.window = f->out.limit = UINT32_MAX;
+    f->report.threshold = report_threshold(e);
+    f->in.seen_words = replay_words(e);
+    f->report.at = NEVER;
+    rate_init(&f->rate, 4e6, e->set.rate, !e->set.delay_based);
+    return f;
+}
+
+/* `window`, `limit`: DATA that the peer's buffer holds for us, until its REPORTs say otherwise; `eager`: bytes that it keeps of
+ * what it has not posted. Before ml_open. */
+API int ml_member(struct channel *c, uint32_t rank, const struct sockaddr *to, uint32_t to_size, uint64_t instance,
+                  uint32_t window, uint32_t limit, uint64_t eager, const uint8_t *key_out, const uint8_t *key_in, ns now)
+{
+    struct engine *e = c->engine;
+    struct member *m = &c->members[rank];
+    int result = -1;
+    acquire(e);
+    struct flow *f = flow_find(e, to, (socklen_t)to_size, instance);
+    if (!f)
+        goto out;
+    if (!f->out.sent) {
+        f->out.mask = 1023;
+        while (f->out.mask < 4 * (uint64_t)limit)
+            f->out.mask = 2 * f->out.mask + 1;
+        f->out.sent = calloc(f->out.mask + 1, sizeof *f->out.sent);
+        f->in.seen = calloc(f->in.seen_words, sizeof *f->in.seen);
+        if (!f->out.sent || !f->in.seen) {
+            free(f->out.sent);
+            free(f->in.seen);
+            free(f);
+            goto out;
+        }
+        f->next = e->flows;
+        e->flows = f;
+    }
+    f->out.window = window < f->out.window ? window : f->out.window;
+    f->out.limit = limit < f->out.limit ? limit : f->out.limit;
+    f->heard = at(now);
+    if (e->set.cipher && (!(m->seal = cipher_new(key_out, 1)) || !(m->open = cipher_new(key_in, 0))))
+        goto out;
+    m->eager_limit = eager;
+    m->flow = f;
+    m->next = f->members;
+    f->members = m;
+    result = 0;
+out:
+    release(e);
+    return result;
+}
+
+API void ml_open(struct channel *c)
+{
+    struct engine *e = c->engine;
+    acquire(e);
+    c->open = 1;
+    c->next = e->channels;
+    e->channels = c;
+    due(e, 0);
+    release(e);
+}
+
+/* DATA that each other process may have on the way here, now that there are so many of them; REPORTs tell. */
+API void ml_promise(struct engine *e, uint32_t window, uint32_t limit)
+{
+    acquire(e);
+    e->window = window;
+    e->limit = limit;
+    for (struct flow *f = e->flows; f; f = f->next) {
+        f->report.threshold = report_threshold(e);
+        f->report.repeats = 0;
+        f->report.at = 0;
+    }
+    due(e, 0);
+    release(e);
+}
+
+/* Send every member PROBEs until it says that one came, or `until`. */
+API void ml_probe(struct channel *c, ns until)
+{
+    acquire(c->engine);
+    for (uint32_t i = 0; i < c->size; i++)
+        c->members[i].probe.until = until;
+    due(c->engine, 0);
+    release(c->engine);
+}
+
+/* Bit 0: its PROBE came; bit 1: ours came there. */
+API int ml_probed(struct channel *c, uint32_t rank)
+{
+    acquire(c->engine);
+    int result = c->members[rank].probe.heard | c->members[rank].probe.confirmed << 1;
+    release(c->engine);
+    return result;
+}
+
+/* Without lock: of a channel that nobody calls any more. */
+static void channel_free(struct channel *c)
+{
+    struct engine *e = c->engine;
+    for (struct exchange *x = e->live, *next; x; x = next) {
+        next = x->next;
+        if (x->channel == c)
+            exchange_free(x);
+    }
+    uint32_t kept = e->control.first;
+    for (uint32_t k = e->control.first; k != e->control.last; k++)
+        if (e->control.ring[k % CONTROLS].channel != c)
+            e->control.ring[kept++ % CONTROLS] = e->control.ring[k % CONTROLS];
+    e->control.last = kept;
+    for (uint32_t i = 0; i < c->size; i++) {
+        struct member *m = &c->members[i];
+        if (m->seal)
+            ssl.cipher_free(m->seal);
+        if (m->open)
+            ssl.cipher_free(m->open);
+        if (!m->flow)
+            continue;
+        struct member **link = &m->flow->members;
+        while (*link != m)
+            link = &(*link)->next;
+        *link = m->next;
+        m->flow->speaker = NULL;
+    }
+    struct channel **link = &e->channels;
+    while (*link && *link != c)
+        link = &(*link)->next;
+    if (*link)
+        *link = c->next;
+    e->cursor = NULL;
+    for (int phase = 0; phase < PHASES; phase++) {
+        for (uint32_t b = 0; b < c->buckets[phase]; b++) {
+            free(c->bucket[phase][b].order);
+            free(c->bucket[phase][b].tags);
+            for (uint32_t k = 0; c->bucket[phase][b].reports && k < c->size * REPORTS; k++)
+                free(c->bucket[phase][b].reports[k].lost);
+            free(c->bucket[phase][b].reports);
+        }
+        free(c->bucket[phase]);
+    }
+    for (uint32_t i = 0; i < c->size; i++)
+        free(c->members[i].resend.ring);
+    free(c->members);
+    free(c);
+}
+
+/* Buffers are not touched after this. The engine answers for the channel for two more seconds, then frees it. */
+API void ml_close(struct channel *c, ns now)
+{
+    struct engine *e = c->engine;
+    acquire(e);
+    if (!c->open) {
+        channel_free(c);
+    } else {
+        for (uint32_t i = 0; i < c->size; i++) {
+            struct member *m = &c->members[i];
+            for (int phase = 0; phase < PHASES; phase++)
+                m->queue[phase] = m->last[phase] = NULL;
+            for (int k = 0; m->flow && k < 2; k++)
+                control(e, m, ALIVE, NULL, 1);
+        }
+        for (struct exchange *x = e->live, *next; x; x = next) {
+            next = x->next;
+            if (x->channel == c)
+                exchange_free(x);
+        }
+        c->closing = 1;
+        c->unacknowledged = 0;
+        c->free_at = at(now) + 2 * SECOND;
+        due(e, c->free_at);
+    }
+    release(e);
+}

@@ -1,0 +1,300 @@
+/* Exchange state: how an exchange begins, what it may cost before it is posted, when a source of it is over, and when nobody
+ * will ask for it any more.
+ *
+ * An exchange exists from the first of: a post, a send, a datagram of a peer. What peers make it keep is charged to the early
+ * pool, which is bounded.
+ */
+
+static struct exchange *find(struct channel *c, int phase, uint32_t step, uint32_t bucket)
+{
+    for (struct exchange *x = c->bucket[phase][bucket].live; x; x = x->same)
+        if (x->step == step)
+            return x;
+    return NULL;
+}
+
+static int early_room(struct channel *c, size_t size)
+{
+    struct engine *e = c->engine;
+    return c->early + size <= c->early_limit && e->early + size <= e->set.memory;
+}
+
+static void early_charge(struct exchange *x, size_t size)
+{
+    struct engine *e = x->channel->engine;
+    x->charge += size;
+    x->channel->early += size;
+    e->early += size;
+    e->count.early_bytes = e->early;
+    if (e->early > e->count.early_most)
+        e->count.early_most = e->early;
+}
+
+static void early_release(struct exchange *x)
+{
+    struct engine *e = x->channel->engine;
+    x->channel->early -= x->charge;
+    e->early -= x->charge;
+    e->count.early_bytes = e->early;
+    x->charge = 0;
+}
+
+/* `early`: a peer's datagram wants it, so that it counts as memory that peers may take. */
+static struct exchange *exchange_new(struct channel *c, int phase, uint32_t step, uint32_t bucket, int early)
+{
+    struct engine *e = c->engine;
+    size_t size = sizeof(struct exchange) + c->size * (sizeof(struct source) + sizeof(struct dest));
+    if (early && !early_room(c, size))
+        return NULL;
+    struct exchange *x = calloc(1, size);
+    if (!x)
+        return NULL;
+    x->sources = (struct source *)(x + 1);
+    x->dests = (struct dest *)(x->sources + c->size);
+    x->channel = c;
+    x->bucket = &c->bucket[phase][bucket];
+    x->step = step;
+    x->number = (uint16_t)bucket;
+    x->phase = (uint8_t)phase;
+    x->due = NEVER;
+    x->in = x->out = x->bucket->units;
+    x->in_bytes = x->bucket->shard;
+    x->same = x->bucket->live;
+    x->bucket->live = x;
+    x->next = e->live;
+    if (e->live)
+        e->live->previous = x;
+    e->live = x;
+    for (uint32_t i = 0; i < c->size; i++) {
+        x->dests[i].x = x;
+        x->dests[i].rank = i;
+        x->sources[i].ready_at = NEVER;
+        x->dests[i].end_at = x->dests[i].ask_at = NEVER;
+    }
+    if (early)
+        early_charge(x, size);
+    return x;
+}
+
+static void chunks_free(struct early **list)
+{
+    while (*list) {
+        struct early *chunk = *list;
+        *list = chunk->next;
+        free(chunk);
+    }
+}
+
+/* Of what must arrive. */
+static void musts_forget(struct source *s)
+{
+    chunks_free(&s->must.parity);
+    free(s->must.list);
+    free(s->must.told);
+    free(s->must.parities);
+    free(s->drop.row);
+    s->must.list = NULL;
+    s->must.told = s->must.parities = s->drop.row = NULL;
+    s->must.count = s->drop.count = s->must.parities_room = 0;
+}
+
+static void source_forget(struct source *s)
+{
+    chunks_free(&s->early);
+    musts_forget(s);
+    if (s->own_row)
+        free(s->row);
+    s->row = NULL;
+    s->own_row = 0;
+}
+
+/* Nothing of it is sent again. */
+static void dest_forget(struct dest *d)
+{
+    struct member *m = &d->x->channel->members[d->rank];
+    uint32_t kept = m->resend.first;
+    for (uint32_t k = m->resend.first; k != m->resend.last; k++)
+        if (m->resend.ring[k % RESENDS].dest != d)
+            m->resend.ring[kept++ % RESENDS] = m->resend.ring[k % RESENDS];
+    m->resend.last = kept;
+    free(d->must.list);
+    free(d->must.copies);
+    d->must.list = NULL;
+    d->must.copies = NULL;
+    d->must.count = d->must.parities = 0;
+}
+
+static void exchange_free(struct exchange *x)
+{
+    struct engine *e = x->channel->engine;
+    for (uint32_t i = 0; i < x->channel->size; i++) {
+        source_forget(&x->sources[i]);
+        dest_forget(&x->dests[i]);
+        free(x->dests[i].report.lost);
+        free(x->dests[i].report.heard);
+    }
+    struct exchange **link = &x->bucket->live;
+    while (*link != x)
+        link = &(*link)->same;
+    *link = x->same;
+    if (x->previous)
+        x->previous->next = x->next;
+    else
+        e->live = x->next;
+    if (x->next)
+        x->next->previous = x->previous;
+    early_release(x);
+    free(x);
+}
+
+/* One that only received or only sent stays until a later step of its bucket, for the other half may follow. */
+static void exchange_settle(struct exchange *x)
+{
+    const struct bucket *b = x->bucket;
+    int busy = x->handles || (x->posted && !x->over) || (x->sending && x->unacknowledged);
+    int whole = x->posted && x->sending;
+    int passed = (b->any_posted && (int32_t)(b->posted - x->step) > 0) || (b->any_sent && (int32_t)(b->sent - x->step) > 0);
+    if (!busy && (whole || passed))
+        exchange_free(x);
+}
+
+/* After a post or send: what peers began and nobody here will ever join. */
+static void forget_passed(struct channel *c, int phase, struct bucket *b)
+{
+    for (struct exchange *x = b->live, *same; x; x = same) {
+        same = x->same;
+        exchange_settle(x);
+    }
+    if (!c->early)
+        return;
+    for (struct exchange *x = c->engine->live, *next; x; x = next) {
+        next = x->next;
+        if (x->channel == c && x->phase == phase && !x->posted && !x->sending && !x->handles
+            && (int32_t)(x->step - c->newest[phase]) > AHEAD)
+            exchange_free(x);
+    }
+}
+
+static void newest(struct channel *c, int phase, uint32_t step)
+{
+    if (!c->any[phase] || (int32_t)(step - c->newest[phase]) > 0)
+        c->newest[phase] = step;
+    c->any[phase] = 1;
+}
+
+/* A peer's exchange: whether this rank has come to it, or left it out. */
+static int passed(const struct channel *c, const struct bucket *b, uint32_t step, int to_receive)
+{
+    int any = to_receive ? b->any_posted : b->any_sent;
+    return c->closing || (any && (int32_t)(step - (to_receive ? b->posted : b->sent)) <= 0);
+}
+
+/* A peer's exchange that is not known here: whether it is still to come, and near enough to be kept. */
+static int may_come(const struct channel *c, int phase, const struct bucket *b, uint32_t step, int to_receive)
+{
+    if (passed(c, b, step, to_receive))
+        return 0;
+    return !c->any[phase] || (int32_t)(step - c->newest[phase]) <= AHEAD;
+}
+
+static void exchange_over(struct exchange *x, ns now)
+{
+    struct engine *e = x->channel->engine;
+    early_release(x);
+    x->rows_gone = !x->handles;
+    pthread_mutex_lock(&e->tell);
+    x->over = 1;
+    x->over_at = now;
+    pthread_cond_broadcast(&e->told);
+    pthread_mutex_unlock(&e->tell);
+}
+
+/* What source `i` lost can be asked for when the exchange is gone. */
+static void report_lost(struct exchange *x, uint32_t i)
+{
+    const struct bucket *b = x->bucket;
+    if (!b->reports)
+        return;
+    struct report *r = &b->reports[i * REPORTS + x->step % REPORTS];
+    r->step = x->step;
+    r->known = 1;
+    memset(r->lost, 0, (b->units + 7) / 8);
+    for (uint32_t unit = 0; unit < b->units; unit++)
+        r->lost[unit / 8] |= (uint8_t)(!x->sources[i].row[unit] << unit % 8);
+}
+
+/* READY 1: all of its parts, or that nothing is known. */
+static void done_said(struct member *m, int phase, uint32_t step, uint32_t bucket)
+{
+    struct engine *e = m->channel->engine;
+    const struct bucket *b = &m->channel->bucket[phase][bucket];
+    struct exchange x = {.step = step, .number = (uint16_t)bucket, .phase = (uint8_t)phase};
+    uint32_t parts = b->reports && report_of(b, m->rank, step) ? parts_of(b->units, bits_room(e)) : 1;
+    for (uint32_t part = 0; part < parts; part++)
+        control(e, m, READY, &x, 1 + part);
+}
+
+static void channel_fail(struct channel *c, uint32_t culprit, int reason)
+{
+    struct engine *e = c->engine;
+    if (c->failed || !c->open)
+        return;
+    for (uint32_t i = 0; i < c->size; i++)
+        for (int phase = 0; phase < PHASES; phase++)
+            c->members[i].queue[phase] = c->members[i].last[phase] = NULL; /* nothing is read or written any more */
+    for (uint32_t i = 0; i < c->size; i++)
+        c->members[i].resend.first = c->members[i].resend.last;
+    pthread_mutex_lock(&e->tell);
+    c->culprit = (int)culprit;
+    c->failed = reason;
+    pthread_cond_broadcast(&e->told);
+    pthread_mutex_unlock(&e->tell);
+}
+
+enum { DEAF_STEPS = 10, DEAF_UNITS = 100 };
+
+/* Its end came and nothing of full length: by chance, or since no such datagram passes any more. Exchanges that were under way
+ * together count once, for one outage takes them all. */
+static void count_deaf(struct exchange *x, uint32_t i, ns now)
+{
+    const struct source *s = &x->sources[i];
+    struct member *m = &x->channel->members[i];
+    if (!s->ended || s->full || x->bucket->unit < x->channel->full || x->in_bytes < x->bucket->unit)
+        return;
+    m->deaf.units += (uint32_t)(x->in_bytes / x->bucket->unit);
+    m->deaf.steps += !m->deaf.steps || x->posted_at >= m->deaf.at;
+    m->deaf.at = now;
+    if (m->deaf.steps >= DEAF_STEPS && m->deaf.units >= DEAF_UNITS)
+        channel_fail(x->channel, i, DEAF);
+}
+
+static void source_over(struct exchange *x, uint32_t i, ns now)
+{
+    struct source *s = &x->sources[i];
+    struct member *m = &x->channel->members[i];
+    s->over = 1;
+    count_deaf(x, i, now);
+    s->ready_at = NEVER;
+    m->count.units += x->in;
+    m->count.lost += x->bucket->units - s->got;
+    musts_forget(s);
+    report_lost(x, i);
+    done_said(m, x->phase, x->step, x->number);
+    if (--x->open == 0)
+        exchange_over(x, now);
+}
+
+static ns nack_base(const struct flow *f) { return greatest(3 * round_trip(f) / 2, 5 * MS); }
+static ns ready_base(const struct flow *f) { return greatest(round_trip(f) / 2, 5 * MS); }
+
+/* `place`: a unit, or the units of a message and a parity. */
+static int shall_lose(const struct source *s, uint32_t place) { return place < s->drop.count && s->drop.row[place]; }
+
+static void unit_arrived(struct exchange *x, uint32_t i, uint32_t unit, const uint8_t *bytes, uint32_t size)
+{
+    struct source *s = &x->sources[i];
+    uint32_t room = in_unit_bytes(x, unit); /* the last unit of a message that does not fill its bucket is filled up */
+    memcpy(s->to + (uint64_t)unit * x->bucket->unit, bytes, size < room ? size : room);
+    s->row[unit] = 1;
+    s->got++;
+}

@@ -1,0 +1,201 @@
+/* The two halves of an exchange: posting it, by which this rank becomes a receiver, and sending it; what a sender does when a
+ * receiver is ready, and when it is done.
+ */
+
+/* Bytes of a message, if not all of the bucket; what a receiver tolerates of each source, and what it shall lose. */
+struct terms { uint64_t length; uint32_t tolerance, drops; const uint8_t *dropped; };
+
+static int post(struct channel *c, int phase, uint32_t step, uint32_t bucket, uint8_t *const *to, uint8_t *arrived,
+                ns deadline, const struct terms *terms, ns now, struct exchange **handle)
+{
+    struct bucket *b = &c->bucket[phase][bucket];
+    if (c->failed)
+        return -1;
+    if (b->any_posted && (int32_t)(step - b->posted) <= 0)
+        return -2;
+    struct exchange *x = find(c, phase, step, bucket);
+    if (!x && !(x = exchange_new(c, phase, step, bucket, 0)))
+        return -3;
+    b->posted = step;
+    b->any_posted = 1;
+    newest(c, phase, step);
+    x->handles++;
+    x->posted = 1;
+    x->in = units_of(b, terms->length);
+    x->in_bytes = terms->length ? terms->length : b->shard;
+    x->posted_at = now;
+    x->deadline = deadline > 0 ? now + deadline : NEVER;
+    exchange_due(x, x->deadline);
+    x->open = 1; /* until all are posted */
+    for (uint32_t i = 0; i < c->size; i++) {
+        struct source *s = &x->sources[i];
+        struct early *chunk = s->early;
+        uint8_t *row = arrived + (uint64_t)i * b->units;
+        s->early = NULL;
+        if (s->own_row)
+            free(s->row);
+        s->own_row = 0;
+        s->got = 0;
+        s->row = row;
+        if (i == c->rank)
+            memset(row, 1, b->units);
+        s->expected = i != c->rank && to[i] && c->members[i].flow;
+        s->to = to[i];
+        x->open += s->expected;
+        s->must.tolerance = terms->tolerance;
+        if (s->expected) { /* as if what is no part of the message had come */
+            memset(row + x->in, 1, b->units - x->in);
+            s->got = b->units - x->in;
+        }
+        if (s->expected && terms->drops && (s->drop.row = malloc(terms->drops))) {
+            memcpy(s->drop.row, terms->dropped, terms->drops);
+            s->drop.count = terms->drops;
+            parities_drop(s, x->in);
+        }
+        while (chunk) {
+            struct early *next = chunk->next;
+            if (s->expected && chunk->unit < x->in && !shall_lose(s, chunk->unit))
+                unit_arrived(x, i, chunk->unit, chunk->bytes, chunk->size);
+            free(chunk);
+            chunk = next;
+        }
+        if (s->expected && s->got == b->units)
+            source_over(x, i, now);
+        else if (s->expected && s->ended)
+            exchange_due(x, s->ended_at + reorder_window(c->engine, c->members[i].flow));
+        else if (s->expected && c->members[i].gone)
+            channel_fail(c, i, LEFT);
+        else if (s->expected) {
+            control(c->engine, &c->members[i], READY, x, 0);
+            s->ready_wait = ready_base(c->members[i].flow);
+            s->ready_at = now + s->ready_wait;
+            exchange_due(x, s->ready_at);
+        }
+    }
+    early_release(x);
+    if (--x->open == 0)
+        exchange_over(x, now);
+    *handle = x;
+    forget_passed(c, phase, b);
+    return 0;
+}
+
+static int send_pieces(struct channel *c, int phase, uint32_t step, uint32_t bucket, const uint8_t *const *from,
+                       struct musts *musts, uint32_t code, uint32_t units, struct exchange **handle)
+{
+    struct bucket *b = &c->bucket[phase][bucket];
+    if (c->failed)
+        return -1;
+    if (b->any_sent && (int32_t)(step - b->sent) <= 0)
+        return -2;
+    struct exchange *x = find(c, phase, step, bucket);
+    if (!x && !(x = exchange_new(c, phase, step, bucket, 0)))
+        return -3;
+    b->sent = step;
+    b->any_sent = 1;
+    newest(c, phase, step);
+    pthread_mutex_lock(&c->engine->tell);
+    x->sending = 1;
+    x->out = units;
+    x->order = c->engine->orders++;
+    for (uint32_t k = 1; k < c->size; k++) {
+        uint32_t i = (c->rank + k) % c->size;
+        struct dest *d = &x->dests[i];
+        struct member *m = &c->members[i];
+        if (!from[i] || !m->flow || d->done)
+            continue;
+        d->from = from[i];
+        d->wanted = 1;
+        if (musts) {
+            d->must.list = musts[i].list;
+            d->must.copies = musts[i].copies;
+            d->must.count = musts[i].count;
+            musts[i].list = NULL;
+            musts[i].copies = NULL;
+            d->must.code = code;
+            d->must.parities = parities_of(d->must.count, code);
+            if (d->must.count == units)
+                d->from = d->must.copies; /* so that the caller's memory is not needed any more */
+        }
+        x->unsent++;
+        x->unacknowledged++;
+        c->unacknowledged++;
+        if (m->last[phase])
+            m->last[phase]->next = d;
+        else
+            m->queue[phase] = d;
+        m->last[phase] = d;
+    }
+    pthread_cond_broadcast(&c->engine->told);
+    pthread_mutex_unlock(&c->engine->tell);
+    c->engine->blocked_until = 0;
+    x->handles++;
+    *handle = x;
+    forget_passed(c, phase, b);
+    return 0;
+}
+
+/* Takes it from the queue: everything went out, or the receiver has finished without the rest. */
+static void dest_sent(struct dest *d, ns now)
+{
+    struct exchange *x = d->x;
+    struct channel *c = x->channel;
+    struct engine *e = c->engine;
+    struct member *m = &c->members[d->rank];
+    struct dest **link = &m->queue[x->phase], *before = NULL;
+    while (*link != d) {
+        before = *link;
+        link = &(*link)->next;
+    }
+    *link = d->next;
+    if (m->last[x->phase] == d)
+        m->last[x->phase] = before;
+    d->sent = 1;
+    d->end_wait = MS / 2;
+    d->end_at = now + d->end_wait;
+    exchange_due(x, d->end_at);
+    pthread_mutex_lock(&e->tell);
+    if (--x->unsent == 0)
+        pthread_cond_broadcast(&e->told);
+    pthread_mutex_unlock(&e->tell);
+}
+
+static void has_posted(struct member *m, const struct exchange *x)
+{
+    if (!m->any_posted[x->phase] || (int32_t)(x->step - m->posted[x->phase]) > 0)
+        m->posted[x->phase] = x->step;
+    m->any_posted[x->phase] = 1;
+}
+
+static void dest_ready(struct dest *d)
+{
+    struct member *m = &d->x->channel->members[d->rank];
+    if (!d->ready)
+        m->eager -= d->eager;
+    has_posted(m, d->x);
+    d->ready = 1;
+    d->ask_at = NEVER;
+    d->x->channel->engine->blocked_until = 0;
+}
+
+static void dest_done(struct dest *d, ns now)
+{
+    struct exchange *x = d->x;
+    struct channel *c = x->channel;
+    if (d->done || c->failed) /* a failed channel has no queues */
+        return;
+    dest_ready(d);
+    d->done = 1;
+    dest_forget(d);
+    if (!d->wanted)
+        return;
+    if (!d->sent)
+        dest_sent(d, now);
+    d->end_at = NEVER;
+    pthread_mutex_lock(&c->engine->tell);
+    x->unacknowledged--;
+    if (--c->unacknowledged == 0)
+        pthread_cond_broadcast(&c->engine->told);
+    pthread_mutex_unlock(&c->engine->tell);
+    exchange_settle(x);
+}

@@ -1,0 +1,285 @@
+/* What leaves: datagrams of control first, then what was asked for again, then DATA and PARITY in the order of the exchanges, in
+ * turn over destinations, as far as pace and window have room.
+ */
+
+static uint32_t build(struct engine *e, struct member *m, int type, int priority, int phase, uint32_t step, uint32_t bucket,
+                      uint32_t index, const uint8_t *payload, uint32_t size, uint8_t *out, ns now)
+{
+    struct flow *f = m->flow;
+    struct header h = {.type = (uint8_t)type, .priority = (uint8_t)priority, .phase = (uint8_t)phase, .step = step, .index = index,
+                       .source = (uint16_t)m->channel->rank, .bucket = (uint16_t)bucket, .channel = m->channel->id,
+                       .number = f->out.number};
+    header_write(&h, out);
+    f->out.data += type == DATA;
+    f->out.sent[f->out.number & f->out.mask] = (struct stamp){now, f->out.data};
+    f->out.number++;
+    m->count.sent++;
+    if (e->set.cipher) {
+        if (!cipher_seal(m->seal, out, payload, (int)size, out + HEADER))
+            memset(out + HEADER, 0, size + TAG); /* libcrypto has no memory left: the other side will refuse it */
+    } else {
+        memcpy(out + HEADER, payload, size);
+    }
+    return HEADER + size + tag_bytes(e);
+}
+
+static void address(struct output *o, const struct flow *f, uint32_t bytes, uint32_t segment)
+{
+    memcpy(&o->to, &f->to, sizeof f->to);
+    o->to_size = (uint32_t)f->to_size;
+    o->bytes = bytes;
+    o->segment = segment;
+}
+
+/* What is sent of a message, copies with it. */
+static uint32_t entries_of(const struct dest *d)
+{
+    return d->x->out < d->x->bucket->units ? d->x->out : d->x->bucket->entries;
+}
+
+static int produce_control(struct engine *e, ns now, uint8_t *out, struct output *o)
+{
+    static uint8_t zeros[LARGEST];
+    uint8_t *list = e->scratch;
+    while (e->control.first != e->control.last) {
+        const struct control *k = &e->control.ring[e->control.first++ % CONTROLS];
+        struct channel *c = k->channel;
+        struct member *m = &c->members[k->rank];
+        struct flow *f = m->flow;
+        uint8_t report[REPORT_BYTES];
+        const uint8_t *payload = zeros;
+        uint32_t size = 0;
+        if (c->failed && !(k->type == ALIVE && k->index))
+            continue;
+        if (k->type == PROBE)
+            size = c->probe_bytes;
+        if (k->type == END && c->bucket[k->phase][k->bucket].reports) {
+            const struct exchange *x = find(c, k->phase, k->step, k->bucket);
+            if (!x)
+                continue;
+            payload = list;
+            size = end_payload(e, &x->dests[k->rank], k->index - x->bucket->units, list);
+        }
+        if (k->type == READY && k->index && c->bucket[k->phase][k->bucket].reports) {
+            const struct bucket *b = &c->bucket[k->phase][k->bucket];
+            const struct report *r = report_of(b, k->rank, k->step);
+            if (r) {
+                payload = r->lost + (uint64_t)(k->index - 1) * e->set.packet;
+                size = bits_bytes(e, b, k->index - 1);
+            } else if (k->index > 1) {
+                continue;
+            }
+        }
+        if (k->type == NACK) {
+            const struct exchange *x = find(c, k->phase, k->step, k->bucket);
+            uint32_t count = x && !x->sources[k->rank].over ? nack_payload(x, k->rank, k->index, list) : 0;
+            if (!count)
+                continue;
+            payload = list;
+            size = 4 * count;
+            m->count.asked += count;
+            uint32_t bytes = build(e, m, NACK, 0, k->phase, k->step, k->bucket, count, payload, size, out, now);
+            address(o, f, bytes, bytes);
+            return 1;
+        }
+        if (k->type == REPORT) {
+            struct arrivals a = {f->in.received, f->in.bytes, f->in.top, (uint32_t)least((now - f->in.top_at) / US, UINT32_MAX),
+                                 (uint32_t)(f->in.top_at / US), e->window, e->limit};
+            arrivals_write(&a, report);
+            payload = report;
+            size = REPORT_BYTES;
+        }
+        uint32_t bytes = build(e, m, k->type, 0, k->phase, k->step, k->bucket, k->index, payload, size, out, now);
+        address(o, f, bytes, bytes);
+        return 1;
+    }
+    return 0;
+}
+
+enum { FORCED = 4 }; /* datagrams that go out where nothing is reported */
+
+/* How many DATA this destination may get now, as far as its socket's buffer and the network have room. */
+static uint32_t window_room(struct engine *e, struct member *m, ns now)
+{
+    struct flow *f = m->flow;
+    uint64_t outstanding = f->out.data - f->out.reported, allowed = f->out.window;
+    if (f->rate.known && f->rate.rtt_min >= 2 * MS) {
+        double speed = f->rate.fixed ? f->rate.rate : f->rate.greatest;
+        allowed += (uint64_t)(speed * (double)f->rate.rtt_min / 1e9 / (HEADER + e->set.packet));
+    }
+    if (allowed > f->out.limit)
+        allowed = f->out.limit;
+    if (outstanding < allowed) {
+        f->out.force_wait = greatest(2 * round_trip(f), 30 * MS);
+        f->out.force_at = now + f->out.force_wait;
+        return (uint32_t)(allowed - outstanding);
+    }
+    if (now < f->out.force_at) {
+        e->blocked_until = least(e->blocked_until, f->out.force_at);
+        return 0;
+    }
+    f->out.force_wait = least(2 * f->out.force_wait, 2 * SECOND); /* reports were lost, or all that they would have reported */
+    f->out.force_at = now + f->out.force_wait;
+    m->count.forced++;
+    return FORCED;
+}
+
+static int may_begin(const struct member *m, const struct dest *d)
+{
+    const struct bucket *b = d->x->bucket;
+    if (d->ready || d->position == entries_of(d)) /* parities are left */
+        return 1;
+    if (m->any_posted[d->x->phase] && (int32_t)(d->x->step - m->posted[d->x->phase]) > AHEAD)
+        return 0; /* it would not be kept */
+    return m->eager + unit_bytes(b, b->order ? b->order[d->position] : d->position) <= m->eager_limit;
+}
+
+/* As may_begin; if not, asks later for its READY, which may have been lost: where a deadline has passed nothing else would
+ * come. */
+static int begins(const struct member *m, struct dest *d, ns now)
+{
+    if (may_begin(m, d))
+        return 1;
+    if (d->ask_at == NEVER) {
+        d->ask_wait = greatest(2 * round_trip(m->flow), 20 * MS);
+        d->ask_at = now + d->ask_wait;
+        exchange_due(d->x, d->ask_at);
+    }
+    return 0;
+}
+
+/* How many datagrams of a bucket's length go out together. */
+static uint32_t batch_most(const struct flow *f, uint32_t datagram, uint32_t room)
+{
+    uint32_t most = BATCH_BYTES / datagram;
+    double in_one_ms = f->rate.rate / 1000.0 / datagram;
+    most = most > SEGMENTS ? SEGMENTS : most;
+    most = in_one_ms < most ? (uint32_t)in_one_ms : most;
+    most = most > room ? room : most;
+    return most ? most : 1;
+}
+
+static void spend(struct engine *e, struct flow *f, uint32_t bytes, uint32_t n, ns now)
+{
+    double wire = bytes + (double)n * e->wire_overhead;
+    f->out.free_at = greatest(f->out.free_at, now - 2 * MS) + (ns)(wire * 1e9 / f->rate.rate);
+    e->free_at = greatest(e->free_at, now - 2 * MS) + (ns)(wire * 1e9 / e->set.rate);
+}
+
+static int produce_again(struct engine *e, struct member *m, ns now, uint8_t *out, struct output *o)
+{
+    struct flow *f = m->flow;
+    if (now < f->out.free_at) {
+        e->blocked_until = least(e->blocked_until, f->out.free_at);
+        return 0;
+    }
+    uint32_t room = window_room(e, m, now);
+    if (!room)
+        return 0;
+    const struct dest *d = m->resend.ring[m->resend.first % RESENDS].dest;
+    const struct bucket *b = d->x->bucket;
+    uint32_t datagram = HEADER + b->unit + tag_bytes(e), most = batch_most(f, datagram, room), n = 0, bytes = 0;
+    while (n < most && m->resend.first != m->resend.last && m->resend.ring[m->resend.first % RESENDS].dest == d) {
+        uint32_t position = m->resend.ring[m->resend.first++ % RESENDS].position, unit = d->must.list[position];
+        uint32_t size = unit_bytes(b, unit);
+        bytes += build(e, m, DATA, AGAIN, d->x->phase, d->x->step, d->x->number, unit,
+                       d->must.copies + (uint64_t)position * b->unit, size, out + bytes, now);
+        m->count.resent++;
+        n++;
+        if (size < b->unit)
+            break;
+    }
+    address(o, f, bytes, n > 1 ? datagram : bytes);
+    spend(e, f, bytes, n, now);
+    return 1;
+}
+
+static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out, struct output *o)
+{
+    struct flow *f = m->flow;
+    if (m->resend.first != m->resend.last)
+        return produce_again(e, m, now, out, o);
+    struct dest *d = m->queue[0], *other = m->queue[1];
+    if (!d || (other && other->x->order < d->x->order)) {
+        d = other;
+        other = m->queue[0];
+    }
+    if (!begins(m, d, now)) {
+        d = other;
+        if (!d || !begins(m, d, now))
+            return 0;
+    }
+    if (now < f->out.free_at) {
+        e->blocked_until = least(e->blocked_until, f->out.free_at);
+        return 0;
+    }
+    uint32_t room = window_room(e, m, now);
+    if (!room)
+        return 0;
+    const struct bucket *b = d->x->bucket;
+    uint32_t datagram = HEADER + b->unit + tag_bytes(e), most = batch_most(f, datagram, room), n = 0, bytes = 0;
+    uint32_t entries = entries_of(d);
+    while (n < most && d->position < entries && may_begin(m, d)) {
+        uint32_t unit = b->order ? b->order[d->position] : d->position, size = unit_bytes(b, unit);
+        bytes += build(e, m, DATA, b->tags ? b->tags[unit] : 0, d->x->phase, d->x->step, d->x->number, unit,
+                       d->from + (uint64_t)unit * b->unit, size, out + bytes, now);
+        if (!m->any_posted[d->x->phase])
+            has_posted(m, d->x);
+        if (!d->ready) {
+            m->eager += size;
+            d->eager += size;
+        }
+        d->position++;
+        n++;
+        if (size < b->unit)
+            break; /* only the last segment may be shorter */
+    }
+    while (!n || (n < most && bytes == n * datagram)) {
+        if (d->position < entries || d->must.parity == d->must.parities)
+            break;
+        parity_bytes(d, d->must.parity, e->scratch);
+        bytes += build(e, m, PARITY, 0, d->x->phase, d->x->step, d->x->number, d->must.parity, e->scratch, b->unit, out + bytes,
+                       now);
+        m->count.parities++;
+        d->must.parity++;
+        n++;
+    }
+    address(o, f, bytes, n > 1 ? datagram : bytes);
+    spend(e, f, bytes, n, now);
+    if (d->position == entries && d->must.parity == d->must.parities) {
+        end_said(e, m, d);
+        dest_sent(d, now);
+    }
+    return 1;
+}
+
+/* Write the next datagrams to one destination, of one length but for the last, into `out`. 0: nothing is due now. */
+static int produce(struct engine *e, ns now, uint8_t *out, struct output *o)
+{
+    if (produce_control(e, now, out, o))
+        return 1;
+    if (now < e->blocked_until)
+        return 0;
+    e->blocked_until = NEVER;
+    if (now < e->free_at) {
+        e->blocked_until = e->free_at;
+        return 0;
+    }
+    struct channel *c = e->cursor ? e->cursor : e->channels;
+    for (struct channel *first = c; c;) {
+        for (uint32_t k = 0; k < c->size && !c->failed; k++) {
+            uint32_t i = (c->cursor + k) % c->size;
+            struct member *m = &c->members[i];
+            if ((m->queue[0] || m->queue[1] || m->resend.first != m->resend.last) && produce_data(e, m, now, out, o)) {
+                c->cursor = (i + 1) % c->size;
+                e->cursor = c->next;
+                e->blocked_until = 0; /* others may have something */
+                return 1;
+            }
+        }
+        c = c->next ? c->next : e->channels;
+        if (c == first)
+            break;
+    }
+    return 0;
+}

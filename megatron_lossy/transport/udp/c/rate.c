@@ -1,0 +1,122 @@
+/* Rate: how fast one destination may be sent to. The tests have a model of it in Python (tests/udp_models.py).
+ *
+ * Loss alone says nothing: links lose data at any rate. What says that a link is full is that datagrams wait in its queue, or
+ * that much more is lost than was lost before. Then the rate becomes a little less than what arrives.
+ */
+
+struct rate {
+    double rate, floor, ceiling;
+    double foreign;  /* the share that is lost whatever we do */
+    double greatest; /* of the last delivery rates */
+    ns rtt_min, stepped_at;
+    int fixed, starting, known, begun;
+    struct { double last[8]; unsigned next; } delivered;
+    struct { ns least[2], at; } slot; /* of round trips: this one and the one before, and when this one began */
+    struct { uint64_t datagrams, bytes, top; uint32_t clock; } report; /* the last one */
+    struct { double span, bytes; uint64_t numbers, arrived; ns least; } interval; /* since the last decision; ns, without gaps */
+};
+
+#define INTERVAL (4 * MS)
+#define GAP_US 8000u
+#define ENOUGH 128 /* datagrams that say something about a share of a tenth */
+
+static void rate_init(struct rate *r, double floor, double ceiling, int fixed)
+{
+    memset(r, 0, sizeof *r);
+    r->floor = floor < ceiling ? floor : ceiling;
+    r->ceiling = ceiling;
+    r->fixed = fixed;
+    r->rate = fixed ? ceiling : r->floor;
+    r->foreign = 0.3;
+    r->starting = 1;
+    r->slot.least[0] = r->slot.least[1] = r->interval.least = NEVER;
+}
+
+static void rate_set(struct rate *r, double rate)
+{
+    r->rate = rate < r->floor ? r->floor : rate > r->ceiling ? r->ceiling : rate;
+}
+
+/* The least of the last 5 to 10 seconds in which there were samples. */
+static void rate_sample(struct rate *r, ns now, ns rtt)
+{
+    if (rtt < 1)
+        rtt = 1;
+    if (!r->known) {
+        r->slot.at = now;
+    } else if (now - r->slot.at >= 5 * SECOND) {
+        r->slot.least[1] = r->slot.least[0];
+        r->slot.least[0] = NEVER;
+        r->slot.at = now;
+    }
+    r->slot.least[0] = least(r->slot.least[0], rtt);
+    r->rtt_min = least(r->slot.least[0], r->slot.least[1]);
+    r->interval.least = least(r->interval.least, rtt);
+    if (!r->known && !r->fixed) /* 256 KiB in the first round trip */
+        rate_set(r, 262144.0 * 1e9 / (double)r->rtt_min);
+    r->known = 1;
+}
+
+static void rate_close_interval(struct rate *r, ns now)
+{
+    double lost = r->interval.numbers ? 1.0 - (double)r->interval.arrived / (double)r->interval.numbers : 0.0;
+    if (lost < 0.0)
+        lost = 0.0;
+    r->foreign = lost < r->foreign ? lost : r->foreign + 0.02 * (lost - r->foreign);
+    double delivered = r->interval.bytes * 1e9 / r->interval.span;
+    r->delivered.last[r->delivered.next++ % 8] = delivered / (1.0 - r->foreign);
+    r->greatest = 0.0;
+    for (int i = 0; i < 8; i++)
+        if (r->delivered.last[i] > r->greatest)
+            r->greatest = r->delivered.last[i];
+    int queued = r->interval.least != NEVER && r->interval.least - r->rtt_min > greatest(r->rtt_min / 8, 2 * MS);
+    int full = queued || lost > r->foreign + 0.12;
+    ns step = greatest(r->rtt_min, INTERVAL);
+    if (r->starting) {
+        if (full) {
+            r->starting = 0;
+            rate_set(r, r->greatest);
+        } else if (now - r->stepped_at >= r->rtt_min && r->greatest > 0.6 * r->rate) {
+            rate_set(r, 2.0 * r->rate);
+            r->stepped_at = now;
+        }
+    } else if (full) {
+        if (0.9 * r->greatest < r->rate)
+            rate_set(r, 0.9 * r->greatest);
+        r->stepped_at = now;
+    } else {
+        if (r->rate < 1.5 * r->greatest) { /* not without proof; from 16 MB/s on by a constant, so that flows get even */
+            double share = (double)(now - r->stepped_at) / (double)step;
+            double gain = 0.15 * (share < 1.0 ? share : 1.0);
+            double slower = 32e6 / (r->rate + 16e6);
+            rate_set(r, r->rate * (1.0 + gain * (slower < 1.0 ? slower : 1.0)));
+        }
+        r->stepped_at = now;
+    }
+    r->interval.span = r->interval.bytes = 0.0;
+    r->interval.numbers = r->interval.arrived = 0;
+    r->interval.least = NEVER;
+}
+
+/* A REPORT: what has arrived, the highest number + 1, and the receiver's clock (µs) when that came. */
+static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t bytes, uint64_t top, uint32_t clock)
+{
+    if (r->begun && (datagrams <= r->report.datagrams || top < r->report.top))
+        return;
+    if (r->begun) {
+        uint32_t passed = clock - r->report.clock;
+        if (passed <= GAP_US) {
+            r->interval.span += (double)passed * 1e3;
+            r->interval.bytes += (double)(bytes - r->report.bytes);
+        }
+        r->interval.numbers += top - r->report.top;
+        r->interval.arrived += datagrams - r->report.datagrams;
+    }
+    r->begun = 1;
+    r->report.datagrams = datagrams;
+    r->report.bytes = bytes;
+    r->report.top = top;
+    r->report.clock = clock;
+    if (!r->fixed && r->known && r->interval.numbers >= ENOUGH && r->interval.span >= (double)greatest(r->rtt_min / 4, INTERVAL))
+        rate_close_interval(r, now);
+}

@@ -1,0 +1,263 @@
+/* State: what an engine remembers of flows, channels, members, buckets and exchanges, and how it asks for a later look.
+ *
+ *   engine -> flow      another process: numbers, window, rate, reports
+ *          -> channel -> member    a rank of it, reached over a flow
+ *                     -> bucket -> exchange -> source    what comes from a rank
+ *                                           -> dest      what goes to a rank
+ *
+ * All of it belongs to the holder of `lock`, which is the thread but for short calls. Only `over` and `unsent` of an exchange and
+ * `failed` of a channel are also read under `tell`, on which callers wait.
+ */
+
+enum { PHASES = 2 };
+enum { SEGMENTS = 64, BATCH_BYTES = 65000 }; /* that go out together */
+enum { AHEAD = 8 };                          /* steps that a peer may be ahead, and be kept */
+enum { CONTROLS = 8192, REPORTS = 4, RESENDS = 4096 };
+enum { SILENT = 1, REFUSED, LEFT, DEAF }; /* why a channel failed */
+#define SLOWEST SECOND                    /* between repetitions of one control datagram */
+
+/* What became of a datagram. */
+enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DROPPED };
+
+#define ENGINE_COUNTERS(X) \
+    X(datagrams_sent) X(bytes_sent) X(datagrams_received) X(bytes_received) X(malformed) X(foreign) \
+    X(socket_overflow) X(send_blocked) X(send_failed) X(too_big) X(unreachable) X(early_bytes) X(early_most) \
+    X(segmented) X(gathered)
+#define MEMBER_COUNTERS(X) \
+    X(sent) X(received) X(units) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) \
+    X(repeated) X(by_deadline) X(ends) X(readies) X(asks) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
+
+#define FIELD(name) uint64_t name;
+#define NAME(name) #name ","
+struct engine_counters { ENGINE_COUNTERS(FIELD) };
+struct member_counters { MEMBER_COUNTERS(FIELD) };
+
+API const char *ml_engine_counter_names(void) { return ENGINE_COUNTERS(NAME); }
+API const char *ml_member_counter_names(void) { return MEMBER_COUNTERS(NAME); }
+
+struct stamp { ns at; uint64_t data; };
+
+/* Between this process and another one, for all channels that have both. */
+struct flow {
+    struct flow *next;
+    struct sockaddr_storage to;
+    socklen_t to_size;
+    uint64_t instance; /* of the other process */
+    struct member *members, *speaker;
+    struct rate rate;
+    struct {
+        uint64_t number, data, reported; /* next number; DATA sent; DATA sent up to the highest number that it has reported */
+        struct stamp *sent;              /* when a number was sent; a ring of `mask` + 1 */
+        uint64_t mask, reported_top;
+        uint32_t window, limit; /* datagrams that it may not have reported; up to `limit` with what the network holds */
+        ns free_at, force_at, force_wait;
+    } out;
+    struct {
+        uint64_t received, bytes, top, control_top; /* top: highest number + 1 */
+        ns top_at;
+        uint64_t *seen, seen_words; /* which of the last numbers came, a bit each; a ring */
+    } in;
+    struct { uint32_t due, threshold, repeats; ns at; } report; /* due: datagrams that are not reported */
+    ns heard, refused_at;
+    uint32_t refused; /* times that its host said so, since it was heard */
+};
+
+/* What must arrive of a message that goes. */
+struct must_out {
+    uint32_t *list, count, code, parities, parity; /* parity: the next of `parities` */
+    uint8_t *copies;                               /* of the units in the list */
+};
+
+struct dest {
+    struct dest *next;
+    struct exchange *x;
+    const uint8_t *from;
+    uint32_t rank, position;
+    uint64_t eager; /* bytes sent without READY */
+    uint8_t wanted, ready, sent, done;
+    ns end_at, end_wait, ask_at, ask_wait;
+    struct must_out must;
+    struct { uint8_t *lost, *heard; uint32_t parts; } report; /* what did not arrive, a bit each; parts that have come */
+};
+
+struct early {
+    struct early *next;
+    uint32_t unit, size;
+    uint8_t bytes[];
+};
+
+/* What must arrive of a message that comes. */
+struct must_in {
+    uint32_t *list, count, code, parts_told; /* what END says */
+    uint8_t *told;
+    ns told_at; /* when the first part of its END came; 0: not yet */
+    struct early *parity;
+    uint8_t *parities; /* which have come, a bit each; of so many there is room for bits */
+    uint32_t parities_room;
+    /* So many may be missing for good, unless they are asked for; what was missing before and after repair; what was when it was
+     * last asked for. */
+    uint32_t tolerance, raw, residual, asked;
+    uint8_t judged, again, twice; /* twice: asked once, of two times in a row */
+    ns nack_at, nack_wait;
+};
+
+struct source {
+    uint8_t *to, *row; /* row: of `arrived`, or our own before the exchange is posted */
+    struct early *early;
+    uint32_t got;
+    uint8_t expected, over, ended, own_row, full; /* full: a datagram of the bucket's length came */
+    ns ended_at, ready_at, ready_wait;
+    struct must_in must;
+    struct { uint8_t *row; uint32_t count; } drop; /* that it shall lose: units, then parities */
+};
+
+/* What a source lost in a step, a bit for each unit: it may ask again. */
+struct report { uint32_t step; uint8_t known, *lost; };
+
+struct bucket {
+    uint64_t shard;
+    uint32_t unit, units, entries; /* entries: of the order in which units are sent; more than units with copies */
+    uint32_t *order;
+    uint8_t *tags;
+    uint32_t posted, sent; /* the last steps */
+    uint8_t any_posted, any_sent;
+    struct exchange *live;
+    struct report *reports; /* [size][REPORTS], of a bucket with reports */
+};
+
+struct exchange {
+    struct exchange *same, *next, *previous; /* of the bucket; of the engine */
+    struct channel *channel;
+    struct bucket *bucket;
+    uint32_t step;
+    uint16_t number;
+    uint8_t phase, posted, sending, over;
+    uint8_t rows_gone; /* it was over, and nobody had a handle: a later one is not of who owns what `row` points to */
+    int handles;
+    uint32_t open, unsent, unacknowledged; /* sources not over; destinations not sent to, or that have not said done */
+    ns posted_at, over_at, deadline, due;
+    uint64_t order; /* in which exchanges are sent */
+    uint32_t in, out; /* units of a message that comes, and that goes: all of the bucket, or the first of them */
+    uint64_t in_bytes;
+    size_t charge; /* of the early pool */
+    struct source *sources;
+    struct dest *dests;
+};
+
+struct resend { struct dest *dest; uint32_t position; };
+
+struct member {
+    struct flow *flow;
+    struct member *next; /* of the flow */
+    struct channel *channel;
+    uint32_t rank;
+    void *seal, *open;
+    struct dest *queue[PHASES], *last[PHASES];
+    uint64_t eager, eager_limit; /* bytes sent without READY */
+    uint32_t posted[PHASES];     /* the latest step that it is known to have posted, or the first that it was sent */
+    uint8_t any_posted[PHASES], gone;
+    struct { uint8_t heard, confirmed; ns at, until; } probe;
+    struct { uint32_t count; ns at; } replies; /* in this millisecond */
+    /* Since the last datagram of the channel's full length: steps, and their units, of which none came although their end was
+     * known, and when the last of them was over; when the last datagram of its bucket's length came. */
+    struct { uint32_t steps, units; ns at, full_at; } deaf;
+    struct { struct resend *ring; uint32_t first, last; } resend; /* a ring of RESENDS */
+    struct member_counters count;
+};
+
+struct channel {
+    struct engine *engine;
+    struct channel *next;
+    uint32_t id, rank, size, buckets[PHASES], cursor;
+    uint32_t full; /* bytes of the largest unit */
+    struct bucket *bucket[PHASES];
+    struct member *members;
+    uint32_t newest[PHASES], probe_bytes;
+    uint8_t any[PHASES], open, closing;
+    int failed, culprit;
+    uint32_t unacknowledged; /* over its exchanges */
+    size_t early, early_limit;
+    ns free_at;
+};
+
+struct control {
+    struct channel *channel;
+    uint32_t rank, step, index;
+    uint16_t bucket;
+    uint8_t type, phase;
+};
+
+struct settings {
+    double rate;
+    ns reorder, peer_timeout; /* reorder < 0: by the round trip */
+    uint64_t eager, memory, instance;
+    uint32_t packet;
+    int cipher, delay_based;
+};
+
+struct engine {
+    pthread_mutex_t lock, tell;
+    pthread_cond_t told;
+    struct settings set;
+    struct flow *flows;
+    struct channel *channels, *cursor;
+    struct exchange *live;
+    struct { struct control *ring; uint32_t first, last; } control; /* that is to go out; a ring of CONTROLS */
+    ns free_at, alive_at, timers_at, blocked_until;
+    uint32_t wire_overhead;
+    uint32_t window, limit; /* DATA that this process's buffer holds for each other one: with ease, and at most */
+    size_t early;
+    uint64_t orders;
+    struct engine_counters count;
+    struct { int socket, wake, gso; uint32_t overflow_seen; uint8_t *receive; } net;
+    struct { pthread_t id; int running, giving; atomic_int stop, asleep, waiting; pthread_cond_t given; } thread;
+    uint8_t scratch[LARGEST + 1];
+    uint8_t batch[BATCH_BYTES + LARGEST];
+};
+
+struct output { struct sockaddr_storage to; uint32_t to_size, bytes, segment; };
+
+static uint32_t tag_bytes(const struct engine *e) { return e->set.cipher ? TAG : 0; }
+static uint32_t unit_bytes(const struct bucket *b, uint32_t unit)
+{
+    uint64_t rest = b->shard - (uint64_t)unit * b->unit;
+    return rest < b->unit ? (uint32_t)rest : b->unit;
+}
+
+/* Of a message that comes. */
+static uint32_t in_unit_bytes(const struct exchange *x, uint32_t unit)
+{
+    uint64_t start = (uint64_t)unit * x->bucket->unit, rest = x->in_bytes > start ? x->in_bytes - start : 0;
+    return rest < x->bucket->unit ? (uint32_t)rest : x->bucket->unit;
+}
+
+/* Units of a message of so many bytes; 0: of all of the bucket. */
+static uint32_t units_of(const struct bucket *b, uint64_t length)
+{
+    return length ? (uint32_t)((length + b->unit - 1) / b->unit) : b->units;
+}
+
+static ns round_trip(const struct flow *f) { return f->rate.known ? f->rate.rtt_min : 10 * MS; }
+static ns reorder_window(const struct engine *e, const struct flow *f)
+{
+    return e->set.reorder >= 0 ? e->set.reorder : greatest(MS, round_trip(f) / 8);
+}
+static void due(struct engine *e, ns at) { e->timers_at = least(e->timers_at, at); }
+static void exchange_due(struct exchange *x, ns at)
+{
+    x->due = least(x->due, at);
+    due(x->channel->engine, at);
+}
+
+static void control(struct engine *e, struct member *m, int type, const struct exchange *x, uint32_t index)
+{
+    if (e->control.last - e->control.first == CONTROLS)
+        return; /* as if it were lost */
+    struct control *c = &e->control.ring[e->control.last++ % CONTROLS];
+    *c = (struct control){.channel = m->channel, .rank = m->rank, .type = (uint8_t)type, .index = index};
+    if (x) {
+        c->step = x->step;
+        c->bucket = x->number;
+        c->phase = x->phase;
+    }
+}

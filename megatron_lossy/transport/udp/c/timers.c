@@ -1,0 +1,149 @@
+/* What waits for a time: ends of exchanges, questions that are repeated, reports, signs of life. */
+
+static void exchange_timers(struct exchange *x, ns now)
+{
+    struct channel *c = x->channel;
+    struct engine *e = c->engine;
+    ns at = NEVER;
+    for (uint32_t i = 0; x->posted && !x->over && i < c->size; i++) {
+        struct source *s = &x->sources[i];
+        struct member *m = &c->members[i];
+        if (!s->expected || s->over)
+            continue;
+        if (s->must.told_at && m->flow->heard > now - 2 * SECOND
+            && now - greatest(greatest(s->must.told_at, m->deaf.full_at), x->posted_at) >= e->set.peer_timeout) {
+            channel_fail(c, i, DEAF); /* what must arrive is asked for, and nothing comes but what is short */
+            return;
+        }
+        ns ends = s->ended ? s->ended_at + reorder_window(e, m->flow) : NEVER;
+        uint32_t missing = now >= ends && now < x->deadline && s->must.count ? lacks(x, i) : 0;
+        if (missing) {
+            if (now >= s->must.nack_at)
+                ask(x, i, missing, now);
+            at = least(at, least(s->must.nack_at, x->deadline));
+            continue;
+        }
+        if (now >= ends || now >= x->deadline) {
+            if (now < ends)
+                m->count.by_deadline += x->bucket->units - s->got;
+            source_over(x, i, now);
+            continue;
+        }
+        if (now >= s->ready_at) {
+            control(e, m, READY, x, 0);
+            s->ready_wait = least(2 * s->ready_wait, SLOWEST);
+            s->ready_at = now + s->ready_wait;
+        }
+        at = least(at, least(least(ends, s->ready_at), x->deadline));
+    }
+    for (uint32_t i = 0; x->unacknowledged && i < c->size; i++) {
+        struct dest *d = &x->dests[i];
+        if (!d->wanted || d->done)
+            continue;
+        if (now >= d->ask_at) {
+            control(e, &c->members[i], ASK, x, 0);
+            d->ask_wait = least(2 * d->ask_wait, SLOWEST);
+            d->ask_at = now + d->ask_wait;
+        }
+        at = least(at, d->ask_at);
+        if (!d->sent)
+            continue;
+        if (now >= d->end_at) {
+            end_said(e, &c->members[i], d);
+            d->end_wait = least(2 * d->end_wait, SLOWEST);
+            d->end_at = now + d->end_wait;
+        }
+        at = least(at, d->end_at);
+    }
+    x->due = at;
+    due(e, at);
+    exchange_settle(x);
+}
+
+enum { REPEATS = 12 }; /* of a report, when nothing more comes */
+
+static struct member *speaker(struct flow *f)
+{
+    f->speaker = f->speaker && f->speaker->next ? f->speaker->next : f->members;
+    return f->speaker;
+}
+
+/* Reports go out even while more keeps coming in: senders wait for them. */
+static void reports(struct engine *e, ns now)
+{
+    for (struct flow *f = e->flows; f; f = f->next) {
+        if (!f->members)
+            continue;
+        if (now >= f->report.at) {
+            control(e, speaker(f), REPORT, NULL, 0);
+            f->report.due = 0;
+            ns wait = greatest(round_trip(f), 5 * MS) << (f->report.repeats > 4 ? f->report.repeats - 4 : 0);
+            f->report.at = f->report.repeats++ < REPEATS ? now + least(wait, SLOWEST) : NEVER;
+        }
+        due(e, f->report.at);
+    }
+}
+
+#define BELIEVED (3 * SECOND) /* of silence: then a host that refuses datagrams is believed */
+
+static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
+{
+    if (!f->members)
+        return;
+    if (alive)
+        control(e, speaker(f), ALIVE, NULL, 0);
+    for (struct member *m = f->members; m; m = m->next) {
+        /* Anybody can forge an ICMP message: it is believed where silence says the same. */
+        int refused = f->refused >= 3 && now - f->heard >= least(BELIEVED, e->set.peer_timeout);
+        if (f->refused >= 3 && !refused)
+            due(e, f->heard + BELIEVED);
+        if (now - f->heard >= e->set.peer_timeout || refused) {
+            int silent = !refused;
+            if (!m->gone && !m->channel->closing)
+                channel_fail(m->channel, m->rank, silent ? SILENT : REFUSED);
+            for (struct exchange *x = e->live, *next; x; x = next) { /* nobody will acknowledge any more */
+                next = x->next;
+                if (m->gone && x->channel == m->channel && x->dests[m->rank].wanted)
+                    dest_done(&x->dests[m->rank], now);
+            }
+        }
+        if (m->probe.confirmed || now >= m->probe.until)
+            continue;
+        if (now >= m->probe.at) {
+            control(e, m, PROBE, NULL, m->probe.heard);
+            m->probe.at = now + 40 * MS;
+        }
+        due(e, m->probe.at);
+    }
+}
+
+/* `now` must be a time at which everything that had arrived before was handled. */
+static void timers(struct engine *e, ns now)
+{
+    if (now < e->timers_at)
+        return;
+    e->timers_at = NEVER;
+    for (struct exchange *x = e->live, *next; x; x = next) {
+        next = x->next;
+        if (x->channel->failed)
+            continue;
+        if (now >= x->due)
+            exchange_timers(x, now);
+        else
+            due(e, x->due);
+    }
+    reports(e, now);
+    int alive = now >= e->alive_at;
+    if (alive)
+        e->alive_at = now + SECOND;
+    due(e, e->alive_at);
+    for (struct flow *f = e->flows; f; f = f->next)
+        flow_timers(e, f, alive, now);
+    for (struct channel *c = e->channels, *next; c; c = next) {
+        next = c->next;
+        if (c->closing && now >= c->free_at)
+            channel_free(c);
+        else if (c->closing)
+            due(e, c->free_at);
+    }
+}
