@@ -43,6 +43,7 @@ class Tiny:
     clips: bool = False
     replicas: int = 1  # of HSDP
     seed: int = 0
+    device: str = "cpu"
 
 
 class Block(nn.Module):
@@ -67,12 +68,15 @@ def build(tiny: Tiny, mesh: Any = None) -> nn.Module:
     model = nn.Sequential(
         nn.Linear(7, 11), *(Block(11, 5 + 2 * k, tiny.checkpoints) for k in range(3)), nn.Linear(11, 3)
     )
+    model.to(tiny.device)
     if tiny.frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("up.weight" not in name and not name.startswith("2."))
     if tiny.replicas > 1:
         shards = dist.get_world_size() // tiny.replicas
-        mesh = init_device_mesh("cpu", (tiny.replicas, shards), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(tiny.device, (tiny.replicas, shards), mesh_dim_names=("replicate", "shard"))
+    if mesh is None:
+        mesh = init_device_mesh(tiny.device, (dist.get_world_size(),))
     how = {"mesh": mesh, "mp_policy": TYPES[tiny.dtype], "reshard_after_forward": tiny.reshard}
     for block in model[1:4]:
         fully_shard(block, **how)
@@ -115,15 +119,15 @@ class Training:
 
     def loss(self, number: int) -> torch.Tensor:
         """The loss of batch ``number`` of this rank."""
-        chance = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-        x = torch.randn(6, 7, generator=chance)
+        chance = torch.Generator("cpu").manual_seed(1000 * number + dist.get_rank())
+        x = torch.randn(6, 7, generator=chance, device="cpu").to(self.tiny.device)
         return (self.model(x) - x[:, :3].sin()).float().square().mean()
 
     def weights(self) -> dict[str, Any]:
         """The owners' weights, whole, and the optimizer's first moments."""
-        whole = {name: one.full_tensor().detach().float().numpy() for name, one in self.model.named_parameters()}
+        whole = {name: one.full_tensor().detach().float().cpu().numpy() for name, one in self.model.named_parameters()}
         states = {
-            f"{name} moment": self.optimizer.state[one]["exp_avg"].full_tensor().numpy()
+            f"{name} moment": self.optimizer.state[one]["exp_avg"].full_tensor().cpu().numpy()
             for name, one in self.model.named_parameters()
             if one in self.optimizer.state
         }
@@ -131,7 +135,7 @@ class Training:
 
     def replicas(self) -> list[Any]:
         """This rank's replicas of all buckets."""
-        return [one.replica.float().numpy().copy() for one in self.lossy._sharded]
+        return [one.replica.float().cpu().numpy().copy() for one in self.lossy._sharded]
 
 
 def plain(rank: int, tiny: Tiny, config: Any, steps: int, how: dict[str, Any] | None = None) -> tuple[Any, Any]:

@@ -46,7 +46,7 @@ class LossyRun(Run):
         self._reduced: set[object] = set()
         self._scaler = scaler
         self._scale: float | None = None  # of this iteration
-        self._open = False  # whether the owners' weights are in the model
+        self.holds = False  # whether the owners' weights are in the model
         self._closed = False
         self._hooks: list[Any] = []
         me = weakref.ref(self)  # an optimizer may outlive the run
@@ -65,7 +65,7 @@ class LossyRun(Run):
             self._end_update()
         if self._stepped:
             return
-        if self._open:
+        if self.holds:
             raise RuntimeError(
                 "the model has its owners' weights: leave owner_weights() before a step of the optimizer"
             )

@@ -26,6 +26,8 @@ class Clock(Protocol):
     update: int | None
     restarts: int
     gapless: bool
+    #: Whether the replicas hold other weights than the run's for a while.
+    holds: bool
 
     def gathering(self) -> None:
         """Parameters are about to be gathered."""
@@ -82,6 +84,7 @@ class Gather:
         self._restarts: int | None = None  # the run's count of restarts, when the replica was gathered
         self._update: int | None = None  # the update that was gathered
         self._version = 0  # of this rank's shard, then
+        self._written: torch.Event | None = None  # the end of the last gather, where others follow it
         #: Bytes that this rank has sent to others, and gathers that were answered from the replica.
         self.sent_bytes = self.answered = 0
 
@@ -100,10 +103,11 @@ class Gather:
         """The replica, into which FSDP2 copies this rank's shard before it calls for the gather."""
         self._clock.gathering()
         self._check(size, dtype)
-        if self.replica is None or (self._again is not None and self.replica.is_cuda):
+        if self.replica is None or (self._again is not None and self.replica.is_cuda and not self._clock.holds):
             # FSDP2 may still copy the last gather out of a buffer on another stream: one that gathers twice takes turns.
             old, self.replica = self.replica, torch.empty(*size, dtype=dtype, device=device)
-            if old is not None:
+            if old is not None and self._written is not None:
+                torch.cuda.current_stream().wait_event(self._written)
                 old.record_stream(torch.cuda.current_stream())
                 self.replica.copy_(old)
         elif not self.fresh:
@@ -131,7 +135,7 @@ class Gather:
 
         if self.fresh:
             self._check_weights()
-            if self._again is not None:
+            if self._again is not None and not self._clock.holds:
                 return self._exchange(self._again, output_tensor, input_tensor, collective, async_op)
             self.answered += 1
             return Done() if async_op else None
@@ -139,7 +143,7 @@ class Gather:
         self._restarts, self._update = self._clock.restarts, self._clock.update
         self._version = self._group.version
         if first:
-            return collective()
+            return self._handle(Transfer(collective(), lambda: None), async_op)
         return self._exchange(self._lossy, output_tensor, input_tensor, collective, async_op)
 
     def _check_weights(self) -> None:
@@ -153,14 +157,23 @@ class Gather:
         self, lossy: LossyGroup, output: torch.Tensor, sent: torch.Tensor, collective: Callable[[], Any], async_op: bool
     ) -> dist.Work | None:
         if self._clock.update is None:
-            return collective()
+            return self._handle(Transfer(collective(), lambda: None), async_op)
         if not lossy.lossless("param") and lossy.wire.observed:
             self.sent_bytes += (lossy.size - 1) * sent.nbytes  # no collective carries it
-        transfer = lossy.all_gather(self._number, output, sent, self._clock.update, collective)
+        return self._handle(lossy.all_gather(self._number, output, sent, self._clock.update, collective), async_op)
+
+    def _handle(self, transfer: Transfer, async_op: bool) -> dist.Work | None:
+        """The handle of ``transfer`` for FSDP2, or ``None`` once it is over."""
+        transfer.then(self._end)
         if async_op:
             return Under(transfer)
         transfer.wait()
         return None
+
+    def _end(self, _: Any) -> None:
+        if self._again is not None and self.replica is not None and self.replica.is_cuda:
+            self._written = torch.cuda.Event()
+            self._written.record()
 
 
 class Reduce:

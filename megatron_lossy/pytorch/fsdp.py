@@ -204,11 +204,11 @@ class LossyFSDP(LossyRun):
     def opened(self) -> Iterator[None]:
         """A context in which the replicas hold other weights than the run's: no update may be made."""
         self.reshard()
-        self._open = True
+        self.holds = True
         try:
             yield
         finally:
-            self._open = False
+            self.holds = False
             self.reshard()
 
     @contextlib.contextmanager
