@@ -99,6 +99,19 @@ class Mechanism:
         return None
 
     @classmethod
+    def fsdp_part(cls, config: LossyConfig, islands: Sequence[Sequence[int]] | None) -> Part | None:
+        """Its part of a run of a model of PyTorch's ``fully_shard``; ``None`` if there is none.
+
+        ``islands``: the ranks of each group that shards a copy of the model, if the copies are islands.
+        """
+        return None
+
+    @classmethod
+    def ddp_part(cls, config: LossyConfig) -> Part | None:
+        """Its part of a run of a model in PyTorch's ``DistributedDataParallel``; ``None`` if there is none."""
+        return None
+
+    @classmethod
     def virtual_run(cls, config: LossyConfig, workers: int, iterations: int, seed: int, whole_optimizers: bool) -> Any:
         """The :class:`Run` of ``workers`` in one process, ``gapless``, if it is of another kind than the core's.
 
@@ -236,6 +249,17 @@ class Part:
     def happened(self, iteration: int) -> list[Any]:
         """Events of ``iteration`` beside its exchanges; see :meth:`Observer.happened`."""
         return []
+
+    # --- models of PyTorch's DDP -----------------------------------------------------------------------------------
+
+    def know_buckets(self, ddp: Any) -> None:
+        """The final buckets of ``ddp``, a run of DDP, are known."""
+
+    def before_reduction(self, bucket: int, gradient: Any) -> None:
+        """This rank's ``gradient`` [n] of a bucket, divided by the number of ranks, is about to be all-reduced."""
+
+    def after_reduction(self, bucket: int, gradient: Any) -> None:
+        """``gradient`` [n] is what this rank received of a bucket."""
 
     # --- workers that share a process ------------------------------------------------------------------------------
 

@@ -119,6 +119,7 @@ REFUSALS = Registry(
     "megatron_lossy.refusals",
     {
         "core": "megatron_lossy.refusals.core:CORE",
+        "pytorch": "megatron_lossy.refusals.pytorch:PYTORCH",
         "transport": "megatron_lossy.refusals.transport:TRANSPORT",
         "workers": "megatron_lossy.refusals.workers:WORKERS",
     },

@@ -56,6 +56,19 @@ CORE = [
     (GRAD | {"grad_recovery": "previous"}, {"per_token_loss": True}, "--grad-recovery previous: mixes gradients of"),
 ]
 
+SHARDED_COPIES = {"data_parallel": "FSDP2", "tensor": 2}
+PYTORCH = [
+    (GRAD | {"eval_weights": "owner"}, {"data_parallel": "FSDP2"}, "--eval-weights owner: is of training programs"),
+    (PARAM, {"data_parallel": "DDP"}, "--p-param 0.1: each replica updates all parameters, and sends none"),
+    (UDP, {"data_parallel": "DDP"}, "--transport udp: carries no all-reduce; choose pieces or torch, or shard"),
+    (UDP, SHARDED_COPIES, "--transport udp: loses other units of each copy of a parameter"),
+    (
+        GRAD | PACKETS | {"grad_recovery": "error-feedback"},
+        SHARDED_COPIES,
+        "--grad-recovery error-feedback: would choose other units of each copy",
+    ),
+]
+
 TRANSPORT = [
     (UDP | {"loss_unit": "shard"}, {}, "--loss-unit shard: must be packet with --transport udp"),
     (UDP | {"lossy_self": True}, {}, "--lossy-self with --transport udp: cannot be: the own shard never crosses"),
@@ -204,6 +217,7 @@ BOUNDARIES = [
     (ACT, {"pipelines": 2}, "pipelines of encoder and decoder with their own sizes: cannot go with --p-act and"),
     (ACT, {"several_modules": True}, "MultiModulePipelineCommunicator: cannot go with --p-act and --p-act-grad, which"),
     (ACT, FULL, "--p-act 0.1: needs Megatron's distributed optimizer, and --use-distributed-optimizer is off"),
+    (VIRTUAL, {"data_parallel": "FSDP2"}, "--p-act 0.1: loses messages between layers and stages of Megatron"),
 ]
 
 ASYNC_PIPELINE = [
@@ -372,4 +386,4 @@ WORKERS = [
     (GRAD, {"largest_group": 1}, "data-parallel size 1: one rank exchanges nothing, so that nothing can be lost"),
 ]
 
-EXAMPLES = [*CORE, *TRANSPORT, *WORKERS, *ISLAND, *BOUNDARIES, *ASYNC_PIPELINE, *REPLICAS, *PRIORITY, *LEAD]
+EXAMPLES = [*CORE, *PYTORCH, *TRANSPORT, *WORKERS, *ISLAND, *BOUNDARIES, *ASYNC_PIPELINE, *REPLICAS, *PRIORITY, *LEAD]

@@ -29,7 +29,7 @@ transport peers
 mechanism
 refusals
 run
-hooks
+hooks pytorch
 virtual
 train
 report

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import common, island_step, lab, param_sync, run_wan, step_overhead, udp_exchange
+from benchmarks import common, fsdp_step, island_step, lab, param_sync, run_wan, step_overhead, udp_exchange
 from benchmarks.exchange.contestants import Done
 from benchmarks.exchange.results import Cell, Share, markdown, picture, table_of
 from benchmarks.exchange.rows import LOSSES, PARTS, QUICK, Row, choose
@@ -57,6 +57,16 @@ def test_steps_in_turns(benchmark):
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     widths = {"step_overhead": [6] * (2 + len(step_overhead.VARIANTS)), "monitor_overhead": [6] * 4 + [4] * 4}
     assert [len(row) for row in rows] == widths[benchmark]
+
+
+def test_fsdp_steps_and_bytes():
+    told, text = run_ranks(on_ranks, 2, "fsdp_step", fsdp_step.Settings(**TINY))[0]
+    assert f"| {fsdp_step.AGAIN} |" in text
+    sent = told["bytes sent per step"]
+    plain = sent[fsdp_step.BASELINE]
+    assert sent["packet 4 KiB, each gather"] == plain == sent[fsdp_step.AGAIN]
+    for name in ("p = 0", "shard", "packet 4 KiB", "packet 4 KiB, compensated"):
+        assert sent[name] / plain <= 0.67
 
 
 def test_param_sync():

@@ -43,11 +43,22 @@ def test_this_machine_is_ready():
     found = json.loads(done.stdout)
     assert found["ready"]
     by_name = {finding["name"]: finding for finding in found["findings"]}
-    for name in ("python", "torch", "megatron-core", "gloo", "megatron.core"):
+    for name in ("python", "torch", "FSDP2", "megatron-core", "gloo", "megatron.core"):
         assert by_name[name]["status"] == "ok"
     assert by_name["NVIDIA Apex"]["status"] in ("absent", "ok")
     step = by_name["gloo, cpu"]
     assert step["status"] == "ok" and "3 iterations on 2 processes" in step["text"]
+
+
+def test_a_torch_without_places_for_exchanges_is_told(monkeypatch):
+    from torch.distributed.fsdp import FSDPModule
+
+    from megatron_lossy.doctor.found import versions
+
+    monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")
+    [finding] = [one for one in versions(None) if one.name == "FSDP2"]
+    assert finding.status == "absent"
+    assert "has no FSDPModule.set_custom_all_gather; needs 2.9 or later; DDP works" in finding.text
 
 
 def test_a_megatron_that_is_too_old_is_a_problem(tmp_path):

@@ -235,5 +235,5 @@ def test_each_section_is_in_the_page_and_in_the_command(capsys):
 
 def test_an_unknown_section_is_refused(monkeypatch):
     monkeypatch.setattr(command, "running", contextlib.nullcontext)
-    with pytest.raises(UsageError, match="^SECTION leads: must be one of core, transport"):
+    with pytest.raises(UsageError, match="^SECTION leads: must be one of core, pytorch, transport"):
         command.main(["refusals", "leads"])

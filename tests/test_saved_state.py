@@ -54,9 +54,11 @@ WALKED = {
     "mechanisms.boundaries.monitor.BoundaryMonitor": "test_saved_state_virtual.py",
     "mechanisms.islands.monitor.IslandMonitor": "test_islands_train.py, saved and resumed",
     "mechanisms.islands.ranks.RankIslands": "test_islands_ranks.py, saved and resumed",
+    "mechanisms.islands.fsdp.FSDPIslands": "test_pytorch_islands.py, saved and resumed",
     "mechanism.Part": "no state of its own: test_islands_ranks.py",
     "mechanisms.async_pipeline.stash.Stash": "test_async_pipeline.py, saved and resumed",
     "mechanisms.async_pipeline.workers.StageWorkers": "test_async_pipeline.py, saved and resumed",
+    "pytorch.base.LossyRun": "test_pytorch_run.py, test_pytorch_ddp.py, saved and resumed",
     "run.weights.Pipeline": "no class of its own: what a pipeline must have",
 }
 

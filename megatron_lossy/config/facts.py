@@ -31,6 +31,8 @@ class Facts:
     device: str | None = None
 
     # The program.
+    #: PyTorch's own data parallelism, "FSDP2" or "DDP", if that is it.
+    data_parallel: str | None = None
     #: Whether the training loop empties the pipeline in every iteration.
     flushes: bool | None = None
     #: Whether each of several jobs is a world of processes of its own.

@@ -35,7 +35,7 @@ def versions(checkout: str | None) -> list[Finding]:
         import torch
     except ImportError as error:
         return [*findings, _finding("torch", "problem", f"cannot be imported: {error}")]
-    findings.append(_finding("torch", "ok", str(torch.__version__)))
+    findings += [_finding("torch", "ok", str(torch.__version__)), _fsdp2()]
     findings += [*_megatron(checkout), _optional("transformer-engine", "transformer_engine"), apex()]
     for name, module in (
         ("habana-torch-plugin", "habana_frameworks.torch"),
@@ -44,6 +44,17 @@ def versions(checkout: str | None) -> list[Finding]:
         findings.append(_optional(name, module))
     findings += _backends(torch)
     return findings
+
+
+def _fsdp2() -> Finding:
+    """Whether this torch lets others make FSDP2's exchanges, for models without Megatron."""
+    from ..pytorch.arguments import check_torch
+
+    try:
+        check_torch()
+    except UsageError as error:
+        return _finding("FSDP2", "absent", f"{error}; DDP works")
+    return _finding("FSDP2", "ok", "lets others make its exchanges (megatron_lossy.pytorch.make_lossy)")
 
 
 def _megatron(checkout: str | None) -> list[Finding]:

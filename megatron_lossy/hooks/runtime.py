@@ -27,7 +27,7 @@ from .complete import (
 )
 from .exchanges import Exchanges
 from .facts import of_model
-from .sampling import RankSampler
+from .sampling import RankSampler, sampler_of
 from .seam import slot_of
 from .stale import load_stale_state, stale_state
 from .versions import (
@@ -212,7 +212,7 @@ class Lossy(Run):
         return self.groups
 
     def replicas(self) -> list[RankSampler]:
-        return [RankSampler(group, ranks, pairs) for group, ranks, pairs in self.exchanged()]
+        return [sampler_of(group, ranks, pairs) for group, ranks, pairs in self.exchanged()]
 
     def settle(self) -> None:
         with torch.no_grad():
@@ -282,7 +282,7 @@ class Lossy(Run):
 
     def load_exchanged_state(self, state: list[Any]) -> None:
         self._restored = self.update
-        load_stale_state(self.buckets(), self.groups, self.update, state)
+        load_stale_state(self.buckets(), self.update, state)
 
 
 def _bucket_groups(ddp: Any) -> list[Any]:

@@ -148,10 +148,13 @@ class Run(RunWeights):
         for one in self.parts:
             one.begin_update()
 
-    def finish_iteration(self, successful: bool, all_reduced: bool = False) -> None:
-        """End the iteration. ``successful``: it updated the weights. ``all_reduced``: its gradients lost nothing."""
+    def finish_iteration(self, successful: bool, all_reduced: bool = False, used: bool | None = None) -> None:
+        """End the iteration. ``successful``: it updated the weights. ``all_reduced``: its gradients lost nothing.
+
+        ``used``: whether its gradients were used, or will be; if not given, those of successful iterations are.
+        """
         for group in self.groups:
-            group.finish_step(self.iteration, successful)
+            group.finish_step(self.iteration, successful if used is None else used)
         if successful:
             for act in self.after_update:
                 act(self)

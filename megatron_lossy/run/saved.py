@@ -38,13 +38,20 @@ def read(path: Path, device: torch.device, here: Mapping[str, Any], folder: str 
     if state["format"] != FORMAT:
         what = f"with {folder}"
         raise refuse("--save-replicas", what, f"it has format {state['format']}; this version reads {FORMAT}")
-    saved = state["identity"]
+    check_identity(state["identity"], here, "--save-replicas", f"with {folder}", "the flag")
+    return state
+
+
+def check_identity(saved: Mapping[str, Any], here: Mapping[str, Any], flag: str, value: str, it: str) -> None:
+    """Raise :class:`UsageError` if the identity ``saved`` is another one than ``here``.
+
+    ``flag``, ``value``: of the error. ``it``: what would not be needed without replicas.
+    """
     for name in dict.fromkeys([*here, *saved]):
         there, now = saved.get(name, "not there"), here.get(name, "not there")
         if str(there) != str(now):
-            why = f"{name} was {there} there and is {now} here; without the flag all replicas begin equal"
-            raise refuse("--save-replicas", f"with {folder}", why)
-    return state
+            why = f"{name} was {there} there and is {now} here; without {it} all replicas begin equal"
+            raise refuse(flag, value, why)
 
 
 def flags_of(config: LossyConfig) -> dict[str, str]:

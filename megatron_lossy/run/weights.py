@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -149,7 +149,10 @@ class RunWeights(ABC):
         """Write the differences of replicas and the state of rules and observers, with ``--save-replicas``."""
         if not self.config.save_replicas or self.config.inert:
             return
-        state = {
+        write(Path(folder, REPLICAS, self.replica_file()), self._state())
+
+    def _state(self) -> dict[str, Any]:
+        return {
             "identity": self._whole_identity(),
             "iteration": self.iteration,
             "update": self.update,
@@ -158,7 +161,6 @@ class RunWeights(ABC):
             "observers": states_of(self.observers),
             **({} if self.pipeline is None else {"pipeline": self.pipeline.state_dict()}),
         }
-        write(Path(folder, REPLICAS, self.replica_file()), state)
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
         """Restore :meth:`save_replicas` after the checkpoint was loaded, with ``--save-replicas``.
@@ -170,7 +172,9 @@ class RunWeights(ABC):
         path = Path(folder, REPLICAS, self.replica_file())
         if not path.is_file():
             raise self.error_of_missing(folder, path)
-        state = read(path, self.device, self._whole_identity(), folder)
+        self._load_state(read(path, self.device, self._whole_identity(), folder))
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
         self.iteration, self.update = state["iteration"], state["update"]
         self.load_replica_state(state["replicas"])
         for group, saved in zip(self.groups, state["recovery"], strict=True):

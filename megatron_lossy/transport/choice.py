@@ -20,18 +20,26 @@ from .pieces import Pieces
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """A bucket: elements of one of its N shards, and the dtypes that cross the wire."""
+    """A bucket: elements of one of its N shards, and the dtypes that cross the wire.
+
+    ``param_shard``: elements of a shard of parameters, if some of them have no gradient.
+    """
 
     shard: int
     grad_dtype: torch.dtype = torch.float32
     param_dtype: torch.dtype = torch.float32
+    param_shard: int | None = None
+
+    def shard_of(self, phase: str) -> int:
+        """Elements of a shard in ``phase``."""
+        return self.shard if phase == "grad" or self.param_shard is None else self.param_shard
 
 
 def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str, list[BucketUnits]]:
     """The cut of each bucket into units, by phase. Raises :class:`UsageError` if a packet holds no element."""
-    shards = [bucket.shard for bucket in buckets]
     result = {}
     for phase in PHASES:
+        shards = [bucket.shard_of(phase) for bucket in buckets]
         itemsizes = [getattr(bucket, f"{phase}_dtype").itemsize for bucket in buckets]
         result[phase], _ = cut(shards, itemsizes, config.loss_unit, config.packet_bytes)
     return result

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from ..exchange import Stream
-from ..hooks.sampling import Sampler
+from ..hooks.sampling import used_in
 from ..mechanism import Sending
+from ..run.sampling import Sampler
 from .versions import Versions
 
 
@@ -19,7 +20,8 @@ class VirtualSampler(Sampler):
 
     def __init__(self, stream: Stream, pairs: Sequence[tuple[Any, Any]], versions: Versions, sending: Sending) -> None:
         workers, _, units = versions.held.shape
-        super().__init__(stream, workers, range(workers), units, pairs, sending.weights)
+        shards = [bucket.param_data.numel() // workers for _, bucket in pairs]
+        super().__init__(stream, workers, range(workers), units, shards, sending.weights, used_in(pairs))
         self._versions = versions
 
     def everyone(self, places: Sequence[np.ndarray]) -> np.ndarray:

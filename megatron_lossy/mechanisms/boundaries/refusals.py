@@ -171,5 +171,11 @@ BOUNDARIES = Section(
             why=OFF,
             when=_between_stages(lambda facts: facts.distributed_optimizer is False),
         ),
+        Row(
+            flag=_LOSING,
+            beside="FSDP2 and DDP",
+            why="loses messages between layers and stages of Megatron, which is not there",
+            when=_between_stages(lambda facts: facts.data_parallel),
+        ),
     ),
 )

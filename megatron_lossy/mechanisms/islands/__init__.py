@@ -72,6 +72,14 @@ class Islands(Mechanism):
         return TrainingIslands(config, world)
 
     @classmethod
+    def fsdp_part(cls, config: LossyConfig, islands: Sequence[Sequence[int]] | None) -> Part | None:
+        if islands is None or not config.averages:
+            return None
+        from .fsdp import FSDPIslands
+
+        return FSDPIslands(config, islands)
+
+    @classmethod
     def virtual_run(
         cls, config: LossyConfig, workers: int, iterations: int, seed: int, whole_optimizers: bool
     ) -> Run | None:

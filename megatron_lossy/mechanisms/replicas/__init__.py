@@ -35,6 +35,14 @@ class Replicas(Mechanism):
         return RankReplica()
 
     @classmethod
+    def ddp_part(cls, config: LossyConfig) -> Part | None:
+        if config.inert:
+            return None
+        from .ddp import DDPReplica
+
+        return DDPReplica()
+
+    @classmethod
     def columns(cls) -> list[Any]:
         from .log import columns
 

@@ -55,15 +55,22 @@ class HeldReplicas(Part, ABC):
 
     def add(self, ddp: Any) -> None:
         """Register the buckets of a model chunk."""
+        self.add_streams(streams_of(ddp))
+
+    def add_streams(self, streams: Sequence[ReplicaStream]) -> None:
+        """Register ``streams``."""
         if not self.streams:
             self._run.after_update.append(lambda _: self.finished())
-        for one in streams_of(ddp):
+        for one in streams:
             peers = self.peers_of(one)
             ranks = peers.local if self._run.config.grad_error_at == "broadcast" else [0] * len(peers.local)
             self.streams.append(one)
             self.peers.append(peers)
-            buckets, ranges = one.buckets, one.ranges
-            self._errors.append([errors_in(self._corruption, one.stream, buckets, ranges, rank) for rank in ranks])
+            self._errors.append([self.errors_of(one, rank) for rank in ranks])
+
+    def errors_of(self, one: ReplicaStream, rank: int) -> Errors:
+        """The errors in the gradients that ``rank`` receives of a stream."""
+        return errors_in(self._corruption, one.stream, one.buckets, one.ranges, rank)
 
     # --- differences of real and virtual runs ----------------------------------------------------------------------
 

@@ -1,14 +1,9 @@
-"""An all-reduce of the gradients of full replicas that loses data.
-
-It is a reduce-scatter followed by a gather. In the reduce-scatter owners recover losses as always. They then send the
-reduced gradient to all ranks. For a unit that does not arrive, a rank keeps its own gradient, so that replicas drift
-apart (docs/corruption.md).
-"""
+"""Megatron's all-reduce of the gradients of full replicas, which loses data (:mod:`megatron_lossy.transport.all_reduce`)."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,24 +15,9 @@ from ...hooks.exchanges import Exchanges, share_copies
 from ...hooks.seam import Slot, attach, begun, slot_of
 from ...ledger import Patch
 from ...run import Run
-from ...transport import BucketSpec, LossyGroup, Network, Transfer, wire_for
+from ...transport import LossyGroup, Network, Transfer, wire_for
+from ...transport.all_reduce import begin_all_reduce, specs_of
 from .streams import ReplicaStream
-
-
-def specs_of(gradients: Sequence[torch.Tensor], ranks: int) -> list[BucketSpec]:
-    """The buckets of both halves. ``gradients``: those of each bucket, flat, which Megatron does not pad."""
-    return [BucketSpec(_shard(flat, ranks), flat.dtype, flat.dtype) for flat in gradients]
-
-
-def padded(gradient: torch.Tensor, ranks: int) -> torch.Tensor:
-    """A copy of ``gradient`` [n], with zeros up to shards of equal size."""
-    result = gradient.new_zeros(ranks * _shard(gradient, ranks))
-    result[: len(gradient)] = gradient
-    return result
-
-
-def _shard(gradient: torch.Tensor, ranks: int) -> int:
-    return -(-len(gradient) // ranks)
 
 
 def group_of(exchanges: Exchanges, one: ReplicaStream, steps: int | None) -> LossyGroup:
@@ -61,19 +41,17 @@ def begin(
 
     ``scatter(output, input)``, ``gather(output, input)``: run the collectives. ``averaged``: they give a mean.
     """
-    group, number = slot.group, slot.bucket
-    sent = padded(gradient, group.size)
-    result = sent.clone() if averaged else sent * group.size  # the sum as a rank estimates it from its own gradient
-    own = torch.empty_like(result[: len(result) // group.size])
-    transfer = group.reduce_scatter(
-        number, sent, own, run.iteration, lambda: scatter(own, sent), averaged, run.loss_scale, run.gapless
+    return begin_all_reduce(
+        slot.group,
+        slot.bucket,
+        gradient,
+        run.iteration,
+        scatter,
+        gather,
+        averaged,
+        run.loss_scale,
+        run.gapless,
     )
-
-    def finish(_: Any) -> None:
-        group.all_gather(number, result, own, run.iteration, lambda: gather(result, own)).wait()
-        gradient.copy_(result[: len(gradient)])
-
-    return transfer.then(finish)
 
 
 def all_reduce(

@@ -1,4 +1,4 @@
-"""All-reduces that lose data, of all virtual workers: :mod:`.lossy_all_reduce` in one process.
+"""All-reduces that lose data, of all virtual workers: :mod:`megatron_lossy.transport.all_reduce` in one process.
 
 Workers bring their gradients one after another, and may ask for the result twice, so that the halves are apart here.
 """
@@ -13,8 +13,8 @@ from ...config import LossyConfig
 from ...exchange import Delivery, Exchange
 from ...run import Run
 from ...transport import Transfer
+from ...transport.all_reduce import padded, specs_of
 from ...transport.in_memory import groups_in_memory
-from .lossy_all_reduce import padded, specs_of
 from .streams import ReplicaStream
 
 

@@ -1,0 +1,179 @@
+"""Islands of FSDP2 models: each group of ranks that shards a copy of the model is an island (docs/pytorch.md).
+
+A rank averages its shard with the rank of the same place in other islands, after the update and before the next gather. The
+exchanges are those of :mod:`.ranks`; here all islands are in one world of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ...config import LossyConfig
+from ...device import all_gather_single
+from ...errors import UsageError, refuse
+from ...exchange import Delivery, Stream
+from ...mechanism import Part
+from ...monitor import Observer
+from .between_ranks import ASIDE, BetweenRanks, Reliable
+from .flags import SYNC_LANES
+from .main_vector import Segment, Vector
+from .mean import DTYPES, Mean
+from .monitor import IslandMonitor
+from .shard import Shard
+from .subset import Subset
+from .world import Meeting
+
+if TYPE_CHECKING:
+    from ...pytorch.fsdp import LossyFSDP
+
+_PATIENCE = timedelta(minutes=10)
+_made = 0  # runs with islands in this process, of which each has stores of its own
+
+
+class FSDPIslands(Part):
+    """The exchanges of this rank with its peers in other islands. ``islands``: the ranks of each, in the same order."""
+
+    name = "islands"
+
+    def __init__(self, config: LossyConfig, islands: Sequence[Sequence[int]]) -> None:
+        global _made
+        if len(islands) != config.islands:
+            raise refuse(
+                "--islands", config.islands, f"must be {len(islands)}: so many groups of ranks shard the model"
+            )
+        _made += 1
+        self.config = config
+        self.island = next(number for number, ranks in enumerate(islands) if dist.get_rank() in ranks)
+        self.place = list(islands[self.island]).index(dist.get_rank())
+        self.job = self.island, config.islands
+        self.monitor = IslandMonitor()
+        self._prefix = f"megatron_lossy/pytorch/islands/{_made}"
+        self._shard: Shard[BetweenRanks] | None = None
+        self._updates = 0  # which the exchanges are keyed by
+
+    def attach(self, run: LossyFSDP) -> None:
+        self._run = run
+
+    @property
+    def observers(self) -> Sequence[Observer]:
+        return [self.monitor] if self.config.sync_method != "none" else []
+
+    # --- building --------------------------------------------------------------------------------------------------
+
+    def _store(self, name: str) -> Any:
+        """A store of the ranks with this one's place in every island alone."""
+        store = dist.distributed_c10d._get_default_store()
+        return dist.PrefixStore(f"{self._prefix}/{self.place}/{name}", store)
+
+    def _meet(self, name: str) -> Meeting:
+        return Meeting(self._store(name), self.island, self.config.islands, _PATIENCE)
+
+    @functools.cached_property
+    def _control(self) -> Meeting:
+        return self._meet("control")
+
+    def ready(self) -> None:
+        """Begin with the weights of now. A collective call of all islands."""
+        self._control.total(torch.zeros(1))  # all are there
+        if self.config.sync_method != "none":
+            self._shard = self._build()
+
+    def _build(self) -> Shard[BetweenRanks]:
+        config, run = self.config, self._run
+        vector = self._vector()
+        subset = Subset(config, vector.size, config.loss_seed, Stream("islands", self.place))
+        names = [str(lane) for lane in range(min(SYNC_LANES, max(1, config.rounds_under_way)))]
+        carriers: list[Any] = []
+        if config.transport == "udp":
+            from .datagrams import IslandLink  # which starts a thread
+
+            dtype, length = DTYPES[config.sync_dtype], -(-subset.most // config.islands) + ASIDE
+            for name in names:
+                store, patience = self._store(name), _PATIENCE.total_seconds()
+                carriers.append(IslandLink(config, name, self.island, store, length, dtype, patience))
+        else:
+            carriers += [Reliable(self._meet(name)) for name in names]
+        crossing = BetweenRanks(config, subset.stream, self.island, carriers, run.steps, self._tell)
+        return Shard(config, subset, [vector], crossing, run.steps, run.device, self._note)
+
+    def _vector(self) -> Vector:
+        """This rank's shards of all parameter groups, one after another."""
+        segments, base = [], 0
+        for shard in self._run.own_weights():
+            segments.append(Segment(base, shard, None))
+            base += shard.numel()
+        return Vector(segments, base, self._run.device)
+
+    def _tell(self, delivery: Delivery) -> None:
+        for observer in self._run.observers:
+            observer.observe(delivery)
+
+    def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
+        distance = mean.values - sent[0]
+        compared: torch.Tensor | int = distance.numel()
+        if mean.arrived is not None:
+            distance, compared = distance.where(mean.arrived[0], 0.0), mean.arrived[0].sum()
+        self.monitor.used(seconds, distance.dot(distance), compared)
+
+    @property
+    def carriers(self) -> Sequence[Any]:
+        return [] if self._shard is None or self.config.transport != "udp" else self._shard.crossing.carriers
+
+    # --- an iteration ----------------------------------------------------------------------------------------------
+
+    def end_iteration(self) -> None:
+        """The update is made, and no weight of it was gathered yet."""
+        sent = None if self._shard is None else self._shard.exchange(self._updates)
+        self._updates += 1
+        if sent is not None:
+            self.monitor.exchanged(sent)
+
+    def restart(self, iteration: int) -> None:
+        self._updates = iteration
+
+    # --- weights and state -----------------------------------------------------------------------------------------
+
+    def consensus_weights(self) -> contextlib.AbstractContextManager[None]:
+        return self._consensus()
+
+    @contextlib.contextmanager
+    def _consensus(self) -> Iterator[None]:
+        run = self._run
+        run.settle()
+        kept = [replica.clone() for _, replica, _ in run.gathered()]
+        with torch.no_grad():
+            for ranks, replica, weights in run.gathered():
+                mean = self._control.total(weights) / self.config.islands
+                all_gather_single(replica, mean.to(replica.device, replica.dtype), group=ranks)
+        with run.opened():
+            yield
+        with torch.no_grad():
+            for (_, replica, _), values in zip(run.gathered(), kept, strict=True):
+                replica.copy_(values)
+        run.reshard()
+
+    def identity(self) -> dict[str, Any]:
+        return {"islands": self.config.islands, "island": self.island}
+
+    def state_dict(self) -> Any:
+        """The state of the rule, and of the exchanges under way. Waits for these."""
+        if self._shard is None:
+            return None
+        return {"updates": self._updates, "rounds": self._shard.rounds.state_dict()}
+
+    def load_state_dict(self, state: Any) -> None:
+        if self._shard is None:
+            raise UsageError(f"--sync-method {self.config.sync_method}: the saved state has other exchanges")
+        self._updates = state["updates"]
+        self._shard.rounds.load_state_dict(state["rounds"])
+
+    def close(self) -> None:
+        if self._shard is not None:
+            self._shard.crossing.close()

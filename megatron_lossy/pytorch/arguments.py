@@ -1,0 +1,138 @@
+"""Checks of what :func:`.make_lossy` is given, before anything is exchanged. Each error is one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import LossyConfig
+from ..errors import ArgumentParser, refuse
+from ..flags import add_flags, from_namespace
+from ..loss_flags import PRESET, preset_arguments
+from ..settings import arguments_of
+from .layout import ParameterGroup
+
+#: The first torch whose FSDP2 lets others make its exchanges.
+FIRST_TORCH = "2.9"
+
+
+def config_of(config: Any) -> LossyConfig:
+    """``config`` as flags: flags, a mapping of them, the name of a preset, or a YAML file. Raises :class:`UsageError`."""
+    if isinstance(config, LossyConfig):
+        return config
+    if isinstance(config, Mapping):
+        words = arguments_of({key: value for key, value in config.items() if value is not False}, [LossyConfig])
+    elif isinstance(config, str | os.PathLike):
+        words = preset_arguments([PRESET, os.fspath(config)])
+    else:
+        kinds = "must be a LossyConfig, a mapping of its flags, the name of a preset, or a YAML file"
+        raise refuse("config", type(config).__name__, kinds)
+    parser = add_flags(ArgumentParser(add_help=False, allow_abbrev=False), LossyConfig, "loss")
+    return from_namespace(LossyConfig, parser.parse_args(words))
+
+
+def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers that were given: one, several, or one that wraps another. Raises :class:`UsageError`."""
+    given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    found = [_innermost(one) for one in given]
+    for one in found:
+        if not isinstance(one, torch.optim.Optimizer):
+            raise refuse("optimizer", type(one).__name__, "must be a torch.optim.Optimizer, or a list of them")
+        if isinstance(one, torch.optim.LBFGS):
+            raise refuse(
+                "optimizer", "LBFGS", "evaluates weights within a step, which no exchange would send; choose another"
+            )
+    if not found:
+        raise refuse("optimizer", "[]", "must have at least one optimizer")
+    return found
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer that a wrapper such as accelerate's has inside."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, torch.nn.Parameter]:
+    """All parameters of ``optimizers``, by their id."""
+    return {id(one): one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+
+
+def check_optimizers(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], known: Iterable[torch.nn.Parameter]
+) -> None:
+    """Raise :class:`UsageError` unless ``optimizers`` update ``known`` parameters, those that ``model`` exchanges.
+
+    The optimizer may also have others of the model that nobody exchanges (``ignored_params``).
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    exchanged = {id(parameter): parameter for parameter in known}
+    held = parameters_of(optimizers)
+    foreign = [one for key, one in held.items() if key not in exchanged and key not in names]
+    if foreign:
+        raise refuse(
+            "optimizer",
+            type(optimizers[0]).__name__,
+            f"has {len(foreign)} of {len(held)} parameters that are not the model's: make it from model.parameters(), after "
+            "fully_shard or DistributedDataParallel",
+        )
+    missing = [key for key, one in exchanged.items() if one.requires_grad and key not in held]
+    if len(missing) == sum(one.requires_grad for one in exchanged.values()):
+        raise refuse("optimizer", type(optimizers[0]).__name__, "has none of the parameters that the model exchanges")
+
+
+def check_still_alike(optimizers: Sequence[torch.optim.Optimizer], known: Mapping[int, torch.nn.Parameter]) -> None:
+    """Raise :class:`UsageError` if ``optimizers`` got more parameters than those ``known`` to :func:`.make_lossy`."""
+    number = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+    if number == len(known):
+        return
+    raise refuse(
+        "optimizer",
+        type(optimizers[0]).__name__,
+        f"has {number} parameters, and had {len(known)} when make_lossy was called: add them before",
+    )
+
+
+def check_torch() -> None:
+    """Raise :class:`UsageError` if this torch has no place for exchanges of others."""
+    try:
+        from torch.distributed.fsdp import FSDPModule
+    except ImportError:
+        FSDPModule = None
+    if not all(hasattr(FSDPModule, verb) for verb in ("set_custom_all_gather", "set_custom_reduce_scatter")):
+        raise refuse(
+            "torch", torch.__version__, f"has no FSDPModule.set_custom_all_gather; needs {FIRST_TORCH} or later"
+        )
+
+
+def check_groups(groups: Sequence[ParameterGroup], config: LossyConfig) -> None:
+    """Raise :class:`UsageError` for a parameter group that cannot lose anything, or only wrongly."""
+    for one in groups:
+        own = [type(exchange) for exchange in one.exchanges]
+        if any(kind.__module__.startswith(__package__) for kind in own):
+            raise refuse("model", one.name, "is lossy already: call make_lossy once, for the whole model")
+        foreign = [kind.__name__ for kind in own if kind.__name__ not in ("DefaultAllGather", "DefaultReduceScatter")]
+        if foreign:
+            raise refuse("model", one.name, f"has exchanges of its own ({', '.join(foreign)}); omit them")
+        if one.gathers_elsewhere is not None:
+            why = "gathers from fewer ranks in the backward pass; give True or False"
+            raise refuse("reshard_after_forward", one.gathers_elsewhere, why)
+        if one.quantizes and not config.untouched("param"):
+            raise refuse("model", one.name, "gathers quantized parameters: stale bytes would be read at new scales")
+        _ = one.spec
+
+
+def check_called_once(model: torch.nn.Module, runs: Mapping[torch.nn.Module, Any]) -> None:
+    """Raise :class:`UsageError` if one of ``runs`` has ``model``, or a part of it."""
+    if any(module in runs for module in model.modules()):
+        raise refuse("model", type(model).__name__, "is lossy already: call make_lossy once, for the whole model")
+
+
+def check_process_group() -> None:
+    """Raise :class:`UsageError` without a process group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise refuse("model", "without a process group", "call torch.distributed.init_process_group first")

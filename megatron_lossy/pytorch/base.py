@@ -1,0 +1,202 @@
+"""A run of PyTorch's own data parallelism: its clock is the optimizer's hooks, and the rounds of gradients."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..channel.corruption import Errors, check_bits
+from ..config import LossyConfig
+from ..run import Run
+from ..run.saved import check_identity, flags_of
+from .arguments import check_still_alike, parameters_of
+
+
+class LossyRun(Run):
+    """The base of the runs of FSDP2 and of DDP; :func:`.make_lossy` makes them.
+
+    An iteration is a round of gradient exchanges: a bucket that is reduced again begins the next one, so that
+    micro-batches that are reduced one by one draw anew. A step of the optimizer is an update, and ends the iteration too.
+    With several optimizers that is the step of the last one.
+
+    ``scaler``: a ``GradScaler``, for rules that keep gradients over steps. Its factor shrinks where it rejects a step.
+    """
+
+    def __init__(
+        self,
+        config: LossyConfig,
+        optimizers: Sequence[torch.optim.Optimizer],
+        steps: int | None,
+        gapless: bool,
+        scaler: Any,
+    ) -> None:
+        super().__init__(config, steps, gapless)
+        self._flags = {} if config.inert else flags_of(config)
+        self.optimizers = list(optimizers)
+        self._parameters = parameters_of(self.optimizers)
+        self._stepped: set[torch.optim.Optimizer] = set()
+        self._reduced: set[object] = set()
+        self._scaler = scaler
+        self._scale: float | None = None  # of this iteration
+        self.holds = False  # whether the owners' weights are in the model
+        self._closed = False
+        self._hooks: list[Any] = []
+        me = weakref.ref(self)  # an optimizer may outlive the run
+        for optimizer in self.optimizers:
+            self._hooks += [
+                optimizer.register_step_pre_hook(lambda one, *_: _call(me, "_before_step", one)),
+                optimizer.register_step_post_hook(lambda one, *_: _call(me, "_after_step", one)),
+            ]
+        self._at_exit = lambda: _call(me, "close_observers")
+        atexit.register(self._at_exit)
+
+    # --- which step it is ------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in self._stepped:
+            self._end_update()
+        if self._stepped:
+            return
+        if self.holds:
+            raise RuntimeError(
+                "the model has its owners' weights: leave owner_weights() before a step of the optimizer"
+            )
+        check_still_alike(self.optimizers, self._parameters)
+        self.check_exchanges()
+        for one in self.parts:
+            one.begin_iteration()
+        self.begin_update()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._stepped.add(optimizer)
+        self.note_update()
+        if len(self._stepped) == len(self.optimizers):
+            self._end_update()
+
+    def _end_update(self) -> None:
+        reduced = bool(self._reduced)
+        self._begin_round()
+        self.update = self.iteration
+        for one in self.parts:
+            one.end_iteration()
+        self.finish_iteration(True, all_reduced=not reduced)
+
+    def _begin_round(self) -> None:
+        self._stepped, self._reduced, self._scale = set(), set(), None
+
+    def gathering(self) -> None:
+        """Parameters are about to be gathered: no further optimizer takes part in the update."""
+        if self._stepped:
+            self._end_update()
+
+    def reducing(self, bucket: object) -> None:
+        """The gradients of ``bucket`` are about to be reduced."""
+        self.gathering()
+        if bucket in self._reduced:
+            used = self._scale is None or self._scaler.get_scale() >= self._scale
+            self._begin_round()
+            self.finish_iteration(False, used=used)
+        if not self._reduced and self._scaler is not None and self._scaler.is_enabled():
+            self._scale = self._scaler.get_scale()
+        self._reduced.add(bucket)
+
+    def loss_scale(self) -> float | None:
+        return self._scale
+
+    def errors_of(self, dtypes: Sequence[torch.dtype], ranges: Sequence[np.ndarray], rank: int) -> Errors:
+        """The errors in the gradients that ``rank`` has, in ``ranges`` int64[k, 2] of buckets of ``dtypes``.
+
+        Raises :class:`UsageError` for bits that gradients do not have.
+        """
+        width = min(8 * dtype.itemsize for dtype in dtypes)
+        check_bits(self.config, width)
+        return Errors(self.corruption, rank, ranges, width, self.config.delivery_log is not None, None)
+
+    def note_update(self) -> None:
+        """An optimizer has changed the weights."""
+
+    def check_exchanges(self) -> None:
+        """Raise ``RuntimeError`` if gradients that the optimizer is about to use went past the exchanges."""
+        held = (parameter.grad is not None for parameter in self._parameters.values())
+        if not self._reduced and any(held):
+            raise RuntimeError(
+                "the optimizer has gradients, but none was exchanged since its last step through what make_lossy put into the "
+                "model, so that nothing of them could be lost"
+            )
+
+    # --- weights and state -----------------------------------------------------------------------------------------
+
+    def owner_weights(self, model_chunks: Any = None) -> contextlib.AbstractContextManager[None]:
+        """A context in which the model has the owners' weights at all ranks; then its replica again. A collective call.
+
+        With DDP, whose replicas all update everything, it has the mean of the finite replicas.
+        """
+        return super().owner_weights(model_chunks)
+
+    def consensus_weights(self, model_chunks: Any = None) -> contextlib.AbstractContextManager[None]:
+        """A context as of :meth:`owner_weights`, with the mean over islands, if there are several."""
+        return super().consensus_weights(model_chunks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The stale units of this rank, and the state of rules and monitors. A collective call.
+
+        Saved beside a checkpoint of model and optimizer, it lets a run continue bit for bit.
+        """
+        if self._untold is not None:
+            self.settle()
+            self.tell_observers()
+        for observer in self.observers:
+            observer.save()
+        return self._state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`state_dict`, after model and optimizer were loaded. A collective call.
+
+        Raises :class:`UsageError` for the state of another number of ranks, another model, or other loss flags.
+        """
+        check_identity(
+            state["identity"], self._whole_identity(), "load_state_dict", "of make_lossy's state", "that state"
+        )
+        self.restart(state["iteration"])
+        self._load_state(state)
+
+    def restart(self, iteration: int = 0) -> None:
+        """Begin again after ``iteration`` iterations, with replicas that are all equal: weights were loaded."""
+        self._begin_round()
+        self.set_iteration(iteration)
+
+    def replica_file(self) -> str:
+        return f"rank_{dist.get_rank():05d}.pt"
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def close_observers(self) -> None:
+        if not self._closed:
+            self._closed = True
+            super().close_observers()
+
+    def close(self) -> None:
+        """End the run: complete its records, and give the model torch's own exchanges again. A collective call."""
+        atexit.unregister(self._at_exit)
+        for hook in self._hooks:
+            hook.remove()
+        self.restore_exchanges()
+        self.uninstall()
+
+    @abstractmethod
+    def restore_exchanges(self) -> None:
+        """Give the model the exchanges that it had before."""
+
+
+def _call(me: weakref.ref[LossyRun], verb: str, *arguments: Any) -> None:
+    run = me()
+    if run is not None:
+        getattr(run, verb)(*arguments)

@@ -1,0 +1,230 @@
+"""A run whose model is in ``DistributedDataParallel``: full replicas, whose all-reduces of gradients lose units.
+
+DDP orders its buckets anew after its first backward pass, or with ``static_graph`` after the second, and its communication
+hook shows them one by one. So rounds of gradients are reliable until the third at least, which has the buckets of the
+second. Losses begin with the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..config import PHASES, LossyConfig
+from ..device import all_gather_single, reduce_scatter_single
+from ..errors import refuse
+from ..exchange import Stream
+from ..registry import MECHANISMS
+from ..run.base import Observed
+from ..transport import LossyGroup, Network, find_nodes, wire_for
+from ..transport.all_reduce import begin_all_reduce, specs_of
+from .base import LossyRun
+
+logger = logging.getLogger(__name__)
+
+#: Rounds of gradients before the buckets can be known to be final.
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of DDP: ``elements`` of ``dtype``, the gradients of ``parameters``."""
+
+    elements: int
+    dtype: torch.dtype
+    parameters: tuple[torch.nn.Parameter, ...] = field(compare=False)
+    names: tuple[int, ...]  # of the parameters, to compare them by
+
+    @property
+    def ranges(self) -> np.ndarray:
+        """int64[1, 2]: the places of gradients; there is no padding."""
+        return np.array([[0, self.elements]], dtype=np.int64)
+
+
+class LossyDDP(LossyRun):
+    """The run of ``model``, a ``DistributedDataParallel``."""
+
+    def __init__(
+        self,
+        config: LossyConfig,
+        model: Any,
+        optimizers: Sequence[torch.optim.Optimizer],
+        steps: int | None,
+        gapless: bool,
+        scaler: Any,
+    ) -> None:
+        super().__init__(config, optimizers, steps, gapless, scaler)
+        self.ranks: dist.ProcessGroup = model.process_group
+        self.parameters = [one for one in model.parameters() if one.requires_grad]
+        #: The final buckets, once they are known.
+        self.buckets: list[Bucket] = []
+        self._nodes = None
+        if config.ranks_of_node is not None:
+            everywhere = find_nodes(None, config.ranks_of_node)
+            self._nodes = [everywhere[rank] for rank in dist.get_process_group_ranks(self.ranks)]
+        self._lossy: list[LossyGroup] = []
+        self._learned: list[Bucket] = []  # of this round
+        self._before: list[Bucket] = []  # of the last one
+        self._rounds = 0  # that are over
+        self._known = False  # whether all buckets are known, and are final
+        self._pending: list[tuple[Callable[[], None], torch.futures.Future[Any], torch.Tensor]] = []
+        self._saved: list[Any] = []  # states of rules, until there are rules
+        for part in filter(None, (mechanism.ddp_part(config) for mechanism in MECHANISMS.all())):
+            self.add_part(part)
+        self._closed_hook = False
+        try:
+            model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+        except RuntimeError as error:
+            if "register" not in str(error):
+                raise
+            why = "has a communication hook already, and torch allows one: omit it"
+            raise refuse("model", type(model).__name__, why) from None
+        for part in self.parts:
+            part.add_model_chunk(self)
+
+    # --- gradients -------------------------------------------------------------------------------------------------
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """DDP's communication hook: the mean of ``bucket`` over all ranks."""
+        number, gradient, last = bucket.index(), bucket.buffer(), bucket.is_last()
+        self.reducing(number)
+        gradient.mul_(1.0 / self.ranks.size())  # as DDP itself does
+        if not self._known:
+            self._learn(bucket)
+        finish = self._begin(number, gradient)
+        cuda = [gradient.device] if gradient.is_cuda else []
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=cuda)
+        self._pending.append((finish, future, gradient))
+        if last:  # until now backward passes went on
+            pending, self._pending = self._pending, []
+            for end, promised, result in pending:
+                end()
+                promised.set_result(result)
+            self._end_round()
+        return future
+
+    def _begin(self, number: int, gradient: torch.Tensor) -> Callable[[], None]:
+        """Begin the reduction of a bucket. Returns a function that ends it."""
+        if self._closed_hook or not self._known or self._lossy[0].lossless("grad"):
+            work = dist.all_reduce(gradient, group=self.ranks, async_op=True)
+            return partial(self._end_reliable, work, number, gradient)
+        known = self.buckets[number] if number < len(self.buckets) else None
+        if known is None or known.elements != gradient.numel():
+            raise RuntimeError(
+                f"DDP's bucket {number} has {gradient.numel()} elements, and had {known and known.elements} when the buckets were "
+                "final: its parameters changed after make_lossy"
+            )
+        self._note(number, gradient)
+        transfer = begin_all_reduce(
+            self._lossy[0],
+            number,
+            gradient,
+            self.iteration,
+            lambda output, sent: reduce_scatter_single(output, sent, group=self.ranks, async_op=True),
+            lambda output, sent: all_gather_single(output, sent, group=self.ranks, async_op=True),
+            loss_scale=self.loss_scale,
+            gapless=self.gapless,
+        )
+
+        def end() -> None:
+            transfer.wait()
+            self._reduced_bucket(number, gradient)
+
+        return end
+
+    def _end_reliable(self, work: dist.Work, number: int, gradient: torch.Tensor) -> None:
+        work.wait()
+        if self._known and not self._closed_hook:
+            self._reduced_bucket(number, gradient)
+
+    def _note(self, number: int, gradient: torch.Tensor) -> None:
+        for part in self.parts:
+            part.before_reduction(number, gradient)
+
+    def _reduced_bucket(self, number: int, gradient: torch.Tensor) -> None:
+        for part in self.parts:
+            part.after_reduction(number, gradient)
+
+    def _learn(self, bucket: dist.GradBucket) -> None:
+        gradient = bucket.buffer()
+        parameters = tuple(bucket.parameters())
+        self._learned.append(Bucket(gradient.numel(), gradient.dtype, parameters, tuple(map(id, parameters))))
+
+    def _end_round(self) -> None:
+        self._rounds += 1
+        learned, self._learned = self._learned, []
+        before, self._before = self._before, learned
+        if self._known or self._rounds < _ROUNDS or learned != before:
+            return
+        self.buckets, self._known = learned, True
+        size = self.ranks.size()
+        gradients = [torch.empty(one.elements, dtype=one.dtype, device="meta") for one in learned]
+        config = self.config.drawn_with("param")  # both halves lose as gradients do
+        networks = {phase: Network(config, phase, size, self._nodes) for phase in PHASES}
+        specs = specs_of(gradients, size)
+        wire = wire_for(config, specs, networks, range(size), self.ranks.rank(), Stream(), self.steps, self.ranks)
+        self._lossy = [LossyGroup(config, wire)]
+        for group, saved in zip(self._lossy, self._saved):
+            group.load_state_dict(saved, self.device)
+        self._saved = []
+        for part in self.parts:
+            part.know_buckets(self)
+        if not self.config.untouched("grad") and dist.get_rank() == 0:
+            logger.warning(
+                "iteration %d: DDP's buckets are final; gradients of earlier iterations lost nothing",
+                self.iteration + 2,
+            )
+
+    # --- what every run answers ------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    @property
+    def groups(self) -> list[LossyGroup]:
+        return self._lossy
+
+    @property
+    def streams(self) -> Sequence[Observed]:
+        return self._lossy
+
+    def replicas(self) -> list[Any]:
+        return []  # none is sharded
+
+    def settle(self) -> None:
+        """Do nothing: no parameters are under way."""
+
+    def living_optimizers(self) -> list[Any]:
+        return [SimpleNamespace(optimizer=one) for one in self.optimizers]
+
+    def exchanged_weights(self, model_chunks: Any = None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def identity(self) -> dict[str, Any]:
+        return {"world size": self.ranks.size(), "parameters": sum(one.numel() for one in self.parameters)}
+
+    def exchanged_state(self) -> None:
+        """``None``: replicas are equal."""
+
+    def load_exchanged_state(self, state: None) -> None:
+        """Do nothing."""
+
+    def _load_state(self, state: Any) -> None:
+        if not self._lossy:  # rules come with the final buckets
+            self._saved = list(state["recovery"])
+            state = {**state, "recovery": []}
+        super()._load_state(state)
+
+    def restore_exchanges(self) -> None:
+        """From now on the hook, which torch cannot take away, averages as DDP itself does."""
+        self._closed_hook = True

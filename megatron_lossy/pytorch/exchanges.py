@@ -1,0 +1,241 @@
+"""The gather and the reduce-scatter of one parameter group, which FSDP2 calls instead of torch's collectives.
+
+FSDP2 asks for a buffer (``allocate``) and for the exchange (``__call__``). The buffer of the gather stays: it is this
+rank's replica, in which a lost unit keeps the value that was received last. FSDP2 copies out of it into tensors that it
+frees after use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..device import all_gather_single, reduce_scatter_single
+from ..errors import refuse
+from ..transport import LossyGroup, Transfer
+from .layout import ParameterGroup
+
+
+class Clock(Protocol):
+    """The answers of a run to its exchanges. See :class:`.fsdp.LossyFSDP`."""
+
+    iteration: int
+    update: int | None
+    restarts: int
+    gapless: bool
+    #: Whether the replicas hold other weights than the run's for a while.
+    holds: bool
+
+    def gathering(self) -> None:
+        """Parameters are about to be gathered."""
+
+    def reducing(self, bucket: object) -> None:
+        """The gradients of ``bucket`` are about to be reduced."""
+
+    def loss_scale(self) -> Any:
+        """The factor of the gradients, if there is one."""
+
+    def updated(self) -> None:
+        """Let the current stream wait until the last update is made, and what was gathered before it is copied."""
+
+
+class Done(dist.Work):
+    """A handle of work that is over: FSDP2 waits for no other kind of object."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return at once."""
+        return True
+
+
+class Under(dist.Work):
+    """A handle of an exchange under way. Its wait completes the exchange, recovery included."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__()
+        self._transfer = transfer
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Complete the exchange, on the current stream."""
+        self._transfer.wait()
+        return True
+
+
+class Gather:
+    """The gather of one parameter group, bucket ``number`` of ``lossy``.
+
+    The first gather is reliable; so is one after weights were loaded. After an update, one gather sends something.
+    Until the next update the replica answers, without a byte. ``again``: a group that makes the later gathers of an
+    update; its draws are its own.
+    """
+
+    def __init__(
+        self, clock: Clock, group: ParameterGroup, lossy: LossyGroup, number: int, again: LossyGroup | None = None
+    ) -> None:
+        self._clock = clock
+        self._group = group
+        self._lossy = lossy
+        self._number = number
+        self._again = again
+        #: This rank's replica [N * shard], once it has been gathered.
+        self.replica: torch.Tensor | None = None
+        self._restarts: int | None = None  # the run's count of restarts, when the replica was gathered
+        self._update: int | None = None  # the update that was gathered
+        self._version = 0  # of this rank's shard, then
+        self._written: torch.Event | None = None  # the end of the last gather, where others follow it
+        #: Bytes that this rank has sent to others, and gathers that were answered from the replica.
+        self.sent_bytes = self.answered = 0
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the replica has all that it will get of the last update."""
+        return self._restarts == self._clock.restarts and self._update == self._clock.update
+
+    @property
+    def own(self) -> torch.Tensor:
+        """[shard]: this rank's part of the replica."""
+        assert self.replica is not None
+        return self.replica.chunk(self._lossy.size)[self._lossy.rank]
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The replica, into which FSDP2 copies this rank's shard before it calls for the gather."""
+        self._clock.gathering()
+        self._check(size, dtype)
+        if self.replica is None or (self._again is not None and self.replica.is_cuda and not self._clock.holds):
+            # FSDP2 may still copy the last gather out of a buffer on another stream: one that gathers twice takes turns.
+            old, self.replica = self.replica, torch.empty(*size, dtype=dtype, device=device)
+            if old is not None and self._written is not None:
+                torch.cuda.current_stream().wait_event(self._written)
+                old.record_stream(torch.cuda.current_stream())
+                self.replica.copy_(old)
+        elif not self.fresh:
+            self._clock.updated()
+        return self.replica
+
+    def _check(self, size: Sequence[int], dtype: torch.dtype) -> None:
+        wanted, spec = self._lossy.size * self._group.spec.shard_of("param"), self._group.spec
+        if (*size,) != (wanted,) or dtype != spec.param_dtype:
+            raise refuse(
+                "model",
+                self._group.name,
+                f"gathers {size[0]} elements of {dtype}; when make_lossy was called it had {wanted} of {spec.param_dtype}: "
+                "change the model, and its mesh and types, before",
+            )
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` [shard] of all ranks into ``output_tensor`` [N * shard], the replica."""
+
+        def collective() -> dist.Work | None:
+            self.sent_bytes += (self._lossy.size - 1) * input_tensor.nbytes
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+        if self.fresh:
+            self._check_weights()
+            if self._again is not None and not self._clock.holds:
+                return self._exchange(self._again, output_tensor, input_tensor, collective, async_op)
+            self.answered += 1
+            return Done() if async_op else None
+        first = self._restarts != self._clock.restarts
+        self._restarts, self._update = self._clock.restarts, self._clock.update
+        self._version = self._group.version
+        if first:
+            return self._handle(Transfer(collective(), lambda: None), async_op)
+        return self._exchange(self._lossy, output_tensor, input_tensor, collective, async_op)
+
+    def _check_weights(self) -> None:
+        if self._group.version != self._version:
+            raise RuntimeError(
+                f"the weights of {self._group.name} were written since they were gathered, and not by the optimizer: call "
+                "weights_changed() of what make_lossy returned, on all ranks, after writing them"
+            )
+
+    def _exchange(
+        self, lossy: LossyGroup, output: torch.Tensor, sent: torch.Tensor, collective: Callable[[], Any], async_op: bool
+    ) -> dist.Work | None:
+        if self._clock.update is None:
+            return self._handle(Transfer(collective(), lambda: None), async_op)
+        if not lossy.lossless("param") and lossy.wire.observed:
+            self.sent_bytes += (lossy.size - 1) * sent.nbytes  # no collective carries it
+        return self._handle(lossy.all_gather(self._number, output, sent, self._clock.update, collective), async_op)
+
+    def _handle(self, transfer: Transfer, async_op: bool) -> dist.Work | None:
+        """The handle of ``transfer`` for FSDP2, or ``None`` once it is over."""
+        transfer.then(self._end)
+        if async_op:
+            return Under(transfer)
+        transfer.wait()
+        return None
+
+    def _end(self, _: Any) -> None:
+        if self._again is not None and self.replica is not None and self.replica.is_cuda:
+            self._written = torch.cuda.Event()
+            self._written.record()
+
+
+class Reduce:
+    """The reduce-scatter of the gradients of one parameter group, bucket ``number`` of ``lossy``."""
+
+    def __init__(self, clock: Clock, group: ParameterGroup, lossy: LossyGroup, number: int) -> None:
+        self._clock = clock
+        self._group = group
+        self._lossy = lossy
+        self._number = number
+        #: Bytes that this rank has sent to others.
+        self.sent_bytes = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer as torch's own reduce-scatter takes it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor`` [N * shard] of all ranks, and put this rank's shard into ``output_tensor`` [shard]."""
+        self._check(input_tensor)
+        if op == dist.ReduceOp.PREMUL_SUM:  # of set_gradient_divide_factor; torchtitan sets 1 everywhere
+            input_tensor.mul_(1 / self._group.divide_factor)
+            op = dist.ReduceOp.SUM
+        averaged = op == dist.ReduceOp.AVG
+        assert averaged or op == dist.ReduceOp.SUM
+        self._clock.reducing(self)
+        self.sent_bytes += (self._lossy.size - 1) * output_tensor.nbytes
+
+        def collective() -> dist.Work | None:
+            return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+        step = self._clock.iteration
+        transfer = self._lossy.reduce_scatter(
+            self._number,
+            input_tensor,
+            output_tensor,
+            step,
+            collective,
+            averaged,
+            self._clock.loss_scale,
+            self._clock.gapless,
+        )
+        transfer.then(lambda _: self._lossy.keep_lost(self._number, step))
+        if async_op:
+            return Under(transfer)
+        transfer.wait()
+        return None
+
+    def _check(self, sent: torch.Tensor) -> None:
+        wanted, spec = self._lossy.size * self._group.spec.shard, self._group.spec
+        if sent.numel() != wanted or sent.dtype != spec.grad_dtype:
+            raise refuse(
+                "model",
+                self._group.name,
+                f"reduces {sent.numel()} elements of {sent.dtype}; its parameters with requires_grad have {wanted} of "
+                f"{spec.grad_dtype}: freeze before make_lossy, and give unused ones a gradient "
+                "(set_reduce_scatter_unused_params)",
+            )

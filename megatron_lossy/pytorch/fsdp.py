@@ -1,0 +1,282 @@
+"""A run whose model is sharded by ``fully_shard`` (FSDP2): each parameter group loses units in both of its exchanges."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..channel.corruption import Errors
+from ..config import PHASES, LossyConfig
+from ..device import all_gather_single
+from ..exchange import Delivery
+from ..registry import MECHANISMS
+from ..run.base import Observed
+from ..run.sampling import RankSampler
+from ..run.stale import Held, load_stale_state, stale_state
+from ..transport import LossyGroup, Network, find_nodes, wire_for
+from .base import LossyRun
+from .exchanges import Gather, Reduce
+from .layout import ParameterGroup, ShardedStream, streams_of
+
+
+class _Sharded:
+    """One parameter group and its exchanges: bucket ``number`` of ``lossy``."""
+
+    def __init__(self, group: ParameterGroup, lossy: LossyGroup, number: int, gather: Gather, reduce: Reduce) -> None:
+        self.group, self.lossy, self.number = group, lossy, number
+        self.gather, self.reduce = gather, reduce
+        self.before = group.exchanges
+
+    @property
+    def replica(self) -> torch.Tensor:
+        """[N * shard]: this rank's replica; before the first gather an empty one of zeros."""
+        if self.gather.replica is None:
+            spec = self.group.spec
+            size = self.lossy.size * spec.shard_of("param")
+            self.gather.replica = torch.zeros(size, dtype=spec.param_dtype, device=self.group.device)
+        return self.gather.replica
+
+
+class _Again:
+    """The later gathers of an update, for observers: such a group exchanges no gradients."""
+
+    def __init__(self, group: LossyGroup) -> None:
+        self._group = group
+
+    def delivery(self, phase: str, step: int) -> Delivery | None:
+        """See :class:`megatron_lossy.run.base.Observed`."""
+        return None if phase == "grad" or self._group.not_made(phase, step) else self._group.delivery(phase, step)
+
+
+class LossyFSDP(LossyRun):
+    """The run of a model whose ``groups`` :func:`.make_lossy` has checked. ``regather``: see there."""
+
+    def __init__(
+        self,
+        config: LossyConfig,
+        optimizers: Sequence[torch.optim.Optimizer],
+        groups: Sequence[ParameterGroup],
+        steps: int | None,
+        gapless: bool,
+        scaler: Any,
+        regather: bool,
+        islands: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__(config, optimizers, steps, gapless, scaler)
+        #: Times that weights were loaded.
+        self.restarts = 0
+        self._islands = islands
+        self._event: torch.Event | None = None
+        self._sharded: list[_Sharded] = []
+        self._lossy: list[LossyGroup] = []
+        self._again: list[LossyGroup] = []
+        for part in filter(None, (mechanism.fsdp_part(config, islands) for mechanism in MECHANISMS.all())):
+            self.job, self.jobs = part.job if part.job != (0, 1) else (self.job, self.jobs)
+            self.add_part(part)
+        self._streams = streams_of([one for one in groups if one.trained])
+        for stream in self._streams:
+            self._add(stream, regather)
+        for one in self._sharded:
+            one.group.exchange_by(one.gather, one.reduce)
+        for part in self.parts:
+            part.ready()
+
+    def _add(self, one: ShardedStream, regather: bool) -> None:
+        lossy = self._group_of(one, one.stream.chunk)
+        again = self._group_of(one, one.stream.chunk + len(self._streams)) if regather else None
+        self._lossy.append(lossy)
+        self._again += [] if again is None else [again]
+        if self.config.errs and len(one.all_ranks) > 1:
+            lossy.errors = self._errors_of(one, lossy)
+        for number, group in enumerate(one.groups):
+            gather = Gather(self, group, lossy, number, again)
+            made = _Sharded(group, lossy, number, gather, Reduce(self, group, lossy, number))
+            self._sharded.append(made)
+            for each in (lossy, again):
+                rule = None if each is None else each.params[number]
+                if rule is not None and not rule.exact and group.spec.param_dtype != torch.float32:
+                    rule.weights = group.weights  # type: ignore[attr-defined]  # 16 bits are sent, 32 are updated
+
+    def _group_of(self, one: ShardedStream, chunk: int) -> LossyGroup:
+        ranks = one.all_ranks
+        nodes = None
+        if self.config.ranks_of_node is not None:
+            everywhere = find_nodes(None, self.config.ranks_of_node)
+            nodes = [everywhere[rank] for island in self._islands or [ranks] for rank in island]
+        networks = {phase: Network(self.config, phase, self.jobs * len(ranks), nodes) for phase in PHASES}
+        first = self.job * len(ranks)  # no two islands lose the same
+        members = [first + ranks.index(rank) for rank in dist.get_process_group_ranks(one.ranks)]
+        stream = replace(one.stream, chunk=chunk)
+        specs = [group.spec for group in one.groups]
+        wire = wire_for(self.config, specs, networks, members, one.ranks.rank(), stream, self.steps, one.ranks)
+        return LossyGroup(self.config, wire)
+
+    def _errors_of(self, one: ShardedStream, lossy: LossyGroup) -> Errors:
+        ranges = []
+        for group in one.groups:
+            shard = group.spec.shard
+            inside = np.clip(group.used(gradients=True) - lossy.rank * shard, 0, shard)
+            ranges.append(inside[inside[:, 0] < inside[:, 1]])
+        dtypes = [group.spec.grad_dtype for group in one.groups]
+        return self.errors_of(dtypes, ranges, lossy.wire.members[lossy.rank])
+
+    # --- an update -------------------------------------------------------------------------------------------------
+
+    def begin_update(self) -> None:
+        super().begin_update()
+        for one in self._sharded:
+            if one.gather.replica is not None:
+                one.lossy.params[one.number].before_update(one.gather.own)
+
+    def note_update(self) -> None:
+        if self.device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def updated(self) -> None:
+        """Let the current stream wait for the last update: before it, what was gathered was copied out of the replica."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+    def check_exchanges(self) -> None:
+        if max(lossy.size for lossy in self._lossy) > 1:  # torch exchanges nothing with a lone rank
+            super().check_exchanges()
+        for one in self._sharded:
+            if one.group.exchanges != (one.gather, one.reduce):
+                raise RuntimeError(
+                    f"the exchanges of {one.group.name} were replaced after make_lossy, so that they would lose nothing"
+                )
+
+    # --- what every run answers ------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self._sharded[0].group.device
+
+    @property
+    def groups(self) -> list[LossyGroup]:
+        return [*self._lossy, *self._again]
+
+    @property
+    def streams(self) -> Sequence[Observed]:
+        return [*self._lossy, *map(_Again, self._again)]
+
+    def replicas(self) -> list[RankSampler]:
+        return [
+            RankSampler(
+                lossy,
+                stream.ranks,
+                [one.replica for one in self._sharded if one.lossy is lossy],
+                partial(_used, stream.groups),
+            )
+            for stream, lossy in zip(self._streams, self._lossy, strict=True)
+        ]
+
+    def settle(self) -> None:
+        for one in self._sharded:
+            if not one.gather.fresh:
+                [module, *_] = one.group.modules
+                module.reshard()  # else torch takes what it has for gathered
+                module.unshard()
+                module.reshard()
+
+    def reshard(self) -> None:
+        """Let torch take all weights from the replicas the next time."""
+        for one in self._sharded:
+            one.group.modules[0].reshard()
+
+    def own_weights(self) -> list[torch.Tensor]:
+        """This rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
+        return [piece for one in self._sharded for piece in one.group.pieces()]
+
+    def gathered(self) -> list[tuple[dist.ProcessGroup, torch.Tensor, torch.Tensor]]:
+        """The ranks of each parameter group, this rank's replica, and float32 [shard], the part of it that this rank owns."""
+        return [(one.group.ranks, one.replica, one.group.weights()) for one in self._sharded]
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """A context in which the replicas hold other weights than the run's: no update may be made."""
+        self.reshard()
+        self.holds = True
+        try:
+            yield
+        finally:
+            self.holds = False
+            self.reshard()
+
+    @contextlib.contextmanager
+    def exchanged_weights(self, model_chunks: Any = None) -> Iterator[None]:
+        restore: list[Callable[[], None]] = []
+        if self.update is not None and not self.config.untouched("param"):
+            self.settle()
+            with torch.no_grad():
+                for one in self._sharded:
+                    put_back = one.lossy.put_stale_aside(one.number, one.replica, self.update)
+                    if put_back is not None:
+                        all_gather_single(one.replica, one.gather.own, group=one.group.ranks)
+                        restore.append(put_back)
+        try:
+            with self.opened():
+                yield
+        finally:
+            with torch.no_grad():
+                for put_back in restore:
+                    put_back()
+
+    # --- saved state -----------------------------------------------------------------------------------------------
+
+    state_name = "stale"
+
+    def weights_changed(self) -> None:
+        """Somebody else than the optimizer wrote weights: the next gather is reliable. Call it on all ranks."""
+        self.restarts += 1
+
+    def set_iteration(self, iteration: int) -> None:
+        self.weights_changed()
+        super().set_iteration(iteration)
+
+    def identity(self) -> dict[str, Any]:
+        sizes = {
+            f"group {one.group.name}": f"{one.group.spec.shard_of('param')} elements of {one.group.spec.param_dtype}"
+            for one in self._sharded
+        }
+        own = {name: value for one in self.parts for name, value in one.identity().items()}
+        return {"world size": dist.get_world_size(), **own, **sizes}
+
+    def _held(self) -> list[Held]:
+        return [Held(one.lossy, one.number, one.replica) for one in self._sharded]
+
+    def exchanged_state(self) -> Any:
+        if self.update is not None:
+            self.settle()
+        return stale_state(self._held(), self.update)
+
+    def load_exchanged_state(self, state: Any) -> None:
+        self.settle()  # reliably: the owners' weights, of which each rank missed some
+        load_stale_state(self._held(), self.update, state)
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def restore_exchanges(self) -> None:
+        for one in self._sharded:
+            if one.group.exchanges == (one.gather, one.reduce):
+                one.group.exchange_by(*one.before)
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes that this rank has sent to others in both phases, by counting what it gave to collectives."""
+        return {
+            "param": sum(one.gather.sent_bytes for one in self._sharded),
+            "grad": sum(one.reduce.sent_bytes for one in self._sharded),
+        }
+
+
+def _used(groups: Sequence[ParameterGroup]) -> list[np.ndarray]:
+    return [one.used() for one in groups]

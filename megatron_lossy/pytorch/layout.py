@@ -1,0 +1,207 @@
+"""The parameter groups of ``fully_shard``, as the buckets of streams. All that is private in FSDP2 is read here alone.
+
+One call of ``fully_shard`` makes one group. Its gather has N shards, and so has its reduce-scatter; a shard holds the
+parts of all parameters one after another, each padded to the size of the first rank's part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import refuse
+from ..exchange import Stream
+from ..transport import BucketSpec
+
+
+class ParameterGroup:
+    """One parameter group. ``name``: of its module. ``modules``: those that share it, each an ``FSDPModule``."""
+
+    def __init__(self, name: str, modules: list[Any], group: Any) -> None:
+        self.name = name
+        self.modules = modules
+        self._group = group
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The sharded parameters, as an optimizer has them."""
+        return [one.sharded_param for one in self._group.fsdp_params]
+
+    @property
+    def trained(self) -> bool:
+        """Whether any parameter has a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def ranks(self) -> dist.ProcessGroup:
+        """The N ranks that share the parameters out among them."""
+        return self._group.mesh_info.shard_process_group
+
+    @property
+    def all_ranks(self) -> list[int]:
+        """The ranks of all replicas, in the order of the mesh; without replicas those of :attr:`ranks`."""
+        info = self._group.mesh_info
+        if info.replicate_mesh_dim is None:
+            return dist.get_process_group_ranks(self.ranks)
+        return info.mesh.mesh.flatten().tolist()
+
+    @property
+    def replicated(self) -> bool:
+        """Whether several groups of ranks hold the same parameters (HSDP)."""
+        return self._group.mesh_info.replicate_mesh_dim is not None
+
+    @property
+    def tensor_parallel(self) -> bool:
+        """Whether a parameter is also sharded, or copied, over other ranks than :attr:`all_ranks`."""
+        data = self._group.mesh_info.mesh.ndim
+        return any(
+            getattr(one, "device_mesh", None) is not None and one.device_mesh.ndim > data for one in self.parameters
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the gathered parameters."""
+        return self._group.device
+
+    # --- exchanges -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def spec(self) -> BucketSpec:
+        """The bucket. Parameters without a gradient are gathered, and not reduced."""
+        dtypes = {self._gathered_as(one) for one in self.parameters}
+        if len(dtypes) > 1:
+            several = ", ".join(sorted(map(str, dtypes)))
+            raise refuse(
+                "model", self.name, f"gathers parameters of several types ({several}) together; shard them apart"
+            )
+        [dtype] = dtypes
+        sizes = [
+            (math.prod(one.padded_sharded_param_size), one.sharded_param.requires_grad)
+            for one in self._group.fsdp_params
+        ]
+        reduced = sum(size for size, trained in sizes if trained)
+        return BucketSpec(reduced, self._group.mp_policy.reduce_dtype or dtype, dtype, sum(size for size, _ in sizes))
+
+    def _gathered_as(self, parameter: torch.nn.Parameter) -> torch.dtype:
+        wanted = self._group.mp_policy.param_dtype
+        return wanted if wanted is not None and parameter.is_floating_point() else parameter.dtype
+
+    def used(self, gradients: bool = False) -> np.ndarray:
+        """int64[k, 2]: the ranges in N shards that hold parameters, or gradients; the rest is padding."""
+        ranges, size = [], self.ranks.size()
+        parameters = [one for one in self._group.fsdp_params if one.sharded_param.requires_grad or not gradients]
+        shard = sum(math.prod(one.padded_sharded_param_size) for one in parameters)
+        for rank in range(size):
+            offset = rank * shard
+            for one in parameters:
+                padded, dim = one.padded_sharded_param_size, one.fsdp_placement.dim
+                rows = min(max(one._orig_size[dim] - rank * padded[dim], 0), padded[dim]) if padded else 1
+                held = math.prod(padded) // padded[dim] * rows if padded and padded[dim] else 0
+                ranges.append((offset, offset + held))
+                offset += math.prod(padded)
+        return np.array([pair for pair in sorted(ranges) if pair[0] < pair[1]], dtype=np.int64).reshape(-1, 2)
+
+    def weights(self) -> torch.Tensor:
+        """float32 [shard]: this rank's shard as the optimizer has it, with padding."""
+        return torch.cat([one._sharded_param_data.detach().float().to(self.device) for one in self._group.fsdp_params])
+
+    def pieces(self) -> list[torch.Tensor]:
+        """This rank's shard of each parameter, flat and with padding, as the optimizer has it; not copies."""
+        return [one._sharded_param_data.detach() for one in self._group.fsdp_params]
+
+    @property
+    def version(self) -> int:
+        """A number that grows with each change of this rank's shard in place, other than through ``.data``."""
+        # An operation counts where it was called: on the parameter, or on its local part.
+        return sum(one.sharded_param._version + one._sharded_local_tensor._version for one in self._group.fsdp_params)
+
+    # --- FSDP2's places for exchanges ------------------------------------------------------------------------------
+
+    @property
+    def exchanges(self) -> tuple[Any, Any]:
+        """The objects that gather, and that reduce and scatter."""
+        return self._group._all_gather_comm, self._group._reduce_scatter_comm
+
+    @property
+    def divide_factor(self) -> float:
+        """The number that gradients are divided by, if it is not the number of ranks (``set_gradient_divide_factor``)."""
+        return self._group.gradient_divide_factor
+
+    def exchange_by(self, gather: Any, reduce: Any) -> None:
+        """Let ``gather`` and ``reduce`` make the exchanges."""
+        self.modules[0].set_custom_all_gather(gather)
+        self.modules[0].set_custom_reduce_scatter(reduce)
+
+    @property
+    def gathers_elsewhere(self) -> int | None:
+        """Ranks of the smaller group that gathers in the backward pass (``reshard_after_forward=N``), if there is one."""
+        info = self._group.post_forward_mesh_info
+        if info is None or info.shard_mesh_size == self.ranks.size():
+            return None
+        return info.shard_mesh_size
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether parameters are gathered in a form of their own, such as float8 with scales."""
+        return any(hasattr(one._sharded_local_tensor, "fsdp_pre_all_gather") for one in self._group.fsdp_params)
+
+
+@dataclass(frozen=True)
+class ShardedStream:
+    """The groups that the same ranks exchange, in the order of ``model.modules()``."""
+
+    stream: Stream
+    ranks: dist.ProcessGroup
+    all_ranks: list[int]
+    groups: list[ParameterGroup]
+
+
+def parameter_groups(model: torch.nn.Module) -> list[ParameterGroup]:
+    """All groups, in the order of ``model.modules()``. Raises :class:`UsageError` for several groups of one module."""
+    found: dict[int, ParameterGroup] = {}
+    for name, module, state in _states(model):
+        groups = _groups_of(state)
+        if len(groups) > 1:
+            why = f"has {len(groups)} parameter groups (shard_placement_fn with several meshes), and torch has one place for "
+            raise refuse(
+                "model", name or "root module", f"{why}their exchanges; call fully_shard on submodules instead"
+            )
+        for group in groups:
+            if id(group) in found:
+                found[id(group)].modules.append(module)
+            else:
+                found[id(group)] = ParameterGroup(name or "root module", [module], group)
+    return list(found.values())
+
+
+def _states(model: torch.nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    from torch.distributed.fsdp import FSDPModule
+
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name, module, module._get_fsdp_state()
+
+
+def _groups_of(state: Any) -> list[Any]:
+    several = getattr(state, "_fsdp_param_groups", None)  # torch before 2.12 has at most one
+    if several is not None:
+        return list(several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def streams_of(groups: list[ParameterGroup]) -> list[ShardedStream]:
+    """The streams of ``groups``: one for each group of ranks, numbered in the order in which they come first."""
+    by_ranks: dict[tuple[int, ...], list[ParameterGroup]] = {}
+    for one in groups:
+        by_ranks.setdefault(tuple(dist.get_process_group_ranks(one.ranks)), []).append(one)
+    return [
+        ShardedStream(Stream(chunk=number), own[0].ranks, own[0].all_ranks, own)
+        for number, own in enumerate(by_ranks.values())
+    ]

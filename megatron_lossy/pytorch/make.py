@@ -1,0 +1,202 @@
+"""``make_lossy``: the one call that lets a model of ``fully_shard`` or DDP lose data."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import LossyConfig
+from ..config.facts import Facts
+from ..config.refusal import check_refusals
+from ..errors import refuse
+from .arguments import (
+    check_called_once,
+    check_groups,
+    check_optimizers,
+    check_process_group,
+    check_torch,
+    config_of,
+    optimizers_of,
+)
+from .layout import ParameterGroup, parameter_groups
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from .base import LossyRun
+
+_runs: weakref.WeakKeyDictionary[torch.nn.Module, LossyRun] = weakref.WeakKeyDictionary()
+
+
+def make_lossy(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    config: LossyConfig | Mapping[str, Any] | str | PathLike[str],
+    *,
+    regather: bool = False,
+    replicate: str = "all-reduce",
+    scaler: Any = None,
+    steps: int | None = None,
+    gapless: bool = False,
+) -> LossyRun:
+    """Let the data-parallel exchanges of ``model`` lose data as ``config`` says. A collective call.
+
+    Call it once, after ``fully_shard`` or ``DistributedDataParallel`` and after the optimizer was made; before or after
+    the first step.
+
+    Args:
+        model: the whole model, with ``fully_shard`` on parts of it or on all, or in ``DistributedDataParallel``.
+        optimizer: those that update its parameters; each step of all of them is an update.
+        config: loss flags; or a mapping of them, the name of a preset, or a YAML file.
+        regather: FSDP2's traffic: each gather sends all parameters, and loses again, with draws of its own. Without it
+            an update is gathered once, and this rank's replica answers until the next.
+        replicate: between groups of ranks that each shard a copy of the model, gradients are reduced as FSDP2 does it on a
+            mesh of two dimensions (``all-reduce``); or ``islands``: each group trains by itself, sharded over the inner
+            dimension of the mesh alone, and weights are averaged as ``--islands`` and ``--sync-method`` say.
+        scaler: a ``GradScaler`` in use, for rules that keep gradients over steps.
+        steps: the length of the run, if known, to refuse a trace that is too short.
+        gapless: promises that each round of gradients exchanges all buckets, and that only ``scaler`` rejects a step, so
+            that ``--grad-recovery previous`` needs less memory.
+
+    Returns the run: ``owner_weights()``, ``metrics()``, ``state_dict()``, ``close()``. Raises :class:`UsageError` for
+    arguments that are not allowed, before any exchange.
+    """
+    flags, optimizers = config_of(config), optimizers_of(optimizer)
+    if not isinstance(model, torch.nn.Module):
+        raise refuse("model", type(model).__name__, "must be a torch.nn.Module")
+    check_process_group()
+    check_called_once(model, _runs)
+    if replicate not in ("all-reduce", "islands"):
+        raise refuse("replicate", replicate, "must be all-reduce or islands")
+    if flags.jobs().several != (replicate == "islands"):
+        number = flags.jobs().number
+        raise refuse(
+            "replicate", replicate, f"with --islands {number} must be {'islands' if number > 1 else 'all-reduce'}"
+        )
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        run: LossyRun = _in_ddp(model, optimizers, flags, steps, gapless, scaler, regather)
+        _runs[model] = run
+        return run
+    check_torch()
+    groups = parameter_groups(model)
+    if not groups:
+        raise refuse("model", type(model).__name__, _not_wrapped(model))
+    run = _sharded(model, groups, optimizers, flags, steps, gapless, scaler, regather, replicate)
+    _runs[model] = run
+    return run
+
+
+def _sharded(
+    model: torch.nn.Module,
+    groups: list[ParameterGroup],
+    optimizers: list[torch.optim.Optimizer],
+    config: LossyConfig,
+    steps: int | None,
+    gapless: bool,
+    scaler: Any,
+    regather: bool,
+    replicate: str,
+) -> LossyRun:
+    from .fsdp import LossyFSDP
+
+    check_groups(groups, config)
+    if not any(group.trained for group in groups):
+        raise refuse("model", type(model).__name__, "has no parameter with a gradient in fully_shard")
+    check_optimizers(model, optimizers, [one for group in groups for one in group.parameters])
+    islands = _islands(groups) if replicate == "islands" else None
+    specs = [group.spec for group in groups]
+    check_refusals(
+        config,
+        Facts(
+            data_parallel="FSDP2",
+            virtual=False,
+            flushes=True,
+            workers=len(islands or [0]) * max(len(group.all_ranks) for group in groups),
+            largest_group=max(group.ranks.size() for group in groups),
+            train_iters=steps,
+            distributed_optimizer=True,
+            gradient_bytes=max(spec.grad_dtype.itemsize for spec in specs),
+            weight_bytes=max(spec.param_dtype.itemsize for spec in specs),
+            tensor=2 if any(group.tensor_parallel for group in groups) else 1,
+        ),
+    )
+    run = LossyFSDP(config, optimizers, groups, steps, gapless, scaler, regather, islands)
+    model.register_load_state_dict_post_hook(_Loaded(run))
+    return run
+
+
+def _islands(groups: list[ParameterGroup]) -> list[list[int]]:
+    """The ranks of each group that shards a copy of the model. A collective call of all ranks."""
+    if any(group.replicated for group in groups):
+        why = 'needs a mesh of one dimension, fully_shard(…, mesh=mesh["shard"]): FSDP2 would reduce gradients between islands'
+        raise refuse("replicate", "islands", why)
+    mine = sorted({tuple(dist.get_process_group_ranks(group.ranks)) for group in groups})
+    if len(mine) > 1:
+        raise refuse("replicate", "islands", f"needs one mesh for all of the model, which has {len(mine)}")
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine[0])
+    found = sorted(set(everywhere))
+    if len({len(ranks) for ranks in found}) > 1 or sorted(rank for ranks in found for rank in ranks) != list(
+        range(dist.get_world_size())
+    ):
+        raise refuse("replicate", "islands", f"needs equal groups of all ranks, and the mesh has {found}")
+    return [list(ranks) for ranks in found]
+
+
+def _in_ddp(
+    model: torch.nn.parallel.DistributedDataParallel,
+    optimizers: list[torch.optim.Optimizer],
+    config: LossyConfig,
+    steps: int | None,
+    gapless: bool,
+    scaler: Any,
+    regather: bool,
+) -> LossyRun:
+    from .ddp import LossyDDP
+
+    if regather:
+        raise refuse("regather", True, "is of fully_shard; DistributedDataParallel gathers no parameters")
+    trained = [one for one in model.parameters() if one.requires_grad]
+    check_optimizers(model, optimizers, trained)
+    largest = max(one.element_size() for one in trained)
+    ranks = model.process_group.size()
+    check_refusals(
+        config,
+        Facts(
+            data_parallel="DDP",
+            virtual=False,
+            flushes=True,
+            workers=ranks,
+            largest_group=ranks,
+            train_iters=steps,
+            distributed_optimizer=False,
+            fp16=scaler is not None,
+            loss_scale=scaler.get_scale() if scaler is not None and scaler.is_enabled() else None,
+            gradient_bytes=largest,
+            weight_bytes=largest,
+        ),
+    )
+    return LossyDDP(config, model, optimizers, steps, gapless, scaler)
+
+
+class _Loaded:
+    """Tells a run that weights were loaded."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = weakref.ref(run)
+
+    def __call__(self, module: torch.nn.Module, incompatible: Any) -> None:
+        run = self._run()
+        if run is not None:
+            run.weights_changed()
+
+
+def _not_wrapped(model: torch.nn.Module) -> str:
+    kinds = {type(module).__name__ for module in model.modules()}
+    if "FullyShardedDataParallel" in kinds:
+        return "is of FSDP1, which has no place for exchanges of others; use fully_shard"
+    return "has no module of fully_shard, and is no DistributedDataParallel: call make_lossy after them"

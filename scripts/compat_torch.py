@@ -1,0 +1,98 @@
+"""Run the tests of FSDP2 and DDP over versions of torch, and write the matrix into docs/verified.md.
+
+    python -m scripts.compat_torch [--torch VERSION …] [--no-docs]
+
+Each version is laid in build/compat/ (``pip install --target``, with all that it needs) and put first on the path of the
+running interpreter. Without ``--torch`` it is the interpreter's own. What does not run stays in the matrix as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_lossy.files import write_text
+from scripts.compat import BUILD, PAGE, ROOT, Megatron, _cell, _numbers, _pytest
+
+MARKS = re.compile(r"(<!-- compat-torch -->\n)(.*?)(<!-- end compat-torch -->)", re.DOTALL)
+#: Columns, and the file and the names of the tests of each.
+COLUMNS = {
+    "FSDP2, p = 0 identical": ("test_pytorch", r"without_loss"),
+    "FSDP2 by value": ("test_pytorch", ""),
+    "log, state, transports": ("test_pytorch_run", ""),
+    "DDP": ("test_pytorch_ddp", ""),
+}
+HEADER = ["torch", "Python", *COLUMNS, "date"]
+
+
+def lay(version: str) -> Path:
+    """The folder of torch ``version``: made or found in build/compat."""
+    folder = BUILD / f"torch-{version}"
+    if not (folder / "torch").is_dir():
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--target",
+            str(folder),
+        ]
+        subprocess.run([*pip, f"torch=={version}"], check=True)
+    return folder
+
+
+def run(version: str | None) -> tuple[list[str], bool]:
+    """The row of one torch, and whether nothing failed."""
+    path = [str(lay(version))] if version else []
+    path += [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    code = [sys.executable, "-c", "import torch; print(torch.__version__)"]
+    found = subprocess.run(code, capture_output=True, text=True, env=environment, check=True).stdout.strip()
+    results = {}
+    for file in dict.fromkeys(file for file, _ in COLUMNS.values()):
+        results[file] = _pytest(sys.executable, environment, Megatron(f"torch-{found}", (3, 10)), f"tests/{file}.py")
+    cells = []
+    for file, pattern in COLUMNS.values():
+        own = [one for one in results[file] if re.search(pattern, one[0])]
+        results[file] = [one for one in results[file] if one not in own]
+        cells.append(_cell([outcome for _, outcome, _ in own]))
+    return [found, platform.python_version(), *cells, datetime.date.today().isoformat()], "fail" not in "".join(cells)
+
+
+def merged(text: str, row: list[str]) -> str:
+    """``text`` with ``row`` in the place of that of the same torch."""
+    found = MARKS.search(text)
+    lines = found[2].splitlines()[2:] if found else []
+    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines if line.startswith("|")]
+    rows = sorted([one for one in rows if one[0] != row[0]] + [row], key=lambda one: _numbers(one[0]))
+    table = "".join("| " + " | ".join(line) + " |\n" for line in [HEADER, ["---"] * len(HEADER), *rows])
+    return MARKS.sub(lambda match: match[1] + table + match[3], text)
+
+
+def main() -> None:
+    """Run, print and write the rows; exit status 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--torch", nargs="+", default=[None], metavar="VERSION", help="lay these and run them")
+    parser.add_argument("--no-docs", action="store_true", help="print the rows, do not write them")
+    arguments = parser.parse_args()
+    BUILD.mkdir(parents=True, exist_ok=True)
+    good = True
+    for version in arguments.torch:
+        row, passed = run(version)
+        print("compat_torch: " + " | ".join(row), flush=True)
+        good &= passed
+        if not arguments.no_docs:
+            write_text(PAGE, merged(PAGE.read_text(encoding="utf-8"), row))
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""``make_lossy`` refuses what it cannot do in one line that names the argument; and it needs no Megatron."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.pytorch import make_lossy
+from tests import fsdp
+from tests.fsdp import Tiny, Training
+from tests.test_pytorch import BOTH
+
+pytestmark = pytest.mark.shows("FSDP2 and DDP: bad arguments are refused in one line", device=False)
+
+
+class Layer(nn.Module):
+    """Two parameters of the given types."""
+
+    def __init__(self, *types):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(4, 4, dtype=dtype)) for dtype in types)
+
+    def forward(self, x):
+        return x @ self.first.to(x.dtype) @ self.second.to(x.dtype)
+
+
+def adam(model, **how):
+    return torch.optim.AdamW(model.parameters(), **how)
+
+
+def not_sharded():
+    model = nn.Linear(4, 4)
+    make_lossy(model, adam(model), BOTH)
+
+
+def fsdp1():
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    make_lossy(model, adam(model), BOTH)
+
+
+def no_module():
+    make_lossy([], None, BOTH)
+
+
+def no_config():
+    make_lossy(fsdp.build(Tiny()), adam(nn.Linear(1, 1)), 0.1)
+
+
+def unknown_preset():
+    make_lossy(fsdp.build(Tiny()), adam(nn.Linear(1, 1)), "papr")
+
+
+def unknown_flag():
+    make_lossy(fsdp.build(Tiny()), adam(nn.Linear(1, 1)), {"p_grd": 0.1})
+
+
+def no_optimizer():
+    model = fsdp.build(Tiny())
+    make_lossy(model, [], BOTH)
+
+
+def a_scheduler():
+    model = fsdp.build(Tiny())
+    make_lossy(model, torch.optim.lr_scheduler.StepLR(adam(model), 1), BOTH)
+
+
+def lbfgs():
+    model = fsdp.build(Tiny())
+    make_lossy(model, torch.optim.LBFGS(model.parameters()), BOTH)
+
+
+def optimizer_of_another_model():
+    make_lossy(fsdp.build(Tiny()), adam(fsdp.build(Tiny())), BOTH)
+
+
+def optimizer_before_sharding():
+    model = nn.Linear(4, 4)
+    optimizer = adam(model)
+    fully_shard(model)
+    make_lossy(model, optimizer, BOTH)
+
+
+def twice():
+    run = Training(Tiny(), BOTH)
+    make_lossy(run.model, run.optimizer, BOTH)
+
+
+def a_part_again():
+    run = Training(Tiny(), BOTH)
+    make_lossy(run.model[1], run.optimizer, BOTH)
+
+
+def exchanges_of_somebody_else():
+    class Other:
+        def allocate(self, *size, dtype, device):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    model = fsdp.build(Tiny())
+    model[1].set_custom_all_gather(Other())
+    make_lossy(model, adam(model), BOTH)
+
+
+def frozen():
+    model = fsdp.build(Tiny()).requires_grad_(False)
+    make_lossy(model, adam(model), BOTH)
+
+
+def two_types():
+    model = fully_shard(Layer(torch.float32, torch.bfloat16))
+    make_lossy(model, adam(model), BOTH)
+
+
+def fewer_ranks_in_the_backward_pass():
+    block = nn.Linear(4, 4)
+    fully_shard(block, reshard_after_forward=2)
+    model = fully_shard(nn.Sequential(block, nn.Linear(4, 4)))
+    make_lossy(model, adam(model), BOTH)
+
+
+def no_parameters_of_a_replica():
+    model = fsdp.build(Tiny())
+    make_lossy(model, adam(model), LossyConfig(p_act=0.1))
+
+
+def islands_by_this_name():
+    model = fsdp.build(Tiny())
+    make_lossy(model, adam(model), LossyConfig(islands=2, sync_method="parameters"))
+
+
+def parameters_added_later():
+    run = Training(Tiny(), BOTH)
+    run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    run.step(0)
+
+
+def frozen_later():
+    run = Training(Tiny(), BOTH)
+    run.model[1].up.weight.requires_grad_(False)
+    run.step(0)
+
+
+def unused():
+    run = Training(Tiny(), BOTH)
+    run.model[1].inner = lambda x: x
+    run.model[1].inner = lambda x: run.model[1].up(x).sum(dim=1, keepdim=True) * torch.ones(11)
+    run.step(0)
+
+
+def tensor_parallel_over_udp():
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    make_lossy(model, adam(model), LossyConfig(transport="udp"))
+
+
+LINES = {
+    not_sharded: "model Linear: has no module of fully_shard, and is no DistributedDataParallel: call make_lossy after them",
+    fsdp1: "model FullyShardedDataParallel: is of FSDP1, which has no place for exchanges of others; use fully_shard",
+    no_module: "optimizer NoneType: must be a torch.optim.Optimizer, or a list of them",
+    no_config: "config float: must be a LossyConfig, a mapping of its flags, the name of a preset, or a YAML file",
+    unknown_preset: "--loss-preset papr: must be a file or one of asyncmesh",
+    unknown_flag: "unknown key p_grd",
+    no_optimizer: "optimizer []: must have at least one optimizer",
+    lbfgs: "optimizer LBFGS: evaluates weights within a step, which no exchange would send",
+    optimizer_of_another_model: "optimizer AdamW: has 16 of 16 parameters that are not the model's: make it from",
+    optimizer_before_sharding: "optimizer AdamW: has 2 of 2 parameters that are not the model's: make it from",
+    twice: "model FSDPSequential: is lossy already: call make_lossy once, for the whole model",
+    a_part_again: "model root module: is lossy already: call make_lossy once, for the whole model",
+    exchanges_of_somebody_else: "model 1: has exchanges of its own (Other); omit them",
+    frozen: "model FSDPSequential: has no parameter with a gradient",
+    two_types: "model root module: gathers parameters of several types (torch.bfloat16, torch.float32) together",
+    fewer_ranks_in_the_backward_pass: "reshard_after_forward 2: gathers from fewer ranks in the backward pass",
+    no_parameters_of_a_replica: "--p-act 0.1: loses messages between layers and stages of Megatron",
+    islands_by_this_name: "replicate all-reduce: with --islands 2 must be islands",
+    parameters_added_later: "optimizer AdamW: has 17 parameters, and had 16 when make_lossy was called: add them before",
+    frozen_later: "model 1: reduces ",
+    unused: "model 1: reduces ",
+    tensor_parallel_over_udp: "--transport udp: loses other units of each copy of a parameter",
+}
+
+
+def said(rank):
+    result = {}
+    for call in LINES:
+        with contextlib.suppress(RuntimeError):  # the next reduction finds an exchange that was broken off
+            try:
+                call()
+            except UsageError as error:
+                result[call.__name__] = str(error)
+    return result
+
+
+def test_bad_arguments_are_refused_in_one_line(pool):
+    for lines in pool.run(said, 4):
+        for call, line in LINES.items():
+            assert lines.get(call.__name__, "nothing").startswith(line), call.__name__
+            assert "\n" not in lines[call.__name__]
+
+
+def one_rank(rank):
+    with pytest.raises(UsageError, match=r"^data-parallel size 1: one rank exchanges nothing"):
+        Training(Tiny(), BOTH)
+    run = Training(Tiny(), LossyConfig())
+    loss = run.step(0)
+    run.lossy.close()
+    return loss
+
+
+def test_one_rank_can_lose_nothing(pool):
+    assert pool.run(one_rank, 1)
+
+
+def exchanges_replaced(rank):
+    run = Training(Tiny(), BOTH)
+    run.step(0)
+    run.model[1].set_custom_reduce_scatter(run.lossy._sharded[0].before[1])
+    with pytest.raises(RuntimeError, match="the exchanges of 1 were replaced after make_lossy"):
+        run.step(1)
+    dist.barrier()
+
+
+def weights_written(rank):
+    run = Training(Tiny(), BOTH)
+    run.step(0)
+    run.loss(1)
+    run.model[1].reshard()
+    with torch.no_grad():
+        run.model[1].up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="the weights of 1 were written since they were gathered"):
+        run.loss(1)
+    run.lossy.weights_changed()
+    run.model.reset_iter_state()
+    return run.loss(1).item()
+
+
+def test_loss_that_would_not_happen_is_an_error(pool):
+    pool.run(exchanges_replaced, 2)
+    assert pool.run(weights_written, 2)
+
+
+BLOCKED = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("megatron", "einops", "psutil", "matplotlib", "tensorboard", "packaging"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.pytorch import make_lossy
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+model = fully_shard(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters())
+lossy = make_lossy(model, optimizer, LossyConfig())
+model(torch.ones(1, 4)).sum().backward()
+optimizer.step()
+lossy.close()
+print(sorted(name for name in sys.modules if name.partition(".")[0] == "megatron"))
+"""
+
+
+@pytest.mark.shows("FSDP2 and DDP: runs where megatron-core is not installed", device=False)
+def test_megatron_is_not_needed(tmp_path):
+    done = subprocess.run([sys.executable, "-c", BLOCKED, tmp_path / "store"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

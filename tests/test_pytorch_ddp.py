@@ -1,0 +1,301 @@
+"""DDP over gloo: without loss every bit is torch's; with loss every value is the reference's; replicas are kept together."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.exchange import Exchange, Stream, units_of
+from megatron_lossy.pytorch import make_lossy
+from megatron_lossy.transport import Network
+from tests import fsdp
+from tests.reference import ReferenceReduce, pieces
+
+pytestmark = pytest.mark.shows(
+    "DDP: without loss every bit is torch's",
+    "DDP: every rule and unit by value; averages, check, repair",
+)
+
+LOSSY = LossyConfig(p_grad=0.4, loss_unit="packet", packet_bytes=64, allow_divergence=True)
+RULES = ["renormalize", "renormalize-remote", "previous", "zero"]
+
+
+class Training:
+    """A network in DDP with small buckets; ``config`` None leaves DDP alone."""
+
+    def __init__(self, config, dtype=torch.float32, accumulation=1, how=None, optimizer=torch.optim.AdamW, **ddp):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 11), *(fsdp.Block(11, 5 + 2 * k, False) for k in range(3)), nn.Linear(11, 3))
+        self.dtype, self.accumulation = dtype, accumulation
+        self.model = DistributedDataParallel(model.to(dtype), bucket_cap_mb=0.0005, **ddp)
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01)
+        self.lossy = None if config is None else make_lossy(self.model, self.optimizer, config, **(how or {}))
+
+    def step(self, step):
+        for part in range(self.accumulation):
+            chance = torch.Generator().manual_seed(1000 * (step * self.accumulation + part) + dist.get_rank())
+            x = torch.randn(6, 7, generator=chance)
+            self.model.require_backward_grad_sync = part == self.accumulation - 1
+            loss = (self.model(x.to(self.dtype)) - x[:, :3].sin()).float().square().mean()
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def weights(self):
+        return {name: one.detach().float().numpy().copy() for name, one in self.model.named_parameters()}
+
+
+def plain(rank, config, steps, how):
+    run = Training(config, **how)
+    losses = [run.step(step) for step in range(steps)]
+    metrics = {} if run.lossy is None else run.lossy.metrics()
+    weights = run.weights()
+    if run.lossy is not None:
+        run.lossy.close()
+    return weights, losses, metrics
+
+
+def same(results, expected):
+    for (weights, losses, _), (real_weights, real_losses, _) in zip(results, expected, strict=True):
+        assert losses == real_losses
+        for name, value in real_weights.items():
+            np.testing.assert_array_equal(weights[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"dtype": torch.bfloat16},
+        {"accumulation": 3},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+    ],
+    ids=lambda how: next(iter(how), "plain"),
+)
+def test_without_loss_it_is_ddp_bit_for_bit(world, how, pool):
+    if world > 2 and how and "dtype" not in how:
+        pytest.skip("two ranks show it")
+    expected = pool.run(plain, world, None, 20, how)
+    later = dataclasses.replace(LOSSY, p_grad=0.0, loss_schedule=("0:0,1000:0.5", "0:0"))
+    same(pool.run(plain, world, LossyConfig(), 20, how), expected)
+    if world == 2:
+        same(pool.run(plain, world, later, 20, how), expected)
+
+
+def record(rank, config, steps):
+    """For each lossy round and bucket: gradient before and after, and how the bucket is cut."""
+    run = Training(config)
+    rounds = []
+    for step in range(steps):
+        seen = {}
+        if step == 3:
+            _spy(run.lossy, rounds)
+        if step >= 3:
+            rounds.append(seen)
+        run.step(step)
+    cut = run.lossy._lossy[0].wire.cut
+    sizes = [(one.shard, one.elements, one.first, units_of(cut["grad"])) for one in cut["grad"]]
+    return rounds, sizes
+
+
+def _spy(lossy, rounds):
+    original = lossy._begin
+
+    def begin(number, gradient):
+        before = gradient.float().numpy().copy()
+        end = original(number, gradient)
+
+        def ended():
+            end()
+            rounds[-1][number] = before, gradient.float().numpy().copy()
+
+        return ended
+
+    lossy._begin = begin
+
+
+def check(recorded, config):
+    """Every bucket of every rank against the reference. Returns the number of units that were lost in each half."""
+    world, lost = len(recorded), [0, 0]
+    both = config.drawn_with("param")
+    networks = {phase: Network(both, phase, world) for phase in ("grad", "param")}
+    rules = {}
+    for step in range(len(recorded[0][0])):
+        for number, (shard, elements, first, total) in enumerate(recorded[0][1]):
+            count = len(pieces(shard, elements))
+
+            def arrived(phase, step=step, total=total, units=slice(first, first + count)):
+                exchange = Exchange(phase, Stream(), step + 3)
+                links = [[networks[phase].delivered(exchange, a, b, total) for b in range(world)] for a in range(world)]
+                return np.array(links)[:, :, units]
+
+            sent = [padded(rounds[step][number][0], world * shard) for rounds, _ in recorded]
+            sent = np.array(sent).reshape(world, world, shard)
+            rule = rules.setdefault(number, ReferenceReduce(config.grad_recovery, world, shard, elements))
+            reduced = rule(sent, arrived("grad")) * np.float32(world)
+            here = arrived("param")
+            for rank, (rounds, _) in enumerate(recorded):
+                expected = sent[rank] * np.float32(world)
+                for owner in range(world):
+                    for unit, piece in enumerate(pieces(shard, elements)):
+                        if here[owner, rank, unit]:
+                            expected[owner, piece] = reduced[owner, piece]
+                got = rounds[step][number][1]
+                np.testing.assert_allclose(got, expected.reshape(-1)[: len(got)], rtol=1e-5, atol=1e-6)
+            lost[0] += int((~arrived("grad")).sum())
+            lost[1] += int((~here).sum())
+    return lost
+
+
+def padded(values, size):
+    return np.concatenate([values, np.zeros(size - len(values), dtype=values.dtype)])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("unit", ["shard", "bucket", "packet"])
+def test_every_rule_and_unit_by_value(rule, unit, pool):
+    config = dataclasses.replace(LOSSY, grad_recovery=rule, loss_unit=unit)
+    recorded = pool.run(record, 3, config, 7)
+    assert len(recorded[0][1]) > 2
+    assert all(check(recorded, config))
+
+
+def test_pieces_by_value(pool):
+    config = dataclasses.replace(LOSSY, transport="pieces")
+    assert all(check(pool.run(record, 2, config, 6), config))
+
+
+# --- replicas ------------------------------------------------------------------------------------------------------
+
+
+def apart(results):
+    return max(np.abs(one - results[0][0][name]).max() for weights, *_ in results for name, one in weights.items())
+
+
+def test_lost_gradients_drive_replicas_apart_and_averages_keep_them_together(pool):
+    free = pool.run(plain, 3, LOSSY, 12, {})
+    averaged = dataclasses.replace(LOSSY, allow_divergence=False, param_sync_interval=4)
+    kept = pool.run(plain, 3, averaged, 12, {})
+    assert apart(free) > 0
+    assert apart(kept) == 0
+    assert apart(pool.run(plain, 3, averaged, 11, {})) > 0
+    assert kept[0][2]["loss rate grad"] == pytest.approx(0.4, abs=0.1)
+
+
+@pytest.mark.parametrize("rule", ["snr", "divergence"])
+def test_intervals_adapt(rule, pool):
+    config = dataclasses.replace(
+        LOSSY, allow_divergence=False, param_sync_interval=2, param_sync_rule=rule, param_sync_bounds=(1, 50)
+    )
+    results = pool.run(plain, 2, config, 30, {})
+    assert all(np.isfinite(losses).all() for _, losses, _ in results)
+    assert {"sync interval"} & results[0][2].keys() or any("sync" in name for name in results[0][2])
+
+
+def test_gradients_that_differ_are_repaired(pool):
+    config = LossyConfig(grad_error="gaussian", grad_error_relative=1.0, grad_error_ranks=(1,), replica_check="repair")
+    repaired = pool.run(plain, 3, config, 10, {})
+    assert apart(repaired) == 0
+    broken = dataclasses.replace(config, replica_check="none", allow_divergence=True)
+    assert apart(pool.run(plain, 3, broken, 10, {})) > 0
+
+
+def averaged_weights(rank, config, steps):
+    run = Training(config)
+    for step in range(steps):
+        run.step(step)
+    before = run.weights()
+    with run.lossy.owner_weights():
+        mean = run.weights()
+    after = run.weights()
+    run.lossy.close()
+    return before, mean, after
+
+
+def test_owners_weights_are_the_mean(pool):
+    results = pool.run(averaged_weights, 3, LOSSY, 8)
+    for name in results[0][0]:
+        mean = np.mean([before[name] for before, _, _ in results], axis=0)
+        for before, middle, after in results:
+            np.testing.assert_allclose(middle[name], mean, rtol=1e-5, atol=1e-7)
+            np.testing.assert_array_equal(before[name], after[name])
+
+
+def resumed(rank, config, steps):
+    run = Training(config)
+    for step in range(steps):
+        run.step(step)
+    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict(), run.lossy.state_dict()))
+    run.lossy.close()
+    run = Training(config)
+    run.model.load_state_dict(saved[0])
+    run.optimizer.load_state_dict(saved[1])
+    run.lossy.load_state_dict(saved[2])
+    weights = run.weights()
+    losses = [run.step(step) for step in range(steps, steps + 4)]
+    groups = [group.state_dict() for group in run.lossy.groups]
+    run.lossy.close()
+    return weights, losses, saved[2], groups
+
+
+@pytest.mark.parametrize("rule", ["renormalize", "previous"])
+def test_replicas_are_saved_as_they_are(rule, pool):
+    config = dataclasses.replace(LOSSY, grad_recovery=rule)
+    results = pool.run(resumed, 2, config, 6)
+    expected = pool.run(plain, 2, config, 6, {})
+    for (weights, losses, _, _), (before, _, _) in zip(results, expected, strict=True):
+        for name, value in before.items():
+            np.testing.assert_array_equal(weights[name], value)
+        assert np.isfinite(losses).all()
+    assert apart([(weights,) for weights, *_ in results]) > 0
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "alone": (LossyConfig(p_grad=0.1), {}, "--p-grad 0.1: drives replicas apart without the distributed optimizer"),
+    "parameters": (LossyConfig(p_param=0.1), {}, "--p-param 0.1: each replica updates all parameters, and sends none"),
+    "udp": (LossyConfig(transport="udp"), {}, "--transport udp: carries no all-reduce; choose pieces or torch"),
+    "regather": (LOSSY, {"how": {"regather": True}}, "regather True: is of fully_shard"),
+}
+
+
+def refusals(rank):
+    said = {}
+    for name, (config, how, _) in REFUSED.items():
+        try:
+            Training(config, **how)
+        except UsageError as error:
+            said[name] = str(error)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    model.register_comm_hook(None, lambda state, bucket: None)
+    try:
+        make_lossy(model, torch.optim.SGD(model.parameters(), lr=0.1), LOSSY)
+    except UsageError as error:
+        said["hook"] = str(error)
+    run = Training(LOSSY)
+    try:
+        make_lossy(run.model, run.optimizer, LOSSY)
+    except UsageError as error:
+        said["twice"] = str(error)
+    return said
+
+
+def test_bad_arguments_are_refused_in_one_line(pool):
+    for said in pool.run(refusals, 2):
+        for name, (_, _, line) in REFUSED.items():
+            assert said[name].startswith(line)
+        assert said["hook"].startswith("model DistributedDataParallel: has a communication hook already")
+        assert said["twice"].startswith("model DistributedDataParallel: is lossy already")

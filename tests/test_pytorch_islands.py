@@ -1,0 +1,128 @@
+"""FSDP2 whose copies are islands: weights are averaged between groups of ranks, gradients are not."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.pytorch import make_lossy
+from tests import fsdp
+from tests.fsdp import Tiny
+
+pytestmark = pytest.mark.shows("FSDP2: islands average weights; saved and resumed; over UDP")
+
+ISLANDS = LossyConfig(islands=2, sync_method="parameters", sync_fraction=1.0, sync_interval=3, sync_delay=0)
+
+
+class Island(fsdp.Training):
+    """A model that two of four ranks shard; the other two have another copy."""
+
+    def __init__(self, config, replicate="islands"):
+        self.tiny = Tiny()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        self.model = fsdp.build(self.tiny, mesh["shard"])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.lossy = None
+        if config is not None:
+            self.lossy = make_lossy(self.model, self.optimizer, config, replicate=replicate)
+
+
+def trained(rank, config, steps):
+    run = Island(config)
+    losses, history = [], []
+    for step in range(steps):
+        losses.append(run.step(step))
+        history.append(run.weights())
+    with run.lossy.consensus_weights():
+        run.lossy.settle()
+        consensus = run.replicas()
+    run.lossy.settle()
+    replicas = run.replicas()
+    measured = run.lossy.metrics()
+    run.lossy.close()
+    return losses, history, consensus, replicas, measured
+
+
+def test_every_interval_all_weights_are_the_mean(pool):
+    results = pool.run(trained, 4, ISLANDS, 6)
+    alone = pool.run(trained, 4, dataclasses.replace(ISLANDS, sync_method="none", sync_interval=1), 6)
+    for name in results[0][1][0]:
+        if name.endswith("moment"):
+            continue
+        first, second = (results[rank][1] for rank in (0, 2))
+        assert not np.array_equal(first[1][name], second[1][name])
+        np.testing.assert_array_equal(first[2][name], second[2][name])
+        mean = (alone[0][1][2][name] + alone[2][1][2][name]) / 2
+        np.testing.assert_allclose(first[2][name], mean, rtol=1e-6, atol=1e-8)
+    assert results[0][4]["sync bytes"] > 0
+
+
+def test_the_consensus_is_in_the_model_for_a_while(pool):
+    results = pool.run(trained, 4, ISLANDS, 5)
+    for buckets in zip(*(one[2] for one in results), strict=True):
+        assert all(np.array_equal(buckets[0], one) for one in buckets)
+    for bucket, consensus in enumerate(results[0][2]):
+        mean = (results[0][3][bucket] + results[2][3][bucket]) / 2
+        np.testing.assert_allclose(consensus, mean, rtol=1e-6, atol=1e-8)
+
+
+LATE = dataclasses.replace(ISLANDS, sync_fraction=0.25, sync_interval=1, sync_delay=2, loss_unit="packet")
+LOSSY = dataclasses.replace(LATE, p_grad=0.3, p_param=0.3, p_sync=0.2, packet_bytes=64)
+
+
+def resumed(rank, config, steps):
+    run = Island(config)
+    for step in range(steps):
+        run.step(step)
+    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict(), run.lossy.state_dict()))
+    run.lossy.close()
+    run = Island(config)
+    run.model.load_state_dict(saved[0])
+    run.optimizer.load_state_dict(saved[1])
+    run.lossy.load_state_dict(saved[2])
+    losses = [run.step(step) for step in range(steps, 2 * steps)]
+    weights = run.weights()
+    run.lossy.close()
+    return losses, weights
+
+
+@pytest.mark.parametrize("config", [LATE, LOSSY], ids=["late", "with losses everywhere"])
+def test_a_run_continues_bit_for_bit(config, pool):
+    expected = pool.run(trained, 4, config, 8)
+    for (losses, weights), (all_losses, history, *_) in zip(pool.run(resumed, 4, config, 4), expected, strict=True):
+        assert losses == all_losses[4:]
+        for name, value in history[-1].items():
+            np.testing.assert_array_equal(weights[name], value)
+
+
+def test_over_udp(pool):
+    config = dataclasses.replace(LATE, transport="udp", packet_bytes=64)
+    results = pool.run(trained, 4, config, 6)
+    assert all(np.isfinite(losses).all() for losses, *_ in results)
+
+
+def refusals(rank):
+    said = []
+    for config, replicas in ((dataclasses.replace(ISLANDS, islands=4), 1), (ISLANDS, 2)):
+        try:
+            if replicas == 1:
+                Island(config)
+            else:
+                model = fsdp.build(Tiny(replicas=2))
+                make_lossy(model, torch.optim.SGD(model.parameters(), lr=0.1), config, replicate="islands")
+        except UsageError as error:
+            said.append(str(error))
+        dist.barrier()
+    return said
+
+
+def test_a_wrong_mesh_is_refused_in_one_line(pool):
+    for first, second in pool.run(refusals, 4):
+        assert first == "--islands 4: must be 2: so many groups of ranks shard the model"
+        assert second.startswith("replicate islands: needs a mesh of one dimension, fully_shard(…, mesh=mesh[")

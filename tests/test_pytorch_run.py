@@ -1,0 +1,329 @@
+"""What a run of FSDP2 answers: by hand the same bits, transports, log and replay, state, owners' weights, bytes."""
+
+import copy
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+from megatron_lossy.delivery_log.verify import verify
+from megatron_lossy.pytorch import make_lossy
+from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, lossy_reduce_scatter
+from tests import contract, fsdp
+from tests.fsdp import Tiny, Training
+from tests.test_pytorch import BOTH, RULES, same
+
+pytestmark = pytest.mark.shows(
+    "FSDP2: the same bits as a loop over `LossyGroup` by hand",
+    "FSDP2: pieces, UDP, log and replay, saved state, owners' weights",
+)
+
+
+# --- by hand -------------------------------------------------------------------------------------------------------
+
+
+class ByHand:
+    """The training of :class:`tests.fsdp.Training` without FSDP2: flat replicas and ``LossyGroup``, by hand."""
+
+    def __init__(self, config):
+        self.size, self.rank = dist.get_world_size(), dist.get_rank()
+        torch.manual_seed(0)
+        self.model = nn.Sequential(
+            nn.Linear(7, 11), *(fsdp.Block(11, 5 + 2 * k, False) for k in range(3)), nn.Linear(11, 3)
+        )
+        root = [*self.model[0].parameters(), *self.model[4].parameters()]
+        self.buckets = [root, *(list(block.parameters()) for block in self.model[1:4])]
+        self.replicas = [self.flat([one.detach() for one in bucket]) for bucket in self.buckets]
+        shards = [replica.numel() // self.size for replica in self.replicas]
+        self.own = [nn.Parameter(replica.view(self.size, -1)[self.rank].clone()) for replica in self.replicas]
+        self.optimizer = torch.optim.AdamW(self.own, lr=0.01)
+        self.group = LossyGroup.create(config, [BucketSpec(shard) for shard in shards])
+
+    def flat(self, tensors):
+        """[N * shard]: each tensor is cut by rows into N parts, padded at the end; a shard has one part of each."""
+        parts = []
+        for one in tensors:
+            rows = math.ceil(one.shape[0] / self.size)
+            padded = one.new_zeros(rows * self.size, *one.shape[1:])
+            padded[: one.shape[0]] = one
+            parts.append(padded.view(self.size, -1))
+        return torch.cat(parts, dim=1).flatten()
+
+    def unflatten(self, replica, bucket):
+        rows = replica.view(self.size, -1)
+        for one in bucket:
+            width = math.ceil(one.shape[0] / self.size) * (one.numel() // one.shape[0])
+            part, rows = rows[:, :width], rows[:, width:]
+            one.data.copy_(part.reshape(-1)[: one.numel()].view_as(one))
+
+    def step(self, step):
+        for replica, bucket in zip(self.replicas, self.buckets):
+            self.unflatten(replica, bucket)
+        self.model.zero_grad()
+        chance = torch.Generator().manual_seed(1000 * step + self.rank)
+        x = torch.randn(6, 7, generator=chance)
+        loss = (self.model(x) - x[:, :3].sin()).square().mean()
+        loss.backward()
+        for number, (bucket, own) in enumerate(zip(self.buckets, self.own)):
+            own.grad = torch.empty_like(own)
+            sent = self.flat([one.grad for one in bucket])
+            lossy_reduce_scatter(self.group, number, own.grad, sent, step, op=dist.ReduceOp.AVG)
+        self.optimizer.step()
+        for number, (replica, own) in enumerate(zip(self.replicas, self.own)):
+            lossy_all_gather(self.group, number, replica, own.detach(), step)
+        return loss.item()
+
+
+def by_hand(rank, config, steps):
+    run = ByHand(config)
+    losses = [run.step(step) for step in range(steps)]
+    run.group.close()
+    return losses, [replica.numpy() for replica in run.replicas]
+
+
+def by_fsdp(rank, config, steps):
+    run = Training(Tiny(), config)
+    losses = [run.step(step) for step in range(steps)]
+    run.lossy.settle()
+    replicas = run.replicas()
+    run.lossy.close()
+    return losses, replicas
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_loop_by_hand_gives_the_same_bits(world, rule, pool):
+    config = dataclasses.replace(BOTH, grad_recovery=rule)
+    for (losses, replicas), (theirs, others) in zip(
+        pool.run(by_hand, world, config, 8), pool.run(by_fsdp, world, config, 8), strict=True
+    ):
+        assert losses == theirs
+        for one, other in zip(replicas, others, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+# --- transports ----------------------------------------------------------------------------------------------------
+
+
+def test_udp_gives_what_pieces_give(pool):
+    udp, pieces = (dataclasses.replace(BOTH, transport=transport) for transport in ("udp", "pieces"))
+    same(pool.run(fsdp.plain, 2, Tiny(), udp, 6), pool.run(fsdp.plain, 2, Tiny(), pieces, 6))
+
+
+@pytest.mark.parametrize("setting", [{}, {"grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.1"}])
+def test_udp_without_loss_trains_as_fsdp2(setting, pool):
+    config = LossyConfig(transport="udp", packet_bytes=64, **setting)
+    same(pool.run(fsdp.plain, 2, Tiny(), config, 6), pool.run(fsdp.plain, 2, Tiny(), None, 6))
+
+
+def test_pieces_by_value(pool):
+    config = dataclasses.replace(BOTH, transport="pieces")
+    lost = contract.check(pool.run(fsdp.record, 2, Tiny(), config, 4), config, averaged=True)
+    assert lost["grad"] and lost["param"]
+
+
+def test_error_feedback_with_priorities_by_value(pool):
+    config = dataclasses.replace(BOTH, grad_recovery="error-feedback", grad_priority="packet-mean:0.2")
+    lost = contract.check(pool.run(fsdp.record, 3, Tiny(), config, 5), config, averaged=True)
+    assert lost["grad"]
+
+
+# --- records -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["shard", "packet"])
+def test_the_log_replays_bit_for_bit(unit, pool, tmp_path):
+    config = dataclasses.replace(BOTH, loss_unit=unit, delivery_log=str(tmp_path / "log"))
+    tiny = Tiny(accumulation=2, synchronises=True)
+    expected = pool.run(fsdp.plain, 2, tiny, config, 5)
+    verdict = verify(DeliveryLogFolder(tmp_path / "log"))
+    assert verdict.rows
+    assert not verdict.problems
+    again = dataclasses.replace(
+        config, p_grad=0.0, p_param=0.0, delivery_log=None, loss_model=("trace",), trace=str(tmp_path / "log")
+    )
+    same(pool.run(fsdp.plain, 2, tiny, again, 5), expected)
+    other = dataclasses.replace(config, delivery_log=None, loss_seed=7)
+    assert pool.run(fsdp.plain, 2, tiny, other, 5)[0][1] != expected[0][1]
+
+
+def measured(rank, config, steps):
+    run = Training(Tiny(), config)
+    for step in range(steps):
+        run.step(step)
+    metrics = run.lossy.metrics()
+    run.lossy.close()
+    return metrics
+
+
+def test_monitors_measure(pool):
+    config = dataclasses.replace(BOTH, drift_interval=5)
+    first, second = pool.run(measured, 2, config, 20)
+    assert first == second
+    assert first["loss rate grad"] == pytest.approx(0.4, abs=0.05)
+    assert first["loss rate param"] == pytest.approx(0.4, abs=0.05)
+    # The prediction is for increments that have nothing to do with each other; momentum makes them alike.
+    assert 1 < first["drift owner"] / first["drift owner predicted"] < 5
+
+
+# --- state and weights ---------------------------------------------------------------------------------------------
+
+
+def interrupted(rank, config, steps, reshard):
+    run = Training(Tiny(reshard=reshard), config)
+    for step in range(steps):
+        run.step(step)
+    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict(), run.lossy.state_dict()))
+    run.lossy.close()
+    run = Training(Tiny(reshard=reshard, seed=1), config)
+    for step in range(2):
+        run.step(50 + step)
+    model, optimizer, lossy = saved
+    run.model.load_state_dict(model)
+    run.optimizer.load_state_dict(optimizer)
+    run.lossy.load_state_dict(lossy)
+    losses = [run.step(step) for step in range(steps, 2 * steps)]
+    weights = run.weights()
+    run.lossy.close()
+    return weights, losses
+
+
+@pytest.mark.parametrize("setting", [*RULES, "error-feedback", "compensated", "udp"])
+def test_a_run_continues_bit_for_bit(setting, pool):
+    if setting in ("compensated", "udp"):
+        config = dataclasses.replace(
+            BOTH, **({"param_send": setting} if setting == "compensated" else {"transport": "udp"})
+        )
+    else:
+        config = dataclasses.replace(BOTH, grad_recovery=setting)
+    expected = pool.run(fsdp.plain, 2, Tiny(), config, 8)
+    resumed = pool.run(interrupted, 2, config, 4, None)
+    same(resumed, [(weights, losses[4:]) for weights, losses in expected])
+
+
+def owned(rank, config, steps):
+    run = Training(Tiny(), config)
+    for step in range(steps):
+        run.step(step)
+    batch = torch.ones(2, 7)
+    run.lossy.settle()
+    before = run.replicas()
+    with torch.no_grad():
+        replica = run.model(batch).numpy()
+        with run.lossy.owner_weights():
+            owner = run.model(batch).numpy()
+        again = run.model(batch).numpy()
+    assert all(np.array_equal(one, other) for one, other in zip(before, run.replicas(), strict=True))
+    np.testing.assert_array_equal(replica, again)
+    whole = nn.Sequential(nn.Linear(7, 11), *(fsdp.Block(11, 5 + 2 * k, False) for k in range(3)), nn.Linear(11, 3))
+    whole.load_state_dict({name: one.full_tensor() for name, one in run.model.state_dict().items()})
+    with torch.no_grad():
+        np.testing.assert_allclose(owner, whole(batch).numpy(), rtol=1e-6)
+    run.step(steps)
+    weights = run.weights()
+    run.lossy.close()
+    return replica, owner, weights
+
+
+@pytest.mark.parametrize("send", ["plain", "compensated"])
+def test_owners_weights_are_in_the_model_for_a_while(send, pool):
+    config = dataclasses.replace(BOTH, param_send=send)
+    results = pool.run(owned, 2, config, 4)
+    assert np.array_equal(results[0][1], results[1][1])
+    assert not np.array_equal(results[0][0], results[1][0])
+    undisturbed = pool.run(fsdp.plain, 2, Tiny(), config, 5)
+    for (_, _, weights), (expected, _) in zip(results, undisturbed):
+        for name, value in expected.items():
+            np.testing.assert_array_equal(weights[name], value)
+
+
+# --- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def traffic(rank, tiny, config, steps, regather):
+    run = Training(tiny, config, regather=regather)
+    run.step(0)
+    first = dict(run.lossy.sent_bytes)
+    losses = [run.step(step) for step in range(1, steps + 1)]
+    sent = {phase: (count - first[phase]) / steps for phase, count in run.lossy.sent_bytes.items()}
+    shards = sum(one.group.spec.shard_of("param") * 4 for one in run.lossy._sharded)
+    run.lossy.close()
+    return sent, (dist.get_world_size() - 1) * shards, losses
+
+
+@pytest.mark.parametrize("config", [LossyConfig(), BOTH], ids=["lossless", "lossy"])
+def test_an_update_is_gathered_once(config, pool):
+    """With resharding FSDP2 gathers twice: two thirds of its bytes are left."""
+    for sent, once, _ in pool.run(traffic, 2, Tiny(reshard=True), config, 3, False):
+        assert sent == {"param": once, "grad": once}
+    for sent, once, _ in pool.run(traffic, 2, Tiny(reshard=True), config, 3, True):
+        assert sent == {"param": 2 * once, "grad": once}
+
+
+def test_each_gather_of_an_update_draws_anew_if_asked(pool):
+    config = dataclasses.replace(BOTH, p_grad=0.0)
+    once, twice = (pool.run(traffic, 2, Tiny(reshard=True), config, 6, regather)[0][2] for regather in (False, True))
+    lossless = pool.run(traffic, 2, Tiny(reshard=True), LossyConfig(), 6, True)[0][2]
+    assert once != twice != lossless
+
+
+# --- a scaler, several optimizers ----------------------------------------------------------------------------------
+
+
+def scaled(rank, config, steps, overflows, scale):
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+    run = Training(Tiny(), config, scaler=scaler)
+    updates = []
+    for step in range(steps):
+        loss = run.loss(step)
+        scaler.scale(loss * (torch.inf if step in overflows and rank == 0 else 1)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        updates.append(run.lossy.update)
+    weights = run.weights()
+    run.lossy.close()
+    return weights, updates
+
+
+@pytest.mark.parametrize("rule", ["renormalize", "previous", "error-feedback"])
+def test_a_loss_scale_changes_nothing_but_the_steps_it_rejects(rule, pool):
+    config = dataclasses.replace(BOTH, grad_recovery=rule)
+    plain = pool.run(fsdp.plain, 2, Tiny(), config, 6)
+    for (weights, _), (expected, _) in zip(pool.run(scaled, 2, config, 6, (), 4.0), plain, strict=True):
+        for name, value in expected.items():
+            np.testing.assert_array_equal(weights[name], value, err_msg=name)
+    for weights, updates in pool.run(scaled, 2, config, 6, (2, 3), 4.0):
+        assert updates == [0, 1, 1, 1, 4, 5]
+        assert all(np.isfinite(value).all() for value in weights.values())
+
+
+def two_optimizers(rank, config, steps):
+    run = Training(Tiny(), None)
+    own = list(run.model.parameters())
+    optimizers = [torch.optim.AdamW(part, lr=0.01) for part in (own[:5], own[5:])]
+    run.lossy = make_lossy(run.model, optimizers, config)
+    losses = []
+    for step in range(steps):
+        loss = run.loss(step)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    update = run.lossy.update
+    run.lossy.close()
+    return losses, update
+
+
+def test_several_optimizers_make_one_update(pool):
+    expected = pool.run(fsdp.plain, 2, Tiny(), BOTH, 5)
+    for (losses, update), (_, theirs) in zip(pool.run(two_optimizers, 2, BOTH, 5), expected, strict=True):
+        assert losses == theirs
+        assert update == 4
