@@ -30,7 +30,9 @@ class Fetched:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._event, self._array = tensor.detach(), None, None
+        self._tensor = tensor.detach()
+        self._event: Any = None
+        self._array: np.ndarray | None = None
         if tensor.device.type == "cuda":
             self._begin()
 
@@ -41,7 +43,7 @@ class Fetched:
         host = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, pin_memory=True)
         self._tensor = host.copy_(self._tensor, non_blocking=True)
         self._stream = (stream.device, stream.cuda_stream)
-        self._event = torch.cuda.Event(blocking=True)
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
         _latest[self._stream] = self._event  # recorded: another thread may wait for it at once
 
@@ -65,7 +67,7 @@ def stream_aside(device: torch.device) -> Any:
     """The stream of this process, on the CUDA ``device``, for copies beside what is computed."""
     import torch
 
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
