@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
-from megatron_lossy.exchange import Stream
+from megatron_lossy.exchange import Stream, cut
 from megatron_lossy.mechanisms.islands import aside, main_vector
 from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
 from megatron_lossy.mechanisms.islands import mean as means_in_memory
@@ -85,6 +85,16 @@ def cross(config: LossyConfig, sent: torch.Tensor, step: int, units: int = 0, fo
 
     with ThreadPoolExecutor(len(sent)) as pool:
         return list(pool.map(one, range(len(sent)))), told
+
+
+def test_a_shard_may_be_shorter_than_a_datagram():
+    """The signal to stop, behind its last element, is in the same one."""
+    config = LossyConfig(islands=2, sync_method="parameters", loss_unit="packet", packet_bytes=64)
+    crossing = BetweenRanks(config, STREAM, 0, [AtTable(Table(2), 0, 0, False)], None, print)
+    [units], _ = cut([5], [4], "packet", 64)
+    values = crossing._heard(torch.zeros(2, 6), units, None, np.array([[True], [False]]))
+    assert values.shape == (2, 5)
+    crossing.close()
 
 
 def test_pieces_that_leave_a_device(monkeypatch):

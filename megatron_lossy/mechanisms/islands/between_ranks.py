@@ -203,7 +203,8 @@ class BetweenRanks:
         if drawn is not None:
             said = said * drawn[:, -1]
         if arrived is not None:
-            said = said * arrived[:, units.shard // units.elements]
+            packet = self._config.packet_bytes // rows.element_size()  # a shard may be shorter than one
+            said = said * arrived[:, units.shard // packet]
         self._stopping.hear(int(said.max()))
         return rows[:, : units.shard].float()
 
