@@ -39,9 +39,10 @@ def rank(name: str, steps: int, hidden: int, out: str) -> None:
     import torch.distributed as dist
 
     from benchmarks.fsdp_step import Settings, Trainer
+    from megatron_lossy import device
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device.init_process_group("gloo")
     flags = RUNS[name]
     settings = Settings(hidden=hidden, layers=4, p=0.0)
     trainer = Trainer(settings, None if flags is None else (flags, {}))

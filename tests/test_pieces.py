@@ -210,6 +210,7 @@ def test_a_sum_in_few_kernels_has_the_bits_of_a_loop(size, shard, dtype, average
 
 
 @pytest.mark.cuda
+@pytest.mark.shows("a sum of pieces has the same bits on a device")
 def test_a_sum_has_the_same_bits_on_the_device():
     pieces = torch.randn(64, 1 << 16)
     for dtype in (torch.float32, torch.bfloat16):

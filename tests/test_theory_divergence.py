@@ -208,8 +208,9 @@ def test_a_lossy_all_reduce_drives_replicas_apart(size, p):
     bucket = SimpleNamespace(grad_data=torch.zeros(elements))
     reduction = LossyReduction(config, ReplicaStream(Stream(), None, [(None, bucket)], []), size, None)
     gradients = torch.from_numpy(np.random.default_rng(1).standard_normal((size, elements)).astype(np.float32))
+    run = SimpleNamespace(loss_scale=lambda: None, gapless=False)
     for worker in range(size):
-        reduction.collect(worker, [gradients[worker] / size], 0, None, None)
+        reduction.collect(worker, [gradients[worker] / size], 0, run)
     reduction.reduce()
     got = np.stack([reduction.gather(worker, 0)[0][:elements].numpy() for worker in range(size)])
     pairs = [(got[m] - got[n]) ** 2 for m in range(size) for n in range(m)]

@@ -12,7 +12,7 @@ from megatron_lossy.transport import BucketSpec, LossyGroup, lossy_all_gather, l
 from tests.impostor import build
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.shows("datagrams of a device: one synchronisation per exchange, no blocking copy, few kernels")
+pytestmark = pytest.mark.shows("datagrams on a pretended device: one synchronisation an exchange, few kernels")
 
 STEPS, BUCKETS = 4, 2
 UDP = {"transport": "udp", "loss_unit": "packet", "packet_bytes": 64, "p_grad": 0.4, "p_param": 0.4}

@@ -27,7 +27,7 @@ from tests.test_virtual import real_runs
 from tests.tiny_gpt import TinyGPT
 from tests.trainer import TINY, recorded_losses, train_runs, write_data
 
-pytestmark = pytest.mark.shows("over UDP a bucket in windows, through bounded memory, gives the same values")
+pytestmark = pytest.mark.shows("over UDP a bucket in windows gives the same values")
 
 #: Room for 4 windows, each a small part of a bucket.
 LITTLE = {"udp_memory": 2**16, "udp_eager_bytes": 2**12}
