@@ -18,10 +18,13 @@ from megatron_lossy.transport import Network
 from tests import fsdp
 from tests.reference import ReferenceReduce, pieces
 
-pytestmark = pytest.mark.shows(
-    "DDP: without loss every bit is torch's",
-    "DDP: every rule and unit by value; averages, check, repair",
-)
+pytestmark = [
+    pytest.mark.shows(
+        "DDP: without loss every bit is torch's",
+        "DDP: every rule and unit by value; averages, check, repair",
+    ),
+    pytest.mark.slow,
+]
 
 LOSSY = LossyConfig(p_grad=0.4, loss_unit="packet", packet_bytes=64, allow_divergence=True)
 RULES = ["renormalize", "renormalize-remote", "previous", "zero"]

@@ -12,7 +12,10 @@ from megatron_lossy.config import LossyConfig
 from tests.fsdp import Tiny, Training
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.shows("FSDP2 on a pretended device's streams: the CPU's bits, no race", device=False)
+pytestmark = [
+    pytest.mark.shows("FSDP2 on a pretended device's streams: the CPU's bits, no race", device=False),
+    pytest.mark.slow,
+]
 
 PACKETS = LossyConfig(p_grad=0.3, p_param=0.3, loss_unit="packet", packet_bytes=64)
 CASES: dict[str, tuple[Tiny, Any, dict[str, Any]]] = {

@@ -19,10 +19,13 @@ from tests import contract, fsdp
 from tests.fsdp import Tiny, Training
 from tests.test_pytorch import BOTH, RULES, same
 
-pytestmark = pytest.mark.shows(
-    "FSDP2: the same bits as a loop over `LossyGroup` by hand",
-    "FSDP2: pieces, UDP, log and replay, saved state, owners' weights",
-)
+pytestmark = [
+    pytest.mark.shows(
+        "FSDP2: the same bits as a loop over `LossyGroup` by hand",
+        "FSDP2: pieces, UDP, log and replay, saved state, owners' weights",
+    ),
+    pytest.mark.slow,
+]
 
 
 # --- by hand -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,10 @@ from tests.ranks import RankFailed, run_ranks
 from .exchanges import Case, cases, compare, kernels, sequences
 from .mutations import MUTATIONS, rows_by_index
 
-pytestmark = pytest.mark.shows("exchanges on side streams, pretended: the CPU's bits, no race", device=False)
+pytestmark = [
+    pytest.mark.shows("exchanges on side streams, pretended: the CPU's bits, no race", device=False),
+    pytest.mark.slow,
+]
 
 #: Places where the host waits, and why.
 WAITS = {

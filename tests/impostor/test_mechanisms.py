@@ -14,7 +14,10 @@ from tests.test_islands_exchange import cross
 from tests.test_priority_on_device import protection_of
 from tests.test_recovery_feedback import delivery_of, units_of
 
-pytestmark = pytest.mark.shows("mechanisms on a pretended device: no copy blocks, who waits", device=False)
+pytestmark = [
+    pytest.mark.shows("mechanisms on a pretended device: no copy blocks, who waits", device=False),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(scope="module")
