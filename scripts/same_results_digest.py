@@ -176,7 +176,9 @@ def _left(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any], str]]:
     elif _is_replica(path):
         import torch
 
-        yield "replicas", flatten(torch.load(path, weights_only=False, map_location="cpu")), f"{name}: "
+        state = torch.load(path, weights_only=False, map_location="cpu")
+        state.pop("format")  # another one lays the same state out otherwise
+        yield "replicas", flatten(state), f"{name}: "
     elif "tfevents" in path.name:
         yield "records", _events(path), f"{name.rpartition('/')[0]}: "
     elif path.name == "metrics.jsonl":
