@@ -39,8 +39,7 @@ class LeadPart(Part):
             for rule, bucket in zip(rules, buckets, strict=True):
                 rule.weights = self._main_weights(bucket, own_shard(bucket, group.rank, group.size))
             if (counted := rules[0].lag.counted) is not None:
-                device = buckets[0].param_data.device
-                self._sums.append(Sums(RankPeers(ranks, device), [counted], device))
+                self._sums.append(Sums(RankPeers(ranks, buckets[0].param_data.device), [counted]))
 
     def _exchanged(self) -> Iterator[tuple[LossyGroup, list[Compensated], dist.ProcessGroup, Sequence[Any]]]:
         """The groups that send with a lead: their rules, their ranks, and Megatron's buckets."""
