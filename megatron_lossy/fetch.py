@@ -82,6 +82,11 @@ def aside(device: torch.device) -> Iterator[None]:
         yield
 
 
+def is_here(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is in host memory."""
+    return tensor.device.type == "cpu"
+
+
 def at_hand(value: np.ndarray | Fetched) -> np.ndarray:
     """``value``, waited for if it is on its way."""
     return value.wait() if isinstance(value, Fetched) else value

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .fetch import Fetched, aside
-from .recovery.copies import page_locked, to_device, used_here
+from .recovery.copies import to_device, upload, used_here
 
 
 class Handle:
@@ -105,13 +105,17 @@ class RankPeers(Peers):
 
     def _beside(self, tensor: torch.Tensor, begin: Callable[[torch.Tensor], dist.Work]) -> Callable[[], object]:
         """Let ``begin`` exchange ``tensor``, in host memory, on the CUDA device. Returns a function that waits for it."""
-        there = page_locked(tensor).to(self._device, non_blocking=True)
+        there = upload(tensor, self._device)
         work = begin(there)
         with aside(self._device):  # so that what is computed does not wait for the others
             work.wait()
             used_here((there,))
             back = Fetched(_bytes(there))
-        return lambda: _bytes(tensor).copy_(torch.from_numpy(back.wait()))
+
+        def end() -> None:
+            _bytes(tensor).copy_(torch.from_numpy(back.wait()))
+
+        return end
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,21 +15,20 @@ if TYPE_CHECKING:
 
 
 def to_device(array: np.ndarray, device: torch.device | str = "cpu") -> torch.Tensor:
-    """``array`` as a tensor on ``device``; on a CPU it shares the memory.
+    """``array`` as a tensor on ``device``; see :func:`upload`."""
+    import torch
+
+    return upload(torch.from_numpy(array), torch.device(device))
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor``, in host memory, on ``device``; on a CPU it is itself.
 
     A copy to a CUDA device goes through page-locked memory. From other memory, a copy of more than 64 KiB waits until
     the device has done all queued work, which may be a whole backward pass. torch keeps a pool of page-locked memory,
     and reuses none of it before the copy from it is done.
     """
-    import torch
-
-    tensor = torch.from_numpy(array)
-    target = torch.device(device)
-    if target.type == "cpu":
-        return tensor
-    if target.type == "cuda":
-        return page_locked(tensor).to(target, non_blocking=True)
-    return tensor.to(target)
+    return page_locked(tensor).to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def page_locked(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from itertools import zip_longest
 
 import torch
 
-from ...fetch import Fetched, aside, stream_aside
+from ...fetch import Fetched, aside, is_here, stream_aside
 from ...fingerprint import finite
 from ...recovery import copies
 
@@ -18,11 +18,6 @@ from ...recovery import copies
 ASIDE = 1
 #: Integers as long as elements.
 BITS = {2: torch.int16, 4: torch.int32}
-
-
-def is_here(vector: torch.Tensor) -> bool:
-    """Whether ``vector`` is in host memory."""
-    return vector.device.type == "cpu"
 
 
 class Pieces:
@@ -78,13 +73,6 @@ class Pieces:
         with aside(own.device):
             copies.used_here((rows,))
             self._rows = Fetched(rows.view(BITS[rows.element_size()]))  # NumPy knows no bfloat16
-
-
-def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor``, in host memory, on ``device``. In :func:`aside` nobody waits for it."""
-    if device.type == "cuda":
-        return copies.page_locked(tensor).to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 class Brought:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...exchange import BucketUnits, Exchange, Lost
-from ...fetch import Fetched, at_hand
+from ...fetch import Fetched, at_hand, is_here
 from ...recovery import copies
 from ...recovery.base import Told
 from ...recovery.rows import unit_views
@@ -83,7 +83,7 @@ class Priority:
     def choose(self, buffer: torch.Tensor, exchange: Exchange) -> np.ndarray | Fetched:
         """bool[N, count]: the units of ``buffer`` [N * shard] that have high priority."""
         means = unit_means(buffer, self.units)
-        if is_here(means):
+        if is_here(means):  # NumPy can choose among them; elsewhere on_device does
             sizes = means.numpy()
             high = self._high(buffer, sizes, self._crossing(len(sizes)), exchange)
             self._untold = sizes, high
@@ -250,11 +250,6 @@ class ParamPriority:
         certain = state["certain"]
         self._certain = None if certain is None else certain.to(device, copy=True)
         self._step, self._chosen = state["step"], state["chosen"].cpu().numpy()
-
-
-def is_here(values: torch.Tensor) -> bool:
-    """Whether NumPy can choose among ``values``; elsewhere :mod:`.on_device` does."""
-    return values.device.type == "cpu"
 
 
 def lengths(units: BucketUnits) -> np.ndarray:
