@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..device import all_gather_single
-from ..exchange import Stream, units_of
+from ..exchange import Stream
 from ..recovery.copies import to_device
 from ..transport import LossyGroup
 
@@ -69,7 +69,7 @@ class RankSampler(Sampler):
     def __init__(
         self, group: LossyGroup, process_group: dist.ProcessGroup, replicas: Sequence[torch.Tensor], used: Used
     ) -> None:
-        owned, units = range(group.rank, group.rank + 1), units_of(group.wire.cut["param"])
+        owned, units = range(group.rank, group.rank + 1), group.wire.count["param"]
         shards = [replica.numel() // group.size for replica in replicas]
         super().__init__(group.stream, group.size, owned, units, shards, replicas, used)
         self._process_group = process_group

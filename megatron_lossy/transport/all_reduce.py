@@ -17,7 +17,7 @@ from .choice import BucketSpec
 from .group import LossyGroup
 
 #: Runs a collective from ``input`` into ``output``. Returns its handle, or ``None`` if it has completed.
-Run = Callable[[torch.Tensor, torch.Tensor], Any]
+Carry = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def specs_of(gradients: Sequence[torch.Tensor], ranks: int) -> list[BucketSpec]:
@@ -41,8 +41,8 @@ def begin_all_reduce(
     bucket: int,
     gradient: torch.Tensor,
     step: int,
-    scatter: Run,
-    gather: Run,
+    scatter: Carry,
+    gather: Carry,
     averaged: bool = False,
     loss_scale: LossScale = unscaled,
     gapless: bool = False,
