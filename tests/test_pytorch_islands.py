@@ -1,5 +1,6 @@
 """FSDP2 whose copies are islands: weights are averaged between groups of ranks, gradients are not."""
 
+import contextlib
 import copy
 import dataclasses
 
@@ -64,6 +65,22 @@ def test_every_interval_all_weights_are_the_mean(pool):
         mean = (alone[0][1][2][name] + alone[2][1][2][name]) / 2
         np.testing.assert_allclose(first[2][name], mean, rtol=1e-6, atol=1e-8)
     assert results[0][4]["sync bytes"] > 0
+
+
+def left_by_an_error(rank):
+    run = Island(LATE)
+    run.step(0)
+    run.lossy.settle()
+    before = run.replicas()
+    with contextlib.suppress(KeyError), run.lossy.consensus_weights():
+        raise KeyError
+    after = run.replicas()
+    run.lossy.close()
+    return all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_an_error_in_an_evaluation_leaves_the_replicas_as_they_were(pool):
+    assert pool.run(left_by_an_error, 4) == [True] * 4
 
 
 def test_the_consensus_is_in_the_model_for_a_while(pool):

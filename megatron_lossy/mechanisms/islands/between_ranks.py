@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,9 +20,10 @@ import torch
 from ...config import LossyConfig
 from ...exchange import BucketUnits, Delivery, Exchange, Stream, cut
 from ...fetch import aside
+from ...recovery import copies
 from ...transport.drawn import draw
-from .aside import ASIDE, BITS, Brought, Pieces, bring
-from .flags import SYNC_PHASES
+from .aside import ASIDE, BITS, Brought, Pieces
+from .flags import SYNC_LANES, SYNC_PHASES
 from .mean import DTYPES, Mean, elements_of, finite_rows, mean_of, networks_between, owed_to
 from .stopping import Stopping
 from .world import Meeting
@@ -63,6 +64,29 @@ class Reliable:
 
     def close(self) -> None:
         pass
+
+
+def carriers_of(
+    config: LossyConfig,
+    most: int,
+    island: int,
+    prefix: str,
+    store: Callable[[str], Any],
+    meet: Callable[[str], Meeting],
+    patience: float,
+) -> list[Carrier]:
+    """A carrier for each exchange that crosses at once, for a rank of ``island``; their names begin with ``prefix``.
+
+    ``most``: elements of an exchange at most. ``store``, ``meet``: the store and the meeting of a name, of the ranks
+    with this one's place in every island. ``patience``: seconds for an island that sends nothing.
+    """
+    names = [f"{prefix}{lane}" for lane in range(min(SYNC_LANES, max(1, config.rounds_under_way)))]
+    if config.transport != "udp":
+        return [Reliable(meet(name)) for name in names]
+    from .datagrams import IslandLink  # which starts a thread
+
+    dtype, length = DTYPES[config.sync_dtype], -(-most // config.islands) + ASIDE
+    return [IslandLink(config, name, island, store(name), length, dtype, patience) for name in names]
 
 
 class Crossed(NamedTuple):
@@ -184,8 +208,10 @@ class BetweenRanks:
             back = None if lossless else elements_of(complete[None], units, device)[0].reshape(-1)
             owed = None
             if self.dtype != torch.float32:
-                owed = owed_to([self._island], bring((exact - mean.float())[None], device), self._config.islands)
-            mine = Mean(bring(values.reshape(-1), device), back, owed)
+                owed = owed_to(
+                    [self._island], copies.upload((exact - mean.float())[None], device), self._config.islands
+                )
+            mine = Mean(copies.upload(values.reshape(-1), device), back, owed)
         return Crossed(mine, Brought(device), [reduced, complete])
 
     def _say(self, rows: torch.Tensor) -> None:

@@ -21,10 +21,9 @@ from ...errors import UsageError, refuse
 from ...exchange import Delivery, Stream
 from ...mechanism import Part
 from ...monitor import Observer
-from .between_ranks import ASIDE, BetweenRanks, Reliable
-from .flags import SYNC_LANES
+from .between_ranks import BetweenRanks, carriers_of
 from .main_vector import Segment, Vector
-from .mean import DTYPES, Mean
+from .mean import Mean, distance_to
 from .monitor import IslandMonitor
 from .shard import Shard
 from .subset import Subset
@@ -89,17 +88,8 @@ class FSDPIslands(Part):
         config, run = self.config, self._run
         vector = self._vector()
         subset = Subset(config, vector.size, config.loss_seed, Stream("islands", self.place))
-        names = [str(lane) for lane in range(min(SYNC_LANES, max(1, config.rounds_under_way)))]
-        carriers: list[Any] = []
-        if config.transport == "udp":
-            from .datagrams import IslandLink  # which starts a thread
-
-            dtype, length = DTYPES[config.sync_dtype], -(-subset.most // config.islands) + ASIDE
-            for name in names:
-                store, patience = self._store(name), _PATIENCE.total_seconds()
-                carriers.append(IslandLink(config, name, self.island, store, length, dtype, patience))
-        else:
-            carriers += [Reliable(self._meet(name)) for name in names]
+        patience = _PATIENCE.total_seconds()
+        carriers = carriers_of(config, subset.most, self.island, "", self._store, self._meet, patience)
         crossing = BetweenRanks(config, subset.stream, self.island, carriers, run.steps, self._tell)
         return Shard(config, subset, [vector], crossing, run.steps, run.device, self._note)
 
@@ -116,11 +106,7 @@ class FSDPIslands(Part):
             observer.observe(delivery)
 
     def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
-        distance = mean.values - sent[0]
-        compared: torch.Tensor | int = distance.numel()
-        if mean.arrived is not None:
-            distance, compared = distance.where(mean.arrived[0], 0.0), mean.arrived[0].sum()
-        self.monitor.used(seconds, distance.dot(distance), compared)
+        self.monitor.used(seconds, *distance_to(mean, sent))
 
     @property
     def carriers(self) -> Sequence[Any]:
@@ -152,12 +138,14 @@ class FSDPIslands(Part):
             for ranks, replica, weights in run.gathered():
                 mean = self._control.total(weights) / self.config.islands
                 all_gather_single(replica, mean.to(replica.device, replica.dtype), group=ranks)
-        with run.opened():
-            yield
-        with torch.no_grad():
-            for (_, replica, _), values in zip(run.gathered(), kept, strict=True):
-                replica.copy_(values)
-        run.reshard()
+        try:
+            with run.opened():
+                yield
+        finally:
+            with torch.no_grad():
+                for (_, replica, _), values in zip(run.gathered(), kept, strict=True):
+                    replica.copy_(values)
+            run.reshard()
 
     def identity(self) -> dict[str, Any]:
         return {"islands": self.config.islands, "island": self.island}

@@ -37,6 +37,19 @@ class Mean(NamedTuple):
     owed: torch.Tensor | None = None
 
 
+def distance_to(mean: Mean, sent: torch.Tensor, stride: int = 1) -> tuple[torch.Tensor, torch.Tensor | int]:
+    """The sum of squared distances of ``sent`` [1, k] to ``mean`` over the elements that arrived, and their number.
+
+    ``stride``: between the elements that are looked at. Nothing waits for the device, and no shape depends on losses.
+    """
+    distance = mean.values[::stride] - sent[0, ::stride]
+    if mean.arrived is None:
+        return distance.dot(distance), distance.numel()
+    arrived = mean.arrived[0, ::stride]
+    distance = distance.where(arrived, 0.0)
+    return distance.dot(distance), arrived.sum()
+
+
 class Pending(Protocol):
     """An exchange that is under way."""
 
@@ -155,7 +168,7 @@ def finite_rows(rows: torch.Tensor) -> np.ndarray:
 
 def elements_of(arrived: np.ndarray, units: BucketUnits, device: torch.device) -> torch.Tensor:
     """bool[receivers, sources, shard] of bool[receivers, sources, units]."""
-    by_unit = torch.from_numpy(arrived) if device.type == "cpu" else copies.to_device(arrived, device)
+    by_unit = copies.to_device(arrived, device)
     return by_unit.repeat_interleave(units.elements, dim=2)[:, :, : units.shard]
 
 

@@ -30,11 +30,10 @@ from ...hooks.versions import data_parallel_rank, pipeline_stage
 from ...mechanism import Part
 from ...monitor import Observer
 from ...recovery import copies
-from .aside import ASIDE
-from .between_ranks import BetweenRanks, Reliable
-from .flags import CONSENSUS_FOLDER, SYNC_LANES
+from .between_ranks import BetweenRanks, carriers_of
+from .flags import CONSENSUS_FOLDER
 from .main_vector import Vector, shard_vector
-from .mean import DTYPES, Mean
+from .mean import Mean, distance_to
 from .monitor import IslandMonitor
 from .rewind import rewind
 from .shard import Shard
@@ -181,19 +180,8 @@ class RankIslands(Part):
     def _build(self, number: int, one: Any) -> _Shard:
         config, vector = self.config, self._vector(one)
         subset = self._subset(vector, number)
-        lanes = min(SYNC_LANES, max(1, config.rounds_under_way))
-        names = [f"{number}/{lane}" for lane in range(lanes)]
-        carriers: list[Any] = []
-        if config.transport == "udp":
-            from .datagrams import IslandLink  # which starts a thread
-
-            dtype, patience = DTYPES[config.sync_dtype], self.world.patience
-            length = -(-subset.most // config.islands) + ASIDE
-            for name in names:
-                link = IslandLink(config, name, self.world.island, self.world.store(name), length, dtype, patience)
-                carriers.append(link)
-        else:
-            carriers += [Reliable(self.world.meet(name)) for name in names]
+        world = self.world
+        carriers = carriers_of(config, subset.most, world.island, f"{number}/", world.store, world.meet, world.patience)
         crossing = BetweenRanks(
             config, subset.stream, self.world.island, carriers, self._run.steps, self._tell, self._stopping
         )
@@ -206,13 +194,7 @@ class RankIslands(Part):
 
     def _note(self, seconds: float, sent: torch.Tensor, mean: Mean) -> None:
         stride = mean.values.numel() // _SAMPLE | 1  # odd, so that it does not follow blocks
-        distance = mean.values[::stride] - sent[0, ::stride]
-        compared: torch.Tensor | int = distance.numel()
-        if mean.arrived is not None:
-            arrived = mean.arrived[0, ::stride]
-            distance = distance.where(arrived, 0.0)  # of the same shape, whatever was lost
-            compared = arrived.sum()
-        self.monitor.used(seconds, distance.dot(distance), compared)
+        self.monitor.used(seconds, *distance_to(mean, sent, stride))
 
     @property
     def carriers(self) -> Sequence[Any]:
