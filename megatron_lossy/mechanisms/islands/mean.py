@@ -168,7 +168,7 @@ def finite_rows(rows: torch.Tensor) -> np.ndarray:
 
 def elements_of(arrived: np.ndarray, units: BucketUnits, device: torch.device) -> torch.Tensor:
     """bool[receivers, sources, shard] of bool[receivers, sources, units]."""
-    by_unit = copies.to_device(arrived, device)
+    by_unit = torch.from_numpy(arrived) if device.type == "cpu" else copies.to_device(arrived, device)
     return by_unit.repeat_interleave(units.elements, dim=2)[:, :, : units.shard]
 
 
