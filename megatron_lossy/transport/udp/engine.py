@@ -203,8 +203,6 @@ class Engine:
             )
         if settings.rate_control == "fixed":
             log(f"udp: fixed rate of {self.rate / 1e6:.0f} MB/s, whatever else the network carries")
-        if settings.rate_control == "dedicated" and not local_rank:
-            log("udp: rates are for a link of this training's own; where others use it: --udp-rate-control shared")
 
     def c_settings(self) -> _Settings:
         settings = self.settings

@@ -23,6 +23,8 @@ from .settings import UdpSettings
 
 logger = logging.getLogger(__name__)
 
+_DEDICATED = "udp: rates are for a link of this training's own; where others use it: --udp-rate-control shared"
+
 _engines: dict[UdpSettings, Engine] = {}
 
 
@@ -49,11 +51,14 @@ def engine_for(config: LossyConfig) -> Engine:
     settings = settings_of(config)
     if settings not in _engines or _engines[settings].closed:  # in a child process
         address = find_address(settings.interface, os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if settings.rate_control == "dedicated" and not local_rank:
+            logger.warning(_DEDICATED)
         _engines[settings] = Engine(
             settings,
             address,
             logger.warning,
-            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+            local_rank=local_rank,
             sharers=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         )
         # The engine has registered an end without patience. This is registered later, and so runs earlier.
