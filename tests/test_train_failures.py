@@ -158,6 +158,17 @@ def test_a_data_set_that_cannot_be_read_is_not_called_the_cache(tmp_path):
     assert run_ranks(_build, 1, str(tmp_path), [shard, f"{cache}/x/index.npy", None]) == [[shard, cache, cache]]
 
 
+def test_a_building_folder_that_another_run_finishes_meanwhile_is_no_error(tmp_path):
+    from megatron_lossy.train.data import _building_folder
+
+    (tmp_path / "cache.building.gone").symlink_to(tmp_path / "nothing")  # listed, and not there when it is asked
+    old, new = tmp_path / "cache.building.old", tmp_path / "cache.building.new"
+    old.mkdir(), new.mkdir()
+    os.utime(old, (0, 0))
+    assert _building_folder(tmp_path / "cache").parent == tmp_path
+    assert not old.exists() and new.exists()
+
+
 # --- real ranks, killed with SIGKILL at any moment: the run ends as if nobody had killed it --------------------------
 
 

@@ -128,8 +128,9 @@ def _building_folder(cache: Path) -> Path:
     with writing("--data-cache-path", cache.parent):
         cache.parent.mkdir(parents=True, exist_ok=True)
     for left in cache.parent.glob(f"{cache.name}.building.*"):
-        if time.time() - left.stat().st_mtime > 3600:
-            shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another run finished with it meanwhile
+            if time.time() - left.stat().st_mtime > 3600:
+                shutil.rmtree(left, ignore_errors=True)
     folder = cache.with_name(f"{cache.name}.building.{uuid.uuid4().hex}")
     folder.mkdir(parents=True)
     return folder
