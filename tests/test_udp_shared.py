@@ -27,53 +27,58 @@ pytestmark = pytest.mark.shows("rates beside other flows: the rule, its model, a
 PHASES = ("starts", "grows", "dips")
 
 
-def follow(seed, seconds, capacity, loss, queue, trip, share=0.0):
+def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1):
     """Drive the engine's rule and the model by one link, and compare them at each step; the model in the end.
 
-    ``capacity``: bytes/s; ``queue``, ``trip``: seconds; pauses come at random.
+    ``capacity``: bytes/s; ``queue``, ``trip``: seconds; pauses come at random. ``flows`` of one path take turns at random.
     """
     lib = load()
-    lib_rate = lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500)
+    rates = [lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, None)]
+    rates += [lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, rates[0]) for _ in range(flows - 1)]
     model, random_ = Shared(1.25e9, 1500), random.Random(seed)
-    lib.ml_rate_share(lib_rate, share)
     model.share = share
-    now, free, number, came, top, link, sent_at, clock = SECOND, 0, 0, 0, 0, 0, {}, 3
+    now, free, link, clock, newest = SECOND, 0, 0, 3, 0
+    sent_at: list[list[int]] = [[] for _ in rates]
+    came, top, told, report_at = ([0] * flows for _ in range(4))
+    intervals = [ctypes.c_uint32() for _ in rates]
     reports, seen = [], set()
-    report_at = 0
     while now < (1 + seconds) * SECOND:
-        idle = now - free
-        lib.ml_rate_clock(lib_rate, now, now + clock, idle, number)
-        if idle > 5 * MS:
-            model.resume(number)
-        model.clock(now, now + clock, number)
-        for _ in range(max(int(model.rate / 4000 / 1500), 1)):
-            sent_at[number] = now
+        flow = random_.randrange(flows) if flows > 1 else 0
+        assert lib.ml_rate_clock(rates[flow], now, now + clock) == free
+        if now - free > 5 * MS:
+            model.resume(now)
+        model.clock(now, now + clock)
+        batch = max(int(model.rate / 4000 / 1500), 1)
+        for _ in range(batch):
+            sent_at[flow].append(now)
             if max(link - now, 0) <= queue * SECOND:
                 link = max(link, now) + int(1500 * SECOND / capacity)
                 if random_.random() >= loss:
-                    came, top = came + 1, number + 1
-                    if link >= report_at:
-                        report_at = link + 2 * MS
-                        reports.append((link + int(trip * SECOND / 2), came, top, link))
-            number += 1
-        free = now + int(max(int(model.rate / 4000 / 1500), 1) * 1500 * SECOND / model.rate)
-        now = free + (random_.randrange(300) * MS if random_.random() < 0.0005 else 0)
+                    came[flow], top[flow] = came[flow] + 1, len(sent_at[flow])
+                    if link >= report_at[flow]:
+                        report_at[flow] = link + 2 * MS
+                        reports.append((link + int(trip * SECOND / 2), flow, came[flow], top[flow], link))
+        lib.ml_rate_spend(rates[flow], intervals[flow], batch * 1500, now)
+        free = max(free, now - MS // 4) + int(batch * 1500 * SECOND / model.rate)
+        now = max(free, now) + (random_.randrange(300) * MS if random_.random() < 0.0005 else 0)
         while reports and reports[0][0] <= now:
-            at, arrived, highest, landed = reports.pop(0)
-            rtt = at - sent_at[highest - 1] + int(trip * SECOND / 2)
+            at, flow, arrived, highest, landed = reports.pop(0)
+            sent = sent_at[flow][highest - 1]
+            rtt = at - sent + int(trip * SECOND / 2)
             micros = landed // 1000
-            lib.ml_rate_sample(lib_rate, at, rtt)
-            lib.ml_rate_report(
-                lib_rate, at, arrived, 1500 * arrived, highest, micros % 2**32, sent_at[highest - 1], number
-            )
+            lib.ml_rate_sample(rates[flow], at, rtt)
+            lib.ml_rate_report(rates[flow], at, arrived, 1500 * arrived, highest, micros % 2**32, sent, share)
+            told[flow], newest = (arrived, highest), max(newest, sent)
             model.sample(at, rtt)
-            model.report(at, arrived, highest, sent_at[highest - 1], micros * 1000, number)
+            sums = [sum(column) for column in zip(*filter(None, told))]
+            model.report(at, *sums, newest, micros * 1000)
             out = (ctypes.c_double * 5)()
-            lib.ml_rate_shared(lib_rate, out)
+            lib.ml_rate_shared(rates[flow], out)
             expected = (model.rate, model.proven, model.credit, PHASES.index(model.phase), model.competes)
             assert all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(out, expected)), (list(out), expected)
             seen |= {model.phase, "competes" if model.competes else "alone", "credit" if model.credit else "none"}
-    lib.ml_rate_free(lib_rate)
+    for one in reversed(rates):
+        lib.ml_rate_free(one)
     return model, seen
 
 
@@ -88,6 +93,12 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0):
 @settings(max_examples=15, deadline=None)
 def test_the_rule_is_the_models(**link):
     follow(seconds=5, **link)
+
+
+@given(seed=st.integers(0, 10**6), flows=st.integers(2, 9), loss=st.sampled_from([0.0, 0.1]))
+@settings(max_examples=10, deadline=None)
+def test_flows_of_one_path_are_one_sender(**flows):
+    follow(seconds=5, capacity=3e6, queue=0.01, trip=0.02, **flows)
 
 
 def test_long_histories_come_to_every_phase():
@@ -137,6 +148,27 @@ def test_a_path_that_loses_is_used_all_the_same(loss, least):
     assert outcome.used > least
     assert outcome.own_loss() < 0.025
     assert run(Bottleneck(loss=loss), [Flow("cubic")], seconds=20, warm=5).used < (0.1 if loss >= 0.01 else 0.6)
+
+
+@compiled
+@pytest.mark.parametrize(("path", "flows"), [(Bottleneck(loss=0.1), 16), (Bottleneck(1000, loss=0.1), 64)])
+def test_flows_between_two_hosts_use_a_path_that_loses_as_one(path, flows):
+    """By themselves, each sees too few of its datagrams to tell the path's loss from its own."""
+    outcome = run(path, [Flow(path=0)] * flows, seconds=20, warm=5)
+    assert outcome.used > 0.85
+    assert outcome.own_loss() < 0.025
+    assert run(path, [Flow()] * flows, seconds=20, warm=5).used < 0.3
+
+
+@compiled
+@pytest.mark.parametrize("queue", [2, 20])
+def test_sixteen_flows_between_two_hosts_leave_others_as_much_as_one(queue):
+    path = Bottleneck(queue=queue)
+    alone = run(path, [Flow("cubic")], seconds=40, warm=8).delivered[0]
+    flows = [Flow(endless=True, path=0, begin=0.1 * index) for index in range(16)]
+    assert run(path, [*flows, Flow("cubic")], seconds=40, warm=8).delivered[-1] / alone > 0.35
+    apart = [dataclasses.replace(flow, path=None) for flow in flows]
+    assert run(path, [*apart, Flow("cubic")], seconds=40, warm=8).delivered[-1] / alone < 0.2
 
 
 @compiled
@@ -198,9 +230,10 @@ def test_the_table_says_what_is_missed(tmp_path):
 # --- engines, without sockets and in a time of their own ---
 
 
-def engines_share_a_link(rule, senders, loss=0.0, seconds=8):
+def engines_share_a_link(rule, senders, loss=0.0, seconds=8, one_host=False):
     """Ranks that send to rank 0 without end, over 100 Mbit/s with a queue of 2 ms and a round trip of 20 ms.
 
+    ``one_host``: the senders are processes of one host.
     Returns the shares of what they sent in the second half that did not fit the queue, and of the link that they used.
     """
     rate, queue, shard = 12.5e6, 25e3, 500 * 1408
@@ -220,6 +253,8 @@ def engines_share_a_link(rule, senders, loss=0.0, seconds=8):
         return [] if random_.random() < loss else [free + 10 * MS]
 
     settings_ = {"packet": 1408, "rate": 1.25e9, "rule": rule, "window": 3000}
+    if one_host:
+        settings_["path"] = ctypes.create_string_buffer(load().ml_path_bytes())
     with World(senders + 1, {"grad": [(shard, 1408)]}, link, **settings_) as world:
         data, steps = np.zeros((senders + 1, shard), np.uint8), [0] * (senders + 1)
 
@@ -251,6 +286,13 @@ def test_engines_use_a_path_that_loses():
     own, used = engines_share_a_link("shared", 1, loss=0.1, seconds=14)
     assert own < 0.04
     assert used > 0.7
+
+
+def test_engines_of_one_host_use_a_path_that_loses_as_one():
+    own, used = engines_share_a_link("shared", 8, loss=0.1, seconds=14, one_host=True)
+    assert own < 0.04
+    assert used > 0.7
+    assert engines_share_a_link("shared", 8, loss=0.1, seconds=14)[1] < 0.5
 
 
 def overflowed(rule, folder):

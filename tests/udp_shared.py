@@ -1,4 +1,4 @@
-"""A model of ``shared.c``: how fast one destination may be sent to on a network that others use.
+"""A model of ``shared.c``: how fast one host may be sent to on a network that others use.
 
 Loss is ours until it is proven to be the path's: what a path loses does not fall when everybody sends less at once, what a full
 queue loses does. At ticks of a clock that all hosts have, flows that lost anything *dip*; what they lose then is the path's, their
@@ -77,13 +77,13 @@ class Shared:
         self._slot_at = 0
         self._base: Look | None = None
         self._last: Look | None = None
-        self._mark = 0
+        self._mark: float = 0
         self._least: float = float("inf")
         self._gap = 0
         self._calm_at = 0
         self._before = self._step = self._grew = 0.0
         self._chain = Chain()
-        self._counts = self._ends = self._dip_last = 0
+        self._counts = self._ends = self._ended = 0
         self._dip_rate = 0.0
         self._tick = -1
         self._pool = [0.0, 0.0]  # sent and lost in dips
@@ -130,9 +130,9 @@ class Shared:
 
     # --- windows ---
 
-    def _later(self, number: int) -> None:
-        """A window of what is sent from now on."""
-        self._mark, self._base, self._least = number, None, float("inf")
+    def _later(self, mark: float) -> None:
+        """A window of what is sent from then on."""
+        self._mark, self._base, self._least = mark, None, float("inf")
 
     def _next(self) -> None:
         self._base, self._least, self._gap = self._last, float("inf"), 0
@@ -152,8 +152,8 @@ class Shared:
         self._srtt = self._srtt + (eighth if difference > 0 else -eighth) if self._srtt else rtt
         self._least = min(self._least, rtt)
 
-    def report(self, now: int, datagrams: int, top: int, sent_at: int, came: int, number: int) -> None:
-        """``datagrams`` came, up to ``top`` - 1, which was sent and came then; ``number`` is the next one."""
+    def report(self, now: int, datagrams: int, top: int, sent_at: int, came: int) -> None:
+        """``datagrams`` came, up to ``top`` - 1, which was sent and came then."""
         last, self_base = self._last, self._base
         if last is not None and (datagrams <= last.datagrams or top < last.top):
             return
@@ -165,7 +165,7 @@ class Shared:
                 self._chain.lost += max(sent - (datagrams - last.datagrams), 0)
         self._last = Look(datagrams, top, sent_at, came)
         if self_base is None:
-            if top > self._mark:
+            if sent_at >= self._mark:
                 self._next()
             return
         sent = top - self_base.top
@@ -173,29 +173,29 @@ class Shared:
         if sent < 2:
             return
         if self.phase == "dips":
-            if self._dip_last and top >= self._dip_last:
+            if self._ended and sent_at >= self._ended:
                 self.phase = "grows"
                 self._dip_over(sent, lost)
-                self._later(number)
+                self._later(now)
             return
         passed, took = sent_at - self_base.sent_at, came - self_base.came
         long = passed >= LEAST_WINDOW or took >= 2 * LEAST_WINDOW
         if self.phase != "starts" and long and self._excess(sent, lost):
-            self._fall(sent, lost, took, number)
+            self._fall(now, sent, lost, took)
             return
         wanted = max(self._rtt // 4, LEAST_WINDOW)
         enough = 8 if self.phase == "starts" else 4000 * self.credit if self._lossy else 2
         if sent >= min(enough, 0.3 * self.rate / self.packet) and (passed >= wanted or took >= 2 * wanted):
-            self._window_over(now, passed, sent, lost, took, number)
+            self._window_over(now, passed, sent, lost, took)
 
-    def resume(self, number: int) -> None:
+    def resume(self, now: int) -> None:
         """Something is sent after a pause."""
         if self.phase != "dips":
-            self._later(number)
+            self._later(now)
 
     # --- decisions ---
 
-    def _fall(self, sent: float, lost: float, took: int, number: int) -> None:
+    def _fall(self, now: int, sent: float, lost: float, took: int) -> None:
         share = lost / (100 if lost < 4 and sent < 100 else sent)
         delivered = self.rate * (1 - share) / (1 - self.credit)
         if sent >= 100 and took >= LEAST_WINDOW / 2:
@@ -209,7 +209,7 @@ class Shared:
         self._step = self._grew = 0.0
         self.phase = "grows"
         self._lost_any = True
-        self._later(number)
+        self._later(now)
         hold = DIPPED * chain.delivered
         if chain.suspect and self.rate <= hold:
             return  # until a dip has told whose loss that is
@@ -241,14 +241,14 @@ class Shared:
         if not self._lost_any:
             chain.length = 0
 
-    def clock(self, now: int, clock: int, number: int) -> None:
+    def clock(self, now: int, clock: int) -> None:
         """Before something is sent; ``clock``: that all hosts have."""
         if self.phase == "dips":
             if self._counts and now >= self._counts:
                 self._counts = 0
-                self._later(number)
+                self._later(now)
             if self._ends and now >= self._ends:
-                self._dip_last, self._ends = number, 0
+                self._ended, self._ends = now, 0
                 self._set(self._dip_rate)
             return
         tick = clock // TICK
@@ -261,33 +261,33 @@ class Shared:
         self._dip_rate = self.rate
         self._counts = now + SETTLE
         self._ends = self._counts + max(self._trip // 2, DIP)
-        self._dip_last = 0
+        self._ended = 0
         self.phase = "dips"
         self._set(DIPPED * min(self.rate, self.proven))
-        self._later(2**64 - 1)
+        self._later(float("inf"))
 
-    def _window_over(self, now: int, passed: int, sent: float, lost: float, took: int, number: int) -> None:
+    def _window_over(self, now: int, passed: int, sent: float, lost: float, took: int) -> None:
         delivered = (sent - lost) * self.packet * 1e9 / took if took > 0 else self.rate
         queued = self._queue > max(4 * MS, self._rtt // 8)
         if self.phase == "starts":
             if lost <= 0.05 * sent + 3 * sqrt(0.4 * sent) and not queued:
                 self.proven = self.rate
                 self._set(2 * self.rate)
-                self._later(number)
+                self._later(now)
                 return
             self.phase = "grows"
             self.proven = min(delivered, self.rate)
             if lost > 0:
-                self._fall(sent, lost, took, number)
+                self._fall(now, sent, lost, took)
             else:
                 self._set(0.8 * self.proven)
-                self._later(number)
+                self._later(now)
             return
         self._calm_at = 0 if queued else self._calm_at or now
         if self.competes and self._calm_at and now - self._calm_at > 2 * SECOND:
             self.competes, self._drains = False, 0
         if queued and not self.competes:
-            self._drain(sent, lost, took, delivered, number)
+            self._drain(now, sent, lost, took, delivered)
             return
         if not self.competes:
             self._drains = 0
@@ -299,13 +299,13 @@ class Shared:
             most = self.rate / 32 if self.rate < 1.25 * self.proven else self.rate / 2
             self._step = min(2 * self._step if self._step > 0 else self.rate / 64, most)
             self._set(self.rate + self._step)
-            self._later(number)
+            self._later(now)
             return
         self._set(self.rate + self._growth() * passed / 1e9)
         self._grew += passed / 1e9
         self._next()
 
-    def _drain(self, sent: float, lost: float, took: int, delivered: float, number: int) -> None:
+    def _drain(self, now: int, sent: float, lost: float, took: int, delivered: float) -> None:
         if took > self._gap + LEAST_WINDOW // 2:
             delivered = (sent - lost) * self.packet * 1e9 / (took - self._gap)
         rate = delivered / (1 - self.credit)
@@ -321,4 +321,4 @@ class Shared:
             self._set((0.5 if self._queue > self._rtt // 2 + 10 * MS else 0.85) * min(self.rate, self.proven))
         self._drains += 1
         self._step = self._grew = 0.0
-        self._later(number)
+        self._later(now)

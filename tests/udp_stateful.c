@@ -127,7 +127,7 @@ static void open_all(int cipher, uint32_t memory)
         }
         for (uint32_t other = 0; other < RANKS; other++) {
             struct sockaddr_in a = address_of(other);
-            if (other != rank && ml_member(c, other, (struct sockaddr *)&a, sizeof a, other, 40, 60, set.eager, key, key, now))
+            if (other != rank && ml_member(c, other, (struct sockaddr *)&a, sizeof a, other, 40, 60, set.eager, key, key, NULL, now))
                 fail(__LINE__, "member");
         }
         ml_open(c);

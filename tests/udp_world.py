@@ -63,6 +63,8 @@ class Node:
     rule: str = "fixed"
     key: bytes = bytes(16)
     reported: tuple[str, ...] = ()
+    #: Memory of one path, of all ranks but the first: they are on one host, and the first on another one.
+    path: ctypes.Array[ctypes.c_char] | None = None
     exchanges: dict[tuple[str, int, int], Exchange] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,6 +73,7 @@ class Node:
             assert not self.lib.ml_load_cipher()
         settings = _Settings(
             rate=self.rate,
+            path_rate=self.rate,
             reorder=self.reorder,
             peer_timeout=self.peer_timeout,
             eager=self.eager,
@@ -92,8 +95,12 @@ class Node:
             if peer != self.rank:
                 where = address(peer)
                 windows = (self.window, self.window)
+                path = None
+                if self.path is not None and self.rank:
+                    path = ctypes.addressof(self.path)
+                    self.lib.ml_path(path, self.engine, 0)
                 assert not self.lib.ml_member(
-                    self.channel, peer, where, len(where), peer, *windows, self.eager, self.key, self.key, 0
+                    self.channel, peer, where, len(where), peer, *windows, self.eager, self.key, self.key, path, 0
                 )
         self.lib.ml_open(self.channel)
         self._out = (ctypes.c_uint8 * (1 << 18))()

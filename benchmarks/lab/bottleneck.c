@@ -2,7 +2,7 @@
  *
  *     senders -> drop-tail queue -> link of so many bytes/s -> loss of the path -> receivers
  *
- * Flows of ours send exchanges, with pauses; receivers report after 256 datagrams or 2 ms, as the engine's do. TCP flows send
+ * Flows of ours, several of which may be those between two hosts, send exchanges, with pauses; receivers report after 256 datagrams or 2 ms, as the engine's do. TCP flows send
  * all they may, Cubic (RFC 9438) or Reno, with an acknowledgement of each packet. Nothing but the queue takes time that varies.
  */
 #include "../../megatron_lossy/transport/udp/c/base.h"
@@ -11,11 +11,12 @@
 
 enum { CUBIC = SHARED + 1, RENO }; /* beside the rules of rate.c */
 enum { SEND, ARRIVE, HEAR, DUE }; /* kinds of events */
-enum { BYTES = 1500, RING = 1 << 17, STEPS = 8, GROUPS = 64 };
+enum { BYTES = 1500, RING = 1 << 17, STEPS = 8, GROUPS = 64, PATHS = 64 };
 
 /* The layout is repeated in bottleneck.py. */
 struct flow_in {
     int32_t kind, group;                     /* group: flows to one host, which tells each its share; -1: none */
+    int32_t path, unused;                    /* path: of ours that are one sender, all of one rule; -1: it is by itself */
     double begin, end;                       /* seconds */
     double least, most;                      /* bytes of an exchange; 0: without end */
     double pause_least, pause_most, ceiling; /* seconds; bytes/s */
@@ -85,6 +86,7 @@ struct sender {
     ns top_at, came_at;
     uint32_t unreported;
     int in_burst, seen; /* seen: in this interval of its group */
+    uint32_t interval;  /* of its path, in which it sent last */
     /* TCP: the state of RFC 9438, in packets. */
     double window, threshold, most, k, reno;
     uint64_t acked, recover, flight, timer;
@@ -133,6 +135,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
     struct sim sim = {.random = set->seed * 7919 + 1};
     struct sender *flows = calloc((size_t)set->flows, sizeof *flows);
     struct group groups[GROUPS] = {{0}};
+    struct sender *firsts[PATHS] = {0};
     double rate = set->rate, queue = set->queue * set->rate, rtt = set->rtt;
     ns end = (ns)(set->seconds * 1e9), warm = (ns)(set->warm * 1e9), idle_at = 0, looked = 0;
     int step = 0, active = 0;
@@ -141,7 +144,12 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
         f->in = in[i];
         f->sent_at = calloc(RING, sizeof *f->sent_at);
         f->skew = (ns)(draw(&sim) * set->skew * 1e9);
-        rate_init(&f->rate, 4e6, f->in.ceiling, f->in.kind, BYTES);
+        struct sender *first = f->in.path >= 0 ? firsts[f->in.path] : NULL;
+        if (f->in.path >= 0 && !first)
+            firsts[f->in.path] = f;
+        if (first)
+            f->skew = first->skew;
+        rate_init(&f->rate, 4e6, f->in.ceiling, f->in.kind, BYTES, first ? first->rate.path : NULL);
         f->window = 10;
         f->threshold = 1e9;
         push(&sim, (struct event){.at = (ns)(f->in.begin * 1e9), .flow = i, .kind = SEND, .a = 1});
@@ -180,12 +188,17 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
             if (tcp(f)) {
                 burst = f->window > (double)f->flight ? (int)(f->window - (double)f->flight) : 0;
             } else {
-                rate_clock(&f->rate, now, now + f->skew, now - f->free_at, f->number);
-                double r = f->rate.rate, trip = (double)shared_trip(&f->rate.shared) / 1e9;
+                struct path *path = f->rate.path;
+                ns free_at = path ? rate_clock(&f->rate, now, now + f->skew) : now;
+                if (now < free_at) { /* another flow of the path has sent */
+                    push(&sim, (struct event){.at = free_at, .flow = v.flow, .kind = SEND, .b = ++f->turn});
+                    continue;
+                }
+                double r = f->rate.rate, trip = path ? (double)shared_trip(&path->shared) / 1e9 : 0;
                 burst = (int)(r * (double)rate_burst(&f->rate) / 1e9 / BYTES);
                 burst = burst < 1 ? 1 : burst > 44 ? 44 : burst;
-                if (f->in.kind == SHARED) {
-                    double room = 2 * r * (trip + 0.01) / BYTES + 16 - (double)(f->number - f->reported);
+                if (path) {
+                    double room = 2 * r * (trip + 0.01) / BYTES / path_flows(path) + 16 - (double)(f->number - f->reported);
                     if (room < burst)
                         burst = (int)room;
                     if (burst < 1) {
@@ -200,6 +213,10 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                     }
                 }
                 f->free_at = now + (ns)(burst * (double)BYTES * 1e9 / r);
+                if (path) {
+                    rate_spend(&f->rate, &f->interval, burst * (double)BYTES, now);
+                    f->free_at = path->free_at;
+                }
             }
         } else if (v.kind == ARRIVE) {
             if (now >= warm)
@@ -272,9 +289,9 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
             f->heard_at = now;
             if (v.b > f->reported)
                 f->reported = v.b;
-            f->rate.shared.share = f->in.group >= 0 ? groups[f->in.group].share : 0;
             rate_sample(&f->rate, now, trip);
-            rate_report(&f->rate, now, v.a, v.a * BYTES, v.b, (uint32_t)(v.came / US), sent_at, f->number);
+            rate_report(&f->rate, now, v.a, v.a * BYTES, v.b, (uint32_t)(v.came / US), sent_at,
+                        f->in.group >= 0 ? groups[f->in.group].share : 0);
             if (f->blocked)
                 push(&sim, (struct event){.at = greatest(now, f->free_at), .flow = v.flow, .kind = SEND, .b = ++f->turn});
             f->blocked = 0;
@@ -325,7 +342,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
     for (int i = 0; i < set->flows; i++) {
         out[i] = flows[i].out;
         out[i].rate = flows[i].rate.rate;
-        out[i].credit = flows[i].rate.shared.credit;
+        out[i].credit = flows[i].rate.path ? flows[i].rate.path->shared.credit : 0;
         free(flows[i].sent_at);
     }
     free(flows);

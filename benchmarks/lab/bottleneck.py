@@ -22,13 +22,15 @@ from megatron_lossy.transport.udp.engine import RULES
 KINDS = {**RULES, "cubic": 3, "reno": 4}
 #: Bytes of a packet.
 PACKET = 1500
-_STEPS, _GROUPS = 8, 64
+_STEPS, _GROUPS, _PATHS = 8, 64, 64
 
 
 class _Flow(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_int32),
         ("group", ctypes.c_int32),
+        ("path", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
         *(
             (name, ctypes.c_double)
             for name in ["begin", "end", "least", "most", "pause_least", "pause_most", "ceiling"]
@@ -84,19 +86,22 @@ class Bottleneck:
 class Flow:
     """A flow of a kind of :data:`KINDS`: exchanges of 4 to 40 MB with pauses of 10 to 300 ms, or without end.
 
-    ``group``: the host that receives it, which tells its flows what each has; ``None``: it does not.
+    ``group``: the host that receives it, which tells its flows what each has; ``None``: it does not. ``path``: the number of
+    two hosts, whose flows are one sender with ``shared``; ``None``: no other flow has these hosts.
     """
 
     kind: str = "shared"
     endless: bool = False
     group: int | None = None
     begin: float = 0.0
+    path: int | None = None
 
     def _packed(self) -> _Flow:
         endless = self.endless or KINDS[self.kind] > RULES["shared"]
         sizes = (0.0, 0.0) if endless else (4e6, 40e6)
         group = -1 if self.group is None else self.group % _GROUPS
-        return _Flow(KINDS[self.kind], group, self.begin, 1e6, *sizes, 0.01, 0.3, 1.25e9)
+        path = -1 if self.path is None or self.kind != "shared" else self.path % _PATHS
+        return _Flow(KINDS[self.kind], group, path, 0, self.begin, 1e6, *sizes, 0.01, 0.3, 1.25e9)
 
 
 @dataclass(frozen=True)

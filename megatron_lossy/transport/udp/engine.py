@@ -23,6 +23,7 @@ from ...errors import UsageError, refuse
 from . import build, session
 from .address import resolve, speed_of
 from .packet import PHASES, overhead
+from .paths import Paths
 from .settings import MIB, UdpSettings
 
 SECOND = 1_000_000_000
@@ -53,6 +54,7 @@ class PeerLost(RuntimeError):
 class _Settings(ctypes.Structure):
     _fields_ = [
         ("rate", ctypes.c_double),
+        ("path_rate", ctypes.c_double),
         ("reorder", ctypes.c_int64),
         ("peer_timeout", ctypes.c_int64),
         ("eager", ctypes.c_uint64),
@@ -78,7 +80,9 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("channel", pointer, pointer, u32, u32, u32, u32, u32, u32),
         ("bucket", None, pointer, i, u32, u64, u32),
         ("promise", None, pointer, u32, u32),
-        ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u64, text, text, i64),
+        ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u64, text, text, pointer, i64),
+        ("path_bytes", size),
+        ("path", None, pointer, pointer, i64),
         ("open", None, pointer),
         ("probe", None, pointer, i64),
         ("probed", i, pointer, u32),
@@ -103,12 +107,12 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("produce", i, pointer, i64, pointer, pointer),
         ("timers", None, pointer, i64),
         ("due", i64, pointer),
-        ("rate_new", pointer, double, double, i, double),
+        ("rate_new", pointer, double, double, i, double, pointer),
         ("rate_free", None, pointer),
         ("rate_sample", None, pointer, i64, i64),
-        ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, u64),
-        ("rate_clock", None, pointer, i64, i64, i64, u64),
-        ("rate_share", None, pointer, double),
+        ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double),
+        ("rate_clock", i64, pointer, i64, i64),
+        ("rate_spend", None, pointer, ctypes.POINTER(u32), double, i64),
         ("rate_shared", None, pointer, pointer),
         ("rate_get", None, pointer, pointer),
     ):
@@ -161,6 +165,8 @@ class Engine:
         log: called with lines for the user.
         local_rank: added to ``settings.port``, unless that is 0.
         sharers: processes of this host that share the interface's speed, if no rate is set.
+        job: names the processes of this host that send to another host as one (:func:`.paths.job_name`); ``None``: this one
+            alone.
     """
 
     def __init__(
@@ -171,6 +177,7 @@ class Engine:
         *,
         local_rank: int = 0,
         sharers: int = 1,
+        job: str | None = None,
     ) -> None:
         self.settings = settings
         self.address = address
@@ -178,6 +185,7 @@ class Engine:
         self.instance = int.from_bytes(os.urandom(8), "little")
         self.datagram = settings.packet_bytes + overhead(settings.cipher)
         self.rate = settings.rate or speed_of(address) / sharers
+        self._sharers = sharers
         self._channels: list[Channel] = []
         self._lock = threading.RLock()  # guards the promises to senders
         self._lib = load()
@@ -191,6 +199,7 @@ class Engine:
         )
         if not self._engine:
             raise self._refusal(result[2], settings.port + local_rank)
+        self._paths = Paths(job, address, self._lib.ml_path_bytes(), log)
         atexit.register(self.close, 0.0)  # its thread must not outlive the memory that it reads
         _alive.add(self)
         self.port: int = result[0]
@@ -208,6 +217,7 @@ class Engine:
         settings = self.settings
         return _Settings(
             rate=self.rate,
+            path_rate=self.rate * self._sharers,
             reorder=-1 if settings.reorder is None else int(settings.reorder * SECOND),
             peer_timeout=int(settings.peer_timeout * SECOND),
             eager=settings.eager_bytes,
@@ -274,6 +284,12 @@ class Engine:
         """The processes that send to this one, over all channels, by their instance."""
         return {channel.hellos[peer].instance for channel in self._channels if channel.hellos for peer in channel.peers}
 
+    def path_to(self, address: str) -> int | None:
+        """The memory of the path to the host of ``address``, if rates are those of paths."""
+        if self.settings.rate_control != "shared":
+            return None
+        return self._paths.to(address, lambda memory: self._lib.ml_path(memory, self._engine, -1))
+
     def promise(self) -> None:
         """Tell all senders their share of the buffer, after a channel was opened or closed."""
         with self._lock:
@@ -297,6 +313,7 @@ class Engine:
             engine, self._engine = self._engine, None
             if engine:
                 self._lib.ml_free(engine)
+                self._paths.close()
                 atexit.unregister(self.close)
 
     def _forked(self) -> None:
@@ -436,7 +453,8 @@ class Channel:
             packed = pack_address(hello.address, hello.port)
             keys = secrets.key(self.rank, peer), secrets.key(peer, self.rank)
             where = (packed, len(packed), int(hello.instance, 16))
-            if self._lib.ml_member(channel, peer, *where, hello.window, hello.limit, hello.eager, *keys, -1):
+            path = engine.path_to(hello.address)
+            if self._lib.ml_member(channel, peer, *where, hello.window, hello.limit, hello.eager, *keys, path, -1):
                 self._lib.ml_close(channel, -1)
                 raise MemoryError(f"rank {peer} of channel {self.name}")
         return channel

@@ -19,6 +19,7 @@ from .address import find_address
 from .carrier import Dtypes, UdpWire
 from .engine import Engine
 from .parity import Code
+from .paths import job_name
 from .settings import UdpSettings
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def engine_for(config: LossyConfig) -> Engine:
             logger.warning,
             local_rank=local_rank,
             sharers=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+            job=job_name(os.environ),
         )
         # The engine has registered an end without patience. This is registered later, and so runs earlier.
         atexit.unregister(close_engines)

@@ -205,9 +205,8 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
         }
     }
     f->out.reported_top = a.top;
-    f->rate.shared.share = (double)a.share;
     rate_report(&f->rate, now, a.datagrams, a.bytes, a.top, a.clock,
-                f->out.number - a.top <= f->out.mask ? stamp->at : -1, f->out.number);
+                f->out.number - a.top <= f->out.mask ? stamp->at : -1, (double)a.share);
     return TAKEN;
 }
 
@@ -215,14 +214,19 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
 static void shares(struct engine *e, struct flow *f, size_t bytes, ns now)
 {
     if (now >= e->arrivals.ends) {
-        int whole = now < e->arrivals.ends + 100 * MS && e->arrivals.flows > 1; /* alone it has all, and learns nothing */
+        int whole = now < e->arrivals.ends + 100 * MS && e->arrivals.paths > 1; /* alone it has all, and learns nothing */
         e->arrivals.share = whole ? e->arrivals.bytes * 10 / e->arrivals.flows : 0;
-        e->arrivals.bytes = e->arrivals.flows = 0;
+        e->arrivals.bytes = e->arrivals.flows = e->arrivals.paths = 0;
         e->arrivals.number++;
         e->arrivals.ends = now + 100 * MS;
     }
-    if (f->in.interval != e->arrivals.number)
+    if (f->in.interval != e->arrivals.number) {
+        int other = 0; /* of its host has sent in this interval */
+        for (const struct flow *one = e->flows; f->rate.path && one; one = one->next)
+            other |= one->rate.path == f->rate.path && one->in.interval == e->arrivals.number;
+        e->arrivals.paths += !other;
         e->arrivals.flows++;
+    }
     f->in.interval = e->arrivals.number;
     e->arrivals.bytes += bytes + e->wire_overhead;
 }

@@ -183,8 +183,8 @@ API void ml_member_rate(struct channel *c, uint32_t rank, double *out)
     const struct flow *f = c->members[rank].flow;
     out[0] = f->rate.rate;
     out[1] = f->rate.known ? (double)f->rate.rtt_min / 1e9 : 0.0;
-    out[2] = f->rate.rule == SHARED ? f->rate.shared.credit : f->rate.foreign;
-    out[3] = f->rate.rule == SHARED ? f->rate.shared.proven : f->rate.greatest;
+    out[2] = f->rate.rule == SHARED ? f->rate.path->shared.credit : f->rate.foreign;
+    out[3] = f->rate.rule == SHARED ? f->rate.path->shared.proven : f->rate.greatest;
     out[4] = (double)(f->out.data - f->out.reported);
     out[5] = f->out.window;
     out[6] = f->out.limit;
@@ -199,30 +199,46 @@ API int ml_produce(struct engine *e, ns now, uint8_t *out, struct output *o) { r
 API void ml_timers(struct engine *e, ns now) { timers(e, now); }
 API ns ml_due(const struct engine *e) { return least(e->timers_at, e->blocked_until); }
 
-API struct rate *ml_rate_new(double floor, double ceiling, int rule, double packet)
+/* Memory for a path, which processes may share. */
+API size_t ml_path_bytes(void) { return sizeof(struct path); }
+
+/* Make a path, unless somebody uses one of this kind there. Nobody else may call it for the same memory meanwhile. */
+API void ml_path(struct path *p, const struct engine *e, ns now)
+{
+    double packet = HEADER + e->set.packet + tag_bytes(e) + e->wire_overhead;
+    uint64_t kind = (uint64_t)sizeof *p << 32 ^ (uint64_t)packet ^ (uint64_t)e->set.path_rate << 12 ^ 1;
+    now = at(now);
+    if (p->kind == kind && now >= p->used_at && now - p->used_at < 10 * SECOND)
+        return;
+    path_init(p, e->set.path_rate, packet);
+    p->kind = kind;
+    p->used_at = now;
+}
+
+API struct rate *ml_rate_new(double floor, double ceiling, int rule, double packet, struct rate *with)
 {
     struct rate *r = calloc(1, sizeof *r);
     if (r)
-        rate_init(r, floor, ceiling, rule, packet);
+        rate_init(r, floor, ceiling, rule, packet, with ? with->path : NULL);
     return r;
 }
 API void ml_rate_free(struct rate *r) { free(r); }
 API void ml_rate_sample(struct rate *r, ns now, ns rtt) { rate_sample(r, now, rtt); }
 API void ml_rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t bytes, uint64_t top, uint32_t clock, ns sent_at,
-                        uint64_t number)
+                        double share)
 {
-    rate_report(r, now, datagrams, bytes, top, clock, sent_at, number);
+    rate_report(r, now, datagrams, bytes, top, clock, sent_at, share);
 }
-API void ml_rate_clock(struct rate *r, ns now, ns clock, ns idle, uint64_t number) { rate_clock(r, now, clock, idle, number); }
-API void ml_rate_share(struct rate *r, double share) { r->shared.share = share; }
+API ns ml_rate_clock(struct rate *r, ns now, ns clock) { return rate_clock(r, now, clock); }
+API void ml_rate_spend(struct rate *r, uint32_t *seen, double bytes, ns now) { rate_spend(r, seen, bytes, now); }
 /* Of SHARED: rate, what came through, credit, phase, whether it competes. */
 API void ml_rate_shared(const struct rate *r, double *out)
 {
-    out[0] = r->rate;
-    out[1] = r->shared.proven;
-    out[2] = r->shared.credit;
-    out[3] = r->shared.phase;
-    out[4] = r->shared.competes;
+    out[0] = r->path->shared.rate;
+    out[1] = r->path->shared.proven;
+    out[2] = r->path->shared.credit;
+    out[3] = r->path->shared.phase;
+    out[4] = r->path->shared.competes;
 }
 API void ml_rate_get(const struct rate *r, double *out)
 {

@@ -108,8 +108,11 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
         allowed += (uint64_t)(speed * (double)f->rate.rtt_min / 1e9 / (HEADER + e->set.packet));
     }
     if (f->rate.rule == SHARED) { /* no more than a queue that has grown meanwhile can say */
-        const struct shared *s = &f->rate.shared;
-        double most = 2 * s->rate * (double)(shared_trip(s) + 10 * MS) / 1e9 / s->packet + 16;
+        struct path *p = f->rate.path;
+        path_lock(p);
+        const struct shared *s = &p->shared;
+        double most = 2 * s->rate * (double)(shared_trip(s) + 10 * MS) / 1e9 / s->packet / path_flows(p) + 16;
+        path_unlock(p);
         allowed = allowed < most ? allowed : (uint64_t)most;
     }
     if (allowed > f->out.limit)
@@ -167,14 +170,18 @@ static uint32_t batch_most(const struct flow *f, uint32_t datagram, uint32_t roo
 static void spend(struct engine *e, struct flow *f, uint32_t bytes, uint32_t n, ns now)
 {
     double wire = bytes + (double)n * e->wire_overhead;
-    f->out.free_at = greatest(f->out.free_at, now - (f->rate.rule == SHARED ? rate_burst(&f->rate) : 2 * MS)) + (ns)(wire * 1e9 / f->rate.rate);
+    if (f->rate.rule == SHARED)
+        rate_spend(&f->rate, &f->out.interval, wire, now);
+    else
+        f->out.free_at = greatest(f->out.free_at, now - 2 * MS) + (ns)(wire * 1e9 / f->rate.rate);
     e->free_at = greatest(e->free_at, now - 2 * MS) + (ns)(wire * 1e9 / e->set.rate);
 }
 
 /* Whether it is its time. */
 static int may_send(struct engine *e, struct flow *f, ns now)
 {
-    rate_clock(&f->rate, now, now + e->set.clock, now - f->out.free_at, f->out.number);
+    if (f->rate.rule == SHARED)
+        f->out.free_at = rate_clock(&f->rate, now, now + e->set.clock);
     if (now >= f->out.free_at)
         return 1;
     e->blocked_until = least(e->blocked_until, f->out.free_at);

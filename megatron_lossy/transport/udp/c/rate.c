@@ -4,9 +4,78 @@
  *   DEDICATED  a link of one's own. Loss alone says nothing: links lose data at any rate. What says that a link is full is that
  *              datagrams wait in its queue, or that much more is lost than was lost before. Then the rate becomes a little less
  *              than what arrives.
- *   SHARED     beside others: shared.c
+ *   SHARED     beside others: shared.c. All flows between two hosts are one sender there, whose state is that of a path.
  */
 enum { FIXED, DEDICATED, SHARED };
+
+#define ACTIVE (100 * MS) /* flows that sent in the last of these are active */
+
+/* What all flows from this host to another one share; in memory of all processes of this host, if there are several. */
+struct path {
+    uint64_t kind; /* what it was made for */
+    pthread_mutex_t lock;
+    struct shared shared;
+    ns free_at, used_at;
+    struct { uint64_t datagrams, top; uint32_t clock; int begun; ns sent_at, came; } sum; /* of the reports of all flows */
+    struct { uint32_t flows, last, number; ns ends; } active; /* in this interval, and in the last one */
+};
+
+static void path_init(struct path *p, double ceiling, double packet)
+{
+    pthread_mutexattr_t attributes;
+    memset(p, 0, sizeof *p);
+    pthread_mutexattr_init(&attributes);
+    pthread_mutexattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
+    pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
+    pthread_mutex_init(&p->lock, &attributes);
+    pthread_mutexattr_destroy(&attributes);
+    shared_init(&p->shared, ceiling, packet);
+}
+
+static void path_lock(struct path *p)
+{
+    if (pthread_mutex_lock(&p->lock) == EOWNERDEAD) /* a process was killed in here: rates are never quite right */
+        pthread_mutex_consistent(&p->lock);
+}
+
+static void path_unlock(struct path *p) { pthread_mutex_unlock(&p->lock); }
+
+/* Flows that send. */
+static uint32_t path_flows(const struct path *p)
+{
+    uint32_t flows = p->active.flows > p->active.last ? p->active.flows : p->active.last;
+    return flows ? flows : 1;
+}
+
+/* A flow sends. `seen`: the interval in which it did so last. */
+static void path_active(struct path *p, uint32_t *seen, ns now)
+{
+    if (now >= p->active.ends) {
+        p->active.last = now < p->active.ends + ACTIVE ? p->active.flows : 0;
+        p->active.flows = 0;
+        p->active.number++;
+        p->active.ends = now + ACTIVE;
+    }
+    p->active.flows += *seen != p->active.number;
+    *seen = p->active.number;
+}
+
+/* More of one flow has been reported: so many numbers, and so many datagrams that came. `sent_at`: of the last one, or -1. */
+static void path_report(struct path *p, ns now, uint64_t datagrams, uint64_t numbers, uint32_t clock, ns sent_at)
+{
+    int32_t passed = p->sum.begun ? (int32_t)(clock - p->sum.clock) : 0;
+    if (passed > 0 || !p->sum.begun) { /* all processes of the other host have one clock */
+        p->sum.came += (ns)passed * US;
+        p->sum.clock = clock;
+    }
+    p->sum.begun = 1;
+    p->sum.datagrams += datagrams;
+    p->sum.top += numbers;
+    if (sent_at < 0)
+        return;
+    p->sum.sent_at = greatest(p->sum.sent_at, sent_at);
+    shared_report(&p->shared, now, p->sum.datagrams, p->sum.top, p->sum.sent_at, p->sum.came);
+}
 
 struct rate {
     double rate, floor, ceiling;
@@ -15,7 +84,7 @@ struct rate {
     ns rtt_min, stepped_at;
     int rule, starting, known, begun;
     ns came; /* the receiver's clock at the last report */
-    struct shared shared;
+    struct path *path, own; /* of SHARED: `own`, unless other flows have it too */
     struct { double last[8]; unsigned next; } delivered;
     struct { ns least[2], at; } slot; /* of round trips: this one and the one before, and when this one began */
     struct { uint64_t datagrams, bytes, top; uint32_t clock; } report; /* the last one */
@@ -26,8 +95,8 @@ struct rate {
 #define GAP_US 8000u
 #define ENOUGH 128 /* datagrams that say something about a share of a tenth */
 
-/* `packet`: bytes of a full datagram on the wire. */
-static void rate_init(struct rate *r, double floor, double ceiling, int rule, double packet)
+/* `packet`: bytes of a full datagram on the wire; `path`: that of SHARED, or NULL. */
+static void rate_init(struct rate *r, double floor, double ceiling, int rule, double packet, struct path *path)
 {
     memset(r, 0, sizeof *r);
     r->floor = floor < ceiling ? floor : ceiling;
@@ -38,8 +107,10 @@ static void rate_init(struct rate *r, double floor, double ceiling, int rule, do
     r->starting = 1;
     r->slot.least[0] = r->slot.least[1] = r->interval.least = NEVER;
     if (rule == SHARED) {
-        shared_init(&r->shared, ceiling, packet);
-        r->rate = r->shared.rate;
+        if (!path)
+            path_init(path = &r->own, ceiling, packet);
+        r->path = path;
+        r->rate = path->shared.rate;
     }
 }
 
@@ -66,8 +137,11 @@ static void rate_sample(struct rate *r, ns now, ns rtt)
     if (!r->known && r->rule == DEDICATED) /* 256 KiB in the first round trip */
         rate_set(r, 262144.0 * 1e9 / (double)r->rtt_min);
     r->known = 1;
-    if (r->rule == SHARED)
-        shared_sample(&r->shared, now, rtt);
+    if (r->rule == SHARED) {
+        path_lock(r->path);
+        shared_sample(&r->path->shared, now, rtt);
+        path_unlock(r->path);
+    }
 }
 
 static void rate_close_interval(struct rate *r, ns now)
@@ -112,12 +186,19 @@ static void rate_close_interval(struct rate *r, ns now)
 }
 
 /* A REPORT: what has arrived, the highest number + 1, and the receiver's clock (µs) when that came. Of ours: when it was sent
- * (-1: forgotten), and the next number. */
+ * (-1: forgotten). `share`: bytes/s that the receiver has for each flow; 0: unknown. */
 static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t bytes, uint64_t top, uint32_t clock, ns sent_at,
-                        uint64_t number)
+                        double share)
 {
     if (r->begun && (datagrams <= r->report.datagrams || top < r->report.top))
         return;
+    if (r->rule == SHARED) {
+        path_lock(r->path);
+        r->path->shared.share = share * path_flows(r->path);
+        path_report(r->path, now, datagrams - r->report.datagrams, top - r->report.top, clock, sent_at);
+        r->rate = r->path->shared.rate;
+        path_unlock(r->path);
+    }
     if (r->begun) {
         uint32_t passed = clock - r->report.clock;
         r->came += (ns)passed * US;
@@ -133,24 +214,34 @@ static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t byt
     r->report.bytes = bytes;
     r->report.top = top;
     r->report.clock = clock;
-    if (r->rule == SHARED && sent_at >= 0) {
-        shared_report(&r->shared, now, datagrams, top, sent_at, r->came, number);
-        r->rate = r->shared.rate;
-    }
     if (r->rule == DEDICATED && r->known && r->interval.numbers >= ENOUGH && r->interval.span >= (double)greatest(r->rtt_min / 4, INTERVAL))
         rate_close_interval(r, now);
 }
 
-/* Before something is sent. `clock`: that all hosts have; `idle`: how long nothing was sent that could have been. */
-static void rate_clock(struct rate *r, ns now, ns clock, ns idle, uint64_t number)
+/* Before something is sent: when it may be, by a path. `clock`: that all hosts have. */
+static ns rate_clock(struct rate *r, ns now, ns clock)
 {
-    if (r->rule != SHARED)
-        return;
-    if (idle > 5 * MS)
-        shared_resume(&r->shared, number);
-    shared_clock(&r->shared, now, clock, number);
-    r->rate = r->shared.rate;
+    struct path *p = r->path;
+    path_lock(p);
+    if (now - p->free_at > 5 * MS) /* for so long nothing was sent that could have been */
+        shared_resume(&p->shared, now);
+    shared_clock(&p->shared, now, clock);
+    r->rate = p->shared.rate;
+    ns free_at = p->free_at;
+    path_unlock(p);
+    return free_at;
 }
 
 /* What may go out together, and be caught up with: queues may be short. */
 static ns rate_burst(const struct rate *r) { return r->rule == SHARED ? MS / 4 : MS; }
+
+/* So many bytes are sent over a path. */
+static void rate_spend(struct rate *r, uint32_t *seen, double bytes, ns now)
+{
+    struct path *p = r->path;
+    path_lock(p);
+    p->free_at = greatest(p->free_at, now - rate_burst(r)) + (ns)(bytes * 1e9 / p->shared.rate);
+    p->used_at = now;
+    path_active(p, seen, now);
+    path_unlock(p);
+}

@@ -48,7 +48,7 @@ struct shared {
     ns rtt, srtt; /* least and smoothed round trip */
     struct { ns least[2], at; } slot;
     struct look base, last; /* where the window begins; the last report */
-    uint64_t mark;          /* the window begins with this number: what was sent before was sent at another rate */
+    ns mark;                /* the window begins with what is sent from then on: before it was sent at another rate */
     int begun, based;
     ns least, gap; /* of the window: least round trip, longest pause between what came last in reports */
     ns calm_at;
@@ -56,7 +56,7 @@ struct shared {
     double step, grew; /* of a search for more; seconds of growth since the last loss */
     /* Losses in a row, none of which came at a rate as high as the first. */
     struct { int length; double rate, delivered; struct tally held; } chain;
-    struct { ns counts, ends; uint64_t last; double rate; int64_t tick; struct tally sum; } dip;
+    struct { ns counts, ends, ended; double rate; int64_t tick; struct tally sum; } dip;
     int lost_any; /* since the last dip */
 };
 
@@ -94,10 +94,10 @@ static void shared_sample(struct shared *s, ns now, ns rtt)
     s->least = least(s->least, rtt);
 }
 
-/* A window of what is sent from now on, with `number`. */
-static void window_later(struct shared *s, uint64_t number)
+/* A window of what is sent from `mark` on. */
+static void window_later(struct shared *s, ns mark)
 {
-    s->mark = number;
+    s->mark = mark;
     s->based = 0;
     s->least = NEVER;
 }
@@ -160,7 +160,7 @@ static int suspect(const struct shared *s)
     return s->chain.length >= 3 && h->sent >= 30 && h->lost >= h->sent * between(0.003, few, 0.05) && h->lost <= 0.4 * h->sent;
 }
 
-static void shared_lost(struct shared *s, double n, double l, ns took, uint64_t number)
+static void shared_lost(struct shared *s, ns now, double n, double l, ns took)
 {
     double share = l / (l < 4 && n < 100 ? 100 : n), delivered = s->rate * (1 - share) / (1 - s->credit);
     if (n >= 100 && took >= LEAST_WINDOW / 2)
@@ -177,7 +177,7 @@ static void shared_lost(struct shared *s, double n, double l, ns took, uint64_t 
     s->step = s->grew = 0;
     s->phase = GROWS;
     s->lost_any = 1;
-    window_later(s, number);
+    window_later(s, now);
     int held = suspect(s);
     double hold = DIPPED * s->chain.delivered, rate = s->rate * (lossy(s) ? KEPT_LOSSY : KEPT);
     if (held && s->rate <= hold)
@@ -217,16 +217,16 @@ static void dip_over(struct shared *s, double n, double l)
         s->chain.length = 0;
 }
 
-/* `clock`: that all hosts have; `number`: the next one. Before something is sent. */
-static void shared_clock(struct shared *s, ns now, ns clock, uint64_t number)
+/* `clock`: that all hosts have. Before something is sent. */
+static void shared_clock(struct shared *s, ns now, ns clock)
 {
     if (s->phase == DIPS) {
         if (s->dip.counts && now >= s->dip.counts) {
             s->dip.counts = 0;
-            window_later(s, number);
+            window_later(s, now);
         }
         if (s->dip.ends && now >= s->dip.ends) {
-            s->dip.last = number;
+            s->dip.ended = now;
             s->dip.ends = 0;
             shared_set(s, s->dip.rate);
         }
@@ -242,31 +242,31 @@ static void shared_clock(struct shared *s, ns now, ns clock, uint64_t number)
     s->dip.rate = s->rate;
     s->dip.counts = now + SETTLE;
     s->dip.ends = s->dip.counts + greatest(shared_trip(s) / 2, DIP);
-    s->dip.last = 0;
+    s->dip.ended = 0;
     s->phase = DIPS;
     shared_set(s, DIPPED * (s->rate < s->proven ? s->rate : s->proven));
-    window_later(s, UINT64_MAX);
+    window_later(s, NEVER);
 }
 
-static void starts(struct shared *s, double n, double l, ns took, double delivered, int queued, uint64_t number)
+static void starts(struct shared *s, ns now, double n, double l, ns took, double delivered, int queued)
 {
     if (l <= 0.05 * n + 3 * sqrt(0.4 * n) && !queued) {
         s->proven = s->rate;
         shared_set(s, 2 * s->rate);
-        window_later(s, number);
+        window_later(s, now);
         return;
     }
     s->phase = GROWS;
     s->proven = delivered < s->rate ? delivered : s->rate;
     if (l > 0) {
-        shared_lost(s, n, l, took, number);
+        shared_lost(s, now, n, l, took);
     } else {
         shared_set(s, 0.8 * s->proven);
-        window_later(s, number);
+        window_later(s, now);
     }
 }
 
-static void drain(struct shared *s, double n, double l, ns took, double delivered, uint64_t number)
+static void drain(struct shared *s, ns now, double n, double l, ns took, double delivered)
 {
     if (took > s->gap + LEAST_WINDOW / 2) /* a longer way makes one */
         delivered = (n - l) * s->packet * 1e9 / (double)(took - s->gap);
@@ -283,23 +283,23 @@ static void drain(struct shared *s, double n, double l, ns took, double delivere
         shared_set(s, (queue(s) > s->rtt / 2 + 10 * MS ? 0.5 : 0.85) * (s->rate < s->proven ? s->rate : s->proven));
     }
     s->step = s->grew = 0;
-    window_later(s, number);
+    window_later(s, now);
 }
 
 /* A window without more loss than is allowed. */
-static void window_over(struct shared *s, ns now, ns passed, double n, double l, ns took, uint64_t number)
+static void window_over(struct shared *s, ns now, ns passed, double n, double l, ns took)
 {
     double delivered = took > 0 ? (n - l) * s->packet * 1e9 / (double)took : s->rate;
     int queued = queue(s) > greatest(4 * MS, s->rtt / 8);
     if (s->phase == STARTS) {
-        starts(s, n, l, took, delivered, queued, number);
+        starts(s, now, n, l, took, delivered, queued);
         return;
     }
     s->calm_at = queued ? 0 : s->calm_at ? s->calm_at : now;
     if (s->competes && s->calm_at && now - s->calm_at > COMPETES)
         s->competes = s->drains = 0;
     if (queued && !s->competes) {
-        drain(s, n, l, took, delivered, number);
+        drain(s, now, n, l, took, delivered);
         return;
     }
     if (!s->competes)
@@ -313,7 +313,7 @@ static void window_over(struct shared *s, ns now, ns passed, double n, double l,
         s->step = s->step > 0 ? 2 * s->step : s->rate / 64;
         s->step = s->step < most ? s->step : most;
         shared_set(s, s->rate + s->step);
-        window_later(s, number);
+        window_later(s, now);
         return;
     }
     double seconds = (double)passed / 1e9;
@@ -322,8 +322,8 @@ static void window_over(struct shared *s, ns now, ns passed, double n, double l,
     window_next(s);
 }
 
-/* `sent_at`: when the number below `top` was sent; `came`: when it came, by the receiver's clock; `number`: the next one. */
-static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t top, ns sent_at, ns came, uint64_t number)
+/* `sent_at`: when the number below `top` was sent; `came`: when it came, by the receiver's clock. */
+static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t top, ns sent_at, ns came)
 {
     if (s->begun && (datagrams <= s->last.datagrams || top < s->last.top))
         return;
@@ -338,7 +338,7 @@ static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t
     s->begun = 1;
     s->last = (struct look){datagrams, top, sent_at, came};
     if (!s->based) {
-        if (top > s->mark)
+        if (sent_at >= s->mark)
             window_next(s);
         return;
     }
@@ -346,27 +346,27 @@ static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t
     if (n < 2)
         return;
     if (s->phase == DIPS) {
-        if (s->dip.last && top >= s->dip.last) {
+        if (s->dip.ended && sent_at >= s->dip.ended) {
             s->phase = GROWS;
             dip_over(s, n, l);
-            window_later(s, number);
+            window_later(s, now);
         }
         return;
     }
     ns passed = sent_at - s->base.sent_at, took = came - s->base.came;
     if (s->phase != STARTS && (passed >= LEAST_WINDOW || took >= 2 * LEAST_WINDOW) && excess(s, n, l)) {
-        shared_lost(s, n, l, took, number);
+        shared_lost(s, now, n, l, took);
         return;
     }
     ns wanted = greatest(s->rtt / 4, LEAST_WINDOW);
     double enough = s->phase == STARTS ? 8 : lossy(s) ? 4000 * s->credit : 2, most = 0.3 * s->rate / s->packet;
     if (n >= (enough < most ? enough : most) && (passed >= wanted || took >= 2 * wanted))
-        window_over(s, now, passed, n, l, took, number);
+        window_over(s, now, passed, n, l, took);
 }
 
 /* Something is to be sent after a pause: what comes next says nothing of what was before. */
-static void shared_resume(struct shared *s, uint64_t number)
+static void shared_resume(struct shared *s, ns now)
 {
     if (s->phase != DIPS)
-        window_later(s, number);
+        window_later(s, now);
 }

@@ -51,6 +51,7 @@ struct flow {
         uint64_t mask, reported_top;
         uint32_t window, limit; /* datagrams that it may not have reported; up to `limit` with what the network holds */
         ns free_at, force_at, force_wait;
+        uint32_t interval; /* of its path, in which it sent last */
     } out;
     struct {
         uint64_t received, bytes, top, control_top; /* top: highest number + 1 */
@@ -189,7 +190,7 @@ struct control {
 };
 
 struct settings {
-    double rate;
+    double rate, path_rate; /* path_rate: of all processes of this host, to one other */
     ns reorder, peer_timeout; /* reorder < 0: by the round trip */
     uint64_t eager, memory, instance;
     uint32_t packet;
@@ -211,7 +212,7 @@ struct engine {
     size_t early;
     uint64_t orders;
     /* What came in this interval from how many flows, and of the last one bytes/s of each. */
-    struct { uint64_t bytes, share; uint32_t flows, number; ns ends; } arrivals;
+    struct { uint64_t bytes, share; uint32_t flows, paths, number; ns ends; } arrivals;
     struct engine_counters count;
     struct { int socket, wake, gso; uint32_t overflow_seen; uint8_t *receive; } net;
     struct { pthread_t id; int running, giving; atomic_int stop, asleep, waiting; pthread_cond_t given; } thread;
