@@ -24,7 +24,11 @@ def paths(folder, job="job", own="10.0.0.1", size=64, said=None):
 def test_a_job_is_known_by_where_its_ranks_meet():
     assert job_name({}) is None
     assert job_name(JOB) == job_name({**JOB, "RANK": "3", "LOCAL_RANK": "1"})
-    others = [{**JOB, "MASTER_PORT": "29501"}, {**JOB, "TORCHELASTIC_RESTART_COUNT": "1"}, {**JOB, "SLURM_STEP_ID": "2"}]
+    others = [
+        {**JOB, "MASTER_PORT": "29501"},
+        {**JOB, "TORCHELASTIC_RESTART_COUNT": "1"},
+        {**JOB, "SLURM_STEP_ID": "2"},
+    ]
     assert len({job_name(one) for one in (JOB, *others)}) == 4
 
 

@@ -13,7 +13,20 @@ from hypothesis import strategies as st
 
 from megatron_lossy.transport.udp import packet
 from megatron_lossy.transport.udp.engine import RULES, SECOND, Channel, load
-from megatron_lossy.transport.udp.packet import ALIVE, ASK, DATA, END, NACK, PARITY, PROBE, READY, REPORT, encode
+from megatron_lossy.transport.udp.packet import (
+    ALIVE,
+    ANSWER,
+    ASK,
+    CHALLENGE,
+    DATA,
+    END,
+    NACK,
+    PARITY,
+    PROBE,
+    READY,
+    REPORT,
+    encode,
+)
 from tests.udp_models import Rate, Source
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
 
@@ -69,7 +82,7 @@ def test_what_the_numpy_codec_writes_is_read_by_the_engine(size, version, kind, 
     datagram = encode(kind, bytes(size), version=version, **fields)
     verdict = node.handle(SECOND, 1, datagram)
     index, phase, bucket = fields["index"], fields["phase"], fields["bucket"]
-    well_formed = version == packet.VERSION and DATA <= kind <= ASK and fields["tag"] < 8 and not fields["attempt"]
+    well_formed = version == packet.VERSION and DATA <= kind <= ANSWER and fields["tag"] < 8 and not fields["attempt"]
     if not well_formed:
         assert verdict == "malformed"
     elif fields["channel"] != CHANNEL or fields["source"] != 1:
@@ -95,6 +108,8 @@ def test_what_the_numpy_codec_writes_is_read_by_the_engine(size, version, kind, 
                 REPORT: index == 0 and size == packet.REPORT_PAYLOAD.itemsize,
                 ALIVE: index <= 1 and size == 0,
                 PROBE: index <= 2 and size <= 64,
+                CHALLENGE: False,  # without a cipher
+                ANSWER: False,
             }[kind]
         if fits:
             assert verdict in ("taken", "early")
@@ -283,7 +298,7 @@ def follow_rate(fixed, ceiling, reports):
             lib.ml_rate_sample(c, now, MS + rtt)
             model.sample(now, MS + rtt)
         clock = now // 1000 % 2**32
-        lib.ml_rate_report(c, now, datagrams, datagrams * 1000, top, clock, 0, 0.0)
+        lib.ml_rate_report(c, now, datagrams, datagrams * 1000, top, clock, 0, 0.0, 0)
         model.report(now, datagrams, datagrams * 1000, top, clock)
         lib.ml_rate_get(c, out)
         rtt_min = -1 if model.rtt_min is None else model.rtt_min

@@ -86,7 +86,6 @@ struct sender {
     ns top_at, came_at;
     uint32_t unreported;
     int in_burst, seen; /* seen: in this interval of its group */
-    uint32_t interval;  /* of its path, in which it sent last */
     /* TCP: the state of RFC 9438, in packets. */
     double window, threshold, most, k, reno;
     uint64_t acked, recover, flight, timer;
@@ -189,19 +188,20 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                 burst = f->window > (double)f->flight ? (int)(f->window - (double)f->flight) : 0;
             } else {
                 struct path *path = f->rate.path;
-                ns free_at = path ? rate_clock(&f->rate, now, now + f->skew) : now;
-                if (now < free_at) { /* another flow of the path has sent */
-                    push(&sim, (struct event){.at = free_at, .flow = v.flow, .kind = SEND, .b = ++f->turn});
+                burst = (int)(f->rate.rate * (double)rate_burst(&f->rate) / 1e9 / BYTES);
+                burst = burst < 1 ? 1 : burst > 44 ? 44 : burst;
+                ns turn = path ? rate_turn(&f->rate, now, now + f->skew, burst * (double)BYTES) : now;
+                if (now < turn) { /* other flows of the path go first */
+                    push(&sim, (struct event){.at = turn, .flow = v.flow, .kind = SEND, .b = ++f->turn});
                     continue;
                 }
                 double r = f->rate.rate, trip = path ? (double)shared_trip(&path->shared) / 1e9 : 0;
-                burst = (int)(r * (double)rate_burst(&f->rate) / 1e9 / BYTES);
-                burst = burst < 1 ? 1 : burst > 44 ? 44 : burst;
                 if (path) {
                     double room = 2 * r * (trip + 0.01) / BYTES / path_flows(path) + 16 - (double)(f->number - f->reported);
                     if (room < burst)
                         burst = (int)room;
                     if (burst < 1) {
+                        rate_pass(&f->rate);
                         ns again = greatest(f->heard_at, f->free_at) + (ns)(trip * 1e9) + 30 * MS;
                         if (now >= again) {
                             burst = 1;
@@ -214,8 +214,8 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
                 }
                 f->free_at = now + (ns)(burst * (double)BYTES * 1e9 / r);
                 if (path) {
-                    rate_spend(&f->rate, &f->interval, burst * (double)BYTES, now);
-                    f->free_at = path->free_at;
+                    rate_spend(&f->rate, burst * (double)BYTES, now);
+                    f->free_at = now;
                 }
             }
         } else if (v.kind == ARRIVE) {
@@ -287,11 +287,15 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
         } else {
             ns sent_at = f->sent_at[(v.b - 1) % RING], trip = now - sent_at - v.since;
             f->heard_at = now;
+            uint64_t fresh = v.b;
+            for (ns mark = rate_mark(&f->rate); fresh > f->reported && f->sent_at[(fresh - 1) % RING] >= mark;)
+                fresh--;
+            fresh = v.b > fresh ? v.b - fresh : 0;
             if (v.b > f->reported)
                 f->reported = v.b;
             rate_sample(&f->rate, now, trip);
             rate_report(&f->rate, now, v.a, v.a * BYTES, v.b, (uint32_t)(v.came / US), sent_at,
-                        f->in.group >= 0 ? groups[f->in.group].share : 0);
+                        f->in.group >= 0 ? groups[f->in.group].share : 0, fresh);
             if (f->blocked)
                 push(&sim, (struct event){.at = greatest(now, f->free_at), .flow = v.flow, .kind = SEND, .b = ++f->turn});
             f->blocked = 0;

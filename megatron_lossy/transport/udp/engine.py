@@ -110,9 +110,10 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("rate_new", pointer, double, double, i, double, pointer),
         ("rate_free", None, pointer),
         ("rate_sample", None, pointer, i64, i64),
-        ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double),
-        ("rate_clock", i64, pointer, i64, i64),
-        ("rate_spend", None, pointer, ctypes.POINTER(u32), double, i64),
+        ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double, u64),
+        ("rate_mark", i64, pointer),
+        ("rate_turn", i64, pointer, i64, i64, double),
+        ("rate_spend", None, pointer, double, i64),
         ("rate_shared", None, pointer, pointer),
         ("rate_get", None, pointer, pointer),
     ):

@@ -28,6 +28,7 @@ _COLUMNS = {
     "too_big": "too_big",
     "send_failed": "send_failed",
     "unreachable": "unreachable",
+    "moved": "moved",
     "sent_again": "resent",
     "put_together": "repaired",
 }
@@ -43,7 +44,7 @@ def totals(peers: Sequence[Mapping[str, int]], engine: Mapping[str, int]) -> Cou
     for peer in peers:
         found.update(peer)
     found["refused"] = found["malformed"] + found["bad_tag"] + engine["malformed"] + engine["foreign"]
-    for name in ("socket_overflow", "too_big", "send_failed", "unreachable"):
+    for name in ("socket_overflow", "too_big", "send_failed", "unreachable", "moved"):
         found[name] = engine[name]
     return Counter({column: found[name] for column, name in _COLUMNS.items()}) + Counter(bad_tag=found["bad_tag"])
 

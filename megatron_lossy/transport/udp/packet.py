@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-VERSION = 3
-DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK = range(1, 10)
+VERSION = 4
+DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, CHALLENGE, ANSWER = range(1, 12)
 PHASES = {"grad": 0, "param": 1}
 TAG_BYTES = 16
 
@@ -26,11 +26,14 @@ HEADER = np.dtype(
         ("phase", "u1"),
         ("attempt", "u1"),  # 0
         # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 1 for
-        # the last. PARITY: its number. NACK: number of units that it names. ASK: 0.
+        # the last. PARITY: its number. NACK: number of units that it names. ASK, CHALLENGE, ANSWER: 0.
         ("index", "<u4"),
     ]
 )
 assert HEADER.itemsize == 28
+
+#: Payload of a CHALLENGE, which goes to an address that a process may have moved to, and of the ANSWER from there.
+NONCE_BYTES = 8
 
 #: Payload of a REPORT: datagrams and bytes that came from its addressee; the highest number + 1, the time since it came
 #: (µs), and the clock of the reporter (µs) then; DATA that the addressee may have on the way: with ease, and at most; what

@@ -14,7 +14,14 @@ from pathlib import Path
 #: Memory that processes of one host share, as files.
 SHARED_MEMORY = Path("/dev/shm")
 #: What the processes of one job on one host have in common, and those of another job do not.
-_JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+_JOB = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)
 
 
 def job_name(environment: Mapping[str, str]) -> str | None:
@@ -62,7 +69,7 @@ class Paths:
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+                fcntl.flock(file, fcntl.LOCK_EX)
                 there = os.fstat(file)
                 if not stat.S_ISREG(there.st_mode) or there.st_uid != os.getuid():
                     raise PermissionError("it is somebody else's")
@@ -71,6 +78,7 @@ class Paths:
                 memory = (ctypes.c_char * self._size).from_buffer(mmap.mmap(file, self._size))
                 make(ctypes.addressof(memory))
             finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # the mapping has a copy of the descriptor
                 os.close(file)
         except OSError as error:
             self._log(f"udp: {path}: {error.strerror or error}; each process of this host sends as a sender of its own")

@@ -204,9 +204,17 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
             e->blocked_until = 0;
         }
     }
+    uint64_t fresh = f->out.reported_top, after = a.top; /* the first number that was sent after the mark */
+    for (ns mark = rate_mark(&f->rate); fresh < after;) {
+        uint64_t middle = fresh + (after - fresh) / 2;
+        if (f->out.number - middle > f->out.mask || f->out.sent[middle & f->out.mask].at < mark)
+            fresh = middle + 1;
+        else
+            after = middle;
+    }
     f->out.reported_top = a.top;
     rate_report(&f->rate, now, a.datagrams, a.bytes, a.top, a.clock,
-                f->out.number - a.top <= f->out.mask ? stamp->at : -1, (double)a.share);
+                f->out.number - a.top <= f->out.mask ? stamp->at : -1, (double)a.share, a.top - fresh);
     return TAKEN;
 }
 
@@ -239,33 +247,6 @@ static void report_later(struct engine *e, struct flow *f, ns now)
     else if (f->report.due == 1)
         f->report.at = now + 2 * MS;
     due(e, f->report.at);
-}
-
-/* A process was silent and is there again: what waits for it need not wait for its long intervals. */
-static void flow_back(struct engine *e, const struct flow *f, ns now)
-{
-    for (const struct member *m = f->members; m; m = m->next)
-        for (struct exchange *x = e->live; x; x = x->next) {
-            if (x->channel != m->channel)
-                continue;
-            struct source *s = &x->sources[m->rank];
-            struct dest *d = &x->dests[m->rank];
-            if (s->ready_at != NEVER) {
-                s->ready_wait = ready_base(f);
-                s->ready_at = least(s->ready_at, now + s->ready_wait);
-                exchange_due(x, s->ready_at);
-            }
-            if (d->ask_at != NEVER) {
-                d->ask_wait = ready_base(f);
-                d->ask_at = least(d->ask_at, now + d->ask_wait);
-                exchange_due(x, d->ask_at);
-            }
-            if (d->end_at != NEVER) {
-                d->end_wait = MS;
-                d->end_at = least(d->end_at, now + d->end_wait);
-                exchange_due(x, d->end_at);
-            }
-        }
 }
 
 /* DUPLICATE: a number came before; LATE: it is older than the window; else TAKEN. Before `top` moves. A ring of words as in
@@ -301,14 +282,16 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     struct channel *c = e->channels;
     while (c && c->id != h.channel)
         c = c->next;
+    int elsewhere = c && !c->failed && source < c->size && c->members[source].flow
+        && !same_address(&c->members[source].flow->to, from);
     if (!c || c->failed || source >= c->size || !c->members[source].flow
-        || !same_address(&c->members[source].flow->to, from)) {
+        || (elsewhere && (!tag || from->sa_family != c->members[source].flow->to.ss_family))) {
         e->count.foreign++;
         return FOREIGN;
     }
     struct member *m = &c->members[source];
     struct flow *f = m->flow;
-    int keyed = type <= READY || type >= PARITY; /* it names an exchange */
+    int keyed = type <= READY || (type >= PARITY && type <= ASK); /* it names an exchange */
     int fits = keyed ? phase < PHASES && bucket < c->buckets[phase] : !phase && !bucket && !step;
     if (fits) {
         const struct bucket *b = keyed ? &c->bucket[phase][bucket] : NULL;
@@ -325,6 +308,8 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         case ASK: fits = !index && !size; break;
         case REPORT: fits = !index && size == REPORT_BYTES; break;
         case ALIVE: fits = index <= 1 && !size; break;
+        case CHALLENGE:
+        case ANSWER: fits = tag && !index && size == NONCE; break;
         default: fits = index <= 2 && size <= e->set.packet;
         }
     }
@@ -348,6 +333,8 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     f->in.received++;
     f->in.bytes += n;
     if (number >= f->in.top) {
+        if (elsewhere)
+            move_seen(e, f, from, now);
         f->in.top = number + 1;
         f->in.top_at = now;
         if (now - f->heard > 200 * MS)
@@ -400,6 +387,8 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             }
         }
         break;
+    case CHALLENGE: challenged(e, m, from, payload); break;
+    case ANSWER: verdict = answered(e, f, payload, now); break;
     case PROBE:
         m->probe.heard = 1;
         if (index)

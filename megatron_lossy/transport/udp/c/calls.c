@@ -205,7 +205,7 @@ API size_t ml_path_bytes(void) { return sizeof(struct path); }
 /* Make a path, unless somebody uses one of this kind there. Nobody else may call it for the same memory meanwhile. */
 API void ml_path(struct path *p, const struct engine *e, ns now)
 {
-    double packet = HEADER + e->set.packet + tag_bytes(e) + e->wire_overhead;
+    double packet = full_datagram(e);
     uint64_t kind = (uint64_t)sizeof *p << 32 ^ (uint64_t)packet ^ (uint64_t)e->set.path_rate << 12 ^ 1;
     now = at(now);
     if (p->kind == kind && now >= p->used_at && now - p->used_at < 10 * SECOND)
@@ -225,12 +225,13 @@ API struct rate *ml_rate_new(double floor, double ceiling, int rule, double pack
 API void ml_rate_free(struct rate *r) { free(r); }
 API void ml_rate_sample(struct rate *r, ns now, ns rtt) { rate_sample(r, now, rtt); }
 API void ml_rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t bytes, uint64_t top, uint32_t clock, ns sent_at,
-                        double share)
+                        double share, uint64_t fresh)
 {
-    rate_report(r, now, datagrams, bytes, top, clock, sent_at, share);
+    rate_report(r, now, datagrams, bytes, top, clock, sent_at, share, fresh);
 }
-API ns ml_rate_clock(struct rate *r, ns now, ns clock) { return rate_clock(r, now, clock); }
-API void ml_rate_spend(struct rate *r, uint32_t *seen, double bytes, ns now) { rate_spend(r, seen, bytes, now); }
+API ns ml_rate_mark(struct rate *r) { return rate_mark(r); }
+API ns ml_rate_turn(struct rate *r, ns now, ns clock, double bytes) { return rate_turn(r, now, clock, bytes); }
+API void ml_rate_spend(struct rate *r, double bytes, ns now) { rate_spend(r, bytes, now); }
 /* Of SHARED: rate, what came through, credit, phase, whether it competes. */
 API void ml_rate_shared(const struct rate *r, double *out)
 {

@@ -82,6 +82,10 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
             address(o, f, bytes, bytes);
             return 1;
         }
+        if (k->type == CHALLENGE || k->type == ANSWER) {
+            payload = k->type == CHALLENGE ? f->move.nonce : f->move.answer;
+            size = NONCE;
+        }
         if (k->type == REPORT) {
             struct arrivals a = {f->in.received, f->in.bytes, f->in.top, (uint32_t)least((now - f->in.top_at) / US, UINT32_MAX),
                                  (uint32_t)(f->in.top_at / US), e->window, e->limit, e->arrivals.share};
@@ -91,6 +95,10 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
         }
         uint32_t bytes = build(e, m, k->type, 0, k->phase, k->step, k->bucket, k->index, payload, size, out, now);
         address(o, f, bytes, bytes);
+        if (k->type == CHALLENGE)
+            memcpy(&o->to, &f->move.to, sizeof o->to);
+        if (k->type == ANSWER)
+            memcpy(&o->to, &f->move.asker, sizeof o->to);
         return 1;
     }
     return 0;
@@ -171,17 +179,19 @@ static void spend(struct engine *e, struct flow *f, uint32_t bytes, uint32_t n, 
 {
     double wire = bytes + (double)n * e->wire_overhead;
     if (f->rate.rule == SHARED)
-        rate_spend(&f->rate, &f->out.interval, wire, now);
+        rate_spend(&f->rate, wire, now);
     else
         f->out.free_at = greatest(f->out.free_at, now - 2 * MS) + (ns)(wire * 1e9 / f->rate.rate);
     e->free_at = greatest(e->free_at, now - 2 * MS) + (ns)(wire * 1e9 / e->set.rate);
 }
 
-/* Whether it is its time. */
-static int may_send(struct engine *e, struct flow *f, ns now)
+/* Whether it is its time to send units of a bucket. */
+static int may_send(struct engine *e, struct flow *f, const struct bucket *b, ns now)
 {
+    uint32_t datagram = HEADER + b->unit + tag_bytes(e);
     if (f->rate.rule == SHARED)
-        f->out.free_at = rate_clock(&f->rate, now, now + e->set.clock);
+        f->out.free_at = rate_turn(&f->rate, now, now + e->set.clock,
+                                   batch_most(f, datagram, SEGMENTS) * (double)(datagram + e->wire_overhead));
     if (now >= f->out.free_at)
         return 1;
     e->blocked_until = least(e->blocked_until, f->out.free_at);
@@ -191,13 +201,13 @@ static int may_send(struct engine *e, struct flow *f, ns now)
 static int produce_again(struct engine *e, struct member *m, ns now, uint8_t *out, struct output *o)
 {
     struct flow *f = m->flow;
-    if (!may_send(e, f, now))
+    const struct dest *d = m->resend.ring[m->resend.first % RESENDS].dest;
+    const struct bucket *b = d->x->bucket;
+    if (!may_send(e, f, b, now))
         return 0;
     uint32_t room = window_room(e, m, now);
     if (!room)
         return 0;
-    const struct dest *d = m->resend.ring[m->resend.first % RESENDS].dest;
-    const struct bucket *b = d->x->bucket;
     uint32_t datagram = HEADER + b->unit + tag_bytes(e), most = batch_most(f, datagram, room), n = 0, bytes = 0;
     while (n < most && m->resend.first != m->resend.last && m->resend.ring[m->resend.first % RESENDS].dest == d) {
         uint32_t position = m->resend.ring[m->resend.first++ % RESENDS].position, unit = d->must.list[position];
@@ -229,12 +239,12 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
         if (!d || !begins(m, d, now))
             return 0;
     }
-    if (!may_send(e, f, now))
+    const struct bucket *b = d->x->bucket;
+    if (!may_send(e, f, b, now))
         return 0;
     uint32_t room = window_room(e, m, now);
     if (!room)
         return 0;
-    const struct bucket *b = d->x->bucket;
     uint32_t datagram = HEADER + b->unit + tag_bytes(e), most = batch_most(f, datagram, room), n = 0, bytes = 0;
     uint32_t entries = entries_of(d);
     while (n < most && d->position < entries && may_begin(m, d)) {

@@ -9,6 +9,8 @@
 enum { FIXED, DEDICATED, SHARED };
 
 #define ACTIVE (100 * MS) /* flows that sent in the last of these are active */
+#define WAITED MS         /* for a flow that does not take its turn */
+#define TURN_PACKETS 8   /* that a flow sends in a turn, if others wait */
 
 /* What all flows from this host to another one share; in memory of all processes of this host, if there are several. */
 struct path {
@@ -16,6 +18,7 @@ struct path {
     pthread_mutex_t lock;
     struct shared shared;
     ns free_at, used_at;
+    struct { uint64_t next, now; ns since; } turns; /* the next one's number, whose it is, since when */
     struct { uint64_t datagrams, top; uint32_t clock; int begun; ns sent_at, came; } sum; /* of the reports of all flows */
     struct { uint32_t flows, last, number; ns ends; } active; /* in this interval, and in the last one */
 };
@@ -85,6 +88,8 @@ struct rate {
     int rule, starting, known, begun;
     ns came; /* the receiver's clock at the last report */
     struct path *path, own; /* of SHARED: `own`, unless other flows have it too */
+    /* On the path: its number and what is left of it, if it has one; the interval in which it sent last. */
+    struct { int has; uint64_t number; double bytes; uint32_t interval; } turn;
     struct { double last[8]; unsigned next; } delivered;
     struct { ns least[2], at; } slot; /* of round trips: this one and the one before, and when this one began */
     struct { uint64_t datagrams, bytes, top; uint32_t clock; } report; /* the last one */
@@ -185,17 +190,31 @@ static void rate_close_interval(struct rate *r, ns now)
     r->interval.least = NEVER;
 }
 
+/* What was sent from then on counts in the window of a path; NEVER: nothing does. */
+static ns rate_mark(struct rate *r)
+{
+    if (r->rule != SHARED)
+        return 0;
+    path_lock(r->path);
+    ns mark = r->path->shared.mark;
+    path_unlock(r->path);
+    return mark;
+}
+
 /* A REPORT: what has arrived, the highest number + 1, and the receiver's clock (µs) when that came. Of ours: when it was sent
- * (-1: forgotten). `share`: bytes/s that the receiver has for each flow; 0: unknown. */
+ * (-1: forgotten). `share`: bytes/s that the receiver has for each flow; 0: unknown. `fresh`: numbers that are new in the report
+ * and were sent after rate_mark. */
 static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t bytes, uint64_t top, uint32_t clock, ns sent_at,
-                        double share)
+                        double share, uint64_t fresh)
 {
     if (r->begun && (datagrams <= r->report.datagrams || top < r->report.top))
         return;
     if (r->rule == SHARED) {
         path_lock(r->path);
         r->path->shared.share = share * path_flows(r->path);
-        path_report(r->path, now, datagrams - r->report.datagrams, top - r->report.top, clock, sent_at);
+        /* What it sent before and lost at the end of a turn shows only now that it had another one: of another window. */
+        uint64_t came = datagrams - r->report.datagrams;
+        path_report(r->path, now, came < fresh ? came : fresh, fresh, clock, sent_at);
         r->rate = r->path->shared.rate;
         path_unlock(r->path);
     }
@@ -218,8 +237,23 @@ static void rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t byt
         rate_close_interval(r, now);
 }
 
-/* Before something is sent: when it may be, by a path. `clock`: that all hosts have. */
-static ns rate_clock(struct rate *r, ns now, ns clock)
+/* What may go out together, and be caught up with: queues may be short. */
+static ns rate_burst(const struct rate *r) { return r->rule == SHARED ? MS / 4 : MS; }
+
+static ns rate_cost(const struct path *p, double bytes) { return (ns)(bytes * 1e9 / p->shared.rate); }
+
+static void turn_over(struct rate *r)
+{
+    if (r->turn.has && r->turn.number == r->path->turns.now) {
+        r->path->turns.now++;
+        r->path->turns.since = r->path->free_at;
+    }
+    r->turn.has = 0;
+}
+
+/* When a flow may send so many bytes over its path, or should ask again. Flows take turns, in the order in which they asked; one
+ * that does not take its turn in WAITED loses it. `clock`: that all hosts have. */
+static ns rate_turn(struct rate *r, ns now, ns clock, double bytes)
 {
     struct path *p = r->path;
     path_lock(p);
@@ -227,21 +261,40 @@ static ns rate_clock(struct rate *r, ns now, ns clock)
         shared_resume(&p->shared, now);
     shared_clock(&p->shared, now, clock);
     r->rate = p->shared.rate;
-    ns free_at = p->free_at;
+    if (!r->turn.has || r->turn.number < p->turns.now) {
+        r->turn.has = 1;
+        r->turn.number = p->turns.next++;
+        r->turn.bytes = path_flows(p) == 1 ? bytes : TURN_PACKETS * p->shared.packet;
+    }
+    while (p->turns.now < r->turn.number && now > greatest(p->free_at, p->turns.since) + WAITED) {
+        p->turns.now++;
+        p->turns.since = now;
+    }
+    ns at = p->free_at, ahead = (ns)(r->turn.number - p->turns.now);
+    if (ahead) /* about half of the time that those before it may take */
+        at = greatest(at, now) + greatest(ahead * rate_cost(p, TURN_PACKETS * p->shared.packet) / 2, 20 * US);
     path_unlock(p);
-    return free_at;
+    return at;
 }
 
-/* What may go out together, and be caught up with: queues may be short. */
-static ns rate_burst(const struct rate *r) { return r->rule == SHARED ? MS / 4 : MS; }
-
-/* So many bytes are sent over a path. */
-static void rate_spend(struct rate *r, uint32_t *seen, double bytes, ns now)
+/* It has sent so many in its turn. */
+static void rate_spend(struct rate *r, double bytes, ns now)
 {
     struct path *p = r->path;
     path_lock(p);
-    p->free_at = greatest(p->free_at, now - rate_burst(r)) + (ns)(bytes * 1e9 / p->shared.rate);
+    p->free_at = greatest(p->free_at, now - rate_burst(r)) + rate_cost(p, bytes);
     p->used_at = now;
-    path_active(p, seen, now);
+    path_active(p, &r->turn.interval, now);
+    r->turn.bytes -= bytes;
+    if (r->turn.bytes <= 0)
+        turn_over(r);
     path_unlock(p);
+}
+
+/* It has nothing to send, or may not. */
+static void rate_pass(struct rate *r)
+{
+    path_lock(r->path);
+    turn_over(r);
+    path_unlock(r->path);
 }

@@ -212,7 +212,9 @@ static void dip_over(struct shared *s, double n, double l)
         s->proven = rate < s->chain.rate ? rate : s->chain.rate;
         shared_set(s, s->proven * KEPT_LOSSY);
     }
-    s->lost_any = held && s->credit == 0 && due < 6 && share < 0.02; /* the next dip goes on */
+    /* Too few are due to tell, or fewer came than would be lost, but more than nothing: the next dip goes on. */
+    int unsure = due < 6 ? share < 0.02 : due < 24 && d->lost > 0.2 * due;
+    s->lost_any = held && s->credit == 0 && unsure;
     if (!s->lost_any)
         s->chain.length = 0;
 }

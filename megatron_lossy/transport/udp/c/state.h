@@ -22,7 +22,7 @@ enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DR
 #define ENGINE_COUNTERS(X) \
     X(datagrams_sent) X(bytes_sent) X(datagrams_received) X(bytes_received) X(malformed) X(foreign) \
     X(socket_overflow) X(send_blocked) X(send_failed) X(too_big) X(unreachable) X(early_bytes) X(early_most) \
-    X(segmented) X(gathered)
+    X(segmented) X(gathered) X(moved) X(rebound)
 #define MEMBER_COUNTERS(X) \
     X(sent) X(received) X(units) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) \
     X(repeated) X(by_deadline) X(ends) X(readies) X(asks) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
@@ -51,7 +51,6 @@ struct flow {
         uint64_t mask, reported_top;
         uint32_t window, limit; /* datagrams that it may not have reported; up to `limit` with what the network holds */
         ns free_at, force_at, force_wait;
-        uint32_t interval; /* of its path, in which it sent last */
     } out;
     struct {
         uint64_t received, bytes, top, control_top; /* top: highest number + 1 */
@@ -62,6 +61,11 @@ struct flow {
     struct { uint32_t due, threshold, repeats; ns at; } report; /* due: datagrams that are not reported */
     ns heard, refused_at;
     uint32_t refused; /* times that its host said so, since it was heard */
+    struct {          /* where it may have moved to, until when, and when it is asked again; what it asked us, and from where */
+        struct sockaddr_storage to, asker;
+        ns until, at, wait, changed_at;
+        uint8_t nonce[NONCE], answer[NONCE];
+    } move;
 };
 
 /* What must arrive of a message that goes. */
@@ -214,7 +218,8 @@ struct engine {
     /* What came in this interval from how many flows, and of the last one bytes/s of each. */
     struct { uint64_t bytes, share; uint32_t flows, paths, number; ns ends; } arrivals;
     struct engine_counters count;
-    struct { int socket, wake, gso; uint32_t overflow_seen; uint8_t *receive; } net;
+    /* lost: nothing can be sent from its address any more; rebound_at: when it last got another one. */
+    struct { int socket, wake, gso, lost, buffer, force; ns rebound_at; struct sockaddr_storage local; uint32_t overflow_seen; uint8_t *receive; } net;
     struct { pthread_t id; int running, giving; atomic_int stop, asleep, waiting; pthread_cond_t given; } thread;
     uint8_t scratch[LARGEST + 1];
     uint8_t batch[BATCH_BYTES + LARGEST];
@@ -223,6 +228,8 @@ struct engine {
 struct output { struct sockaddr_storage to; uint32_t to_size, bytes, segment; };
 
 static uint32_t tag_bytes(const struct engine *e) { return e->set.cipher ? TAG : 0; }
+/* Bytes of a full datagram on the wire. */
+static double full_datagram(const struct engine *e) { return HEADER + e->set.packet + tag_bytes(e) + e->wire_overhead; }
 static uint32_t unit_bytes(const struct bucket *b, uint32_t unit)
 {
     uint64_t rest = b->shard - (uint64_t)unit * b->unit;

@@ -62,8 +62,10 @@ static int transmit(struct engine *e, const struct output *o, uint32_t *sent)
             e->net.gso = 0; /* this interface or kernel does not cut: we do */
             continue;
         }
-        if (result < 0)
+        if (result < 0) {
+            e->net.lost |= errno == EINVAL || errno == EADDRNOTAVAIL; /* the kernel's words for a source that is not ours any more */
             *(errno == EMSGSIZE ? &e->count.too_big : &e->count.send_failed) += 1;
+        }
         e->count.segmented += size > o->segment;
         e->count.datagrams_sent += (size + o->segment - 1) / o->segment;
         e->count.bytes_sent += size;
@@ -134,6 +136,64 @@ static void give_way(struct engine *e)
     e->thread.giving = 0;
 }
 
+static int granted(int fd, int option, int force, int wanted)
+{
+    int value = 0;
+    socklen_t size = sizeof value;
+    if (setsockopt(fd, SOL_SOCKET, force, &wanted, sizeof wanted) < 0)
+        setsockopt(fd, SOL_SOCKET, option, &wanted, sizeof wanted);
+    getsockopt(fd, SOL_SOCKET, option, &value, &size);
+    return value;
+}
+
+static void socket_options(struct engine *e, int fd)
+{
+    int on = 1, probe = IP_PMTUDISC_PROBE;
+    setsockopt(fd, SOL_UDP, UDP_GRO, &on, sizeof on);
+    setsockopt(fd, SOL_SOCKET, SO_RXQ_OVFL, &on, sizeof on);
+    if (e->net.local.ss_family == AF_INET6) {
+        setsockopt(fd, IPPROTO_IPV6, IPV6_MTU_DISCOVER, &probe, sizeof probe);
+        setsockopt(fd, IPPROTO_IPV6, IPV6_RECVERR, &on, sizeof on);
+    } else {
+        setsockopt(fd, IPPROTO_IP, IP_MTU_DISCOVER, &probe, sizeof probe);
+        setsockopt(fd, IPPROTO_IP, IP_RECVERR, &on, sizeof on);
+    }
+    if (e->set.rate < 4e9) {
+        uint32_t most = (uint32_t)e->set.rate; /* has an effect where the qdisc is fq */
+        setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &most, sizeof most);
+    }
+}
+
+/* The host has lost the address that was sent from: go on from whichever the route to the others has. They notice, and verify. */
+static void rebind(struct engine *e, ns now)
+{
+    e->net.lost = 0;
+    if (!e->set.cipher || now - e->net.rebound_at < SECOND)
+        return;
+    e->net.rebound_at = now;
+    struct sockaddr_storage any = e->net.local;
+    int fd = socket(any.ss_family, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, IPPROTO_UDP);
+    if (fd < 0)
+        return;
+    if (any.ss_family == AF_INET6)
+        ((struct sockaddr_in6 *)&any)->sin6_addr = in6addr_any;
+    else
+        ((struct sockaddr_in *)&any)->sin_addr.s_addr = htonl(INADDR_ANY);
+    close(e->net.socket); /* its port is free now */
+    e->net.socket = fd;
+    socklen_t size = any.ss_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in);
+    if (bind(fd, (struct sockaddr *)&any, size) < 0) { /* somebody else has taken the port: another one does */
+        ((struct sockaddr_in *)&any)->sin_port = 0;    /* at the same place for both families */
+        if (bind(fd, (struct sockaddr *)&any, size) < 0)
+            e->count.send_failed++;
+    }
+    granted(fd, SO_RCVBUF, e->net.force ? SO_RCVBUFFORCE : SO_RCVBUF, e->net.buffer);
+    granted(fd, SO_SNDBUF, e->net.force ? SO_SNDBUFFORCE : SO_SNDBUF, e->net.buffer);
+    socket_options(e, fd);
+    e->net.overflow_seen = 0;
+    e->count.rebound++;
+}
+
 static void *run(void *argument)
 {
     struct engine *e = argument;
@@ -156,6 +216,8 @@ static void *run(void *argument)
         } else {
             reports(e, before);
         }
+        if (e->net.lost)
+            rebind(e, before);
         int stopping = atomic_load(&e->thread.stop);
         int busy = !drained;
         for (int i = 0; i < 4; i++) {
@@ -205,16 +267,6 @@ static void *run(void *argument)
     return NULL;
 }
 
-static int granted(int fd, int option, int force, int wanted)
-{
-    int value = 0;
-    socklen_t size = sizeof value;
-    if (setsockopt(fd, SOL_SOCKET, force, &wanted, sizeof wanted) < 0)
-        setsockopt(fd, SOL_SOCKET, option, &wanted, sizeof wanted);
-    getsockopt(fd, SOL_SOCKET, option, &value, &size);
-    return value;
-}
-
 /* Without `address` there is neither socket nor thread. `result`: port, granted receive buffer, errno of a failure. */
 API struct engine *ml_create(const struct settings *set, const struct sockaddr *address, uint32_t address_size, int buffer,
                              int force, int64_t *result)
@@ -244,28 +296,19 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
     e->net.socket = socket(address->sa_family, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, IPPROTO_UDP);
     if (!e->net.receive || e->net.wake < 0 || e->net.socket < 0 || bind(e->net.socket, address, address_size) < 0)
         goto failed;
-    int on = 1, probe = IP_PMTUDISC_PROBE;
+    e->net.buffer = buffer;
+    e->net.force = force;
+    memcpy(&e->net.local, address, address_size);
     result[1] = granted(e->net.socket, SO_RCVBUF, force ? SO_RCVBUFFORCE : SO_RCVBUF, buffer);
     granted(e->net.socket, SO_SNDBUF, force ? SO_SNDBUFFORCE : SO_SNDBUF, buffer);
-    setsockopt(e->net.socket, SOL_UDP, UDP_GRO, &on, sizeof on);
-    setsockopt(e->net.socket, SOL_SOCKET, SO_RXQ_OVFL, &on, sizeof on);
-    if (address->sa_family == AF_INET6) {
-        setsockopt(e->net.socket, IPPROTO_IPV6, IPV6_MTU_DISCOVER, &probe, sizeof probe);
-        setsockopt(e->net.socket, IPPROTO_IPV6, IPV6_RECVERR, &on, sizeof on);
-    } else {
-        setsockopt(e->net.socket, IPPROTO_IP, IP_MTU_DISCOVER, &probe, sizeof probe);
-        setsockopt(e->net.socket, IPPROTO_IP, IP_RECVERR, &on, sizeof on);
-    }
-    if (set->rate < 4e9) {
-        uint32_t most = (uint32_t)set->rate; /* has an effect where the qdisc is fq */
-        setsockopt(e->net.socket, SOL_SOCKET, SO_MAX_PACING_RATE, &most, sizeof most);
-    }
+    socket_options(e, e->net.socket);
     struct sockaddr_storage bound;
     socklen_t size = sizeof bound;
     if (getsockname(e->net.socket, (struct sockaddr *)&bound, &size) < 0)
         goto failed;
     result[0] = ntohs(bound.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&bound)->sin6_port
                                                   : ((struct sockaddr_in *)&bound)->sin_port);
+    memcpy(&e->net.local, &bound, size);
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the interpreter's */

@@ -1,0 +1,117 @@
+"""Processes whose address changes: they are followed, once they have answered from there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_lossy.transport.udp import packet
+from tests.udp_world import CHANNEL, MS, SECOND, World, fields_of
+
+pytestmark = pytest.mark.shows("datagrams: addresses that change", device=False)
+
+SHARD, UNIT = 40 * 64, 64
+
+
+def world(link=None, **settings):
+    return World(2, {"grad": [(SHARD, UNIT)]}, link, **{"cipher": True} | settings)
+
+
+def exchange(network, step, deadline=0):
+    """Let both ranks exchange; bool[2, units]: what arrived at each."""
+    data = np.full((2, SHARD), step, np.uint8)
+    handles = []
+    for node in network.nodes:
+        node.post(network.now, "grad", step, 0, deadline=deadline and network.now + deadline)
+        handles.append(node.send("grad", step, 0, data))
+    network.run(lambda: all(node.exchanges["grad", step, 0].over_at is not None for node in network.nodes))
+    network.run_for(50 * MS)  # it is said, too
+    arrived = [node.exchanges["grad", step, 0].arrived[1 - node.rank].copy() for node in network.nodes]
+    for node, handle in zip(network.nodes, handles):
+        node.lib.ml_release(handle)
+        node.released(("grad", step, 0))
+    return np.array(arrived)
+
+
+def moved(network):
+    return [node.engine_counters()["moved"] for node in network.nodes]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_process_that_moves_is_followed(who):
+    with world() as network:
+        assert exchange(network, 0).all() and moved(network) == [0, 0]
+        network.addresses[who] = 100
+        first = exchange(network, 1)
+        assert first[1 - who].all()  # what it sends comes through at once
+        assert moved(network) == [int(who == 1), int(who == 0)]
+        assert exchange(network, 2).all()
+        network.addresses[who] = 101
+        exchange(network, 3)
+        assert exchange(network, 4).all() and sum(moved(network)) == 2
+
+
+def test_it_is_followed_while_it_is_silent_but_for_signs_of_life():
+    with world() as network:
+        exchange(network, 0)
+        network.addresses[1] = 100
+        network.run_for(3 * SECOND)
+        assert moved(network) == [1, 0]
+        assert exchange(network, 1).all()
+
+
+def test_without_a_cipher_nobody_is_followed():
+    with world(cipher=False) as network:
+        exchange(network, 0)
+        (_, datagram), *_ = [one for one in _next(network) if one[0] == 0]
+        assert network.nodes[0].handle(network.now, 100, datagram) == "foreign"
+        network.addresses[1] = 100
+        assert not exchange(network, 1, deadline=500 * MS)[0].any()
+        assert moved(network) == [0, 0]
+
+
+def _next(network):
+    """What rank 1 says next: a sign of life."""
+    node = network.nodes[1]
+    said = []
+    while not said:
+        network.now += 100 * MS
+        node.timers(network.now)
+        said = node.produce_all(network.now)
+    return said
+
+
+def test_who_only_sends_on_what_others_sent_gets_nothing():
+    """Somebody on the way is faster than the way itself: the newest datagrams come from its address first."""
+    stolen = []
+
+    def link(source, destination, datagram, now):
+        kind, _ = fields_of(datagram)
+        stolen.append((destination, kind, datagram))
+        return [now + MS]
+
+    with world(link) as network:
+        exchange(network, 0)
+        stolen.clear()
+        for step in range(1, 20):
+            (_, datagram), *_ = [one for one in _next(network) if one[0] == 0]
+            assert network.nodes[0].handle(network.now, 300, datagram) == "taken"
+            assert exchange(network, step).all()
+        assert moved(network) == [0, 0]
+        asked = [one for one in stolen if one[1] == packet.CHALLENGE]
+        assert asked and {destination for destination, *_ in asked} == {300}
+        assert not [one for one in stolen if one[0] == 300 and one[1] != packet.CHALLENGE]
+
+
+def test_an_answer_to_nothing_is_not_taken():
+    with world() as network:
+        exchange(network, 0)
+        node = network.nodes[0]
+        before = node.counters(1)["bad_tag"]
+        for kind in (packet.CHALLENGE, packet.ANSWER):
+            forged = packet.encode(
+                kind, bytes(packet.NONCE_BYTES + packet.TAG_BYTES), source=1, channel=CHANNEL, number=10**4
+            )
+            assert node.handle(network.now, 1, forged) == "bad tag"
+            assert node.handle(network.now, 100, forged) == "bad tag"
+        assert node.counters(1)["bad_tag"] == before + 4 and moved(network) == [0, 0]
