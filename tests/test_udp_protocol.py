@@ -286,7 +286,7 @@ def test_completion_is_the_models_in_long_orders(events, deadline, must, toleran
 def follow_rate(fixed, ceiling, reports):
     """Drive the engine's rate and the model with the same reports."""
     lib = load()
-    c = lib.ml_rate_new(4e6, ceiling, RULES["fixed" if fixed else "dedicated"], 1000, None)
+    c = lib.ml_rate_new(4e6, ceiling, RULES["fixed" if fixed else "dedicated"], 1000, 1.0, None)
     model = Rate(4e6, ceiling, fixed)
     out = (ctypes.c_double * 5)()
     now, datagrams, top = SECOND, 0, 0

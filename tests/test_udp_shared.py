@@ -28,15 +28,15 @@ pytestmark = pytest.mark.shows("rates beside other flows: the rule, its model, a
 PHASES = ("starts", "grows", "dips")
 
 
-def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1):
+def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_flows=1):
     """Drive the engine's rule and the model by one link, and compare them at each step; the model in the end.
 
     ``capacity``: bytes/s; ``queue``, ``trip``: seconds; pauses come at random. ``flows`` of one path take turns at random.
     """
     lib = load()
-    rates = [lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, None)]
-    rates += [lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, rates[0]) for _ in range(flows - 1)]
-    model, random_ = Shared(1.25e9, 1500), random.Random(seed)
+    rates = [lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, as_flows, None)]
+    rates += [lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, as_flows, rates[0]) for _ in range(flows - 1)]
+    model, random_ = Shared(1.25e9, 1500, as_flows), random.Random(seed)
     model.share = share
     now, free, link, clock, newest = SECOND, 0, 0, 3, 0
     sent_at: list[list[int]] = [[] for _ in rates]
@@ -96,6 +96,7 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1):
     queue=st.sampled_from([0.002, 0.05]),
     trip=st.sampled_from([0.001, 0.02, 0.1]),
     share=st.sampled_from([0.0, 1e6]),
+    as_flows=st.sampled_from([1, 4]),
 )
 @settings(max_examples=15, deadline=None)
 def test_the_rule_is_the_models(**link):
@@ -177,6 +178,19 @@ def test_sixteen_flows_between_two_hosts_leave_others_as_much_as_one(queue):
     assert run(path, [*flows, Flow("cubic")], seconds=40, warm=8).delivered[-1] / alone > 0.3
     apart = [dataclasses.replace(flow, path=None) for flow in flows]
     assert run(path, [*apart, Flow("cubic")], seconds=40, warm=8).delivered[-1] / alone < 0.2
+
+
+@compiled
+def test_it_takes_as_much_as_so_many_flows():
+    """Eight Cubic flows leave another one 0.12 of what it has alone."""
+    path, left = Bottleneck(queue=20), []
+    for count in (1, 8):
+        flows = [Flow(endless=True, as_flows=count), Flow("cubic")]
+        outcome = run(path, flows, seconds=40, warm=8)
+        left.append(outcome.delivered[1])
+        assert outcome.own_loss(slice(1)) < 0.025
+    alone = run(path, [Flow("cubic")], seconds=40, warm=8).delivered[0]
+    assert 0.05 * alone < left[1] < 0.2 * alone < left[0]
 
 
 @compiled

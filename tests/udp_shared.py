@@ -60,6 +60,8 @@ class Chain:
 class Shared:
     ceiling: float
     packet: float
+    #: Fair to others as so many TCP flows; then those of the rule.
+    flows: float = 1.0
 
     rate: float = field(init=False)
     proven: float = 0.0
@@ -69,6 +71,7 @@ class Shared:
     competes: bool = False
 
     def __post_init__(self) -> None:
+        self.flows **= 0.6
         self.floor = min(LEAST_RATE, self.ceiling)
         self._set(10 * self.packet / 0.01)
         self._drains = 0
@@ -113,16 +116,20 @@ class Shared:
         return lost > share * sent + 3.5 * sqrt(share * (1 - share) * sent * known) + 0.5
 
     def _epochs(self) -> tuple[float, float]:
-        """Seconds in which a Reno and a Cubic flow of this rate would get back what it gives after a loss."""
-        trip = self._trip / 1e9
-        return 0.3 / 0.53 * self.rate * trip * trip / self.packet, (0.75 * self.rate * trip / self.packet) ** (1 / 3)
+        """Seconds in which a Reno and a Cubic flow, one of ``flows``, would get back what it gives after a loss."""
+        trip, each = self._trip / 1e9, self.rate / self.flows
+        return 0.3 / 0.53 * each * trip * trip / self.packet, (0.75 * each * trip / self.packet) ** (1 / 3)
+
+    def _kept(self, share: float) -> float:
+        """What is left of ``flows`` after one of them keeps ``share``."""
+        return 1 - (1 - share) / self.flows
 
     def _growth(self) -> float:
         tcp = 0.3 * self.rate / min(self._epochs())
         if self.competes:
             return BESIDE * tcp
-        size = self.rate / USUAL
-        return min(GROWTH * tcp, BOUND * (size if size < 1 else sqrt(size)))
+        size = self.rate / self.flows / USUAL
+        return min(GROWTH * tcp, self.flows * BOUND * (size if size < 1 else sqrt(size)))
 
     def _patient(self) -> bool:
         reno, cubic = self._epochs()
@@ -213,9 +220,9 @@ class Shared:
         hold = DIPPED * chain.delivered
         if chain.suspect and self.rate <= hold:
             return  # until a dip has told whose loss that is
-        rate = min(self.rate * (KEPT_LOSSY if self._lossy else KEPT), 0.95 * delivered)
+        rate = min(self.rate * self._kept(KEPT_LOSSY if self._lossy else KEPT), self._kept(0.95) * delivered)
         if self.share > 0 and not chain.suspect:
-            rate += 0.5 * (between(rate / 4, KEPT * self.share / (1 - self.credit), 2 * rate) - rate)
+            rate += 0.5 * (between(rate / 4, self._kept(KEPT) * self.share / (1 - self.credit), 2 * rate) - rate)
         self.proven = delivered
         self._set(max(rate, hold) if chain.suspect else rate)
 

@@ -16,7 +16,7 @@ enum { BYTES = 1500, RING = 1 << 17, STEPS = 8, GROUPS = 64, PATHS = 64 };
 /* The layout is repeated in bottleneck.py. */
 struct flow_in {
     int32_t kind, group;                     /* group: flows to one host, which tells each its share; -1: none */
-    int32_t path, unused;                    /* path: of ours that are one sender, all of one rule; -1: it is by itself */
+    int32_t path, as;                        /* path: of ours that are one sender; -1: it is by itself; as: so many TCP flows */
     double begin, end;                       /* seconds */
     double least, most;                      /* bytes of an exchange; 0: without end */
     double pause_least, pause_most, ceiling; /* seconds; bytes/s */
@@ -148,7 +148,7 @@ API void bottleneck_run(const struct setting *set, const struct flow_in *in, str
             firsts[f->in.path] = f;
         if (first)
             f->skew = first->skew;
-        rate_init(&f->rate, 4e6, f->in.ceiling, f->in.kind, BYTES, first ? first->rate.path : NULL);
+        rate_init(&f->rate, 4e6, f->in.ceiling, f->in.kind, BYTES, f->in.as, first ? first->rate.path : NULL);
         f->window = 10;
         f->threshold = 1e9;
         push(&sim, (struct event){.at = (ns)(f->in.begin * 1e9), .flow = i, .kind = SEND, .a = 1});

@@ -59,6 +59,14 @@ class TransportFlags(Flags):
         choices=("shared", "dedicated", "fixed"),
         incidental=True,
     )
+    udp_flows: int = flag(
+        1,
+        "udp: with --udp-rate-control shared, all that goes from a host to another one leaves to others what so many TCP flows "
+        "would",
+        type=int,
+        metavar="K",
+        incidental=True,
+    )
     udp_deadline: str = flag(
         "off",
         "udp: also end an exchange so many milliseconds after this rank asked for it, whatever is missing; auto: 1.2 "
@@ -133,6 +141,10 @@ class TransportFlags(Flags):
         rate, deadline = self.udp_bytes_per_second, self.udp_deadline_seconds
         if self.udp_rate_control == "fixed" and rate is None:
             raise refuse("--udp-rate-control", "fixed", "needs --udp-rate")
+        if not 1 <= self.udp_flows <= 1000:
+            raise refuse("--udp-flows", self.udp_flows, "must be in [1, 1000]")
+        if self.udp_rate_control != "shared":
+            refuse_unused(self, "udp_flows", "needs --udp-rate-control shared")
         if not 0 <= self.udp_port <= 65535:
             raise refuse("--udp-port", self.udp_port, "must be in [0, 65535]")
         if isinstance(deadline, float) and not 0 < deadline < math.inf:

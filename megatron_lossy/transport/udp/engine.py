@@ -63,6 +63,7 @@ class _Settings(ctypes.Structure):
         ("packet", ctypes.c_uint32),
         ("cipher", ctypes.c_int),
         ("rule", ctypes.c_int),
+        ("flows", ctypes.c_int),
         ("clock", ctypes.c_int64),
     ]
 
@@ -107,7 +108,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("produce", i, pointer, i64, pointer, pointer),
         ("timers", None, pointer, i64),
         ("due", i64, pointer),
-        ("rate_new", pointer, double, double, i, double, pointer),
+        ("rate_new", pointer, double, double, i, double, double, pointer),
         ("rate_free", None, pointer),
         ("rate_sample", None, pointer, i64, i64),
         ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double, u64),
@@ -227,6 +228,7 @@ class Engine:
             packet=settings.packet_bytes,
             cipher=settings.cipher != "none",
             rule=RULES[settings.rate_control],
+            flows=settings.flows,
             clock=time.time_ns() - time.monotonic_ns(),
         )
 

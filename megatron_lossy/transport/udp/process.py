@@ -36,6 +36,7 @@ def settings_of(config: LossyConfig) -> UdpSettings:
         port=config.udp_port,
         rate=config.udp_bytes_per_second,
         rate_control=config.udp_rate_control,
+        flows=config.udp_flows,
         deadline=config.udp_deadline_seconds,
         reorder=None if config.udp_reorder is None else config.udp_reorder / 1000,
         eager_bytes=config.udp_eager_bytes,

@@ -12,6 +12,7 @@ MIB = 1 << 20
 class UdpSettings:
     """The settings of one process. ``rate`` is in bytes per second, times are in seconds; ``None``: engine's choice.
 
+    ``flows``: with ``shared``, the number of TCP flows that are as fair to others as all flows to another host are together.
     ``port`` is the port of the first process of a host, or 0. All ranks must have the same ``cipher``, ``key`` and
     ``packet_bytes``. ``eager_bytes``: bytes that each other rank may send before this one has posted; fewer if
     ``memory`` is too small for all.
@@ -21,6 +22,7 @@ class UdpSettings:
     port: int = 0
     rate: float | None = None
     rate_control: Literal["shared", "dedicated", "fixed"] = "dedicated"
+    flows: int = 1
     deadline: float | Literal["auto"] | None = None
     reorder: float | None = None
     eager_bytes: int = 4 * MIB

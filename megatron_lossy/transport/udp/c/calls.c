@@ -206,20 +206,20 @@ API size_t ml_path_bytes(void) { return sizeof(struct path); }
 API void ml_path(struct path *p, const struct engine *e, ns now)
 {
     double packet = full_datagram(e);
-    uint64_t kind = (uint64_t)sizeof *p << 32 ^ (uint64_t)packet ^ (uint64_t)e->set.path_rate << 12 ^ 1;
+    uint64_t kind = (uint64_t)sizeof *p << 32 ^ (uint64_t)packet ^ (uint64_t)e->set.path_rate << 12 ^ (uint64_t)e->set.flows << 48 ^ 1;
     now = at(now);
     if (p->kind == kind && now >= p->used_at && now - p->used_at < 10 * SECOND)
         return;
-    path_init(p, e->set.path_rate, packet);
+    path_init(p, e->set.path_rate, packet, fair_flows(e));
     p->kind = kind;
     p->used_at = now;
 }
 
-API struct rate *ml_rate_new(double floor, double ceiling, int rule, double packet, struct rate *with)
+API struct rate *ml_rate_new(double floor, double ceiling, int rule, double packet, double flows, struct rate *with)
 {
     struct rate *r = calloc(1, sizeof *r);
     if (r)
-        rate_init(r, floor, ceiling, rule, packet, with ? with->path : NULL);
+        rate_init(r, floor, ceiling, rule, packet, flows, with ? with->path : NULL);
     return r;
 }
 API void ml_rate_free(struct rate *r) { free(r); }

@@ -108,7 +108,7 @@ static struct flow *flow_find(struct engine *e, const struct sockaddr *to, sockl
     f->report.threshold = report_threshold(e);
     f->in.seen_words = replay_words(e);
     f->report.at = NEVER;
-    rate_init(&f->rate, 4e6, e->set.rate, e->set.rule, full_datagram(e), path);
+    rate_init(&f->rate, 4e6, e->set.rate, e->set.rule, full_datagram(e), fair_flows(e), path);
     return f;
 }
 

@@ -85,7 +85,7 @@ static int answered(struct engine *e, struct flow *f, const uint8_t *payload, ns
     if (now >= f->move.until || memcmp(payload, f->move.nonce, NONCE))
         return LATE;
     if (!same_host(&f->to, &f->move.to))
-        rate_init(&f->rate, f->rate.floor, e->set.rate, e->set.rule, full_datagram(e), NULL);
+        rate_init(&f->rate, f->rate.floor, e->set.rate, e->set.rule, full_datagram(e), fair_flows(e), NULL);
     f->to = f->move.to;
     f->move.until = 0;
     f->refused = 0;

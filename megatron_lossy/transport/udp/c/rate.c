@@ -23,7 +23,7 @@ struct path {
     struct { uint32_t flows, last, number; ns ends; } active; /* in this interval, and in the last one */
 };
 
-static void path_init(struct path *p, double ceiling, double packet)
+static void path_init(struct path *p, double ceiling, double packet, double flows)
 {
     pthread_mutexattr_t attributes;
     memset(p, 0, sizeof *p);
@@ -32,7 +32,7 @@ static void path_init(struct path *p, double ceiling, double packet)
     pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
     pthread_mutex_init(&p->lock, &attributes);
     pthread_mutexattr_destroy(&attributes);
-    shared_init(&p->shared, ceiling, packet);
+    shared_init(&p->shared, ceiling, packet, flows);
 }
 
 static void path_lock(struct path *p)
@@ -100,8 +100,8 @@ struct rate {
 #define GAP_US 8000u
 #define ENOUGH 128 /* datagrams that say something about a share of a tenth */
 
-/* `packet`: bytes of a full datagram on the wire; `path`: that of SHARED, or NULL. */
-static void rate_init(struct rate *r, double floor, double ceiling, int rule, double packet, struct path *path)
+/* `packet`: bytes of a full datagram on the wire; `flows`: fair as so many TCP flows; `path`: that of SHARED, or NULL. */
+static void rate_init(struct rate *r, double floor, double ceiling, int rule, double packet, double flows, struct path *path)
 {
     memset(r, 0, sizeof *r);
     r->floor = floor < ceiling ? floor : ceiling;
@@ -113,7 +113,7 @@ static void rate_init(struct rate *r, double floor, double ceiling, int rule, do
     r->slot.least[0] = r->slot.least[1] = r->interval.least = NEVER;
     if (rule == SHARED) {
         if (!path)
-            path_init(path = &r->own, ceiling, packet);
+            path_init(path = &r->own, ceiling, packet, flows);
         r->path = path;
         r->rate = path->shared.rate;
     }

@@ -41,6 +41,7 @@ struct look { uint64_t datagrams, top; ns sent_at, came; };
 
 struct shared {
     double rate, floor, ceiling, packet; /* packet: bytes of a datagram on the wire */
+    double flows;  /* that grow and fall as one, each as a TCP flow */
     double proven; /* the rate that came through when there was loss */
     double credit; /* the share that the path loses */
     double share;  /* what the receiver has for this flow; 0: it did not say */
@@ -64,12 +65,13 @@ static double between(double low, double x, double high) { return x < low ? low 
 
 static void shared_set(struct shared *s, double rate) { s->rate = between(s->floor, rate, s->ceiling); }
 
-static void shared_init(struct shared *s, double ceiling, double packet)
+static void shared_init(struct shared *s, double ceiling, double packet, double flows)
 {
     memset(s, 0, sizeof *s);
     s->floor = LEAST_RATE < ceiling ? LEAST_RATE : ceiling;
     s->ceiling = ceiling;
     s->packet = packet;
+    s->flows = pow(flows, 0.6); /* in the packet model these leave Cubic what so many Cubic flows would */
     shared_set(s, 10 * packet / 0.01);
     s->slot.least[0] = s->slot.least[1] = s->least = NEVER;
     s->dip.tick = -1;
@@ -127,13 +129,17 @@ static int excess(const struct shared *s, double sent, double lost)
     return lost > m * sent + 3.5 * sqrt(m * (1 - m) * sent * known) + 0.5;
 }
 
+/* Of `flows` equal ones, the rate of one, and what is left of all after one of them has answered a loss. */
+static double each(const struct shared *s) { return s->rate / s->flows; }
+static double kept(const struct shared *s, double share) { return 1 - (1 - share) / s->flows; }
+
 /* Seconds in which a TCP flow of this rate would get back what it gives after a loss. */
 static double reno_epoch(const struct shared *s)
 {
     double t = (double)shared_trip(s) / 1e9;
-    return 0.3 / 0.53 * s->rate * t * t / s->packet;
+    return 0.3 / 0.53 * each(s) * t * t / s->packet;
 }
-static double cubic_epoch(const struct shared *s) { return cbrt(0.75 * s->rate * (double)shared_trip(s) / 1e9 / s->packet); }
+static double cubic_epoch(const struct shared *s) { return cbrt(0.75 * each(s) * (double)shared_trip(s) / 1e9 / s->packet); }
 
 /* Bytes/s gained in a second. */
 static double growth(const struct shared *s)
@@ -141,7 +147,7 @@ static double growth(const struct shared *s)
     double reno = reno_epoch(s), cubic = cubic_epoch(s), tcp = 0.3 * s->rate / (reno < cubic ? reno : cubic);
     if (s->competes)
         return BESIDE * tcp;
-    double most = s->rate < USUAL ? BOUND * s->rate / USUAL : BOUND * sqrt(s->rate / USUAL);
+    double most = s->flows * BOUND * (each(s) < USUAL ? each(s) / USUAL : sqrt(each(s) / USUAL));
     return GROWTH * tcp < most ? GROWTH * tcp : most;
 }
 
@@ -179,12 +185,13 @@ static void shared_lost(struct shared *s, ns now, double n, double l, ns took)
     s->lost_any = 1;
     window_later(s, now);
     int held = suspect(s);
-    double hold = DIPPED * s->chain.delivered, rate = s->rate * (lossy(s) ? KEPT_LOSSY : KEPT);
+    double hold = DIPPED * s->chain.delivered, rate = s->rate * kept(s, lossy(s) ? KEPT_LOSSY : KEPT);
     if (held && s->rate <= hold)
         return; /* it falls no more before a dip has told whose loss that is */
-    rate = rate < 0.95 * delivered ? rate : 0.95 * delivered;
+    double most = kept(s, 0.95) * delivered;
+    rate = rate < most ? rate : most;
     if (s->share > 0 && !held)
-        rate += 0.5 * (between(rate / 4, KEPT * s->share / (1 - s->credit), 2 * rate) - rate);
+        rate += 0.5 * (between(rate / 4, kept(s, KEPT) * s->share / (1 - s->credit), 2 * rate) - rate);
     s->proven = delivered;
     shared_set(s, held && rate < hold ? hold : rate);
 }

@@ -198,7 +198,7 @@ struct settings {
     ns reorder, peer_timeout; /* reorder < 0: by the round trip */
     uint64_t eager, memory, instance;
     uint32_t packet;
-    int cipher, rule; /* rule: of rates */
+    int cipher, rule, flows; /* rule: of rates; flows: to others as so many TCP flows; 0: as one */
     ns clock;         /* of all hosts, less this one's */
 };
 
@@ -230,6 +230,7 @@ struct output { struct sockaddr_storage to; uint32_t to_size, bytes, segment; };
 static uint32_t tag_bytes(const struct engine *e) { return e->set.cipher ? TAG : 0; }
 /* Bytes of a full datagram on the wire. */
 static double full_datagram(const struct engine *e) { return HEADER + e->set.packet + tag_bytes(e) + e->wire_overhead; }
+static double fair_flows(const struct engine *e) { return e->set.flows ? e->set.flows : 1; }
 static uint32_t unit_bytes(const struct bucket *b, uint32_t unit)
 {
     uint64_t rest = b->shard - (uint64_t)unit * b->unit;
