@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.lab.bottleneck import Bottleneck, Flow, run
@@ -35,9 +40,17 @@ class Row:
             return f"at least {self.least:g} {self.unit}"
         return f"{self.least:g} to {self.most:g} {self.unit}" if self.least else f"at most {self.most:g} {self.unit}"
 
-    def holds(self, values: Sequence[float]) -> bool:
-        """Whether every one of ``values`` is within the target."""
-        return all(self.least <= value <= self.most for value in values)
+    def cell(self, runs: Sequence[Sequence[float]]) -> str:
+        """The medians of each path's ``runs`` [seeds][paths], and all values; "missed" if a median is not within the target."""
+        medians = [statistics.median(values) for values in zip(*runs)]
+        every = [value for values in runs for value in values]
+        missed = not all(self.least <= value <= self.most for value in medians)
+        return f"{_span(medians)} ({_span(every)}){' missed' * missed}"
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = (f"{value:.1f}".replace("inf", "never") for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
 
 
 def own_loss(flows: int, *paths: Bottleneck) -> Callable[[str, int], list[float]]:
@@ -176,7 +189,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "",
         *made_with("benchmarks.congestion", sys.argv[1:] if argv is None else argv),
         "",
-        f"Least to greatest over paths and {arguments.seeds} seeds. Own loss does not include that of the path.",
+        (
+            f"The median of {arguments.seeds} runs, from the path with the least to that with the greatest; in brackets the least "
+            "and the greatest run of all. Own loss does not include that of the path."
+        ),
         "",
         "| requirement | target | " + " | ".join(f"`{rule}`" for rule in arguments.rules) + " |",
         "| --- " * (2 + len(arguments.rules)) + "|",
@@ -184,12 +200,46 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in (row for row in rows() if arguments.only in row.name):
         cells = []
         for rule in arguments.rules:
-            values = [value for seed in range(1, arguments.seeds + 1) for value in row.measure(rule, seed)]
-            text = f"{min(values):.1f} to {max(values):.1f}".replace("inf to inf", "never").replace("inf", "never")
-            cells.append(text + ("" if row.holds(values) else " (missed)"))
+            cells.append(row.cell([row.measure(rule, seed) for seed in range(1, arguments.seeds + 1)]))
         lines.append(f"| {row.name} | {row.target} | " + " | ".join(cells) + " |")
         print(lines[-1], flush=True)
     write_results(arguments.out, f"congestion_{today()}", md="\n".join(lines) + "\n")
+    if not arguments.only:
+        plot(Path(arguments.out, f"congestion_{today()}.png"), arguments.seeds)
+
+
+def plot(path: Path, seeds: int) -> None:
+    """Draw what a Cubic flow keeps of what it has alone, beside others, over the depth of the queue."""
+    queues = (1, 2, 5, 10, 20, 50, 100)
+    others = {
+        "another Cubic flow": [Flow("cubic")],
+        "shared, 1 flow": [Flow(endless=True)],
+        "shared, 16 flows between two hosts": [Flow(endless=True, path=0, begin=0.1 * index) for index in range(16)],
+        "shared, --udp-flows 4": [Flow(endless=True, as_flows=4)],
+        "dedicated, 1 flow": [Flow("dedicated", endless=True)],
+    }
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for (name, flows), line in zip(others.items(), ("--", "-", "-", "-", ":")):
+        kept = [[_kept(Bottleneck(queue=queue), flows, seed) for seed in range(1, seeds + 1)] for queue in queues]
+        axes.plot(queues, [statistics.median(values) for values in kept], line, marker="o", markersize=4, label=name)
+    axes.set_xscale("log")
+    axes.set_xticks(queues, [str(queue) for queue in queues])
+    axes.minorticks_off()
+    axes.set_ylim(0, 105)
+    axes.set_xlabel("queue of the bottleneck (ms)")
+    axes.set_ylabel("what Cubic keeps of what it has alone (%)")
+    axes.set_title("One Cubic flow on 100 Mbit/s and 20 ms, beside", loc="left")
+    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def _kept(path: Bottleneck, flows: Sequence[Flow], seed: int) -> float:
+    """What Cubic gets beside ``flows``, of what it has alone, percent."""
+    alone, beside = (run(path, [*some, Flow("cubic")], seconds=40, warm=8, seed=seed) for some in ([], flows))
+    return 100 * beside.delivered[-1] / alone.delivered[0]
 
 
 if __name__ == "__main__":

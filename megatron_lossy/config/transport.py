@@ -53,7 +53,7 @@ class TransportFlags(Flags):
         incidental=True,
     )
     udp_rate_control: str = flag(
-        "dedicated",
+        "shared",
         "udp: how a rate is found below --udp-rate: beside other traffic, which keeps its share; on a link of one's own; or not "
         "at all (closed networks only)",
         choices=("shared", "dedicated", "fixed"),

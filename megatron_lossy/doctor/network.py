@@ -101,7 +101,7 @@ def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
 def _rule(config: LossyConfig) -> list[Finding]:
     """Say what the rule of rates needs of the network and of the hosts."""
     needs = {
-        "shared": "needs clocks of all hosts that agree to 10 ms (NTP)",
+        "shared": "needs clocks of all hosts that agree to 50 ms (NTP)",
         "dedicated": "for a link of this training's own: others on it would get little, shared leaves them their part",
         "fixed": "for a network that carries nothing else",
     }

@@ -24,7 +24,7 @@ from .settings import UdpSettings
 
 logger = logging.getLogger(__name__)
 
-_DEDICATED = "udp: rates are for a link of this training's own; where others use it: --udp-rate-control shared"
+_DEDICATED = "udp: --udp-rate-control dedicated is for a link of this training's own: others on it get little"
 
 _engines: dict[UdpSettings, Engine] = {}
 

@@ -21,7 +21,7 @@ class UdpSettings:
     interface: str | None = None
     port: int = 0
     rate: float | None = None
-    rate_control: Literal["shared", "dedicated", "fixed"] = "dedicated"
+    rate_control: Literal["shared", "dedicated", "fixed"] = "shared"
     flows: int = 1
     deadline: float | Literal["auto"] | None = None
     reorder: float | None = None
