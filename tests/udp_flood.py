@@ -3,6 +3,7 @@
 The first half of the ranks is one site. ``RANK``, ``WORLD_SIZE``: environment; ``FOLDER``: where they find each other.
 """
 
+import json
 import os
 import sys
 import time
@@ -17,10 +18,10 @@ UNIT, SHARD = 1408, 300 * 1408
 
 
 def main():
-    rule, seconds, folder = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+    rule, seconds, folder, cipher = sys.argv[1], float(sys.argv[2]), sys.argv[3], (sys.argv[4:] or ["none"])[0]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     others = range(size // 2, size) if rank < size // 2 else range(size // 2)
-    settings = UdpSettings(interface="lab0", rate_control=rule, cipher="none")
+    settings = UdpSettings(interface="lab0", rate_control=rule, cipher=cipher)
     with Engine(settings, find_address("lab0", "127.0.0.1"), lambda line: None, job=folder) as engine:
         channel = engine.open(
             "flood", rank, size, FolderStore(folder), "flood", {"grad": [(SHARD, UNIT)], "param": []}, peers=others
@@ -29,6 +30,8 @@ def main():
         pieces = np.zeros((size, SHARD), np.uint8)
         end, waiting = time.monotonic() + seconds, []
         for step in range(10**6):
+            if step == 20:
+                FolderStore(folder).set(f"begun-{rank}", b"")
             # All end with the same step, which the first rank names in a file.
             if rank == 0 and time.monotonic() > end:
                 FolderStore(folder).set("last", str(step + 20).encode())
@@ -46,6 +49,7 @@ def main():
             one.wait(60)
         rates = channel.rates()
         print(rank, {peer: round(rates[peer]["rate"]) for peer in others}, flush=True)
+        print(json.dumps({"exchanges": step, **engine.counters()}), flush=True)
 
 
 if __name__ == "__main__":

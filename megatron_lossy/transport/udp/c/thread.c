@@ -63,7 +63,7 @@ static int transmit(struct engine *e, const struct output *o, uint32_t *sent)
             continue;
         }
         if (result < 0) {
-            e->net.lost |= errno == EINVAL || errno == EADDRNOTAVAIL; /* the kernel's words for a source that is not ours any more */
+            e->net.lost |= errno == ENETUNREACH || errno == EINVAL || errno == EADDRNOTAVAIL; /* a source that is not ours any more */
             *(errno == EMSGSIZE ? &e->count.too_big : &e->count.send_failed) += 1;
         }
         e->count.segmented += size > o->segment;
