@@ -14,7 +14,17 @@ from scripts.update_docs import PAGES, RESULTS, ROOT, current, links
 pytestmark = pytest.mark.shows("pages are current, their links and headings exist", device=False)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+#: Tables that are made from the records of studies take seconds each.
+OF_STUDIES = re.compile("<!-- (table|list|made): (?!presets)")
+CURRENT = [
+    pytest.param(
+        page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.slow] * bool(OF_STUDIES.search(page.read_text()))
+    )
+    for page in PAGES
+]
+
+
+@pytest.mark.parametrize("page", CURRENT)
 def test_what_is_made_elsewhere_is_current(page):
     text = page.read_text()
     assert text == current(text), "run make docs"
