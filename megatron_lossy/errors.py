@@ -50,6 +50,21 @@ class UsageError(ValueError):
     """A wrong input. The text is one line that names the flag, the value and the allowed values."""
 
 
+#: Found while modules were imported, where no program could report them yet.
+_postponed: list[UsageError] = []
+
+
+def postpone(error: UsageError) -> None:
+    """Let the next program that begins, or :class:`.LossyConfig` that is made, raise ``error``."""
+    _postponed.append(error)
+
+
+def raise_postponed() -> None:
+    """Raise the first :class:`UsageError` that was postponed, if there is one."""
+    if _postponed:
+        raise _postponed[0]
+
+
 def refuse(flag: str, value: object, allowed: str) -> UsageError:
     """The :class:`UsageError` for a ``flag`` that may not be ``value``. ``allowed``: the allowed values."""
     return UsageError(f"{flag} {value}: {allowed}")
@@ -105,9 +120,11 @@ def usage_errors(program: str = "megatron-lossy") -> Iterator[None]:
 
     The ranks of a node usually find the same error. The first (``LOCAL_RANK`` 0 or unset) prints it and exits, and the
     launcher ends the others while they wait. A rank that is still there afterwards was alone with its error and prints
-    it too. The exit skips the clean-up of process groups, which would wait for other ranks.
+    it too. The exit skips the clean-up of process groups, which would wait for other ranks. Errors that imports found
+    (:func:`postpone`) come first.
     """
     try:
+        raise_postponed()
         yield
     except UsageError as error:
         _end(f"{program}: error: {error}", 2)

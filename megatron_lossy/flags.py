@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import field
 from typing import Any, TypeVar
 
@@ -185,8 +185,19 @@ def add_flags(
             name = options.pop("flag", flag_name(cls, f.name))
             if short:
                 options["help"] = first_clause(options["help"]) if f.metadata["basic"] else argparse.SUPPRESS
-            group.add_argument(name, dest=f.name, default=f.default, **options)
+            try:
+                group.add_argument(name, dest=f.name, default=f.default, **options)
+            except argparse.ArgumentError:
+                action: Any = parser._option_string_actions[name]
+                other = action.container.title
+                raise UsageError(f"{name}: {_owner(cls, f.name)} has it, and so has the group {other!r}") from None
     return parser
+
+
+def _owner(cls: type, name: str) -> str:
+    """The class that brings the field ``name`` of ``cls``, with its module."""
+    owner = next(one for one in reversed(cls.__mro__) if name in getattr(one, "__dataclass_fields__", ()))
+    return f"{owner.__module__}.{owner.__qualname__}"
 
 
 def first_clause(help: str) -> str:
@@ -217,18 +228,27 @@ def from_namespace(cls: type[Config], namespace: argparse.Namespace) -> Config:
     return cls(**values)
 
 
-def flag_tables(cls: type, level: str = "###", mark: str = "") -> str:
-    """The flags of ``cls`` as Markdown, a table for each heading; ``mark`` stands behind the basic ones."""
+def flag_tables(cls: type, level: str = "###", mark: str = "", leave_out: Collection[str] = ()) -> str:
+    """The flags of ``cls`` as Markdown, a table for each heading; ``mark`` stands behind the basic ones.
+
+    ``leave_out``: fields without a row.
+    """
     return "\n\n".join(
-        f"{level} {heading[:1].upper()}{heading[1:]}\n\n{flag_table(cls, heading, mark)}"
-        for heading in flag_groups(cls)
+        f"{level} {heading[:1].upper()}{heading[1:]}\n\n{flag_table(cls, heading, mark, leave_out)}"
+        for heading, fields in flag_groups(cls).items()
+        if any(f.name not in leave_out for f in fields)
     )
 
 
-def flag_table(cls: type, heading: str | None = None, mark: str = "") -> str:
-    """The flags of ``cls``, or those under ``heading``, as a Markdown table: flag, default, meaning."""
+def flag_table(cls: type, heading: str | None = None, mark: str = "", leave_out: Collection[str] = ()) -> str:
+    """The flags of ``cls``, or those under ``heading``, as a Markdown table: flag, default, meaning.
+
+    ``leave_out``: fields without a row.
+    """
     rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
     for f in _flag_fields(cls) if heading is None else flag_groups(cls)[heading]:
+        if f.name in leave_out:
+            continue
         options = f.metadata["flag"]
         value = ""
         if options.get("choices"):

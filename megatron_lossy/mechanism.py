@@ -30,7 +30,8 @@ class Mechanism:
     """A mechanism beside the exchanges of the core: islands, full replicas, boundaries between stages, …
 
     Its class is its place in :data:`megatron_lossy.registry.MECHANISMS`. The core calls its verbs, whatever the flags
-    are; each does nothing by default. Flags and refusals are asked for where torch is not installed, so that a module
+    are; each does nothing by default. Only a run in which nothing happens, since :meth:`.Flags.acts` is false of all
+    flags, has neither parts nor observers. Flags and refusals are asked for where torch is not installed, so that a module
     of a mechanism imports torch where a verb needs it, and :mod:`megatron_lossy.config` not at all: that imports it.
     """
 
@@ -40,13 +41,17 @@ class Mechanism:
     Flags: ClassVar[type[Flags]]
     #: The number of each of its phases in the key of random draws; no other mechanism may have it.
     phases: ClassVar[Mapping[str, int]] = {}
+    #: The axis for each metric of its observers in reports: its label, with the unit, and whether it is logarithmic.
+    axes: ClassVar[Mapping[str, tuple[str, bool]]] = {}
     #: Flags, and values with which its part has patches, so that these can be checked.
     patched: ClassVar[Mapping[str, Any]] = {}
 
     @classmethod
     def refusals(cls) -> Section:
-        """Its rows of the table of refusals."""
-        raise NotImplementedError
+        """Its rows of the table of refusals; none by default."""
+        from .config.refusal import Section
+
+        return Section(cls.name, cls.name, ())
 
     # --- before a run ----------------------------------------------------------------------------------------------
 
@@ -63,8 +68,11 @@ class Mechanism:
         return []
 
     @classmethod
-    def memory(cls, config: LossyConfig, device: Any) -> Sequence[Any]:
-        """The components of memory that it keeps on a ``device``: :class:`.launch.memory.Kept`, of a ``Held``."""
+    def memory(cls, config: LossyConfig, held: Any) -> Sequence[Any]:
+        """The components of memory, :class:`.launch.memory.Kept`, that it keeps on a device which has ``held``.
+
+        ``held``: a :class:`.launch.memory.Held`.
+        """
         return []
 
     @classmethod
@@ -185,7 +193,8 @@ class Mechanism:
 class Part:
     """The part of a mechanism in a run, real or virtual: an island, a full replica, …
 
-    Its verbs are called at fixed moments. Each does nothing by default.
+    Its verbs are called at fixed moments. Each does nothing by default. Those under a heading that names some runs are
+    called in these alone.
     """
 
     #: Its name in the run, and in saved states.
@@ -194,8 +203,6 @@ class Part:
     job: tuple[int, int] = (0, 1)
     #: The launched rank whose number this process writes into records; ``None`` for its own rank.
     writer: int | None = None
-    #: Makes a context for the start of the reduction of a bucket group; ``None`` if none is needed.
-    reducing: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None
 
     def attach(self, run: Any) -> None:
         """Attach to ``run``, which has just been made."""
@@ -214,28 +221,13 @@ class Part:
     def meet(self, ddp: Any) -> None:
         """The model chunk ``ddp`` is about to be added. A collective call."""
 
-    def take_over(self, ddp: Any) -> list[LossyGroup] | None:
-        """The groups that exchange ``ddp``, if the mechanism exchanges it by itself. A collective call."""
-        return None
-
     def add_model_chunk(self, ddp: Any) -> None:
         """The exchanges of ``ddp`` are lossy now."""
-
-    def add_optimizer(self, optimizer: Any) -> None:
-        """An optimizer has been made. Raises :class:`UsageError` if it cannot go with the mechanism."""
 
     def ready(self) -> None:
         """Model and optimizer are there. Raises :class:`UsageError` if they cannot go with the mechanism."""
 
     # --- an iteration ----------------------------------------------------------------------------------------------
-
-    def begin_stopping(self, signal: int) -> Callable[[], int] | None:
-        """Begin to agree, at the start of an iteration, whether to stop after it, if all ranks of a job cannot by themselves.
-
-        ``signal``: told this rank to stop, or 0. Returns a function that waits for the signal to stop, or 0, the same
-        at all ranks. A collective call.
-        """
-        return None
 
     def begin_iteration(self) -> None:
         """The optimizer is about to check gradients and to make its update."""
@@ -249,6 +241,18 @@ class Part:
     def happened(self, iteration: int) -> list[Any]:
         """Events of ``iteration`` beside its exchanges; see :meth:`Observer.happened`."""
         return []
+
+    # --- ranks of Megatron -----------------------------------------------------------------------------------------
+
+    #: Makes a context for the start of the reduction of a bucket group; ``None`` if none is needed.
+    reducing: Callable[[Any], contextlib.AbstractContextManager[None]] | None = None
+
+    def take_over(self, ddp: Any) -> list[LossyGroup] | None:
+        """The groups that exchange ``ddp``, if the mechanism exchanges it by itself. A collective call."""
+        return None
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        """An optimizer has been made. Raises :class:`UsageError` if it cannot go with the mechanism."""
 
     # --- models of PyTorch's DDP -----------------------------------------------------------------------------------
 
@@ -276,7 +280,15 @@ class Part:
         """Elements of weights that it holds beside the model."""
         return 0
 
-    # --- programs of megatron.training -----------------------------------------------------------------------------
+    # --- training programs: our own and Megatron's -----------------------------------------------------------------
+
+    def begin_stopping(self, signal: int) -> Callable[[], int] | None:
+        """Begin to agree, at the start of an iteration, whether to stop after it, if all ranks of a job cannot by themselves.
+
+        ``signal``: told this rank to stop, or 0. Returns a function that waits for the signal to stop, or 0, the same
+        at all ranks. A collective call.
+        """
+        return None
 
     def training_patches(self) -> list[Patch]:
         """Patches that it needs in megatron.training."""
@@ -294,7 +306,7 @@ class Part:
     # --- weights and saved state -----------------------------------------------------------------------------------
 
     def begin_saving(self) -> None:
-        """The stale units of replicas are about to be saved. A collective call."""
+        """The stale units of replicas are about to be saved, and no part keeps the whole state. A collective call."""
 
     def owner_weights(self) -> contextlib.AbstractContextManager[None] | None:
         """A context with the owners' weights in the model; ``None`` if the exchanges provide it."""
@@ -321,9 +333,8 @@ class Part:
         """The whole state of this rank's replica, if the mechanism keeps it; else ``None``."""
         return None
 
-    def load_replica_state(self, state: Any) -> bool:
-        """Restore :meth:`replica_state`. Returns whether the state was the mechanism's."""
-        return False
+    def load_replica_state(self, state: Any) -> None:
+        """Restore :meth:`replica_state`."""
 
     def state_dict(self) -> Any:
         """State beside that of the replica; ``None`` if there is none."""

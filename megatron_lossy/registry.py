@@ -11,13 +11,15 @@ installed, and ``config`` depends on no implementation. Packages of others add n
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Iterator
 from functools import cached_property
 from importlib.metadata import entry_points
 from typing import Any
 
-from .errors import UsageError
+from .errors import UsageError, postpone
+from .section import Flags
 
 
 class Registry:
@@ -48,6 +50,10 @@ class Registry:
         """All classes, in the order of the names."""
         return [self.load(name) for name in self]
 
+    def ours(self) -> list[Any]:
+        """Our own classes, without those of other packages."""
+        return [self.load(name) for name in self.built_in]
+
     def first(self, verb: str, *arguments: Any) -> Any:
         """The first answer of a class to ``verb`` that is not ``None``; the later ones are not asked."""
         answers = (getattr(one, verb)(*arguments) for one in self.all())
@@ -62,12 +68,58 @@ class Registry:
                 loaded = getattr(importlib.import_module(module), attribute)
                 if getattr(loaded, "name", None) != name:  # the class is loaded again by its own name
                     raise AttributeError(f"its attribute name must be {name!r}")
-            except (ImportError, AttributeError) as error:
+                self._check(loaded)
+            except Exception as error:  # a module of somebody else may raise anything
                 if name in self.built_in:
                     raise
-                raise UsageError(f"{name}: the entry point {target} of {self.group} fails ({error})") from None
+                kind = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
+                why = kind + " ".join(str(error).split())
+                raise UsageError(f"{name}: the entry point {target} of {self.group} fails ({why})") from None
             self._loaded[name] = loaded
         return self._loaded[name]
+
+    def _check(self, loaded: Any) -> None:
+        """Raise ``AttributeError`` for a class that lacks what all of the registry have."""
+
+
+class Mechanisms(Registry):
+    """The registry of mechanisms, whose flags are needed as soon as ``config`` is imported."""
+
+    @cached_property
+    def _all(self) -> list[Any]:
+        found = []
+        for name in self:
+            try:
+                found.append(self.load(name))
+            except UsageError as error:
+                postpone(error)
+        return found
+
+    def all(self) -> list[Any]:
+        """The classes that can be loaded. For the others a :class:`UsageError` is postponed."""
+        return list(self._all)
+
+    def parts(self, verb: str, config: Any, *arguments: Any) -> list[Any]:
+        """The parts of mechanisms in a run with the flags ``config``: their answers to ``verb`` that are not ``None``.
+
+        Nobody is asked if the flags are inert.
+        """
+        answers = () if config.inert else (getattr(one, verb)(config, *arguments) for one in self.all())
+        return [one for one in answers if one is not None]
+
+    def drop(self, mechanism: Any, why: str) -> None:
+        """Leave ``mechanism`` out from now on, and postpone a :class:`UsageError` that says ``why``."""
+        self._all.remove(mechanism)
+        name = mechanism.name
+        postpone(UsageError(f"{name}: the entry point {self._targets[name]} of {self.group} fails ({why})"))
+
+    def _check(self, loaded: Any) -> None:
+        section = getattr(loaded, "Flags", None)
+        if not (isinstance(section, type) and issubclass(section, Flags)):
+            raise AttributeError("its attribute Flags must be a subclass of megatron_lossy.section.Flags")
+        unset = [one.name for one in dataclasses.fields(section) if one.default is dataclasses.MISSING]
+        if unset:
+            raise AttributeError(f"{unset[0]} of its attribute Flags must have a default")
 
 
 CHANNELS = Registry(
@@ -102,7 +154,7 @@ GRAD_ERRORS = Registry(
 )
 
 #: In the order of their sections: of refusals, of which a user sees the first that applies, and of flags.
-MECHANISMS = Registry(
+MECHANISMS = Mechanisms(
     "megatron_lossy.mechanisms",
     {
         "islands": "megatron_lossy.mechanisms.islands:Islands",

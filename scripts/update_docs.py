@@ -18,6 +18,7 @@ The tables of a study are made from its record.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import sys
@@ -34,6 +35,7 @@ from megatron_lossy.loss_flags import presets, title
 from megatron_lossy.mechanisms.async_pipeline.flags import AsyncPipelineFlags
 from megatron_lossy.mechanisms.islands.flags import IslandFlags
 from megatron_lossy.refusals import listing
+from megatron_lossy.registry import MECHANISMS
 from megatron_lossy.report import LossTable
 from megatron_lossy.train.config import TrainConfig
 from scripts import choosing, stability
@@ -43,6 +45,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _FLAGS = {"loss": LossyConfig, "training": TrainConfig, "islands": IslandFlags, "pipeline": AsyncPipelineFlags}
+#: Flags of mechanisms of other packages that happen to be installed.
+_STRANGE = {
+    one.name
+    for mechanism in MECHANISMS.all()
+    if mechanism not in MECHANISMS.ours()
+    for one in dataclasses.fields(mechanism.Flags)
+}
 _MADE = {"choosing": choosing.table, "delayed_steps": stability.delayed_steps}
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 _MARKS = re.compile(r"(<!-- (flags|table|list|made|refusals): (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -57,7 +66,7 @@ def _content(kind: str, name: str) -> str:
     if kind == "flags":
         cls = _FLAGS[name]
         mark = " \\*" if name == "loss" else ""
-        return (flag_tables(cls, mark=mark) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
+        return (flag_tables(cls, "###", mark, _STRANGE) if len(flag_groups(cls)) > 1 else flag_table(cls)) + "\n"
     if kind == "refusals":
         return listing.pages() + "\n"
     if kind == "made":

@@ -87,6 +87,7 @@ def test_param_sync():
     assert "| 32 | 23.4 % | 12.0 % | 50.0 % |" in text and "| 4 | 20.9 % | 17.9 % | 50.0 % |" in text
 
 
+@pytest.mark.slow
 def test_island_step():
     settings = island_step.IslandSettings(**TINY, steps=2)
     told, text = run_ranks(on_ranks, 2, "island_step", settings, 2, grouped=False)[0]

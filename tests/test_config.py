@@ -7,9 +7,10 @@ import re
 
 import pytest
 
-from megatron_lossy.config import LossyConfig, Schedule, given
+from megatron_lossy.config import LossyConfig, Schedule, given, value_of
 from megatron_lossy.errors import UsageError
 from megatron_lossy.flags import add_flags, flag_groups, flag_table, flag_tables, from_namespace
+from megatron_lossy.section import Flags
 from megatron_lossy.train.config import TrainConfig
 
 pytestmark = pytest.mark.shows("flags: allowed values, sections, schedules, what does nothing is said", device=False)
@@ -207,3 +208,21 @@ def test_megatrons_parser_says_what_unknown_flags_may_be_meant_for(capsys):
         with pytest.raises(SystemExit):
             parser.parse_args(words)
         assert capsys.readouterr().err.endswith(said)
+
+
+def test_every_question_to_a_section_has_an_answer_of_all_together():
+    questions = {name for name, value in vars(Flags).items() if callable(value) and name[0] != "_"}
+    assert questions <= vars(LossyConfig).keys()
+    config = LossyConfig(grad_error="gaussian", grad_error_relative=1.0, p_act=0.1, loss_correlation="source")
+    assert config.taints() and not LossyConfig().taints()
+    assert config.notes_beside() and config.notes() and "no losses are drawn" in config.idle()
+
+
+def test_values_of_phases_come_in_the_order_of_exchanges():
+    assert [value_of("ab", phase) for phase in ("grad", "param")] == ["a", "b"]
+    three = ("grad", "param", "mine")
+    assert [value_of("abc", phase, three) for phase in three] == ["a", "b", "c"]
+    assert [value_of("ab", phase, three) for phase in three] == ["a", "b", "a"]
+    assert value_of("a", "mine", three) == "a"
+    with pytest.raises(ValueError, match="mine"):
+        value_of("ab", "mine")

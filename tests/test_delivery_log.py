@@ -90,6 +90,7 @@ def replayed(folder, exchange, config, size, units):
 # --- what is written is what is read -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     size=st.integers(1, 5),
@@ -214,6 +215,7 @@ def assert_same_history(recorded, replayed):
                 np.testing.assert_array_equal(one[key], other[key])
 
 
+@pytest.mark.slow
 def test_replays_of_real_and_virtual_runs_are_bit_identical_and_their_logs_equal(tmp_path):
     """Weights, losses and gradient norms after every step, in a trace of exactly as many steps as the run."""
     (tmp_path / "real").mkdir()

@@ -147,6 +147,7 @@ def train_with_overflows(rank: int, *runs: tuple[dict, dict]) -> None:
     train_runs(rank, *runs)
 
 
+@pytest.mark.slow
 def test_exchanges_of_skipped_iterations(data, tmp_path):
     """They begin and are used where nothing is updated, too, and all ranks of an island have them."""
     cases = {
@@ -247,6 +248,7 @@ def test_averaged_weights_of_gradient_descent_are_averaged_gradients(data, tmp_p
         assert first == second and len(first) > 10
 
 
+@pytest.mark.slow
 def test_losses_are_recorded_and_replayed(data, tmp_path):
     pytest.importorskip("pyarrow")
     from megatron_lossy.delivery_log.reader import DeliveryLogFolder
@@ -341,6 +343,7 @@ def lose_the_last_checkpoint(rank: int, first: tuple[dict, dict], then: tuple[di
     return train_runs(rank, then)[1]
 
 
+@pytest.mark.slow
 def test_an_island_that_was_killed_while_it_saved_takes_the_others_back(data, tmp_path):
     base, folder = SMALL | data | {"train_iters": 12, "save_interval": 4}, str(tmp_path / "run")
     loss = {**LATE, "save_replicas": True}

@@ -96,6 +96,7 @@ def stand_still(rank: int, folder: str, run: tuple[dict, dict], told: bool) -> i
     return len(slept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, 3])
 def test_others_go_on_while_an_island_stands_still(delay, data, tmp_path):
     """Its messages are lost, and at the end everybody is where it should be."""
@@ -254,6 +255,7 @@ def hear_late(rank: int) -> tuple[int, int]:
     return known
 
 
+@pytest.mark.slow
 def test_others_are_waited_for_longer_than_for_an_answer():
     """They hear with their next exchange, which may be hours away, and are at their end when they are."""
     first, second = run_ranks(hear_late, 2, grouped=False)

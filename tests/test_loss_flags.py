@@ -33,6 +33,8 @@ from tests.programs import run_program
 from tests.ranks import run_ranks
 from tests.trainer import ROOT, TINY, train_runs, write_data
 
+PRESETS_NEED = (ROOT / "docs/flags.md").read_text().partition("long enough for an exchange:")[2].partition("\n\n")[0]
+
 pytestmark = pytest.mark.shows("short help, `--help-loss`, presets", device=False)
 
 ALL = {f.name: flag_name(LossyConfig, f.name) for f in dataclasses.fields(LossyConfig)}
@@ -167,6 +169,14 @@ def test_a_preset_sets_what_its_file_says_and_is_not_refused(name):
         check_refusals(loss, of_trainer(virtual, 1))
     sharded = train.use_distributed_optimizer
     check_refusals(loss, Facts(workers=4, virtual=False, flushes=True, distributed_optimizer=sharded, train_iters=200))
+
+
+@pytest.mark.parametrize(("name", "least"), re.findall(r"`(\w+)`(?: needs)?\s(\d+)", PRESETS_NEED))
+def test_the_least_iterations_of_a_preset_are_those_of_the_page(name, least):
+    _, loss = read("--loss-preset", name)
+    check_refusals(loss, Facts(workers=4, train_iters=int(least)))
+    with pytest.raises(UsageError, match="--sync"):
+        check_refusals(loss, Facts(workers=4, train_iters=int(least) - 1))
 
 
 def test_the_order_is_preset_file_command_line(tmp_path):

@@ -18,7 +18,7 @@ from scripts.verified import LONGEST, feature_table, machine_table
 from tests import programs, test_hooks
 from tests.features import DEVICES, Feature, Record, cases, cases_of, features, machines
 from tests.ranks import RankFailed, run_ranks
-from tests.rooms import TESTS, Shared, check_room, room_of
+from tests.rooms import ROOMS, TESTS, Shared, check_room, room_of
 from tests.tiers import markers
 
 pytestmark = pytest.mark.shows(
@@ -124,6 +124,8 @@ def test_files_belong_to_rooms():
     assert room_of(TESTS / "test_udp.py") == room_of(TESTS / "test_udp_engine.py") == "transport"
     assert room_of(TESTS / "recovery" / "test_anything.py") == "recovery"
     assert room_of(TESTS / "test_of_nothing.py") == "of_nothing"
+    names = [path.stem.removeprefix("test_") for path in TESTS.rglob("test_*.py")]
+    assert not [one for one in ROOMS if not any(name == one or name.startswith(f"{one}_") for name in names)]
     check_room("recovery")
     with pytest.raises(pytest.UsageError, match="--room recover: must be one of .*, recovery,"):
         check_room("recover")

@@ -52,6 +52,7 @@ def test_without_loss_it_is_fsdp2_bit_for_bit(setting, pool):
         same(pool.run(fsdp.plain, 2, tiny, config, 20), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [3, 4])
 def test_without_loss_more_ranks_are_fsdp2_bit_for_bit(world, pool):
     tiny = Tiny(accumulation=2, prefetches=True)

@@ -99,7 +99,7 @@ def test_a_mechanism_has_flags_refusals_and_observers(installed, tmp_path):
     flags = ["--p-grad", 0.5, "--loss-model", "every-other", "bernoulli", "--alarm-above", 0.4]
     done = run(installed, "-m", "megatron_lossy.train", *as_flags(settings_in(tmp_path, 4)), *flags)
     assert done.returncode == 0, done.stderr
-    assert [record["alarms"] for record in read_records(tmp_path / "run", "train")] == [0, 1, 1, 2]
+    assert [record["alarms"] for record in read_records(tmp_path / "run", "train")] == [0, 4, 0, 4]
     done = run(installed, "-m", "megatron_lossy.train", *as_flags(settings_in(tmp_path / "few", 2)), *flags)
     assert done.returncode == 2 and done.stderr.endswith("--alarm-above 0.4: a share of 2 ranks says little\n")
     table = run(installed, "-m", "megatron_lossy", "refusals", "alarm")
@@ -111,14 +111,150 @@ def test_a_mechanism_has_flags_refusals_and_observers(installed, tmp_path):
     assert wrong.returncode == 2 and "--alarm-above 2.0: must be in [0, 1)" in wrong.stderr
 
 
-def test_a_mechanism_that_cannot_be_loaded_is_named(tmp_path):
-    (tmp_path / "broken-1.0.dist-info").mkdir()
-    (tmp_path / "broken-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    points = "[megatron_lossy.mechanisms]\nbroken = nowhere:Broken\n"
-    (tmp_path / "broken-1.0.dist-info" / "entry_points.txt").write_text(points)
+def test_its_metrics_are_the_same_on_real_ranks(installed, tmp_path):
+    flags = ["--p-grad", 0.4, "--loss-unit", "packet", "--packet-bytes", 256, "--alarm-above", 0.4]
+    virtual, real = settings_in(tmp_path / "virtual", 4), settings_in(tmp_path / "real", None)
+    done = [run(installed, "-m", "megatron_lossy.train", *as_flags(virtual), *flags)]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4, "-m", "megatron_lossy.train"]
+    done.append(run(installed, *ranks, *as_flags({k: v for k, v in real.items() if v is not None}), *flags))
+    assert not any(one.returncode for one in done), [one.stderr for one in done]
+    alarms = [
+        [record["alarms"] for record in read_records(tmp_path / kind / "run", "train")] for kind in ("virtual", "real")
+    ]
+    assert alarms[0] == alarms[1] and 0 < sum(alarms[0]) < 4 * 4
+
+
+#: Its example of a part, which a mechanism of two lines returns.
+[PART] = re.findall(r"```python\n(# my_part.py\n.*?)```", (ROOT / "docs/index.md").read_text(), re.DOTALL)
+
+
+def test_a_part_goes_on_where_its_run_was_saved(tmp_path):
+    place = tmp_path / "site"
+    place.mkdir()
+    (place / "my_part.py").write_text(PART)
+    returns = "    @classmethod\n    def {0}(cls, config, *_):\n        from my_part import Updates\n        return Updates()\n"
+    shows = (
+        "    @classmethod\n    def observers(cls, run, writer):\n        from my_monitor import Shown\n"
+        "        return [Shown(run)]\n"
+    )
+    (place / "my_monitor.py").write_text(
+        "from megatron_lossy.monitor import Observer\n\nclass Shown(Observer):\n    def __init__(self, run):\n"
+        "        self.run = run\n    def metrics(self):\n        return {'updates': self.run.part('updates').count}\n"
+    )
+    broken_mechanism(place, MECHANISM + returns.format("part") + returns.format("virtual_part") + shows)
+    saves = ["--save", tmp_path / "saved", "--save-interval", 2]
+    for iterations, more in ((2, saves), (4, ["--load", tmp_path / "saved"])):
+        settings = settings_in(tmp_path / str(iterations), 4) | {"train_iters": iterations, "lr_decay_iters": 4}
+        flags = ["--p-param", 0.3, "--save-replicas"]
+        done = run(place, "-m", "megatron_lossy.train", *as_flags(settings), *flags, *more)
+        assert done.returncode == 0, done.stderr
+    assert [record["updates"] for record in read_records(tmp_path / "4" / "run", "train")] == [3, 4]
+
+
+MECHANISM = """
+from dataclasses import dataclass
+from megatron_lossy.flags import flag
+from megatron_lossy.mechanism import Mechanism
+from megatron_lossy.section import Flags
+
+@dataclass(frozen=True)
+class F(Flags):
+    mine: float = flag(0.0, "a number")
+
+class Broken(Mechanism):
+    name = "broken"
+    Flags = F
+"""
+#: What is wrong with a mechanism: its module, and why the message says that it fails.
+WRONG = {
+    "module": (None, "No module named 'broken'"),
+    "syntax": (MECHANISM + "class", "SyntaxError: invalid syntax (broken.py, line 14)"),
+    "import": (MECHANISM + "1 / 0", "ZeroDivisionError: division by zero"),
+    "name": (MECHANISM.replace('"broken"', '"other"'), "its attribute name must be 'broken'"),
+    "flags": (
+        MECHANISM.replace("    Flags = F", ""),
+        "its attribute Flags must be a subclass of megatron_lossy.section.Flags",
+    ),
+    "default": (
+        MECHANISM.replace('flag(0.0, "a number")', "0.0").replace(" = 0.0", ""),
+        "mine of its attribute Flags must have a default",
+    ),
+    "number": (
+        MECHANISM + '    phases = {"mine": 4}',
+        (
+            "the phase 'mine' with number 4 is taken: "
+            "there are grad 0, param 1, sync-reduce 4, sync-gather 5, act 2, act-grad 3"
+        ),
+    ),
+    "flag": (
+        MECHANISM.replace("mine", "p_grad"),
+        "--p-grad of broken.F is taken by megatron_lossy.config.core.CoreFlags",
+    ),
+    "verb": (
+        MECHANISM.replace("mine", "ranks_of_node"),
+        "ranks_of_node of broken.F is taken by megatron_lossy.config.core.CoreFlags",
+    ),
+    "config": (MECHANISM.replace("mine", "model"), "model of broken.F is taken by LossyConfig"),
+}
+
+
+def broken_mechanism(folder, source):
+    (folder / "broken-1.0.dist-info").mkdir()
+    (folder / "broken-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    points = "[megatron_lossy.mechanisms]\nbroken = broken:Broken\n"
+    (folder / "broken-1.0.dist-info" / "entry_points.txt").write_text(points)
+    if source is not None:
+        (folder / "broken.py").write_text(source)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_mechanism_that_does_not_fit_is_one_line(wrong, tmp_path):
+    source, why = WRONG[wrong]
+    broken_mechanism(tmp_path, source)
     done = run(tmp_path, "-m", "megatron_lossy.train", "--help")
-    message = "broken: the entry point nowhere:Broken of megatron_lossy.mechanisms fails (No module named 'nowhere')"
-    assert done.returncode and done.stderr.strip().endswith(message), done.stderr
+    what = f"broken: the entry point broken:Broken of megatron_lossy.mechanisms fails ({why})"
+    assert (done.returncode, done.stderr) == (2, f"megatron_lossy.train: error: {what}\n")
+
+
+@pytest.mark.parametrize("program", ["megatron_lossy", "megatron_lossy.report", "megatron_lossy.launch"])
+def test_every_program_names_it(program, tmp_path):
+    broken_mechanism(tmp_path, None)
+    done = run(tmp_path, "-m", program, "runs")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "broken:Broken" in done.stderr, done.stderr
+
+
+def test_no_run_is_without_it(tmp_path):
+    broken_mechanism(tmp_path, None)
+    code = "from megatron_lossy.config import LossyConfig; LossyConfig()"
+    done = run(tmp_path, "-c", code)
+    assert done.returncode == 1 and "UsageError: broken: the entry point broken:Broken" in done.stderr
+
+
+def test_a_phase_of_a_mechanism_takes_its_own_channel_and_schedule(tmp_path):
+    phase = '    rates = {"mine": "mine"}\n    def exchanges(self):\n        return ("mine",)\n'
+    source = MECHANISM.replace('"a number")\n', '"a number")\n' + phase) + '    phases = {"mine": 9}\n'
+    broken_mechanism(tmp_path, source)
+    code = (
+        "from megatron_lossy.config import LossyConfig\n"
+        "config = LossyConfig(mine=0.1, loss_model=('bernoulli', 'bernoulli', 'gilbert-elliott:8'))\n"
+        "print(config.phase('mine').burst, config.phase('param').burst, config.label('mine'))\n"
+        "config = LossyConfig(loss_schedule=('0:0.1', '0:0.2', '0:0.3'))\n"
+        "print(config.phase('mine').schedule.rates, config.label('param'))"
+    )
+    done = run(tmp_path, "-c", code)
+    assert done.stdout == "8.0 None 10 %\n(0.3,) 0:0.2\n", done.stderr
+
+
+def test_our_pages_have_nothing_of_other_packages(installed):
+    done = run(installed, "-m", "scripts.update_docs", "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_flag_that_a_program_has_is_one_line(tmp_path):
+    broken_mechanism(tmp_path, MECHANISM.replace("mine", "lr"))
+    done = run(tmp_path, "-m", "megatron_lossy.train", "--help")
+    message = "megatron_lossy.train: error: --lr: broken.F has it, and so has the group 'training: "
+    assert done.returncode == 2 and done.stderr.startswith(message) and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_both_are_used_from_the_command_line(installed, tmp_path):
@@ -170,7 +306,6 @@ def test_names_stand_in_the_class_and_in_the_registry():
         for name in registry.built_in:
             assert registry.load(name).name == name
     table = flag_table(LossyConfig)
-    assert "`--grad-recovery {renormalize,renormalize-remote,previous,zero,error-feedback}`" in table
     assert "`--grad-recovery {renormalize,renormalize-remote,previous,zero,error-feedback}`" in table
 
 

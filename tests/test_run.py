@@ -101,7 +101,7 @@ def test_replicas_of_another_format_are_refused(tmp_path):
     run_ranks(save_and_go_on, 2, OVERLAPPED, CONFIG, str(tmp_path))
     file = tmp_path / run.REPLICAS / "rank_00001.pt"
     torch.save(torch.load(file, weights_only=True) | {"format": 99}, file)
-    with pytest.raises(RankFailed, match="it has format 99; this version reads 4"):
+    with pytest.raises(RankFailed, match="it has format 99; this version reads 5"):
         run_ranks(resume_rank, 2, OVERLAPPED, CONFIG, str(tmp_path), None)
 
 

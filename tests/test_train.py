@@ -254,6 +254,7 @@ def _kill_while_saving(rank: int, config: dict, when: str) -> None:
     train_runs(rank, (config, {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["publish", "write_text"])
 def test_killed_save_leaves_the_last_checkpoint_whole(data, tmp_path, when):
     run = tmp_path / "run"

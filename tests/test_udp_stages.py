@@ -330,6 +330,7 @@ def with_a_killed_stage(rank, tiny, config, killed):
         run.step(step)
 
 
+@pytest.mark.slow
 def test_a_killed_stage_ends_all_others():
     """Not by waiting: its neighbour is told by its host, and those beyond by the neighbour's."""
     tiny = TinyGPT(pipeline=3, layers=3, accumulation=4, tied=False)

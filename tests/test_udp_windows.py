@@ -69,6 +69,7 @@ def same(mine, theirs):
                 np.testing.assert_array_equal(found[place], right[place], str(place))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["of a device", "of a CPU"])
 def test_windows_change_no_value(way, pool):
     """Every rule, with and without overlap, in single and half precision; the lead too."""

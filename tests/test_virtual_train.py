@@ -62,6 +62,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {k: v for k, v in checkpoint_bytes(folder, latest_iteration(folder)).items() if "rng" not in k}
 
 
+@pytest.mark.slow
 def test_two_workers_train_as_two_ranks_bit_for_bit(data, tmp_path):
     """Losses, gradient norms, both validation losses and the checkpoint, with dropout."""
     dropout = {"attention_dropout": 0.1}

@@ -55,16 +55,9 @@ class Channel(ABC):
         return PhaseLoss(cls.name, plan, lossless=not any(plan.rates))
 
     @classmethod
-    def argument(cls, flags: Mapping[str, Any], phase: str) -> str | None:
-        """The text behind the name of the channel and a colon in ``--loss-model``."""
-        models = flags.get("loss_model") or LossyConfig.loss_model
-        models = (models,) if isinstance(models, str) else models
-        return split_model(models[list(RATES).index(phase) % len(models)])[1]
-
-    @classmethod
     def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
         """The flag that sets the rate in place of ``--p-grad`` and ``--p-param``. Raises :class:`UsageError`."""
-        if cls.argument(vars(config), phase) is not None:
+        if config.model_argument(phase) is not None:
             raise refuse("--loss-model", as_text(config.loss_model), f"{cls.name} takes nothing after a colon")
         return None
 
@@ -80,11 +73,13 @@ class Channel(ABC):
 
     @classmethod
     def label(cls, flags: Mapping[str, Any], phase: str) -> str:
-        """The name of the losses of ``phase`` in a table. ``flags``: the flags of the run, by their field names."""
-        schedule = flags.get("loss_schedule")
-        if schedule:
-            return schedule if isinstance(schedule, str) else schedule[list(RATES).index(phase) % len(schedule)]
-        return f"{100 * flags.get(RATES[phase], 0.0):g} %"
+        """The name of the losses of ``phase`` in a table.
+
+        ``flags``: the flags of the run, by their field names; ``loss_model`` and ``loss_schedule`` have the one value
+        of ``phase``.
+        """
+        schedule: str | None = flags.get("loss_schedule")
+        return schedule or f"{100 * flags.get(RATES[phase], 0.0):g} %"
 
     @classmethod
     def highest_rate(cls, loss: PhaseLoss) -> float | None:

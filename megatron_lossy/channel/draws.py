@@ -236,7 +236,7 @@ def generator(seed: int, exchange: Exchange, source: int, number: int) -> np.ran
     )
 
 
-def subset_numbers(seed: int, exchange: Exchange, count: int) -> np.ndarray:
-    """uint64[count]: numbers that choose the elements of an exchange between islands. No other draw shares them."""
+def choosing_numbers(seed: int, exchange: Exchange, count: int) -> np.ndarray:
+    """uint64[count]: numbers that choose the elements of an exchange. No other draw shares them."""
     counter = [0, exchange.step, 0, _exchange_word(exchange)]
     return np.random.Philox(key=[seed, _OTHER + 1], counter=counter).random_raw(count)

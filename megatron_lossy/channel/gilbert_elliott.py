@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .. import theory
-from ..config import LossyConfig, PhaseLoss
+from ..config import LossyConfig, PhaseLoss, split_model
 from ..errors import refuse
 from ..exchange import Exchange, Stream
 from .draws import DrawnChannel
@@ -42,7 +42,7 @@ class GilbertElliott(DrawnChannel):
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
         loss = super().plan(config, phase)
-        numbers = cls._numbers(vars(config), phase)
+        numbers = cls._numbers(config.model_argument(phase))
         if len(numbers) == 4:
             return dataclasses.replace(loss, transitions=numbers, lossless=False)
         (burst,), worst = numbers, max(loss.schedule.rates)
@@ -56,16 +56,15 @@ class GilbertElliott(DrawnChannel):
 
     @classmethod
     def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
-        numbers = cls._numbers(vars(config), phase)
+        numbers = cls._numbers(config.model_argument(phase))
         if len(numbers) == 1:
             return None
         _check_transitions(numbers)
         return f"--loss-model {cls.name}:PGB,PBG,LG,LB"
 
     @classmethod
-    def _numbers(cls, flags: Mapping[str, Any], phase: str) -> tuple[float, ...]:
-        """The mean length of a burst, or the four parameters. Raises :class:`UsageError`."""
-        text = cls.argument(flags, phase)
+    def _numbers(cls, text: str | None) -> tuple[float, ...]:
+        """The mean length of a burst, or the four parameters, in ``text``. Raises :class:`UsageError`."""
         if text is None:
             return (_BURST,)
         try:
@@ -79,7 +78,7 @@ class GilbertElliott(DrawnChannel):
 
     @classmethod
     def label(cls, flags: Mapping[str, Any], phase: str) -> str:
-        numbers = cls._numbers(flags, phase)
+        numbers = cls._numbers(split_model(flags["loss_model"])[1])
         if len(numbers) == 4:
             return "GE " + " ".join(f"{value:g}" for value in numbers)
         return super().label(flags, phase)

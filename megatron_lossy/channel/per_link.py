@@ -56,12 +56,12 @@ class PerLink(DrawnChannel):
     @classmethod
     def plan(cls, config: LossyConfig, phase: str) -> PhaseLoss:
         loss = super().plan(config, phase)
-        file = cls.argument(vars(config), phase)
+        file = config.model_argument(phase)
         return replace(loss, matrix=Path(file or ""), lossless=False)
 
     @classmethod
     def sets_rate(cls, config: LossyConfig, phase: str) -> str | None:
-        if not cls.argument(vars(config), phase):
+        if not config.model_argument(phase):
             raise refuse("--loss-model", cls.name, "needs a matrix of rates: per-link:FILE")
         return f"--loss-model {cls.name}"
 

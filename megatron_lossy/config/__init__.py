@@ -1,7 +1,7 @@
 """The one source of every loss flag: name, default, help, allowed values. Each mechanism has a module."""
 
 from .lossy_config import RATES, SECTIONS, STAGE_LOSSES, LossyConfig, given
-from .phases import NUMBERS, PHASES, PhaseLoss, Schedule, split_model
+from .phases import NUMBERS, PHASES, PhaseLoss, Schedule, split_model, value_of
 
 __all__ = [
     "NUMBERS",
@@ -14,4 +14,5 @@ __all__ = [
     "Schedule",
     "given",
     "split_model",
+    "value_of",
 ]

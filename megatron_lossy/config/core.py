@@ -29,7 +29,7 @@ class CoreFlags(Flags):
         "B), everything lost in the bad state and nothing in the good one; gilbert-elliott:PGB,PBG,LG,LB: P(good to bad), P(bad "
         "to good), loss when good, loss when bad, in the place of a rate; per-link:FILE: a rate per link, from an N x N matrix, "
         "row = source, column = destination (.npy, or text with blanks or commas); one value for both phases, or two: gradients, "
-        "parameters; with --islands also four: then what goes to owners of means, and means",
+        "parameters; with exchanges of other kinds also one for each: those between islands come next, to owners and back",
         type=str,
         nargs="+",
         metavar="MODEL",

@@ -11,26 +11,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import UsageError, refuse
+from ..errors import UsageError, raise_postponed, refuse
 from ..flags import as_flag, flag_name
 from ..jobs import Jobs
 from ..registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..section import Flags, all_of
 from .core import CoreFlags
 from .errors import ErrorFlags
-from .phases import PHASES, PhaseLoss, Schedule, split_model
+from .phases import PHASES, PhaseLoss, Schedule, split_model, value_of
 from .recovery import RecoveryFlags
 from .refusal import check_refusals
 from .transport import TransportFlags
 
+
+def _sections() -> tuple[type[Flags], ...]:
+    """The sections of the core and of mechanisms. A mechanism whose flags others have is left out."""
+    sections: list[type[Flags]] = [CoreFlags, RecoveryFlags, TransportFlags, ErrorFlags]
+    owners = {name: section for section in sections for name in _own_names(section)}
+    for mechanism in MECHANISMS.all():
+        names = _own_names(mechanism.Flags)
+        taken = sorted(names & owners.keys())
+        if taken:
+            first, owner = taken[0], owners[taken[0]]
+            what = "--" + first.replace("_", "-") if first in owner.__dataclass_fields__ else first
+            MECHANISMS.drop(mechanism, f"{what} of {_full_name(mechanism.Flags)} is taken by {_full_name(owner)}")
+            continue
+        owners |= dict.fromkeys(names, mechanism.Flags)
+        sections.append(mechanism.Flags)
+    return tuple(sections)
+
+
+def _own_names(section: type[Flags]) -> set[str]:
+    """The names that ``section`` adds to those of all sections."""
+    return {name for name in {*vars(section), *section.__dataclass_fields__} - set(dir(Flags)) if name[0] != "_"}
+
+
+def _full_name(section: type[Flags]) -> str:
+    return f"{section.__module__}.{section.__qualname__}"
+
+
 #: The sections, in the order in which they are asked, in help, and in the documentation.
-SECTIONS: tuple[type[Flags], ...] = (
-    CoreFlags,
-    RecoveryFlags,
-    TransportFlags,
-    ErrorFlags,
-    *(mechanism.Flags for mechanism in MECHANISMS.all()),
-)
+SECTIONS = _sections()
 #: The flag (field) with the loss rate of each phase that has one.
 RATES: Mapping[str, str] = {phase: name for section in SECTIONS for phase, name in section.rates.items()}
 #: The flags that lose parts of messages between pipeline stages.
@@ -69,6 +90,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     """Every loss flag. Raises :class:`UsageError` where a value is not allowed."""
 
     def __post_init__(self) -> None:
+        raise_postponed()
         self.resolve()
         for name in ("loss_model", "loss_schedule"):
             self._check_number(name)
@@ -82,8 +104,8 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         """Raise :class:`UsageError` unless the flag has one value for all phases, one for each of two, or for all."""
         values, phases = getattr(self, name), self.exchanges()
         if values is not None and len(values) not in (1, 2, len(phases)):
-            more = "" if len(phases) == 2 else f", or four: these, and the two exchanges between {self.jobs().name}s"
-            why = f"takes one value for both phases, or two: gradients, parameters{more}"
+            more = "" if len(phases) == 2 else f", or {len(phases)}: {', '.join(phases)}"
+            why = f"takes one value for all phases, or two: gradients, parameters{more}"
             raise refuse(flag_name(LossyConfig, name), " ".join(map(str, values)), why)
 
     # --- answers of all sections together --------------------------------------------------------------------------
@@ -141,6 +163,25 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
     def holds_samples(self) -> bool:
         return any(all_of(SECTIONS, "holds_samples", of=self))
 
+    def taints(self) -> bool:
+        return any(all_of(SECTIONS, "taints", of=self))
+
+    def notes(self) -> list[str]:
+        return [note for notes in all_of(SECTIONS, "notes", of=self) for note in notes]
+
+    def notes_beside(self) -> list[str]:
+        return [note for notes in all_of(SECTIONS, "notes_beside", of=self) for note in notes]
+
+    def idle(self) -> dict[str, tuple[bool, set[str]]]:
+        about: dict[str, tuple[bool, set[str]]] = {
+            "no losses are drawn": (self._draws_exchanges, {"loss_correlation"}),
+            f"the unit of loss is a {self.loss_unit}": (self.loss_unit == "packet", {"packet_bytes"}),
+        }
+        for answer in all_of(SECTIONS, "idle", of=self):
+            for why, (used, names) in answer.items():
+                about[why] = (used, names | about.get(why, (used, set()))[1])
+        return about
+
     @property
     def lossless(self) -> bool:
         """True if no flag can change any exchange or delay a stage, so that training must be exactly Megatron's."""
@@ -174,13 +215,17 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         """The name of the channel of ``phase``."""
         return split_model(self.of_phase("loss_model", phase))[0]
 
-    def of_phase(self, name: str, phase: str) -> Any:
-        """The value for ``phase`` of a flag that takes one for all phases, or two, or all; ``None`` if it is not set.
+    def model_argument(self, phase: str) -> str | None:
+        """The text behind the name of the channel of ``phase`` and a colon in ``--loss-model``."""
+        return split_model(self.of_phase("loss_model", phase))[1]
 
-        With two values, the first also sets ``sync-reduce``, the second ``sync-gather``.
+    def of_phase(self, name: str, phase: str) -> Any:
+        """The value for ``phase``, one of :meth:`exchanges`, of a flag that takes several; ``None`` if it is not set.
+
+        See :func:`.phases.value_of`.
         """
         values = getattr(self, name)
-        return values and values[list(RATES).index(phase) % len(values)]
+        return values and value_of(values, phase, self.exchanges())
 
     @property
     def _draws_exchanges(self) -> bool:
@@ -196,17 +241,18 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     def label(self, phase: str) -> str:
         """A name for the losses of ``phase``: a rate in percent, or the setting that replaces a rate."""
-        label: str = CHANNELS.load(self.model(phase)).label(dataclasses.asdict(self), phase)
+        own = {name: self.of_phase(name, phase) for name in ("loss_model", "loss_schedule")}
+        label: str = CHANNELS.load(self.model(phase)).label({**dataclasses.asdict(self), **own}, phase)
         return label
 
     # --- in words --------------------------------------------------------------------------------------------------
 
     def describe(self) -> str:
         """Losses and their recovery, in words."""
-        beside = [note for notes in all_of(SECTIONS, "notes_beside", of=self) for note in notes] + self._idle_notes()
+        beside = self.notes_beside() + self._idle_notes()
         if self.lossless:
             return "; ".join(["none, the exchanges are Megatron's own", *beside])
-        notes = [note for notes in all_of(SECTIONS, "notes", of=self) for note in notes]
+        notes = self.notes()
         if all(self.untouched(phase) for phase in PHASES):
             drawn = [f"seed {self.loss_seed}", "simulated"] if self.draws() or self.exchanges() != PHASES else []
             return "; ".join([*notes, *drawn, *beside])
@@ -224,18 +270,16 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     def _idle_notes(self) -> list[str]:
         """Sentences about given flags without effect: their subject is not lost, or is lost in other units."""
-        about = {
-            "no losses are drawn": (self._draws_exchanges, {"loss_correlation"}),
-            f"the unit of loss is a {self.loss_unit}": (self.loss_unit == "packet", {"packet_bytes"}),
-        }
-        for answer in all_of(SECTIONS, "idle", of=self):
-            for why, (used, names) in answer.items():
-                about[why] = (used, names | about.get(why, (used, set()))[1])
         settings = given(self)
         result = []
-        for why, (used, names) in about.items():
+        for why, (used, names) in self.idle().items():
             idle = [] if used else [name for name in settings if name in names]
             if idle:
                 flags = [as_flag(LossyConfig, name, settings[name]) for name in idle]
                 result.append(f"{' and '.join(flags)} {'does' if len(idle) == 1 else 'do'} nothing, since {why}")
         return result
+
+
+for _mechanism in MECHANISMS.all():
+    if _taken := sorted(_own_names(_mechanism.Flags) & vars(LossyConfig).keys()):
+        MECHANISMS.drop(_mechanism, f"{_taken[0]} of {_full_name(_mechanism.Flags)} is taken by LossyConfig")

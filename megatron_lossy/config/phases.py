@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import refuse
 from ..registry import MECHANISMS
 
+Value = TypeVar("Value")
+
 #: Exchanges of data parallelism.
 PHASES = ("grad", "param")
+
+
+def _numbers() -> dict[str, int]:
+    """The number of every phase. A mechanism of another package whose phases others have is left out."""
+    numbers = {"grad": 0, "param": 1}
+    for mechanism in MECHANISMS.all():
+        taken = [
+            f"the phase {phase!r} with number {number}"
+            for phase, number in mechanism.phases.items()
+            if phase in numbers or number in numbers.values()
+        ]
+        if taken:
+            known = ", ".join(f"{phase} {number}" for phase, number in numbers.items())
+            MECHANISMS.drop(mechanism, f"{' and '.join(taken)} is taken: there are {known}")
+        else:
+            numbers |= mechanism.phases
+    return numbers
+
+
 #: The number of every phase in the key of random draws.
-NUMBERS = {"grad": 0, "param": 1}
-for _mechanism in MECHANISMS.all():
-    for _phase, _number in _mechanism.phases.items():
-        assert _phase not in NUMBERS and _number not in NUMBERS.values(), f"two phases are {_phase!r}, or {_number}"
-        NUMBERS[_phase] = _number
+NUMBERS = _numbers()
+
+
+def value_of(values: Sequence[Value], phase: str, exchanges: Sequence[str] = PHASES) -> Value:
+    """The value for ``phase`` of a flag that takes one for all ``exchanges``, or two, or one for each.
+
+    Of two, the first is that of every other exchange from the first on. Raises ``ValueError`` for another phase.
+    """
+    return values[list(exchanges).index(phase) % len(values)]
 
 
 def split_model(model: str) -> tuple[str, str | None]:

@@ -28,7 +28,8 @@ class RecoveryFlags(Flags):
     @property
     def feeds_back(self) -> bool:
         """Whether senders keep what they lose, and send it again."""
-        return self.grad_recovery == "error-feedback"
+        known = self.grad_recovery in GRAD_RECOVERIES  # it may not be checked yet
+        return known and GRAD_RECOVERIES.load(self.grad_recovery).feeds_back
 
     def check(self) -> None:
         check_choice(self, "grad_recovery")

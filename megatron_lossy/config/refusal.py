@@ -85,10 +85,10 @@ class Section:
     rows: tuple[Refusal[Any], ...]
 
 
-def sections() -> Iterator[Section]:
-    """All sections of the table, in its one order."""
-    yield from REFUSALS.all()
-    for mechanism in MECHANISMS.all():
+def sections(ours: bool = False) -> Iterator[Section]:
+    """All sections of the table, in its one order. ``ours``: without those of other packages."""
+    yield from REFUSALS.ours() if ours else REFUSALS.all()
+    for mechanism in MECHANISMS.ours() if ours else MECHANISMS.all():
         yield mechanism.refusals()
 
 

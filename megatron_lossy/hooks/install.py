@@ -11,7 +11,6 @@ from ..config.refusal import check_refusals
 from ..errors import UsageError
 from ..jobs import World
 from ..ledger import Check, check
-from ..mechanism import Part
 from ..registry import MECHANISMS
 from . import megatron_core
 from .runtime import Lossy
@@ -46,19 +45,11 @@ def install(
     except ImportError as error:
         raise UsageError(f"megatron-core cannot be imported ({error}); install it: pip install megatron-core") from None
     check_version(megatron.core.__version__)
-    lossy = Lossy(config, steps, gapless, parts(config, world))
+    lossy = Lossy(config, steps, gapless, MECHANISMS.parts("part", config, world))
     lossy.ledger.install([] if config.inert else megatron_core.patches(lossy))
     lossy.installed = True
     _current = weakref.ref(lossy)
     return lossy
-
-
-def parts(config: LossyConfig, world: World | None = None) -> list[Part]:
-    """The parts of the mechanisms that ``config`` asks for. ``world``: see :func:`install`."""
-    if config.inert:
-        return []
-    found = (mechanism.part(config, world) for mechanism in MECHANISMS.all())
-    return [one for one in found if one is not None]
 
 
 def check_patches() -> list[Check]:
@@ -70,7 +61,7 @@ def check_patches() -> list[Check]:
 
     patched = {name: value for mechanism in MECHANISMS.all() for name, value in mechanism.patched.items()}
     config = LossyConfig(eval_weights="both", **patched)  # these flags need more patches
-    lossy = Lossy(config, parts=parts(config))
+    lossy = Lossy(config, parts=MECHANISMS.parts("part", config, None))
     patches = megatron_core.patches(lossy)
     with contextlib.suppress(ImportError):
         import megatron.training.training  # noqa: F401

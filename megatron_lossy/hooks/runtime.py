@@ -54,8 +54,7 @@ class Lossy(Run):
         gapless: bool = False,
         parts: Sequence[Part] = (),
     ) -> None:
-        writers = [one.writer for one in parts if one.writer is not None]
-        super().__init__(config, steps, gapless, *writers)
+        super().__init__(config, steps, gapless, first(one.writer for one in parts))
         self.ledger = Ledger("megatron-core")
         self.installed = False
         self._optimizers: list[weakref.ref] = []  # Megatron's
@@ -122,8 +121,7 @@ class Lossy(Run):
         """
         if not self._depth:
             self._check_exchanges(optimizer)
-            for one in self.parts:
-                one.begin_iteration()
+            self.begin_iteration()
         self._depth += 1
         if applies:
             if not self._successful:
@@ -134,8 +132,7 @@ class Lossy(Run):
             yield
             if self._depth == 1:
                 all_reduced, self._all_reduced = self._all_reduced, False
-                for one in self.parts:
-                    one.end_iteration()
+                self.end_iteration()
                 self.finish_iteration(self._successful, all_reduced)
         finally:
             self._depth -= 1
@@ -188,8 +185,7 @@ class Lossy(Run):
                 )
 
     def skip_iteration(self) -> None:
-        for one in self.parts:
-            one.end_iteration()
+        self.end_iteration()
         super().skip_iteration()
 
     # --- what every run answers ------------------------------------------------------------------------------------
@@ -264,8 +260,7 @@ class Lossy(Run):
             for stream, full, pairs in streams
         }
         nodes = {} if self.exchanges.nodes is None else {"nodes of the ranks": " ".join(map(str, self.exchanges.nodes))}
-        own = {name: value for one in self.parts for name, value in one.identity().items()}
-        sizes = {"world size": dist.get_world_size(), **own, **parallel_sizes(), **nodes}
+        sizes = {"world size": dist.get_world_size(), **parallel_sizes(), **nodes}
         return {**sizes, **instances, **bucket_sizes([(stream, pairs) for stream, _, pairs in streams])}
 
     def replica_file(self) -> str:
@@ -274,8 +269,6 @@ class Lossy(Run):
     def buckets(self) -> list[Any]:
         """The buckets of all model chunks."""
         return [bucket for ddp in self.chunks for group in _bucket_groups(ddp) for bucket in group.buckets]
-
-    state_name = "stale"
 
     def exchanged_state(self) -> list[Any]:
         return stale_state(self.buckets(), self.update)

@@ -42,7 +42,6 @@ class Plan:
     only_megatron: list[str]
     environment: dict[str, str]
     folder: Path
-    config_file: str
 
     @property
     def device(self) -> Device:
@@ -133,7 +132,7 @@ def make_plan(arguments: Sequence[str], tasks: int | None = None) -> Plan:
     train, lossy, module, only_megatron = _program(launch, recipe, first.config, rest, folder)
     given = dict(pair.split("=", 1) for pair in launch.environment or ())
     environment = ENVIRONMENT.get(DEVICES[launch.device].kind, {}) | given
-    return Plan(launch, train, lossy, module, only_megatron, environment, folder, first.config)
+    return Plan(launch, train, lossy, module, only_megatron, environment, folder)
 
 
 def _launch_config(

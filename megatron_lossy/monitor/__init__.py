@@ -3,6 +3,7 @@
 from .drift import Drift
 from .exchanges import ExchangeMonitor
 from .observer import Look, Observer, Replicas, load_states, metrics_of, states_of
+from .window import Window
 
 __all__ = [
     "Drift",
@@ -10,6 +11,7 @@ __all__ = [
     "Look",
     "Observer",
     "Replicas",
+    "Window",
     "load_states",
     "metrics_of",
     "states_of",

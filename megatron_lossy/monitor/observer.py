@@ -82,15 +82,20 @@ class Observer:
 
 
 def states_of(observers: Sequence[Observer]) -> dict[str, Any]:
-    """The states that are not empty, by the name of the observer's class."""
-    return {type(one).__name__: state for one in observers if (state := one.state_dict())}
+    """The states that are not empty, by the observer's class."""
+    return {_name(one): state for one in observers if (state := one.state_dict())}
 
 
 def load_states(observers: Sequence[Observer], states: dict[str, Any]) -> None:
     """Restore :func:`states_of`; observers without a saved state start anew."""
     for one in observers:
-        if type(one).__name__ in states:
-            one.load_state_dict(states[type(one).__name__])
+        if _name(one) in states:
+            one.load_state_dict(states[_name(one)])
+
+
+def _name(observer: Observer) -> str:
+    """A name that no observer of another package has."""
+    return f"{type(observer).__module__}.{type(observer).__qualname__}"
 
 
 def metrics_of(observers: Sequence[Observer]) -> dict[str, float]:

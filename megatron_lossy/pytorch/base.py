@@ -71,8 +71,7 @@ class LossyRun(Run):
             )
         check_still_alike(self.optimizers, self._parameters)
         self.check_exchanges()
-        for one in self.parts:
-            one.begin_iteration()
+        self.begin_iteration()
         self.begin_update()
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -85,8 +84,7 @@ class LossyRun(Run):
         reduced = bool(self._reduced)
         self._begin_round()
         self.update = self.iteration
-        for one in self.parts:
-            one.end_iteration()
+        self.end_iteration()
         self.finish_iteration(True, all_reduced=not reduced)
 
     def _begin_round(self) -> None:

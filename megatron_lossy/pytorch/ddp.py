@@ -78,7 +78,7 @@ class LossyDDP(LossyRun):
         self._known = False  # whether all buckets are known, and are final
         self._pending: list[tuple[Callable[[], None], torch.futures.Future[Any], torch.Tensor]] = []
         self._saved: list[Any] = []  # states of rules, until there are rules
-        for part in filter(None, (mechanism.ddp_part(config) for mechanism in MECHANISMS.all())):
+        for part in MECHANISMS.parts("ddp_part", config):
             self.add_part(part)
         self._closed_hook = False
         try:

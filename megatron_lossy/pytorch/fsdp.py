@@ -77,7 +77,7 @@ class LossyFSDP(LossyRun):
         self._sharded: list[_Sharded] = []
         self._lossy: list[LossyGroup] = []
         self._again: list[LossyGroup] = []
-        for part in filter(None, (mechanism.fsdp_part(config, islands) for mechanism in MECHANISMS.all())):
+        for part in MECHANISMS.parts("fsdp_part", config, islands):
             self.job, self.jobs = part.job if part.job != (0, 1) else (self.job, self.jobs)
             self.add_part(part)
         self._streams = streams_of([one for one in groups if one.trained])
@@ -232,8 +232,6 @@ class LossyFSDP(LossyRun):
 
     # --- saved state -----------------------------------------------------------------------------------------------
 
-    state_name = "stale"
-
     def weights_changed(self) -> None:
         """Somebody else than the optimizer wrote weights: the next gather is reliable. Call it on all ranks."""
         self.restarts += 1
@@ -247,8 +245,7 @@ class LossyFSDP(LossyRun):
             f"group {one.group.name}": f"{one.group.spec.shard_of('param')} elements of {one.group.spec.param_dtype}"
             for one in self._sharded
         }
-        own = {name: value for one in self.parts for name, value in one.identity().items()}
-        return {"world size": dist.get_world_size(), **own, **sizes}
+        return {"world size": dist.get_world_size(), **sizes}
 
     def _held(self) -> list[Held]:
         return [Held(one.lossy, one.number, one.replica) for one in self._sharded]

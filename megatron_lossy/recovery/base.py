@@ -139,6 +139,9 @@ class Rule(ABC):
 class GradRecovery(Rule):
     """A rule for gradients: lost units are removed, and the owner corrects the sum of the rest.
 
+    ``correct``, ``remove`` and ``after`` are for rules to override. With a ``before``, ``combine`` or ``leave_out`` of its
+    own a rule cannot go with ``--grad-priority``, which has others.
+
     The wire decides who removes them. Over a collective each sender removes them before it sends: ``lost`` are units by
     destination. If owners get the pieces of all senders, the owner removes them: ``lost`` are units by source.
     """
@@ -147,6 +150,8 @@ class GradRecovery(Rule):
     foresight: bool = False
     #: Whether gradients of earlier steps enter the sum. The sum must then mean the same in all steps.
     carries_over: bool = False
+    #: Whether senders keep what they lose, and send it again.
+    feeds_back: ClassVar[bool] = False
     #: Whether :meth:`remove` leaves the units of :attr:`Lost.spared` alone; else it is told of none.
     minds_spared: ClassVar[bool] = False
 

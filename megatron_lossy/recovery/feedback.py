@@ -31,6 +31,7 @@ class ErrorFeedback(GradRecovery):
     """
 
     name = "error-feedback"
+    feeds_back = True
     minds_spared = True
     _warned: ClassVar[bool] = False
 

@@ -6,10 +6,12 @@ the units that arrive.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..errors import refuse
 from ..exchange import Delivery, Lost
 from ..fetch import Fetched
 from .base import Parameters, Rule
@@ -54,3 +56,10 @@ class Stale(Rule):
 
     def before_update(self, sent: torch.Tensor) -> None:
         """Keep what the next exchange needs of ``sent`` [shard], the own shard. Loops of users say no more than this."""
+
+
+def check_plain(rules: Sequence[Stale], flag: str, value: object) -> None:
+    """Raise :class:`UsageError` for ``flag``, which replaces ``rules``, if they have been replaced already."""
+    for rule in rules:
+        if type(rule) is not Stale:
+            raise refuse(flag, value, f"another mechanism has put {type(rule).__qualname__} in the place of its rule")

@@ -19,7 +19,7 @@ _FLAG = re.compile(r"--[a-z0-9][a-z0-9-]*")
 
 def main(arguments: list[str]) -> None:
     """``python -m megatron_lossy refusals``: print the table, or some of its sections."""
-    known = {section.name: section for section in sections()}
+    known = {section.name: section for section in sections() if section.rows}
     parser = ArgumentParser(
         prog="python -m megatron_lossy refusals",
         description="List which flags do not go together, in the order in which they are checked. The ellipsis is a value.",
@@ -49,8 +49,8 @@ def as_markdown(section: Section) -> str:
 
 
 def pages() -> str:
-    """All sections as Markdown, with a heading each."""
-    return "\n\n".join(f"## {section.about}\n\n{as_markdown(section)}" for section in sections())
+    """Our sections as Markdown, with a heading each."""
+    return "\n\n".join(f"## {section.about}\n\n{as_markdown(section)}" for section in sections(ours=True))
 
 
 def _lines(cells: Sequence[str], widths: Sequence[int]) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import SECTIONS, LossyConfig, split_model
+from ..config import SECTIONS, LossyConfig, split_model, value_of
 from ..errors import refuse
 from ..flags import of_flags
 from ..registry import CHANNELS, MECHANISMS
@@ -123,12 +123,14 @@ class Run:
         return [value for iteration, value in values.items() if iteration > first]
 
     def _loss(self, phase: str, rate: float) -> str:
-        models = self.config.get("loss_model") or LossyConfig.loss_model
-        models = [models] if isinstance(models, str) else models
-        model, _ = split_model(models[0 if phase == "grad" else -1])
+        own = {"loss_model": LossyConfig.loss_model[0], "loss_schedule": None}
+        for name in own:
+            if values := self.config.get(name):
+                own[name] = values if isinstance(values, str) else value_of(values, phase)
+        model, _ = split_model(own["loss_model"])
         if model not in CHANNELS:  # its package is not installed here
             return model
-        label = CHANNELS.load(model).label({**self.config, f"p_{phase}": rate}, phase)
+        label = CHANNELS.load(model).label({**self.config, **own, f"p_{phase}": rate}, phase)
         if self.config.get("transport") == "udp":
             return "udp" if label == "0 %" else f"udp and {label}"
         return label

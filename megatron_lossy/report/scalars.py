@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError, refuse
+from ..registry import MECHANISMS
 from .runs import LOSS, Run
 
 PREDICTED = " predicted"
@@ -44,22 +45,6 @@ AXES = {
     "share without survivor": Axis("share of units that no gradient reached"),
     "stale age mean": Axis("age of stale units, mean (updates)"),
     "stale age max": Axis("age of stale units, largest (updates)"),
-    "priority share": Axis("share of gradient units of high priority"),
-    "recovered share": Axis("share of lost gradient units delivered all the same"),
-    "residual share": Axis("share of gradient units lost for good"),
-    "residual ratio": Axis("residual over gradients (sums of absolute values)"),
-    "oldest residual": Axis("steps that a residual has waited, most"),
-    "loss rate act": Axis("share of packets of activations lost"),
-    "loss rate act-grad": Axis("share of packets of their gradients lost"),
-    "zero share act": Axis("share of packets of activations that became zeros"),
-    "zero share act-grad": Axis("share of packets of their gradients that became zeros"),
-    "retransmitted share act": Axis("share of messages of activations sent again"),
-    "retransmitted share act-grad": Axis("share of messages of their gradients sent again"),
-    "loss rate sync-reduce": Axis("share of units lost on the way to an owner of means"),
-    "loss rate sync-gather": Axis("share of means lost on the way back"),
-    "sync bytes": Axis("bytes that a rank sends in an exchange between islands"),
-    "sync deviation": Axis("mean squared distance of an island to the mean (weight²)", True),
-    "sync progress spread": Axis("mean squared distance of the remembered progress to its mean (weight²)", True),
     "udp sent": Axis("datagrams sent"),
     "udp received": Axis("datagrams received"),
     "udp units lost": Axis("units lost by the network"),
@@ -76,18 +61,12 @@ AXES = {
     "gradient errors": Axis("errors in gradients of a record"),
     "error rms": Axis("standard deviation of the errors", True),
     "flipped bits": Axis("flipped bits of a record"),
-    "gradient mismatches": Axis("buckets that differed, of a record"),
-    "gradient repairs by majority": Axis("buckets repaired by majority, of a record"),
-    "gradient repairs by mean": Axis("buckets repaired by their mean, of a record"),
-    "param syncs": Axis("synchronisations of a record"),
-    "param sync interval": Axis("updates between synchronisations", True),
-    "replicas not finite": Axis("replicas that were not finite, most at a synchronisation"),
-    "replica divergence": Axis("distance of replicas from their mean, over its length", True),
     "drift pairs": _DRIFT_PAIRS,
     "drift owner": _DRIFT_OWNER,
     "squared increment": Axis("mean squared change by an update (weight²)", True),
     "drift pairs predicted": _DRIFT_PAIRS,
     "drift owner predicted": _DRIFT_OWNER,
+    **{name: Axis(*axis) for mechanism in MECHANISMS.all() for name, axis in mechanism.axes.items()},
 }
 """The scalars that training with this package records. Those of drift need ``--drift-interval``."""
 

@@ -35,8 +35,7 @@ class Run(RunWeights):
     iteration of the last successful update, which keys parameter exchanges; ``None`` while all replicas are equal.
     ``after_update``: functions of the run, for work of replicas beside the gradient exchange. They are called in order
     after every successful update, before the iteration counts as over. The gather of the update may still be under
-    way; :meth:`settle` ends it. ``pipeline``: that of this rank, if stages are asynchronous. ``steps``: length of the
-    run, if known, to refuse a trace that is too short. ``gapless``: promises that every iteration exchanges its
+    way; :meth:`settle` ends it. ``steps``: length of the run, if known, to refuse a trace that is too short. ``gapless``: promises that every iteration exchanges its
     gradients or all-reduces them, and that only a loss scale can make the optimizer reject one (and no
     ``grad_norm_skip_threshold`` of Megatron's optimizer). Without the promise ``--grad-recovery previous`` keeps all
     gradients, twice. ``workers``, ``local``: the number of data-parallel workers of all jobs, and the numbers of those in
@@ -69,10 +68,6 @@ class Run(RunWeights):
         self.parts.append(part)
         part.attach(self)
         self.observers += part.observers
-
-    def part(self, name: str) -> Any:
-        """The part of the mechanism of that name; ``None`` if it has none."""
-        return next((one for one in self.parts if one.name == name), None)
 
     # --- differences of real and virtual runs ----------------------------------------------------------------------
 
@@ -139,6 +134,16 @@ class Run(RunWeights):
             one.leave()
 
     # --- an iteration ----------------------------------------------------------------------------------------------
+
+    def begin_iteration(self) -> None:
+        """The optimizer is about to check gradients and to make its update."""
+        for one in self.parts:
+            one.begin_iteration()
+
+    def end_iteration(self) -> None:
+        """The optimizer is done; also after an iteration without an update."""
+        for one in self.parts:
+            one.end_iteration()
 
     def begin_update(self) -> None:
         """The owners' shards are about to be updated."""

@@ -18,7 +18,7 @@ from ..flags import as_text, flag_name, identity
 #: The folder of saved replicas in a checkpoint.
 REPLICAS = "lossy_replicas"
 #: The format of saved replicas.
-FORMAT = 4
+FORMAT = 5
 # Flags of the use of replicas, not of their values.
 _OF_NO_MATTER = ("eval_weights", "save_replicas")
 

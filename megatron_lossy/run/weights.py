@@ -7,7 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,20 +22,10 @@ from .saved import REPLICAS, flags_of, read, write
 ModelChunks = Sequence[torch.nn.Module] | torch.nn.Module
 
 
-class Pipeline(Protocol):
-    """The work of an asynchronous pipeline that is under way between two iterations."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state to save, of tensors, numbers, texts and ``None``."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
-
-
 class RunWeights(ABC):
     """The weights that the workers of this process have, and the saved state of their replicas.
 
-    ``iteration``, ``update``, ``pipeline``: see :class:`.Run`. ``parts``: of mechanisms.
+    ``iteration``, ``update``: see :class:`.Run`. ``parts``: of mechanisms.
     """
 
     observers: list[Observer]
@@ -46,9 +36,12 @@ class RunWeights(ABC):
         self.update: int | None = None
         #: The parts that mechanisms have in this run.
         self.parts: list[Part] = []
-        self.pipeline: Pipeline | None = None
         # At once, since files may be large, and be gone when something is saved.
         self._flags = flags_of(config) if config.save_replicas and not config.inert else {}
+
+    def part(self, name: str) -> Any:
+        """The part of the mechanism of that name; ``None`` if it has none."""
+        return next((one for one in self.parts if one.name == name), None)
 
     # --- differences of real and virtual runs ----------------------------------------------------------------------
 
@@ -65,12 +58,9 @@ class RunWeights(ABC):
     def identity(self) -> dict[str, Any]:
         """The settings that must be equal for saved replicas to mean the same, by their names in errors."""
 
-    #: The name that :meth:`exchanged_state` has in a saved state, if mechanisms have states beside it.
-    state_name = ""
-
     @abstractmethod
     def exchanged_state(self) -> Any:
-        """:meth:`replica_state` of a run whose replicas differ only by what exchanges lost."""
+        """The ``replicas`` of :meth:`replica_state` in a run whose replicas differ only by what exchanges lost."""
 
     @abstractmethod
     def load_exchanged_state(self, state: Any) -> None:
@@ -118,30 +108,29 @@ class RunWeights(ABC):
 
     # --- their state -----------------------------------------------------------------------------------------------
 
-    def replica_state(self) -> Any:
+    def replica_state(self) -> dict[str, Any]:
         """The state that makes the replicas of this process differ from the owners' weights.
 
-        It is the whole state of a mechanism that keeps it, else that of the exchanges with the states of mechanisms.
+        ``parts``: the states of mechanisms, by name. ``replicas``: the state of the exchanges, or the whole state of the
+        replicas if a mechanism keeps it, whose name is ``keeper``.
         """
-        if (whole := first(one.replica_state() for one in self.parts)) is not None:
-            return whole
         states = {one.name: one.state_dict() for one in self.parts}
-        beside = {name: state for name, state in states.items() if state is not None}
+        parts = {name: state for name, state in states.items() if state is not None}
+        for one in self.parts:
+            if (whole := one.replica_state()) is not None:
+                return {"parts": parts, "keeper": one.name, "replicas": whole}
         for one in self.parts:
             one.begin_saving()
-        exchanged = self.exchanged_state()
-        return {self.state_name: exchanged, **beside} if beside else exchanged
+        return {"parts": parts, "keeper": None, "replicas": self.exchanged_state()}
 
-    def load_replica_state(self, state: Any) -> None:
+    def load_replica_state(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`replica_state`; ``iteration`` and ``update`` are restored already."""
-        if any(one.load_replica_state(state) for one in self.parts):
-            return
-        if isinstance(state, dict):
-            for one in self.parts:
-                if one.name in state:
-                    one.load_state_dict(state[one.name])
-            state = state[self.state_name]
-        self.load_exchanged_state(state)
+        for name, saved in state["parts"].items():
+            self.part(name).load_state_dict(saved)
+        if state["keeper"] is None:
+            self.load_exchanged_state(state["replicas"])
+        else:
+            self.part(state["keeper"]).load_replica_state(state["replicas"])
 
     # --- saved replicas --------------------------------------------------------------------------------------------
 
@@ -156,10 +145,9 @@ class RunWeights(ABC):
             "identity": self._whole_identity(),
             "iteration": self.iteration,
             "update": self.update,
-            "replicas": self.replica_state(),
+            **self.replica_state(),
             "recovery": [group.state_dict() for group in self.groups],
             "observers": states_of(self.observers),
-            **({} if self.pipeline is None else {"pipeline": self.pipeline.state_dict()}),
         }
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
@@ -176,15 +164,14 @@ class RunWeights(ABC):
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         self.iteration, self.update = state["iteration"], state["update"]
-        self.load_replica_state(state["replicas"])
+        self.load_replica_state(state)
         for group, saved in zip(self.groups, state["recovery"], strict=True):
             group.load_state_dict(saved, self.device)
         load_states(self.observers, state["observers"])
-        if self.pipeline is not None:
-            self.pipeline.load_state_dict(state["pipeline"])
 
     def _whole_identity(self) -> dict[str, Any]:
-        return {**self.identity(), **self._flags}
+        parts = {name: value for one in self.parts for name, value in one.identity().items()}
+        return {**self.identity(), **parts, **self._flags}
 
 
 def first(answers: Iterable[Any]) -> Any:

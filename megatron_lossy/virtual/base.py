@@ -45,10 +45,8 @@ class VirtualRun(Run):
         self._worker: int | None = None  # the worker whose turn it is
         #: The rank whose data are used.
         self.rank = 0
-        for mechanism in MECHANISMS.all():
-            part = mechanism.virtual_part(config)
-            if part is not None:
-                self.add_part(part)
+        for part in MECHANISMS.parts("virtual_part", config):
+            self.add_part(part)
         self._ledger = Ledger("virtual workers")
         self._ledger.install([patch for one in self.parts for patch in one.patches()])
         self._tokens: torch.Tensor | None = None
@@ -69,6 +67,8 @@ class VirtualRun(Run):
         ddp.ddp_config.overlap_grad_reduce = False  # it has cut the buckets; nothing is sent
         ddp.config.no_sync_func = None
         self._transformer = ddp.config
+        for one in self.parts:
+            one.meet(ddp)
         self.take_gradients()
         self._add(ddp)
         for one in self.parts:

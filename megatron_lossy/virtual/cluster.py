@@ -21,7 +21,7 @@ import torch
 from ..config import LossyConfig
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
 from ..ledger import Ledger, Patch
-from ..run import ModelChunks
+from ..run import ModelChunks, first
 from ..transport import LossyGroup
 from .base import VirtualRun
 from .grad_norm import get_grad_norm_fp32
@@ -114,6 +114,7 @@ class VirtualCluster(VirtualRun):
 
     def make_update(self, optimizer: Any) -> Any:
         """Make the update as :meth:`step` does, without ending the iteration."""
+        self.begin_iteration()
         scale = self._per_token()
         if scale is None:
             scale = 1.0 / self.workers
@@ -124,7 +125,7 @@ class VirtualCluster(VirtualRun):
             self._note_peak()
             self._withdraw()
             self.begin_update()
-            with next(filter(None, (one.updating() for one in self.parts)), self._norm_by_shards()):
+            with first(one.updating() for one in self.parts) or self._norm_by_shards():
                 result = optimizer.step()
             successful = bool(result[0])
             for stream in self._streams:
@@ -135,6 +136,7 @@ class VirtualCluster(VirtualRun):
             if successful:
                 self.update = self.iteration
             self._send()
+        self.end_iteration()
         return result
 
     # --- answers of every run --------------------------------------------------------------------------------------
@@ -195,8 +197,6 @@ class VirtualCluster(VirtualRun):
 
     def identity(self) -> dict[str, Any]:
         return {"workers": self.workers, **bucket_sizes([(stream.stream, stream.pairs) for stream in self._streams])}
-
-    state_name = "streams"
 
     def exchanged_state(self) -> list[Any]:
         return [stream.versions.state_dict() for stream in self._streams]

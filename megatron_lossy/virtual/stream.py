@@ -70,8 +70,7 @@ class StreamBuckets:
         self._begun: list[Transfer] = []  # the transfers of this iteration, worker by worker
         buffers = [bucket.param_data for bucket in buckets]
         self.versions = Versions(buffers, self.cut["param"], units_of(self.cut["param"]), workers)
-        others = (mechanism.sending(self.groups, buckets, optimizers) for mechanism in MECHANISMS.all())
-        self.sending = next((one for one in others if one is not None), Sending(buffers))
+        self.sending = MECHANISMS.first("sending", self.groups, buckets, optimizers) or Sending(buffers)
 
     @contextlib.contextmanager
     def turn(self, worker: int) -> Iterator[None]:

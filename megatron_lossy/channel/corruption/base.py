@@ -115,5 +115,5 @@ def warn_of_one_rank(config: ErrorFlags, ranks: int) -> None:
 
 
 def make_corruption(config: LossyConfig, recorded: Iterable[Event] = ()) -> Corruption:
-    """The model of errors that the flags ask for. ``recorded``: the events that ``--grad-error-trace`` holds."""
+    """The model of errors that the flags ask for. ``recorded``: the events that ``--grad-error trace:FOLDER`` holds."""
     return GRAD_ERRORS.load(config.error_kind)(config, recorded)

@@ -24,6 +24,7 @@ from ...config.refusal import check_refusals
 from ...hooks.facts import of_model
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
 from ...hooks.versions import backward_step, optimizers
+from ...mechanism import Part
 from ...run import Run
 from ...train.config import TrainConfig
 from ...train.data import RankBatches
@@ -45,6 +46,21 @@ class _UnderWay:
     drawn_from: dict[str, Any] | None
 
 
+class UnderWay(Part):
+    """The work of a stage that is under way between two iterations, in a run."""
+
+    name = "async-pipeline"
+
+    def __init__(self, workers: StageWorkers) -> None:
+        self._workers = workers
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._workers.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._workers.load_state_dict(state)
+
+
 class StageWorkers(Workers):
     """The one worker of this rank: a stage of an asynchronous pipeline."""
 
@@ -55,7 +71,8 @@ class StageWorkers(Workers):
         run: Run,
     ) -> None:
         super().__init__(config, model_chunks, run)
-        flags, run.pipeline = run.config, self
+        flags = run.config
+        run.add_part(UnderWay(self))
         [self._chunk] = model_chunks
         self._megatron = self._chunk.config
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -203,7 +220,7 @@ class StageWorkers(Workers):
     # --- saved replicas --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The micro-batches under way between iterations, and their weights; see :attr:`Run.pipeline`."""
+        """The micro-batches under way between iterations, and their weights; see :class:`UnderWay`."""
         versions: list[Version] = []
         for passed in self._under_way:
             if passed.version is not None and passed.version not in versions:

@@ -24,6 +24,14 @@ class Boundaries(Mechanism):
     Flags = BoundaryFlags
     phases: ClassVar[Mapping[str, int]] = {"act": 2, "act-grad": 3}
     patched: ClassVar[Mapping[str, Any]] = {"p_act": 0.1}
+    axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
+        "loss rate act": ("share of packets of activations lost", False),
+        "loss rate act-grad": ("share of packets of their gradients lost", False),
+        "zero share act": ("share of packets of activations that became zeros", False),
+        "zero share act-grad": ("share of packets of their gradients that became zeros", False),
+        "retransmitted share act": ("share of messages of activations sent again", False),
+        "retransmitted share act-grad": ("share of messages of their gradients sent again", False),
+    }
 
     @classmethod
     def refusals(cls) -> Section:

@@ -207,7 +207,7 @@ class Boundaries:
 def fill(tensor: torch.Tensor, phase: str, lost: np.ndarray, elements: int, config: LossyConfig) -> None:
     """Zero the ``lost`` packets bool[packets] of a received ``tensor``.
 
-    With ``--act-zero-fill-gradient masked`` the gradient of lost activations becomes zero too.
+    The gradient of lost activations becomes zero too.
     """
     zero_fill_(tensor, lost, elements)
     if phase == "act":

@@ -21,6 +21,13 @@ class Islands(Mechanism):
     name = "islands"
     Flags = IslandFlags
     phases: ClassVar[Mapping[str, int]] = {"sync-reduce": 4, "sync-gather": 5}
+    axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
+        "loss rate sync-reduce": ("share of units lost on the way to an owner of means", False),
+        "loss rate sync-gather": ("share of means lost on the way back", False),
+        "sync bytes": ("bytes that a rank sends in an exchange between islands", False),
+        "sync deviation": ("mean squared distance of an island to the mean (weight²)", True),
+        "sync progress spread": ("mean squared distance of the remembered progress to its mean (weight²)", True),
+    }
 
     @classmethod
     def refusals(cls) -> Section:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...channel.draws import subset_numbers
+from ...channel.draws import choosing_numbers
 from ...config import LossyConfig
 from ...errors import refuse
 from ...exchange import Exchange, Stream
@@ -67,4 +67,4 @@ class Subset:
         return self._partition[1]
 
     def _numbers(self, number: int) -> np.ndarray:
-        return subset_numbers(self._seed, Exchange("sync-reduce", self.stream, number), self._blocks)
+        return choosing_numbers(self._seed, Exchange("sync-reduce", self.stream, number), self._blocks)

@@ -235,7 +235,7 @@ class VirtualIslands(Run):
             {
                 "iteration": cluster.iteration,
                 "update": cluster.update,
-                "replicas": cluster.replica_state(),
+                **cluster.replica_state(),
                 "observers": states_of(cluster.observers),
             }
             for cluster in self.clusters
@@ -244,7 +244,7 @@ class VirtualIslands(Run):
     def load_exchanged_state(self, state: list[dict[str, Any]]) -> None:
         for cluster, saved in zip(self.clusters, state, strict=True):
             cluster.iteration, cluster.update = saved["iteration"], saved["update"]
-            cluster.load_replica_state(saved["replicas"])
+            cluster.load_replica_state(saved)
             load_states(cluster.observers, saved["observers"])
 
     def save_replicas(self, folder: str | os.PathLike) -> None:

@@ -50,9 +50,11 @@ class Lead(Mechanism):
     def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
         if config.sends_weights() or wire.lossless("param"):
             return rules
+        from ...recovery.stale import check_plain
         from .compensated import Compensated
         from .lag import Lag
 
+        check_plain(rules, "--param-send", config.param_send)
         lag = Lag(config, wire)
         return [Compensated(rule.units, rule.rank, lag) for rule in rules]
 

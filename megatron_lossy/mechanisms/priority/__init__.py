@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...mechanism import Mechanism
 from .flags import PriorityFlags
@@ -21,6 +21,13 @@ class Priorities(Mechanism):
 
     name = "priority"
     Flags = PriorityFlags
+    axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
+        "priority share": ("share of gradient units of high priority", False),
+        "recovered share": ("share of lost gradient units delivered all the same", False),
+        "residual share": ("share of gradient units lost for good", False),
+        "residual ratio": ("residual over gradients (sums of absolute values)", False),
+        "oldest residual": ("steps that a residual has waited, most", False),
+    }
 
     @classmethod
     def refusals(cls) -> Section:
@@ -48,8 +55,10 @@ class Priorities(Mechanism):
     def param_rules(cls, config: LossyConfig, rules: list[Stale], wire: Wire) -> list[Stale]:
         if config.param_priority == "none":
             return rules
+        from ...recovery.stale import check_plain
         from .protected import Prioritised
 
+        check_plain(rules, "--param-priority", config.param_priority)
         return [Prioritised(rule.units, rule.rank, config.param_priority_rule[1]) for rule in rules]
 
     @classmethod

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...channel.draws import generator
+from ...errors import refuse
 from ...exchange import BucketUnits, Delivery, Exchange, Lost
 from ...fetch import Fetched
 from ...recovery.base import Gradients, GradRecovery, add_up
@@ -39,7 +40,7 @@ class Protected(GradRecovery):
         self.rule = rule
         self.priority = priority
         self.name = rule.name  # type: ignore[misc]
-        self.foresight, self.carries_over = rule.foresight, rule.carries_over
+        self.foresight, self.carries_over, self.shared = rule.foresight, rule.carries_over, rule.shared
 
     def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
         self.rule.correct(buffer, x)
@@ -175,7 +176,17 @@ class Prioritised(Stale):
 
 
 def protected(config: LossyConfig, rules: Sequence[GradRecovery], wire: Wire) -> list[GradRecovery]:
-    """``rules`` for gradients on ``wire``, with the priorities that the flags ask for."""
+    """``rules`` for gradients on ``wire``, with the priorities that the flags ask for.
+
+    Raises :class:`UsageError` for rules with a verb of their own that would not be called.
+    """
+    for rule in rules:
+        for verb in ("before", "combine", "leave_out"):
+            if getattr(type(rule), verb) is not getattr(GradRecovery, verb):
+                why = (
+                    f"--grad-recovery {rule.name} has its own {verb}(), which would not be called; omit --grad-priority"
+                )
+                raise refuse("--grad-priority", config.grad_priority, why)
     if config.grad_priority == "none":
         _warn_of_no_priority(config)
     kind, protection = Required if wire.observed else Spared, protection_of(config)

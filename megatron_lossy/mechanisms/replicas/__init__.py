@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...mechanism import Mechanism, Part
 from .flags import ReplicaFlags
@@ -21,6 +21,15 @@ class Replicas(Mechanism):
 
     name = "replicas"
     Flags = ReplicaFlags
+    axes: ClassVar[Mapping[str, tuple[str, bool]]] = {
+        "gradient mismatches": ("buckets that differed, of a record", False),
+        "gradient repairs by majority": ("buckets repaired by majority, of a record", False),
+        "gradient repairs by mean": ("buckets repaired by their mean, of a record", False),
+        "param syncs": ("synchronisations of a record", False),
+        "param sync interval": ("updates between synchronisations", True),
+        "replicas not finite": ("replicas that were not finite, most at a synchronisation", False),
+        "replica divergence": ("distance of replicas from their mean, over its length", True),
+    }
 
     @classmethod
     def refusals(cls) -> Section:

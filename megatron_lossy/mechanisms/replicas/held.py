@@ -199,10 +199,9 @@ class HeldReplicas(Part, ABC):
     def replica_state(self) -> Any:
         return None if self.together is None else self.together.state_dict()
 
-    def load_replica_state(self, state: Any) -> bool:
-        if self.together is not None:
-            self.together.load_state_dict(state)
-        return self.together is not None
+    def load_replica_state(self, state: Any) -> None:
+        assert self.together is not None
+        self.together.load_state_dict(state)
 
     def restart(self, iteration: int) -> None:
         if self.together is not None:

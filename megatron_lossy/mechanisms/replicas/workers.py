@@ -71,11 +71,9 @@ class WorkerReplicas(HeldReplicas):
     def models(self, mains: Mains) -> Sequence[Tensors]:
         return [partial(self.kept.copies, worker) for worker in self._peers.local]
 
-    def load_replica_state(self, state: Any) -> bool:
-        if state is None:  # one stood for all
-            return False
+    def load_replica_state(self, state: Any) -> None:
         self.begin()
-        return super().load_replica_state(state)
+        super().load_replica_state(state)
 
     def restart(self, iteration: int) -> None:
         if self._states is not None:
