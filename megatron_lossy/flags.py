@@ -196,8 +196,12 @@ def add_flags(
 
 def _owner(cls: type, name: str) -> str:
     """The class that brings the field ``name`` of ``cls``, with its module."""
-    owner = next(one for one in reversed(cls.__mro__) if name in getattr(one, "__dataclass_fields__", ()))
-    return f"{owner.__module__}.{owner.__qualname__}"
+    return full_name(next(one for one in reversed(cls.__mro__) if name in getattr(one, "__dataclass_fields__", ())))
+
+
+def full_name(cls: type) -> str:
+    """The name of a class with its module, which no class of another package has."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def first_clause(help: str) -> str:

@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from importlib.metadata import entry_points
 from typing import Any
 
 from .errors import UsageError, postpone
 from .section import Flags
+
+
+def first(answers: Iterable[Any]) -> Any:
+    """The first of ``answers`` that is not ``None``; the later ones are not asked for."""
+    return next((one for one in answers if one is not None), None)
 
 
 class Registry:
@@ -56,8 +61,7 @@ class Registry:
 
     def first(self, verb: str, *arguments: Any) -> Any:
         """The first answer of a class to ``verb`` that is not ``None``; the later ones are not asked."""
-        answers = (getattr(one, verb)(*arguments) for one in self.all())
-        return next((answer for answer in answers if answer is not None), None)
+        return first(getattr(one, verb)(*arguments) for one in self.all())
 
     def load(self, name: str) -> Any:
         """The class called ``name``. Raises :class:`UsageError` if another package's class cannot be imported."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UsageError, raise_postponed, refuse
-from ..flags import as_flag, flag_name
+from ..flags import as_flag, flag_name, full_name
 from ..jobs import Jobs
 from ..registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..section import Flags, all_of
@@ -34,7 +34,7 @@ def _sections() -> tuple[type[Flags], ...]:
         if taken:
             first, owner = taken[0], owners[taken[0]]
             what = "--" + first.replace("_", "-") if first in owner.__dataclass_fields__ else first
-            MECHANISMS.drop(mechanism, f"{what} of {_full_name(mechanism.Flags)} is taken by {_full_name(owner)}")
+            MECHANISMS.drop(mechanism, f"{what} of {full_name(mechanism.Flags)} is taken by {full_name(owner)}")
             continue
         owners |= dict.fromkeys(names, mechanism.Flags)
         sections.append(mechanism.Flags)
@@ -44,10 +44,6 @@ def _sections() -> tuple[type[Flags], ...]:
 def _own_names(section: type[Flags]) -> set[str]:
     """The names that ``section`` adds to those of all sections."""
     return {name for name in {*vars(section), *section.__dataclass_fields__} - set(dir(Flags)) if name[0] != "_"}
-
-
-def _full_name(section: type[Flags]) -> str:
-    return f"{section.__module__}.{section.__qualname__}"
 
 
 #: The sections, in the order in which they are asked, in help, and in the documentation.
@@ -282,4 +278,4 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
 for _mechanism in MECHANISMS.all():
     if _taken := sorted(_own_names(_mechanism.Flags) & vars(LossyConfig).keys()):
-        MECHANISMS.drop(_mechanism, f"{_taken[0]} of {_full_name(_mechanism.Flags)} is taken by LossyConfig")
+        MECHANISMS.drop(_mechanism, f"{_taken[0]} of {full_name(_mechanism.Flags)} is taken by LossyConfig")

@@ -17,7 +17,8 @@ from ..config.refusal import check_refusals
 from ..device import all_gather_single
 from ..ledger import Ledger
 from ..mechanism import Part
-from ..run import ModelChunks, Run, first
+from ..registry import first
+from ..run import ModelChunks, Run
 from ..transport import LossyGroup
 from .buckets import bucket_sizes, buckets_by_stream, own_shard
 from .complete import (

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..config import PHASES
 from ..exchange import Delivery, Stream
+from ..flags import full_name
 
 
 class Replicas(Protocol):
@@ -83,19 +84,14 @@ class Observer:
 
 def states_of(observers: Sequence[Observer]) -> dict[str, Any]:
     """The states that are not empty, by the observer's class."""
-    return {_name(one): state for one in observers if (state := one.state_dict())}
+    return {full_name(type(one)): state for one in observers if (state := one.state_dict())}
 
 
 def load_states(observers: Sequence[Observer], states: dict[str, Any]) -> None:
     """Restore :func:`states_of`; observers without a saved state start anew."""
     for one in observers:
-        if _name(one) in states:
-            one.load_state_dict(states[_name(one)])
-
-
-def _name(observer: Observer) -> str:
-    """A name that no observer of another package has."""
-    return f"{type(observer).__module__}.{type(observer).__qualname__}"
+        if full_name(type(one)) in states:
+            one.load_state_dict(states[full_name(type(one))])
 
 
 def metrics_of(observers: Sequence[Observer]) -> dict[str, float]:

@@ -7,6 +7,6 @@ has all of them in one (:mod:`megatron_lossy.virtual`). Training, logs and check
 from .base import Run
 from .observers import make_observers
 from .saved import REPLICAS
-from .weights import ModelChunks, first
+from .weights import ModelChunks
 
-__all__ = ["REPLICAS", "ModelChunks", "Run", "first", "make_observers"]
+__all__ = ["REPLICAS", "ModelChunks", "Run", "make_observers"]

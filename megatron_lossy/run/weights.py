@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..config import LossyConfig
 from ..errors import UsageError, refuse
 from ..mechanism import Part
 from ..monitor import Observer, load_states, states_of
+from ..registry import first
 from ..transport import LossyGroup
 from .saved import REPLICAS, flags_of, read, write
 
@@ -172,8 +173,3 @@ class RunWeights(ABC):
     def _whole_identity(self) -> dict[str, Any]:
         parts = {name: value for one in self.parts for name, value in one.identity().items()}
         return {**self.identity(), **parts, **self._flags}
-
-
-def first(answers: Iterable[Any]) -> Any:
-    """The first of ``answers`` that is not ``None``; the later ones are not asked for."""
-    return next((one for one in answers if one is not None), None)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .. import device
-from ..run import Run, first
+from ..registry import first
+from ..run import Run
 from .process import told_to_end
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

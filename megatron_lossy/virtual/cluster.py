@@ -21,7 +21,8 @@ import torch
 from ..config import LossyConfig
 from ..hooks.buckets import bucket_sizes, buckets_by_stream
 from ..ledger import Ledger, Patch
-from ..run import ModelChunks, first
+from ..registry import first
+from ..run import ModelChunks
 from ..transport import LossyGroup
 from .base import VirtualRun
 from .grad_norm import get_grad_norm_fp32
