@@ -122,8 +122,8 @@ def test_an_answer_to_nothing_is_not_taken():
                 kind, bytes(packet.NONCE_BYTES + packet.TAG_BYTES), source=1, channel=CHANNEL, number=10**4
             )
             assert node.handle(network.now, 1, forged) == "bad tag"
-            assert node.handle(network.now, 100, forged) == "bad tag"
-        assert node.counters(1)["bad_tag"] == before + 4 and moved(network) == [0, 0]
+            assert node.handle(network.now, 100, forged) == "foreign"  # a stranger's, and not held against rank 1
+        assert node.counters(1)["bad_tag"] == before + 2 and moved(network) == [0, 0]
 
 
 # --- real engines, on two hosts joined by a cable ---

@@ -56,6 +56,7 @@ AXES = {
     "udp too big": Axis("datagrams larger than the interface's MTU"),
     "udp send failed": Axis("datagrams that could not be sent"),
     "udp unreachable": Axis("ICMP errors"),
+    "udp moved": Axis("peers whose address changed"),
     "udp sent again": Axis("datagrams of high priority sent again"),
     "udp put together": Axis("datagrams of high priority put together from parity"),
     "gradient errors": Axis("errors in gradients of a record"),

@@ -249,6 +249,13 @@ static void report_later(struct engine *e, struct flow *f, ns now)
     due(e, f->report.at);
 }
 
+/* What does not open is its process's fault only if it came from where that is. */
+static int refuse(struct engine *e, int elsewhere, uint64_t *count, int verdict)
+{
+    *(elsewhere ? &e->count.foreign : count) += 1;
+    return elsewhere ? FOREIGN : verdict;
+}
+
 /* DUPLICATE: a number came before; LATE: it is older than the window; else TAKEN. Before `top` moves. A ring of words as in
  * RFC 6479: the one that begins anew may not be one that is still asked about, so that the window has 64 numbers less. */
 static int replayed(struct flow *f, uint64_t number)
@@ -313,16 +320,12 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         default: fits = index <= 2 && size <= e->set.packet;
         }
     }
-    if (!fits || number >= f->in.top + JUMP) {
-        m->count.malformed++;
-        return MALFORMED;
-    }
+    if (!fits || number >= f->in.top + JUMP)
+        return refuse(e, elsewhere, &m->count.malformed, MALFORMED);
     const uint8_t *payload = p + HEADER;
     if (tag) {
-        if (!cipher_open(m->open, p, payload, (int)size, e->scratch)) {
-            m->count.bad_tag++;
-            return BAD_TAG;
-        }
+        if (!cipher_open(m->open, p, payload, (int)size, e->scratch))
+            return refuse(e, elsewhere, &m->count.bad_tag, BAD_TAG);
         payload = e->scratch;
         if ((verdict = replayed(f, number)) != TAKEN) {
             *(verdict == LATE ? &m->count.late : &m->count.duplicate) += 1;
