@@ -21,6 +21,8 @@ LEAST_WINDOW, ROUND, WAITS = 6 * MS, 25 * MS, MS
 LEAST_RATE, USUAL, BOUND = 30e3, 7.5e6, 3e6
 #: Growth relative to TCP's: alone, and beside others; what is left of the rate after a loss: on a clean path, and on one that loses.
 GROWTH, BESIDE, KEPT, KEPT_LOSSY = 0.8, 1.2, 0.78, 0.92
+#: Of what came through once a queue is drained; round trips from then to a search for more.
+KEPT_DRAINED, PATIENCE = 0.92, 25
 
 
 def between(low: float, x: float, high: float) -> float:
@@ -84,7 +86,7 @@ class Shared:
         self._least: float = float("inf")
         self._gap = 0
         self._calm_at = 0
-        self._before = self._step = self._grew = 0.0
+        self._before = self._step = self._grew = self._drained = 0.0
         self._chain = Chain()
         self._counts = self._ends = self._ended = 0
         self._dip_rate = 0.0
@@ -133,7 +135,8 @@ class Shared:
 
     def _patient(self) -> bool:
         reno, cubic = self._epochs()
-        return self.rate >= self.proven or self._step > 0 or self._grew > min(0.4 * reno, 0.65 * cubic)
+        wait = min(0.4 * reno, 0.65 * cubic, PATIENCE * self._trip / 1e9 if self._drained else float("inf"))
+        return self.rate >= self.proven or self._step > 0 or self._grew > wait
 
     # --- windows ---
 
@@ -213,7 +216,7 @@ class Shared:
             chain.length += 1
         else:
             self._chain = chain = Chain(1, self.rate, self.rate * (1 - share))
-        self._step = self._grew = 0.0
+        self._step = self._grew = self._drained = 0.0
         self.phase = "grows"
         self._lost_any = True
         self._later(now)
@@ -297,8 +300,12 @@ class Shared:
         if queued and not self.competes:
             self._drain(now, sent, lost, took, delivered)
             return
-        if not self.competes:
+        if not self.competes and self._drains:
             self._drains = 0
+            if self.rate < self._drained:
+                self._set(self._drained)
+                self._later(now)
+                return
         if self._chain.length and lost == 0 and self.rate >= 0.97 * self._chain.rate:
             self._chain.length = 0
         if self._patient() and not self.competes:
@@ -324,9 +331,12 @@ class Shared:
         if self._drains >= 2:
             self.competes = True
             self.proven = self._before
+            self._drained = 0.0
             self._set(0.95 * self.proven)
         else:
-            self._set((0.5 if self._queue > self._rtt // 2 + 10 * MS else 0.85) * min(self.rate, self.proven))
+            came = min(self.rate, self.proven)
+            self._drained = KEPT_DRAINED * came
+            self._set((0.5 if self._queue > self._rtt // 2 + 10 * MS else 0.85) * came)
         self._drains += 1
         self._step = self._grew = 0.0
         self._later(now)

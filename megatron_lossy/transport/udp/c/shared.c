@@ -27,10 +27,12 @@
 #define LEAST_RATE 30e3
 #define GROWTH 0.8             /* of a TCP flow's */
 #define BESIDE 1.2             /* the same for one that competes */
+#define PATIENCE 25            /* round trips from a drained queue to a search for more, the most */
 #define BOUND 3e6              /* bytes/s gained in a second at USUAL, the most */
 #define USUAL 7.5e6
 #define KEPT 0.78              /* of the rate after a loss */
 #define KEPT_LOSSY 0.92        /* on a path that loses */
+#define KEPT_DRAINED 0.92      /* of what came through, once a queue is drained */
 #define REMEMBERED 0.9         /* of earlier dips */
 #define MOST_CREDIT 0.3
 
@@ -54,6 +56,7 @@ struct shared {
     ns least, gap; /* of the window: least round trip, longest pause between what came last in reports */
     ns calm_at;
     double before;     /* what was proven when the queue began to grow */
+    double drained;    /* the rate to go on with when a queue is drained; 0: it fell by a loss since */
     double step, grew; /* of a search for more; seconds of growth since the last loss */
     /* Losses in a row, none of which came at a rate as high as the first. */
     struct { int length; double rate, delivered; struct tally held; } chain;
@@ -151,11 +154,12 @@ static double growth(const struct shared *s)
     return GROWTH * tcp < most ? GROWTH * tcp : most;
 }
 
-/* It waited long enough to look for more. */
+/* It waited long enough to look for more. Nobody has lost anything by a queue that was drained. */
 static int patient(const struct shared *s)
 {
-    double reno = 0.4 * reno_epoch(s), cubic = 0.65 * cubic_epoch(s);
-    return s->rate >= s->proven || s->step > 0 || s->grew > (reno < cubic ? reno : cubic);
+    double reno = 0.4 * reno_epoch(s), cubic = 0.65 * cubic_epoch(s), wait = reno < cubic ? reno : cubic;
+    double most = PATIENCE * (double)shared_trip(s) / 1e9;
+    return s->rate >= s->proven || s->step > 0 || s->grew > (s->drained > 0 && wait > most ? most : wait);
 }
 
 /* It fell three times, and loses as before: more than what flows of its size do to each other, less than a path can lose. */
@@ -180,7 +184,7 @@ static void shared_lost(struct shared *s, ns now, double n, double l, ns took)
         s->chain.delivered = s->rate * (1 - share);
         s->chain.held = (struct tally){0, 0};
     }
-    s->step = s->grew = 0;
+    s->step = s->grew = s->drained = 0;
     s->phase = GROWS;
     s->lost_any = 1;
     window_later(s, now);
@@ -287,9 +291,12 @@ static void drain(struct shared *s, ns now, double n, double l, ns took, double 
     if (s->drains++ >= 2) { /* somebody else's queue, or a longer way */
         s->competes = 1;
         s->proven = s->before;
+        s->drained = 0;
         shared_set(s, 0.95 * s->proven);
     } else {
-        shared_set(s, (queue(s) > s->rtt / 2 + 10 * MS ? 0.5 : 0.85) * (s->rate < s->proven ? s->rate : s->proven));
+        double came = s->rate < s->proven ? s->rate : s->proven;
+        s->drained = KEPT_DRAINED * came;
+        shared_set(s, (queue(s) > s->rtt / 2 + 10 * MS ? 0.5 : 0.85) * came);
     }
     s->step = s->grew = 0;
     window_later(s, now);
@@ -311,8 +318,14 @@ static void window_over(struct shared *s, ns now, ns passed, double n, double l,
         drain(s, now, n, l, took, delivered);
         return;
     }
-    if (!s->competes)
+    if (!s->competes && s->drains) {
         s->drains = 0;
+        if (s->rate < s->drained) {
+            shared_set(s, s->drained);
+            window_later(s, now);
+            return;
+        }
+    }
     if (s->chain.length && l == 0 && s->rate >= 0.97 * s->chain.rate)
         s->chain.length = 0;
     if (patient(s) && !s->competes) {
