@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 VERSION = 4
-DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, CHALLENGE, ANSWER = range(1, 12)
+DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, CHALLENGE, ANSWER, MEASURE, MEASURED = range(1, 14)
 PHASES = {"grad": 0, "param": 1}
 TAG_BYTES = 16
 
@@ -24,9 +24,10 @@ HEADER = np.dtype(
         ),  # counts the exchanges of a phase and bucket that crossed as datagrams, from 0; not the iteration
         ("bucket", "<u2"),
         ("phase", "u1"),
-        ("attempt", "u1"),  # 0
+        ("piece", "u1"),  # of a unit that is cut: number of pieces - 1 in the high four bits, which one in the low ones
         # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 1 for
-        # the last. PARITY: its number. NACK: number of units that it names. ASK, CHALLENGE, ANSWER: 0.
+        # the last. PARITY: its number. NACK: number of units that it names. MEASURE, MEASURED:
+        # 1/index of a unit's length is what it measures. ASK, CHALLENGE, ANSWER: 0.
         ("index", "<u4"),
     ]
 )

@@ -212,6 +212,8 @@ static int take_report(struct engine *e, struct flow *f, const uint8_t *payload,
         else
             after = middle;
     }
+    if (f->out.number - a.top <= f->out.mask)
+        size_reported(e, f, a.datagrams, a.top, stamp->full, now);
     f->out.reported_top = a.top;
     rate_report(&f->rate, now, a.datagrams, a.bytes, a.top, a.clock,
                 f->out.number - a.top <= f->out.mask ? stamp->at : -1, (double)a.share, a.top - fresh);
@@ -303,20 +305,22 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     if (fits) {
         const struct bucket *b = keyed ? &c->bucket[phase][bucket] : NULL;
         switch (type) {
-        case DATA: fits = index < b->units && size == unit_bytes(b, index); break;
+        case DATA: fits = index < b->units && size == piece_bytes(b->unit, unit_bytes(b, index), h.pieces, h.piece); break;
         case END: fits = b->reports ? index >= b->units && size >= 8 && size <= e->set.packet : index == b->units && !size; break;
         case READY:
             fits = index <= 1 && !size;
             if (b->reports && index && index <= parts_of(b->units, bits_room(e)))
                 fits |= size == bits_bytes(e, b, index - 1);
             break;
-        case PARITY: fits = b->reports && index / 255 < b->units && size == b->unit; break;
+        case PARITY: fits = b->reports && index / 255 < b->units && size == piece_bytes(b->unit, b->unit, h.pieces, h.piece); break;
         case NACK: fits = b->reports && index && index <= list_room(e) && size == 4 * index; break;
         case ASK: fits = !index && !size; break;
         case REPORT: fits = !index && size == REPORT_BYTES; break;
         case ALIVE: fits = index <= 1 && !size; break;
         case CHALLENGE:
         case ANSWER: fits = tag && !index && size == NONCE; break;
+        case MEASURE: fits = index && index <= PIECES && size == piece_of(e->set.packet, index); break;
+        case MEASURED: fits = index && index <= PIECES && !size; break;
         default: fits = index <= 2 && size <= e->set.packet;
         }
     }
@@ -356,6 +360,12 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         report_later(e, f, now);
     if (type == DATA || type == PARITY)
         shares(e, f, n, now);
+    if (h.pieces > 1) {
+        m->deaf.full_at = now;
+        if (!(payload = assemble(c, m, &h, payload, size)))
+            return TAKEN;
+        size = type == DATA ? unit_bytes(&c->bucket[phase][bucket], index) : c->bucket[phase][bucket].unit;
+    }
     if (type == DATA || type == PARITY) {
         if (size == c->bucket[phase][bucket].unit)
             m->deaf.full_at = now;
@@ -392,6 +402,8 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         break;
     case CHALLENGE: challenged(e, m, from, payload); break;
     case ANSWER: verdict = answered(e, f, payload, now); break;
+    case MEASURE: control(e, m, MEASURED, NULL, index); break;
+    case MEASURED: f->size.heard[index] += f->size.heard[index] < UINT8_MAX; break;
     case PROBE:
         m->probe.heard = 1;
         if (index)

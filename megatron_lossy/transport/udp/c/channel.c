@@ -219,6 +219,8 @@ static void channel_free(struct channel *c)
             ssl.cipher_free(m->seal);
         if (m->open)
             ssl.cipher_free(m->open);
+        free(m->assembly.of);
+        free(m->assembly.bytes);
         if (!m->flow)
             continue;
         struct member **link = &m->flow->members;

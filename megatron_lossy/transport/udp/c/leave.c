@@ -2,16 +2,18 @@
  * turn over destinations, as far as pace and window have room.
  */
 
-static uint32_t build(struct engine *e, struct member *m, int type, int priority, int phase, uint32_t step, uint32_t bucket,
-                      uint32_t index, const uint8_t *payload, uint32_t size, uint8_t *out, ns now)
+static uint32_t build_piece(struct engine *e, struct member *m, int type, int priority, int phase, uint32_t step, uint32_t bucket,
+                            uint32_t index, uint32_t pieces, uint32_t piece, const uint8_t *payload, uint32_t size, uint8_t *out,
+                            ns now)
 {
     struct flow *f = m->flow;
     struct header h = {.type = (uint8_t)type, .priority = (uint8_t)priority, .phase = (uint8_t)phase, .step = step, .index = index,
                        .source = (uint16_t)m->channel->rank, .bucket = (uint16_t)bucket, .channel = m->channel->id,
-                       .number = f->out.number};
+                       .number = f->out.number, .pieces = (uint8_t)pieces, .piece = (uint8_t)piece};
     header_write(&h, out);
     f->out.data += type == DATA;
-    f->out.sent[f->out.number & f->out.mask] = (struct stamp){now, f->out.data};
+    f->out.full += (type == DATA || type == PARITY) && size >= piece_of(m->channel->full, pieces);
+    f->out.sent[f->out.number & f->out.mask] = (struct stamp){now, f->out.data, f->out.full};
     f->out.number++;
     m->count.sent++;
     if (e->set.cipher) {
@@ -21,6 +23,37 @@ static uint32_t build(struct engine *e, struct member *m, int type, int priority
         memcpy(out + HEADER, payload, size);
     }
     return HEADER + size + tag_bytes(e);
+}
+
+static uint32_t build(struct engine *e, struct member *m, int type, int priority, int phase, uint32_t step, uint32_t bucket,
+                      uint32_t index, const uint8_t *payload, uint32_t size, uint8_t *out, ns now)
+{
+    return build_piece(e, m, type, priority, phase, step, bucket, index, 1, 0, payload, size, out, now);
+}
+
+/* Datagrams that go out together, of one length but for the last. */
+struct train { uint8_t *out; uint32_t pieces, datagram, n, bytes; };
+
+static struct train train_to(const struct engine *e, const struct flow *f, const struct bucket *b, uint8_t *out)
+{
+    uint32_t pieces = pieces_to(f, b->unit);
+    return (struct train){.out = out, .pieces = pieces, .datagram = HEADER + piece_of(b->unit, pieces) + tag_bytes(e)};
+}
+
+/* Add a unit or a parity of an exchange, in the pieces in which it gets through. */
+static void train_add(struct engine *e, struct member *m, struct train *t, int type, int priority, const struct exchange *x,
+                      uint32_t index, const uint8_t *payload, uint32_t size, ns now)
+{
+    uint32_t length = piece_of(x->bucket->unit, t->pieces);
+    for (uint32_t piece = 0, from = 0; from < size; piece++, from += length, t->n++)
+        t->bytes += build_piece(e, m, type, priority, x->phase, x->step, x->number, index, t->pieces, piece, payload + from,
+                                size - from < length ? size - from : length, t->out + t->bytes, now);
+}
+
+/* Whether there is room for another unit: only the last datagram may be shorter. */
+static int train_room(const struct train *t, uint32_t most)
+{
+    return !t->n || (t->n + t->pieces <= most && t->bytes == t->n * t->datagram);
 }
 
 static void address(struct output *o, const struct flow *f, uint32_t bytes, uint32_t segment)
@@ -53,6 +86,8 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
             continue;
         if (k->type == PROBE)
             size = c->probe_bytes;
+        if (k->type == MEASURE)
+            size = piece_of(e->set.packet, k->index);
         if (k->type == END && c->bucket[k->phase][k->bucket].reports) {
             const struct exchange *x = find(c, k->phase, k->step, k->bucket);
             if (!x)
@@ -64,7 +99,7 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
             const struct bucket *b = &c->bucket[k->phase][k->bucket];
             const struct report *r = report_of(b, k->rank, k->step);
             if (r) {
-                payload = r->lost + (uint64_t)(k->index - 1) * e->set.packet;
+                payload = r->lost + (uint64_t)(k->index - 1) * control_bytes(e);
                 size = bits_bytes(e, b, k->index - 1);
             } else if (k->index > 1) {
                 continue;
@@ -188,7 +223,7 @@ static void spend(struct engine *e, struct flow *f, uint32_t bytes, uint32_t n, 
 /* Whether it is its time to send units of a bucket. */
 static int may_send(struct engine *e, struct flow *f, const struct bucket *b, ns now)
 {
-    uint32_t datagram = HEADER + b->unit + tag_bytes(e);
+    uint32_t datagram = train_to(e, f, b, NULL).datagram;
     if (f->rate.rule == SHARED)
         f->out.free_at = rate_turn(&f->rate, now, now + e->set.clock,
                                    batch_most(f, datagram, SEGMENTS) * (double)(datagram + e->wire_overhead));
@@ -196,6 +231,12 @@ static int may_send(struct engine *e, struct flow *f, const struct bucket *b, ns
         return 1;
     e->blocked_until = least(e->blocked_until, f->out.free_at);
     return 0;
+}
+
+static void train_leaves(struct engine *e, struct flow *f, const struct train *t, struct output *o, ns now)
+{
+    address(o, f, t->bytes, t->n > 1 ? t->datagram : t->bytes);
+    spend(e, f, t->bytes, t->n, now);
 }
 
 static int produce_again(struct engine *e, struct member *m, ns now, uint8_t *out, struct output *o)
@@ -208,19 +249,14 @@ static int produce_again(struct engine *e, struct member *m, ns now, uint8_t *ou
     uint32_t room = window_room(e, m, now);
     if (!room)
         return 0;
-    uint32_t datagram = HEADER + b->unit + tag_bytes(e), most = batch_most(f, datagram, room), n = 0, bytes = 0;
-    while (n < most && m->resend.first != m->resend.last && m->resend.ring[m->resend.first % RESENDS].dest == d) {
+    struct train t = train_to(e, f, b, out);
+    uint32_t most = batch_most(f, t.datagram, room);
+    while (train_room(&t, most) && m->resend.first != m->resend.last && m->resend.ring[m->resend.first % RESENDS].dest == d) {
         uint32_t position = m->resend.ring[m->resend.first++ % RESENDS].position, unit = d->must.list[position];
-        uint32_t size = unit_bytes(b, unit);
-        bytes += build(e, m, DATA, AGAIN, d->x->phase, d->x->step, d->x->number, unit,
-                       d->must.copies + (uint64_t)position * b->unit, size, out + bytes, now);
+        train_add(e, m, &t, DATA, AGAIN, d->x, unit, d->must.copies + (uint64_t)position * b->unit, unit_bytes(b, unit), now);
         m->count.resent++;
-        n++;
-        if (size < b->unit)
-            break;
     }
-    address(o, f, bytes, n > 1 ? datagram : bytes);
-    spend(e, f, bytes, n, now);
+    train_leaves(e, f, &t, o, now);
     return 1;
 }
 
@@ -245,12 +281,11 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
     uint32_t room = window_room(e, m, now);
     if (!room)
         return 0;
-    uint32_t datagram = HEADER + b->unit + tag_bytes(e), most = batch_most(f, datagram, room), n = 0, bytes = 0;
-    uint32_t entries = entries_of(d);
-    while (n < most && d->position < entries && may_begin(m, d)) {
+    struct train t = train_to(e, f, b, out);
+    uint32_t most = batch_most(f, t.datagram, room), entries = entries_of(d);
+    while (train_room(&t, most) && d->position < entries && may_begin(m, d)) {
         uint32_t unit = b->order ? b->order[d->position] : d->position, size = unit_bytes(b, unit);
-        bytes += build(e, m, DATA, b->tags ? b->tags[unit] : 0, d->x->phase, d->x->step, d->x->number, unit,
-                       d->from + (uint64_t)unit * b->unit, size, out + bytes, now);
+        train_add(e, m, &t, DATA, b->tags ? b->tags[unit] : 0, d->x, unit, d->from + (uint64_t)unit * b->unit, size, now);
         if (!m->any_posted[d->x->phase])
             has_posted(m, d->x);
         if (!d->ready) {
@@ -258,22 +293,14 @@ static int produce_data(struct engine *e, struct member *m, ns now, uint8_t *out
             d->eager += size;
         }
         d->position++;
-        n++;
-        if (size < b->unit)
-            break; /* only the last segment may be shorter */
     }
-    while (!n || (n < most && bytes == n * datagram)) {
-        if (d->position < entries || d->must.parity == d->must.parities)
-            break;
+    while (train_room(&t, most) && d->position == entries && d->must.parity < d->must.parities) {
         parity_bytes(d, d->must.parity, e->scratch);
-        bytes += build(e, m, PARITY, 0, d->x->phase, d->x->step, d->x->number, d->must.parity, e->scratch, b->unit, out + bytes,
-                       now);
+        train_add(e, m, &t, PARITY, 0, d->x, d->must.parity, e->scratch, b->unit, now);
         m->count.parities++;
         d->must.parity++;
-        n++;
     }
-    address(o, f, bytes, n > 1 ? datagram : bytes);
-    spend(e, f, bytes, n, now);
+    train_leaves(e, f, &t, o, now);
     if (d->position == entries && d->must.parity == d->must.parities) {
         end_said(e, m, d);
         dest_sent(d, now);

@@ -131,7 +131,7 @@ static int reported(struct dest *d, uint32_t part, const uint8_t *payload, uint3
         return 1; /* as if nothing had arrived */
     }
     if (!d->report.heard[part]) {
-        memcpy(d->report.lost + (uint64_t)part * e->set.packet, payload, size);
+        memcpy(d->report.lost + (uint64_t)part * control_bytes(e), payload, size);
         d->report.heard[part] = 1;
         d->report.parts++;
     }

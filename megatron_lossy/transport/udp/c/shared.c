@@ -80,6 +80,22 @@ static void shared_init(struct shared *s, double ceiling, double packet, double 
     s->dip.tick = -1;
 }
 
+/* The path takes other packets now. It keeps what it knows of round trips. */
+static void shared_restart(struct shared *s)
+{
+    struct shared old = *s;
+    shared_init(s, old.ceiling, old.packet, 1);
+    s->flows = old.flows;
+    s->rtt = old.rtt;
+    s->srtt = old.srtt;
+    s->slot.least[0] = old.slot.least[0];
+    s->slot.least[1] = old.slot.least[1];
+    s->slot.at = old.slot.at;
+    s->dip.tick = old.dip.tick;
+    s->begun = old.begun;
+    s->last = old.last;
+}
+
 static ns shared_trip(const struct shared *s) { return s->srtt ? s->srtt : 10 * MS; }
 
 /* The least of the last 3 to 6 seconds. */

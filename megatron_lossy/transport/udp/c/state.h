@@ -12,6 +12,7 @@
 enum { PHASES = 2 };
 enum { SEGMENTS = 64, BATCH_BYTES = 65000 }; /* that go out together */
 enum { AHEAD = 8 };                          /* steps that a peer may be ahead, and be kept */
+enum { PIECES = 16, ASSEMBLIES = 32 };       /* of a unit, the most; units of a rank of which some have come */
 enum { CONTROLS = 8192, REPORTS = 4, RESENDS = 4096 };
 enum { SILENT = 1, REFUSED, LEFT, DEAF }; /* why a channel failed */
 #define SLOWEST SECOND                    /* between repetitions of one control datagram */
@@ -22,7 +23,7 @@ enum { TAKEN, MALFORMED, FOREIGN, BAD_TAG, DUPLICATE, LATE, EARLY_KEPT, EARLY_DR
 #define ENGINE_COUNTERS(X) \
     X(datagrams_sent) X(bytes_sent) X(datagrams_received) X(bytes_received) X(malformed) X(foreign) \
     X(socket_overflow) X(send_blocked) X(send_failed) X(too_big) X(unreachable) X(early_bytes) X(early_most) \
-    X(segmented) X(gathered) X(moved) X(rebound)
+    X(segmented) X(gathered) X(moved) X(rebound) X(shortened) X(lengthened)
 #define MEMBER_COUNTERS(X) \
     X(sent) X(received) X(units) X(lost) X(late) X(duplicate) X(early) X(early_dropped) X(malformed) X(bad_tag) \
     X(repeated) X(by_deadline) X(ends) X(readies) X(asks) X(forced) X(asked) X(nacks) X(resent) X(parities) X(repaired)
@@ -35,7 +36,7 @@ struct member_counters { MEMBER_COUNTERS(FIELD) };
 API const char *ml_engine_counter_names(void) { return ENGINE_COUNTERS(NAME); }
 API const char *ml_member_counter_names(void) { return MEMBER_COUNTERS(NAME); }
 
-struct stamp { ns at; uint64_t data; };
+struct stamp { ns at; uint64_t data, full; };
 
 /* Between this process and another one, for all channels that have both. */
 struct flow {
@@ -46,7 +47,8 @@ struct flow {
     struct member *members, *speaker;
     struct rate rate;
     struct {
-        uint64_t number, data, reported; /* next number; DATA sent; DATA sent up to the highest number that it has reported */
+        uint64_t number, data, full; /* next number; DATA sent; of them and PARITY the longest */
+        uint64_t reported;           /* DATA sent up to the highest number that it has reported */
         struct stamp *sent;              /* when a number was sent; a ring of `mask` + 1 */
         uint64_t mask, reported_top;
         uint32_t window, limit; /* datagrams that it may not have reported; up to `limit` with what the network holds */
@@ -66,6 +68,22 @@ struct flow {
         ns until, at, wait, changed_at;
         uint8_t nonce[NONCE], answer[NONCE];
     } move;
+    /* Of DATA and PARITY (size.c): the most bytes of a payload that get through, or 0 for any; of the longest, those sent in
+     * a row of which none was reported, and all that had been when the last report came; while it is measured: when the next round
+     * goes out, rounds, and how many of each length came; else when it is measured again. */
+    struct {
+        uint32_t most, silent, rounds;
+        uint64_t looked;
+        ns at, again_at, wait;
+        uint8_t heard[PIECES + 1], measures;
+    } size;
+};
+
+/* A unit of which not all pieces have come. */
+struct assembly {
+    uint8_t type, phase, pieces;
+    uint16_t bucket, have; /* have: which pieces, a bit each; 0: nothing */
+    uint32_t step, index;
 };
 
 /* What must arrive of a message that goes. */
@@ -168,6 +186,7 @@ struct member {
      * known, and when the last of them was over; when the last datagram of its bucket's length came. */
     struct { uint32_t steps, units; ns at, full_at; } deaf;
     struct { struct resend *ring; uint32_t first, last; } resend; /* a ring of RESENDS */
+    struct { struct assembly *of; uint8_t *bytes; uint32_t next; } assembly; /* [ASSEMBLIES], and the bytes of each */
     struct member_counters count;
 };
 

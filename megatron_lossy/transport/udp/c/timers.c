@@ -93,6 +93,7 @@ static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
     if (alive)
         control(e, speaker(f), ALIVE, NULL, 0);
     move_timers(e, f, f->members, now);
+    size_timers(e, f, now);
     for (struct member *m = f->members; m; m = m->next) {
         /* Anybody can forge an ICMP message: it is believed where silence says the same. */
         int refused = f->refused >= 3 && now - f->heard >= least(BELIEVED, e->set.peer_timeout);

@@ -9,13 +9,14 @@ static void put16(uint8_t *p, uint16_t v) { v = htole16(v); memcpy(p, &v, 2); }
 static void put32(uint8_t *p, uint32_t v) { v = htole32(v); memcpy(p, &v, 4); }
 static void put64(uint8_t *p, uint64_t v) { v = htole64(v); memcpy(p, &v, 8); }
 
-enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, CHALLENGE, ANSWER };
+enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, CHALLENGE, ANSWER, MEASURE, MEASURED };
 enum { VERSION = 4, HEADER = 28, TAG = 16, REPORT_BYTES = 48, NONCE = 8, LARGEST = 65507 };
 enum { AGAIN = 2 }; /* the priority of what is sent again */
 #define ALL UINT32_MAX /* in END, in the place of a list: every unit must arrive */
 
 struct header {
     uint8_t type, priority, phase;
+    uint8_t pieces, piece; /* of how many that a unit is cut into this is which */
     uint16_t source, bucket;
     uint32_t channel, step, index;
     uint64_t number;
@@ -25,8 +26,10 @@ struct header {
 static int header_read(struct header *h, const uint8_t *p)
 {
     *h = (struct header){.type = p[0] & 15, .priority = p[1], .phase = p[22], .source = get16(p + 2), .bucket = get16(p + 20),
-                         .channel = get32(p + 4), .step = get32(p + 16), .index = get32(p + 24), .number = get64(p + 8)};
-    return p[0] >> 4 == VERSION && h->type >= DATA && h->type <= ANSWER && h->priority < 8 && !p[23];
+                         .channel = get32(p + 4), .step = get32(p + 16), .index = get32(p + 24), .number = get64(p + 8),
+                         .pieces = (uint8_t)(1 + (p[23] >> 4)), .piece = p[23] & 15};
+    return p[0] >> 4 == VERSION && h->type >= DATA && h->type <= MEASURED && h->priority < 8 && h->piece < h->pieces
+        && (h->pieces == 1 || h->type == DATA || h->type == PARITY);
 }
 
 static void header_write(const struct header *h, uint8_t *p)
@@ -39,7 +42,7 @@ static void header_write(const struct header *h, uint8_t *p)
     put32(p + 16, h->step);
     put16(p + 20, h->bucket);
     p[22] = h->phase;
-    p[23] = 0;
+    p[23] = (uint8_t)((h->pieces - 1) << 4 | h->piece);
     put32(p + 24, h->index);
 }
 
