@@ -16,7 +16,7 @@ from tests.tiny_gpt import TinyGPT, build
 pytestmark = pytest.mark.shows("metrics of datagrams, and what can be mended is said", device=False)
 
 QUIET = {"received": 100_000, "overflow": 0, "early_dropped": 0, "bad_tag": 0}
-ENGINE = {"malformed": 2, "foreign": 3, "socket_overflow": 5, "too_big": 8, "send_failed": 9, "unreachable": 1, "moved": 4}
+ENGINE = {"malformed": 2, "foreign": 3, "socket_overflow": 5, "too_big": 8, "send_failed": 9, "unreachable": 1, "moved": 4, "shortened": 3}
 PEER = {
     "sent": 10,
     "received": 20,
@@ -33,7 +33,7 @@ def test_counters_of_peers_and_socket_are_added_up():
     found = totals([PEER, PEER], ENGINE)
     assert found["sent"] == 20 and found["units_lost"] == 2 and found["overflow"] == 5
     assert found["refused"] == 2 * (6 + 7) + 2 + 3 and found["bad_tag"] == 14
-    assert [found[name] for name in ("too_big", "send_failed", "unreachable", "moved")] == [8, 9, 1, 4]
+    assert [found[name] for name in ("too_big", "send_failed", "unreachable", "moved", "shortened")] == [8, 9, 1, 4, 3]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,7 @@ def test_counters_of_peers_and_socket_are_added_up():
         ({"bad_tag": 1}, 0, ["tag"]),
         ({"too_big": 1}, 0, ["too big"]),
         ({"send_failed": 1}, 0, ["send"]),
+        ({"shortened": 1}, 0, ["shortened"]),
         ({}, 100, ["loss"]),
     ],
 )

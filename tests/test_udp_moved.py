@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_lossy.transport.udp import packet
 from tests.test_lab import needs_lab
+from tests.udp_hosts import flood, ip
 from tests.udp_world import CHANNEL, MS, SECOND, World, fields_of
 
 pytestmark = pytest.mark.shows("datagrams: addresses that change", device=False)
@@ -129,55 +124,20 @@ def test_an_answer_to_nothing_is_not_taken():
 # --- real engines, on two hosts joined by a cable ---
 
 
-@contextlib.contextmanager
-def two_hosts():
-    """Two network namespaces with an interface ``lab0`` each; their names."""
-    names = [f"megatron-lossy-{os.getpid()}-{host}" for host in range(2)]
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-        _ip("link", "add", "lab0", "netns", names[0], "type", "veth", "peer", "name", "lab0", "netns", names[1])
-        for host, name in enumerate(names):
-            _ip("-n", name, "addr", "add", f"10.78.0.{host + 1}/24", "dev", "lab0")
-            for interface in ("lo", "lab0"):
-                _ip("-n", name, "link", "set", interface, "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
-
-
-def _ip(*words):
-    subprocess.run(["ip", *words], check=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["shared", "dedicated"])
 @needs_lab
 def test_a_host_gets_another_address_again_and_again(rule, tmp_path):
     """Its socket is bound to an address that is gone; exchanges go on from the new one, and none fails."""
-    root, changes = Path(__file__).parents[1], 3
-    with two_hosts() as names:
-        ranks = [
-            subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, "-m", "tests.udp_flood", rule, "8", str(tmp_path), "aes-128-gcm"],
-                cwd=root,
-                env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "PYTHONPATH": str(root)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank, name in enumerate(names)
-        ]  # fmt: skip
-        while not all((tmp_path / f"begun-{rank}").exists() for rank in range(2)):
-            assert all(rank.poll() is None for rank in ranks)
-            time.sleep(0.1)
+    changes = 3
+
+    def move(names):
         for number in range(changes):
-            _ip("-n", names[1], "addr", "del", f"10.78.0.{2 + number}/24", "dev", "lab0")
-            _ip("-n", names[1], "addr", "add", f"10.78.0.{3 + number}/24", "dev", "lab0")
+            ip("-n", names[1], "addr", "del", f"10.78.0.{2 + number}/24", "dev", "lab0")
+            ip("-n", names[1], "addr", "add", f"10.78.0.{3 + number}/24", "dev", "lab0")
             time.sleep(1.5)
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert not any(rank.returncode for rank in ranks), outputs
-    still, moving = (json.loads(output.splitlines()[-1]) for output in outputs)
+
+    still, moving = flood(rule, 8, tmp_path, move)
     assert still["exchanges"] == moving["exchanges"] > 100
     assert still["moved"] == changes and still["rebound"] == 0
     assert moving["moved"] == 0 and moving["rebound"] >= 1

@@ -28,10 +28,10 @@ pytestmark = pytest.mark.shows("rates beside other flows: the rule, its model, a
 PHASES = ("starts", "grows", "dips")
 
 
-def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_flows=1):
+def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_flows=1, longer=0.0):
     """Drive the engine's rule and the model by one link, and compare them at each step; the model in the end.
 
-    ``capacity``: bytes/s; ``queue``, ``trip``: seconds; pauses come at random. ``flows`` of one path take turns at random.
+    ``capacity``: bytes/s; ``queue``, ``trip``: seconds; after 3 s the way there is ``longer``; pauses come at random. ``flows`` of one path take turns at random.
     """
     lib = load()
     rates = [lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, as_flows, None)]
@@ -62,7 +62,8 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_fl
                     came[flow], top[flow] = came[flow] + 1, len(sent_at[flow])
                     if link >= report_at[flow]:
                         report_at[flow] = link + 2 * MS
-                        reports.append((link + int(trip * SECOND / 2), flow, came[flow], top[flow], link))
+                        landed = link + int(longer * SECOND) * (now > 4 * SECOND)
+                        reports.append((landed + int(trip * SECOND / 2), flow, came[flow], top[flow], landed))
         lib.ml_rate_spend(rates[flow], batch * 1500, now)
         free = max(free, now - MS // 4) + int(batch * 1500 * SECOND / model.rate)
         now = max(free, now + 1) + (random_.randrange(300) * MS if random_.random() < 0.0005 else 0)
@@ -111,8 +112,8 @@ def test_flows_of_one_path_are_one_sender(**flows):
 
 def test_long_histories_come_to_every_phase():
     seen = set()
-    for loss, queue, capacity in ((0.05, 0.002, 12.5e6), (0.0, 0.1, 3e6)):
-        seen |= follow(1, 8, capacity, loss, queue, 0.02)[1]
+    for loss, queue, capacity, longer in ((0.05, 0.002, 12.5e6, 0.0), (0.0, 0.1, 3e6, 0.05)):
+        seen |= follow(1, 8, capacity, loss, queue, 0.02, longer=longer)[1]
     assert seen == {*PHASES, "competes", "alone", "credit", "none"}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_lossy.transport.udp import packet
 from megatron_lossy.transport.udp.packet import DATA, MEASURE, PARITY
+from tests.test_lab import needs_lab
+from tests.udp_hosts import flood, ip
 from tests.udp_world import CHANNEL, MS, SECOND, World, fields_of
 
 pytestmark = pytest.mark.shows("datagrams: an MTU that changes", device=False)
@@ -87,6 +91,15 @@ def test_units_go_in_pieces_where_the_mtu_has_fallen_and_whole_when_it_has_risen
         assert counts(network, "lengthened") == [1, 1]
         path.data = 0
         assert exchange(network, step + 2).all() and path.data == 59
+
+
+def test_an_mtu_that_falls_twice():
+    path = Path()
+    with world(path) as network:
+        for path.most in (None, 1000, 600, 300):
+            arrived = [exchange(network, (path.most or 2000) * -10 + 30000 + k) for k in range(5)]
+            assert arrived[-1].all()
+        assert counts(network, "shortened") == [3, 3]
 
 
 def test_one_way_alone_is_cut():
@@ -211,3 +224,23 @@ def test_measuring_is_asked_of_no_one_who_is_not_cut():
         for step in range(5):
             exchange(network, step)
     assert MEASURE not in kinds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["shared", "dedicated"])
+@needs_lab
+def test_the_mtu_of_an_interface_falls_and_rises(rule, tmp_path):
+    """To the host that has it, datagrams that are too long are an error; to the other one they vanish."""
+
+    def change(names):
+        ip("-n", names[0], "link", "set", "lab0", "gso_max_segs", "1")  # else batches pass whole, whatever the MTU
+        for mtu in (1000, 600, 1500):
+            ip("-n", names[1], "link", "set", "lab0", "mtu", str(mtu))
+            time.sleep(2)
+        time.sleep(11)
+
+    there, here = flood(rule, 19, tmp_path, change)
+    assert there["exchanges"] == here["exchanges"] > 200
+    for one in (there, here):
+        assert one["shortened"] == 2 and one["lengthened"] >= 1
+    assert here["too_big"] > 0 and there["too_big"] == 0

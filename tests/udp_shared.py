@@ -21,6 +21,8 @@ LEAST_WINDOW, ROUND, WAITS = 6 * MS, 25 * MS, MS
 LEAST_RATE, USUAL, BOUND = 30e3, 7.5e6, 3e6
 #: Growth relative to TCP's: alone, and beside others; what is left of the rate after a loss: on a clean path, and on one that loses.
 GROWTH, BESIDE, KEPT, KEPT_LOSSY = 0.8, 1.2, 0.78, 0.92
+#: That something must wait, to be drained.
+HOLDS = 20 * MS
 #: Of what came through once a queue is drained; round trips from then to a search for more.
 KEPT_DRAINED, PATIENCE = 0.92, 25
 
@@ -85,7 +87,7 @@ class Shared:
         self._mark: float = 0
         self._least: float = float("inf")
         self._gap = 0
-        self._calm_at = 0
+        self._calm_at = self._queued_at = 0
         self._before = self._step = self._grew = self._drained = 0.0
         self._chain = Chain()
         self._counts = self._ends = self._ended = 0
@@ -200,6 +202,7 @@ class Shared:
 
     def resume(self, now: int) -> None:
         """Something is sent after a pause."""
+        self._queued_at = 0
         if self.phase != "dips":
             self._later(now)
 
@@ -298,8 +301,14 @@ class Shared:
         if self.competes and self._calm_at and now - self._calm_at > 2 * SECOND:
             self.competes, self._drains = False, 0
         if queued and not self.competes:
-            self._drain(now, sent, lost, took, delivered)
+            if self._queued_at and now - self._queued_at >= HOLDS:
+                self._queued_at = 0
+                self._drain(now, sent, lost, took, delivered)
+            else:
+                self._queued_at = self._queued_at or now
+                self._next()
             return
+        self._queued_at = 0
         if not self.competes and self._drains:
             self._drains = 0
             if self.rate < self._drained:

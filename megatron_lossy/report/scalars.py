@@ -57,6 +57,7 @@ AXES = {
     "udp send failed": Axis("datagrams that could not be sent"),
     "udp unreachable": Axis("ICMP errors"),
     "udp moved": Axis("peers whose address changed"),
+    "udp shortened": Axis("paths that took shorter datagrams only"),
     "udp sent again": Axis("datagrams of high priority sent again"),
     "udp put together": Axis("datagrams of high priority put together from parity"),
     "gradient errors": Axis("errors in gradients of a record"),

@@ -29,6 +29,7 @@ _COLUMNS = {
     "send_failed": "send_failed",
     "unreachable": "unreachable",
     "moved": "moved",
+    "shortened": "shortened",
     "sent_again": "resent",
     "put_together": "repaired",
 }
@@ -44,7 +45,7 @@ def totals(peers: Sequence[Mapping[str, int]], engine: Mapping[str, int]) -> Cou
     for peer in peers:
         found.update(peer)
     found["refused"] = found["malformed"] + found["bad_tag"] + engine["malformed"] + engine["foreign"]
-    for name in ("socket_overflow", "too_big", "send_failed", "unreachable", "moved"):
+    for name in ("socket_overflow", "too_big", "send_failed", "unreachable", "moved", "shortened"):
         found[name] = engine[name]
     return Counter({column: found[name] for column, name in _COLUMNS.items()}) + Counter(bad_tag=found["bad_tag"])
 
@@ -65,6 +66,11 @@ def advice(now: Mapping[str, int], much_loss_since: int) -> dict[str, str]:
     if now["too_big"]:
         result["too big"] = (
             f"{now['too_big']} datagrams were larger than the MTU of this host's interface and were not sent: lower "
+            "--packet-bytes"
+        )
+    if now["shortened"]:
+        result["shortened"] = (
+            "a path takes shorter datagrams only: units go over it in pieces, and are lost with any of them; lower "
             "--packet-bytes"
         )
     if now["send_failed"]:

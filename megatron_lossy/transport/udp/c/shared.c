@@ -23,6 +23,7 @@
 #define LEAST_WINDOW (6 * MS)  /* of sending, from which a decision is made */
 #define ROUND (25 * MS)        /* between steps that double */
 #define WAITS (1 * MS)         /* of a round trip: something waits in a queue */
+#define HOLDS (20 * MS)        /* that something must wait, to be drained */
 #define COMPETES (2 * SECOND)  /* after the last time that something did */
 #define LEAST_RATE 30e3
 #define GROWTH 0.8             /* of a TCP flow's */
@@ -54,7 +55,7 @@ struct shared {
     ns mark;                /* the window begins with what is sent from then on: before it was sent at another rate */
     int begun, based;
     ns least, gap; /* of the window: least round trip, longest pause between what came last in reports */
-    ns calm_at;
+    ns calm_at, queued_at;
     double before;     /* what was proven when the queue began to grow */
     double drained;    /* the rate to go on with when a queue is drained; 0: it fell by a loss since */
     double step, grew; /* of a search for more; seconds of growth since the last loss */
@@ -330,10 +331,17 @@ static void window_over(struct shared *s, ns now, ns passed, double n, double l,
     s->calm_at = queued ? 0 : s->calm_at ? s->calm_at : now;
     if (s->competes && s->calm_at && now - s->calm_at > COMPETES)
         s->competes = s->drains = 0;
-    if (queued && !s->competes) {
+    if (queued && !s->competes && s->queued_at && now - s->queued_at >= HOLDS) {
+        s->queued_at = 0;
         drain(s, now, n, l, took, delivered);
         return;
     }
+    if (queued && !s->competes) { /* a machine that was busy looks the same, for a moment */
+        s->queued_at = s->queued_at ? s->queued_at : now;
+        window_next(s);
+        return;
+    }
+    s->queued_at = 0;
     if (!s->competes && s->drains) {
         s->drains = 0;
         if (s->rate < s->drained) {
@@ -405,6 +413,7 @@ static void shared_report(struct shared *s, ns now, uint64_t datagrams, uint64_t
 /* Something is to be sent after a pause: what comes next says nothing of what was before. */
 static void shared_resume(struct shared *s, ns now)
 {
+    s->queued_at = 0;
     if (s->phase != DIPS)
         window_later(s, now);
 }

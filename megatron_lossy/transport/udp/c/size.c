@@ -46,7 +46,7 @@ static void size_reported(struct engine *e, struct flow *f, uint64_t datagrams, 
         f->size.silent = 0; /* not all of them were shorter */
     else
         f->size.silent += (uint32_t)least(sent, SILENCE);
-    if (f->size.silent >= SILENCE && !f->size.measures && now >= f->size.again_at) {
+    if (f->size.silent >= SILENCE && !f->size.measures && now >= f->size.from) {
         f->size.silent = 0;
         measure(e, f, now);
     }
@@ -76,12 +76,15 @@ static void measured(struct engine *e, struct flow *f, uint32_t cut, ns now)
     f->size.silent = 0;
     if (!cut) { /* an outage, or so much loss that nothing can be told */
         f->size.wait = f->size.wait ? least(2 * f->size.wait, 2 * SECOND) : 100 * MS;
-        f->size.again_at = now + f->size.wait;
+        f->size.from = now + f->size.wait;
+        f->size.again_at = greatest(f->size.again_at, f->size.from);
         return;
     }
     f->size.wait = 0;
+    e->net.gso = 1; /* an older kernel refuses it for the length of what it shall cut */
     f->size.most = cut == 1 ? 0 : piece_of(e->set.packet, cut);
-    f->size.again_at = cut == 1 ? now + SECOND : now + TRIED_AGAIN;
+    f->size.from = now + 100 * MS;
+    f->size.again_at = now + TRIED_AGAIN;
     e->count.shortened += cut > before;
     e->count.lengthened += cut < before;
     if (cut > before)

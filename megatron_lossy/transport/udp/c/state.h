@@ -70,11 +70,12 @@ struct flow {
     } move;
     /* Of DATA and PARITY (size.c): the most bytes of a payload that get through, or 0 for any; of the longest, those sent in
      * a row of which none was reported, and all that had been when the last report came; while it is measured: when the next round
-     * goes out, rounds, and how many of each length came; else when it is measured again. */
+     * goes out, rounds, and how many of each length came; else when longer ones are tried again, and from when on it may be
+     * measured. */
     struct {
         uint32_t most, silent, rounds;
         uint64_t looked;
-        ns at, again_at, wait;
+        ns at, again_at, from, wait;
         uint8_t heard[PIECES + 1], measures;
     } size;
 };
@@ -238,7 +239,7 @@ struct engine {
     struct { uint64_t bytes, share; uint32_t flows, paths, number; ns ends; } arrivals;
     struct engine_counters count;
     /* lost: nothing can be sent from its address any more; rebound_at: when it last got another one. */
-    struct { int socket, wake, gso, lost, buffer, force; ns rebound_at; struct sockaddr_storage local; uint32_t overflow_seen; uint8_t *receive; } net;
+    struct { int socket, wake, gso, lost, refusals, buffer, force; ns rebound_at; struct sockaddr_storage local; uint32_t overflow_seen; uint8_t *receive; } net;
     struct { pthread_t id; int running, giving; atomic_int stop, asleep, waiting; pthread_cond_t given; } thread;
     uint8_t scratch[LARGEST + 1];
     uint8_t batch[BATCH_BYTES + LARGEST];

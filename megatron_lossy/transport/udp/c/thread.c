@@ -31,6 +31,8 @@ static void read_errors(struct engine *e)
     }
 }
 
+enum { REFUSALS = 5 }; /* of a datagram by a queue that is full; an interface that will never take it says the same */
+
 /* 1: sent or given up; 0: the kernel has no room for what is left. `sent`: the bytes before that, 0 in the beginning. */
 static int transmit(struct engine *e, const struct output *o, uint32_t *sent)
 {
@@ -54,10 +56,11 @@ static int transmit(struct engine *e, const struct output *o, uint32_t *sent)
         while ((result = sendmsg(e->net.socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL)) < 0 && tries++ < 4
                && (errno == EINTR || errno == ECONNREFUSED))
             read_errors(e); /* an earlier datagram's error: this one was not sent */
-        if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS)) {
+        if (result < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || (errno == ENOBUFS && ++e->net.refusals < REFUSALS))) {
             e->count.send_blocked++;
             return 0;
         }
+        e->net.refusals = 0;
         if (result < 0 && size > o->segment && (errno == EIO || errno == EINVAL || errno == ENOTSUP || errno == ENOPROTOOPT)) {
             e->net.gso = 0; /* this interface or kernel does not cut: we do */
             continue;
