@@ -16,7 +16,16 @@ from tests.tiny_gpt import TinyGPT, build
 pytestmark = pytest.mark.shows("metrics of datagrams, and what can be mended is said", device=False)
 
 QUIET = {"received": 100_000, "overflow": 0, "early_dropped": 0, "bad_tag": 0}
-ENGINE = {"malformed": 2, "foreign": 3, "socket_overflow": 5, "too_big": 8, "send_failed": 9, "unreachable": 1, "moved": 4, "shortened": 3}
+ENGINE = {
+    "malformed": 2,
+    "foreign": 3,
+    "socket_overflow": 5,
+    "too_big": 8,
+    "send_failed": 9,
+    "unreachable": 1,
+    "moved": 4,
+    "shortened": 3,
+}
 PEER = {
     "sent": 10,
     "received": 20,

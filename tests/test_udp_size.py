@@ -33,7 +33,7 @@ class Path:
 
     def __call__(self, source, destination, datagram, now):
         self.data += source == 0 and fields_of(datagram)[0] == DATA
-        if self.most is not None and len(datagram) > self.most or self._random.random() < self.lost:
+        if (self.most is not None and len(datagram) > self.most) or self._random.random() < self.lost:
             return []
         return [now + 5 * MS]
 
