@@ -7,7 +7,7 @@ import pytest
 
 from megatron_lossy.transport.udp import packet
 from megatron_lossy.transport.udp.engine import SECOND
-from megatron_lossy.transport.udp.packet import ASK, DATA, END, NACK, READY, encode
+from megatron_lossy.transport.udp.packet import ASK, CONTROL_BYTES, DATA, END, MEASURE, NACK, READY, encode
 from tests.test_udp_protocol import UNIT, check, exchange_all, pieces
 from tests.udp_world import CHANNEL, MS, Node, World, fields_of
 
@@ -137,9 +137,9 @@ def narrow(limit):
 
 
 def test_a_path_whose_mtu_falls_is_named():
-    """Exchanges end, since END is short; without an error training would go on with nothing."""
-    link, since = narrow(60)
-    with World(2, {"grad": [(30 * UNIT + 9, UNIT)]}, link) as world:
+    """Exchanges end, since END is short, and not even a piece gets through; without an error training would go on with nothing."""
+    link, since = narrow(31)
+    with World(2, {"grad": [(30 * UNIT + 3, UNIT)]}, link) as world:
         for step in range(3):
             posted, _, _ = exchange(world, step)
             world.run(lambda: all(x.over_at for x in posted))  # noqa: B023
@@ -147,6 +147,7 @@ def test_a_path_whose_mtu_falls_is_named():
         second = world.nodes[1]
         for step in range(3, 13):
             assert second.failed() == (0, 0), step
+            world.run_for(300 * MS)
             posted, _, _ = exchange(world, step)
             world.run(lambda: all(x.over_at for x in posted) or second.failed()[0])  # noqa: B023
             if not second.failed()[0]:
@@ -155,12 +156,13 @@ def test_a_path_whose_mtu_falls_is_named():
 
 
 def test_a_small_bucket_that_passes_does_not_hide_it():
-    link, since = narrow(60)
+    link, since = narrow(31)
     since[0] = 0
-    with World(2, {"grad": [(30 * UNIT, UNIT), (20, 20)]}, link) as world:
+    with World(2, {"grad": [(30 * UNIT, UNIT), (3, 3)]}, link) as world:
         second = world.nodes[1]
         for step in range(10):
             assert second.failed() == (0, 0)
+            world.run_for(300 * MS)
             begun = [exchange_all(world, "grad", step, bucket)[0] for bucket in range(2)]
             world.run(lambda: all(x.over_at for xs in begun for x in xs) or second.failed()[0])  # noqa: B023
         assert second.failed() == (DEAF, 0)
@@ -188,7 +190,7 @@ def test_an_outage_in_which_what_must_arrive_is_under_way_is_not_taken_for_one()
 
 def test_few_units_in_a_row_are_bad_luck():
     """A bucket of a single unit loses all of it often; what is short anyway says nothing."""
-    link, since = narrow(60)
+    link, since = narrow(31)
     since[0] = 0
     with World(2, {"grad": [(UNIT, UNIT)], "param": [(UNIT - 1, UNIT)]}, link) as world:
         for step in range(60):
@@ -218,8 +220,10 @@ def test_an_outage_of_many_buckets_is_not_taken_for_a_narrow_path():
 
 def test_what_must_arrive_and_cannot_is_not_asked_for_for_ever():
     """Its sender lives and sends it again and again; after the peers' timeout it counts as gone."""
-    link, since = narrow(60)
-    since[0] = 0
+    long = (DATA, MEASURE)
+    link = lambda source, destination, datagram, now: (
+        [] if source == 0 and fields_of(datagram)[0] in long else [now + MS]
+    )
     with World(2, {"grad": [(30 * UNIT, UNIT)]}, link, reported=("grad",), peer_timeout=5 * SECOND) as world:
         first, second = world.nodes
         second.post(world.now, "grad", 0, 0)
@@ -245,7 +249,7 @@ def test_the_list_of_what_must_arrive_is_taken_though_no_memory_is_left():
     assert node.counters(1)["early_dropped"] > 100
     posted = node.post(SECOND, "grad", 0, 0)
     must = list(range(0, 600, 2))
-    room = 1408 // 4 - 2
+    room = CONTROL_BYTES // 4 - 2
     for part in range(-(-len(must) // room)):
         payload = np.array([len(must), 0, *must[part * room : (part + 1) * room]], "<u4").tobytes()
         end = encode(END, payload, source=1, channel=CHANNEL, index=600 + part, number=next(number))

@@ -8,6 +8,8 @@ import numpy as np
 
 VERSION = 4
 DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, CHALLENGE, ANSWER, MEASURE, MEASURED = range(1, 14)
+#: The most bytes of lists and reports in a datagram, if a unit is not shorter: it passes wherever IP does.
+CONTROL_BYTES = 480
 PHASES = {"grad": 0, "param": 1}
 TAG_BYTES = 16
 

@@ -252,6 +252,7 @@ static void channel_fail(struct channel *c, uint32_t culprit, int reason)
 }
 
 enum { DEAF_STEPS = 10, DEAF_UNITS = 100 };
+#define DEAF_TIME (2 * SECOND) /* in which its sender would have found out what does pass */
 
 /* Its end came and nothing of full length: by chance, or since no such datagram passes any more. Exchanges that were under way
  * together count once, for one outage takes them all. */
@@ -262,9 +263,11 @@ static void count_deaf(struct exchange *x, uint32_t i, ns now)
     if (!s->ended || s->full || x->bucket->unit < x->channel->full || x->in_bytes < x->bucket->unit)
         return;
     m->deaf.units += (uint32_t)(x->in_bytes / x->bucket->unit);
+    if (!m->deaf.steps)
+        m->deaf.since = now;
     m->deaf.steps += !m->deaf.steps || x->posted_at >= m->deaf.at;
     m->deaf.at = now;
-    if (m->deaf.steps >= DEAF_STEPS && m->deaf.units >= DEAF_UNITS)
+    if (m->deaf.steps >= DEAF_STEPS && m->deaf.units >= DEAF_UNITS && now - m->deaf.since >= DEAF_TIME)
         channel_fail(x->channel, i, DEAF);
 }
 

@@ -184,8 +184,8 @@ struct member {
     struct { uint8_t heard, confirmed; ns at, until; } probe;
     struct { uint32_t count; ns at; } replies; /* in this millisecond */
     /* Since the last datagram of the channel's full length: steps, and their units, of which none came although their end was
-     * known, and when the last of them was over; when the last datagram of its bucket's length came. */
-    struct { uint32_t steps, units; ns at, full_at; } deaf;
+     * known, and when the first and the last of them were over; when the last datagram of its bucket's length came. */
+    struct { uint32_t steps, units; ns since, at, full_at; } deaf;
     struct { struct resend *ring; uint32_t first, last; } resend; /* a ring of RESENDS */
     struct { struct assembly *of; uint8_t *bytes; uint32_t next; } assembly; /* [ASSEMBLIES], and the bytes of each */
     struct member_counters count;
