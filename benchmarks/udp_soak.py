@@ -1,21 +1,26 @@
 """Exchanges over UDP for a long time: does one stall, and do memory or open files grow?
 
-    python -m benchmarks.udp_soak [--seconds 3600] [--exchanges 10000] [--loss 0.05] [--rtt 20] [--megabytes 1]
+    python -m benchmarks.udp_soak [--seconds 3600] [--exchanges 10000] [--loss 0.05] [--rtt 20] [--megabytes 1] [--trouble 10]
 
 As root, on Linux (benchmarks/lab); elsewhere it says what is missing. Two ranks in two network namespaces make reduce-scatters
 and all-gathers in turns. It ends after the exchanges or the seconds, whichever are over later. Meanwhile a thread does
 nothing but sleep for 5 ms at a time: when it oversleeps, the machine was busy with something else, and an exchange that
 takes long at that moment says nothing about the transport.
+
+With ``--trouble S`` something happens to the path every S seconds, in turn: one way is cut for 0.1 to 5 s, its MTU changes, an
+end of it gets another address. An exchange goes on if it ends two round trips, 50 ms and twice its usual time after that.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,13 +30,15 @@ import psutil
 from benchmarks.common import RESULTS, made_with, today, write_results
 from benchmarks.exchange.contestants import PHASES, Team, our_config, span
 from benchmarks.exchange.rows import Row
-from benchmarks.lab import Lab, Missing, end_in_order
+from benchmarks.lab import Lab, Link, Missing, end_in_order
 from megatron_lossy.errors import refuse, usage_errors
 
 #: An exchange that takes so many times the median is one that stalls.
 STALL = 5.0
 #: Exchanges of each phase in the beginning that find the rate, and are not counted.
 WARM_UP = 20
+#: Of an exchange: so much is not lost by chance.
+MOST = 0.5
 _LIMIT = 120.0
 _OVERSLEPT = 0.05  # seconds
 _LINES = 60
@@ -64,12 +71,81 @@ class Sleeper:
         self._thread.join()
 
 
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to the path from ``began`` to ``ended``, by the monotonic clock; ``kind``: in a few words."""
+
+    kind: str
+    began: float
+    ended: float
+
+
+class Trouble:
+    """Lets something happen to ``link`` of ``lab`` every so many seconds, in a thread."""
+
+    _CUT = 1 - 1e-9
+
+    def __init__(self, lab: Lab, link: Link, every: float, seed: int) -> None:
+        self.events: list[Event] = []
+        self._lab, self._link, self._every = lab, link, every
+        self._random = random.Random(seed)
+        self._moved = 0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        for what in self._turns():
+            if self._end.wait(self._every):
+                return
+            began = time.monotonic()
+            kind = what()
+            self.events.append(Event(kind, began, time.monotonic()))
+
+    def _turns(self) -> Iterator[Callable[[], str]]:
+        while True:
+            yield from (self._cut, self._mtu, self._move)
+
+    def _cut(self) -> str:
+        source, seconds = self._random.randrange(2), 0.1 * 50 ** self._random.random()
+        self._lab.set(dataclasses.replace(self._link, loss=self._CUT, burst=None), source, 1 - source)
+        self._end.wait(seconds)
+        self._lab.set(self._link, source, 1 - source)
+        return "one way cut"
+
+    def _mtu(self) -> str:
+        before = self._link.mtu or 1500
+        mtu = self._random.choice([mtu for mtu in (600, 1000, 1400, 1500) if mtu != before])
+        self._link = dataclasses.replace(self._link, mtu=mtu)
+        self._lab.set(self._link)
+        return "MTU less" if mtu < before else "MTU more"
+
+    def _move(self) -> str:
+        self._moved += 1
+        self._lab.nodes[self._random.randrange(2)].move(self._moved)
+        return "another address"
+
+    def close(self) -> None:
+        """No more of it."""
+        self._end.set()
+        self._thread.join()
+
+
 @dataclass
 class Times:
     """Of the exchanges of one phase: milliseconds, and whether the machine was busy with something else."""
 
     took: list[float] = field(default_factory=list)
     disturbed: list[bool] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An exchange by the monotonic clock, and the share that it lost at the rank that lost more."""
+
+    began: float
+    ended: float
+    lost: float
 
 
 @dataclass(frozen=True)
@@ -89,19 +165,31 @@ def sample(team: Team, seconds: float, exchanges: int) -> Sample:
     return Sample(seconds, exchanges, resident, max(rank.num_fds() for rank in ranks))
 
 
-def soak(args: argparse.Namespace) -> tuple[dict[str, Times], list[float], list[Sample], list[str]]:
-    """The times by phase, shares lost, samples, and lines about this machine."""
+@dataclass
+class Run:
+    """All that was seen. ``machine``: lines about this machine."""
+
+    times: dict[str, Times]
+    seen: list[Seen] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    machine: list[str] = field(default_factory=list)
+
+
+def soak(args: argparse.Namespace) -> Run:
+    """Exchanges for as long as is asked."""
     row = Row("soak", args.rtt, args.loss, args.megabytes, burst=args.burst)
     link = row.link()  # refuses what no link can be
-    times = {phase: Times() for phase in PHASES}
-    lost: list[float] = []
-    samples: list[Sample] = []
+    run = Run({phase: Times() for phase in PHASES})
+    times, samples, trouble = run.times, run.samples, None
     with Lab(row.link(loss=False), seed=args.seed) as lab:
         sleeper, team = Sleeper(), Team(lab, "ours", 2, [row.shard], our_config(args.flags))
         try:
             lab.set(link, seed=args.seed)
             begun, done, every = time.monotonic(), 0, max(args.seconds / _LINES, 10.0)
             while (passed := time.monotonic() - begun) < args.seconds or done < args.exchanges:
+                if args.trouble and done == 2 * WARM_UP:
+                    trouble = Trouble(lab, link, args.trouble, args.seed)
                 if done > 2 * WARM_UP and (not samples or passed - samples[-1].seconds >= every):
                     samples.append(sample(team, passed, done))
                     print(progress(samples[-1], times), flush=True)
@@ -113,18 +201,21 @@ def soak(args: argparse.Namespace) -> tuple[dict[str, Times], list[float], list[
                     started, ended = span(ranks)
                     times[phase].took.append(1000 * (ended - started))
                     times[phase].disturbed.append(sleeper.overslept(started, ended))
-                    lost.append(float(np.mean([one.lost for one in ranks])))
+                    run.seen.append(Seen(started, ended, max(one.lost for one in ranks)))
             samples.append(sample(team, time.monotonic() - begun, done))
         finally:
+            if trouble is not None:
+                trouble.close()
+                run.events = trouble.events
             team.close()
             sleeper.close()
         longest = max((end - begin for begin, end in sleeper.gaps), default=0.0)
         slept = f"{len(sleeper.gaps)} times, {longest:.2f} s at most"
-        machine = [
+        run.machine = [
             f"Packets that this machine itself dropped: {lab.dropped()}",
             f"A thread that only sleeps overslept by {1000 * _OVERSLEPT:g} ms or more: {slept}",
         ]
-        return times, lost, samples, machine
+        return run
 
 
 def progress(now: Sample, times: dict[str, Times]) -> str:
@@ -136,8 +227,42 @@ def progress(now: Sample, times: dict[str, Times]) -> str:
     )
 
 
-def markdown(times: dict[str, Times], lost: Sequence[float], samples: Sequence[Sample], header: Sequence[str]) -> str:
+def on_again(run: Run, event: Event) -> float:
+    """Milliseconds from the end of ``event`` until an exchange was over that had not lost most."""
+    ended = [one.ended for one in run.seen if one.ended >= event.ended and one.lost < MOST]
+    return 1000 * (ended[0] - event.ended) if ended else float("inf")
+
+
+def trouble_table(run: Run, rtt: float) -> list[str]:
+    """What became of exchanges when something happened to the path."""
+    usual = max(float(np.median(of_phase.took)) for of_phase in run.times.values())
+    allowed = 2 * rtt + 50 + 2 * usual
+    lines = [
+        "",
+        f"| what happened | times | until an exchange was over, ms: median | most | over {allowed:.0f} ms |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    events = run.events[:-1]  # nothing may have come after the last
+    for kind in sorted({event.kind for event in events}):
+        waits = np.array([on_again(run, event) for event in events if event.kind == kind])
+        lines.append(
+            f"| {kind} | {len(waits)} | {np.median(waits):.0f} | {waits.max():.0f} | {(waits > allowed).sum()} |"
+        )
+    near = [(event.began, event.ended + max(1.0, on_again(run, event) / 1000)) for event in run.events]
+    apart = [one for one in run.seen if not any(one.began < end and one.ended > begin for begin, end in near)]
+    most = sum(one.lost > MOST for one in apart)
+    lines += [
+        "",
+        f"More than {MOST:.0%} lost: {sum(one.lost > MOST for one in run.seen)} exchanges of {len(run.seen)}; "
+        + f"{most} of them when nothing had happened for a second.",
+    ]
+    return lines
+
+
+def markdown(run: Run, header: Sequence[str], rtt: float) -> str:
     """The result."""
+    times, samples = run.times, run.samples
+    lost = [one.lost for one in run.seen]
     first, last = samples[0], samples[-1]
     lines = ["# A long run over UDP", "", *[f"- {line}" for line in header], ""]
     lines += [
@@ -151,7 +276,8 @@ def markdown(times: dict[str, Times], lost: Sequence[float], samples: Sequence[S
         lines.append(f"| {phase} | {len(took)} | {' | '.join(tail)} | {stalls.sum()} | {(stalls & disturbed).sum()} |")
     lines += [
         "",
-        f"Lost on average: {np.mean(lost):.3%} of what was sent to a rank, {max(lost):.1%} in the worst exchange.",
+        f"Lost on average: {np.mean(lost):.3%} at the rank that lost more, {max(lost):.1%} in the worst exchange.",
+        *(trouble_table(run, rtt) if run.events else []),
         "",
         "| after | exchanges | resident memory, MiB | open files |",
         "| --- | --- | --- | --- |",
@@ -177,6 +303,13 @@ def parser() -> argparse.ArgumentParser:
         "--megabytes", type=float, default=1.0, metavar="MB", help="that a rank sends in an exchange (default 1)"
     )
     parser.add_argument("--pause", type=float, default=0.0, metavar="MS", help="between exchanges (default 0)")
+    parser.add_argument(
+        "--trouble",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="something happens to the path so often (default 0: never)",
+    )
     parser.add_argument("--flags", default="", help="more loss flags, as one word: '--udp-cipher none'")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the losses (default 1)")
     parser.add_argument("--out", default=RESULTS, metavar="FOLDER", help=f"default {RESULTS}")
@@ -193,15 +326,18 @@ def main(argv: list[str] | None = None) -> int:
             raise refuse("--pause", args.pause, "must be milliseconds of at least 0")
         if not (args.seconds >= 0 and args.exchanges >= 2 * WARM_UP + 2):
             raise refuse("--exchanges", args.exchanges, f"must be at least {2 * WARM_UP + 2}")
-        result = Path(args.out) / f"udp_soak_{100 * args.loss:g}_percent_{today()}.md"
+        if not args.trouble >= 0:
+            raise refuse("--trouble", args.trouble, "must be seconds of at least 0")
+        trouble = "_trouble" * (args.trouble > 0)
+        result = Path(args.out) / f"udp_soak_{100 * args.loss:g}_percent{trouble}_{today()}.md"
         if result.exists() and not args.replace:
             raise refuse("--out", args.out, f"{result.name} is there already; --replace writes over it")
         try:
-            times, lost, samples, machine = soak(args)
+            run = soak(args)
         except Missing as missing:
             print(f"skipped: {missing}")
             return 0
-    text = markdown(times, lost, samples, [*made_with("benchmarks.udp_soak", argv), *machine])
+    text = markdown(run, [*made_with("benchmarks.udp_soak", argv), *run.machine], args.rtt)
     print("\n" + text)
     write_results(result.parent, result.stem, md=text)
     return 0

@@ -52,6 +52,24 @@ def test_a_one_way_cut_and_a_deadline_stop_nobody(cut, side):
         assert sum(node.counters(1 - node.rank)["asks"] for node in world.nodes) > 0
 
 
+@pytest.mark.parametrize("trip", [4 * MS, 60 * MS])
+@pytest.mark.parametrize("cut", [50 * MS, 250 * MS, 1300 * MS, 5 * SECOND])
+@pytest.mark.parametrize("way", [(0,), (1,), (0, 1)])
+def test_after_a_cut_an_exchange_is_over_at_once(trip, cut, way):
+    """Two round trips and 50 ms later, wherever in its back-off the cut has ended."""
+    end = [0]
+    link = lambda source, destination, datagram, now: [] if source in way and now < end[0] else [now + trip // 2]
+    late = []
+    with World(2, {"grad": [(60 * UNIT, UNIT)]}, link) as world:
+        for step in range(6):
+            end[0] = world.now + cut + step * 17 * MS
+            posted, _, _ = exchange(world, step)
+            world.run(lambda: all(x.over_at for x in posted))  # noqa: B023
+            late.append(max(x.over_at for x in posted) - end[0])
+            world.run_for(100 * MS)
+        assert max(late) <= 2 * trip + 60 * MS, [one / MS for one in late]
+
+
 def test_a_receiver_that_skips_a_step_is_not_waited_for():
     """It never asks for step 1. Its sender has nothing from it that would say so."""
     with World(2, {"grad": [(60 * UNIT, UNIT)]}, eager=4 * UNIT) as world:

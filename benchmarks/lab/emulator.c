@@ -5,7 +5,8 @@
  *
  * A packet goes from the site of its source to the site of its destination through the pipe between the two: it waits
  * in a queue of finite length, is sent at the rate of the pipe, may be lost, is delayed, and may be late or come twice.
- * Nodes of one site reach each other at once. The number of a node is the last byte of its address, less one.
+ * Nodes of one site reach each other at once. The number of a node is the last byte of its address, less one, modulo 64: it may
+ * have several addresses, and change them.
  *
  * Settings may change at any time. Python writes them, then raises `generation`; the next packet finds them. The draws
  * of a pipe start anew with each generation: the k-th packet after it meets the same fate in every run of one seed.
@@ -39,6 +40,7 @@ struct settings {
     double reorder;       /* share of packets that are `late` seconds later */
     double late;
     double duplicate;     /* share of packets that come twice */
+    double mtu;           /* bytes; longer packets vanish without a word; 0: no limit */
     uint64_t seed;
     uint64_t generation;
 };
@@ -46,7 +48,7 @@ struct settings {
 struct counters {
     uint64_t packets, bytes;          /* that came in */
     uint64_t overflowed;              /* did not fit the queue */
-    uint64_t lost;                    /* by the draws */
+    uint64_t lost;                    /* by the draws, or too long */
     uint64_t reordered, duplicated;
     uint64_t delivered, delivered_bytes;
 };
@@ -231,7 +233,7 @@ static void through(struct pipe *pipe, struct state *state, struct packet *packe
         }
         due = state->idle_at = start + packet->bytes / now->rate;
     }
-    if (is_lost(state)) {
+    if (is_lost(state) || (now->mtu > 0 && packet->bytes > now->mtu)) {
         counters->lost++;
         give_back(packet);
         return;
@@ -259,7 +261,8 @@ static int destination(const struct packet *packet)
         last = data[19];
     else if (data[0] >> 4 == 6 && packet->bytes >= 40 && data[24] < 0xff)
         last = data[39];
-    return last < 1 || last > (int)lab->nodes ? -1 : last - 1;
+    last = (last + MAX_NODES - 1) % MAX_NODES;
+    return last < (int)lab->nodes ? last : -1;
 }
 
 static void take_in(int node, struct state *states)

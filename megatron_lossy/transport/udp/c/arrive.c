@@ -316,7 +316,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         case NACK: fits = b->reports && index && index <= list_room(e) && size == 4 * index; break;
         case ASK: fits = !index && !size; break;
         case REPORT: fits = !index && size == REPORT_BYTES; break;
-        case ALIVE: fits = index <= 1 && !size; break;
+        case ALIVE: fits = index <= 2 && !size; break;
         case CHALLENGE:
         case ANSWER: fits = tag && !index && size == NONCE; break;
         case MEASURE: fits = index && index <= PIECES && size == piece_of(e->set.packet, index); break;
@@ -344,7 +344,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             move_seen(e, f, from, now);
         f->in.top = number + 1;
         f->in.top_at = now;
-        if (now - f->heard > 200 * MS)
+        if (now - f->heard > SILENCE + round_trip(f) + 20 * MS) /* it did not answer to the first pulse */
             flow_back(e, f, now);
         for (struct member *one = now - f->heard > 2 * SECOND ? f->members : NULL; one; one = one->next)
             one->deaf.full_at = now; /* while nothing came at all, nothing full could */
@@ -386,7 +386,11 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             m->count.malformed++;
         break;
     case ALIVE:
-        if (index && !m->gone) { /* its last word: what we sent it is done, what it did not send will not come */
+        if (index == 2) {
+            f->pulse.until = now + 4 * e->pulse;
+            due(e, now);
+        }
+        if (index == 1 && !m->gone) { /* its last word: what we sent it is done, what it did not send will not come */
             m->gone = 1;
             for (struct exchange *x = e->live, *next; x; x = next) {
                 next = x->next;

@@ -82,7 +82,7 @@ static int produce_control(struct engine *e, ns now, uint8_t *out, struct output
         uint8_t report[REPORT_BYTES];
         const uint8_t *payload = zeros;
         uint32_t size = 0;
-        if (c->failed && !(k->type == ALIVE && k->index))
+        if (c->failed && !(k->type == ALIVE && k->index == 1))
             continue;
         if (k->type == PROBE)
             size = c->probe_bytes;

@@ -6,7 +6,7 @@
  * As long as that is so, the longer ones are tried again.
  */
 
-enum { SILENCE = 32 }; /* of the longest in a row, of which none came */
+enum { ABSENT = 32 }; /* of the longest in a row, of which none came */
 enum { ROUNDS = 4, MOST_ROUNDS = 20 }; /* of MEASURE, before one looks at what came; and at all */
 #define TRIED_AGAIN (10 * SECOND)
 #define CHANCE 0.002 /* that loss alone looks like a shorter path */
@@ -45,8 +45,8 @@ static void size_reported(struct engine *e, struct flow *f, uint64_t datagrams, 
     if (datagrams - f->rate.report.datagrams > others)
         f->size.silent = 0; /* not all of them were shorter */
     else
-        f->size.silent += (uint32_t)least(sent, SILENCE);
-    if (f->size.silent >= SILENCE && !f->size.measures && now >= f->size.from) {
+        f->size.silent += (uint32_t)least(sent, ABSENT);
+    if (f->size.silent >= ABSENT && !f->size.measures && now >= f->size.from) {
         f->size.silent = 0;
         measure(e, f, now);
     }

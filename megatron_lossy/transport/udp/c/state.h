@@ -15,6 +15,9 @@ enum { AHEAD = 8 };                          /* steps that a peer may be ahead, 
 enum { PIECES = 16, ASSEMBLIES = 32 };       /* of a unit, the most; units of a rank of which some have come */
 enum { CONTROLS = 8192, REPORTS = 4, RESENDS = 4096 };
 enum { SILENT = 1, REFUSED, LEFT, DEAF }; /* why a channel failed */
+#define SILENCE (200 * MS)        /* of a process: it may hear nothing either */
+#define PULSE (50 * MS)           /* between signs of life meanwhile, to few others */
+#define PULSES (6 * SECOND)       /* of silence: then they are rare, for a process that is stopped finds all of them */
 #define SLOWEST SECOND                    /* between repetitions of one control datagram */
 
 /* What became of a datagram. */
@@ -62,6 +65,7 @@ struct flow {
     } in;
     struct { uint32_t due, threshold, repeats; ns at; } report; /* due: datagrams that are not reported */
     ns heard, refused_at;
+    struct { ns at, until; } pulse; /* the next one, while it is silent; it hears nothing from here, until when that is believed */
     uint32_t refused; /* times that its host said so, since it was heard */
     struct {          /* where it may have moved to, until when, and when it is asked again; what it asked us, and from where */
         struct sockaddr_storage to, asker;
@@ -230,7 +234,7 @@ struct engine {
     struct channel *channels, *cursor;
     struct exchange *live;
     struct { struct control *ring; uint32_t first, last; } control; /* that is to go out; a ring of CONTROLS */
-    ns free_at, alive_at, timers_at, blocked_until;
+    ns free_at, alive_at, timers_at, blocked_until, pulse;
     uint32_t wire_overhead;
     uint32_t window, limit; /* DATA that this process's buffer holds for each other one: with ease, and at most */
     size_t early;

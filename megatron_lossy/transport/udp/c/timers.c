@@ -90,8 +90,16 @@ static void flow_timers(struct engine *e, struct flow *f, int alive, ns now)
 {
     if (!f->members)
         return;
-    if (alive)
-        control(e, speaker(f), ALIVE, NULL, 0);
+    /* Who is not heard is told so, often: both ways it shall be known at once when the way is free again. */
+    int silent = e->live && now - f->heard >= SILENCE;
+    if (alive || ((silent || now < f->pulse.until) && now >= f->pulse.at)) {
+        control(e, speaker(f), ALIVE, NULL, silent ? 2 : 0);
+        f->pulse.at = now + (now - f->heard < PULSES ? e->pulse : 10 * e->pulse);
+    }
+    if (silent || now < f->pulse.until)
+        due(e, f->pulse.at);
+    else if (e->live)
+        due(e, f->heard + SILENCE);
     move_timers(e, f, f->members, now);
     size_timers(e, f, now);
     for (struct member *m = f->members; m; m = m->next) {
@@ -139,6 +147,10 @@ static void timers(struct engine *e, ns now)
     if (alive)
         e->alive_at = now + SECOND;
     due(e, e->alive_at);
+    ns flows = 0;
+    for (struct flow *f = e->flows; f; f = f->next)
+        flows += f->members != NULL;
+    e->pulse = least(PULSE * (1 + flows / 16), SECOND); /* of many others each is told less often */
     for (struct flow *f = e->flows; f; f = f->next)
         flow_timers(e, f, alive, now);
     for (struct channel *c = e->channels, *next; c; c = next) {
