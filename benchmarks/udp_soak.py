@@ -254,7 +254,7 @@ def trouble_table(run: Run, rtt: float) -> list[str]:
     lines += [
         "",
         f"More than {MOST:.0%} lost: {sum(one.lost > MOST for one in run.seen)} exchanges of {len(run.seen)}; "
-        + f"{most} of them when nothing had happened for a second.",
+        f"{most} of them when nothing had happened for a second.",
     ]
     return lines
 

@@ -137,6 +137,7 @@ def test_ranks_are_the_virtual_stages(data, stages, ranks, settings):
     ],
     ids=["overlap", "bf16, per token"],
 )
+@pytest.mark.slow
 def test_one_stage_is_the_synchronous_run_bit_for_bit(data, tmp_path, settings):
     base = TINY | data | settings
     folders = [tmp_path / "synchronous", tmp_path / "asynchronous"]

@@ -194,6 +194,7 @@ def test_the_bound_of_drawn_subsets_at_its_ends():
 
 @pytest.mark.parametrize("subset", ["cyclic", "partition", "bernoulli"])
 @pytest.mark.parametrize(("fraction", "delay"), [(0.05, 19), (0.25, 3), (0.3, 3), (0.9, 1)])
+@pytest.mark.slow
 def test_no_gain_that_is_chosen_or_allowed_diverges(subset, fraction, delay):
     config = flags(sync_fraction=fraction, sync_delay=delay, sync_subset=subset)
     steps = round(50 / fraction)  # each element is visited 50 times
@@ -239,6 +240,7 @@ PREDICTED = [
 
 
 @pytest.mark.parametrize(("subset", "fraction", "interval", "delay"), PREDICTED)
+@pytest.mark.slow
 def test_a_predictor_leaves_what_nobody_could_know(subset, fraction, interval, delay):
     """Within 4 % of the closed form (4,000 elements of four islands, the mean over 300 iterations)."""
     config = flags(
@@ -273,6 +275,7 @@ def steps_of_the_mean(config, steps=400):
 
 @pytest.mark.parametrize(("fraction", "delay"), [(1.0, 10), (0.25, 10), (0.5, 1)])
 @pytest.mark.parametrize("loss", [0.1, 0.4])
+@pytest.mark.slow
 def test_a_predictor_bears_loss(loss, fraction, delay):
     """The mean moves by less than twice the noise of the steps, and islands stay nearer to it than with mixing."""
     config = flags(sync_fraction=fraction, sync_delay=delay, delay_correction="smith", p_sync=loss)
@@ -370,6 +373,7 @@ def test_a_moving_average_shifts_the_mean_by_what_it_did_not_follow():
     ("kind", "fraction", "delay"),
     [("cyclic", 0.05, 10), ("cyclic", 0.2, 3), ("cyclic", 0.05, 19), ("bernoulli", 0.05, 10), ("bernoulli", 0.2, 9)],
 )
+@pytest.mark.slow
 def test_without_correction_a_drift_is_slowed(kind, fraction, delay):
     def drift(step, weights):
         weights += 1.0

@@ -266,6 +266,7 @@ def assert_virtual_is_real(both, ranks):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("config", [COMPENSATED, BURSTS], ids=["packets", "bursts"])
+@pytest.mark.slow
 def test_two_virtual_workers_are_two_ranks_bit_for_bit(dtype, config, pool):
     tiny = TinyGPT(dtype=dtype, initial_loss_scale=2.0**18, **OVERLAPPED)
     ranks = pool.run(real, 2, tiny, config, 6)

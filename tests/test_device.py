@@ -469,6 +469,7 @@ def attempt(rank: int, port: int, late: list[float], islands: int, wait: timedel
 
 
 @pytest.mark.parametrize(("islands", "sums"), [(1, [4]), (2, [2, 2])])
+@pytest.mark.slow
 def test_ranks_do_not_look_for_those_before_them(served, islands, sums):
     """Whoever comes first in an attempt finds in the store what ranks wrote that are gone."""
     for late in ([0, 0, 0, 0], [0.6, 0, 0.3, 0], [0, 0.6, 0, 0.3]):
@@ -485,6 +486,7 @@ def alone(rank: int, port: int, who: int) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_a_rank_that_gives_up_says_for_whom_it_waited_and_harms_nobody(served):
     assert run_ranks(alone, 1, served.port, 0, grouped=False) == ["ranks 1, 2 did not come within 1 s"]
     assert run_ranks(alone, 1, served.port, 1, grouped=False) == ["rank 0 did not come within 1 s"]

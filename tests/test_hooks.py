@@ -149,10 +149,21 @@ SETTINGS = {
 
 #: What other ways to carry exchanges are tried with at once; with the rest when there is time.
 FEW = ("overlapped both", "bf16, fp32 gradients", "fp32 accumulation", "tensor parallel", "two instances, overlapped")
+OFTEN = (
+    *FEW,
+    "one rank",
+    "accumulation",
+    "average in collective",
+    "per-token loss",
+    "pipeline, tied",
+    "virtual pipeline",
+    "experts",
+)
+OFTEN_SETTINGS = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in SETTINGS]
 FEW_SETTINGS = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in SETTINGS]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", OFTEN_SETTINGS)
 def test_every_setting(name, pool):
     world, tiny = SETTINGS[name]
     _, lost = contract_holds(tiny, world=world, pool=pool)

@@ -109,6 +109,7 @@ def test_others_go_on_while_an_island_stands_still(delay, data, tmp_path):
     assert max(record["loss rate sync-reduce"] for record in records) == 1.0
 
 
+@pytest.mark.slow
 def test_an_island_that_stood_still_stops_with_the_others(data, tmp_path):
     """Nobody has asked it meanwhile, and nobody has waited for it; but they do not leave it alone."""
     run = (LONG | data | {"save": str(tmp_path)}, {**LATE, **DATAGRAMS})
@@ -274,6 +275,7 @@ def leave_late(rank: int) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_ranks_of_an_island_that_ends_early_wait_as_its_first_does():
     assert min(run_ranks(leave_late, 4, grouped=False)) >= 4
 

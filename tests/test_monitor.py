@@ -235,6 +235,7 @@ def only_drift(metrics):
 
 
 @pytest.mark.parametrize(("workers", "names"), [(2, list(DRIFTS)), (3, ["packets, overlapped"]), (4, ["shard"])])
+@pytest.mark.slow
 def test_drift_is_that_of_whole_replicas(workers, names):
     """Every second step, with the prediction; measuring changes no weight; virtual workers find the same."""
     chosen = {name: DRIFTS[name] for name in names}

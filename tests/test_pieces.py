@@ -147,6 +147,7 @@ def test_between_two_ranks_it_is_the_same_as_torch(rates, dtype, pool):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_four_virtual_workers_are_four_ranks_bit_for_bit(dtype):
     """Without clipping: torch adds up the gradient norm of the ranks in an order of its own."""
     chosen = [

@@ -611,6 +611,7 @@ def losses(folder):
     return [tuple(pair for pair in record if pair[0] not in apart) for record in recorded_losses(folder)]
 
 
+@pytest.mark.slow
 def test_virtual_workers_train_as_ranks(data, tmp_path):
     """With losses in evaluation too, of replicas and of the owners' weights; and the other seed of losses matters."""
     loss = vars(BOTH) | {"p_param": 0.3, "virtual_boundaries": (1,), "eval_weights": "both", "act_loss_in_eval": True}
@@ -624,6 +625,7 @@ def test_virtual_workers_train_as_ranks(data, tmp_path):
     assert all(record["loss rate act"] > 0 and record["loss rate act-grad"] > 0 for record in records)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_losses(data, tmp_path):
     """Of activations alone, in two stages; nobody needs saved replicas for that. The log says so, too."""
     settings = data | {"pipeline_model_parallel_size": 2, "hidden_dropout": 0.0, "save_interval": 4}

@@ -183,7 +183,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_virtual_workers_are_two_ranks_bit_for_bit(part, pool):
     cases = [(name, *case) for name, case in list(CASES.items())[part::2]]
     ranks = pool.run(on_ranks, 2, cases)
@@ -214,6 +214,7 @@ def test_one_replica_has_no_errors(pool):
         same(real[name]["weights"], real["plain"]["weights"])
 
 
+@pytest.mark.slow
 def test_three_virtual_workers_follow_ranks_within_rounding(pool):
     cases = [(name, *CASES[name]) for name in ("noise", "mean, bf16, of all", "repaired by mean")]
     ranks = pool.run(on_ranks, 3, cases, 4)

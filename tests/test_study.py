@@ -91,6 +91,7 @@ SHIPPED = [
 
 
 @pytest.mark.parametrize(("file", "name"), SHIPPED, ids=[name or file.stem for file, name in SHIPPED])
+@pytest.mark.slow
 def test_shipped_studies(file, name):
     study = read_design(file, name).study()
     assert study.question.endswith("?")

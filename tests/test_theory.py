@@ -404,6 +404,7 @@ def _real_run(rank, folder):
     return results
 
 
+@pytest.mark.slow
 def test_drift_of_a_real_run(tmp_path):
     """Predicted from the run's own increments, which are far from uncorrelated."""
     [results] = run_ranks(_real_run, 1, str(tmp_path))

@@ -78,6 +78,7 @@ def test_resumed_run_equals_uninterrupted_one(data, tmp_path, settings, loss):
     assert whole["valid"] == resumed["valid"] and set(whole["valid"]) == ({"replica", "owner"} if loss else {"replica"})
 
 
+@pytest.mark.slow
 def test_overlap_evaluation_and_saving_change_nothing(data, tmp_path):
     base = TINY | data | {"log_interval": 1, "ddp_bucket_size": 20000, "overlap_grad_reduce": True}
     overlap = {"overlap_param_gather": True}
@@ -128,6 +129,7 @@ def test_metrics_and_lines(data, tmp_path):
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
+@pytest.mark.slow
 def test_model_parallel_sizes_agree(data, tmp_path):
     base = TINY | data | {"hidden_dropout": 0.0, "log_interval": 1, "train_iters": 6}
 

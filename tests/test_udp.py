@@ -164,6 +164,7 @@ def copies_apart(rank, tiny, agree):
 
 
 @pytest.mark.parametrize("agree", [True, False])
+@pytest.mark.slow
 def test_copies_of_a_parameter_lose_the_same(agree):
     """Tensor-parallel peers of 4 ranks. Without their agreement the copies drift apart."""
     apart = run_ranks(copies_apart, 4, TinyGPT(tensor=2, **OVERLAPS["both"]), agree)

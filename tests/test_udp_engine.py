@@ -366,6 +366,7 @@ class Relay:
             each.close()
 
 
+@pytest.mark.slow
 def test_what_is_said_to_be_lost_is_what_a_relay_lost():
     """And doubled, and held back: units are as many as went through, bit for bit."""
     store = Store()
@@ -536,6 +537,7 @@ def test_each_part_of_the_source_counts(monkeypatch, tmp_path):
     assert len(paths) == 1 + len(list(folder.iterdir()))
 
 
+@pytest.mark.slow
 def test_ranks_that_build_at_once_all_get_a_whole_library(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build.library.cache_clear()

@@ -298,6 +298,7 @@ def engines_share_a_link(rule, senders, loss=0.0, seconds=8, one_host=False):
     return counts[1] / counts[0], counts[2] / (rate * seconds / 2)
 
 
+@pytest.mark.slow
 def test_engines_lose_little_of_their_own_making():
     own, used = engines_share_a_link("shared", 3)
     assert own < 0.025
@@ -305,12 +306,14 @@ def test_engines_lose_little_of_their_own_making():
     assert engines_share_a_link("dedicated", 3, seconds=4)[0] > 0.05
 
 
+@pytest.mark.slow
 def test_engines_use_a_path_that_loses():
     own, used = engines_share_a_link("shared", 1, loss=0.1, seconds=14)
     assert own < 0.04
     assert used > 0.7
 
 
+@pytest.mark.slow
 def test_engines_of_one_host_use_a_path_that_loses_as_one():
     own, used = engines_share_a_link("shared", 8, loss=0.1, seconds=14, one_host=True)
     assert own < 0.04

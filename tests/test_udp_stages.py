@@ -153,6 +153,7 @@ def punctual():
 
 
 @pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.slow
 def test_a_late_stage_loses_nothing(late, punctual):
     """Nor is anything kept beyond what may wait: messages are larger than that, and many."""
     config = LossyConfig(**UDP, act_retransmit="off", udp_eager_bytes=100_000, udp_memory=2**20)

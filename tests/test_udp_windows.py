@@ -110,6 +110,7 @@ def test_every_setting_of_megatron(name, pool):
             np.testing.assert_array_equal(weights[key], value, err_msg=key)
 
 
+@pytest.mark.slow
 def test_the_trainer(tmp_path):
     """With validation and checkpoints, whose gathers cross reliably."""
     run_ranks(write_data, 1, str(tmp_path))
@@ -150,6 +151,7 @@ def test_what_was_lost_in_windows_is_replayed_bit_for_bit(tmp_path, pool):
                 np.testing.assert_array_equal(owned[key], same_owned[key])
 
 
+@pytest.mark.slow
 def test_copies_of_a_parameter_lose_the_same():
     assert max(run_ranks(hurried_copies_on_a_device, 4)) == 0
 

@@ -201,6 +201,7 @@ def adopt(run, replicas, owners):
 
 
 @pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
+@pytest.mark.slow
 def test_more_workers_follow_ranks_within_rounding(size, tmp_path):
     """Each step from a common state: SGD of rate 0.1 on clipped gradients moves weights by up to 0.1; within 1e-6."""
     lossy = {"p_grad": 0.4, "p_param": 0.4}
