@@ -250,12 +250,9 @@ def trouble_table(run: Run, rtt: float) -> list[str]:
         )
     near = [(event.began, event.ended + max(1.0, on_again(run, event) / 1000)) for event in run.events]
     apart = [one for one in run.seen if not any(one.began < end and one.ended > begin for begin, end in near)]
-    most = sum(one.lost > MOST for one in apart)
-    lines += [
-        "",
-        f"More than {MOST:.0%} lost: {sum(one.lost > MOST for one in run.seen)} exchanges of {len(run.seen)}; "
-        f"{most} of them when nothing had happened for a second.",
-    ]
+    counts = (sum(one.lost > MOST for one in run.seen), len(run.seen), sum(one.lost > MOST for one in apart))
+    said = "exchanges lost more than {:.0%}: {} of {}; {} of them when nothing had happened for a second"
+    lines += ["", f"{said.format(MOST, *counts).capitalize()}."]
     return lines
 
 

@@ -195,6 +195,11 @@ static void rebind(struct engine *e, ns now)
     socket_options(e, fd);
     e->net.overflow_seen = 0;
     e->count.rebound++;
+    for (struct flow *f = e->flows; f; f = f->next) { /* they hear it from there at once, though one of these may be lost */
+        f->pulse.until = now + 20 * PULSE;
+        f->pulse.at = now;
+    }
+    due(e, now);
 }
 
 static void *run(void *argument)
