@@ -77,6 +77,7 @@ def furthest(real, expected):
     ],
     ids=["two stages", "three stages, per token", "three stages, no stash", "two stages of two ranks", "full replicas"],
 )
+@pytest.mark.slow
 def test_ranks_compute_what_the_definition_says(data, stages, ranks, settings, loss):
     config = COMPARED | data | {"pipeline_model_parallel_size": stages} | settings
     seen = run_ranks(observed_run, stages * ranks, config, ASYNC | loss)[::ranks]
@@ -180,6 +181,7 @@ CONTINUED = [
 
 
 @pytest.mark.parametrize(("ranks", "settings", "loss"), CONTINUED)
+@pytest.mark.slow
 def test_resumed_run_equals_uninterrupted_one(data, tmp_path, ranks, settings, loss):
     base = TINY | data | settings
     flags = ASYNC | loss | {"save_replicas": True}

@@ -141,6 +141,7 @@ def decay(config, steps=400):
 
 @pytest.mark.parametrize("overlap", [0, 1, 2, *(pytest.param(q, marks=pytest.mark.slow) for q in (3, 4, 5))])
 @pytest.mark.parametrize("correction", ["ema", "mixing"])
+@pytest.mark.slow
 def test_the_stability_bound_and_the_rate_of_growth(correction, overlap):
     bound, known = theory.stability_bound(overlap), {}
     for gain in (0.9 * bound, 1.05 * bound, theory.critical_gain(overlap)):

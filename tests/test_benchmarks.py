@@ -52,6 +52,7 @@ def on_ranks(rank, benchmark, settings, islands=1):
 
 
 @pytest.mark.parametrize("benchmark", ["step_overhead", "monitor_overhead"])
+@pytest.mark.slow
 def test_steps_in_turns(benchmark):
     _, text = run_ranks(on_ranks, 2, benchmark, step_overhead.Settings(**TINY))[0]
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
@@ -69,6 +70,7 @@ def test_fsdp_steps_and_bytes():
         assert sent[name] / plain <= 0.67
 
 
+@pytest.mark.slow
 def test_param_sync():
     told, text = run_ranks(on_ranks, 2, "param_sync", param_sync.ReplicaSettings(**TINY, interval=2))[0]
     # A round to warm up and four, each with one synchronisation; the last of those that overlap is still under way.

@@ -242,6 +242,7 @@ def _assert_equal(results, others, tolerance=0.0):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.slow
 def test_overlap_and_averaging_in_the_collective_change_no_bit(dtype):
     # Clipping sums the norm shard by shard, so that its last bit depends on the buckets.
     base = {"dtype": dtype, "clip_grad": 0.0}
@@ -264,6 +265,7 @@ def test_accumulation_in_fp32_with_and_without_overlap():
     _assert_equal(plain, overlapped)
 
 
+@pytest.mark.slow
 def test_optimizer_instances_train_the_model_of_one_instance():
     (one,) = _trained(4, {})
     two, overlapped = _trained(4, {"instances": 2}, {"instances": 2, "overlap_grad_reduce": True, "bucket_size": 4000})
@@ -286,6 +288,7 @@ def test_interleaved_pipeline_parallelism():
 
 
 @pytest.mark.parametrize("alltoall", [False, True])
+@pytest.mark.slow
 def test_expert_parallelism(alltoall):
     _trained(4, {"expert": 2, "experts": 4, "overlap_grad_reduce": True}, alltoall=alltoall)
 

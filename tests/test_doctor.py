@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
 
-from megatron_lossy.doctor import Finding, ready, report
+from megatron_lossy.doctor import Finding, network, ready, report
 from megatron_lossy.doctor.found import apex
 from megatron_lossy.doctor.requirements import examine_requirements, requirements
 from megatron_lossy.errors import UsageError
 from megatron_lossy.hooks.versions import SUPPORTED, check_version
+from megatron_lossy.transport.udp import UdpSettings
 from tests.programs import Program, rank_environments, run_program
 
 pytestmark = [
@@ -194,7 +196,33 @@ def test_links_between_ranks_are_tried():
     findings = {found["name"]: found for found in json.loads(done.stdout)["findings"]}
     assert {f"rank {a} to {b}" for a in range(3) for b in range(3) if a != b} <= set(findings)
     assert findings["rank 0 to 2"]["text"].startswith("0.00 % lost, round trip ")
-    assert {"rank 2, engine", "rank 2, receive buffer", "exchange"} <= set(findings)
+    assert {"rank 2, engine", "rank 2, receive buffer", "rank 2, packets", "exchange"} <= set(findings)
+
+
+@pytest.mark.parametrize(
+    ("address", "mtu", "status", "text"),
+    [
+        ("10.0.0.1", 1500, "ok", "MTU 1,500: --packet-bytes 1408 of at most 1408 in steps of 64"),
+        ("10.0.0.1", 1479, "problem", "MTU 1,479: --packet-bytes 1408 must be at most 1407"),
+        ("fd00::1", 1499, "problem", "MTU 1,499: --packet-bytes 1408 must be at most 1407"),
+        ("10.0.0.1", 9000, "ok", "of at most 8896 in steps of 64, if all hops"),
+        ("10.0.0.1", None, None, ""),
+    ],
+)
+def test_what_the_interface_takes_is_said(monkeypatch, address, mtu, status, text):
+    monkeypatch.setattr("megatron_lossy.transport.udp.address.mtu_of", lambda _: mtu)
+    engine = SimpleNamespace(address=address, datagram=1408 + 44, settings=UdpSettings())
+    found = network._packets(engine)
+    assert [one.status for one in found] == ([status] if status else []) and all(text in one.text for one in found)
+
+
+def test_addresses_that_are_translated_and_paths_that_are_narrow_are_said():
+    engine = SimpleNamespace(counters=lambda: {"moved": 2, "shortened": 0})
+    assert [one.text for one in network._paths(engine)] == [
+        "2 ranks are reached at another address than they have: address translation; answers find them"
+    ]
+    engine = SimpleNamespace(counters=lambda: {"moved": 0, "shortened": 1})
+    assert [one.status for one in network._paths(engine)] == ["warning"]
 
 
 def test_without_a_launcher_the_engine_of_this_host_is_looked_at():

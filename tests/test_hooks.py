@@ -200,6 +200,7 @@ def test_the_own_shard_can_be_lost(rule, pool):
 
 
 @pytest.mark.parametrize("virtual", [None, 2])
+@pytest.mark.slow
 def test_tied_embeddings_stay_equal_across_stages(virtual, pool):
     """The first and the last stage hold copies of one weight; loss must hit both alike, under every unit."""
     tiny = TinyGPT(pipeline=2, virtual=virtual, layers=2 * (virtual or 1), accumulation=2, **OVERLAPS["both"])

@@ -46,6 +46,7 @@ def inside_and_after(rank, tiny, config):
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize(("world", "send"), [(1, "plain"), (3, "plain"), (2, "compensated")])
+@pytest.mark.slow
 def test_owner_weights_do_not_disturb_training(overlap, world, send, pool):
     """Also where what arrived is ahead of the owners' weights."""
     tiny, config = OVERLAPS[overlap], dataclasses.replace(CONFIG, param_send=send)

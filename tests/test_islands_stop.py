@@ -145,6 +145,7 @@ LOST = {"p_sync": 0.8, "loss_unit": "packet", "packet_bytes": 256}
     ],
     ids=["torch", "drawn losses", "datagrams", "three", "asynchronous pipeline", "tensor", "alone"],
 )
+@pytest.mark.slow
 def test_islands_stop_after_the_same_iteration(ranks, settings, loss, data, tmp_path):
     """A signal to one rank of one of them crosses with what they exchange, or is asked for by those who exchange nothing."""
     config = LONG | data | {"train_iters": 600, "save": str(tmp_path)} | settings

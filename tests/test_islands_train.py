@@ -122,6 +122,7 @@ def same_data(rank: int, *runs):
     return train_runs(rank, *runs)
 
 
+@pytest.mark.slow
 def test_identical_islands_with_the_same_data_are_one(data, tmp_path):
     one = {"virtual_workers": 1, "global_batch_size": 4, "eval_iters": 0}
     two = {"virtual_workers": 2, "global_batch_size": 8, "eval_iters": 0}
@@ -225,6 +226,7 @@ def test_losses_between_islands_are_recorded_and_replayed(data, tmp_path):
         assert "sync-reduce, islands-e0-s0-c0, 2 ranks" in text and "sync-gather, islands-e1-s0-c0" in text
 
 
+@pytest.mark.slow
 def test_what_islands_lost_alone_is_replayed_alone(data, tmp_path):
     pytest.importorskip("pyarrow")
     log = str(tmp_path / "log")

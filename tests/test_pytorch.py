@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 #: What make test tries; the rest when there is time.
-FEW = ("resharding", "bf16", "accumulation", "handles", "frozen", "clipped")
+FEW = ("resharding", "accumulation", "handles")
 SOME_SETTINGS = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in SETTINGS]
 
 

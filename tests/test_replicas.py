@@ -459,6 +459,7 @@ def looked_at(rank, tiny, config, looks):
 
 
 @pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.slow
 def test_replicas_are_equal_after_a_synchronisation(name):
     """And apart before it; copies of tied and replicated parameters stay copies."""
     replicas, ranks, settings = PARALLEL[name]

@@ -120,6 +120,7 @@ def test_momentum_multiplies_by_a_hundred():
 
 @pytest.mark.parametrize("state", ["params", "all"])
 @pytest.mark.parametrize(("interval", "times"), [(1, 30), (10, 8), (100, 1)])
+@pytest.mark.slow
 def test_after_a_synchronisation(state, interval, times):
     """Heavy ball: momenta that were not averaged keep replicas apart."""
     expected = theory.over_interval(N, SIGMA, ETA, interval, D, 0.9, state == "all")

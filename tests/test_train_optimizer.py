@@ -109,6 +109,7 @@ def test_nadam_is_torchs_with_decoupled_decay(step_in_group):
 
 
 @pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
 def test_nadam_goes_on_from_a_checkpoint(bf16, tmp_path):
     """Bit for bit; and it is not Adam."""
     run_ranks(write_data, 1, str(tmp_path))

@@ -50,6 +50,7 @@ def test_the_public_collectives_give_what_pieces_give(size, cipher, pool):
 
 
 @pytest.mark.parametrize("name", FEW_SETTINGS)
+@pytest.mark.slow
 def test_every_setting_of_megatron(name, pool):
     world, tiny = SETTINGS[name]
     _, lost = contract_holds(tiny, world=world, config=UDP, pool=pool)

@@ -392,6 +392,7 @@ def through_a_bottleneck(loss, seed):
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.01, 0.1])
+@pytest.mark.slow
 def test_the_rate_finds_the_link(loss):
     """50 MB/s, 20 ms of round trip, 5 ms of queue: the rate of the link, and little loss of our own.
 

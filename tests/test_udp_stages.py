@@ -128,6 +128,7 @@ def test_evaluation_is_reliable_unless_asked_otherwise(in_eval, pool):
     ],
     ids=["plain", "interleaved", "two replicas, bf16, tied"],
 )
+@pytest.mark.slow
 def test_stages_without_loss_are_megatrons(world, tiny, pool, unhooked):
     same(pool.run(contract.plain, world, tiny, LOSSLESS, 3), unhooked.run(contract.plain, world, tiny, None, 3))
 
@@ -354,6 +355,7 @@ def test_a_run_ends_in_order():
     assert run_ranks(ended, 2) == [0, 0]
 
 
+@pytest.mark.slow
 def test_the_trainer_sends_messages_over_udp(tmp_path):
     """Two stages of one replica, with evaluation and checkpoints: without loss everything recorded is as over torch."""
     run_ranks(write_data, 1, str(tmp_path))

@@ -99,6 +99,7 @@ SOME = ("fp32 accumulation", "experts", "two instances, overlapped")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.slow) for name in SETTINGS]
 )
+@pytest.mark.slow
 def test_every_setting_of_megatron(name, pool):
     """Several groups of a process, such as those of experts, share one courier."""
     world, tiny = SETTINGS[name]

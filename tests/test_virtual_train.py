@@ -89,6 +89,7 @@ def test_two_workers_train_as_two_ranks_bit_for_bit(data, tmp_path):
 
 
 @pytest.mark.parametrize(("workers", "batch"), [(3, 6), pytest.param(4, 8, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_more_workers_train_as_ranks_within_rounding(tmp_path, data, workers, batch):
     """Losses and gradient norms, over 6 iterations of learning rate 0.01, within a few units of float32's last place.
 
@@ -173,6 +174,7 @@ def test_killed_and_stopped_run_continues_bit_for_bit(data, tmp_path, settings, 
     assert (once / "iter_0000008/lossy_replicas/virtual.pt").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_resumed_without_replicas_as_ranks_are(data, tmp_path):
     """Replicas start equal and the rules forget, as on real ranks; the checkpoint fits other numbers of workers."""
     loss = {**LOSS, **PACKETS, "grad_recovery": "previous"}

@@ -50,7 +50,8 @@ def examine_network(config: LossyConfig) -> list[Finding]:
         engine = engine_for(config)
     except UsageError as error:
         return [Finding("network", "engine", "problem", str(error))]
-    here = [Finding("network", "engine", "ok", f"{engine.address}:{engine.port}, {config.udp_cipher}"), _buffer(engine)]
+    address = f"{engine.address}:{engine.port}, {config.udp_cipher}"
+    here = [Finding("network", "engine", "ok", address), _buffer(engine), *_packets(engine)]
     if "RANK" not in os.environ:
         why = "start it with torchrun on every host, as the training will be, to try them"
         return [*here, Finding("network", "links", "absent", why)]
@@ -72,7 +73,39 @@ def _buffer(engine: Engine) -> Finding:
     return Finding("network", "receive buffer", "warning", f"{text}: {MORE_BUFFER}")
 
 
+def _packets(engine: Engine) -> list[Finding]:
+    """Say which packets the interface takes; what the way to others takes is tried with those of --packet-bytes."""
+    from ..transport.udp.address import mtu_of
+
+    mtu, packet = mtu_of(engine.address), engine.settings.packet_bytes
+    if mtu is None:
+        return []
+    most = min(mtu, 65_535) - (engine.datagram - packet) - (48 if ":" in engine.address else 28)
+    text = f"MTU {mtu:,}: --packet-bytes {packet} of at most {most // 64 * 64} in steps of 64"
+    if packet > most:
+        return [
+            Finding("network", "packets", "problem", f"MTU {mtu:,}: --packet-bytes {packet} must be at most {most}")
+        ]
+    if most >= 4 * packet:
+        text += ", if all hops to all hosts have such an MTU: fewer packets take less CPU"
+    return [Finding("network", "packets", "ok", text)]
+
+
+def _paths(engine: Engine) -> list[Finding]:
+    """Say what the datagrams of others have shown of the ways between them and this rank."""
+    counts, findings = engine.counters(), []
+    if counts["moved"]:
+        text = f"{counts['moved']} ranks are reached at another address than they have: address translation; answers find them"
+        findings.append(Finding("network", "addresses", "ok", text))
+    if counts["shortened"]:
+        text = "a path takes shorter datagrams only: lower --packet-bytes"
+        findings.append(Finding("network", "packets on the way", "warning", text))
+    return findings
+
+
 def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
+    from ..transport.udp.process import engine_for
+
     rank, size = dist.get_rank(), dist.get_world_size()
     group = LossyGroup.create(config, [BucketSpec(_SHARD)], stream=Stream())
     replica, took = torch.zeros(size * _SHARD), []
@@ -86,7 +119,7 @@ def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
         lost += torch.from_numpy((~delivery.arrived[0]).mean(axis=1)).float() / _EXCHANGES
     rates = group.wire.rates()
     mine = {
-        "findings": here,
+        "findings": [*here, *_paths(engine_for(config))],
         "heard": [
             Heard(rank, peer, float(lost[peer]), found["rtt_min"], found["rate"]) for peer, found in rates.items()
         ],

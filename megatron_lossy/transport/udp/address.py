@@ -61,6 +61,12 @@ def speed_of(address: str) -> float:
     return stats.speed * 125e3 if stats and stats.speed else UNKNOWN_SPEED
 
 
+def mtu_of(address: str) -> int | None:
+    """The MTU of the interface that has ``address``, in bytes; ``None`` if it is not known."""
+    stats = psutil.net_if_stats().get(interface_of(address) or "")
+    return stats.mtu if stats and stats.mtu else None
+
+
 def resolve(address: str, port: int) -> tuple[int, tuple]:
     """Family and socket address of a numeric ``address``."""
     family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)[0]
