@@ -14,7 +14,7 @@ from megatron_lossy.channel.corruption import Errors, make_corruption
 from megatron_lossy.config import LossyConfig
 from megatron_lossy.delivery_log.__main__ import main
 from megatron_lossy.delivery_log.error_log import ErrorLog
-from megatron_lossy.delivery_log.errors import error_files, read_errors, read_events, recorded_events
+from megatron_lossy.delivery_log.error_rows import error_files, read_errors, read_events, recorded_events
 from megatron_lossy.delivery_log.verify_errors import verify_errors
 from megatron_lossy.delivery_log.writer import claim_delivery_log
 from megatron_lossy.errors import UsageError

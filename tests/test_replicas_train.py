@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lossy.delivery_log.errors import error_files, read_events
+from megatron_lossy.delivery_log.error_rows import error_files, read_events
 from megatron_lossy.delivery_log.verify_errors import verify_errors
 from megatron_lossy.errors import UsageError
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lossy.config import LossyConfig
-from megatron_lossy.config.errors import ErrorFlags
+from megatron_lossy.config.grad_errors import ErrorFlags
 from megatron_lossy.errors import UsageError
 from megatron_lossy.mechanisms.replicas.flags import ReplicaFlags
 from megatron_lossy.report import loss_table, plot_curves, read_runs

@@ -17,7 +17,7 @@ from ..jobs import Jobs
 from ..registry import CHANNELS, GRAD_RECOVERIES, MECHANISMS
 from ..section import Flags, all_of
 from .core import CoreFlags
-from .errors import ErrorFlags
+from .grad_errors import ErrorFlags
 from .phases import PHASES, PhaseLoss, Schedule, split_model, value_of
 from .recovery import RecoveryFlags
 from .refusal import check_refusals

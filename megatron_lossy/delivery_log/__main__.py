@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import ArgumentParser, check_package, refuse, usage_errors
 from ..files import writing
-from .errors import error_files
+from .error_rows import error_files
 from .reader import BadLog, DeliveryLogFolder
 from .schema import check_pyarrow, parse_name
 

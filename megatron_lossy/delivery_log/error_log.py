@@ -10,7 +10,7 @@ from ..channel.corruption import Hit, Reduction
 from ..config import LossyConfig
 from . import schema
 from .beside import RowsBeside
-from .errors import PREFIX, SPARED, ErrorMeta, Reduced, content, errors_schema
+from .error_rows import PREFIX, SPARED, ErrorMeta, Reduced, content, errors_schema
 
 if TYPE_CHECKING:
     import pyarrow

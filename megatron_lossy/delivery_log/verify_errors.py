@@ -18,7 +18,7 @@ from ..config import LossyConfig
 from ..exchange import Exchange, Stream
 from ..registry import MECHANISMS
 from .beside import FileBeside
-from .errors import ERRORS, SPARED, ErrorMeta, Reduced, content, error_files, event_of, read_errors
+from .error_rows import ERRORS, SPARED, ErrorMeta, Reduced, content, error_files, event_of, read_errors
 from .reader import BadLog
 from .schema import loss_config
 from .verdict import Verdict, check_files

@@ -24,7 +24,7 @@ from ..flags import difference, identity
 from ..monitor.observer import Look, Observer
 from ..registry import CHANNELS
 from . import schema
-from .errors import error_files
+from .error_rows import error_files
 
 if TYPE_CHECKING:
     import pyarrow

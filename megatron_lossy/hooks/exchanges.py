@@ -12,7 +12,7 @@ from ..config import PHASES, LossyConfig
 from ..exchange import Stream
 from ..transport import BucketSpec, LossyGroup, Network, check_average, find_nodes, wire_for
 from .buckets import apart, buckets_by_stream, replicated_units
-from .errors import errors_of_owner
+from .grad_errors import errors_of_owner
 from .seam import Slot, attach
 from .versions import pipeline_stage, tensor_group
 

@@ -18,8 +18,8 @@ from ..channel.corruption import Corruption
 from ..config import LossyConfig
 from ..exchange import Delivery, Exchange, Stream, units_of
 from ..fetch import at_hand
-from ..hooks.errors import errors_of_owner
 from ..hooks.exchanges import specs_of
+from ..hooks.grad_errors import errors_of_owner
 from ..mechanism import Sending
 from ..recovery import LossScale
 from ..registry import MECHANISMS

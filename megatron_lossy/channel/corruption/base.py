@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from ...config import LossyConfig
-from ...config.errors import ErrorFlags
+from ...config.grad_errors import ErrorFlags
 from ...exchange import Exchange, Stream
 from ...registry import GRAD_ERRORS
 from ..draws import Uniforms

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...config.errors import ErrorFlags
+from ...config.grad_errors import ErrorFlags
 from ...errors import refuse
 from ...exchange import Exchange
 from ...flags import as_text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...config.errors import ErrorFlags
+from ...config.grad_errors import ErrorFlags
 from ...errors import refuse
 from ...exchange import Exchange
 from ...flags import as_text

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ...config import LossyConfig
-from ...config.errors import ErrorFlags
+from ...config.grad_errors import ErrorFlags
 from ...errors import refuse
 from ...exchange import Exchange, Stream
 from .base import Corruption, Event

@@ -107,7 +107,7 @@ class ReplicaFlags(Flags):
 
         Flags of errors and of full replicas have their defaults.
         """
-        from ...config.errors import ErrorFlags
+        from ...config.grad_errors import ErrorFlags
 
         reset: dict[str, Any] = {
             own.name: own.default for section in (ErrorFlags, ReplicaFlags) for own in fields(section)

@@ -18,7 +18,7 @@ import torch
 from ...channel.corruption import Errors, scaled_unit
 from ...exchange import Exchange
 from ...fetch import Fetched
-from ...hooks.errors import errors_in
+from ...hooks.grad_errors import errors_in
 from ...mechanism import Part
 from ...monitor.window import of_all_ranks
 from ...peers import Peers
