@@ -28,10 +28,11 @@ pytestmark = pytest.mark.shows("rates beside other flows: the rule, its model, a
 PHASES = ("starts", "grows", "dips")
 
 
-def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_flows=1, longer=0.0):
+def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_flows=1, longer=0.0, mark=None):
     """Drive the engine's rule and the model by one link, and compare them at each step; the model in the end.
 
-    ``capacity``: bytes/s; ``queue``, ``trip``: seconds; after 3 s the way there is ``longer``; pauses come at random. ``flows`` of one path take turns at random.
+    ``capacity``: bytes/s; ``queue``, ``trip``: seconds; after 3 s the way there is ``longer``; what waits for ``mark`` is
+    marked; pauses come at random. ``flows`` of one path take turns at random.
     """
     lib = load()
     rates = [lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, as_flows, None)]
@@ -40,8 +41,8 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_fl
     model.share = share
     now, free, link, clock, newest = SECOND, 0, 0, 3, 0
     sent_at: list[list[int]] = [[] for _ in rates]
-    came, top, report_at = ([0] * flows for _ in range(3))
-    reports, seen, told, sums = [], set(), [(0, 0)] * flows, (0, 0)
+    came, top, report_at, marks = ([0] * flows for _ in range(4))
+    reports, seen, told, sums, told_marks = [], set(), [(0, 0)] * flows, (0, 0), [0] * flows
     while now < (1 + seconds) * SECOND:
         flow = random_.randrange(flows) if flows > 1 else 0
         if now - free > 5 * MS:
@@ -58,23 +59,30 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_fl
             sent_at[flow].append(now)
             if max(link - now, 0) <= queue * SECOND:
                 link = max(link, now) + int(1500 * SECOND / capacity)
+                marks[flow] += mark is not None and link - now > mark * SECOND
                 if random_.random() >= loss:
                     came[flow], top[flow] = came[flow] + 1, len(sent_at[flow])
                     if link >= report_at[flow]:
                         report_at[flow] = link + 2 * MS
                         landed = link + int(longer * SECOND) * (now > 4 * SECOND)
-                        reports.append((landed + int(trip * SECOND / 2), flow, came[flow], top[flow], landed))
+                        reports.append(
+                            (landed + int(trip * SECOND / 2), flow, came[flow], top[flow], landed, marks[flow])
+                        )
         lib.ml_rate_spend(rates[flow], batch * 1500, now)
         free = max(free, now - MS // 4) + int(batch * 1500 * SECOND / model.rate)
         now = max(free, now + 1) + (random_.randrange(300) * MS if random_.random() < 0.0005 else 0)
         while reports and reports[0][0] <= now:
-            at, flow, arrived, highest, landed = reports.pop(0)
+            at, flow, arrived, highest, landed, marked = reports.pop(0)
             sent = sent_at[flow][highest - 1]
             rtt = at - sent + int(trip * SECOND / 2)
             micros = landed // 1000
             lib.ml_rate_sample(rates[flow], at, rtt)
             known_came, known_top = told[flow]
             fresh = highest - bisect.bisect_left(sent_at[flow], lib.ml_rate_mark(rates[flow]), known_top, highest)
+            if marked > told_marks[flow] and fresh:
+                lib.ml_rate_marked(rates[flow], at)
+                model.marked(at)
+            told_marks[flow] = marked
             lib.ml_rate_report(rates[flow], at, arrived, 1500 * arrived, highest, micros % 2**32, sent, share, fresh)
             told[flow], newest = (arrived, highest), max(newest, sent)
             sums = sums[0] + min(arrived - known_came, fresh), sums[1] + fresh
@@ -98,6 +106,7 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_fl
     trip=st.sampled_from([0.001, 0.02, 0.1]),
     share=st.sampled_from([0.0, 1e6]),
     as_flows=st.sampled_from([1, 4]),
+    mark=st.sampled_from([None, 0.001, 0.01]),
 )
 @settings(max_examples=15, deadline=None)
 def test_the_rule_is_the_models(**link):
@@ -110,6 +119,21 @@ def test_flows_of_one_path_are_one_sender(**flows):
     follow(seconds=5, capacity=3e6, queue=0.01, trip=0.02, **flows)
 
 
+#: Without a compiler there is an engine that was built before, but no packet model.
+compiled = pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
+
+
+@compiled
+@pytest.mark.parametrize("mbit", [100, 1000])
+@pytest.mark.parametrize("loss", [0.0, 0.1])
+def test_routers_that_mark_lose_nothing(mbit, loss):
+    """A router marks what waits for 1 ms of 20: nothing overflows, but for the start, and the link is used."""
+    one = run(Bottleneck(mbit, 20, 20, loss=loss, mark=1), [Flow()], seconds=25, warm=8)
+    assert one.own_loss() == 0 and one.used > 0.7
+    four = run(Bottleneck(mbit, 20, 20, loss=loss, mark=1), [Flow()] * 4, seconds=25, warm=8)
+    assert four.own_loss() < 0.002 and four.used > 0.55
+
+
 def test_long_histories_come_to_every_phase():
     seen = set()
     for loss, queue, capacity, longer in ((0.05, 0.002, 12.5e6, 0.0), (0.0, 0.1, 3e6, 0.05)):
@@ -118,9 +142,6 @@ def test_long_histories_come_to_every_phase():
 
 
 # --- a bottleneck; all rows: python -m benchmarks.congestion ---
-
-#: Without a compiler there is an engine that was built before, but no packet model.
-compiled = pytest.mark.skipif(build.compiler() is None, reason="no C compiler")
 
 
 @compiled

@@ -54,7 +54,19 @@ class _Setting(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_double)
-            for name in ["rate", "rtt", "queue", "loss", "burst", "jitter", "skew", "seconds", "warm", "interval"]
+            for name in [
+                "rate",
+                "rtt",
+                "queue",
+                "loss",
+                "burst",
+                "jitter",
+                "skew",
+                "mark",
+                "seconds",
+                "warm",
+                "interval",
+            ]
         ),
         ("seed", ctypes.c_uint64),
         ("flows", ctypes.c_int32),
@@ -68,7 +80,8 @@ class Bottleneck:
     """A path: ``mbit`` Mbit/s behind a queue of ``queue`` ms, a round trip of ``rtt`` ms, and loss of its own.
 
     ``burst``: mean packets lost in a row, 0 for single ones. ``jitter``: ms, the most that a packet is late. ``skew``: ms,
-    the most between the clocks of two senders. ``steps``: what
+    the most between the clocks of two senders. ``mark``: ms that wait, from which on packets of ours are marked, and those of TCP lost,
+    as by routers with ECN; 0: never. ``steps``: what
     the path becomes at a time: seconds, Mbit/s, ms.
     """
 
@@ -79,6 +92,7 @@ class Bottleneck:
     burst: float = 0.0
     jitter: float = 0.0
     skew: float = 10.0
+    mark: float = 0.0
     steps: tuple[tuple[float, float, float], ...] = ()
 
 
@@ -156,6 +170,7 @@ def run(
         burst=path.burst,
         jitter=path.jitter / 1e3,
         skew=path.skew / 1e3,
+        mark=path.mark / 1e3,
         seconds=seconds,
         warm=warm,
         interval=interval,

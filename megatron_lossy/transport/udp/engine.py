@@ -105,6 +105,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("member_rate", None, pointer, u32, pointer),
         # Functions without socket and thread, for tests:
         ("handle", i, pointer, pointer, pointer, size, i64),
+        ("marked", None, pointer, i),
         ("produce", i, pointer, i64, pointer, pointer),
         ("timers", None, pointer, i64),
         ("due", i64, pointer),
@@ -113,6 +114,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("rate_sample", None, pointer, i64, i64),
         ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double, u64),
         ("rate_mark", i64, pointer),
+        ("rate_marked", None, pointer, i64),
         ("rate_turn", i64, pointer, i64, i64, double),
         ("rate_spend", None, pointer, double, i64),
         ("rate_shared", None, pointer, pointer),

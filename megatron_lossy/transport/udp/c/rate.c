@@ -218,6 +218,17 @@ static ns rate_mark(struct rate *r)
     return mark;
 }
 
+/* Of what was sent after rate_mark something bore a mark of congestion. */
+static void rate_marked(struct rate *r, ns now)
+{
+    if (r->rule != SHARED)
+        return;
+    path_lock(r->path);
+    shared_marked(&r->path->shared, now);
+    r->rate = r->path->shared.rate;
+    path_unlock(r->path);
+}
+
 /* A REPORT: what has arrived, the highest number + 1, and the receiver's clock (µs) when that came. Of ours: when it was sent
  * (-1: forgotten). `share`: bytes/s that the receiver has for each flow; 0: unknown. `fresh`: numbers that are new in the report
  * and were sent after rate_mark. */

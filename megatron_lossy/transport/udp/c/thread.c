@@ -77,6 +77,8 @@ static int transmit(struct engine *e, const struct output *o, uint32_t *sent)
     return 1;
 }
 
+enum { ECT = 2, CONGESTION = 3 }; /* the last bits of a packet's class: it may be marked, it was marked */
+
 /* How many messages came; 0: none are there. */
 static int receive(struct engine *e)
 {
@@ -100,11 +102,18 @@ static int receive(struct engine *e)
     ns now = clock_now();
     for (int i = 0; i < n; i++) {
         uint32_t size = messages[i].msg_len, segment = size;
+        e->net.marked = 0;
         for (struct cmsghdr *h = CMSG_FIRSTHDR(&messages[i].msg_hdr); h; h = CMSG_NXTHDR(&messages[i].msg_hdr, h)) {
             if (h->cmsg_level == SOL_UDP && h->cmsg_type == UDP_GRO) {
                 int length;
                 memcpy(&length, CMSG_DATA(h), sizeof length);
                 segment = length > 0 && (uint32_t)length < size ? (uint32_t)length : size;
+            } else if (h->cmsg_level == IPPROTO_IP && h->cmsg_type == IP_TOS) {
+                e->net.marked = (*CMSG_DATA(h) & CONGESTION) == CONGESTION;
+            } else if (h->cmsg_level == IPPROTO_IPV6 && h->cmsg_type == IPV6_TCLASS) {
+                int class;
+                memcpy(&class, CMSG_DATA(h), sizeof class);
+                e->net.marked = (class & CONGESTION) == CONGESTION;
             } else if (h->cmsg_level == SOL_SOCKET && h->cmsg_type == SO_RXQ_OVFL) {
                 uint32_t dropped;
                 memcpy(&dropped, CMSG_DATA(h), sizeof dropped);
@@ -160,6 +169,15 @@ static void socket_options(struct engine *e, int fd)
     } else {
         setsockopt(fd, IPPROTO_IP, IP_MTU_DISCOVER, &probe, sizeof probe);
         setsockopt(fd, IPPROTO_IP, IP_RECVERR, &on, sizeof on);
+    }
+    /* What `shared` sends may be marked instead of lost, and is answered as it should be; other rules answer to no mark. */
+    int capable = e->set.rule == SHARED ? ECT : 0;
+    if (e->net.local.ss_family == AF_INET6) {
+        setsockopt(fd, IPPROTO_IPV6, IPV6_TCLASS, &capable, sizeof capable);
+        setsockopt(fd, IPPROTO_IPV6, IPV6_RECVTCLASS, &on, sizeof on);
+    } else {
+        setsockopt(fd, IPPROTO_IP, IP_TOS, &capable, sizeof capable);
+        setsockopt(fd, IPPROTO_IP, IP_RECVTOS, &on, sizeof on);
     }
     if (e->set.rate < 4e9) {
         uint32_t most = (uint32_t)e->set.rate; /* has an effect where the qdisc is fq */

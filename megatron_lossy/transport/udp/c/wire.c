@@ -10,7 +10,7 @@ static void put32(uint8_t *p, uint32_t v) { v = htole32(v); memcpy(p, &v, 4); }
 static void put64(uint8_t *p, uint64_t v) { v = htole64(v); memcpy(p, &v, 8); }
 
 enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, CHALLENGE, ANSWER, MEASURE, MEASURED };
-enum { VERSION = 4, HEADER = 28, TAG = 16, REPORT_BYTES = 48, NONCE = 8, LARGEST = 65507 };
+enum { VERSION = 4, HEADER = 28, TAG = 16, REPORT_BYTES = 56, NONCE = 8, LARGEST = 65507 };
 enum { AGAIN = 2 }; /* the priority of what is sent again */
 #define ALL UINT32_MAX /* in END, in the place of a list: every unit must arrive */
 
@@ -47,17 +47,18 @@ static void header_write(const struct header *h, uint8_t *p)
 }
 
 /* The payload of a REPORT: what has arrived, the highest number + 1, how long ago that came (µs) and by which clock (µs),
- * DATA that may be on the way: with ease, and at most; bytes/s that come to this process, for each that sends; 0: unknown. */
+ * DATA that may be on the way: with ease, and at most; bytes/s that come to this process, for each that sends, 0: unknown; how many
+ * of what has arrived bore a mark of congestion (RFC 3168). */
 struct arrivals {
     uint64_t datagrams, bytes, top;
     uint32_t since, clock, window, limit;
-    uint64_t share;
+    uint64_t share, marked;
 };
 
 static struct arrivals arrivals_read(const uint8_t *p)
 {
     return (struct arrivals){get64(p), get64(p + 8), get64(p + 16), get32(p + 24), get32(p + 28), get32(p + 32), get32(p + 36),
-                             get64(p + 40)};
+                             get64(p + 40), get64(p + 48)};
 }
 
 static void arrivals_write(const struct arrivals *a, uint8_t *p)
@@ -70,6 +71,7 @@ static void arrivals_write(const struct arrivals *a, uint8_t *p)
     put32(p + 32, a->window);
     put32(p + 36, a->limit);
     put64(p + 40, a->share);
+    put64(p + 48, a->marked);
 }
 
 static int same_address(const struct sockaddr_storage *a, const struct sockaddr *b)
