@@ -342,23 +342,38 @@ def test_engines_of_one_host_use_a_path_that_loses_as_one():
     assert engines_share_a_link("shared", 8, loss=0.1, seconds=14)[1] < 0.5
 
 
-def overflowed(rule, folder):
-    """Shares of what two ranks of each site sent to two of the other that did not fit the queue, by the link's counters."""
+def overflowed(rule, folder, queue="2", mark=()):
+    """Shares of what two ranks of each site sent to two of the other that did not fit the queue, by the link's counters.
+
+    And how many datagrams came with a mark.
+    """
     folder.mkdir()
     command = [
-        sys.executable, "-m", "benchmarks.lab", "--rtt", "20", "--rate", "100", "--queue", "2", "--sites", "2", "2", "--",
+        sys.executable, "-m", "benchmarks.lab", "--rtt", "20", "--rate", "100", "--queue", queue, *mark,
+        "--sites", "2", "2", "--",
         "env", "RANK={node}", "WORLD_SIZE={nodes}", sys.executable, "-m", "tests.udp_flood", rule, "8", str(folder),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     found = re.findall(r"(\d+) packets, .* (\d+) did not fit", done.stderr)
-    return [int(lost) / int(packets) for packets, lost in found]
+    marked = sum(map(int, re.findall(r'"marked": (\d+)', done.stdout)))
+    return [int(lost) / int(packets) for packets, lost in found], marked
 
 
 @pytest.mark.slow
 @needs_lab
 def test_real_engines_lose_little_over_an_emulated_link(tmp_path):
     """100 Mbit/s, 20 ms, a queue of 2 ms, and a machine that may be busy, which delays packets: the bound is wider."""
-    shared, dedicated = overflowed("shared", tmp_path / "shared"), overflowed("dedicated", tmp_path / "dedicated")
+    (shared, marks), (dedicated, _) = (overflowed(rule, tmp_path / rule) for rule in ("shared", "dedicated"))
+    assert not marks
     assert max(shared) < 0.1
     assert min(dedicated) > 2 * max(shared)
+
+
+@pytest.mark.slow
+@needs_lab
+def test_real_engines_answer_to_marks(tmp_path):
+    """A router marks what waits for 3 ms of 60, and next to nothing is lost; of the other rule, which says nothing of marks, it may not."""
+    shared, marks = overflowed("shared", tmp_path / "shared", "60", ("--mark", "3"))
+    assert max(shared) < 0.02 and marks > 0  # it begins before the first mark has come back
+    assert overflowed("dedicated", tmp_path / "dedicated", "60", ("--mark", "3"))[1] == 0

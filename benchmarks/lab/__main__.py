@@ -30,6 +30,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--burst", type=float, metavar="PACKETS", help="lost in a row on average; default: independent")
     parser.add_argument("--rate", type=float, metavar="MBIT", help="Mbit/s in each direction; default: no limit")
     parser.add_argument("--queue", type=float, metavar="MS", help="longest wait for a link with --rate")
+    parser.add_argument(
+        "--mark", type=float, metavar="MS", help="wait from which on packets are marked (ECN); default: never"
+    )
     parser.add_argument("--reorder", type=float, default=0.0, metavar="P", help="share of packets that come 5 ms late")
     parser.add_argument("--duplicate", type=float, default=0.0, metavar="P", help="share of packets that come twice")
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="of the links (default 1500)")
@@ -45,9 +48,12 @@ def link_of(args: argparse.Namespace) -> Link:
     """The link that the flags describe. Raises :class:`UsageError`."""
     if args.queue is not None and args.rate is None:
         raise refuse("--queue", args.queue, "needs --rate")
+    if args.mark is not None and args.rate is None:
+        raise refuse("--mark", args.mark, "needs --rate")
     rate = None if args.rate is None else 1e6 * args.rate
+    mark = None if args.mark is None else args.mark / 1000 * rate / 8
     queue = math.inf if args.queue is None else args.queue / 1000 * rate / 8
-    return Link(args.rtt / 2000, args.loss, args.burst, rate, queue, args.reorder, duplicate=args.duplicate)
+    return Link(args.rtt / 2000, args.loss, args.burst, rate, queue, args.reorder, duplicate=args.duplicate, mark=mark)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ _COLUMNS = {
     "too_big": "too_big",
     "send_failed": "send_failed",
     "unreachable": "unreachable",
+    "marked": "marked",
     "moved": "moved",
     "shortened": "shortened",
     "sent_again": "resent",
@@ -45,7 +46,7 @@ def totals(peers: Sequence[Mapping[str, int]], engine: Mapping[str, int]) -> Cou
     for peer in peers:
         found.update(peer)
     found["refused"] = found["malformed"] + found["bad_tag"] + engine["malformed"] + engine["foreign"]
-    for name in ("socket_overflow", "too_big", "send_failed", "unreachable", "moved", "shortened"):
+    for name in ("socket_overflow", "too_big", "send_failed", "unreachable", "marked", "moved", "shortened"):
         found[name] = engine[name]
     return Counter({column: found[name] for column, name in _COLUMNS.items()}) + Counter(bad_tag=found["bad_tag"])
 
