@@ -23,7 +23,8 @@ ENGINE = {
     "too_big": 8,
     "send_failed": 9,
     "unreachable": 1,
-    "marked": 6, "moved": 4,
+    "marked": 6,
+    "moved": 4,
     "shortened": 3,
 }
 PEER = {

@@ -46,13 +46,17 @@ def parser() -> argparse.ArgumentParser:
 
 def link_of(args: argparse.Namespace) -> Link:
     """The link that the flags describe. Raises :class:`UsageError`."""
-    if args.queue is not None and args.rate is None:
-        raise refuse("--queue", args.queue, "needs --rate")
-    if args.mark is not None and args.rate is None:
-        raise refuse("--mark", args.mark, "needs --rate")
     rate = None if args.rate is None else 1e6 * args.rate
-    mark = None if args.mark is None else args.mark / 1000 * rate / 8
-    queue = math.inf if args.queue is None else args.queue / 1000 * rate / 8
+
+    def waiting(name: str) -> float | None:
+        """Bytes that wait for so many milliseconds, if the flag ``--name`` is given."""
+        value = getattr(args, name)
+        if value is not None and rate is None:
+            raise refuse(f"--{name}", value, "needs --rate")
+        return None if value is None else value / 1000 * rate / 8
+
+    queue, mark = waiting("queue"), waiting("mark")
+    queue = math.inf if queue is None else queue
     return Link(args.rtt / 2000, args.loss, args.burst, rate, queue, args.reorder, duplicate=args.duplicate, mark=mark)
 
 

@@ -57,7 +57,7 @@ def examine_network(config: LossyConfig) -> list[Finding]:
         return [*here, Finding("network", "links", "absent", why)]
     device.init_process_group(timeout=datetime.timedelta(minutes=2))
     try:
-        return _links(config, here)
+        return _links(config, engine, here)
     except UsageError as error:
         return [*here, Finding("network", "links", "problem", str(error))]
     finally:
@@ -103,9 +103,7 @@ def _paths(engine: Engine) -> list[Finding]:
     return findings
 
 
-def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
-    from ..transport.udp.process import engine_for
-
+def _links(config: LossyConfig, engine: Engine, here: list[Finding]) -> list[Finding]:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = LossyGroup.create(config, [BucketSpec(_SHARD)], stream=Stream())
     replica, took = torch.zeros(size * _SHARD), []
@@ -119,7 +117,7 @@ def _links(config: LossyConfig, here: list[Finding]) -> list[Finding]:
         lost += torch.from_numpy((~delivery.arrived[0]).mean(axis=1)).float() / _EXCHANGES
     rates = group.wire.rates()
     mine = {
-        "findings": [*here, *_paths(engine_for(config))],
+        "findings": [*here, *_paths(engine)],
         "heard": [
             Heard(rank, peer, float(lost[peer]), found["rtt_min"], found["rate"]) for peer, found in rates.items()
         ],

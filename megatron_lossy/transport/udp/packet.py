@@ -27,9 +27,9 @@ HEADER = np.dtype(
         ("bucket", "<u2"),
         ("phase", "u1"),
         ("piece", "u1"),  # of a unit that is cut: number of pieces - 1 in the high four bits, which one in the low ones
-        # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 2 if nothing is heard of the receiver, 1 for
-        # the last. PARITY: its number. NACK: number of units that it names. MEASURE, MEASURED:
-        # 1/index of a unit's length is what it measures. ASK, CHALLENGE, ANSWER: 0.
+        # DATA: unit. END: units of the message, and part. READY: 0, or 1 and part if the receiver is done. ALIVE: 1 for
+        # the last, 2 if nothing is heard of the receiver. PARITY: its number. NACK: number of units that it names.
+        # MEASURE, MEASURED: 1/index of a unit's length is what it measures. ASK, CHALLENGE, ANSWER: 0.
         ("index", "<u4"),
     ]
 )

@@ -334,14 +334,14 @@ static void window_over(struct shared *s, ns now, ns passed, double n, double l,
     s->calm_at = queued ? 0 : s->calm_at ? s->calm_at : now;
     if (s->competes && s->calm_at && now - s->calm_at > COMPETES)
         s->competes = s->drains = 0;
-    if (queued && !s->competes && s->queued_at && now - s->queued_at >= HOLDS) {
-        s->queued_at = 0;
-        drain(s, now, n, l, took, delivered);
-        return;
-    }
-    if (queued && !s->competes) { /* a machine that was busy looks the same, for a moment */
-        s->queued_at = s->queued_at ? s->queued_at : now;
-        window_next(s);
+    if (queued && !s->competes) {
+        if (s->queued_at && now - s->queued_at >= HOLDS) {
+            s->queued_at = 0;
+            drain(s, now, n, l, took, delivered);
+        } else { /* a machine that was busy looks the same, for a moment */
+            s->queued_at = s->queued_at ? s->queued_at : now;
+            window_next(s);
+        }
         return;
     }
     s->queued_at = 0;

@@ -25,7 +25,7 @@ static uint32_t piece_bytes(uint32_t unit, uint32_t size, uint32_t pieces, uint3
 
 static uint32_t pieces_to(const struct flow *f, uint32_t unit)
 {
-    return f->size.most && unit > f->size.most ? (unit + f->size.most - 1) / f->size.most : 1;
+    return f->size.most ? parts_of(unit, f->size.most) : 1;
 }
 
 static void measure(struct engine *e, struct flow *f, ns now)
@@ -140,9 +140,10 @@ static const uint8_t *assemble(struct channel *c, struct member *m, const struct
                                .index = h->index};
     }
     uint8_t *bytes = m->assembly.bytes + (size_t)k * c->full;
-    memcpy(bytes + h->piece * piece_of(b->unit, h->pieces), payload, size);
+    uint32_t length = piece_of(b->unit, h->pieces), whole = h->type == DATA ? unit_bytes(b, h->index) : b->unit;
+    memcpy(bytes + h->piece * length, payload, size);
     a->have |= (uint16_t)(1u << h->piece);
-    uint32_t whole = h->type == DATA ? unit_bytes(b, h->index) : b->unit, count = (whole + piece_of(b->unit, h->pieces) - 1) / piece_of(b->unit, h->pieces);
+    uint32_t count = parts_of(whole, length);
     if (a->have != (uint16_t)((1u << count) - 1))
         return NULL;
     a->have = 0;
