@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lossy.transport.udp import packet
 from tests.test_lab import needs_lab
-from tests.udp_hosts import flood, ip
+from tests.udp_hosts import flood
 from tests.udp_world import CHANNEL, MS, SECOND, World, fields_of
 
 pytestmark = pytest.mark.shows("datagrams: addresses that change", device=False)
@@ -131,10 +131,9 @@ def test_a_host_gets_another_address_again_and_again(rule, tmp_path):
     """Its socket is bound to an address that is gone; exchanges go on from the new one, and none fails."""
     changes = 3
 
-    def move(names):
+    def move(nodes):
         for number in range(changes):
-            ip("-n", names[1], "addr", "del", f"10.78.0.{2 + number}/24", "dev", "lab0")
-            ip("-n", names[1], "addr", "add", f"10.78.0.{3 + number}/24", "dev", "lab0")
+            nodes[1].move(number + 1)
             time.sleep(1.5)
 
     still, moving = flood(rule, 8, tmp_path, move)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_lossy.transport.udp import packet
 from megatron_lossy.transport.udp.packet import DATA, MEASURE, PARITY
 from tests.test_lab import needs_lab
-from tests.udp_hosts import flood, ip
+from tests.udp_hosts import flood
 from tests.udp_world import CHANNEL, MS, SECOND, World, fields_of
 
 pytestmark = pytest.mark.shows("datagrams: an MTU that changes", device=False)
@@ -232,10 +232,10 @@ def test_measuring_is_asked_of_no_one_who_is_not_cut():
 def test_the_mtu_of_an_interface_falls_and_rises(rule, tmp_path):
     """To the host that has it, datagrams that are too long are an error; to the other one they vanish."""
 
-    def change(names):
-        ip("-n", names[0], "link", "set", "lab0", "gso_max_segs", "1")  # else batches pass whole, whatever the MTU
+    def change(nodes):
+        nodes[0].ip("link set lab0 gso_max_segs 1")  # else batches pass whole, whatever the MTU
         for mtu in (1000, 600, 1500):
-            ip("-n", names[1], "link", "set", "lab0", "mtu", str(mtu))
+            nodes[1].ip(f"link set lab0 mtu {mtu}")
             time.sleep(2)
         time.sleep(11)
 
