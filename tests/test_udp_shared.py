@@ -28,11 +28,11 @@ pytestmark = pytest.mark.shows("rates beside other flows: the rule, its model, a
 PHASES = ("starts", "grows", "dips")
 
 
-def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_flows=1, longer=0.0, mark=None):
+def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_flows=1, longer=0.0, mark=None, moves=()):
     """Drive the engine's rule and the model by one link, and compare them at each step; the model in the end.
 
     ``capacity``: bytes/s; ``queue``, ``trip``: seconds; after 3 s the way there is ``longer``; what waits for ``mark`` is
-    marked; pauses come at random. ``flows`` of one path take turns at random.
+    marked; pauses come at random. ``flows`` of one path take turns at random. After ``moves``, seconds, its address changes.
     """
     lib = load()
     rates = [lib.ml_rate_new(4e6, 1.25e9, RULES["shared"], 1500, as_flows, None)]
@@ -43,7 +43,14 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_fl
     sent_at: list[list[int]] = [[] for _ in rates]
     came, top, report_at, marks = ([0] * flows for _ in range(4))
     reports, seen, told, sums, told_marks = [], set(), [(0, 0)] * flows, (0, 0), [0] * flows
+    moves = [int((1 + at) * SECOND) for at in moves]
     while now < (1 + seconds) * SECOND:
+        if moves and now >= moves[0]:
+            moves.pop(0)
+            for one in rates:
+                lib.ml_rate_moved(one, now)
+            model.moved(now)
+            model.share = share
         flow = random_.randrange(flows) if flows > 1 else 0
         if now - free > 5 * MS:
             model.resume(now)
@@ -107,6 +114,7 @@ def follow(seed, seconds, capacity, loss, queue, trip, share=0.0, flows=1, as_fl
     share=st.sampled_from([0.0, 1e6]),
     as_flows=st.sampled_from([1, 4]),
     mark=st.sampled_from([None, 0.001, 0.01]),
+    moves=st.sampled_from([(), (2.5,), (0.3, 0.5, 3.0)]),
 )
 @settings(max_examples=15, deadline=None)
 def test_the_rule_is_the_models(**link):
@@ -117,6 +125,16 @@ def test_the_rule_is_the_models(**link):
 @settings(max_examples=10, deadline=None)
 def test_flows_of_one_path_are_one_sender(**flows):
     follow(seconds=5, capacity=3e6, queue=0.01, trip=0.02, **flows)
+
+
+@pytest.mark.parametrize("loss", [0.0, 0.05])
+def test_another_path_like_the_last_is_used_as_much_a_moment_later(loss):
+    """Forgetting what a path loses would cost seconds: the next dips would have to find it out again."""
+    link = dict(capacity=12.5e6, loss=loss, queue=0.02, trip=0.02)
+    before = follow(1, 9.0, **link)[0]
+    after = follow(1, 9.5, moves=(9.0,), **link)[0]
+    assert after.rate > 0.5 * before.rate and math.isclose(after.credit, before.credit, abs_tol=0.05)
+    assert (after.credit > 0.01) == (loss > 0)
 
 
 #: Without a compiler there is an engine that was built before, but no packet model.

@@ -115,6 +115,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("rate_report", None, pointer, i64, u64, u64, u64, u32, i64, double, u64),
         ("rate_mark", i64, pointer),
         ("rate_marked", None, pointer, i64),
+        ("rate_moved", None, pointer, i64),
         ("rate_turn", i64, pointer, i64, i64, double),
         ("rate_spend", None, pointer, double, i64),
         ("rate_shared", None, pointer, pointer),

@@ -232,6 +232,7 @@ API void ml_rate_report(struct rate *r, ns now, uint64_t datagrams, uint64_t byt
     rate_report(r, now, datagrams, bytes, top, clock, sent_at, share, fresh);
 }
 API void ml_rate_marked(struct rate *r, ns now) { rate_marked(r, now); }
+API void ml_rate_moved(struct rate *r, ns now) { rate_moved(r, now); }
 API ns ml_rate_mark(struct rate *r) { return rate_mark(r); }
 API ns ml_rate_turn(struct rate *r, ns now, ns clock, double bytes) { return rate_turn(r, now, clock, bytes); }
 API void ml_rate_spend(struct rate *r, double bytes, ns now) { rate_spend(r, bytes, now); }

@@ -36,4 +36,5 @@
 #include "channel.c"  /* channels: opening and closing */
 #include "timers.c"   /* what waits for a time */
 #include "calls.c"    /* interface to Python */
-#include "thread.c"   /* sockets and threads */
+#include "here.c"     /* sockets, and addresses of this host */
+#include "thread.c"   /* the thread */

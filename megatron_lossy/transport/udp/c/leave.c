@@ -166,6 +166,7 @@ static uint32_t window_room(struct engine *e, struct member *m, ns now)
         return (uint32_t)(allowed - outstanding);
     }
     if (now < f->out.force_at) {
+        rate_pass(&f->rate);
         e->blocked_until = least(e->blocked_until, f->out.force_at);
         return 0;
     }

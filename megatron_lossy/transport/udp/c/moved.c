@@ -79,13 +79,13 @@ static int same_host(const struct sockaddr_storage *a, const struct sockaddr_sto
                    sizeof(struct in6_addr));
 }
 
-/* It is there. Another path begins with what a path begins with (RFC 9000, section 9.4); another port is the same path. */
+/* It is there. Another port is the same path. */
 static int answered(struct engine *e, struct flow *f, const uint8_t *payload, ns now)
 {
     if (now >= f->move.until || memcmp(payload, f->move.nonce, NONCE))
         return LATE;
     if (!same_host(&f->to, &f->move.to))
-        rate_init(&f->rate, f->rate.floor, e->set.rate, e->set.rule, full_datagram(e), fair_flows(e), NULL);
+        rate_moved(&f->rate, now);
     f->to = f->move.to;
     f->move.until = 0;
     f->refused = 0;

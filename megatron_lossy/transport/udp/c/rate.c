@@ -120,12 +120,12 @@ static void rate_init(struct rate *r, double floor, double ceiling, int rule, do
 }
 
 /* What was lost said nothing of how much the path takes: find out again. */
-static void rate_restart(struct rate *r)
+static void rate_restart(struct rate *r, ns now)
 {
     struct path *path = r->path;
     if (r->rule == SHARED) {
         path_lock(path);
-        shared_restart(&path->shared);
+        shared_restart(&path->shared, now);
         r->rate = path->shared.rate;
         path_unlock(path);
     } else if (r->rule == DEDICATED) {
@@ -133,6 +133,19 @@ static void rate_restart(struct rate *r)
         r->foreign = 0.3;
         memset(&r->interval, 0, sizeof r->interval);
         r->interval.least = NEVER;
+    }
+}
+
+/* It goes over another path now. */
+static void rate_moved(struct rate *r, ns now)
+{
+    if (r->rule == SHARED) {
+        path_lock(r->path);
+        shared_moved(&r->path->shared, now);
+        r->rate = r->path->shared.rate;
+        path_unlock(r->path);
+    } else {
+        rate_init(r, r->floor, r->ceiling, r->rule, 0, 0, NULL);
     }
 }
 
@@ -319,9 +332,11 @@ static void rate_spend(struct rate *r, double bytes, ns now)
     path_unlock(p);
 }
 
-/* It has nothing to send, or may not. */
+/* It may not send before it has heard something: others that wait for their turn may. */
 static void rate_pass(struct rate *r)
 {
+    if (r->rule != SHARED)
+        return;
     path_lock(r->path);
     turn_over(r);
     path_unlock(r->path);

@@ -58,7 +58,7 @@ struct shared {
     ns mark;                /* the window begins with what is sent from then on: before it was sent at another rate */
     int begun, based;
     ns least, gap; /* of the window: least round trip, longest pause between what came last in reports */
-    ns calm_at, queued_at;
+    ns calm_at, queued_at, moved_at;
     double before;     /* what was proven when the queue began to grow */
     double drained;    /* the rate to go on with when a queue is drained; 0: it fell by a loss since */
     double step, grew; /* of a search for more; seconds of growth since the last loss */
@@ -84,20 +84,43 @@ static void shared_init(struct shared *s, double ceiling, double packet, double 
     s->dip.tick = -1;
 }
 
-/* The path takes other packets now. It keeps what it knows of round trips. */
-static void shared_restart(struct shared *s)
+/* It begins again. The share that the path loses is believed until a dip says that it is another one. */
+static void shared_again(struct shared *s, ns now)
 {
     struct shared old = *s;
     shared_init(s, old.ceiling, old.packet, 1);
     s->flows = old.flows;
-    s->rtt = old.rtt;
-    s->srtt = old.srtt;
-    s->slot.least[0] = old.slot.least[0];
-    s->slot.least[1] = old.slot.least[1];
-    s->slot.at = old.slot.at;
+    s->credit = old.credit;
+    s->lost_any = old.credit > 0;
+    s->dip.sum = old.dip.sum;
     s->dip.tick = old.dip.tick;
     s->begun = old.begun;
     s->last = old.last;
+    s->mark = now;
+}
+
+/* The path takes other packets now. It keeps what it knows of round trips. */
+static void shared_restart(struct shared *s, ns now)
+{
+    ns rtt = s->rtt, srtt = s->srtt, at = s->slot.at, least[2] = {s->slot.least[0], s->slot.least[1]};
+    shared_again(s, now);
+    s->rtt = rtt;
+    s->srtt = srtt;
+    s->slot.at = at;
+    memcpy(s->slot.least, least, sizeof least);
+}
+
+/* It is another path. It is tried at half of the rate: most often it is alike, and a start corrects what is wrong. Of the flows
+ * that move together, the first says so. */
+static void shared_moved(struct shared *s, ns now)
+{
+    if (s->moved_at && now - s->moved_at < SECOND)
+        return;
+    double rate = s->rate / 2;
+    shared_again(s, now);
+    if (rate > s->rate)
+        shared_set(s, rate);
+    s->moved_at = now;
 }
 
 static ns shared_trip(const struct shared *s) { return s->srtt ? s->srtt : 10 * MS; }

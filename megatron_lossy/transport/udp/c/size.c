@@ -88,7 +88,7 @@ static void measured(struct engine *e, struct flow *f, uint32_t cut, ns now)
     e->count.shortened += cut > before;
     e->count.lengthened += cut < before;
     if (cut > before)
-        rate_restart(&f->rate);
+        rate_restart(&f->rate, now);
 }
 
 static void size_timers(struct engine *e, struct flow *f, ns now)

@@ -243,8 +243,15 @@ struct engine {
     /* What came in this interval from how many flows, and of the last one bytes/s of each. */
     struct { uint64_t bytes, share; uint32_t flows, paths, number; ns ends; } arrivals;
     struct engine_counters count;
-    /* marked: what is handled bears a mark of congestion. lost: nothing can be sent from its address any more; rebound_at: when it last got another one. */
-    struct { int socket, wake, gso, lost, refusals, marked, buffer, force; ns rebound_at; struct sockaddr_storage local; uint32_t overflow_seen; uint8_t *receive; } net;
+    /* watch: says when addresses of this host change. lost: nothing can be sent from `local`, to which the socket is bound, any
+     * more. source: where what is sent came from, when that was last looked at. marked: what is handled bears a mark of
+     * congestion. */
+    struct {
+        int socket, wake, watch, gso, lost, refusals, marked, buffer, force;
+        struct sockaddr_storage local, source;
+        uint32_t overflow_seen;
+        uint8_t *receive;
+    } net;
     struct { pthread_t id; int running, giving; atomic_int stop, asleep, waiting; pthread_cond_t given; } thread;
     uint8_t scratch[LARGEST + 1];
     uint8_t batch[BATCH_BYTES + LARGEST];

@@ -1,4 +1,4 @@
-/* Sockets and threads: the engine's thread joins the protocol to a socket and a clock. */
+/* The thread: it joins the protocol to a socket and a clock. */
 
 enum { RECEIVE = 32, RECEIVE_BYTES = 65536 };
 #define AT_LEAST_EVERY (10 * MS) /* timers, however much comes in */
@@ -77,8 +77,6 @@ static int transmit(struct engine *e, const struct output *o, uint32_t *sent)
     return 1;
 }
 
-enum { ECT = 2, CONGESTION = 3 }; /* the last bits of a packet's class: it may be marked, it was marked */
-
 /* How many messages came; 0: none are there. */
 static int receive(struct engine *e)
 {
@@ -148,75 +146,6 @@ static void give_way(struct engine *e)
     e->thread.giving = 0;
 }
 
-static int granted(int fd, int option, int force, int wanted)
-{
-    int value = 0;
-    socklen_t size = sizeof value;
-    if (setsockopt(fd, SOL_SOCKET, force, &wanted, sizeof wanted) < 0)
-        setsockopt(fd, SOL_SOCKET, option, &wanted, sizeof wanted);
-    getsockopt(fd, SOL_SOCKET, option, &value, &size);
-    return value;
-}
-
-static void socket_options(struct engine *e, int fd)
-{
-    int on = 1, probe = IP_PMTUDISC_PROBE;
-    /* What `shared` sends may be marked instead of lost, and is answered as it should be; other rules answer to no mark. */
-    int capable = e->set.rule == SHARED ? ECT : 0;
-    setsockopt(fd, SOL_UDP, UDP_GRO, &on, sizeof on);
-    setsockopt(fd, SOL_SOCKET, SO_RXQ_OVFL, &on, sizeof on);
-    if (e->net.local.ss_family == AF_INET6) {
-        setsockopt(fd, IPPROTO_IPV6, IPV6_MTU_DISCOVER, &probe, sizeof probe);
-        setsockopt(fd, IPPROTO_IPV6, IPV6_RECVERR, &on, sizeof on);
-        setsockopt(fd, IPPROTO_IPV6, IPV6_TCLASS, &capable, sizeof capable);
-        setsockopt(fd, IPPROTO_IPV6, IPV6_RECVTCLASS, &on, sizeof on);
-    } else {
-        setsockopt(fd, IPPROTO_IP, IP_MTU_DISCOVER, &probe, sizeof probe);
-        setsockopt(fd, IPPROTO_IP, IP_RECVERR, &on, sizeof on);
-        setsockopt(fd, IPPROTO_IP, IP_TOS, &capable, sizeof capable);
-        setsockopt(fd, IPPROTO_IP, IP_RECVTOS, &on, sizeof on);
-    }
-    if (e->set.rate < 4e9) {
-        uint32_t most = (uint32_t)e->set.rate; /* has an effect where the qdisc is fq */
-        setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &most, sizeof most);
-    }
-}
-
-/* The host has lost the address that was sent from: go on from whichever the route to the others has. They notice, and verify. */
-static void rebind(struct engine *e, ns now)
-{
-    e->net.lost = 0;
-    if (!e->set.cipher || now - e->net.rebound_at < SECOND)
-        return;
-    e->net.rebound_at = now;
-    struct sockaddr_storage any = e->net.local;
-    int fd = socket(any.ss_family, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, IPPROTO_UDP);
-    if (fd < 0)
-        return;
-    if (any.ss_family == AF_INET6)
-        ((struct sockaddr_in6 *)&any)->sin6_addr = in6addr_any;
-    else
-        ((struct sockaddr_in *)&any)->sin_addr.s_addr = htonl(INADDR_ANY);
-    close(e->net.socket); /* its port is free now */
-    e->net.socket = fd;
-    socklen_t size = any.ss_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in);
-    if (bind(fd, (struct sockaddr *)&any, size) < 0) { /* somebody else has taken the port: another one does */
-        ((struct sockaddr_in *)&any)->sin_port = 0;    /* at the same place for both families */
-        if (bind(fd, (struct sockaddr *)&any, size) < 0)
-            e->count.send_failed++;
-    }
-    granted(fd, SO_RCVBUF, e->net.force ? SO_RCVBUFFORCE : SO_RCVBUF, e->net.buffer);
-    granted(fd, SO_SNDBUF, e->net.force ? SO_SNDBUFFORCE : SO_SNDBUF, e->net.buffer);
-    socket_options(e, fd);
-    e->net.overflow_seen = 0;
-    e->count.rebound++;
-    for (struct flow *f = e->flows; f; f = f->next) { /* they hear it from there at once, though one of these may be lost */
-        f->pulse.until = now + 20 * PULSE;
-        f->pulse.at = now;
-    }
-    due(e, now);
-}
-
 static void *run(void *argument)
 {
     struct engine *e = argument;
@@ -240,7 +169,7 @@ static void *run(void *argument)
             reports(e, before);
         }
         if (e->net.lost)
-            rebind(e, before);
+            address_lost(e, before);
         int stopping = atomic_load(&e->thread.stop);
         int busy = !drained;
         for (int i = 0; i < 4; i++) {
@@ -273,10 +202,11 @@ static void *run(void *argument)
         ns rest = until <= now ? 0 : least(until - now, SECOND);
         atomic_store(&e->thread.asleep, 1);
         pthread_mutex_unlock(&e->lock);
-        struct pollfd polled[2] = {{.fd = e->net.socket, .events = POLLIN}, {.fd = e->net.wake, .events = POLLIN}};
+        struct pollfd polled[3] = {{.fd = e->net.socket, .events = POLLIN}, {.fd = e->net.wake, .events = POLLIN},
+                                   {.fd = e->net.watch, .events = POLLIN}};
         struct timespec pause = {rest / SECOND, rest % SECOND};
         if (rest && !atomic_load(&e->thread.waiting))
-            ppoll(polled, 2, &pause, NULL);
+            ppoll(polled, 3, &pause, NULL);
         atomic_store(&e->thread.asleep, 0);
         if (polled[1].revents & POLLIN) {
             uint64_t count;
@@ -285,6 +215,8 @@ static void *run(void *argument)
         pthread_mutex_lock(&e->lock);
         if (polled[0].revents & POLLERR)
             read_errors(e);
+        if (polled[2].revents)
+            addresses_changed(e, clock_now());
     }
     pthread_mutex_unlock(&e->lock);
     return NULL;
@@ -296,7 +228,7 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
 {
     struct engine *e = calloc(1, sizeof *e);
     if (e)
-        e->net.socket = e->net.wake = -1;
+        e->net.socket = e->net.wake = e->net.watch = -1;
     if (!e || !(e->control.ring = calloc(CONTROLS, sizeof *e->control.ring)))
         goto failed;
     e->set = *set;
@@ -332,6 +264,8 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
     result[0] = ntohs(bound.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&bound)->sin6_port
                                                   : ((struct sockaddr_in *)&bound)->sin_port);
     memcpy(&e->net.local, &bound, size);
+    if (e->set.cipher)
+        e->net.watch = watch_addresses();
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the interpreter's */
@@ -345,10 +279,7 @@ API struct engine *ml_create(const struct settings *set, const struct sockaddr *
 failed:
     result[2] = errno;
     if (e) {
-        if (e->net.socket >= 0)
-            close(e->net.socket);
-        if (e->net.wake >= 0)
-            close(e->net.wake);
+        close_sockets(e);
         free(e->net.receive);
         free(e->control.ring);
         free(e);
@@ -359,8 +290,7 @@ failed:
 /* In a child process, which has neither the thread nor a lock that it may trust: the sockets belong to the parent. */
 API void ml_forked(struct engine *e)
 {
-    close(e->net.socket);
-    close(e->net.wake);
+    close_sockets(e);
 }
 
 /* Channels must be closed, and nobody may call or wait any more. */
@@ -380,10 +310,7 @@ API void ml_free(struct engine *e)
         free(f->in.seen);
         free(f);
     }
-    if (e->net.socket >= 0)
-        close(e->net.socket);
-    if (e->net.wake >= 0)
-        close(e->net.wake);
+    close_sockets(e);
     pthread_cond_destroy(&e->told);
     pthread_cond_destroy(&e->thread.given);
     pthread_mutex_destroy(&e->tell);
