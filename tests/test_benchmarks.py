@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import common, fsdp_step, island_step, lab, param_sync, run_wan, step_overhead, udp_exchange
+from benchmarks import beside_tcp, common, fsdp_step, island_step, lab, param_sync, run_wan, step_overhead, udp_exchange
 from benchmarks.exchange.contestants import Done
 from benchmarks.exchange.results import Cell, Share, markdown, picture, table_of
 from benchmarks.exchange.rows import LOSSES, PARTS, QUICK, Row, choose
@@ -300,3 +300,28 @@ def test_waiting_for_programs_of_the_lab_does_something_meanwhile():
     calls = []
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"])
     assert lab.wait([sleeper], meanwhile=lambda: calls.append(1)) == 0 and len(calls) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.programs
+@needs_lab
+def test_tcp_beside_exchanges(tmp_path):
+    flags = ["--seconds", "1.5", "--seeds", "2", "--queues", "20", "--rules", "shared", "--out", str(tmp_path)]
+    assert beside_tcp.main(flags) == 0
+    (text,) = tmp_path.glob("*.md")
+    rows = [line.split(" | ") for line in text.read_text().splitlines() if line.startswith(("| Cubic", "| BBR"))]
+    assert [row[1] for row in rows[:2]] == [beside_tcp.ANOTHER, "shared"]
+    assert all(len(row) == 3 for row in rows)
+    assert list(tmp_path.glob("*.png"))
+    again = run_program("benchmarks.beside_tcp", *flags)
+    assert again.returncode == 2 and "is there already; --replace" in again.stderr
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--seconds", "0"), ("--seeds", "0"), ("--rules", "fast"), ("--queues", "2,x"), ("--queues", "0")],
+)
+def test_what_tcp_beside_exchanges_refuses(flag, value, tmp_path):
+    done = run_program("benchmarks.beside_tcp", flag, value, "--out", str(tmp_path))
+    assert done.returncode == 2 and f"{flag} {value}" in done.stderr and not list(tmp_path.iterdir())
