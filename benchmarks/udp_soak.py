@@ -131,21 +131,23 @@ class Trouble:
         self._thread.join()
 
 
-@dataclass
-class Times:
-    """Of the exchanges of one phase: milliseconds, and whether the machine was busy with something else."""
-
-    took: list[float] = field(default_factory=list)
-    disturbed: list[bool] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Seen:
-    """An exchange by the monotonic clock, and the share that it lost at the rank that lost more."""
+    """An exchange by the monotonic clock, and the share that it lost at the rank that lost more.
 
+    ``disturbed``: the machine was busy with something else.
+    """
+
+    phase: str
     began: float
     ended: float
     lost: float
+    disturbed: bool
+
+    @property
+    def took(self) -> float:
+        """Milliseconds."""
+        return 1000 * (self.ended - self.began)
 
 
 @dataclass(frozen=True)
@@ -169,19 +171,22 @@ def sample(team: Team, seconds: float, exchanges: int) -> Sample:
 class Run:
     """All that was seen. ``machine``: lines about this machine."""
 
-    times: dict[str, Times]
     seen: list[Seen] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     machine: list[str] = field(default_factory=list)
+
+    def took(self, phase: str) -> np.ndarray:
+        """Milliseconds of its exchanges."""
+        return np.array([one.took for one in self.seen if one.phase == phase])
 
 
 def soak(args: argparse.Namespace) -> Run:
     """Exchanges for as long as is asked."""
     row = Row("soak", args.rtt, args.loss, args.megabytes, burst=args.burst)
     link = row.link()  # refuses what no link can be
-    run = Run({phase: Times() for phase in PHASES})
-    times, samples, trouble = run.times, run.samples, None
+    run, trouble = Run(), None
+    samples = run.samples
     with Lab(row.link(loss=False), seed=args.seed) as lab:
         sleeper, team = Sleeper(), Team(lab, "ours", 2, [row.shard], our_config(args.flags))
         try:
@@ -192,16 +197,15 @@ def soak(args: argparse.Namespace) -> Run:
                     trouble = Trouble(lab, link, args.trouble, args.seed)
                 if done > 2 * WARM_UP and (not samples or passed - samples[-1].seconds >= every):
                     samples.append(sample(team, passed, done))
-                    print(progress(samples[-1], times), flush=True)
+                    print(progress(samples[-1], run), flush=True)
                 time.sleep(args.pause / 1000)
                 phase = PHASES[done % 2]
                 ranks = team.exchange(phase, row.shard, _LIMIT)
                 done += 1
                 if done > 2 * WARM_UP:
                     started, ended = span(ranks)
-                    times[phase].took.append(1000 * (ended - started))
-                    times[phase].disturbed.append(sleeper.overslept(started, ended))
-                    run.seen.append(Seen(started, ended, max(one.lost for one in ranks)))
+                    lost = max(one.lost for one in ranks)
+                    run.seen.append(Seen(phase, started, ended, lost, sleeper.overslept(started, ended)))
             samples.append(sample(team, time.monotonic() - begun, done))
         finally:
             if trouble is not None:
@@ -218,9 +222,9 @@ def soak(args: argparse.Namespace) -> Run:
         return run
 
 
-def progress(now: Sample, times: dict[str, Times]) -> str:
+def progress(now: Sample, run: Run) -> str:
     """A line for the terminal."""
-    slowest = max(max(of_phase.took, default=0.0) for of_phase in times.values())
+    slowest = max((one.took for one in run.seen), default=0.0)
     return (
         f"{now.seconds:7.0f} s: {now.exchanges} exchanges, slowest {slowest:.0f} ms; "
         f"{now.resident:.1f} MiB, {now.files} files open"
@@ -235,7 +239,7 @@ def on_again(run: Run, event: Event) -> float:
 
 def trouble_table(run: Run, rtt: float) -> list[str]:
     """What became of exchanges when something happened to the path."""
-    usual = max(float(np.median(of_phase.took)) for of_phase in run.times.values())
+    usual = max(float(np.median(run.took(phase))) for phase in PHASES)
     allowed = 2 * rtt + 50 + 2 * usual
     lines = [
         "",
@@ -258,7 +262,7 @@ def trouble_table(run: Run, rtt: float) -> list[str]:
 
 def markdown(run: Run, header: Sequence[str], rtt: float) -> str:
     """The result."""
-    times, samples = run.times, run.samples
+    samples = run.samples
     lost = [one.lost for one in run.seen]
     first, last = samples[0], samples[-1]
     lines = ["# A long run over UDP", "", *[f"- {line}" for line in header], ""]
@@ -266,8 +270,9 @@ def markdown(run: Run, header: Sequence[str], rtt: float) -> str:
         f"| exchange | number | median, ms | P99 | P99.9 | slowest | over {STALL:g} medians | of these, the machine slept |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for phase, of_phase in times.items():
-        took, disturbed = np.array(of_phase.took), np.array(of_phase.disturbed)
+    for phase in PHASES:
+        took = run.took(phase)
+        disturbed = np.array([one.disturbed for one in run.seen if one.phase == phase])
         tail = [f"{np.percentile(took, percent):.1f}" for percent in (50, 99, 99.9, 100)]
         stalls = took > STALL * np.median(took)
         lines.append(f"| {phase} | {len(took)} | {' | '.join(tail)} | {stalls.sum()} | {(stalls & disturbed).sum()} |")

@@ -16,6 +16,7 @@ from megatron_lossy.hooks.seam import slot_of
 from megatron_lossy.transport import BucketSpec, LossyGroup, check_average, lossy_reduce_scatter, ops
 from tests import contract
 from tests.ranks import run_ranks
+from tests.tiers import few_at_once
 from tests.tiny_gpt import TinyGPT, build, missing
 
 pytestmark = pytest.mark.shows(
@@ -159,8 +160,8 @@ OFTEN = (
     "virtual pipeline",
     "experts",
 )
-OFTEN_SETTINGS = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in SETTINGS]
-FEW_SETTINGS = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in SETTINGS]
+OFTEN_SETTINGS = few_at_once(OFTEN, SETTINGS)
+FEW_SETTINGS = few_at_once(FEW, SETTINGS)
 
 
 @pytest.mark.parametrize("name", OFTEN_SETTINGS)

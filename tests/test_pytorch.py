@@ -8,6 +8,7 @@ import pytest
 from megatron_lossy.config import LossyConfig
 from tests import contract, fsdp
 from tests.fsdp import Tiny
+from tests.tiers import few_at_once
 
 pytestmark = pytest.mark.shows(
     "FSDP2: without loss every bit is torch's",
@@ -34,7 +35,7 @@ SETTINGS = {
 
 #: What make test tries; the rest when there is time.
 FEW = ("resharding", "accumulation", "handles")
-SOME_SETTINGS = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in SETTINGS]
+SOME_SETTINGS = few_at_once(FEW, SETTINGS)
 
 
 def same(results, expected):

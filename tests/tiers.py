@@ -16,7 +16,7 @@ import multiprocessing.process
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -38,6 +38,13 @@ STARTERS = {
 #: Modules whose use in a test means a process.
 MODULES = {subprocess: "programs"}
 MARKERS = ("ranks", "programs")
+
+
+def few_at_once(few: Collection[str], names: Iterable[str]) -> list[Any]:
+    """Parameters of a test: ``few`` of ``names`` are tried each time, the others when there is time."""
+    return [pytest.param(name, marks=() if name in few else pytest.mark.slow) for name in names]
+
+
 #: What Python tells of before a process starts. A fork alone counts as a rank.
 EVENTS = frozenset({"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
 

@@ -33,7 +33,7 @@ def _sections() -> tuple[type[Flags], ...]:
         taken = sorted(names & owners.keys())
         if taken:
             first, owner = taken[0], owners[taken[0]]
-            what = "--" + first.replace("_", "-") if first in owner.__dataclass_fields__ else first
+            what = flag_name(owner, first) if first in owner.__dataclass_fields__ else first
             MECHANISMS.drop(mechanism, f"{what} of {full_name(mechanism.Flags)} is taken by {full_name(owner)}")
             continue
         owners |= dict.fromkeys(names, mechanism.Flags)
