@@ -25,7 +25,7 @@ from ...recovery import Gradients, GradRecovery, Parameters, Stale, copies
 from ...recovery.rows import Rows, Saved
 from ..base import Crossing, Transfer
 from ..drawn import Latest, Networks, draw
-from ..pieces import PieceWire, combine
+from ..pieces import PieceWire, combine, room_for
 from .engine import Channel
 from .engine import Transfer as Datagrams
 from .parity import Code
@@ -112,7 +112,7 @@ class UdpWire(PieceWire):
         # What has been sent is free, and pieces can take its place: on a device, where copies of it are sent.
         on_device = staged(x.buffer)
         in_place = on_device and must is None
-        pieces = x.buffer if in_place else torch.empty_like(x.buffer)
+        pieces = x.buffer if in_place else room_for(x.buffer)
         rows, own = pieces.chunk(self.size), x.buffer.chunk(self.size)
         landing = x.buffer.new_empty(len(self.near) if in_place else 0, len(own[0]))
         if not in_place:
