@@ -109,8 +109,14 @@ def _milliseconds(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}"
 
 
-def markdown(cells: Sequence[Cell], shares: Sequence[Share], notes: Sequence[str], header: Sequence[str]) -> str:
-    """All tables, under ``header``, one sentence each in ``notes``."""
+def markdown(
+    cells: Sequence[Cell],
+    shares: Sequence[Share],
+    notes: Sequence[str],
+    header: Sequence[str],
+    last: Sequence[str] = (),
+) -> str:
+    """All tables, under ``header``, one sentence each in ``notes``; then the lines ``last``."""
     rows, names, at = _grouped(cells)
     lines = ["# Exchanges over emulated links", "", *(f"- {line}" for line in (*header, *notes)), ""]
     lines += [_EXPLANATION, ""]
@@ -163,7 +169,7 @@ def markdown(cells: Sequence[Cell], shares: Sequence[Share], notes: Sequence[str
             texts = (f"{rate:.0f} ({rate / total:.0%})" for rate in share.rates)
             lines.append(f"| {' and '.join(share.names)} | {' | '.join(texts)} |")
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, *last])
 
 
 def table_of(cells: Sequence[Cell]) -> str:
