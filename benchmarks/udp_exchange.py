@@ -23,9 +23,10 @@ from typing import Any
 
 from benchmarks.common import RESULTS, made_with, today
 from benchmarks.exchange.contestants import NAMES, PHASES, Done, Team, TooSlow, our_config
+from benchmarks.exchange.limits import best, limits, limits_table
 from benchmarks.exchange.results import Cell, Share, markdown, picture, table_of
 from benchmarks.exchange.rows import PARTS, Row, choose
-from benchmarks.lab import Counters, Lab, Link, Missing, end_in_order
+from benchmarks.lab import Counters, Lab, Link, Missing, check_lab, end_in_order
 from megatron_lossy.errors import refuse, usage_errors
 from megatron_lossy.files import replace_file, write_text
 
@@ -219,11 +220,15 @@ def main(argv: list[str] | None = None) -> int:
         if there and not args.replace:
             raise refuse("--out", args.out, f"{Path(there[0]).name} is there already; --replace writes over it")
         try:
+            check_lab()
+            packet_bytes = our_config(args.flags).packet_bytes
+            before = limits(packet_bytes)
             cells, shares, notes = run(args)
+            last = limits_table(packet_bytes, best(before, limits(packet_bytes)))
         except Missing as missing:
             print(f"skipped: {missing}")
             return 0
-        text = markdown(cells, shares, notes, made_with("benchmarks.udp_exchange", argv))
+        text = markdown(cells, shares, notes, made_with("benchmarks.udp_exchange", argv), last)
         print("\n" + text)
         stem.parent.mkdir(parents=True, exist_ok=True)
         write_text(f"{stem}.md", text)

@@ -143,7 +143,7 @@ def cell(name="tcp bbr", phase="reduce-scatter", row=QUICK[1], times=(0.1, 0.3, 
     made = Cell(row, name, phase, too_slow)
     for time in times:
         # The second rank starts last, the first ends last.
-        done = [Done(0.0, 0.5 + time, 0.01, 0.0), Done(0.5, 0.5, 0.03, 0.02)]
+        done = [Done(0.0, 0.5 + time, 0.01, 0.0, 0.005), Done(0.5, 0.5, 0.03, 0.02, 0.015)]
         made.add(done, [Counters(packets=100, lost=1), Counters(packets=100, overflowed=4)])
     return made
 
@@ -153,6 +153,7 @@ def test_what_is_measured_of_an_exchange():
     measured = cell()
     assert measured.time(50) == pytest.approx(200) and measured.time(0) == pytest.approx(100)
     assert measured.cpu_per_gigabyte == pytest.approx(0.04 / 0.008)
+    assert measured.busiest_per_gigabyte == pytest.approx(0.02 / 0.008)
     assert (measured.share(measured.lost), measured.share(measured.overflowed)) == (0.005, 0.02)
     assert np.mean(measured.seen) == pytest.approx(0.01)
     assert cell(too_slow=20.0).time(0) == np.inf
@@ -208,6 +209,9 @@ def test_a_small_run(tmp_path, capsys, monkeypatch):
     assert said.count("0.2 MB, 2 ms, 5 % | all-gather | tcp ") == 1
     (stem,) = {path.stem for path in tmp_path.iterdir()}
     assert {path.suffix for path in tmp_path.iterdir()} == {".md", ".csv", ".png"}
+    limits = (tmp_path / f"{stem}.md").read_text().partition("## Limits of one core, in the same run\n")[2].splitlines()
+    assert "1,408 bytes" in limits[1]
+    assert [line.split("|")[1].split()[0] for line in limits[5:]] == ["memcpy", "AES-128-GCM,", "UDP,", "UDP,"]
     lines = list(csv.DictReader((tmp_path / f"{stem}.csv").read_text().splitlines()))
     assert len(lines) == 2 * 2 * 2
     for line in lines:

@@ -210,6 +210,17 @@ def test_a_sum_in_few_kernels_has_the_bits_of_a_loop(size, shard, dtype, average
     assert torch.equal(base._sum_in_few_kernels(pieces, averaged), ordered_sum(pieces, averaged))
 
 
+@pytest.mark.parametrize("shard", [0, 1, base._IN_CACHE, 2 * base._IN_CACHE + 3])
+def test_a_sum_in_parts_has_the_bits_of_the_whole(shard):
+    pieces = torch.randn(3, shard, generator=torch.Generator().manual_seed(1)).bfloat16()
+    arrived = np.ones((1, 3, 1), dtype=bool)
+    delivery = Delivery(Exchange("grad", Stream(), 0), range(3), [0], arrived, cut([shard], [2], "shard", 4096)[0])
+    for averaged in (False, True):
+        output = torch.full((shard,), torch.nan)
+        base.add_up(pieces.flatten(), delivery, record(0, output=output, averaged=averaged))
+        assert torch.equal(output, ordered_sum(pieces, averaged))
+
+
 @pytest.mark.cuda
 @pytest.mark.shows("a sum of pieces has the same bits on a device")
 def test_a_sum_has_the_same_bits_on_the_device():

@@ -12,6 +12,7 @@ from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.errors import UsageError
 from megatron_lossy.transport.udp import carrier
 from megatron_lossy.transport.udp.carrier import UdpWire
+from megatron_lossy.transport.udp.process import engines_for
 from megatron_lossy.virtual import VirtualCluster
 from tests import contract
 from tests.ranks import run_ranks
@@ -29,13 +30,26 @@ UDP = dataclasses.replace(BOTH, transport="udp")
 
 
 @pytest.mark.parametrize(
-    ("size", "cipher"), [(2, "aes-128-gcm"), (3, "none"), pytest.param(5, "aes-128-gcm", marks=pytest.mark.slow)]
+    ("size", "cipher", "threads"),
+    [
+        (2, "aes-128-gcm", 1),
+        (3, "none", 1),
+        (3, "aes-128-gcm", 2),
+        pytest.param(5, "aes-128-gcm", 1, marks=pytest.mark.slow),
+        pytest.param(5, "aes-128-gcm", 4, marks=pytest.mark.slow),
+    ],
 )
-def test_the_public_collectives_give_what_pieces_give(size, cipher, pool):
-    shards = [50, 7]
+def test_the_public_collectives_give_what_pieces_give(size, cipher, threads, pool):
+    shards = [50, 7] if threads == 1 else [2500, 50]  # a bucket of which each thread gets a part, and a small one
     for rule in RULES if size == 3 else RULES[:1]:
         config = LossyConfig(
-            p_grad=0.45, p_param=0.45, transport="udp", packet_bytes=48, udp_cipher=cipher, grad_recovery=rule
+            p_grad=0.45,
+            p_param=0.45,
+            transport="udp",
+            packet_bytes=48,
+            udp_cipher=cipher,
+            udp_threads=threads,
+            grad_recovery=rule,
         )
         pieces = LossyConfig(
             p_grad=0.45, p_param=0.45, transport="pieces", loss_unit="packet", packet_bytes=48, grad_recovery=rule
@@ -47,6 +61,19 @@ def test_the_public_collectives_give_what_pieces_give(size, cipher, pool):
                 for step in range(STEPS):
                     for bucket in range(len(shards)):
                         np.testing.assert_array_equal(mine[rank][step][bucket], theirs[rank][step][bucket])
+
+
+def bytes_of_sockets(rank, config):
+    """By port, what this process has sent."""
+    exchange_grads(rank, 2, config, [100_000], False)
+    return {engine.port: engine.counters()["bytes_sent"] for engine in engines_for(config)}
+
+
+def test_each_thread_carries_its_part(pool):
+    config = LossyConfig(transport="udp", udp_threads=3)
+    for sent in pool.run(bytes_of_sockets, 2, config):
+        assert len(sent) == 3
+        assert all(4 * 100_000 / 3.2 < one / STEPS < 4 * 100_000 / 2 for one in sent.values()), sent
 
 
 @pytest.mark.parametrize("name", FEW_SETTINGS)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.shows("keys of a channel; a store that others write to"
 HELLOS = [
     session.Hello(
         address="127.0.0.1", port=1000 + rank, instance=f"{rank:016x}", random=f"{rank + 1:032x}", proof="", buckets="b",
-        size=3, protocol=session.PROTOCOL, packet_bytes=1408, cipher="aes-128-gcm", eager=1, window=2, limit=3,
+        size=3, protocol=session.PROTOCOL, packet_bytes=1408, cipher="aes-128-gcm", eager=1, window=2, limit=3, threads=1,
     )
     for rank in range(3)
 ]  # fmt: skip
@@ -39,6 +39,14 @@ def test_keys_are_those_of_the_description():
     extracted = mac(chain, bytes.fromhex(HELLOS[2].random + HELLOS[0].random))
     info = b"".join(number.to_bytes(4, "little") for number in (77, 2, 0))
     assert session.Secrets("dense", 77, HELLOS, SECRET).key(2, 0) == mac(extracted, info + b"\x01")[:16]
+
+
+def test_ranks_have_the_same_number_of_sockets():
+    hellos = [dataclasses.replace(hello, proof=session.prove(None, hello.random)) for hello in HELLOS]
+    session.check_agreement("dense", hellos, None)
+    hellos[1] = dataclasses.replace(hellos[1], threads=2)
+    with pytest.raises(UsageError, match="^--udp-threads: number of sockets of dense is 1 on rank 0 and 2 on rank 1$"):
+        session.check_agreement("dense", hellos, None)
 
 
 def test_everything_that_was_said_changes_every_key():

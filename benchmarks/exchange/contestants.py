@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -195,12 +196,23 @@ class Ours:
 
 @dataclass(frozen=True)
 class Done:
-    """A rank's part of one exchange, in seconds; ``lost``: share of what was sent to it."""
+    """A rank's part of one exchange, in seconds; ``lost``: share of what was sent to it; ``busiest``: of ``cpu``, that of the
+    thread with the most."""
 
     started: float
     ended: float
     cpu: float
     lost: float
+    busiest: float
+
+
+def thread_seconds() -> dict[str, float]:
+    """CPU seconds of each thread of this process so far."""
+    seconds = {}
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            seconds[thread.name] = int((thread / "schedstat").read_text().split()[0]) / 1e9
+    return seconds
 
 
 def span(ranks: Sequence[Done]) -> tuple[float, float]:
@@ -235,13 +247,16 @@ def _work(
             shard.fill_(1.0)
             buffer.fill_(1.0)
             time.sleep(max(0.0, start - time.monotonic()))
+            threads = thread_seconds()
             cpu, started = time.process_time(), time.monotonic()
             if phase == "reduce-scatter":
                 exchanger.reduce_scatter(shard, buffer)
             else:
                 exchanger.all_gather(buffer, shard)
             ended = time.monotonic()
-            done = Done(started, ended, time.process_time() - cpu, exchanger.lost())
+            cpu = time.process_time() - cpu
+            busiest = max((now - threads.get(name, 0.0) for name, now in thread_seconds().items()), default=0.0)
+            done = Done(started, ended, cpu, exchanger.lost(), busiest)
             if phase == "reduce-scatter":
                 # With what was lost before, a sum may be more.
                 feeds_back = getattr(config, "grad_recovery", None) == "error-feedback"

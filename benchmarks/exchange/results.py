@@ -42,6 +42,7 @@ class Cell:
     too_slow: float | None = None
     times: list[float] = field(default_factory=list)  # ms
     cpu: float = 0.0
+    busiest: float = 0.0
     seen: list[float] = field(default_factory=list)
     packets: int = 0
     lost: int = 0
@@ -52,6 +53,7 @@ class Cell:
         started, ended = span(done)
         self.times.append(1000 * (ended - started))
         self.cpu += sum(one.cpu for one in done)
+        self.busiest += sum(one.busiest for one in done)
         self.seen.append(float(np.mean([one.lost for one in done])))
         for link in links:
             self.packets += link.packets
@@ -67,8 +69,16 @@ class Cell:
     @property
     def cpu_per_gigabyte(self) -> float:
         """CPU seconds of all ranks over the gigabytes that they sent."""
+        return self._per_gigabyte(self.cpu)
+
+    @property
+    def busiest_per_gigabyte(self) -> float:
+        """CPU seconds of a rank's busiest thread over the gigabytes that the rank sent: what bounds its speed."""
+        return self._per_gigabyte(self.busiest)
+
+    def _per_gigabyte(self, seconds: float) -> float:
         sent = 1e-3 * self.row.megabytes * self.row.ranks * len(self.times)
-        return self.cpu / sent if sent else float("nan")
+        return seconds / sent if sent else float("nan")
 
     def share(self, packets: int) -> float:
         """``packets`` as a share of what came to the links."""
@@ -109,8 +119,14 @@ def _milliseconds(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}"
 
 
-def markdown(cells: Sequence[Cell], shares: Sequence[Share], notes: Sequence[str], header: Sequence[str]) -> str:
-    """All tables, under ``header``, one sentence each in ``notes``."""
+def markdown(
+    cells: Sequence[Cell],
+    shares: Sequence[Share],
+    notes: Sequence[str],
+    header: Sequence[str],
+    last: Sequence[str] = (),
+) -> str:
+    """All tables, under ``header``, one sentence each in ``notes``; then the lines ``last``."""
     rows, names, at = _grouped(cells)
     lines = ["# Exchanges over emulated links", "", *(f"- {line}" for line in (*header, *notes)), ""]
     lines += [_EXPLANATION, ""]
@@ -147,7 +163,11 @@ def markdown(cells: Sequence[Cell], shares: Sequence[Share], notes: Sequence[str
             lambda cell: f"{_milliseconds(cell.time(95))} / {_milliseconds(cell.time(99))} ({len(cell.times)})",
             phase,
         )
-        table(f"{title}: CPU seconds per GB, all ranks", lambda cell: f"{cell.cpu_per_gigabyte:.2f}", phase)
+        table(
+            f"{title}: CPU seconds per GB, all ranks (the busiest thread of a rank, per GB that the rank sends)",
+            lambda cell: f"{cell.cpu_per_gigabyte:.2f} ({cell.busiest_per_gigabyte:.2f})",
+            phase,
+        )
         table(
             f"{title}: lost on the link + overflowed its queue; not received in the end",
             lambda cell: f"{cell.share(cell.lost):.2%} + {cell.share(cell.overflowed):.2%}; {np.mean(cell.seen):.2%}",
@@ -163,7 +183,7 @@ def markdown(cells: Sequence[Cell], shares: Sequence[Share], notes: Sequence[str
             texts = (f"{rate:.0f} ({rate / total:.0%})" for rate in share.rates)
             lines.append(f"| {' and '.join(share.names)} | {' | '.join(texts)} |")
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, *last])
 
 
 def table_of(cells: Sequence[Cell]) -> str:

@@ -17,6 +17,8 @@ UDP_PACKET_BYTES = 1408
 UDP_REPORT_BYTES = 16
 #: Windows that page-locked memory has room for: the network must not wait for a copy.
 UDP_WINDOWS = 4
+#: Each takes a socket's buffer and a thread.
+UDP_MOST_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,14 @@ class TransportFlags(Flags):
         metavar="BASE",
         incidental=True,
         basic=True,
+    )
+    udp_threads: int = flag(
+        1,
+        "udp: sockets of a process, each with a port, a thread and its share of --udp-rate; parts of a bucket cross over them at "
+        "the same time, where a process has so many cores to spare",
+        type=int,
+        metavar="N",
+        incidental=True,
     )
     udp_rate: str | None = flag(
         None,
@@ -145,6 +155,8 @@ class TransportFlags(Flags):
             raise refuse("--udp-flows", self.udp_flows, "must be in [1, 1000]")
         if self.udp_rate_control != "shared":
             refuse_unused(self, "udp_flows", "needs --udp-rate-control shared")
+        if not 1 <= self.udp_threads <= UDP_MOST_THREADS:
+            raise refuse("--udp-threads", self.udp_threads, f"must be in [1, {UDP_MOST_THREADS}]")
         if not 0 <= self.udp_port <= 65535:
             raise refuse("--udp-port", self.udp_port, "must be in [0, 65535]")
         if isinstance(deadline, float) and not 0 < deadline < math.inf:

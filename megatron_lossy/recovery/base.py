@@ -240,7 +240,15 @@ class GradRecovery(Rule):
 
 def add_up(pieces: torch.Tensor, delivery: Delivery, x: Gradients) -> None:
     """Put the sum of ``pieces`` [N * shard], or their mean, into ``x.output``."""
-    x.output.copy_(ordered_sum(pieces.view(len(delivery.sources), -1), x.averaged))
+    rows = pieces.view(len(delivery.sources), -1)
+    # On a CPU in parts that its cache holds: what is written to new memory costs more than the addition.
+    part = _IN_CACHE if pieces.device.type == "cpu" else max(rows.shape[1], 1)
+    for first in range(0, rows.shape[1], part):
+        x.output[first : first + part].copy_(ordered_sum(rows[:, first : first + part], x.averaged))
+
+
+#: Elements of a sum.
+_IN_CACHE = 2**18
 
 
 def ordered_sum(pieces: torch.Tensor, averaged: bool = False) -> torch.Tensor:

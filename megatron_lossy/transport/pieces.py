@@ -7,6 +7,8 @@ udp`` can be replayed.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,9 @@ from ..recovery import Gradients, GradRecovery, Parameters, Stale, copies
 from .base import Crossing, Transfer, Wire
 from .drawn import CollectiveWire, draw, draw_sent
 
+#: Bytes from which on large pages are worth a call.
+_LARGE = 2**22
+
 
 class PieceWire(Wire):
     """Exchanges pieces over ``group``, a torch process group."""
@@ -28,7 +33,7 @@ class PieceWire(Wire):
         self, x: Gradients, rule: GradRecovery, kept: Any, deliver: Callable[[], Delivery]
     ) -> Transfer:
         """Exchange the pieces of all gradients over torch. ``deliver()`` returns afterwards the delivery to apply."""
-        pieces = torch.empty_like(x.buffer)
+        pieces = room_for(x.buffer)
         work = dist.all_to_all_single(pieces, x.buffer, group=self.group, async_op=True)
 
         def arrived() -> Delivery:
@@ -56,6 +61,17 @@ class PieceWire(Wire):
             return delivery
 
         return Crossing(work, arrived)
+
+
+def room_for(buffer: torch.Tensor) -> torch.Tensor:
+    """Memory for pieces like ``buffer``. On a CPU in large pages where there are some: small ones cost more than the sum."""
+    pieces = torch.empty_like(buffer)
+    start = -(-pieces.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (pieces.data_ptr() + pieces.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if pieces.device.type == "cpu" and size >= _LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        # Advice: a kernel that cannot follow it says so, and nothing changes.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    return pieces
 
 
 def combine(pieces: torch.Tensor, delivery: Delivery, kept: Any, x: Gradients, rule: GradRecovery) -> None:

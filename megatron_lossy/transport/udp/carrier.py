@@ -25,7 +25,8 @@ from ...recovery import Gradients, GradRecovery, Parameters, Stale, copies
 from ...recovery.rows import Rows, Saved
 from ..base import Crossing, Transfer
 from ..drawn import Latest, Networks, draw
-from ..pieces import PieceWire, combine
+from ..pieces import PieceWire, combine, room_for
+from .channels import Channels
 from .engine import Channel
 from .engine import Transfer as Datagrams
 from .parity import Code
@@ -46,7 +47,7 @@ class UdpWire(PieceWire):
     ``networks``: draws losses beside the real ones; with nodes, ranks of one node exchange over ``group``.
     ``open_channel(buckets, peers=ranks, reported=phases)``: opens the channel, a collective call. ``memory``: bytes of
     page-locked memory for exchanges of a device; larger exchanges cross in windows. ``codes``: by phase, the code that
-    protects the units that must arrive, for phases whose senders choose.
+    protects the units that must arrive, for phases whose senders choose. ``threads``: that carry windows beside each other.
     """
 
     observed = True
@@ -60,9 +61,10 @@ class UdpWire(PieceWire):
         cut: dict[str, Sequence[BucketUnits]],
         dtypes: Dtypes,
         group: dist.ProcessGroup | None,
-        open_channel: Callable[..., Channel],
+        open_channel: Callable[..., Channel | Channels],
         memory: int,
         codes: Mapping[str, Code] | None = None,
+        threads: int = 1,
     ) -> None:
         super().__init__(stream, members, rank, cut)
         self.name = stream.name
@@ -78,7 +80,7 @@ class UdpWire(PieceWire):
         self._alone = len(set(here.tolist())) < 2
         self._memory = memory
         #: By phase, the windows of each bucket. The channel numbers them through.
-        self._windows = {phase: list(windows(cut[phase], dtypes[phase], self.size, memory)) for phase in cut}
+        self._windows = {phase: list(windows(cut[phase], dtypes[phase], self.size, memory, threads)) for phase in cut}
         sizes = {
             phase: [
                 (window.elements * dtype.itemsize, units.elements * dtype.itemsize)
@@ -112,7 +114,7 @@ class UdpWire(PieceWire):
         # What has been sent is free, and pieces can take its place: on a device, where copies of it are sent.
         on_device = staged(x.buffer)
         in_place = on_device and must is None
-        pieces = x.buffer if in_place else torch.empty_like(x.buffer)
+        pieces = x.buffer if in_place else room_for(x.buffer)
         rows, own = pieces.chunk(self.size), x.buffer.chunk(self.size)
         landing = x.buffer.new_empty(len(self.near) if in_place else 0, len(own[0]))
         if not in_place:

@@ -433,6 +433,7 @@ class Channel:
             eager=min(settings.eager_bytes, settings.memory // (4 * max(len(self.peers), 1))),
             window=window,
             limit=limit,
+            threads=settings.threads,
         )
         texts = _all(store, f"{prefix}/hello", self.rank, self.size, hello.encode())
         hellos = [session.Hello.decode(text, rank, self.name) for rank, text in enumerate(texts)]

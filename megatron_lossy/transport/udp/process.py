@@ -1,4 +1,4 @@
-"""The one engine of this process, made from the flags, and the transports over it. All groups share the engine."""
+"""The engines of this process, made from the flags, and the transports over them. All groups share them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,16 +18,18 @@ from ..drawn import Networks
 from ..key_file import read_key_file
 from .address import find_address
 from .carrier import Dtypes, UdpWire
-from .engine import Engine
+from .channels import Channels
+from .engine import Channel, Engine
 from .parity import Code
 from .paths import job_name
+from .session import Buckets
 from .settings import UdpSettings
 
 logger = logging.getLogger(__name__)
 
 _DEDICATED = "udp: --udp-rate-control dedicated is for a link of this training's own: others on it get little"
 
-_engines: dict[UdpSettings, Engine] = {}
+_engines: dict[UdpSettings, list[Engine]] = {}
 
 
 def settings_of(config: LossyConfig) -> UdpSettings:
@@ -34,6 +37,7 @@ def settings_of(config: LossyConfig) -> UdpSettings:
     return UdpSettings(
         interface=config.udp_interface,
         port=config.udp_port,
+        threads=config.udp_threads,
         rate=config.udp_bytes_per_second,
         rate_control=config.udp_rate_control,
         flows=config.udp_flows,
@@ -49,22 +53,42 @@ def settings_of(config: LossyConfig) -> UdpSettings:
 
 
 def engine_for(config: LossyConfig) -> Engine:
-    """This process's engine for these flags; it lives until the process ends or :func:`close_engines` is called."""
+    """The first of :func:`engines_for`: for small messages."""
+    return engines_for(config)[0]
+
+
+def engines_for(config: LossyConfig) -> list[Engine]:
+    """This process's engines for these flags; they live until the process ends or :func:`close_engines` is called."""
     settings = settings_of(config)
-    if settings not in _engines or _engines[settings].closed:  # in a child process
+    if settings not in _engines or _engines[settings][0].closed:  # in a child process
         address = find_address(settings.interface, os.environ.get("MASTER_ADDR", "127.0.0.1"))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if settings.rate_control == "dedicated" and not local_rank:
             logger.warning(_DEDICATED)
-        _engines[settings] = Engine(
+        threads, job = settings.threads, job_name(os.environ)
+        own = replace(
             settings,
-            address,
-            logger.warning,
-            local_rank=local_rank,
-            sharers=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-            job=job_name(os.environ),
+            rate=None if settings.rate is None else settings.rate / threads,
+            memory=settings.memory // threads,
         )
-        # The engine has registered an end without patience. This is registered later, and so runs earlier.
+        engines: list[Engine] = []
+        try:
+            for number in range(threads):
+                engine = Engine(
+                    own,
+                    address,
+                    logger.warning,
+                    local_rank=local_rank * threads + number,
+                    sharers=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * threads,
+                    job=job if threads == 1 else job or f"process {os.getpid()}",
+                )
+                engines.append(engine)
+        except BaseException:
+            for engine in engines:
+                engine.close(0.0)
+            raise
+        _engines[settings] = engines
+        # The engines have registered an end without patience. This is registered later, and so runs earlier.
         atexit.unregister(close_engines)
         atexit.register(close_engines)
     return _engines[settings]
@@ -73,15 +97,17 @@ def engine_for(config: LossyConfig) -> Engine:
 def engine_counters() -> Counter[str]:
     """Counters of the sockets of this process."""
     found: Counter[str] = Counter()
-    for engine in _engines.values():
-        found.update(engine.counters())
+    for engines in _engines.values():
+        for engine in engines:
+            found.update(engine.counters())
     return found
 
 
 def close_engines() -> None:
     """Close every channel and socket, once others have all sent data. Runs when the process ends, too."""
     while _engines:
-        _engines.popitem()[1].close()
+        for engine in _engines.popitem()[1]:
+            engine.close()
 
 
 def open_wire(
@@ -104,9 +130,24 @@ def open_wire(
     dist.broadcast_object_list(drawn, first, group)
     prefix = f"megatron_lossy/udp/{name}/{drawn[0]}"
     store = dist.distributed_c10d._get_default_store()
-    engine = engine_for(config)
+    engines = engines_for(config)
     alike = repr((dtypes, dist.get_process_group_ranks(group)))
-    open_channel = partial(engine.open, name, rank, len(members), store, prefix, alike=alike)
+
+    def open_channel(buckets: Buckets, **options: Any) -> Channel | Channels:
+        channels: list[Channel] = []
+        try:
+            for number, engine in enumerate(engines):
+                place = (name, prefix) if not number else (f"{name}, socket {number}", f"{prefix}/{number}")
+                opened = engine.open(place[0], rank, len(members), store, place[1], buckets, alike=alike, **options)
+                channels.append(opened)
+        except BaseException:
+            for channel in channels:
+                channel.close(0.0)
+            raise
+        return channels[0] if len(channels) == 1 else Channels(channels)
+
     code = Code(config.udp_fec_code, config.udp_fec_budget / 100)
     codes = dict.fromkeys(config.chosen(), code)
-    return UdpWire(networks, stream, members, rank, cut, dtypes, group, open_channel, config.udp_memory, codes)
+    return UdpWire(
+        networks, stream, members, rank, cut, dtypes, group, open_channel, config.udp_memory, codes, len(engines)
+    )

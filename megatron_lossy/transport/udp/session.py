@@ -13,7 +13,7 @@ from ...errors import UsageError
 from .packet import PHASES
 
 #: The version of the datagrams and of the entries in the store.
-PROTOCOL = 5
+PROTOCOL = 6
 #: For each phase and each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
 
@@ -43,6 +43,7 @@ class Hello:
     eager: int  # bytes that it keeps from each sender before it has posted
     window: int  # DATA from one sender that its buffer holds with ease
     limit: int  # DATA from one sender that its buffer holds at most
+    threads: int  # sockets of the process
 
     @property
     def where(self) -> str:
@@ -125,6 +126,7 @@ def _mac(key: bytes, *texts: bytes) -> bytes:
 _EQUAL = (
     ("protocol", "protocol version", "--transport udp"),
     ("size", "number of ranks", "--transport udp"),
+    ("threads", "number of sockets", "--udp-threads"),
     ("cipher", "cipher", "--udp-cipher"),
     ("packet_bytes", "bytes of a unit", "--packet-bytes"),
     ("buckets", "digest of buckets, dtypes and ranks", "--transport udp"),
