@@ -20,7 +20,7 @@ from .. import device
 from ..config import LossyConfig
 from ..errors import UsageError
 from ..exchange import Stream
-from ..transport import BucketSpec, LossyGroup
+from ..transport import BucketSpec, LossyGroup, settled
 from .found import Finding
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def examine_network(config: LossyConfig) -> list[Finding]:
     from ..transport.udp.process import engine_for
 
     try:
+        config = settled(config)
         engine = engine_for(config)
     except UsageError as error:
         return [Finding("network", "engine", "problem", str(error))]
