@@ -130,8 +130,8 @@ class CoreFlags(Flags):
             if split_model(model)[0] not in CHANNELS:
                 raise refuse("--loss-model", model, "must be one of " + ", ".join(CHANNELS))
         _ = self.ranks_of_node
-        if isinstance(self.packet_bytes, int) and self.packet_bytes < 1:
-            raise refuse("--packet-bytes", self.packet_bytes, "must be at least 1")
+        if self.packet_bytes != "auto" and not (isinstance(self.packet_bytes, int) and self.packet_bytes >= 1):
+            raise refuse("--packet-bytes", self.packet_bytes, "must be auto or at least 1")
         if self.delivery_log_bitmaps and self.delivery_log is None:
             raise refuse("--delivery-log-bitmaps", "on", "needs --delivery-log FOLDER")
         if self.delivery_log_chunk < 1:

@@ -99,7 +99,7 @@ def _paths(engine: Engine) -> list[Finding]:
         text = f"{counts['moved']} ranks are reached at another address than they have: address translation; answers find them"
         findings.append(Finding("network", "addresses", "ok", text))
     if counts["shortened"]:
-        text = "a path takes shorter datagrams only: lower --packet-bytes"
+        text = "a path takes shorter datagrams only: lower --packet-bytes, or auto"
         findings.append(Finding("network", "packets on the way", "warning", text))
     return findings
 

@@ -400,7 +400,7 @@ class Channel:
             engine.promise()
         self._lib.ml_open(self._channel)
         try:
-            proofs = all_values(store, f"{prefix}/opened", rank, size, secrets.proof(rank))
+            proofs = _all(store, f"{prefix}/opened", rank, size, secrets.proof(rank))
             secrets.check(proofs)
             self._reach(store, prefix)
         except BaseException:
@@ -433,7 +433,7 @@ class Channel:
             window=window,
             limit=limit,
         )
-        texts = all_values(store, f"{prefix}/hello", self.rank, self.size, hello.encode())
+        texts = _all(store, f"{prefix}/hello", self.rank, self.size, hello.encode())
         hellos = [session.Hello.decode(text, rank, self.name) for rank, text in enumerate(texts)]
         hellos[self.rank] = hello  # not the stored copy: a writer to the store could bring back an old random
         session.check_agreement(self.name, hellos, settings.key)
@@ -471,7 +471,7 @@ class Channel:
         while time.monotonic() < until and any(self._lib.ml_probed(self._channel, peer) != 3 for peer in self.peers):
             time.sleep(0.001)
         heard = [r not in self.peers or bool(self._lib.ml_probed(self._channel, r) & 1) for r in range(self.size)]
-        rows = all_values(store, f"{prefix}/heard", self.rank, self.size, bytes(heard))
+        rows = _all(store, f"{prefix}/heard", self.rank, self.size, bytes(heard))
         session.check_reached(self.name, self.hellos, [[bool(x) for x in row] for row in rows], self._engine.datagram)
 
     @contextmanager
@@ -911,7 +911,7 @@ def _first_draws(store: session.Store, key: str, rank: int) -> bytes:
     return store.get(key)
 
 
-def all_values(store: session.Store, key: str, rank: int, size: int, value: bytes) -> list[bytes]:
+def _all(store: session.Store, key: str, rank: int, size: int, value: bytes) -> list[bytes]:
     """The values of all ranks under ``key``."""
     store.set(f"{key}/{rank}", value)
     return [bytes(store.get(f"{key}/{other}")) for other in range(size)]

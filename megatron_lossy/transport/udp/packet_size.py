@@ -28,7 +28,6 @@ from ...config.transport import UDP_PACKET_BYTES, UDP_PACKETS
 from ...device.attempt import attempt_store
 from ...errors import refuse
 from .address import find_address, mtu_of, resolve
-from .engine import all_values
 from .packet import overhead
 
 logger = logging.getLogger(__name__)
@@ -45,6 +44,8 @@ _LONGEST = 65_535
 #: Options that say whether routers may cut datagrams, and the value for never, whatever the kernel knows of the path.
 _DISCOVERY, _PROBE = {socket.AF_INET: (socket.IPPROTO_IP, 10), socket.AF_INET6: (socket.IPPROTO_IPV6, 23)}, 3
 _TIMEOUT = timedelta(minutes=10)
+#: What may pass between the first rank and the last, once all have found each other.
+_TOGETHER = timedelta(seconds=60)
 
 _agreed: dict[tuple[Any, ...], int] = {}
 _stores: list[Any] = []  # whose servers other ranks may still read
@@ -71,8 +72,14 @@ def _agree(config: LossyConfig) -> int:
             "mtu": mtu_of(address) or 1500,
             "drawn": os.urandom(8).hex(),
         }
-        texts = all_values(store, f"{prefix}/place", rank, size, json.dumps(place).encode())
-        places = [json.loads(text) for text in texts]
+        store.set(f"{prefix}/place/{rank}", json.dumps(place))
+        keys = [f"{prefix}/place/{other}" for other in range(size)]
+        try:
+            store.wait(keys, _TOGETHER)
+        except dist.DistStoreError:
+            why = f"not all ranks came to agree within {_TOGETHER.seconds} s: all must have it, or the same number"
+            raise refuse("--packet-bytes", "auto", why) from None
+        places = [json.loads(store.get(key)) for key in keys]
         mtu = min(one["mtu"] for one in places)
         lengths = candidates(mtu, overhead(config.udp_cipher) + (48 if ":" in address else 28))
         first: dict[str, int] = {}
