@@ -111,7 +111,12 @@ def number(text: str) -> int | float:
 
 def number_or_auto(text: str) -> int | str:
     """A whole number, or ``auto``."""
-    return text if text == "auto" else int(text)
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number or auto, not {text!r}") from None
 
 
 def in_unit_interval(name: str, value: float) -> None:

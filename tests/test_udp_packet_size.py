@@ -22,7 +22,7 @@ from megatron_lossy.delivery_log.reader import DeliveryLogFolder
 from megatron_lossy.errors import UsageError
 from megatron_lossy.transport.udp import packet_size
 from megatron_lossy.transport.udp.packet_size import AGAIN, ENOUGH, PATIENCE, Search, candidates, choose
-from tests.programs import run_program
+from tests.programs import Program, rank_environments, run_program
 from tests.test_lab import needs_lab
 from tests.trainer import TINY, as_flags, read_records, run_module, write_data
 
@@ -131,7 +131,7 @@ def test_a_loop_of_ones_own_has_to_settle_it():
 
 def test_other_words_are_refused():
     done = run_program("megatron_lossy.train", "--packet-bytes", "most")
-    assert done.returncode == 2 and "--packet-bytes" in done.stderr
+    assert done.returncode == 2 and "--packet-bytes: must be a whole number or auto, not 'most'" in done.stderr
 
 
 def test_a_packet_of_messages_follows_it(monkeypatch):
@@ -259,3 +259,14 @@ def test_a_run_is_one_with_the_number(run, tmp_path):
     }
     for text, done in refused.items():
         assert done.returncode and text in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_who_has_a_number_where_others_have_auto_is_told_so():
+    ranks = [
+        Program("megatron_lossy", "doctor", "--transport", "udp", "--packet-bytes", size, **environment)
+        for size, environment in zip(("auto", 1408), rank_environments(2), strict=True)
+    ]
+    said, _ = ranks[0].communicate()
+    assert "--packet-bytes auto: not all ranks came to agree within 60 s: all must have it, or the same number" in said
+    ranks[1].communicate(300)
