@@ -140,7 +140,7 @@ def choose(lengths: Sequence[int], ways: Mapping[tuple[int, int], int]) -> tuple
 
 
 class Search:
-    """What to send on a way, and when, to learn which of ``lengths``, rising, come. Times are in seconds."""
+    """The search on one way for the longest of ``lengths``, rising, that comes. Times are in seconds."""
 
     def __init__(self, lengths: Sequence[int], now: float) -> None:
         self._lengths = lengths
