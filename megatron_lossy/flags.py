@@ -109,6 +109,16 @@ def number(text: str) -> int | float:
     return int(value) if value.is_integer() else value
 
 
+def number_or_auto(text: str) -> int | str:
+    """A whole number, or ``auto``."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number or auto, not {text!r}") from None
+
+
 def in_unit_interval(name: str, value: float) -> None:
     """Raise :class:`UsageError` unless ``value`` of the flag ``name`` is in [0, 1)."""
     if not 0 <= value < 1:  # NaN fails too

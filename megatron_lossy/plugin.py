@@ -89,6 +89,9 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
     :class:`UsageError` for another ``config``, and for a Megatron that is not supported or not as expected.
     """
     global _lossy
+    from .transport import settled
+
+    config = settled(config)
     if _lossy is not None:
         if _lossy.config != config:
             raise UsageError("the loss flags changed after the hooks were installed with others")

@@ -242,6 +242,16 @@ def test_over_datagrams_every_digit_is_that_of_the_same_losses_in_pieces(megatro
     assert done.stdout.count("udp, rank 0, all: sent") == done.stdout.count("udp, rank 1, all: sent") == 1
 
 
+@pytest.mark.shows("datagrams: packets as long as all paths carry", device=False)
+def test_packets_as_long_as_the_paths_carry_are_those_of_a_run_with_their_number(megatron_lm):
+    flags = [*LOSS, "--packet-bytes"]
+    pieces, done = pretrain(megatron_lm, *flags, 8896, "--transport", "pieces")
+    assert done.returncode == 0 and len(pieces) == 24, done.stderr[-3000:]
+    udp, done = pretrain(megatron_lm, *flags, "auto", "--transport", "udp")
+    assert udp == pieces, done.stderr[-3000:]
+    assert done.stdout.count("udp: --packet-bytes auto takes 8896: ") == 1 and "packet of 8896 bytes" in done.stdout
+
+
 @pytest.mark.shows("monitors in Megatron's log and TensorBoard")
 def test_monitors_write_to_megatrons_log_and_tensorboard(megatron_lm, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..errors import refuse
-from ..flags import check_choice, flag, flag_name, in_unit_interval
+from ..flags import check_choice, flag, flag_name, in_unit_interval, number_or_auto
 from ..registry import CHANNELS
 from ..section import Flags
 from .phases import PHASES, split_model
@@ -66,11 +66,13 @@ class CoreFlags(Flags):
         choices=("shard", "bucket", "packet"),
         basic=True,
     )
-    packet_bytes: int = flag(
+    #: A number, or "auto" until ranks have agreed on one (:func:`megatron_lossy.transport.settled`).
+    packet_bytes: int | str = flag(
         None,
-        "packet: payload bytes of a packet, in the dtype that crosses the wire; default 4096, with --transport udp 1408",
-        type=int,
-        metavar="BYTES",
+        "packet: payload bytes of a packet, in the dtype that crosses the wire; default 4096, with --transport udp 1408; auto "
+        "(udp): the most that the paths between all hosts carry, up to 8896, found before the run",
+        type=number_or_auto,
+        metavar="{BYTES,auto}",
         basic=True,
     )
     loss_seed: int = flag(1234, "seed of all loss draws, 0 to 2^64 - 1", metavar="SEED", basic=True)
@@ -128,8 +130,8 @@ class CoreFlags(Flags):
             if split_model(model)[0] not in CHANNELS:
                 raise refuse("--loss-model", model, "must be one of " + ", ".join(CHANNELS))
         _ = self.ranks_of_node
-        if self.packet_bytes < 1:
-            raise refuse("--packet-bytes", self.packet_bytes, "must be at least 1")
+        if self.packet_bytes != "auto" and not (isinstance(self.packet_bytes, int) and self.packet_bytes >= 1):
+            raise refuse("--packet-bytes", self.packet_bytes, "must be auto or at least 1")
         if self.delivery_log_bitmaps and self.delivery_log is None:
             raise refuse("--delivery-log-bitmaps", "on", "needs --delivery-log FOLDER")
         if self.delivery_log_chunk < 1:

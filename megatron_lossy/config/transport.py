@@ -13,6 +13,8 @@ from ..section import Flags
 
 #: Payload of a datagram: with 28 bytes of header, 16 of authentication and 48 of UDP and IPv6, 1,500 bytes.
 UDP_PACKET_BYTES = 1408
+#: The least and the most of ``--packet-bytes auto``: of an MTU of 576 bytes, and of jumbo frames of 9,000.
+UDP_PACKETS = 448, 8896
 #: The least payload that holds a part of a report of lost packets.
 UDP_REPORT_BYTES = 16
 #: Windows that page-locked memory has room for: the network must not wait for a copy.
@@ -140,10 +142,13 @@ class TransportFlags(Flags):
     def draws(self) -> bool:
         return self.transport != "torch"
 
-    def check(self) -> None:
+    def check(self: Any) -> None:
         for name in ("transport", "udp_rate_control", "udp_cipher"):
             check_choice(self, name)
         if self.transport != "udp":
+            if self.packet_bytes == "auto":
+                why = "needs --transport udp; with others, as in a replay of its log, give the number"
+                raise refuse("--packet-bytes", "auto", why)
             for own in fields(TransportFlags):
                 if own.name != "transport":
                     refuse_unused(self, own.name, "needs --transport udp")
@@ -200,7 +205,12 @@ class TransportFlags(Flags):
 
     def udp_least_memory(self: Any, size: int) -> int:
         """The least ``--udp-memory`` for a group of ``size`` ranks: windows of a packet to and from each of them."""
-        return UDP_WINDOWS * 2 * size * self.packet_bytes
+        return UDP_WINDOWS * 2 * size * self.packet_range[1]
+
+    @property
+    def packet_range(self: Any) -> tuple[int, int]:
+        """The least and the most that ``--packet-bytes`` is or may become."""
+        return UDP_PACKETS if self.packet_bytes == "auto" else (self.packet_bytes, self.packet_bytes)
 
     @property
     def udp_bytes_per_second(self) -> float | None:

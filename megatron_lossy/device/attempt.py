@@ -20,16 +20,20 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 _KEY = "megatron_lossy/attempt"
+_names: list[str] = []  # of this process's stores; all below the first, which its attempt has
 
 
 def attempt_store(rank: int, ranks: int, timeout: timedelta) -> torch.distributed.Store:
-    """The store of the launched ranks of this attempt. A collective call of all; they give up after ``timeout``."""
+    """A new store of the launched ranks of this attempt. A collective call of all; they give up after ``timeout``."""
     store, *_ = next(rendezvous("env://", rank, ranks, timeout=timeout))
     store.set_timeout(timeout)
     if not _outlives_ranks():
         return store
-    name = _name_attempt(store, ranks, timeout) if rank == 0 else _learn_name(store, rank, timeout)
-    return torch.distributed.PrefixStore(f"{_KEY}/{name}", store)
+    if not _names:
+        _names.append(_name_attempt(store, ranks, timeout) if rank == 0 else _learn_name(store, rank, timeout))
+    else:
+        _names.append(f"{_names[0]}/{len(_names)}")
+    return torch.distributed.PrefixStore(f"{_KEY}/{_names[-1]}", store)
 
 
 def with_attempt_store(options: dict[str, Any]) -> dict[str, Any]:

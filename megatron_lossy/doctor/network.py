@@ -20,7 +20,7 @@ from .. import device
 from ..config import LossyConfig
 from ..errors import UsageError
 from ..exchange import Stream
-from ..transport import BucketSpec, LossyGroup
+from ..transport import BucketSpec, LossyGroup, settled
 from .found import Finding
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def examine_network(config: LossyConfig) -> list[Finding]:
     from ..transport.udp.process import engine_for
 
     try:
+        config = settled(config)
         engine = engine_for(config)
     except UsageError as error:
         return [Finding("network", "engine", "problem", str(error))]
@@ -98,7 +99,7 @@ def _paths(engine: Engine) -> list[Finding]:
         text = f"{counts['moved']} ranks are reached at another address than they have: address translation; answers find them"
         findings.append(Finding("network", "addresses", "ok", text))
     if counts["shortened"]:
-        text = "a path takes shorter datagrams only: lower --packet-bytes"
+        text = "a path takes shorter datagrams only: lower --packet-bytes, or auto"
         findings.append(Finding("network", "packets on the way", "warning", text))
     return findings
 

@@ -13,6 +13,7 @@ from ..config import LossyConfig
 from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..errors import refuse
+from ..transport import settled
 from .arguments import (
     check_called_once,
     check_groups,
@@ -70,6 +71,7 @@ def make_lossy(
         raise refuse("model", type(model).__name__, "must be a torch.nn.Module")
     check_process_group()
     check_called_once(model, _runs)
+    flags = settled(flags)
     if replicate not in ("all-reduce", "islands"):
         raise refuse("replicate", replicate, "must be all-reduce or islands")
     if flags.jobs().several != (replicate == "islands"):

@@ -70,7 +70,7 @@ CORE = Section(
             when=lambda config, facts: (
                 config.loss_unit == "packet"
                 and not config.lossless
-                and config.packet_bytes < _largest_element(config, facts)
+                and config.packet_range[0] < _largest_element(config, facts)
             ),
         ),
         Row(

@@ -26,6 +26,7 @@ from ..flags import identity
 from ..jobs import World
 from ..registry import MECHANISMS
 from ..run import Run
+from ..transport import settled
 from . import parallel
 from .build import build_run, build_workers
 from .checkpoint import Checkpoints
@@ -61,6 +62,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     ranks = launched_ranks()
     config.check_world(ranks)
     check_flags(config, lossy_config, ranks)
+    lossy_config = settled(lossy_config)
     launched: World | None = None
     if not config.virtual_workers:
         launched = MECHANISMS.first("world", lossy_config, config.seed)

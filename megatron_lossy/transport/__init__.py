@@ -1,7 +1,7 @@
 """Transports of exchanges: lossy reduce-scatter and all-gather over a torch process group, with or without Megatron."""
 
 from .base import Transfer, Wire
-from .choice import BucketSpec, cut_buckets, wire_for
+from .choice import BucketSpec, cut_buckets, settled, wire_for
 from .group import LossyGroup
 from .in_memory import LossyWorkers
 from .network import Network, check_channels, check_key_file, check_owners, check_ranks, find_nodes
@@ -23,5 +23,6 @@ __all__ = [
     "find_nodes",
     "lossy_all_gather",
     "lossy_reduce_scatter",
+    "settled",
     "wire_for",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..config import PHASES, LossyConfig
+from ..errors import refuse
 from ..exchange import BucketUnits, Stream, cut
 from ..recovery import GradRecovery, Stale
 from ..registry import GRAD_RECOVERIES, MECHANISMS
@@ -33,6 +35,15 @@ class BucketSpec:
     def shard_of(self, phase: str) -> int:
         """Elements of a shard in ``phase``."""
         return self.shard if phase == "grad" or self.param_shard is None else self.param_shard
+
+
+def settled(config: LossyConfig) -> LossyConfig:
+    """``config`` with the number that ranks agree on for ``--packet-bytes auto``; else as it is. A collective call of all."""
+    if config.packet_bytes != "auto":
+        return config
+    from .udp.packet_size import agreed
+
+    return dataclasses.replace(config, packet_bytes=agreed(config))
 
 
 def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str, list[BucketUnits]]:
@@ -78,6 +89,9 @@ def wire_for(
     :class:`UsageError` if the channel cannot serve the group or a packet holds no element.
     """
     check_owners(config)
+    if config.packet_bytes == "auto":
+        why = "ranks have to agree on a number first: config = megatron_lossy.transport.settled(config), on all of them"
+        raise refuse("--packet-bytes", "auto", why)
     parts = cut_buckets(config, buckets)
     check_links(networks, stream, parts, len(members), steps)
     if config.transport == "pieces":

@@ -72,8 +72,9 @@ class BoundaryFlags(Flags):
     )
 
     def resolve(self) -> None:
-        if self.act_packet_bytes is None:
-            object.__setattr__(self, "act_packet_bytes", self.packet_bytes if self.act_transport == "udp" else 4096)
+        own = self.packet_bytes if self.act_transport == "udp" else 4096
+        if self.act_packet_bytes is None and own != "auto":  # which ranks will agree on
+            object.__setattr__(self, "act_packet_bytes", own)
 
     def check(self) -> None:
         for name in ("act_retransmit", "act_transport"):
@@ -82,7 +83,7 @@ class BoundaryFlags(Flags):
             in_unit_interval(flag_name(BoundaryFlags, name), getattr(self, name))
         if not 0 <= self.act_high_depth <= 1:
             raise refuse("--act-high-depth", self.act_high_depth, "must be in [0, 1]")
-        if self.act_packet_bytes < 1:
+        if self.act_packet_bytes is not None and self.act_packet_bytes < 1:
             raise refuse("--act-packet-bytes", self.act_packet_bytes, "must be at least 1")
         for name in ("act_fec_high", "act_fec_low"):
             block, parity, share = getattr(self, name)

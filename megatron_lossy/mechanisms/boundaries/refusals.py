@@ -65,13 +65,15 @@ BOUNDARIES = Section(
             flag="--packet-bytes",
             beside="--act-transport udp",
             why=f"must be at least {UDP_REPORT_BYTES} with --act-transport udp",
-            when=lambda config, facts: config.act_transport == "udp" and config.packet_bytes < UDP_REPORT_BYTES,
+            when=lambda config, facts: config.act_transport == "udp" and config.packet_range[0] < UDP_REPORT_BYTES,
         ),
         Row(
             flag="--act-packet-bytes",
             beside="--act-transport udp",
             why="must be at most --packet-bytes ({config.packet_bytes}) with --act-transport udp, where it is a datagram",
-            when=lambda config, facts: config.act_transport == "udp" and config.act_packet_bytes > config.packet_bytes,
+            when=lambda config, facts: (
+                config.act_transport == "udp" and above(config.act_packet_bytes, config.packet_range[1])
+            ),
         ),
         Row(
             flag=_LOSING,
@@ -150,7 +152,8 @@ BOUNDARIES = Section(
             beside="the type of messages",
             why="must hold at least one element of {facts.message_bytes} bytes",
             when=lambda config, facts: (
-                config.loses_at_boundaries and above(facts.message_bytes, config.act_packet_bytes)
+                config.loses_at_boundaries
+                and above(facts.message_bytes, config.act_packet_bytes or config.packet_range[0])
             ),
         ),
         Row(

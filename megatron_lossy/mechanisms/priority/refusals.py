@@ -76,7 +76,7 @@ PRIORITY = Section(
             flag="--packet-bytes",
             beside="--transport udp and --grad-priority or error-feedback",
             why=f"must be at least {UDP_REPORT_BYTES} with --grad-priority over UDP",
-            when=lambda config, facts: _over_udp(config) and config.packet_bytes < UDP_REPORT_BYTES,
+            when=lambda config, facts: _over_udp(config) and config.packet_range[0] < UDP_REPORT_BYTES,
         ),
         Row(
             flag="--param-priority",
@@ -89,7 +89,7 @@ PRIORITY = Section(
             flag="--packet-bytes",
             beside="--transport udp and --param-priority",
             why=f"must be at least {UDP_REPORT_BYTES} with --param-priority over UDP",
-            when=lambda config, facts: _changed_over_udp(config) and config.packet_bytes < UDP_REPORT_BYTES,
+            when=lambda config, facts: _changed_over_udp(config) and config.packet_range[0] < UDP_REPORT_BYTES,
         ),
         Row(
             flag="--param-priority",

@@ -1,0 +1,272 @@
+"""``--packet-bytes auto``: ranks agree on the longest packets that all paths carry, and the run is one with that number."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.lab import Lab, Link
+from megatron_lossy import transport
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.config.transport import UDP_PACKET_BYTES, UDP_PACKETS
+from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+from megatron_lossy.errors import UsageError
+from megatron_lossy.transport.udp import packet_size
+from megatron_lossy.transport.udp.packet_size import AGAIN, ENOUGH, PATIENCE, Search, candidates, choose
+from tests.programs import Program, rank_environments, run_program
+from tests.test_lab import needs_lab
+from tests.trainer import TINY, as_flags, read_records, run_module, write_data
+
+pytestmark = pytest.mark.shows("datagrams: packets as long as all paths carry", device=False)
+
+ROOT = Path(__file__).parents[1]
+AUTO = {"transport": "udp", "packet_bytes": "auto"}
+#: Header and tag of a datagram, and those of UDP and IP.
+HEADERS = {4: 28 + 16 + 28, 6: 28 + 16 + 48}
+
+
+# ---- what is tried, what is learned, what is taken ----
+
+
+@given(mtu=st.integers(68, 70_000), version=st.sampled_from([4, 6]))
+def test_what_is_tried_fits_the_interface_and_is_as_long_as_that_takes(mtu, version):
+    least, most = UDP_PACKETS
+    lengths = candidates(mtu, HEADERS[version])
+    assert lengths == sorted(set(lengths)) and all(n % 64 == 0 and least <= n <= most for n in lengths)
+    fits = (mtu - HEADERS[version]) // 64 * 64
+    assert lengths[-1] == min(max(fits, least), most)
+
+
+@pytest.mark.parametrize(
+    ("mtu", "version", "taken"), [(9000, 4, 8896), (9001, 6, 8896), (1500, 4, 1408), (1500, 6, 1408), (1280, 6, 1152)]
+)
+def test_of_common_interfaces(mtu, version, taken):
+    assert candidates(mtu, HEADERS[version])[-1] == taken
+
+
+@given(data=st.data())
+def test_the_longest_that_comes_on_all_ways_is_taken(data):
+    lengths = candidates(data.draw(st.integers(600, 9500)), HEADERS[4])
+    ways = {
+        pair: data.draw(st.sampled_from([0, *lengths]))
+        for pair in itertools.permutations(range(data.draw(st.integers(1, 4))), 2)
+    }
+    taken, worst = choose(lengths, ways)
+    known = [most for most in ways.values() if most]
+    assert taken in lengths
+    if known:
+        assert taken == min(known)
+    else:
+        assert taken == (lengths[-1] if not ways else max(n for n in lengths if n <= UDP_PACKET_BYTES))
+    assert (worst is None) == (taken == lengths[-1] or not known)
+    assert worst is None or ways[worst] == taken
+
+
+def search(lengths, most, lost, delay, seed):
+    """What a search learns on a way that carries ``most``, and loses a share of what is sent and of answers; and when."""
+    draws, now, came, answers, bytes_sent = random.Random(seed), 0.0, 0, [], 0
+    one = Search(lengths, now)
+    while not one.over(now):
+        for length in one.due(now):
+            bytes_sent += length
+            if length <= most and draws.random() >= lost:
+                came = max(came, length)
+                if draws.random() >= lost:
+                    answers.append((now + delay, came))
+        now += AGAIN / 5
+        for at, length in answers:
+            if at <= now:
+                one.heard(length, now)
+        answers = [answer for answer in answers if answer[0] > now]
+    assert one.due(now) == []
+    return one.passed, now, bytes_sent
+
+
+@given(
+    mtu=st.integers(600, 9500),
+    most=st.integers(448, 9500),
+    lost=st.floats(0, 0.3),
+    delay=st.floats(0, 0.4),
+    seed=st.integers(0, 2**32),
+)
+def test_a_search_finds_what_a_way_carries_whatever_it_loses(mtu, most, lost, delay, seed):
+    lengths = candidates(mtu, HEADERS[4])
+    passed, took, bytes_sent = search(lengths, most, lost, delay, seed)
+    carried = max(n for n in lengths if n <= most)
+    assert passed == carried
+    # It ends as soon as the longest came, or a while after the last longer one did, of which there are few.
+    assert took <= len(lengths) * (delay + 20 * AGAIN) + ENOUGH
+    assert bytes_sent < 2_000_000
+
+
+def test_a_way_on_which_nothing_comes_is_given_up():
+    passed, took, _ = search(candidates(1500, HEADERS[4]), 0, 0.0, 0.01, 1)
+    assert passed == 0 and PATIENCE <= took < PATIENCE + AGAIN
+
+
+# ---- where it cannot be ----
+
+
+@pytest.mark.parametrize("name", ["torch", "pieces"])
+def test_other_transports_refuse_it(name):
+    with pytest.raises(UsageError, match="--packet-bytes auto: needs --transport udp; with others, as in a replay"):
+        LossyConfig(transport=name, packet_bytes="auto", loss_unit="packet")
+
+
+def test_a_loop_of_ones_own_has_to_settle_it():
+    with pytest.raises(
+        UsageError, match=r"--packet-bytes auto: ranks have to agree .* megatron_lossy.transport.settled"
+    ):
+        transport.wire_for(LossyConfig(**AUTO), [], {}, range(2), 0, None, None, None)
+
+
+def test_other_words_are_refused():
+    done = run_program("megatron_lossy.train", "--packet-bytes", "most")
+    assert done.returncode == 2 and "--packet-bytes: must be a whole number or auto, not 'most'" in done.stderr
+
+
+def test_a_packet_of_messages_follows_it(monkeypatch):
+    """What depends on the number is worked out when it is known; what was given is compared with it."""
+    monkeypatch.setattr(packet_size, "agreed", lambda _: 1152)
+    settled = transport.settled(LossyConfig(**AUTO, act_transport="udp"))
+    assert (settled.packet_bytes, settled.act_packet_bytes) == (1152, 1152)
+    assert settled == LossyConfig(transport="udp", packet_bytes=1152, act_transport="udp")
+    with pytest.raises(UsageError, match=r"--act-packet-bytes 1408: must be at most --packet-bytes \(1152\)"):
+        transport.settled(LossyConfig(**AUTO, act_transport="udp", act_packet_bytes=1408))
+    with pytest.raises(UsageError, match="--act-packet-bytes 9000"):
+        LossyConfig(**AUTO, act_transport="udp", act_packet_bytes=9000)
+
+
+# ---- real sockets and interfaces ----
+
+
+def agree(lab, nodes):
+    """What ranks on ``nodes`` find, each with its JSON, and what they log."""
+    local = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+    ranks = [
+        lab.start(
+            node,
+            [sys.executable, "-m", "tests.udp_packet_size", "lab0"],
+            cwd=ROOT,
+            env=os.environ
+            | {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local[rank]),
+                "WORLD_SIZE": str(len(nodes)),
+                "PYTHONPATH": str(ROOT),
+            }
+            | {"MASTER_ADDR": lab.address(0), "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lab0"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, node in enumerate(nodes)
+    ]
+    said = [rank.communicate(timeout=150) for rank in ranks]
+    return [json.loads(out) if rank.returncode == 0 else None for rank, (out, _) in zip(ranks, said)], "".join(
+        error for _, error in said
+    )
+
+
+@pytest.mark.parametrize(("mtu", "taken"), [(9000, 8896), (1500, 1408), (1280, 1152)])
+@needs_lab
+def test_interfaces_of_two_hosts(mtu, taken):
+    with Lab(None, mtu=9000) as lab:
+        lab.nodes[1].ip(f"link set lab0 mtu {mtu}")
+        found, said = agree(lab, [0, 0, 1])  # two ranks on one of them
+    assert [one["packet"] for one in found] == [taken] * 3 and all(one["whole"] for one in found)
+    assert said.count(f"udp: --packet-bytes auto takes {taken}: the least MTU of the interfaces is {mtu:,}\n") == 1
+
+
+@needs_lab
+def test_a_tunnel_between_jumbo_frames_that_loses():
+    """What is too long vanishes without a word, and so does a tenth of all else; one direction alone is enough."""
+    with Lab(Link(delay=0.005, loss=0.1), mtu=9000) as lab:
+        lab.set(Link(delay=0.005, loss=0.1, mtu=1480), 0, 1)
+        found, said = agree(lab, [0, 1])
+    assert [one["packet"] for one in found] == [1408] * 2
+    text = "takes 1408: longer ones do not come from 10.77.0.1 to 10.77.0.2; the least MTU of the interfaces is 9,000\n"
+    assert said.count(text) == 1
+
+
+@needs_lab
+def test_hosts_that_no_datagram_reaches_are_named_as_ever():
+    with Lab(Link(mtu=400), mtu=1500) as lab:
+        lab.sysctl("net.ipv4.tcp_mtu_probing", 2)
+        lab.sysctl("net.ipv4.tcp_base_mss", 256)
+        for node in lab.nodes:
+            node.ip(f"route change 10.77.0.0/24 dev lab0 src {node.address} advmss 256")
+        found, said = agree(lab, [0, 1])
+    assert found == [None, None]
+    assert "does not get UDP datagrams of 1,452 bytes from rank" in said and "a firewall, or an MTU below" in said
+
+
+# ---- a run ----
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run_program, marks=pytest.mark.programs, id="a store of rank 0"),
+        pytest.param(run_module, marks=pytest.mark.slow, id="a store of torchrun"),
+    ],
+)
+def test_a_run_is_one_with_the_number(run, tmp_path):
+    """Its description, its log, its folder and its replay have the number; with another one it does not go on."""
+    write_data(0, str(tmp_path))
+    data = {"data_path": (str(tmp_path / "train"),), "valid_data_path": (str(tmp_path / "valid"),)}
+    udp = {"transport": "udp", "p_grad": 0.3, "p_param": 0.3, "delivery_log": str(tmp_path / "log")}
+    folders = {name: str(tmp_path / "run") for name in ("save", "metrics_dir")} | {"save_interval": 8}
+
+    def train(loss, **more):
+        words = as_flags(TINY | data | {"train_iters": 8} | more | loss)
+        return run("megatron_lossy.train", *words, ranks=2)
+
+    first = train(udp | {"packet_bytes": "auto"}, **folders)
+    assert first.returncode == 0, first.stderr
+    assert "packet of 8896 bytes" in first.stdout and "udp: --packet-bytes auto takes 8896: " in first.stderr
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["loss"]["packet_bytes"] == 8896
+    assert {file.meta.config.packet_bytes for file in DeliveryLogFolder(tmp_path / "log").files} == {8896}
+
+    trace = {"loss_model": ("trace",), "trace": str(tmp_path / "log"), "transport": "pieces", "loss_unit": "packet"}
+    again = train(trace | {"packet_bytes": 8896}, metrics_dir=str(tmp_path / "again"))
+    assert again.returncode == 0, again.stderr
+    losses = [
+        [(record["lm loss"], record["grad norm"]) for record in read_records(tmp_path / name, "train")]
+        for name in ("run", "again")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    refused = {
+        "--packet-bytes auto: needs --transport udp; with others, as in a replay of its log, give the number": train(
+            trace | {"packet_bytes": "auto"}, metrics_dir=str(tmp_path / "none")
+        ),
+        f"--packet-bytes 1408: the run recorded in --trace {tmp_path}/log had 8896": train(
+            trace | {"packet_bytes": 1408}, metrics_dir=str(tmp_path / "none")
+        ),
+        "--packet-bytes was 8896 there and is 1408 here": train(udp, **folders, load=folders["save"]),
+        "holds a run with these settings; --load it as well to continue": train(
+            udp | {"packet_bytes": "auto"}, **folders
+        ),
+    }
+    for text, done in refused.items():
+        assert done.returncode and text in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_who_has_a_number_where_others_have_auto_is_told_so():
+    ranks = [
+        Program("megatron_lossy", "doctor", "--transport", "udp", "--packet-bytes", size, **environment)
+        for size, environment in zip(("auto", 1408), rank_environments(2), strict=True)
+    ]
+    said, _ = ranks[0].communicate()
+    assert "--packet-bytes auto: not all ranks came to agree within 60 s: all must have it, or the same number" in said
+    ranks[1].communicate(300)
