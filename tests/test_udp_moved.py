@@ -55,6 +55,15 @@ def test_a_process_that_moves_is_followed(who):
         assert exchange(network, 4).all() and sum(moved(network)) == 2
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_who_is_behind_a_translator_is_followed_from_the_beginning(who):
+    """Nothing comes where it said that it is; it speaks first."""
+    with world() as network:
+        network.addresses[who] = 100
+        exchange(network, 0)
+        assert exchange(network, 1).all() and sum(moved(network)) == 1
+
+
 def test_it_is_followed_while_it_is_silent_but_for_signs_of_life():
     with world() as network:
         exchange(network, 0)
