@@ -179,7 +179,7 @@ def plot(kept: Kept, path: Path) -> None:
         axes.set_title(f"One {CONTROLS[control]} flow beside", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("what it keeps of what it has alone (%)")
-    figure.axes[0].legend(frameon=False, loc="upper left", fontsize=9)
+    figure.axes[-1].legend(frameon=False, loc="lower left", fontsize=9)
     figure.savefig(path, dpi=150)
 
 
