@@ -44,7 +44,7 @@ class TransportFlags(Flags):
     )
     udp_port: int = flag(
         0,
-        "udp: port of local rank 0, the next ones for the others; 0 takes free ones",
+        "udp: port of local rank 0, the next are the others'; 0 takes free ones",
         metavar="BASE",
         incidental=True,
         basic=True,
