@@ -20,7 +20,7 @@ pytestmark = pytest.mark.shows("keys of a channel; a store that others write to"
 HELLOS = [
     session.Hello(
         address="127.0.0.1", port=1000 + rank, instance=f"{rank:016x}", random=f"{rank + 1:032x}", proof="", buckets="b",
-        size=3, protocol=session.PROTOCOL, packet_bytes=1408, cipher="aes-128-gcm", eager=1, window=2, limit=3, threads=1,
+        size=3, protocol=session.PROTOCOL, packet_bytes=1408, cipher="aes-128-gcm", eager=1, window=2, limit=3, threads=1, others=[],
     )
     for rank in range(3)
 ]  # fmt: skip
