@@ -1,4 +1,4 @@
-"""What a rendezvous answers."""
+"""A place where launches find each other."""
 
 from __future__ import annotations
 
