@@ -41,6 +41,18 @@ def test_keys_are_those_of_the_description():
     assert session.Secrets("dense", 77, HELLOS, SECRET).key(2, 0) == mac(extracted, info + b"\x01")[:16]
 
 
+def test_ranks_have_as_many_interfaces():
+    hellos = [dataclasses.replace(hello, proof=session.prove(None, hello.random)) for hello in HELLOS]
+    hellos[2] = dataclasses.replace(hellos[2], others=["127.0.0.2"])
+    with pytest.raises(UsageError, match=r"--udp-interface: rank 0 of dense has 1 and rank 2 2: all must have as many"):
+        session.check_agreement("dense", hellos, None)
+    hellos = [dataclasses.replace(hello, others=["127.0.0.2"]) for hello in hellos]
+    session.check_agreement("dense", hellos, None)
+    hellos[1] = dataclasses.replace(hellos[1], others=["::1"])
+    with pytest.raises(UsageError, match="all must be IPv4 or all IPv6"):
+        session.check_agreement("dense", hellos, None)
+
+
 def test_ranks_have_the_same_number_of_sockets():
     hellos = [dataclasses.replace(hello, proof=session.prove(None, hello.random)) for hello in HELLOS]
     session.check_agreement("dense", hellos, None)

@@ -142,6 +142,12 @@ def check_agreement(name: str, hellos: Sequence[Hello], file_key: bytes | None) 
             mine, theirs = getattr(first, field), getattr(hello, field)
             if mine != theirs:
                 raise UsageError(f"{flag}: {what} of {name} is {mine} on rank 0 and {theirs} on rank {rank}")
+        if len(hello.others) != len(first.others):
+            counts = 1 + len(first.others), 1 + len(hello.others)
+            raise UsageError(
+                f"--udp-interface: rank 0 of {name} has {counts[0]} and rank {rank} {counts[1]}: all must have as many, and sockets of "
+                "the same number be on the same network"
+            )
         for address in (hello.address, *hello.others):
             if (":" in address) != (":" in first.address):
                 raise UsageError(
