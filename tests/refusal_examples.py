@@ -15,6 +15,7 @@ FIRST = PACKETS | {"grad_priority": "packet-mean"}
 CHANGED = PACKETS | {"param_priority": "change"}
 FEEDBACK = UDP | {"grad_recovery": "error-feedback"}
 ISLANDS = {"islands": 2, "sync_method": "parameters"}
+CHURN = {"island_schedule": "events"}
 OUTER = {"islands": 2, "sync_method": "diloco"}
 EMA = ISLANDS | {"delay_correction": "ema"}
 FULL = {"distributed_optimizer": False}
@@ -131,6 +132,17 @@ ISLAND = [
     (ISLANDS, FULL, "--islands 2: each shards its optimizer; needs --use-distributed-optimizer"),
     (ISLANDS, {"workers": 3}, "--islands 2: must divide the 3 data-parallel ranks"),
     (ISLANDS | {"island_speeds": (1.0, 2.0)}, {"virtual": False}, "--island-speeds 1.0 2.0: needs --virtual-workers"),
+    (ISLANDS | CHURN, {"virtual": False}, "--island-schedule events: needs --virtual-workers: only islands in one process"),
+    (
+        ISLANDS | CHURN | {"island_speeds": (1.0, 2.0)},
+        {},
+        "--island-schedule events: cannot be combined with --island-speeds",
+    ),
+    (
+        ISLANDS | CHURN | PACKETS | {"delivery_log": "log", "p_sync": 0.1},
+        {},
+        "--delivery-log log: cannot go with --island-schedule and --loss-unit packet",
+    ),
     (
         ISLANDS | {"sync_subset": "partition", "sync_fraction": 0.5},
         {"device": "hpu"},

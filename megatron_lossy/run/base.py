@@ -212,13 +212,19 @@ class Run(RunWeights):
         """A checkpoint of ``iteration`` attempted iterations was loaded: all replicas are equal."""
         self._untold = None
         self.iteration = iteration
+        self.begin_equal()
+        for observer in self.observers:
+            observer.restart(iteration)
+
+    def begin_equal(self) -> None:
+        """All replicas equal the owners' weights, which are in the model, and nothing of before counts."""
         self.update = None
         for group in self.groups:
             group.restart()
         for observer in self.observers:
-            observer.restart(iteration)
+            observer.begin_equal()
         for one in self.parts:
-            one.restart(iteration)
+            one.restart(self.iteration)
 
     def metrics(self) -> dict[str, float]:
         """Measurements of the observers since the last call (docs/monitors.md). A collective call."""

@@ -41,6 +41,10 @@ class Islands(Mechanism):
             from .mean import check_between
 
             check_between(config, train_iters)
+        if config.averages and config.island_schedule is not None:
+            from .schedule import read_schedule
+
+            read_schedule(config.island_schedule, config.islands, train_iters)
 
     @classmethod
     def advice(cls, config: LossyConfig, iterations: int | None) -> list[str]:
@@ -92,6 +96,10 @@ class Islands(Mechanism):
     ) -> Run | None:
         if not config.averages:
             return None
+        if config.island_schedule is not None:
+            from .virtual_churn import ChurningIslands
+
+            return ChurningIslands(config, workers, iterations, seed, gapless=True)
         from .virtual import VirtualIslands
 
         return VirtualIslands(config, workers, iterations, seed, gapless=True)

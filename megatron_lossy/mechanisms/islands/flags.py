@@ -97,6 +97,24 @@ class IslandFlags(Flags):
         nargs="+",
         metavar="V",
     )
+    island_schedule: str | None = flag(
+        None,
+        'file of islands that come and go, a line {"slot": 0, "at": 100, "event": "stop"} each; events are stop, freeze, cut '
+        "(off from the others), return and join, before iteration at; needs --virtual-workers",
+        metavar="PATH",
+    )
+    island_keep: int | None = flag(
+        None,
+        "iterations that an island may miss and still keep its weights when it returns; default TAU + K",
+        type=int,
+        metavar="N",
+    )
+    island_rejoin: str = flag(
+        "copy",
+        "what islands do that missed more, or are new: copy one that is there; or listen to means, and send when these have "
+        "set all weights",
+        choices=("copy", "listen"),
+    )
     p_sync: float = flag(0.0, "mean loss rate of the exchanges between islands, in [0, 1)", metavar="P", basic=True)
 
     save_consensus: bool = flag(
@@ -160,6 +178,11 @@ class IslandFlags(Flags):
         return gain
 
     @property
+    def keep(self) -> int:
+        """The largest lag of an island that does not count as stopped, in iterations."""
+        return self.sync_delay + self.sync_interval if self.island_keep is None else self.island_keep
+
+    @property
     def relative_speeds(self) -> tuple[float, ...]:
         """Local iterations of every island per iteration of the slowest."""
         speeds = self.island_speeds or (1.0,) * self.islands
@@ -218,13 +241,14 @@ class IslandFlags(Flags):
         cls = type(self)
         if self.islands < 1:
             raise refuse("--islands", self.islands, "must be at least 1")
-        for name in ("sync_method", "sync_subset", "sync_dtype", "delay_correction"):
+        for name in ("sync_method", "sync_subset", "sync_dtype", "delay_correction", "island_rejoin"):
             choices: tuple[str, ...] = cls.__dataclass_fields__[name].metadata["flag"]["choices"]
             self._need(name, getattr(self, name) in choices, "must be one of " + ", ".join(choices))
         self._check_used()
         self._need("sync_fraction", 0 < self.sync_fraction <= 1, "must be in (0, 1]")
         for name, least in (("sync_interval", 1), ("sync_block", 1), ("sync_delay", 0)):
             self._need(name, getattr(self, name) >= least, f"must be at least {least}")
+        self._need("island_keep", self.keep >= 0, "must be at least 0")
         *first_last, hold = self.ema_coefficient
         fine = len(first_last) == 2 and all(0 < value <= 1 for value in first_last) and 0 <= hold < math.inf
         self._need("ema_coefficient", fine, "must be two numbers in (0, 1], and iterations of at least 0")
@@ -261,6 +285,18 @@ class IslandFlags(Flags):
                     self.averages and method != "none",
                     "--islands and a --sync-method of parameters, diloco or eager-diloco",
                 ),
+            ),
+            "island_schedule": (
+                self.averages and method in ("parameters", "diloco"),
+                "--islands and a --sync-method of parameters or diloco",
+            ),
+            "island_keep": (
+                self.island_schedule is not None and corrected,
+                "--island-schedule and --sync-method parameters: outer weights are copied after every absence",
+            ),
+            "island_rejoin": (
+                self.island_schedule is not None and corrected,
+                "--island-schedule and --sync-method parameters: outer weights can only be copied",
             ),
             "sync_fraction": (self.averages and method != "none", "--islands and --sync-method parameters"),
             **dict.fromkeys(

@@ -190,6 +190,25 @@ ISLANDS = Section(
             when=_real(lambda config, facts: config.island_speeds is not None),
         ),
         Row(
+            flag="--island-schedule",
+            beside="real ranks",
+            why="needs --virtual-workers: only islands in one process come and go by a schedule",
+            when=_real(lambda config, facts: config.island_schedule is not None),
+        ),
+        Row(
+            flag="--island-schedule",
+            beside="--island-speeds",
+            why="cannot be combined with --island-speeds: its iterations would be others on each island",
+            when=_averaging(lambda config, facts: config.island_schedule is not None and config.island_speeds is not None),
+        ),
+        Row(
+            flag=("--delivery-log", "--trace"),
+            beside="--island-schedule and --loss-unit packet",
+            why="cannot go with --island-schedule and --loss-unit packet: the number of packets follows that of the islands; "
+            "choose another unit",
+            when=_averaging(lambda config, facts: config.island_schedule is not None and config.loss_unit == "packet"),
+        ),
+        Row(
             flag="--sync-subset",
             beside="Gaudi (HPU)",
             why="draws other elements in each round, and Gaudi would compile as many graphs; choose cyclic",
