@@ -132,7 +132,11 @@ ISLAND = [
     (ISLANDS, FULL, "--islands 2: each shards its optimizer; needs --use-distributed-optimizer"),
     (ISLANDS, {"workers": 3}, "--islands 2: must divide the 3 data-parallel ranks"),
     (ISLANDS | {"island_speeds": (1.0, 2.0)}, {"virtual": False}, "--island-speeds 1.0 2.0: needs --virtual-workers"),
-    (ISLANDS | CHURN, {"virtual": False}, "--island-schedule events: needs --virtual-workers: only islands in one process"),
+    (
+        ISLANDS | CHURN,
+        {"virtual": False},
+        "--island-schedule events: needs --virtual-workers: only islands in one process",
+    ),
     (
         ISLANDS | CHURN | {"island_speeds": (1.0, 2.0)},
         {},

@@ -19,7 +19,7 @@ class Churn:
     """``iterations``: of the run, if known. ``note``: gets a record of each epoch. Raises :class:`UsageError`."""
 
     def __init__(
-        self, config: LossyConfig, iterations: int | None, note: Callable[[dict[str, Any]], None] = lambda record: None
+        self, config: LossyConfig, iterations: int | None, note: Callable[[dict[str, Any]], None] | None = None
     ) -> None:
         assert config.island_schedule is not None, config
         self.schedule: Schedule = read_schedule(config.island_schedule, config.islands, iterations)
@@ -43,27 +43,29 @@ class Churn:
             else:
                 returns.append(self.presence.come(one.slot, iteration))
         if events or not iteration:
-            self._enter(iteration // self._interval, iteration, [one._asdict() for one in events], returns)
+            self._enter(iteration, iteration, [one._asdict() for one in events], returns)
         return returns
 
     def about_to_send(self, now: int, visits: Callable[[int], int]) -> Epoch:
         """The epoch of an exchange that begins after ``now`` iterations; see :meth:`Presence.about_to_send`."""
         self.presence.about_to_send(now, visits)
-        self._enter((now - 1) // self._interval, now, [], [])
+        self._enter(now - 1, now, [], [])
         return self.epoch
 
-    def _enter(self, exchange: int, now: int, events: list[dict[str, Any]], returns: list[Return]) -> None:
-        """Begin a new epoch from ``exchange`` on, after ``now`` iterations, if members or roles are others."""
-        epoch = self.presence.epoch(exchange)
+    def _enter(self, iteration: int, now: int, events: list[dict[str, Any]], returns: list[Return]) -> None:
+        """Begin a new epoch in ``iteration`` if members or roles are others. ``now``: iterations that are over."""
+        epoch = self.presence.epoch(iteration // self._interval)
         if epoch.id != self.epoch.id:
             self.epoch = epoch
         elif not events and now:
+            return
+        if self._note is None:
             return
         self._note(
             {
                 "exchange": epoch.first,
                 "id": epoch.id,
-                "t": now,
+                "t": iteration,
                 "members": [[one.slot, one.incarnation.begun] for one in epoch.members],
                 "roles": [one.role for one in epoch.members],
                 "lag": self.presence.lags(now),

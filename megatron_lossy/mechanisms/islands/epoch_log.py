@@ -1,8 +1,7 @@
 """The log of epochs: ``_epochs.jsonl`` in the folder of ``--delivery-log``, a line for each epoch and each event.
 
-A line has the first ``exchange`` of the epoch, its ``id``, ``t``: iterations of the run before it, ``members``: slot and
-start of each, their ``roles`` and ``lag``, ``events`` of a schedule, and ``returned``: what islands did that are there
-again. Readers of Parquet folders skip names that begin with an underscore.
+A line has the first ``exchange`` of the epoch, its ``id``, ``t``: the iteration of the run, ``members``: slot and start of
+each, their ``roles`` and ``lag``, ``events`` of a schedule, and ``returned``: what islands did that are there again. Readers of Parquet folders skip names that begin with an underscore.
 """
 
 from __future__ import annotations

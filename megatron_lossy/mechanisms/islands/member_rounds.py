@@ -21,10 +21,8 @@ from .subset import Subset
 class MemberRounds(Rounds):
     """``presence``: says who is there. Other arguments: those of :class:`.Rounds`."""
 
-    def __init__(
-        self, subset: Subset, rule: Rule, crossing: Crossing, *more: Any, presence: Presence, **named: Any
-    ) -> None:
-        super().__init__(subset, rule, crossing, *more, **named)
+    def __init__(self, subset: Subset, rule: Rule, crossing: Crossing, *more: Any, presence: Presence) -> None:
+        super().__init__(subset, rule, crossing, *more)
         self._presence = presence
         #: The islands that took part in each exchange under way, by the iteration before it.
         self._took_part: dict[int, list[int]] = {}

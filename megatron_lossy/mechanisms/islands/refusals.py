@@ -199,7 +199,9 @@ ISLANDS = Section(
             flag="--island-schedule",
             beside="--island-speeds",
             why="cannot be combined with --island-speeds: its iterations would be others on each island",
-            when=_averaging(lambda config, facts: config.island_schedule is not None and config.island_speeds is not None),
+            when=_averaging(
+                lambda config, facts: config.island_schedule is not None and config.island_speeds is not None
+            ),
         ),
         Row(
             flag=("--delivery-log", "--trace"),

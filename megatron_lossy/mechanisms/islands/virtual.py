@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,9 +89,7 @@ class VirtualIslands(Run):
             subset = Subset(self.config, vectors[0].size, self._seed, stream)
             crossing = InMemory(self.config, stream, self._steps)
             self._shards.append(
-                Shard(
-                    self.config, subset, vectors, crossing, self._steps, self.device, make_rounds=self._rounds_class
-                )
+                Shard(self.config, subset, vectors, crossing, self._steps, self.device, make_rounds=self._make_rounds)
             )
 
     def _vector(self, island: int, shard: int) -> Vector:
@@ -115,8 +113,9 @@ class VirtualIslands(Run):
         """The islands that the mean is of."""
         return range(len(self.clusters))
 
-    #: Makes the exchanges of a shard.
-    _rounds_class: Callable[..., Rounds] = Rounds
+    def _make_rounds(self, *arguments: Any) -> Rounds:
+        """The exchanges of a shard."""
+        return Rounds(*arguments)
 
     # --- an iteration ----------------------------------------------------------------------------------------------
 
@@ -286,14 +285,14 @@ class VirtualIslands(Run):
         """Write all islands' states and the exchanges under way; with ``--save-replicas`` also that of :class:`Run`."""
         for observer in (one for cluster in self.clusters for one in cluster.observers):
             observer.save()
-        islands = [
-            island_state(inner_optimizers(optimizer), scheduler, kept)
-            for optimizer, scheduler, kept in zip(self._optimizers, self._schedulers, self._kept, strict=True)
-        ]
+        islands = [self._state_of(island) for island in range(len(self.clusters))]
         rounds = [shard.rounds.state_dict() for shard in self._shards]
         state = {"identity": self.identity(), "islands": islands, "rounds": rounds, "random": self._random}
         save_islands(folder, state | self._more_state())
         super().save_replicas(folder)
+
+    def _state_of(self, island: int) -> dict[str, Any]:
+        return island_state(inner_optimizers(self._optimizers[island]), self._schedulers[island], self._kept[island])
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
         """Restore the state of :meth:`save_replicas`. Raises :class:`UsageError` for the checkpoint of another run."""

@@ -7,9 +7,8 @@ as if it had saved at its last iteration. Replicas within an island that has sto
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from .member_rounds import MemberRounds
 from .presence import Return
 from .rounds import Rounds
 from .virtual import VirtualIslands
-from .virtual_state import copy_scheduler, island_state, load_island_state
+from .virtual_state import copy_scheduler, load_island_state
 
 
 class ChurningIslands(VirtualIslands):
@@ -31,16 +30,12 @@ class ChurningIslands(VirtualIslands):
 
     def __init__(self, config: LossyConfig, workers: int, steps: int, seed: int, gapless: bool = False) -> None:
         super().__init__(config, workers, steps, seed, gapless)
-        note: Callable[[dict[str, Any]], None] = lambda record: None
-        if config.delivery_log is not None:
-            log = EpochLog(config.delivery_log)
-            self.observers.append(log)
-            note = log.add
-        self.churn = Churn(config, steps, note)
+        log = None if config.delivery_log is None else EpochLog(config.delivery_log)
+        self.observers += [] if log is None else [log]
+        self.churn = Churn(config, steps, None if log is None else log.add)
 
-    @property
-    def _rounds_class(self) -> Callable[..., Rounds]:  # type: ignore[override]
-        return partial(MemberRounds, presence=self.churn.presence)
+    def _make_rounds(self, *arguments: Any) -> Rounds:
+        return MemberRounds(*arguments, presence=self.churn.presence)
 
     @property
     def _rounds(self) -> list[MemberRounds]:
