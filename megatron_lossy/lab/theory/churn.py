@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,7 +24,8 @@ class ChurningRows:
 
     def __init__(self, config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) -> None:
         self.weights, self.step, self._interval = weights, 0, config.sync_interval
-        self.churn = Churn(config, steps)
+        self.records: list[dict[str, Any]] = []  # of epochs
+        self.churn = Churn(config, steps, self.records.append)
         self._rows = [Row(row) for row in weights]
         subset = Subset(config, weights.shape[1], 1, STREAM)
         self.crossing = InMemory(config, STREAM, None)

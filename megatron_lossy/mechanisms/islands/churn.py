@@ -77,7 +77,7 @@ class Churn:
     def state_dict(self, iteration: int) -> dict[str, Any]:
         """Who is there before ``iteration``, and how that came about."""
         past = [list(one) for one in self.schedule.before(iteration)]
-        return {"slots": self.presence.state_dict(), "first": self.epoch.first, "past": past}
+        return {"slots": self.presence.state_dict(), "past": past}
 
     def load_state_dict(self, state: dict[str, Any], iteration: int) -> None:
         """Restore :meth:`state_dict`. Raises :class:`UsageError` if the schedule had other events before."""
@@ -85,4 +85,4 @@ class Churn:
         if state["past"] != here:
             raise refuse(FLAG, self._path, f"has other events before iteration {iteration} than the checkpoint's run")
         self.presence.load_state_dict(state["slots"])
-        self.epoch = self.presence.epoch(state["first"])
+        self.epoch = self.presence.epoch(iteration // self._interval)

@@ -9,7 +9,7 @@ briefly away keeps everything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from .epochs import Epoch, Incarnation, Member, least_lag
@@ -173,4 +173,4 @@ class Presence:
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
         """Restore :meth:`state_dict`."""
-        self.slots = [Slot(**one) for one in state]
+        self.slots = [Slot(**{each.name: one[each.name] for each in fields(Slot)}) for one in state]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import UsageError, cannot, refuse
+from ...shipped import find_config
 
 FLAG = "--island-schedule"
 _LEAVING = ("stop", "freeze", "cut")
@@ -60,7 +60,7 @@ def read_schedule(path: str, slots: int, iterations: int | None) -> Schedule:
     ``iterations``: of the run, if known. Raises :class:`UsageError`, with the file, the line and what is allowed.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = find_config(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise cannot(FLAG, path, "read", error) from None
     events: list[Event] = []
