@@ -14,8 +14,8 @@ from pathlib import Path
 def spells(islands: int, iterations: int, away: float, length: int, event: str, seed: int) -> list[dict[str, object]]:
     """The events by time. Of ``islands`` a share ``away`` is away on average, for ``length`` iterations ± 50 % each.
 
-    Every island alternates between being there and away; spells that would leave fewer than two islands are left out,
-    and those that would last beyond the end do not end.
+    Every island alternates between being there and away; spells that would leave fewer than two islands are left out.
+    Those that last beyond the end do not end.
     """
     draw = random.Random(seed)
     there = length * (1 - away) / away
@@ -30,7 +30,8 @@ def spells(islands: int, iterations: int, away: float, length: int, event: str, 
             at += lasts + there * draw.uniform(0.5, 1.5)
     kept: list[tuple[int, int, int]] = []
     for begin, end, slot in sorted(found):
-        if begin < iterations and sum(one[0] <= begin <= one[1] for one in kept) < islands - 2:
+        away_too = [other for first, last, other in kept if first <= begin <= last]
+        if begin < iterations and len(away_too) < islands - 2 and slot not in away_too:
             kept.append((begin, end, slot))
     events = [(begin, slot, event) for begin, _, slot in kept]
     events += [(end, slot, "return") for _, end, slot in kept if end < iterations]
