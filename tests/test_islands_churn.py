@@ -275,6 +275,7 @@ def test_flags_that_do_not_fit(given, line):
     assert str(error.value).startswith(line)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.integers(3, 9), st.sampled_from([0.1, 0.25, 0.5]), st.integers(2, 80), st.integers(0, 99))
 def test_spells_are_a_schedule(tmp_path_factory, islands, away, length, seed):
     events = spells(islands, 200, away, length, "stop", seed)
@@ -447,10 +448,10 @@ def test_a_gap_within_the_delay_breaks_no_exchange(tmp_path):
 # --- theory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("away", "length"), [(0.1, 20), (0.25, 20), (0.25, 120), (0.5, 120)])
+@pytest.mark.parametrize(("away", "length"), [(0.25, 20), (0.5, 60)])
 def test_old_weights_hold_the_mean_back(tmp_path, away, length):
     """By the share of iterations that are not made; who copies or listens holds nothing back."""
-    steps = 3600
+    steps = 1600
     events = spells(8, steps, away, length, "stop", 1)
     path = write(tmp_path / "events", *((one["at"], one["slot"], one["event"]) for one in events))
     # The speed is that of the second half.
@@ -459,7 +460,7 @@ def test_old_weights_hold_the_mean_back(tmp_path, away, length):
     settings = {"islands": 8, "sync_fraction": 0.05, "sync_delay": 10}
     stale = speed_of_mean(flags(path, island_keep=steps, **settings), steps, 160)
     assert stale == pytest.approx(theory.speed_held_back(share), abs=0.04)
-    assert speed_of_mean(flags(path, **settings), steps, 160) > (0.94 if length == 20 else 0.99)
+    assert speed_of_mean(flags(path, **settings), steps, 160) > 0.97
 
 
 @given(drawn=st.data())
