@@ -221,7 +221,8 @@ class IslandFlags(Flags):
         if self.transport == "udp":
             drawn = not all(self.phase(phase).lossless for phase in SYNC_PHASES)
             lost = f"{lost} and what the network loses" if drawn else "lost what the network loses"
-        return [f"{what} {when}, {lost}"]
+        churn = "" if self.island_schedule is None else f", come and go by {self.island_schedule}"
+        return [f"{what} {when}, {lost}{churn}"]
 
     def iterations(self, train_iters: int) -> int:
         """Iterations of the slowest island, so that all M islands together make at most M times ``train_iters``."""
