@@ -6,7 +6,8 @@ Under torchrun, mpirun or srun, for example
 
 ``python -m megatron_lossy doctor`` checks whether this machine is ready for that. ``python -m megatron_lossy refusals``
 lists the flags that do not go together. Without a checkout of this project, ``python -m megatron_lossy copy FOLDER``
-puts the configurations, the launchers' scripts and the patches into FOLDER.
+puts the configurations, the launchers' scripts and the patches into FOLDER. ``python -m megatron_lossy lighthouse`` serves
+where islands find each other.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ USAGE = (
     "--help-loss all loss flags and presets; "
     "python -m megatron_lossy doctor [--help] examines this machine; "
     "python -m megatron_lossy refusals [SECTION] lists which flags do not go together; "
-    "python -m megatron_lossy copy FOLDER puts configurations and the launchers' scripts there"
+    "python -m megatron_lossy copy FOLDER puts configurations and the launchers' scripts there; "
+    "python -m megatron_lossy lighthouse [--help] serves where islands find each other"
 )
 
 
@@ -49,6 +51,11 @@ def main(arguments: list[str] | None = None) -> None:
             from .refusals.listing import main as refusals
 
             refusals(rest)
+            return
+        if script == "lighthouse":
+            from .rendezvous.serve import main as lighthouse
+
+            lighthouse(rest)
             return
         if script == "copy":
             _copy(rest)

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 ORDER = """
 errors
 files ledger fingerprint fetch checkpoints
-flags jobs
+flags jobs rendezvous
 section
 registry
 config shipped settings

@@ -67,7 +67,10 @@ def test_without_loss_flags_nothing_is_refused():
 def test_each_thread_takes_a_port():
     flags = {"transport": "udp", "udp_threads": 8}
     assert refused(flags | {"udp_port": 65472}, {"ranks_of_host": 8}) is None
-    line = "--udp-port 65473: must be at most 65472: each of the 8 ranks of a node takes the next one, 8 with --udp-threads"
+    line = (
+        "--udp-port 65473: must be at most 65472: each of the 8 ranks of a node takes the next one, 8 with --udp-threads or several "
+        "interfaces"
+    )
     assert str(refused(flags | {"udp_port": 65473}, {"ranks_of_host": 8})) == line
 
 

@@ -25,6 +25,7 @@ ENGINE = {
     "unreachable": 1,
     "marked": 6,
     "moved": 4,
+    "switched": 2,
     "shortened": 3,
 }
 PEER = {
@@ -43,7 +44,14 @@ def test_counters_of_peers_and_socket_are_added_up():
     found = totals([PEER, PEER], ENGINE)
     assert found["sent"] == 20 and found["units_lost"] == 2 and found["overflow"] == 5
     assert found["refused"] == 2 * (6 + 7) + 2 + 3 and found["bad_tag"] == 14
-    assert [found[name] for name in ("too_big", "send_failed", "unreachable", "moved", "shortened")] == [8, 9, 1, 4, 3]
+    assert [found[name] for name in ("too_big", "send_failed", "unreachable", "moved", "switched", "shortened")] == [
+        8,
+        9,
+        1,
+        4,
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ MS = SECOND // 1000
 CHANNEL = 0x01020304
 VERDICTS = ("taken", "malformed", "foreign", "bad tag", "duplicate", "late", "early", "early dropped")
 NEVER = 2**63 - 1
+#: Between the numbers of the first and of the second address of a rank.
+SECOND_WAY = 50
 
 
 class _Output(ctypes.Structure):
@@ -63,6 +65,7 @@ class Node:
     rule: str = "fixed"
     key: bytes = bytes(16)
     reported: tuple[str, ...] = ()
+    ways: bool = False  # each rank has a second address, of another network
     #: Memory of one path, of all ranks but the first: they are on one host, and the first on another one.
     path: ctypes.Array[ctypes.c_char] | None = None
     exchanges: dict[tuple[str, int, int], Exchange] = field(default_factory=dict)
@@ -102,6 +105,8 @@ class Node:
                 assert not self.lib.ml_member(
                     self.channel, peer, where, len(where), peer, *windows, self.eager, self.key, self.key, path, 0
                 )
+                if self.ways:
+                    self.lib.ml_way(self.channel, peer, address(peer + SECOND_WAY))
         self.lib.ml_open(self.channel)
         self._out = (ctypes.c_uint8 * (1 << 18))()
         self._output = _Output()
@@ -278,18 +283,21 @@ class World:
                 continue
             node.timers(self.now)
             for destination, datagram in node.produce_all(self.now):
+                second = node.ways and destination >= SECOND_WAY  # of that network is what is sent there, too
+                source = node.rank + SECOND_WAY if second else self.addresses[node.rank]
                 for at in self.link(node.rank, destination, datagram, self.now):
-                    heapq.heappush(
-                        self.on_the_way, (at, next(self._count), self.addresses[node.rank], destination, datagram)
-                    )
+                    heapq.heappush(self.on_the_way, (at, next(self._count), source, destination, datagram))
         times = [node.due() for node in self.nodes if node.rank not in self.stopped]
         if self.on_the_way:
             times.append(self.on_the_way[0][0])
         self.now = max(self.now + 1, min(times))
         while self.on_the_way and self.on_the_way[0][0] <= self.now:
             _, _, source, destination, datagram = heapq.heappop(self.on_the_way)
-            if destination in self.addresses:  # nobody has it any more
+            if destination in self.addresses:
                 self.nodes[self.addresses.index(destination)].handle(self.now, source, datagram)
+            elif 0 <= destination - SECOND_WAY < len(self.nodes) and self.nodes[0].ways:
+                self.nodes[destination - SECOND_WAY].handle(self.now, source, datagram)
+            # else nobody has it any more
 
     def run(self, until, limit: int = 20 * SECOND) -> None:
         """Until ``until()``; fails if that takes more than ``limit`` of the world's time."""

@@ -21,6 +21,8 @@ UDP_REPORT_BYTES = 16
 UDP_WINDOWS = 4
 #: Each takes a socket's buffer and a thread.
 UDP_MOST_THREADS = 16
+#: The engine keeps so many addresses of another process.
+UDP_MOST_INTERFACES = 4
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class TransportFlags(Flags):
     )
     udp_interface: str | None = flag(
         None,
-        "udp: network interface to send from; default the one that reaches MASTER_ADDR",
+        "udp: network interface to send from; default the one that reaches MASTER_ADDR. Up to 4, as a,b: parts of a bucket take them "
+        "in turns, and where nothing comes over one the next is taken",
         metavar="NAME",
         incidental=True,
         basic=True,
@@ -162,6 +165,12 @@ class TransportFlags(Flags):
             refuse_unused(self, "udp_flows", "needs --udp-rate-control shared")
         if not 1 <= self.udp_threads <= UDP_MOST_THREADS:
             raise refuse("--udp-threads", self.udp_threads, f"must be in [1, {UDP_MOST_THREADS}]")
+        names = self.udp_interfaces
+        if len(set(names)) < len(names) or not all(names) or len(names) > UDP_MOST_INTERFACES:
+            why = (
+                f"must be the name of an interface, or 2 to {UDP_MOST_INTERFACES} different ones with commas in between"
+            )
+            raise refuse("--udp-interface", self.udp_interface, why)
         if not 0 <= self.udp_port <= 65535:
             raise refuse("--udp-port", self.udp_port, "must be in [0, 65535]")
         if isinstance(deadline, float) and not 0 < deadline < math.inf:
@@ -175,6 +184,16 @@ class TransportFlags(Flags):
         _ = self.udp_fec_code, self.udp_fec_budget
         if not 1 <= self.udp_peer_timeout < math.inf:
             raise refuse("--udp-peer-timeout", self.udp_peer_timeout, "must be seconds of at least 1")
+
+    @property
+    def udp_interfaces(self) -> tuple[str, ...]:
+        """The names of ``--udp-interface``; none without it."""
+        return () if self.udp_interface is None else tuple(self.udp_interface.split(","))
+
+    @property
+    def udp_sockets(self) -> int:
+        """Sockets of a process: ``--udp-threads``, and at least one of each interface."""
+        return max(self.udp_threads, len(self.udp_interfaces))
 
     @property
     def udp_fec_code(self) -> tuple[int, int] | None:

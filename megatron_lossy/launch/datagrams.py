@@ -55,11 +55,11 @@ def node_share(plan: Plan, memory: StageMemory) -> NodeShare | None:
         return None
     limit = lossy.udp_memory
     if generation is None:
-        return NodeShare(0, limit, 1, 0.0, 0.0, None)
+        return NodeShare(0, limit, lossy.udp_sockets, 0.0, 0.0, None)
     gradients, weights = memory.components["gradients"], memory.components["weights"]
     down = memory.far * gradients + weights / memory.shards
     up = memory.far * (gradients + weights)
-    return NodeShare(limit, limit, 3, down, up, PCIE[generation])
+    return NodeShare(limit, limit, lossy.udp_sockets + 2, down, up, PCIE[generation])
 
 
 def describe_share(plan: Plan, memory: StageMemory) -> list[str]:

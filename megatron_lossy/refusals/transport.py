@@ -61,12 +61,14 @@ TRANSPORT = Section(
             beside="the ranks of a host",
             why="must be at most {last}: each of the {facts.ranks_of_host} ranks of a node takes the next one{each}",
             terms=lambda config, facts: {
-                "last": _LAST_PORT + 1 - (facts.ranks_of_host or 1) * config.udp_threads,
-                "each": "" if config.udp_threads == 1 else f", {config.udp_threads} with --udp-threads",
+                "last": _LAST_PORT + 1 - (facts.ranks_of_host or 1) * config.udp_sockets,
+                "each": ""
+                if config.udp_sockets == 1
+                else f", {config.udp_sockets} with --udp-threads or several interfaces",
             },
             when=lambda config, facts: (
                 facts.ranks_of_host is not None
-                and config.udp_port + facts.ranks_of_host * config.udp_threads - 1 > _LAST_PORT
+                and config.udp_port + facts.ranks_of_host * config.udp_sockets - 1 > _LAST_PORT
             ),
         ),
         Row(

@@ -21,7 +21,7 @@ import numpy as np
 from ...config.transport import UDP_REPORT_BYTES, check_code
 from ...errors import UsageError, refuse
 from . import build, session
-from .address import resolve, speed_of
+from .address import any_like, resolve, speed_of
 from .packet import PHASES, overhead
 from .paths import Paths
 from .settings import MIB, UdpSettings
@@ -82,6 +82,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("bucket", None, pointer, i, u32, u64, u32),
         ("promise", None, pointer, u32, u32),
         ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u64, text, text, pointer, i64),
+        ("way", None, pointer, u32, pointer),
         ("path_bytes", size),
         ("path", None, pointer, pointer, i64),
         ("open", None, pointer),
@@ -170,6 +171,7 @@ class Engine:
         log: called with lines for the user.
         local_rank: added to ``settings.port``, unless that is 0.
         sharers: processes of this host that share the interface's speed, if no rate is set.
+        others: addresses of other interfaces, each of a network of its own: where nothing comes over one, the next is taken.
         job: names the processes of this host that send to another host as one (:func:`.paths.job_name`); ``None``: this one
             alone.
     """
@@ -182,10 +184,12 @@ class Engine:
         *,
         local_rank: int = 0,
         sharers: int = 1,
+        others: Sequence[str] = (),
         job: str | None = None,
     ) -> None:
         self.settings = settings
         self.address = address
+        self.others = list(others)
         self.log = log
         self.instance = int.from_bytes(os.urandom(8), "little")
         self.datagram = settings.packet_bytes + overhead(settings.cipher)
@@ -196,7 +200,9 @@ class Engine:
         self._lib = load()
         if settings.cipher != "none" and self._lib.ml_load_cipher():
             raise refuse("--udp-cipher", settings.cipher, "needs libcrypto.so.3 or libcrypto.so.1.1: install OpenSSL")
-        packed = pack_address(address, settings.port + local_rank if settings.port else 0)
+        packed = pack_address(
+            any_like(address) if others else address, settings.port + local_rank if settings.port else 0
+        )
         result = (ctypes.c_int64 * 3)()
         # A privileged process gets the buffer that it asks for; other processes get at most net.core.rmem_max.
         self._engine = self._lib.ml_create(
@@ -434,6 +440,7 @@ class Channel:
             window=window,
             limit=limit,
             threads=settings.threads,
+            others=engine.others,
         )
         texts = _all(store, f"{prefix}/hello", self.rank, self.size, hello.encode())
         hellos = [session.Hello.decode(text, rank, self.name) for rank, text in enumerate(texts)]
@@ -464,6 +471,8 @@ class Channel:
             if self._lib.ml_member(channel, peer, *where, hello.window, hello.limit, hello.eager, *keys, path, -1):
                 self._lib.ml_close(channel, -1)
                 raise MemoryError(f"rank {peer} of channel {self.name}")
+            for other in hello.others:
+                self._lib.ml_way(channel, peer, pack_address(other, hello.port))
         return channel
 
     def _reach(self, store: session.Store, prefix: str) -> None:

@@ -30,6 +30,7 @@ _COLUMNS = {
     "unreachable": "unreachable",
     "marked": "marked",
     "moved": "moved",
+    "switched": "switched",
     "shortened": "shortened",
     "sent_again": "resent",
     "put_together": "repaired",
@@ -46,7 +47,16 @@ def totals(peers: Sequence[Mapping[str, int]], engine: Mapping[str, int]) -> Cou
     for peer in peers:
         found.update(peer)
     found["refused"] = found["malformed"] + found["bad_tag"] + engine["malformed"] + engine["foreign"]
-    for name in ("socket_overflow", "too_big", "send_failed", "unreachable", "marked", "moved", "shortened"):
+    for name in (
+        "socket_overflow",
+        "too_big",
+        "send_failed",
+        "unreachable",
+        "marked",
+        "moved",
+        "switched",
+        "shortened",
+    ):
         found[name] = engine[name]
     return Counter({column: found[name] for column, name in _COLUMNS.items()}) + Counter(bad_tag=found["bad_tag"])
 

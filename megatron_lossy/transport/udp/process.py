@@ -16,7 +16,7 @@ from ...config import LossyConfig
 from ...exchange import BucketUnits, Stream
 from ..drawn import Networks
 from ..key_file import read_key_file
-from .address import find_address
+from .address import find_addresses
 from .carrier import Dtypes, UdpWire
 from .channels import Channels
 from .engine import Channel, Engine
@@ -35,9 +35,9 @@ _engines: dict[UdpSettings, list[Engine]] = {}
 def settings_of(config: LossyConfig) -> UdpSettings:
     """The settings that the flags ask for. Raises :class:`UsageError` for an unreadable or too short key file."""
     return UdpSettings(
-        interface=config.udp_interface,
+        interfaces=config.udp_interfaces,
         port=config.udp_port,
-        threads=config.udp_threads,
+        threads=config.udp_sockets,
         rate=config.udp_bytes_per_second,
         rate_control=config.udp_rate_control,
         flows=config.udp_flows,
@@ -61,7 +61,7 @@ def engines_for(config: LossyConfig) -> list[Engine]:
     """This process's engines for these flags; they live until the process ends or :func:`close_engines` is called."""
     settings = settings_of(config)
     if settings not in _engines or _engines[settings][0].closed:  # in a child process
-        address = find_address(settings.interface, os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        addresses = find_addresses(settings.interfaces, os.environ.get("MASTER_ADDR", "127.0.0.1"))
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if settings.rate_control == "dedicated" and not local_rank:
             logger.warning(_DEDICATED)
@@ -74,12 +74,14 @@ def engines_for(config: LossyConfig) -> list[Engine]:
         engines: list[Engine] = []
         try:
             for number in range(threads):
+                first = number % len(addresses)
                 engine = Engine(
                     own,
-                    address,
+                    addresses[first],
                     logger.warning,
                     local_rank=local_rank * threads + number,
-                    sharers=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * threads,
+                    sharers=int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * -(-threads // len(addresses)),
+                    others=addresses[first + 1 :] + addresses[:first],
                     job=job if threads == 1 else job or f"process {os.getpid()}",
                 )
                 engines.append(engine)

@@ -1,0 +1,122 @@
+"""torchft's lighthouse as a rendezvous: its client alone; nothing else of torchft takes part.
+
+A lighthouse answers once every replica whose heartbeat it hears has asked. A process that comes again has another name, so that
+who died and who came are two. Its ``quorum_id`` begins anew with the lighthouse, and is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from ..errors import UsageError, refuse
+from .base import Data, Rendezvous, Unreachable
+
+#: Seconds between signs of life; to connect; for an answer beside the time until a death is noticed.
+HEARTBEAT, CONNECT, ANSWER = 0.5, 2.0, 5.0
+#: Of a lighthouse: seconds after which a silent one is dead, and for which others are waited for that have not asked.
+TIMEOUT, JOIN = 5.0, 2.0
+#: The least and the most seconds between two attempts to connect to a lighthouse.
+_AGAIN = 1.0, 30.0
+PORT = 29510
+
+
+def torchft() -> Any:
+    """torchft's clients and servers. Raises :class:`UsageError` without torchft."""
+    try:
+        return importlib.import_module("torchft.coordination")
+    except ImportError as error:
+        why = f"needs torchft ({error}): pip install 'megatron-lossy[elastic]'"
+        raise UsageError(f"--rendezvous: {why}") from None
+
+
+def addresses_of(text: str) -> list[str]:
+    """The URLs of ``--rendezvous ADDR[,ADDR]``. ADDR: HOST or HOST:PORT. Raises :class:`UsageError`."""
+    found = []
+    for one in text.split(","):
+        bare = one.removeprefix("http://").strip()
+        host, colon, port = bare.rpartition(":")
+        if not colon or bare.endswith("]"):
+            host, port = bare, str(PORT)
+        if (
+            not host
+            or "/" in bare
+            or not port.isdigit()
+            or not 0 < int(port) < 65536
+            or (":" in host and host[0] != "[")
+        ):
+            raise refuse(
+                "--rendezvous", text, "must be HOST:PORT, or several with commas in between; IPv6 as [::1]:29510"
+            )
+        found.append(f"http://{host}:{port}")
+    return found
+
+
+class Lighthouse(Rendezvous):
+    """The lighthouses at ``addresses`` (URLs), of which the first that answers counts, each time anew.
+
+    ``name``: of this process alone, for its life. ``timeout``: seconds after which the lighthouses take a silent one for dead.
+    """
+
+    def __init__(self, addresses: Sequence[str], name: str, timeout: float = TIMEOUT) -> None:
+        self.timeout = timeout
+        self._name = name
+        self._library = torchft()
+        self._doors = [_Door(address) for address in addresses]
+        self._end = threading.Event()
+        self._threads = [threading.Thread(target=self._live, args=[door], daemon=True) for door in self._doors]
+        for thread in self._threads:
+            thread.start()
+
+    def ask(self, step: int, data: Data) -> list[Data]:
+        whys = []
+        for door in self._doors:
+            client = door.client
+            if client is None:
+                whys.append(f"{door.address} ({door.why or 'not yet'})")
+                continue
+            try:
+                patience = timedelta(seconds=self.timeout + ANSWER)
+                quorum = client.quorum(self._name, patience, "", "", step, 1, False, data=dict(data))
+            except Exception as error:  # of Rust, of several kinds: refused, reset, timed out
+                whys.append(f"{door.address} ({_first_line(error)})")
+                continue
+            return [one.data for one in quorum.participants if one.data is not None]
+        raise Unreachable("nobody answers at " + ", ".join(whys))
+
+    def close(self) -> None:
+        self._end.set()
+
+    def _live(self, door: _Door) -> None:
+        """Connect to a lighthouse, and say every while that this process is alive."""
+        again = _AGAIN[0]
+        while not self._end.is_set():
+            if door.client is None:
+                try:
+                    door.client = self._library.LighthouseClient(door.address, timedelta(seconds=CONNECT))
+                    again = _AGAIN[0]
+                except Exception as error:
+                    door.why = _first_line(error)
+                    self._end.wait(again)
+                    again = min(2 * again, _AGAIN[1])
+                    continue
+            with contextlib.suppress(Exception):  # whoever asks hears of it; the client connects again by itself
+                door.client.heartbeat(self._name, timedelta(seconds=CONNECT))
+            self._end.wait(HEARTBEAT)
+
+
+class _Door:
+    """One lighthouse. ``client``: once connected. ``why``: not yet."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.client: Any = None
+        self.why = ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]

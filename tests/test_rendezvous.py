@@ -1,0 +1,218 @@
+"""Launches that find each other at a real lighthouse of torchft, which dies, comes back, and is one of two."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatron_lossy.errors import UsageError
+from megatron_lossy.rendezvous import Rendezvous, Unreachable, Watch
+from megatron_lossy.rendezvous import lighthouse as module
+from megatron_lossy.rendezvous.lighthouse import Lighthouse, addresses_of
+from tests.programs import run_program
+
+pytestmark = pytest.mark.shows("islands find each other at a lighthouse of torchft", device=False)
+
+TIMEOUT = 1.5
+
+
+@pytest.fixture
+def serve():
+    """Starts a lighthouse, at ``port`` if that is given; the process and its URL. All end with the test."""
+    pytest.importorskip("torchft")
+    started = []
+
+    def serve(port=0):
+        command = [sys.executable, "-m", "megatron_lossy", "lighthouse", "--bind", f"127.0.0.1:{port}"]
+        options = ["--timeout", str(TIMEOUT), "--join", "0.3"]
+        process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        started.append(process)
+        line = process.stdout.readline()
+        assert line.startswith("lighthouse: http://"), line
+        return process, "http://127.0.0.1:" + line.strip().rpartition(":")[2]
+
+    yield serve
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+class Island:
+    """Asks all the time, as a launch does."""
+
+    def __init__(self, name, *addresses, **data):
+        self.heard, self.said = [], []
+        data = {"name": name, **data}
+        self.watch = Watch(
+            Lighthouse(addresses, name, TIMEOUT), 0.1, lambda: (0, data), self.heard.append, self.said.append
+        )
+
+    @property
+    def sees(self):
+        """The names of the last answer."""
+        return sorted(one["name"] for one in self.heard[-1]) if self.heard else []
+
+
+@pytest.fixture
+def island(serve):
+    made = []
+
+    def island(*arguments, **data):
+        made.append(Island(*arguments, **data))
+        return made[-1]
+
+    yield island
+    for one in made:
+        one.watch.close()
+
+
+def until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+
+
+def meet(**islands):
+    """All see all, and nobody else."""
+    until(lambda: all(one.sees == sorted(islands) for one in islands.values()))
+
+
+@pytest.mark.programs
+def test_all_hear_what_each_says_of_itself(serve, island):
+    _, url = serve()
+    data = {"slot": 3, "member": [1, 2**63 - 1, "send"], "nested": {"seconds": 0.25, "none": None}}
+    one, two = island("one", url, **data), island("two", url)
+    meet(one=one, two=two)
+    said = [{"name": "one", **data}, {"name": "two"}]
+    assert all(sorted(answer.heard[-1], key=lambda x: x["name"]) == said for answer in (one, two))
+
+
+@pytest.mark.programs
+def test_who_falls_silent_is_dead_for_the_others_and_another_may_come(serve, island):
+    _, url = serve()
+    one, two = island("one", url), island("two", url)
+    meet(one=one, two=two)
+    two.watch.close()
+    meet(one=one)
+    meet(one=one, again=island("again", url))
+
+
+@pytest.mark.programs
+def test_a_lighthouse_dies_and_comes_back(serve, island):
+    process, url = serve()
+    one = island("one", url)
+    meet(one=one)
+    one.said.clear()  # it may have asked before it was connected
+    process.kill()
+    process.wait()
+    until(lambda: one.said)
+    time.sleep(1)
+    before = len(one.heard)
+    assert len(one.said) == 1 and one.said[0].startswith(f"--rendezvous: nobody answers at {url} (")
+    assert one.said[0].endswith("; going on as before")
+    serve(int(url.rpartition(":")[2]))
+    until(lambda: len(one.heard) > before)
+    assert one.said[1:] == ["--rendezvous: answers again"]
+    one.watch.check()
+
+
+@pytest.mark.programs
+def test_of_two_lighthouses_the_first_that_answers_counts(serve, island):
+    """While the first is down all meet at the second, and at the first once it is back."""
+    first, url = serve()
+    _, other = serve()
+    one, two = (island(name, url, other) for name in ("one", "two"))
+    meet(one=one, two=two)
+    first.kill()
+    first.wait()
+    before = len(one.heard), len(two.heard)
+    until(lambda: len(one.heard) > before[0] + 5 and len(two.heard) > before[1] + 5)
+    meet(one=one, two=two)
+    serve(int(url.rpartition(":")[2]))
+    meet(one=one, two=two, three=island("three", url))  # which knows the first alone
+
+
+class Silent(Rendezvous):
+    timeout = 1.0
+
+    def __init__(self):
+        self.closed = False
+
+    def ask(self, step, data):
+        raise Unreachable("nobody answers at http://nowhere:1 (no route)")
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_watch_ends_without_an_answer():
+    said, silent = [], Silent()
+    watch = Watch(silent, 0.01, lambda: (0, {}), lambda answer: None, said.append)
+    until(lambda: said)
+    watch.close()
+    assert silent.closed and len(said) == 1
+
+
+def test_what_fails_on_the_thread_of_a_watch_is_raised_to_who_asks():
+    def tell():
+        raise UsageError("--island 3: wrong")
+
+    watch = Watch(Silent(), 0.01, tell, lambda answer: None)
+    until(lambda: watch._failed)
+    with pytest.raises(UsageError, match="--island 3: wrong"):
+        watch.check()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("host", ["http://host:29510"]),
+        ("host:1234,other", ["http://host:1234", "http://other:29510"]),
+        ("http://host:1234", ["http://host:1234"]),
+        ("[::1]:5, [fe80::1]", ["http://[::1]:5", "http://[fe80::1]:29510"]),
+    ],
+)
+def test_addresses(text, found):
+    assert addresses_of(text) == found
+
+
+@pytest.mark.parametrize("text", ["", "host:", "host:0", "host:70000", "host:x", "a,,b", "::1", "https://host"])
+def test_addresses_that_cannot_be(text):
+    with pytest.raises(UsageError, match=r"--rendezvous.*must be HOST:PORT"):
+        addresses_of(text)
+
+
+def test_without_torchft_it_says_what_to_install(monkeypatch):
+    def missing(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(module.importlib, "import_module", missing)
+    with pytest.raises(UsageError, match=r"pip install 'megatron-lossy\[elastic\]'"):
+        Lighthouse(["http://host:1"], "one")
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_ends_in_order(serve, number):
+    process, _ = serve()
+    process.send_signal(number)
+    assert process.wait(timeout=20) == 0
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--timeout", "0"], "--timeout 0.0: must be seconds above 0 and below 3600"),
+        (["--bind", "nonsense"], "--bind nonsense: "),
+    ],
+)
+def test_the_command_refuses(arguments, why):
+    pytest.importorskip("torchft")
+    done = run_program("megatron_lossy", "lighthouse", *arguments)
+    assert done.returncode == 2 and why in done.stderr
