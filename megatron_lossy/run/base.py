@@ -202,6 +202,15 @@ class Run(RunWeights):
             self.settle()
         return self._replicas()
 
+    def catch_up(self, iteration: int) -> int:
+        """The next iteration to make, after ``iteration``: a later one if other jobs have gone on without this one.
+
+        A collective call of the ranks of this job.
+        """
+        for one in self.parts:
+            iteration = one.catch_up(iteration)
+        return iteration
+
     def skip_iteration(self) -> None:
         """Count an iteration that passed without a step of the optimizer, with gradients or without."""
         for group in self.groups:

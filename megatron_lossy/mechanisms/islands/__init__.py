@@ -68,6 +68,10 @@ class Islands(Mechanism):
     def world(cls, config: LossyConfig, seed: int) -> World | None:
         if not config.averages:
             return None
+        if config.rendezvous is not None:
+            from .elastic.world import ElasticWorld
+
+            return ElasticWorld(config.islands, config.island or 0, seed)
         from .world import IslandWorld
 
         return IslandWorld(config.islands, seed)
@@ -76,6 +80,12 @@ class Islands(Mechanism):
     def part(cls, config: LossyConfig, world: World | None) -> Part | None:
         if world is None:
             return None
+        if config.rendezvous is not None:
+            from .elastic.part import ElasticIslands
+            from .elastic.world import ElasticWorld
+
+            assert isinstance(world, ElasticWorld), world
+            return ElasticIslands(config, world)
         from .megatron_training import TrainingIslands
         from .world import IslandWorld
 

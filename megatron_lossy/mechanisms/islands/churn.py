@@ -26,7 +26,7 @@ class Churn:
         self.presence = Presence(
             config.islands,
             config.keep,
-            config.island_rejoin,
+            config.rejoin,
             config.overlap,
             self.schedule.empty,
             copies=config.has_outer_optimizer,

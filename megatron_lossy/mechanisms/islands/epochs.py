@@ -64,7 +64,8 @@ class Heard(NamedTuple):
     """What an island tells of itself.
 
     ``lag``: see :mod:`.presence`, in iterations. ``digest``: of all that must be equal for weights to be averaged.
-    ``step``: its latest exchange. ``seconds``: from one exchange to the next.
+    ``step``: its latest exchange; -1 before the first. ``seconds``: from one exchange to the next. ``epoch``: id and first exchange of the
+    epoch that it knows. ``broken``: it cannot exchange in that one any more. ``waits``: it has not begun.
     """
 
     member: Member
@@ -72,6 +73,9 @@ class Heard(NamedTuple):
     digest: str
     step: int
     seconds: float
+    epoch: tuple[str, int] | None = None
+    broken: bool = False
+    waits: bool = False
 
 
 def counting(heard: Iterable[Heard], digest: str | None) -> tuple[list[Heard], list[Heard]]:
@@ -100,15 +104,37 @@ def least_lag(lags: Sequence[int]) -> int:
     return min(range(len(lags)), key=lambda place: lags[place])
 
 
-def next_epoch(heard: Sequence[Heard], last: Epoch | None, digest: str | None, timeout: float) -> Epoch | None:
+def next_epoch(
+    heard: Sequence[Heard], last: Epoch | None, digest: str | None, timeout: float, keep: int = 0
+) -> Epoch | None:
     """The epoch after ``last`` by an answer that all get; ``last`` itself if the members are the same.
 
     ``timeout``: seconds after which a silent island counts as dead. Exchanges go on while the answer is under way, so
-    that the new epoch begins so many later. ``digest``: that of ``last``. ``None`` if nobody counts.
+    that the new epoch begins so many later; if all wait for it, it begins at once, and who is more than ``keep`` exchanges behind
+    listens. ``digest``: that of ``last``. Who computed another beginning of the same epoch takes the latest that somebody knows.
+    If somebody cannot exchange in it any more, it begins anew. ``None`` if nobody counts.
     """
+    # Who has not begun has nothing to say in what is running, but where that counts on it.
+    expected = set() if last is None else {(one.slot, one.incarnation) for one in last.members}
+    there = [one for one in heard if not one.waits]
+    if there:
+        heard = [one for one in heard if not one.waits or (one.member.slot, one.member.incarnation) in expected]
     count, _ = counting(heard, digest)
     if not count:
         return None
-    later = math.ceil((timeout + _ANSWER) / min(one.seconds for one in count))
-    epoch = Epoch(tuple(one.member for one in count), max(one.step for one in count) + 1 + later)
-    return last if last is not None and last.id == epoch.id else epoch
+    step, later = max(one.step for one in count), 0
+    if not there:
+        old = [one for one in count if step - one.step > keep]
+        count = [one._replace(member=one.member._replace(role="listen")) if one in old else one for one in count]
+    else:
+        later = math.ceil((timeout + _ANSWER) / min(one.seconds for one in count))
+    epoch = Epoch(tuple(one.member for one in count), step + 1 + later)
+    known = [one.epoch[1] for one in count if one.epoch is not None and one.epoch[0] == epoch.id]
+    if last is not None and last.id == epoch.id:
+        known.append(last.first)
+    if not known:
+        return epoch
+    latest = max(known)
+    if any(one.broken and one.epoch == (epoch.id, latest) for one in count):
+        return epoch
+    return last if last is not None and last == Epoch(members, latest) else Epoch(members, latest)

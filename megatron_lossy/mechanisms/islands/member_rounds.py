@@ -41,6 +41,13 @@ class MemberRounds(Rounds):
         self._set[island] = 0
         self.rule.restart(island)
 
+    def give_up(self) -> None:
+        """Wait for none of the exchanges under way."""
+        for flight in self.flights:
+            self.rule.end(flight.step)
+        self.flights = []
+        self._took_part.clear()
+
     def _begin(self, number: int, step: int, weights: Sequence[Weights]) -> Flight | None:
         flight = super()._begin(number, step, weights)
         if flight is not None:
