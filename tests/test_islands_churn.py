@@ -83,7 +83,7 @@ def test_all_who_get_the_same_answer_compute_the_same_epoch(answer, random):
     assert epoch.senders and set(epoch.senders) <= set(epoch.slots)
     for one in epoch.members:
         assert one.incarnation == max(other.member.incarnation for other in answer if other.member.slot == one.slot)
-    assert next_epoch(answer, epoch, None, 5.0) is epoch
+    assert next_epoch(answer, epoch, None, 5.0) == epoch
 
 
 def test_an_id_is_that_of_members_alone():
@@ -261,11 +261,11 @@ def test_a_schedule_that_is_not_there(tmp_path):
         ({"island_rejoin": "wait"}, "--island-rejoin wait: must be one of copy, listen"),
         (
             {"sync_method": "diloco", "island_rejoin": "listen"},
-            "--island-rejoin listen: needs --island-schedule and --sync",
+            "--island-rejoin listen: needs --island-schedule or --rendezvous, and --sync",
         ),
         (
             {"sync_method": "diloco", "island_keep": 3},
-            "--island-keep 3: needs --island-schedule and --sync-method param",
+            "--island-keep 3: needs --island-schedule or --rendezvous, and --sync-method param",
         ),
     ],
 )

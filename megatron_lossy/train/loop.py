@@ -86,7 +86,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
         try:
             with parallel.model_parallel(config):
                 first = torch.distributed.get_rank() == 0
-                speaks = first and lossy.job == 0
+                speaks = first and (jobs.apart or lossy.job == 0)
                 run = _Run(config, lossy, paths, (console or Console()) if speaks else Silent())
                 if first:
                     write_settings(config, lossy_config, data)

@@ -137,4 +137,4 @@ def next_epoch(
     latest = max(known)
     if any(one.broken and one.epoch == (epoch.id, latest) for one in count):
         return epoch
-    return last if last is not None and last == Epoch(members, latest) else Epoch(members, latest)
+    return Epoch(epoch.members, latest)

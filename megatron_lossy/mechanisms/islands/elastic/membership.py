@@ -120,7 +120,7 @@ class Membership:
             epoch = next_epoch(heard, self._epoch, digest, self._timeout, self._keep)
         if epoch is None or epoch == self._epoch or self._slot not in epoch.slots:
             return
-        self._epoch, self._broken = epoch, False
+        self._epoch, self._broken, self._deadline = epoch, False, None
         stores = {one["slot"]: (one["store"][0], one["store"][1]) for one in known}
         places = {slot: stores[slot] for slot in epoch.slots if slot in stores}
         self._placed.append(Placed(len(self._placed), epoch, places))
@@ -154,27 +154,33 @@ class Membership:
 
     # --- on the thread that trains ---------------------------------------------------------------------------------
 
-    def first(self, step: int, patience: float) -> Placed:
-        """The first epoch, after exchange ``step`` of a checkpoint; -1 without. Waits ``patience`` seconds for all slots.
-
-        Raises :class:`UsageError`: another island has other flags, or the slot is taken.
-        """
+    def begin(self, step: int, patience: float) -> None:
+        """The latest exchange was ``step``, that of a checkpoint; -1 without. All slots are waited for, ``patience`` seconds."""
         with self._changed:
             self._step, self._deadline = step, time.monotonic() + patience
+
+    def first(self) -> Placed:
+        """The first epoch, when there is one. Raises :class:`UsageError`: another island has other flags, or the slot is taken."""
+        with self._changed:
             while not self._placed:
                 self._changed.wait(0.2)
                 self._check()
-            self._deadline = None
             return self._placed[-1]
+
+    @property
+    def role(self) -> str:
+        """What is told."""
+        return self._role
 
     def note(self, step: int, role: str, lag: int) -> None:
         """Exchange ``step`` begins, as ``role`` with ``lag``."""
         now = time.monotonic()
         with self._changed:
-            if self._at is not None and step > self._step:
-                seconds = (now - self._at) / (step - self._step)
+            if self._at is not None and step == self._step + 1:  # else others have made those in between
+                seconds = now - self._at
                 self._seconds = seconds if self._seconds == _UNKNOWN else 0.9 * self._seconds + 0.1 * seconds
-            self._at = now
+            if step != self._step:
+                self._at = now
             self._step, self._role, self._lag = step, role, lag
             self._check()
 

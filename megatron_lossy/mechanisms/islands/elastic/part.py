@@ -131,8 +131,9 @@ class ElasticIslands(TrainingIslands):
             begun,
             keep,
         )
+        membership.begin(self._exchange_of(iteration), config.island_join)
         self._watch = Watch(rendezvous, config.island_poll, membership.tell, membership.hear)
-        placed = membership.first(self._exchange_of(iteration), config.island_join)
+        placed = membership.first()
         return placed, max(membership.furthest, self._exchange_of(iteration))
 
     def _what(self) -> dict[str, Any]:
@@ -203,6 +204,8 @@ class ElasticIslands(TrainingIslands):
         return finish
 
     def _last_known(self) -> int:
+        if self._watch is not None:
+            self._watch.check()
         return -1 if self._membership is None else self._membership.latest
 
     def _next(self) -> int:
