@@ -190,6 +190,12 @@ class Membership:
             self._broken |= epoch == self._epoch
 
     @property
+    def seconds(self) -> float:
+        """From one exchange to the next, of this island."""
+        with self._changed:
+            return self._seconds
+
+    @property
     def latest(self) -> int:
         """The number of the latest epoch that is known."""
         with self._changed:

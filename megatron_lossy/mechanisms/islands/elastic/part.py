@@ -213,11 +213,16 @@ class ElasticIslands(TrainingIslands):
         return -1 if self._membership is None else self._membership.in_force(self._exchange_of(self._run.iteration + 1) + 1)
 
     def _ahead(self) -> int:
-        """The iteration of the run, if it has gone on without this island; else 0."""
+        """The iteration of the run, if it has gone on without this island; else 0.
+
+        Who is little behind is waited for in the next epoch, and leaves no iteration out.
+        """
         if self._membership is None:
             return 0
-        now, run = self._run.iteration + 1, self._iteration_of(self._membership.furthest)
-        return run if run > now + self.config.sync_delay + self.config.sync_interval else 0
+        config, now = self.config, self._run.iteration + 1
+        run = self._iteration_of(self._membership.furthest)
+        late = (run - now) / config.sync_interval * self._membership.seconds > config.island_patience / 2
+        return run if late and run > now + config.sync_delay + config.sync_interval else 0
 
     def _learn(self, latest: int) -> None:
         """Begin to open epochs up to number ``latest``. A collective call of the ranks of the island, if there are new ones."""
