@@ -49,12 +49,12 @@ class MemberRounds(Rounds):
 
     def _use(self, flight: Flight, mean: Mean, step: int, weights: Sequence[Weights]) -> None:
         super()._use(flight, mean, step, weights)
-        for island in self._takers(flight, len(weights)):
+        for island in self._takers(flight):
             if self._presence.slots[island].listens:
                 self._count(island, flight, mean)
         del self._took_part[flight.step]
 
-    def _takers(self, flight: Flight, islands: int) -> Sequence[int]:
+    def _takers(self, flight: Flight) -> Sequence[int]:
         there = self._presence.members
         return [island for island in self._took_part[flight.step] if island in there]
 

@@ -102,7 +102,7 @@ class Rounds:
 
     def _use(self, flight: Flight, mean: Mean, step: int, weights: Sequence[Weights]) -> None:
         places = flight.places
-        for island in self._takers(flight, len(weights)):
+        for island in self._takers(flight):
             one = weights[island]
             arrived = None if mean.arrived is None else mean.arrived[island]
             values = mean.values
@@ -112,9 +112,9 @@ class Rounds:
             one.write(places, self.rule.apply(island, one.read(places), back))
         self.rule.end(flight.step)
 
-    def _takers(self, flight: Flight, islands: int) -> Sequence[int]:
-        """Those of the ``islands`` of this process that use the mean of ``flight``."""
-        return range(islands)
+    def _takers(self, flight: Flight) -> Sequence[int]:
+        """The islands of this process that use the mean of ``flight``."""
+        return range(len(flight.sent))
 
     def state_dict(self) -> dict[str, Any]:
         """The exchanges under way, which are waited for, and the state of the rule."""
