@@ -16,6 +16,7 @@ from megatron_lossy.config import LossyConfig
 from megatron_lossy.errors import UsageError
 from megatron_lossy.lab.theory.churn import ChurningRows, speed_of_mean
 from megatron_lossy.lab.theory.islands import STREAM, rounds_of
+from megatron_lossy.mechanisms.islands import Islands
 from megatron_lossy.mechanisms.islands.epoch_log import EPOCHS, EpochLog
 from megatron_lossy.mechanisms.islands.epochs import Epoch, Heard, Incarnation, Member, counting, next_epoch
 from megatron_lossy.mechanisms.islands.mean import InMemory
@@ -240,6 +241,11 @@ def test_a_schedule_that_does_not_fit(tmp_path, lines, why):
     with pytest.raises(UsageError) as error:
         read_schedule(str(path), 4, 10)
     assert str(error.value).startswith(f"--island-schedule {path}: {why}")
+
+
+def test_a_schedule_is_checked_before_a_run(tmp_path):
+    with pytest.raises(UsageError, match="at 9: must be a whole number of at least 0 and below 8"):
+        Islands.check(flags(write(tmp_path / "events", (9, 0, "stop"))), 8)
 
 
 def test_a_schedule_that_is_not_there(tmp_path):
@@ -592,25 +598,24 @@ def train_in_folders(data, folder, cases):  # noqa: F811
     run_ranks(train_runs, 1, *runs, timeout=900)
 
 
-def copied(rank, given, loss):
-    """The states of islands right after slot 1 has copied slot 2; what they have in common, and what not."""
+def returned(rank, given, loss):
+    """What slot 1 has right after it has returned, against slot 2."""
     from megatron_lossy.mechanisms.islands.virtual_churn import ChurningIslands
+    from tests.trainer import train_runs
 
     seen = {}
     bring_back = ChurningIslands._bring_back
 
     def look(self, one):
         bring_back(self, one)
-        seen["equal"] = flat(self._state_of(one.slot)) == flat(self._state_of(one.source))
-        seen["shared"] = [
-            mine.data_ptr() == theirs.data_ptr()
-            for mine, theirs in zip(_tensors(self._state_of(one.slot)), _tensors(self._state_of(one.source)))
-        ]
-        seen["source"] = one.source
+        mine, theirs = self._state_of(one.slot), self._state_of(one.source)
+        seen["return"] = tuple(one)
+        seen["equal"] = {name: flat(mine[name]) == flat(theirs[name]) for name in mine}
+        seen["shared"] = [a.data_ptr() == b.data_ptr() for a, b in zip(_tensors(mine), _tensors(theirs), strict=True)]
+        rates = [self._optimizers[slot].param_groups[0]["lr"] for slot in (one.slot, one.source)]
+        seen["rates"] = rates[0] == rates[1]
 
     ChurningIslands._bring_back = look
-    from tests.trainer import train_runs
-
     train_runs(rank, (given, loss))
     return seen
 
@@ -623,14 +628,22 @@ def _tensors(state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"bf16": True}])
-def test_a_copy_is_all_of_an_island_and_shares_nothing(data, tmp_path, more):  # noqa: F811
+@pytest.mark.parametrize(
+    ("more", "rejoin", "keep"),
+    [({}, "copy", 0), ({"bf16": True}, "copy", 0), ({}, "listen", 0), ({"bf16": True}, "copy", 9)],
+)
+def test_an_island_that_returns_shares_nothing(data, tmp_path, more, rejoin, keep):  # noqa: F811
+    """A copy is all of an island; otherwise weights and moments are its own, and the learning rate is the run's."""
     from tests.test_islands_train import SMALL
 
     path = write(tmp_path / "events", (1, 1, "stop"), (5, 1, "return"))
-    loss = SYNC | {"island_schedule": path, "island_keep": 0}
-    [seen] = run_ranks(copied, 1, SMALL | data | more | {"save": str(tmp_path / "run")}, loss, timeout=300)
-    assert seen["source"] == 2 and seen["equal"] and seen["shared"] and not any(seen["shared"])
+    loss = SYNC | {"island_schedule": path, "island_keep": keep, "island_rejoin": rejoin}
+    [seen] = run_ranks(returned, 1, SMALL | data | more | {"save": str(tmp_path / "run")}, loss, timeout=300)
+    how = "keep" if keep else rejoin
+    assert seen["return"] == (1, how, 2, True, True)
+    assert seen["equal"]["scheduler"] and seen["rates"] and seen["shared"] and not any(seen["shared"])
+    for name in ("weights", "optimizers"):
+        assert seen["equal"][name] == (how == "copy")
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ class Churn:
         )
 
     def state_dict(self, iteration: int) -> dict[str, Any]:
-        """Who is there before ``iteration``, and how that came about."""
+        """The state before ``iteration``: the members, and the events that made them so."""
         past = [list(one) for one in self.schedule.before(iteration)]
         return {"slots": self.presence.state_dict(), "past": past}
 

@@ -1,4 +1,4 @@
-"""Epochs of membership: which islands are there, which of them send, and from which exchange on (docs/islands.md).
+"""Epochs of membership: the islands that are there, those of them that send, and the first exchange (docs/islands.md).
 
 Islands need not agree on who is there: a message to or from someone who is not counts as lost. An epoch decides only who
 owns which means and for whom to wait. Everything here is a function of its arguments, so that all who get the same
@@ -61,7 +61,7 @@ class Epoch:
 
 
 class Heard(NamedTuple):
-    """What an island tells of itself.
+    """The news that an island tells of itself.
 
     ``lag``: see :mod:`.presence`, in iterations. ``digest``: of all that must be equal for weights to be averaged.
     ``step``: its latest exchange; -1 before the first. ``seconds``: from one exchange to the next. ``epoch``: id and first exchange of the

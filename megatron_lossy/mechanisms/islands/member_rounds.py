@@ -30,7 +30,7 @@ class MemberRounds(Rounds):
         self._set = torch.zeros(len(presence.slots), subset.size, dtype=torch.int16, device=self._device)
 
     def visits(self, island: int) -> int:
-        """How often each element of a listener was set, at least."""
+        """The least number of times that an element of a listener was set."""
         return int(self._set[island].min())
 
     def restart(self, island: int) -> None:

@@ -1,4 +1,4 @@
-"""Who of the islands is there, who has stopped, and who may send (docs/islands.md#islands-that-come-and-go).
+"""Presence of islands: members, those that stopped, and those that may send (docs/islands.md#islands-that-come-and-go).
 
 Times are iterations of the run, whoever makes them. The lag of an island is what the run has made since the island last
 sent, less its own updates since. An island whose lag is large and mostly idleness has stopped: its weights are old, and
@@ -16,7 +16,7 @@ from .epochs import Epoch, Incarnation, Member, least_lag
 
 
 def needed_visits(overlap: int, own: bool) -> int:
-    """How often a mean must have set each element of a listener before it may send.
+    """The number of times that means must have set each element of a listener before it may send.
 
     ``overlap``: later exchanges of an element under way when one comes back. ``own``: whether it began with weights of
     the run. A cycle of means is the model; who began with others corrects the elements that were set first once more.
