@@ -124,7 +124,11 @@ class IslandFlags(Flags):
         incidental=True,
     )
     island: int | None = flag(
-        None, "with --rendezvous: the number of this island, from 0; the others are other launches", type=int, metavar="I"
+        None,
+        "with --rendezvous: the number of this island, from 0; the others are other launches",
+        type=int,
+        metavar="I",
+        incidental=True,
     )
     island_patience: float = flag(
         10.0,

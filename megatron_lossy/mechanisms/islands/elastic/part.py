@@ -26,7 +26,7 @@ from .... import device
 from ....config import LossyConfig
 from ....errors import UsageError
 from ....fetch import Fetched
-from ....flags import identity
+from ....flags import as_text, identity
 from ....recovery import copies
 from ....rendezvous import Watch
 from ....rendezvous.lighthouse import Lighthouse, addresses_of
@@ -44,9 +44,6 @@ from .standing import Standing
 from .world import ElasticWorld
 
 logger = logging.getLogger(__name__)
-
-#: Flags of an island that others need not share.
-_OWN = ("island", "rendezvous", "island_patience", "island_poll", "island_join")
 
 
 class ElasticIslands(TrainingIslands):
@@ -138,8 +135,8 @@ class ElasticIslands(TrainingIslands):
 
     def _what(self) -> dict[str, Any]:
         """The flags that all islands must share, by name."""
-        found = {name: value for name, value in identity(self.config).items() if name not in _OWN}
-        return {"--seed": self.world.seed} | {"--" + name.replace("_", "-"): repr(value) for name, value in found.items()}
+        found = identity(self.config).items()
+        return {"--seed": self.world.seed} | {"--" + name.replace("_", "-"): as_text(value) for name, value in found}
 
     def _layout(self) -> list[Any]:
         return [self.world.size, [shard.vectors[0].size for shard in self._built()]]
