@@ -76,7 +76,11 @@ class Lighthouse:
 
     def agree(self, *slots):
         epochs = self.in_force()
-        return len({epochs[slot] for slot in slots}) == 1 and epochs[slots[0]] is not None and epochs[slots[0]].slots == list(slots)
+        return (
+            len({epochs[slot] for slot in slots}) == 1
+            and epochs[slots[0]] is not None
+            and epochs[slots[0]].slots == list(slots)
+        )
 
 
 @pytest.fixture

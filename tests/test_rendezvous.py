@@ -11,7 +11,7 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.rendezvous import Rendezvous, Unreachable, Watch
 from megatron_lossy.rendezvous import lighthouse as module
 from megatron_lossy.rendezvous.lighthouse import Lighthouse, addresses_of
-from tests.lighthouse import TIMEOUT, serve  # noqa: F401
+from tests.lighthouse import TIMEOUT
 from tests.programs import run_program
 
 pytestmark = pytest.mark.shows("islands find each other at a lighthouse of torchft", device=False)

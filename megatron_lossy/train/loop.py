@@ -182,7 +182,9 @@ class _Run:
         """Go on with a later ``iteration``: the run has made those before without this job. Returns its batches from there on."""
         progress, config = self.progress, self.config
         missed = iteration - progress.iteration
-        self.console.note(f"  goes on at iteration {iteration:7d}: {missed} were made without this {self.lossy.config.jobs().name}")
+        self.console.note(
+            f"  goes on at iteration {iteration:7d}: {missed} were made without this {self.lossy.config.jobs().name}"
+        )
         progress.consumed_samples += sum(map(self.workers.samples, range(progress.iteration, iteration)))
         progress.iteration = self.lossy.iteration = iteration
         self.lossy.begin_equal()

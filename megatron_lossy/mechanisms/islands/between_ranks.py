@@ -169,9 +169,7 @@ class BetweenRanks:
         """Those of the exchange that begins, on the thread number ``turn``."""
         return Parties(range(self._config.islands), self._island, self.carriers[turn])
 
-    def _tell(
-        self, step: int, units: BucketUnits, parties: Parties, arrived: Sequence[np.ndarray | None]
-    ) -> None:
+    def _tell(self, step: int, units: BucketUnits, parties: Parties, arrived: Sequence[np.ndarray | None]) -> None:
         owner = parties.place is not None
         for phase, one in zip(SYNC_PHASES, arrived, strict=True):
             if one is not None and (owner or phase != SYNC_PHASES[0]):
@@ -183,7 +181,9 @@ class BetweenRanks:
         network, exchange = self._networks[phase], Exchange(phase, self._stream, step)
         if network.lossless:
             return None
-        return draw(network, exchange, senders, [self._island], units.count)[0].copy()  # torch wants to be able to write
+        return draw(network, exchange, senders, [self._island], units.count)[
+            0
+        ].copy()  # torch wants to be able to write
 
     @staticmethod
     def _arriving(

@@ -34,7 +34,7 @@ class IslandFlags(Flags):
 
     islands: int = flag(
         1,
-        "complete training jobs that exchange parameters as --sync-method says; each has data, optimizer state, clipping and "
+        "training jobs that exchange as --sync-method says; each has data, optimizer state, clipping and "
         "a learning-rate clock of its own (docs/islands.md)",
         metavar="M",
         group="islands",
@@ -98,11 +98,19 @@ class IslandFlags(Flags):
         nargs="+",
         metavar="V",
     )
+    p_sync: float = flag(0.0, "mean loss rate of the exchanges between islands, in [0, 1)", metavar="P", basic=True)
+
+    save_consensus: bool = flag(
+        False,
+        "each checkpoint has a second one beside it, of the mean weights of islands alone, in the folder consensus",
+        incidental=True,
+    )
     island_schedule: str | None = flag(
         None,
         'file of islands that come and go, a line {"slot": 0, "at": 100, "event": "stop"} each; events are stop, freeze, cut '
         "(off from the others), return and join, before iteration at; needs --virtual-workers",
         metavar="PATH",
+        group="islands that come and go",
     )
     island_keep: int | None = flag(
         None,
@@ -143,13 +151,6 @@ class IslandFlags(Flags):
         60.0,
         "with --rendezvous: seconds that a run which begins waits for islands that are not there yet",
         metavar="S",
-        incidental=True,
-    )
-    p_sync: float = flag(0.0, "mean loss rate of the exchanges between islands, in [0, 1)", metavar="P", basic=True)
-
-    save_consensus: bool = flag(
-        False,
-        "each checkpoint has a second one beside it, of the mean weights of islands alone, in the folder consensus",
         incidental=True,
     )
 
@@ -269,7 +270,11 @@ class IslandFlags(Flags):
             drawn = not all(self.phase(phase).lossless for phase in SYNC_PHASES)
             lost = f"{lost} and what the network loses" if drawn else "lost what the network loses"
         churn = "" if self.island_schedule is None else f", come and go by {self.island_schedule}"
-        churn = churn if self.rendezvous is None else f"; this is island {self.island}, the others meet it at {self.rendezvous}"
+        churn = (
+            churn
+            if self.rendezvous is None
+            else f"; this is island {self.island}, the others meet it at {self.rendezvous}"
+        )
         return [f"{what} {when}, {lost}{churn}"]
 
     def iterations(self, train_iters: int) -> int:
@@ -326,7 +331,9 @@ class IslandFlags(Flags):
         for name in ("island_patience", "island_poll"):
             self._need(name, 0 < getattr(self, name) < math.inf, "must be seconds above 0")
         self._need("island_join", 0 <= self.island_join < math.inf, "must be seconds of at least 0")
-        self._need("eval_weights", self.eval_weights in ("owner", "replica"), "must be owner or replica with --rendezvous")
+        self._need(
+            "eval_weights", self.eval_weights in ("owner", "replica"), "must be owner or replica with --rendezvous"
+        )
 
     def _need(self, name: str, fine: bool, allowed: str) -> None:
         if not fine:  # NaN is never fine
@@ -355,7 +362,8 @@ class IslandFlags(Flags):
             ),
             "rendezvous": (self.averages and corrected, "--islands and --sync-method parameters"),
             **dict.fromkeys(
-                ("island", "island_patience", "island_poll", "island_join"), (self.rendezvous is not None, "--rendezvous")
+                ("island", "island_patience", "island_poll", "island_join"),
+                (self.rendezvous is not None, "--rendezvous"),
             ),
             "island_keep": (
                 self.comes_and_goes and corrected,

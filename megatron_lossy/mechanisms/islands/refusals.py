@@ -102,7 +102,12 @@ ISLANDS = Section(
             beside="--islands",
             value="owner",
             why="every island has owners; with --islands choose consensus or replica",
-            when=_averaging(lambda config, facts: config.eval_weights == "owner" and config.rendezvous is None),
+            # A folder's flags do not have --rendezvous, which may change; the run's own have.
+            when=_averaging(
+                lambda config, facts: (
+                    config.eval_weights == "owner" and config.rendezvous is None and facts.virtual is not None
+                )
+            ),
         ),
         Row(
             flag=("--delivery-log", "--trace"),

@@ -79,7 +79,9 @@ class Membership:
                 "step": self._step,
                 "seconds": self._seconds,
                 "epoch": None if epoch is None else [epoch.id, epoch.first],
-                "members": [] if epoch is None else [[one.slot, list(one.incarnation), one.role] for one in epoch.members],
+                "members": []
+                if epoch is None
+                else [[one.slot, list(one.incarnation), one.role] for one in epoch.members],
                 "broken": self._broken,
                 "waits": self._waits,
                 "host": self._host,
@@ -133,7 +135,9 @@ class Membership:
     def _counted_on(self, known: Sequence[Data]) -> Epoch | None:
         """The latest epoch of others that has this island, as it is now."""
         found = [
-            Epoch(tuple(Member(slot, Incarnation(*begun), role) for slot, begun, role in one["members"]), one["epoch"][1])
+            Epoch(
+                tuple(Member(slot, Incarnation(*begun), role) for slot, begun, role in one["members"]), one["epoch"][1]
+            )
             for one in known
             if one["epoch"] is not None
         ]
@@ -230,9 +234,7 @@ def _is_ours(one: Data) -> bool:
 def _heard(one: Data) -> Heard:
     member = Member(one["slot"], Incarnation(*one["incarnation"]), one["role"])
     epoch = None if one["epoch"] is None else (one["epoch"][0], one["epoch"][1])
-    return Heard(
-        member, one["lag"], one["digest"], one["step"], one["seconds"], epoch, one["broken"], one["waits"]
-    )
+    return Heard(member, one["lag"], one["digest"], one["step"], one["seconds"], epoch, one["broken"], one["waits"])
 
 
 def _difference(mine: dict[str, Any], other: Data) -> UsageError:
@@ -240,6 +242,9 @@ def _difference(mine: dict[str, Any], other: Data) -> UsageError:
     theirs = other["what"]
     for flag in sorted(mine.keys() | theirs.keys()):
         if mine.get(flag) != theirs.get(flag):
-            return refuse(flag, mine.get(flag), f"island {other['slot']} ({other['host']}) has {theirs.get(flag)}; all must be alike")
+            return refuse(
+                flag,
+                mine.get(flag),
+                f"island {other['slot']} ({other['host']}) has {theirs.get(flag)}; all must be alike",
+            )
     return UsageError(f"--rendezvous: island {other['slot']} ({other['host']}) has another model or layout of ranks")
-

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from .... import device
@@ -113,7 +112,9 @@ class ElasticIslands(TrainingIslands):
         host = _address_towards(addresses_of(config.rendezvous or "")[0])
         self._served = dist.TCPStore(host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         begun = Incarnation(time.time_ns(), secrets.randbits(32))
-        rendezvous = Lighthouse(addresses_of(config.rendezvous or ""), f"island {self._slot} {begun.begun} {begun.drawn}")
+        rendezvous = Lighthouse(
+            addresses_of(config.rendezvous or ""), f"island {self._slot} {begun.begun} {begun.drawn}"
+        )
         keep = config.keep // config.sync_interval
         what = self._what()
         digest = json.dumps([what, self._layout()], sort_keys=True)
@@ -166,7 +167,9 @@ class ElasticIslands(TrainingIslands):
     def _broke(self, among: Among, why: str) -> None:
         """On a thread: nothing can be exchanged in the epoch of ``among`` any more."""
         if not among.broken:
-            logger.warning("island %d: lost contact (%s); until others meet again its messages count as lost", self._slot, why)
+            logger.warning(
+                "island %d: lost contact (%s); until others meet again its messages count as lost", self._slot, why
+            )
             among.close()
         if self._membership is not None:
             self._membership.breaks(among.epoch)
@@ -207,7 +210,11 @@ class ElasticIslands(TrainingIslands):
 
     def _next(self) -> int:
         """The number of the epoch of the exchange after the one of this iteration."""
-        return -1 if self._membership is None else self._membership.in_force(self._exchange_of(self._run.iteration + 1) + 1)
+        return (
+            -1
+            if self._membership is None
+            else self._membership.in_force(self._exchange_of(self._run.iteration + 1) + 1)
+        )
 
     def _ahead(self) -> int:
         """The iteration of the run, if it has gone on without this island; else 0.
@@ -265,7 +272,14 @@ class ElasticIslands(TrainingIslands):
         subset = self._subset(vector, number)
         lanes = min(SYNC_LANES, max(1, config.rounds_under_way))
         crossing = BetweenMembers(
-            config, subset.stream, self._slot, self._run.steps, self._tell, lanes=lanes, among=self._among, breaks=self._broke
+            config,
+            subset.stream,
+            self._slot,
+            self._run.steps,
+            self._tell,
+            lanes=lanes,
+            among=self._among,
+            breaks=self._broke,
         )
         self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
         rounds = partial(MemberRounds, presence=self._standing)
