@@ -1,4 +1,4 @@
-"""What carries the exchanges of one epoch: a group of its members' ranks of one number, over gloo.
+"""Carries the exchanges of one epoch: a group of its members' ranks of one number, over gloo.
 
 It is opened on a thread, while training goes on. A member that dies, or stands still for longer than the patience, breaks it: what
 is under way is lost whole, and so is the rest of the epoch.
@@ -93,7 +93,7 @@ class Opening:
         self._thread.start()
 
     def among(self, wait: bool = False) -> Among | None:
-        """What it has opened; ``None``: nothing yet, or it failed. ``wait``: until it is known."""
+        """The opened epoch; ``None``: not yet, or it failed. ``wait``: until it is known."""
         if wait:
             self._over.wait()
         return self._among

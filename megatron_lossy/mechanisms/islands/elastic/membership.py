@@ -1,4 +1,4 @@
-"""What the first rank of an island knows of all islands: it tells the rendezvous of itself, and computes epochs.
+"""Knowledge of the first rank of an island about all islands: it tells the rendezvous of itself, and computes epochs.
 
 It is asked on the thread that trains, and hears answers on the one that asks.
 """
@@ -66,7 +66,7 @@ class Membership:
     # --- on the thread that asks -----------------------------------------------------------------------------------
 
     def tell(self) -> tuple[int, Data]:
-        """What this island says of itself."""
+        """The latest exchange, and all that this island says of itself."""
         with self._changed:
             epoch = self._epoch
             return max(self._step, 0), {
@@ -173,7 +173,7 @@ class Membership:
 
     @property
     def role(self) -> str:
-        """What is told."""
+        """The role that is told."""
         return self._role
 
     def note(self, step: int, role: str, lag: int) -> None:

@@ -7,7 +7,7 @@ from ..presence import Slot, needed_visits
 
 
 class Standing:
-    """Of the island ``slot``. ``overlap``: see :func:`.presence.needed_visits`.
+    """The standing of the island ``slot``. ``overlap``: see :func:`.presence.needed_visits`.
 
     ``slots``, ``members``: as of :class:`.Presence`, of this island alone.
     """
@@ -19,7 +19,7 @@ class Standing:
 
     @property
     def role(self) -> str:
-        """What it is from its next epoch on."""
+        """Its role from its next epoch on."""
         return "listen" if self.slot.listens else "send"
 
     def enter(self, epoch: Epoch, own: bool) -> None:
