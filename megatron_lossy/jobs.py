@@ -14,6 +14,7 @@ from .checkpoints import names_checkpoint
 @dataclass(frozen=True)
 class Jobs:
     """The ``number`` of equal jobs of a run, each with data and an optimizer of its own. ``name``: what one is called.
+    ``apart``: each is a launch of its own; else all are one.
 
     Real ranks are divided among them, and each job has folders of its own in those of the run. Virtual workers of all
     jobs are in one process, and have the folders of the run.
@@ -21,6 +22,7 @@ class Jobs:
 
     number: int = 1
     name: str = "job"
+    apart: bool = False
 
     @property
     def several(self) -> bool:

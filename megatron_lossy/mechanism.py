@@ -290,6 +290,10 @@ class Part:
         """
         return None
 
+    def catch_up(self, iteration: int) -> int:
+        """See :meth:`Run.catch_up`. Replicas are equal if it is a later one."""
+        return iteration
+
     def training_patches(self) -> list[Patch]:
         """Patches that it needs in megatron.training."""
         return []

@@ -96,7 +96,7 @@ def install(config: LossyConfig, steps: int | None) -> Lossy:
         if _lossy.config != config:
             raise UsageError("the loss flags changed after the hooks were installed with others")
         return _lossy
-    check_refusals(config, Facts(flushes=True))
+    check_refusals(config, Facts(flushes=True, catches_up=False))
     import megatron.core
 
     from . import device, hooks

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_lossy import device
 from tests.features import Record
+from tests.lighthouse import serve  # noqa: F401
 from tests.ranks import Pool
 from tests.rooms import Shared, check_room, room_of
 from tests.rows import Rows

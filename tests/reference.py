@@ -94,6 +94,25 @@ def reference_gather(replicas, owners, arrived, units):
     return new
 
 
+def mean_among(vectors, reduced, gathered, elements):
+    """The mean among those present, element by element: by receiver its values, NaN where it gets none.
+
+    ``vectors``: {slot: [k]} of the senders, who own the means in order of slots. ``reduced``, ``gathered``: functions of
+    (receiver, source, unit) that say what arrives. ``elements``: of a unit. ``gathered.receivers``: who gets means.
+    """
+    senders = sorted(vectors)
+    count = len(vectors[senders[0]])
+    shard = -(-count // len(senders))
+    values = {slot: np.full(count, np.nan) for slot in gathered.receivers}
+    for place in range(count):
+        owner, unit = senders[place // shard], place % shard // elements
+        came = [float(vectors[slot][place]) for slot in senders if reduced(owner, slot, unit)]
+        for slot in gathered.receivers:
+            if came and gathered(slot, owner, unit):
+                values[slot][place] = sum(came) / len(came)
+    return values
+
+
 class ReferenceAdamW:
     """AdamW (Loshchilov and Hutter, 2019, algorithm 2) on one shard, in float32."""
 

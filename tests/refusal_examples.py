@@ -15,6 +15,8 @@ FIRST = PACKETS | {"grad_priority": "packet-mean"}
 CHANGED = PACKETS | {"param_priority": "change"}
 FEEDBACK = UDP | {"grad_recovery": "error-feedback"}
 ISLANDS = {"islands": 2, "sync_method": "parameters"}
+CHURN = {"island_schedule": "events"}
+APART = ISLANDS | {"rendezvous": "host", "island": 1}
 OUTER = {"islands": 2, "sync_method": "diloco"}
 EMA = ISLANDS | {"delay_correction": "ema"}
 FULL = {"distributed_optimizer": False}
@@ -102,7 +104,7 @@ _ISLAND_SWITCHES = {
 }
 ISLAND = [
     (ISLANDS | {"drift_interval": 5}, {}, "--drift-interval 5: cannot be combined with --islands"),
-    (ISLANDS | {"eval_weights": "owner"}, {}, "--eval-weights owner: every island has owners"),
+    (ISLANDS | {"eval_weights": "owner"}, {"virtual": False}, "--eval-weights owner: every island has owners"),
     (
         ISLANDS | {"island_speeds": (1.0, 2.0), "delivery_log": "log"},
         {},
@@ -131,6 +133,27 @@ ISLAND = [
     (ISLANDS, FULL, "--islands 2: each shards its optimizer; needs --use-distributed-optimizer"),
     (ISLANDS, {"workers": 3}, "--islands 2: must divide the 3 data-parallel ranks"),
     (ISLANDS | {"island_speeds": (1.0, 2.0)}, {"virtual": False}, "--island-speeds 1.0 2.0: needs --virtual-workers"),
+    (
+        ISLANDS | CHURN,
+        {"virtual": False},
+        "--island-schedule events: needs --virtual-workers: only islands in one process",
+    ),
+    (
+        ISLANDS | CHURN | {"island_speeds": (1.0, 2.0)},
+        {},
+        "--island-schedule events: cannot be combined with --island-speeds",
+    ),
+    (APART, {"catches_up": False}, "--rendezvous host: needs a training loop that can go on at a later iteration"),
+    (APART, {"virtual": True}, "--rendezvous host: is for real ranks"),
+    (APART | {"transport": "udp"}, {}, "--transport udp: cannot carry islands that are launches of their own"),
+    (APART, {"tensor": 2}, "--tensor-model-parallel-size 2: its ranks would lose other averages"),
+    (APART | {"island_rejoin": "copy"}, {}, "--island-rejoin copy: cannot be copy with --rendezvous"),
+    (APART | {"save_consensus": True}, {}, "--save-consensus on: cannot go with --rendezvous"),
+    (
+        ISLANDS | CHURN | PACKETS | {"delivery_log": "log", "p_sync": 0.1},
+        {},
+        "--delivery-log log: cannot go with --island-schedule and --loss-unit packet",
+    ),
     (
         ISLANDS | {"sync_subset": "partition", "sync_fraction": 0.5},
         {"device": "hpu"},

@@ -125,7 +125,7 @@ def test_drawn_subsets_leave_1_minus_f_of_the_squared_deviation():
 
 def decay(config, steps=400):
     """How many iterations deviations take to fall to 1e-4, at most ``steps``, and by what they change per visit."""
-    weights, norms = start(islands=3), []
+    weights, norms = start(config.islands), []
     rounds, rows = rounds_of(config, weights)
     if config.delay_correction == "ema":  # else the first exchange would remove what is no progress
         rounds.rule.progress.copy_(spread(weights))
@@ -148,7 +148,7 @@ def test_the_stability_bound_and_the_rate_of_growth(correction, overlap):
         how = {"mixing_gain": repr(gain)} if correction == "mixing" else {"ema_coefficient": (gain, gain, 1000)}
         if (gain > 1 and correction == "ema") or gain >= 2 or gain == 1:
             continue
-        config = flags(sync_fraction=0.5, sync_delay=2 * overlap, delay_correction=correction, **how)
+        config = flags(islands=3, sync_fraction=0.5, sync_delay=2 * overlap, delay_correction=correction, **how)
         assert config.overlap == overlap
         known[gain], growth = decay(config)
         if gain != theory.critical_gain(overlap):

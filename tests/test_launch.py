@@ -127,6 +127,7 @@ def test_what_islands_and_stages_add():
     assert found.keys() - alone.keys() == {"islands", "averages under way"}
     assert found["islands"] == 4 * 2 * weights + 3 * 12 * weights
     assert found["averages under way"] == pytest.approx(11 * 0.05 * (5 * 4 + 8) * weights)
+    assert components(**islands, island_schedule="events")["visits of means"] == 4 * 2 * weights
     assert components(**islands, delay_correction="ema")["correction"] == 4 * 4 * weights
     predicted = components(**islands | {"sync_delay": 50}, delay_correction="smith")
     assert predicted["averages under way"] == pytest.approx(51 * 0.05 * (9 * 4 + 8) * weights)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,32 +11,10 @@ from megatron_lossy.errors import UsageError
 from megatron_lossy.rendezvous import Rendezvous, Unreachable, Watch
 from megatron_lossy.rendezvous import lighthouse as module
 from megatron_lossy.rendezvous.lighthouse import Lighthouse, addresses_of
+from tests.lighthouse import TIMEOUT
 from tests.programs import run_program
 
 pytestmark = pytest.mark.shows("islands find each other at a lighthouse of torchft", device=False)
-
-TIMEOUT = 1.5
-
-
-@pytest.fixture
-def serve():
-    """Starts a lighthouse, at ``port`` if that is given; the process and its URL. All end with the test."""
-    pytest.importorskip("torchft")
-    started = []
-
-    def serve(port=0):
-        command = [sys.executable, "-m", "megatron_lossy", "lighthouse", "--bind", f"127.0.0.1:{port}"]
-        options = ["--timeout", str(TIMEOUT), "--join", "0.3"]
-        process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        started.append(process)
-        line = process.stdout.readline()
-        assert line.startswith("lighthouse: http://"), line
-        return process, "http://127.0.0.1:" + line.strip().rpartition(":")[2]
-
-    yield serve
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 class Island:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_lossy.config import LossyConfig
+from megatron_lossy.lab.theory.churn import ChurningRows
 from megatron_lossy.lab.theory.islands import rounds_of
 from megatron_lossy.mechanisms.lead.compensated import Compensated
 from megatron_lossy.mechanisms.replicas import average
@@ -40,6 +41,9 @@ WALKED = {
     "mechanisms.replicas.full_replicas.FullReplicas": "test_saved_state_virtual.py",
     "mechanisms.replicas.monitor.ReplicaMonitor": "test_saved_state_virtual.py",
     "mechanisms.islands.rounds.Rounds": "test_islands",
+    "mechanisms.islands.member_rounds.MemberRounds": "test_islands_that_come_and_go",
+    "mechanisms.islands.presence.Presence": "test_islands_that_come_and_go",
+    "mechanisms.islands.churn.Churn": "test_islands_that_come_and_go",
     "mechanisms.islands.rule.Rule": "test_islands",
     "mechanisms.islands.outer.DiLoCo": "test_islands",
     "mechanisms.islands.correction.MovingAverage": "test_islands",
@@ -312,6 +316,72 @@ def test_islands():
         for steps in (6, 9):
             config = LossyConfig(**flags)
             continues, results[f"{name}, {steps}"] = walk_of(lambda config=config: Islands(config), steps, 8)
+            assert continues, (name, steps)
+    problems = unmissed(results, {})
+    assert not problems, problems
+
+
+# --- islands that come and go ----------------------------------------------------------------------------------------
+
+AWAY = """{"slot": 2, "at": 3, "event": "join"}
+{"slot": 1, "at": 4, "event": "stop"}
+{"slot": 1, "at": 9, "event": "return"}
+{"slot": 1, "at": 11, "event": "stop"}
+{"slot": 1, "at": 13, "event": "return"}
+{"slot": 3, "at": 5, "event": "cut"}
+{"slot": 3, "at": 7, "event": "return"}
+{"slot": 3, "at": 8, "event": "freeze"}
+{"slot": 3, "at": 11, "event": "return"}
+{"slot": 2, "at": 14, "event": "freeze"}
+{"slot": 2, "at": 15, "event": "return"}
+"""
+SOON = LATE | {"islands": 4, "sync_delay": 3}
+COME_AND_GO = {
+    "copies": SOON,
+    "listens": SOON | {"island_rejoin": "listen", "island_keep": 4},
+    "keeps, smith": LATE
+    | {"islands": 4, "island_keep": 100, "delay_correction": "smith", "mixing_gain": "0.5", "island_rejoin": "listen"},
+    "ema": SOON | {"delay_correction": "ema", "p_sync": 0.3, "island_rejoin": "listen"},
+    "diloco": {"islands": 4, "sync_method": "diloco", "sync_interval": 3},
+}
+
+
+class Churning(ChurningRows):
+    """The same of islands of which some are away; epochs are told too."""
+
+    def __init__(self, config):
+        super().__init__(config, torch.randn(4, 60, generator=torch.Generator().manual_seed(0)), 30)
+
+    def run(self, steps):
+        def drift(step, weights, training):
+            random = torch.Generator().manual_seed(step)
+            weights[training] += 0.1 * torch.randn(weights.shape, generator=random)[training]
+
+        history = []
+        for _ in range(steps):
+            self.iterate(drift)
+            history.append((self.weights.clone(), list(self.records)))
+            self.records.clear()
+        return history
+
+    def state(self):
+        return copy.deepcopy({"rounds": self.rounds.state_dict(), "churn": self.churn.state_dict(self.step)})
+
+    def resume(self, other, state):
+        self.step = other.step
+        self.weights.copy_(other.weights)
+        self.churn.load_state_dict(state["churn"], self.step)
+        self.rounds.load_state_dict(state["rounds"])
+
+
+def test_islands_that_come_and_go(tmp_path):
+    path = tmp_path / "events"
+    path.write_text(AWAY)
+    results = {}
+    for name, flags in COME_AND_GO.items():
+        for steps in (6, 9, 12):
+            config = LossyConfig(**flags, island_schedule=str(path))
+            continues, results[f"{name}, {steps}"] = walk_of(lambda config=config: Churning(config), steps, 8)
             assert continues, (name, steps)
     problems = unmissed(results, {})
     assert not problems, problems

@@ -66,8 +66,10 @@ class ExchangeMonitor(Observer):
                 stale=stale, param_lost=lost, param_sent=sent, ages=int(ages.sum()), oldest=int(ages.max())
             )
 
-    def restart(self, iteration: int) -> None:
+    def begin_equal(self) -> None:
         self._ages.clear()
+
+    def restart(self, iteration: int) -> None:
         self._window.clear()
 
     def metrics(self) -> dict[str, float]:

@@ -64,6 +64,9 @@ class Observer:
     def restart(self, iteration: int) -> None:
         """Called when a checkpoint of ``iteration`` attempted iterations was loaded: the next one is ``iteration``."""
 
+    def begin_equal(self) -> None:
+        """Called when all replicas have just become equal to the owners' weights."""
+
     def metrics(self) -> dict[str, float]:
         """Values since the last call, the same on all ranks. A collective call."""
         return {}

@@ -75,9 +75,10 @@ class Lighthouse(Rendezvous):
     def ask(self, step: int, data: Data) -> list[Data]:
         whys = []
         for door in self._doors:
+            door.tried.wait(2 * CONNECT)
             client = door.client
             if client is None:
-                whys.append(f"{door.address} ({door.why or 'not yet'})")
+                whys.append(f"{door.address} ({door.why})")
                 continue
             try:
                 patience = timedelta(seconds=self.timeout + ANSWER)
@@ -99,8 +100,10 @@ class Lighthouse(Rendezvous):
                 try:
                     door.client = self._library.LighthouseClient(door.address, timedelta(seconds=CONNECT))
                     again = _AGAIN[0]
+                    door.tried.set()
                 except Exception as error:
                     door.why = _first_line(error)
+                    door.tried.set()
                     self._end.wait(again)
                     again = min(2 * again, _AGAIN[1])
                     continue
@@ -110,12 +113,13 @@ class Lighthouse(Rendezvous):
 
 
 class _Door:
-    """One lighthouse. ``client``: once connected. ``why``: not yet."""
+    """One lighthouse. ``client``: once connected. ``why``: not yet. ``tried``: to connect, once."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self.client: Any = None
         self.why = ""
+        self.tried = threading.Event()
 
 
 def _first_line(error: Exception) -> str:

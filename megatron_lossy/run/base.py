@@ -202,6 +202,15 @@ class Run(RunWeights):
             self.settle()
         return self._replicas()
 
+    def catch_up(self, iteration: int) -> int:
+        """The next iteration to make, after ``iteration``: a later one if other jobs have gone on without this one.
+
+        A collective call of the ranks of this job.
+        """
+        for one in self.parts:
+            iteration = one.catch_up(iteration)
+        return iteration
+
     def skip_iteration(self) -> None:
         """Count an iteration that passed without a step of the optimizer, with gradients or without."""
         for group in self.groups:
@@ -212,13 +221,19 @@ class Run(RunWeights):
         """A checkpoint of ``iteration`` attempted iterations was loaded: all replicas are equal."""
         self._untold = None
         self.iteration = iteration
+        self.begin_equal()
+        for observer in self.observers:
+            observer.restart(iteration)
+
+    def begin_equal(self) -> None:
+        """All replicas equal the owners' weights, which are in the model, and nothing of before counts."""
         self.update = None
         for group in self.groups:
             group.restart()
         for observer in self.observers:
-            observer.restart(iteration)
+            observer.begin_equal()
         for one in self.parts:
-            one.restart(iteration)
+            one.restart(self.iteration)
 
     def metrics(self) -> dict[str, float]:
         """Measurements of the observers since the last call (docs/monitors.md). A collective call."""

@@ -143,9 +143,26 @@ def removed(loss: float, islands: int) -> float:
     return 1 - left / others
 
 
-def bytes_sent(elements: int, islands: int, itemsize: int = 4) -> float:
-    """The bytes that an island sends in one exchange of ``elements``, to owners and back, without its own part."""
-    return 2 * (islands - 1) / islands * elements * itemsize
+def speed_held_back(away: float) -> float:
+    """The share of a constant drift that the mean keeps if islands that stopped send at once when they return: 1 - a.
+
+    ``away``, a: the share of island-iterations that are not made. Means move weight from island to island and lose
+    none, so that the mean over islands, those away included, moves by the local steps alone, of which a are not made.
+    An island that is away takes its weights out of the mean and brings them back: spells of any length cost the same.
+    If islands that return begin with weights of the others the share is 1.
+    """
+    if not 0 <= away < 1:
+        raise ValueError(f"away = {away}: must be in [0, 1)")
+    return 1 - away
+
+
+def bytes_sent(elements: int, islands: int, itemsize: int = 4, receivers: int | None = None) -> float:
+    """The bytes that an island sends in one exchange of ``elements``, to owners and back, without its own part.
+
+    ``receivers``: of means, if some of these send nothing; default ``islands``.
+    """
+    others = (islands - 1) + ((receivers or islands) - 1)
+    return others / islands * elements * itemsize
 
 
 # --- what a link between sites has time for --------------------------------------------------------------------------

@@ -163,6 +163,10 @@ class RankBatches:
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self
 
+    def skip(self, samples: int) -> None:
+        """Leave out the rank's part of the next ``samples`` of all ranks."""
+        self._consumed += samples
+
     def __next__(self) -> dict[str, torch.Tensor]:
         first = self._consumed + self._rank * self._size
         samples = [self._dataset[index] for index in range(first, first + self._size)]

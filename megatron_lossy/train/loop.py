@@ -59,7 +59,8 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
     """
     device.prepare()
     device.take_device()
-    ranks = launched_ranks()
+    jobs = lossy_config.jobs()
+    ranks = launched_ranks() * (jobs.number if jobs.apart and not config.virtual_workers else 1)
     config.check_world(ranks)
     check_flags(config, lossy_config, ranks)
     lossy_config = settled(lossy_config)
@@ -85,7 +86,7 @@ def train(config: TrainConfig, lossy_config: LossyConfig, console: Console | Non
         try:
             with parallel.model_parallel(config):
                 first = torch.distributed.get_rank() == 0
-                speaks = first and lossy.job == 0
+                speaks = first and (jobs.apart or lossy.job == 0)
                 run = _Run(config, lossy, paths, (console or Console()) if speaks else Silent())
                 if first:
                     write_settings(config, lossy_config, data)
@@ -143,6 +144,10 @@ class _Run:
         config, progress = self.config, self.progress
         outcomes: deque[Callable[[], tuple[float, float, bool, int]]] = deque()
         while progress.iteration < self.iterations:
+            now = self.lossy.catch_up(progress.iteration)
+            if now != progress.iteration:
+                batches = self._go_on_at(now)
+                continue
             started = time.perf_counter()
             outcomes.append(self._step(batches))
             if not self.hooked:
@@ -172,6 +177,19 @@ class _Run:
                 self.console.note(f"exiting {why} at iteration {progress.iteration}")
                 return False
         return True
+
+    def _go_on_at(self, iteration: int) -> list[RankBatches]:
+        """Go on with a later ``iteration``: the run has made those before without this job. Returns its batches from there on."""
+        progress, config = self.progress, self.config
+        missed = iteration - progress.iteration
+        self.console.note(
+            f"  goes on at iteration {iteration:7d}: {missed} were made without this {self.lossy.config.jobs().name}"
+        )
+        progress.consumed_samples += sum(map(self.workers.samples, range(progress.iteration, iteration)))
+        progress.iteration = self.lossy.iteration = iteration
+        self.lossy.begin_equal()
+        self.workers.scheduler.step(increment=missed * config.global_batch_size)
+        return self.workers.training_batches(self.train_data, iteration, progress.consumed_samples)
 
     def _due(self, last: bool) -> tuple[bool, bool, bool, bool]:
         """Whether this iteration is one to log, to evaluate, to save, and to leave after."""

@@ -185,8 +185,8 @@ class VirtualCluster(VirtualRun):
             with torch.no_grad():
                 self._send()
 
-    def set_iteration(self, iteration: int) -> None:
-        super().set_iteration(iteration)
+    def begin_equal(self) -> None:
+        super().begin_equal()
         for stream in self._streams:
             stream.versions.restart()
             stream.sending.restart()

@@ -41,6 +41,10 @@ class Islands(Mechanism):
             from .mean import check_between
 
             check_between(config, train_iters)
+        if config.averages and config.island_schedule is not None:
+            from .schedule import read_schedule
+
+            read_schedule(config.island_schedule, config.islands, train_iters)
 
     @classmethod
     def advice(cls, config: LossyConfig, iterations: int | None) -> list[str]:
@@ -64,6 +68,10 @@ class Islands(Mechanism):
     def world(cls, config: LossyConfig, seed: int) -> World | None:
         if not config.averages:
             return None
+        if config.rendezvous is not None:
+            from .elastic.world import ElasticWorld
+
+            return ElasticWorld(config.islands, config.island or 0, seed)
         from .world import IslandWorld
 
         return IslandWorld(config.islands, seed)
@@ -72,6 +80,12 @@ class Islands(Mechanism):
     def part(cls, config: LossyConfig, world: World | None) -> Part | None:
         if world is None:
             return None
+        if config.rendezvous is not None:
+            from .elastic.part import ElasticIslands
+            from .elastic.world import ElasticWorld
+
+            assert isinstance(world, ElasticWorld), world
+            return ElasticIslands(config, world)
         from .megatron_training import TrainingIslands
         from .world import IslandWorld
 
@@ -92,6 +106,10 @@ class Islands(Mechanism):
     ) -> Run | None:
         if not config.averages:
             return None
+        if config.island_schedule is not None:
+            from .virtual_churn import ChurningIslands
+
+            return ChurningIslands(config, workers, iterations, seed, gapless=True)
         from .virtual import VirtualIslands
 
         return VirtualIslands(config, workers, iterations, seed, gapless=True)

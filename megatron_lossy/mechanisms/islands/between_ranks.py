@@ -89,8 +89,19 @@ def carriers_of(
     return [IslandLink(config, name, island, store(name), length, dtype, patience) for name in names]
 
 
+class Parties(NamedTuple):
+    """Those whose weights are averaged in an exchange, in their order, and what carries it.
+
+    ``place``: of this island among them, which owns the means of its place; ``None``: it gets means alone.
+    """
+
+    senders: Sequence[int]
+    place: int | None
+    carrier: Carrier
+
+
 class Crossed(NamedTuple):
-    """A finished exchange: its mean, and by phase the units that arrived here, bool[M, units].
+    """A finished exchange: its mean, and by phase the units that arrived here, bool[senders, units].
 
     ``mean`` is on the device, but not :attr:`brought` yet.
     """
@@ -131,14 +142,16 @@ class BetweenRanks:
 
     def begin(self, step: int, sent: torch.Tensor) -> Waiting:
         """Begin the exchange of ``sent`` float32[1, k], keyed by the iteration ``step``."""
-        [own], islands = sent, self._config.islands
-        pieces = Pieces(own, islands, self.dtype)
+        [own] = sent
+        turn, self._begun = self._begun % len(self._threads), self._begun + 1
+        parties = self._parties(turn)
+        senders = parties.senders
+        pieces = Pieces(own, len(senders), self.dtype)
         [units], _ = cut([pieces.shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
-        drawn = [self._drawn(phase, step, units) for phase in SYNC_PHASES]
-        turn, self._begun = self._begun % len(self.carriers), self._begun + 1
-        carrier, told = self.carriers[turn], partial(self._tell, step, units)
-        future = self._threads[turn].submit(self._cross, carrier, pieces, units, drawn, own.device)
-        if carrier.observes:
+        drawn = [self._drawn(phase, step, units, senders) for phase in SYNC_PHASES]
+        told = partial(self._tell, step, units, parties)
+        future = self._threads[turn].submit(self._cross, parties, pieces, units, drawn, own.device)
+        if parties.carrier.observes:
             return Waiting(future, own, lambda crossed: told(crossed.arrived))
         waiting = Waiting(future, own, lambda _: told(self._arriving(drawn, pieces, units)))
         if pieces.here:
@@ -152,20 +165,25 @@ class BetweenRanks:
             self._untold.tell()
             self._untold = None
 
-    def _tell(self, step: int, units: BucketUnits, arrived: Sequence[np.ndarray | None]) -> None:
-        islands, here = range(self._config.islands), [self._island]
-        for phase, one in zip(SYNC_PHASES, arrived, strict=True):
-            if one is not None:
-                exchange = Exchange(phase, self._stream, step)
-                self._told(Delivery(exchange, islands, here, one[None], [units]))
+    def _parties(self, turn: int) -> Parties:
+        """Those of the exchange that begins, on the thread number ``turn``."""
+        return Parties(range(self._config.islands), self._island, self.carriers[turn])
 
-    def _drawn(self, phase: str, step: int, units: BucketUnits) -> np.ndarray | None:
-        """bool[M, units]: the units that the draw delivers here; ``None``: everything."""
+    def _tell(self, step: int, units: BucketUnits, parties: Parties, arrived: Sequence[np.ndarray | None]) -> None:
+        owner = parties.place is not None
+        for phase, one in zip(SYNC_PHASES, arrived, strict=True):
+            if one is not None and (owner or phase != SYNC_PHASES[0]):
+                exchange = Exchange(phase, self._stream, step)
+                self._told(Delivery(exchange, parties.senders, [self._island], one[None], [units]))
+
+    def _drawn(self, phase: str, step: int, units: BucketUnits, senders: Sequence[int]) -> np.ndarray | None:
+        """bool[senders, units]: the units that the draw delivers here; ``None``: everything."""
         network, exchange = self._networks[phase], Exchange(phase, self._stream, step)
         if network.lossless:
             return None
-        islands, here = range(self._config.islands), [self._island]
-        return draw(network, exchange, islands, here, units.count)[0].copy()  # torch wants to be able to write
+        return draw(network, exchange, senders, [self._island], units.count)[
+            0
+        ].copy()  # torch wants to be able to write
 
     @staticmethod
     def _arriving(
@@ -178,7 +196,7 @@ class BetweenRanks:
 
     def _cross(
         self,
-        carrier: Carrier,
+        parties: Parties,
         pieces: Pieces,
         units: BucketUnits,
         drawn: Sequence[np.ndarray | None],
@@ -188,7 +206,7 @@ class BetweenRanks:
         sent = pieces.rows
         drawn = self._arriving(drawn, pieces, units)
         self._say(sent)
-        received, arrived = carrier.scatter(sent)
+        received, arrived = parties.carrier.scatter(sent)
         rows = self._heard(received, units, drawn[0], arrived)
         reduced = _complete(rows, units, drawn[0], arrived)
         here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
@@ -199,7 +217,7 @@ class BetweenRanks:
             mean.masked_fill_(~elements_of(averaged[None, None], units, mean.device)[0, 0], torch.nan)
         sent = torch.cat([mean, mean.new_zeros(ASIDE)])
         self._say(sent)
-        gathered, arrived = carrier.gather(sent)
+        gathered, arrived = parties.carrier.gather(sent)
         values = self._heard(gathered, units, drawn[1], arrived)
         complete = _complete(values, units, drawn[1], arrived)
         lossless = complete.all() and drawn[0] is None and drawn[1] is None
@@ -207,10 +225,9 @@ class BetweenRanks:
             # As units, and without the zeros that are owed to others: the device makes elements of them.
             back = None if lossless else elements_of(complete[None], units, device)[0].reshape(-1)
             owed = None
-            if self.dtype != torch.float32:
-                owed = owed_to(
-                    [self._island], copies.upload((exact - mean.float())[None], device), self._config.islands
-                )
+            if self.dtype != torch.float32 and parties.place is not None:
+                rest = copies.upload((exact - mean.float())[None], device)
+                owed = owed_to([parties.place], rest, len(parties.senders))
             mine = Mean(copies.upload(values.reshape(-1), device), back, owed)
         return Crossed(mine, Brought(device), [reduced, complete])
 

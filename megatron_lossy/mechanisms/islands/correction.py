@@ -73,8 +73,6 @@ class SmithPredictor(Rule):
 
     def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
         before = self._moved_before[back.begun][island]
-        if island == len(self.moved) - 1:
-            del self._moved_before[back.begun]
         moved = read_at(self.moved[island], back.places)
         known = moved - before
         off = back.mean - back.sent - known
@@ -85,6 +83,12 @@ class SmithPredictor(Rule):
         else:
             corrected = torch.add(now, off, alpha=self.gain)
         return back.where_arrived(corrected, now)
+
+    def end(self, begun: int) -> None:
+        del self._moved_before[begun]
+
+    def restart(self, island: int) -> None:
+        self.moved[island] = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"moved": self.moved, "moved before": dict(self._moved_before)}
@@ -122,6 +126,9 @@ class MovingAverage(Rule):
         after = back.where_arrived((now - back.sent).mul_(c).add_((1 - c) * before), before)
         write_at(progress, back.places, after)
         return back.where_arrived(back.mean + after, now)
+
+    def restart(self, island: int) -> None:
+        self.progress[island] = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"progress": self.progress}

@@ -10,6 +10,7 @@ from typing import ClassVar
 from ...errors import refuse
 from ...flags import as_text, flag, flag_name, in_unit_interval, number, refuse_unused
 from ...jobs import Jobs
+from ...rendezvous.lighthouse import addresses_of
 from ...section import Flags
 
 #: Exchanges between islands: elements go to the owners of their means, and the means come back.
@@ -33,7 +34,7 @@ class IslandFlags(Flags):
 
     islands: int = flag(
         1,
-        "complete training jobs that exchange parameters as --sync-method says; each has data, optimizer state, clipping and "
+        "training jobs that exchange as --sync-method says; each has data, optimizer state, clipping and "
         "a learning-rate clock of its own (docs/islands.md)",
         metavar="M",
         group="islands",
@@ -104,6 +105,54 @@ class IslandFlags(Flags):
         "each checkpoint has a second one beside it, of the mean weights of islands alone, in the folder consensus",
         incidental=True,
     )
+    island_schedule: str | None = flag(
+        None,
+        'file of islands that come and go, a line {"slot": 0, "at": 100, "event": "stop"} each; events are stop, freeze, cut '
+        "(off from the others), return and join, before iteration at; needs --virtual-workers",
+        metavar="PATH",
+        group="islands that come and go",
+    )
+    island_keep: int | None = flag(
+        None,
+        "iterations that an island may miss and still keep its weights when it returns; default TAU + K",
+        type=int,
+        metavar="N",
+    )
+    island_rejoin: str | None = flag(
+        None,
+        "what islands do that missed more, or are new: copy one that is there; or listen to means, and send when these have "
+        "set all weights; default copy, and with --rendezvous listen",
+        choices=("copy", "listen"),
+    )
+    rendezvous: str | None = flag(
+        None,
+        "each island is a launch of its own; they find each other at this lighthouse, or the first of several that answers, and come "
+        "and go as they like (docs/elastic.md)",
+        metavar="HOST:PORT[,HOST:PORT]",
+        incidental=True,
+    )
+    island: int | None = flag(
+        None,
+        "with --rendezvous: the number of this island, from 0; the others are other launches",
+        type=int,
+        metavar="I",
+        incidental=True,
+    )
+    island_patience: float = flag(
+        10.0,
+        "with --rendezvous: seconds to wait for an island that is there and says nothing; then its messages count as lost",
+        metavar="S",
+        incidental=True,
+    )
+    island_poll: float = flag(
+        1.0, "with --rendezvous: seconds between two questions who is there", metavar="S", incidental=True
+    )
+    island_join: float = flag(
+        60.0,
+        "with --rendezvous: seconds that a run which begins waits for islands that are not there yet",
+        metavar="S",
+        incidental=True,
+    )
 
     @property
     def averages(self) -> bool:
@@ -160,6 +209,21 @@ class IslandFlags(Flags):
         return gain
 
     @property
+    def comes_and_goes(self) -> bool:
+        """Whether islands may be away."""
+        return self.island_schedule is not None or self.rendezvous is not None
+
+    @property
+    def rejoin(self) -> str:
+        """What islands do that missed too much, or are new: "copy" or "listen"."""
+        return self.island_rejoin or ("copy" if self.rendezvous is None else "listen")
+
+    @property
+    def keep(self) -> int:
+        """The largest lag of an island that does not count as stopped, in iterations."""
+        return self.sync_delay + self.sync_interval if self.island_keep is None else self.island_keep
+
+    @property
     def relative_speeds(self) -> tuple[float, ...]:
         """Local iterations of every island per iteration of the slowest."""
         speeds = self.island_speeds or (1.0,) * self.islands
@@ -177,14 +241,21 @@ class IslandFlags(Flags):
         return self.averages
 
     def jobs(self) -> Jobs:
-        return Jobs(self.islands if self.averages else 1, self.job_name)
+        return Jobs(self.islands if self.averages else 1, self.job_name, apart=self.rendezvous is not None)
 
     def element_bytes(self) -> int:
         return _ITEMSIZE[self.sync_dtype] if self.averages else 0
 
     def resolve(self) -> None:
         if self.eval_weights is None:
-            object.__setattr__(self, "eval_weights", "consensus" if self.averages else "replica")
+            object.__setattr__(self, "eval_weights", self._evaluated)
+
+    @property
+    def _evaluated(self) -> str:
+        """The weights that are evaluated by default."""
+        if not self.averages:
+            return "replica"
+        return "consensus" if self.rendezvous is None else "owner"
 
     def notes(self) -> list[str]:
         if not self.averages:
@@ -198,7 +269,13 @@ class IslandFlags(Flags):
         if self.transport == "udp":
             drawn = not all(self.phase(phase).lossless for phase in SYNC_PHASES)
             lost = f"{lost} and what the network loses" if drawn else "lost what the network loses"
-        return [f"{what} {when}, {lost}"]
+        churn = "" if self.island_schedule is None else f", come and go by {self.island_schedule}"
+        churn = (
+            churn
+            if self.rendezvous is None
+            else f"; this is island {self.island}, the others meet it at {self.rendezvous}"
+        )
+        return [f"{what} {when}, {lost}{churn}"]
 
     def iterations(self, train_iters: int) -> int:
         """Iterations of the slowest island, so that all M islands together make at most M times ``train_iters``."""
@@ -225,6 +302,9 @@ class IslandFlags(Flags):
         self._need("sync_fraction", 0 < self.sync_fraction <= 1, "must be in (0, 1]")
         for name, least in (("sync_interval", 1), ("sync_block", 1), ("sync_delay", 0)):
             self._need(name, getattr(self, name) >= least, f"must be at least {least}")
+        self._need("island_keep", self.keep >= 0, "must be at least 0")
+        self._need("island_rejoin", self.island_rejoin in (None, "copy", "listen"), "must be one of copy, listen")
+        self._check_apart()
         *first_last, hold = self.ema_coefficient
         fine = len(first_last) == 2 and all(0 < value <= 1 for value in first_last) and 0 <= hold < math.inf
         self._need("ema_coefficient", fine, "must be two numbers in (0, 1], and iterations of at least 0")
@@ -240,6 +320,20 @@ class IslandFlags(Flags):
             self._need("sync_delay", self.sync_delay == self.sync_interval, allowed)
         if self.island_speeds is not None:
             self._check_speeds(self.island_speeds)
+
+    def _check_apart(self) -> None:
+        """Raise :class:`UsageError` for flags of islands that are launches of their own."""
+        if self.rendezvous is None:
+            return
+        addresses_of(self.rendezvous)
+        slots = f"--islands {self.islands} has slots 0 to {self.islands - 1}"
+        self._need("island", self.island is not None and 0 <= self.island < self.islands, slots)
+        for name in ("island_patience", "island_poll"):
+            self._need(name, 0 < getattr(self, name) < math.inf, "must be seconds above 0")
+        self._need("island_join", 0 <= self.island_join < math.inf, "must be seconds of at least 0")
+        self._need(
+            "eval_weights", self.eval_weights in ("owner", "replica"), "must be owner or replica with --rendezvous"
+        )
 
     def _need(self, name: str, fine: bool, allowed: str) -> None:
         if not fine:  # NaN is never fine
@@ -261,6 +355,23 @@ class IslandFlags(Flags):
                     self.averages and method != "none",
                     "--islands and a --sync-method of parameters, diloco or eager-diloco",
                 ),
+            ),
+            "island_schedule": (
+                self.averages and method in ("parameters", "diloco"),
+                "--islands and a --sync-method of parameters or diloco",
+            ),
+            "rendezvous": (self.averages and corrected, "--islands and --sync-method parameters"),
+            **dict.fromkeys(
+                ("island", "island_patience", "island_poll", "island_join"),
+                (self.rendezvous is not None, "--rendezvous"),
+            ),
+            "island_keep": (
+                self.comes_and_goes and corrected,
+                "--island-schedule or --rendezvous, and --sync-method parameters: outer weights are copied after every absence",
+            ),
+            "island_rejoin": (
+                self.comes_and_goes and corrected,
+                "--island-schedule or --rendezvous, and --sync-method parameters: outer weights can only be copied",
             ),
             "sync_fraction": (self.averages and method != "none", "--islands and --sync-method parameters"),
             **dict.fromkeys(

@@ -84,49 +84,76 @@ class InMemory:
         self.dtype = DTYPES[config.sync_dtype]
         self._networks = networks_between(config, stream, steps)
         self.deliveries: list[Delivery] = []
+        self._senders: Sequence[int] = range(config.islands)
+        self._receivers: Sequence[int] = range(config.islands)
+
+    def among(self, senders: Sequence[int], receivers: Sequence[int]) -> None:
+        """From the next exchange on only ``senders`` are averaged, and own the means; ``receivers`` get these."""
+        self._senders, self._receivers = senders, receivers
 
     def begin(self, step: int, sent: torch.Tensor) -> Done:
-        islands, count = sent.shape
-        shard = -(-count // islands)
-        crossing = torch.zeros(islands, islands * shard, device=sent.device)
-        crossing[:, :count] = sent.to(self.dtype)
+        senders, receivers, (islands, count) = self._senders, self._receivers, sent.shape
+        owners = len(senders)
+        shard = -(-count // owners)
+        crossing = torch.zeros(owners, owners * shard, device=sent.device)
+        crossing[:, :count] = (sent if owners == islands else sent[senders]).to(self.dtype)
         [units], _ = cut([shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
-        arrived = self._arrived(step, units, finite_rows(sent))
-        everyone = range(islands)
+        reduced, gathered = self._arrived(step, units, finite_rows(sent))
         self.deliveries = [
-            Delivery(Exchange(phase, self._stream, step), everyone, everyone, one, [units])
-            for phase, one in zip(SYNC_PHASES, arrived, strict=True)
+            Delivery(Exchange(phase, self._stream, step), senders, there, one, [units])
+            for phase, there, one in zip(SYNC_PHASES, (senders, receivers), (reduced, gathered), strict=True)
             if one is not None
         ]
-        reduced, gathered = (None if one is None else elements_of(one, units, sent.device) for one in arrived)
-        exact = mean_of(crossing.view(islands, islands, shard), reduced)  # [owners, shard]
+        here = None if reduced is None else elements_of(reduced, units, sent.device)
+        exact = mean_of(crossing.view(owners, owners, shard), here)  # [owners, shard]
         rounded = exact.to(self.dtype).float()
         values, owed = rounded.view(-1)[:count], None
         if self.dtype != torch.float32:
-            owed = owed_to(range(islands), exact - rounded, islands)[:, :count]
+            rest = owed_to(range(owners), exact - rounded, owners)[:, :count]
+            owed = _of_slots(rest, senders, islands)
         if not self.deliveries:
             return Done(Mean(values, None, owed))
         if gathered is None:
-            gathered = torch.ones(islands, islands, shard, dtype=torch.bool, device=sent.device)
-        return Done(Mean(values, gathered.reshape(islands, -1)[:, :count], owed))
+            gathered = np.ones((len(receivers), owners, units.count), dtype=bool)
+        back = elements_of(gathered, units, sent.device).reshape(len(receivers), -1)[:, :count]
+        return Done(Mean(values, _of_slots(back, receivers, islands), owed))
 
-    def _arrived(self, step: int, units: BucketUnits, present: np.ndarray) -> list[np.ndarray | None]:
-        """bool[M, M, units] for each phase: the units that arrive; ``None``: all. A mean without a sender is lost."""
-        reduced, gathered = (self._drawn(phase, step, units, present) for phase in SYNC_PHASES)
+    def _arrived(self, step: int, units: BucketUnits, finite: np.ndarray) -> list[np.ndarray | None]:
+        """bool[receivers, senders, units] for each phase: the units that arrive; ``None``: all.
+
+        A mean without a sender is lost. Means are received by all receivers, and what they are made of by their owners.
+        """
+        receivers = (self._senders, self._receivers)
+        reduced, gathered = (
+            self._drawn(phase, step, units, finite, there) for phase, there in zip(SYNC_PHASES, receivers, strict=True)
+        )
         sent = None if reduced is None else reduced.any(axis=1)  # [owners, units]
         if sent is not None and not sent.all():
-            gathered = np.broadcast_to(sent[None] & (True if gathered is None else gathered), reduced.shape)
+            shape = (len(self._receivers), *sent.shape)
+            gathered = np.broadcast_to(sent[None] & (True if gathered is None else gathered), shape)
         return [reduced, gathered]
 
-    def _drawn(self, phase: str, step: int, units: BucketUnits, present: np.ndarray) -> np.ndarray | None:
-        """The units that the draw delivers. Islands that are not ``present`` reach nobody, and nobody reaches them."""
-        network, islands = self._networks[phase], range(len(present))
-        if network.lossless and present.all():
+    def _drawn(
+        self, phase: str, step: int, units: BucketUnits, finite: np.ndarray, receivers: Sequence[int]
+    ) -> np.ndarray | None:
+        """The units that the draw delivers. Islands that are not ``finite`` reach nobody, and nobody reaches them."""
+        network, senders = self._networks[phase], self._senders
+        sound, heard = finite[list(senders)], finite[list(receivers)]
+        if network.lossless and sound.all() and heard.all():
             return None
-        arrived = draw(network, Exchange(phase, self._stream, step), islands, islands, units.count).copy()
-        arrived[:, ~present] = False
-        arrived[~present] = False
+        arrived = draw(network, Exchange(phase, self._stream, step), senders, receivers, units.count).copy()
+        arrived[:, ~sound] = False
+        arrived[~heard] = False
         return arrived
+
+
+def _of_slots(rows: torch.Tensor, slots: Sequence[int], islands: int) -> torch.Tensor:
+    """``rows`` [n, k] of ``slots`` as [islands, k], with zeros for the others."""
+    if len(slots) == islands:
+        return rows
+    result = rows.new_zeros(islands, rows.shape[1])
+    result[slots] = rows
+    return result
 
 
 def networks_between(config: LossyConfig, stream: Stream, steps: int | None) -> dict[str, Network]:

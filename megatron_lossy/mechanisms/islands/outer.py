@@ -51,6 +51,9 @@ class DiLoCo(Rule):
         outer.copy_(back.where_arrived(step, outer))
         return outer.clone()
 
+    def copy(self, source: int, island: int) -> None:
+        self.outer[island], self.buffer[island] = self.outer[source], self.buffer[source]
+
     def state_dict(self) -> dict[str, Any]:
         return {"outer": self.outer, "buffer": self.buffer}
 

@@ -102,7 +102,12 @@ ISLANDS = Section(
             beside="--islands",
             value="owner",
             why="every island has owners; with --islands choose consensus or replica",
-            when=_averaging(lambda config, facts: config.eval_weights == "owner"),
+            # A folder's flags do not have --rendezvous, which may change; the run's own have.
+            when=_averaging(
+                lambda config, facts: (
+                    config.eval_weights == "owner" and config.rendezvous is None and facts.virtual is not None
+                )
+            ),
         ),
         Row(
             flag=("--delivery-log", "--trace"),
@@ -188,6 +193,64 @@ ISLANDS = Section(
             beside="real ranks",
             why="needs --virtual-workers: real ones have their own",
             when=_real(lambda config, facts: config.island_speeds is not None),
+        ),
+        Row(
+            flag="--island-schedule",
+            beside="real ranks",
+            why="needs --virtual-workers: only islands in one process come and go by a schedule",
+            when=_real(lambda config, facts: config.island_schedule is not None),
+        ),
+        Row(
+            flag="--island-schedule",
+            beside="--island-speeds",
+            why="cannot be combined with --island-speeds: its iterations would be others on each island",
+            when=_averaging(
+                lambda config, facts: config.island_schedule is not None and config.island_speeds is not None
+            ),
+        ),
+        Row(
+            flag="--rendezvous",
+            beside="a program that cannot catch up",
+            why="needs a training loop that can go on at a later iteration: python -m megatron_lossy.train",
+            when=_averaging(lambda config, facts: config.rendezvous is not None and facts.catches_up is False),
+        ),
+        Row(
+            flag="--rendezvous",
+            beside="--virtual-workers",
+            why="is for real ranks: islands in one process come and go by --island-schedule",
+            when=_averaging(lambda config, facts: config.rendezvous is not None and facts.virtual),
+        ),
+        Row(
+            flag="--transport",
+            beside="--rendezvous",
+            why="cannot carry islands that are launches of their own; choose torch or pieces",
+            when=_averaging(lambda config, facts: config.rendezvous is not None and config.transport == "udp"),
+        ),
+        Row(
+            flag="--tensor-model-parallel-size",
+            beside="--rendezvous",
+            value="{facts.tensor}",
+            why="its ranks would lose other averages of what all have a copy of, when an island dies; must be 1 with --rendezvous",
+            when=_averaging(lambda config, facts: config.rendezvous is not None and above(facts.tensor, 1)),
+        ),
+        Row(
+            flag="--island-rejoin",
+            beside="--rendezvous",
+            why="cannot be copy with --rendezvous: islands that come back listen",
+            when=_averaging(lambda config, facts: config.rendezvous is not None and config.rejoin == "copy"),
+        ),
+        Row(
+            flag=("--delivery-log", "--trace", "--save-consensus", "--island-schedule", "--island-speeds"),
+            beside="--rendezvous",
+            why="cannot go with --rendezvous: islands have nothing in common that is written or read",
+            when=_averaging(lambda config, facts: config.rendezvous is not None),
+        ),
+        Row(
+            flag=("--delivery-log", "--trace"),
+            beside="--island-schedule and --loss-unit packet",
+            why="cannot go with --island-schedule and --loss-unit packet: the number of packets follows that of the islands; "
+            "choose another unit",
+            when=_averaging(lambda config, facts: config.island_schedule is not None and config.loss_unit == "packet"),
         ),
         Row(
             flag="--sync-subset",

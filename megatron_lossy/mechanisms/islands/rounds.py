@@ -102,13 +102,19 @@ class Rounds:
 
     def _use(self, flight: Flight, mean: Mean, step: int, weights: Sequence[Weights]) -> None:
         places = flight.places
-        for island, one in enumerate(weights):
+        for island in self._takers(flight):
+            one = weights[island]
             arrived = None if mean.arrived is None else mean.arrived[island]
             values = mean.values
             if mean.owed is not None and self.rule.keeps_rest:
                 values = values + mean.owed[island]
             back = Back(flight.sent[island], values, arrived, places, flight.step, step)
             one.write(places, self.rule.apply(island, one.read(places), back))
+        self.rule.end(flight.step)
+
+    def _takers(self, flight: Flight) -> Sequence[int]:
+        """The islands of this process that use the mean of ``flight``."""
+        return range(len(flight.sent))
 
     def state_dict(self) -> dict[str, Any]:
         """The exchanges under way, which are waited for, and the state of the rule."""

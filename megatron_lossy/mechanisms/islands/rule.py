@@ -51,6 +51,15 @@ class Rule(ABC):
     def apply(self, island: int, now: torch.Tensor, back: Back) -> torch.Tensor:
         """The new weights float32[k] of ``island``, whose weights are ``now`` float32[k]."""
 
+    def end(self, begun: int) -> None:
+        """Called when the exchange that began after iteration ``begun`` has been used."""
+
+    def restart(self, island: int) -> None:
+        """``island`` was away, and begins again: forget it. Exchanges that began before are not used by it."""
+
+    def copy(self, source: int, island: int) -> None:
+        """``island`` has just taken the weights of ``source``: take what belongs to them."""
+
     def state_dict(self) -> dict[str, Any]:
         """The state that must be saved for a run to continue bit for bit."""
         return {}

@@ -20,7 +20,8 @@ Between = TypeVar("Between", bound=Crossing)
 class Shard(Generic[Between]):
     """``vectors``: the weights of each island of this process, which the rule starts from. ``crossing``: makes means.
 
-    ``steps``: length of the run, if known. ``device``, ``used``: see :class:`Rounds`.
+    ``steps``: length of the run, if known. ``device``, ``used``: see :class:`Rounds`. ``make_rounds``: its class, or
+    that of exchanges among changing members.
     """
 
     def __init__(
@@ -32,20 +33,23 @@ class Shard(Generic[Between]):
         steps: int | None,
         device: torch.device,
         used: Callable[[float, torch.Tensor, Mean], None] | None = None,
+        make_rounds: Callable[..., Rounds] = Rounds,
     ) -> None:
         self._config = config
         self.vectors, self.crossing = vectors, crossing
         with torch.no_grad():
             rule = make_rule(config, [vector.read(None) for vector in vectors], steps)
-        self.rounds = Rounds(subset, rule, crossing, config.sync_interval, config.sync_delay, device, used)
+        self.rounds = make_rounds(subset, rule, crossing, config.sync_interval, config.sync_delay, device, used)
 
-    def exchange(self, iteration: int) -> float | None:
+    def exchange(self, iteration: int, among: tuple[int, int] | None = None) -> float | None:
         """Begin and use the exchanges that are due after ``iteration`` (from 0).
 
-        Returns the bytes that an island sends in the exchange that begins, or ``None`` if none does.
+        ``among``: the numbers of senders and receivers; ``None``: all islands are both. Returns the bytes that a sender
+        sends in the exchange that begins, or ``None`` if none does.
         """
         with torch.no_grad():
             count = self.rounds.after_iteration(iteration, self.vectors)
         if count is None:
             return None
-        return theory.bytes_sent(count, self._config.islands, DTYPES[self._config.sync_dtype].itemsize)
+        senders, receivers = among or (self._config.islands, self._config.islands)
+        return theory.bytes_sent(count, senders, DTYPES[self._config.sync_dtype].itemsize, receivers)

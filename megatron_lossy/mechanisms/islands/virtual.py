@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 
 from ...config import LossyConfig
 from ...errors import refuse
-from ...exchange import Stream
+from ...exchange import Delivery, Stream
 from ...hooks.buckets import bucket_sizes
 from ...hooks.rng import on_cpu, rng_state, set_rng_state
 from ...hooks.versions import optimizers as inner_optimizers
@@ -34,6 +34,7 @@ from .flags import CONSENSUS_FOLDER
 from .main_vector import Vector, shard_vector
 from .mean import InMemory
 from .monitor import IslandMonitor
+from .rounds import Rounds
 from .shard import Shard
 from .subset import Subset
 from .virtual_state import RANDOM, island_state, load_island_state, load_islands, save_islands
@@ -87,7 +88,9 @@ class VirtualIslands(Run):
             stream = Stream("islands", expert_rank=shard)
             subset = Subset(self.config, vectors[0].size, self._seed, stream)
             crossing = InMemory(self.config, stream, self._steps)
-            self._shards.append(Shard(self.config, subset, vectors, crossing, self._steps, self.device))
+            self._shards.append(
+                Shard(self.config, subset, vectors, crossing, self._steps, self.device, make_rounds=self._make_rounds)
+            )
 
     def _vector(self, island: int, shard: int) -> Vector:
         inner = inner_optimizers(self._optimizers[island])
@@ -98,7 +101,26 @@ class VirtualIslands(Run):
     def _buckets(self) -> list[Any]:
         return [bucket for stream in self.clusters[0].streams for bucket in stream.buckets]
 
+    # --- who is there ----------------------------------------------------------------------------------------------
+
+    @property
+    def present(self) -> Sequence[int]:
+        """The islands that make the next iteration."""
+        return range(len(self.clusters))
+
+    @property
+    def senders(self) -> Sequence[int]:
+        """The islands that the mean is of."""
+        return range(len(self.clusters))
+
+    def _make_rounds(self, *arguments: Any) -> Rounds:
+        """The exchanges of a shard."""
+        return Rounds(*arguments)
+
     # --- an iteration ----------------------------------------------------------------------------------------------
+
+    def come_and_go(self) -> None:
+        """An iteration is about to begin: islands may come and go."""
 
     @contextlib.contextmanager
     def turn(self, island: int, keep: bool = True) -> Iterator[VirtualCluster]:
@@ -127,24 +149,32 @@ class VirtualIslands(Run):
             set_rng_state(before)
 
     @torch.no_grad()
-    def exchange(self, successful: Sequence[bool]) -> None:
-        """Let islands exchange after the updates of this iteration. ``successful``: by island, whether it updated."""
-        for shard in self._shards:
-            sent = shard.exchange(self.iteration)
-            if sent is not None:
-                self._monitor.exchanged(sent)
-                self._tell(shard.crossing)
-        for cluster, one in zip(self.clusters, successful, strict=True):
-            cluster.finish_iteration(one)
+    def exchange(self, successful: Mapping[int, bool]) -> None:
+        """Let islands exchange after the updates of this iteration.
+
+        ``successful``: by island that made the iteration, whether it updated.
+        """
+        self._exchange()
+        for island, cluster in enumerate(self.clusters):
+            cluster.finish_iteration(successful.get(island, False), all_reduced=island not in successful)
         self.iteration += 1
 
-    def _tell(self, crossing: InMemory) -> None:
-        for delivery in crossing.deliveries:
-            self._monitor.observe(delivery)
-            for island, cluster in enumerate(self.clusters):
-                own = replace(delivery, receivers=[island], arrived=delivery.arrived[island : island + 1])
-                for observer in cluster.observers:
-                    observer.observe(own)
+    def _exchange(self, among: tuple[int, int] | None = None) -> None:
+        """See :meth:`Shard.exchange`."""
+        for shard in self._shards:
+            sent = shard.exchange(self.iteration, among)
+            if sent is not None:
+                self._monitor.exchanged(sent)
+                for delivery in shard.crossing.deliveries:
+                    self._monitor.observe(delivery)
+                    self._tell(delivery)
+
+    def _tell(self, delivery: Delivery) -> None:
+        """Tell the observers of each receiver."""
+        for row, island in enumerate(delivery.receivers):
+            own = replace(delivery, receivers=[island], arrived=delivery.arrived[row : row + 1])
+            for observer in self.clusters[island].observers:
+                observer.observe(own)
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 
@@ -159,21 +189,24 @@ class VirtualIslands(Run):
         """A context in which the model has the mean of the islands' owners' weights, reliably."""
         with torch.no_grad():
             for number, bucket in enumerate(self._buckets):
-                total = self._kept[0][number].float()
-                for kept in self._kept[1:]:
-                    total = total + kept[number]
-                bucket.param_data.copy_(total / len(self._kept))
+                first, *others = [self._kept[island][number] for island in self.senders]
+                total = first.float()
+                for kept in others:
+                    total = total + kept
+                bucket.param_data.copy_(total / len(self.senders))
         yield
 
     @torch.no_grad()
     def _spread(self) -> dict[str, float]:
         """Mean squared distance of islands to their mean, per element: of weights, and of the memory of ``ema``."""
-        size = sum(weights.numel() for weights in self._kept[0])
-        squares = sum(_squares([kept[number] for kept in self._kept]) for number in range(len(self._kept[0])))
-        result = {"sync deviation": squares / (size * len(self._kept))}
+        kept = [self._kept[island] for island in self.senders]
+        size = sum(weights.numel() for weights in kept[0])
+        squares = sum(_squares([one[number] for one in kept]) for number in range(len(kept[0])))
+        result = {"sync deviation": squares / (size * len(kept))}
         progress = [shard.rounds.rule.state_dict().get("progress") for shard in self._shards]
         if progress and progress[0] is not None:
-            result["sync progress spread"] = sum(map(_squares, progress)) / (size * len(self._kept))
+            rows = [[one[island] for island in self.senders] for one in progress]
+            result["sync progress spread"] = sum(map(_squares, rows)) / (size * len(kept))
         return result
 
     def saved_beside(self, folder: str) -> tuple[str, bool] | None:
@@ -208,7 +241,8 @@ class VirtualIslands(Run):
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the islands, on average (or the largest or smallest), and those between them."""
-        islands = [cluster.metrics() for cluster in self.clusters]
+        found = [cluster.metrics() for cluster in self.clusters]
+        islands = [found[island] for island in self.present]
         result = {}
         for name in islands[0]:
             pick = {"max": max, "min": min}.get(name.rpartition(" ")[2])
@@ -251,14 +285,14 @@ class VirtualIslands(Run):
         """Write all islands' states and the exchanges under way; with ``--save-replicas`` also that of :class:`Run`."""
         for observer in (one for cluster in self.clusters for one in cluster.observers):
             observer.save()
-        islands = [
-            island_state(inner_optimizers(optimizer), scheduler, kept)
-            for optimizer, scheduler, kept in zip(self._optimizers, self._schedulers, self._kept, strict=True)
-        ]
+        islands = [self._state_of(island) for island in range(len(self.clusters))]
         rounds = [shard.rounds.state_dict() for shard in self._shards]
         state = {"identity": self.identity(), "islands": islands, "rounds": rounds, "random": self._random}
-        save_islands(folder, state)
+        save_islands(folder, state | self._more_state())
         super().save_replicas(folder)
+
+    def _state_of(self, island: int) -> dict[str, Any]:
+        return island_state(inner_optimizers(self._optimizers[island]), self._schedulers[island], self._kept[island])
 
     def load_replicas(self, folder: str | os.PathLike) -> None:
         """Restore the state of :meth:`save_replicas`. Raises :class:`UsageError` for the checkpoint of another run."""
@@ -275,7 +309,15 @@ class VirtualIslands(Run):
         for shard, state in zip(self._shards, saved["rounds"], strict=True):
             shard.rounds.load_state_dict(state)
         self._random = {island: on_cpu(random) for island, random in saved["random"].items()}
+        self._load_more(saved)
         super().load_replicas(folder)
+
+    def _more_state(self) -> dict[str, Any]:
+        """The state of those who are there."""
+        return {}
+
+    def _load_more(self, state: Mapping[str, Any]) -> None:
+        """Restore :meth:`_more_state`, found in ``state``."""
 
 
 def _squares(vectors: Sequence[torch.Tensor]) -> float:

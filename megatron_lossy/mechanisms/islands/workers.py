@@ -50,8 +50,8 @@ class IslandWorkers(Workers):
         return flags.local_iterations(island, iteration) * self._config.global_batch_size
 
     def samples(self, iteration: int) -> int:
-        islands = range(self._islands.config.islands)
-        return sum(self._due(island, iteration) for island in islands) * self._config.global_batch_size // len(islands)
+        made = sum(self._due(island, iteration) for island in self._islands.present)
+        return made * self._config.global_batch_size // self._islands.config.islands
 
     def _due(self, island: int, iteration: int) -> int:
         """Local iterations of ``island`` in iteration number ``iteration`` of the slowest."""
@@ -62,8 +62,14 @@ class IslandWorkers(Workers):
         self, batches: list[RankBatches], begin: Callable[[list[torch.Tensor]], Begun]
     ) -> tuple[Begun, bool, float]:
         islands = self._islands
-        sums, successful, norms = [], [], []
+        islands.come_and_go()
+        sums, norms = [], []
+        successful: dict[int, bool] = {}
         for island in range(islands.config.islands):
+            if island not in islands.present:
+                for batch in self._batches_of(island, batches):
+                    batch.skip(self._config.global_batch_size)
+                continue
             due = self._due(island, islands.iteration)
             for number in range(due):
                 own, updated, norm = self._one(island, batches)
@@ -71,9 +77,9 @@ class IslandWorkers(Workers):
                 norms.append(norm)
                 if number + 1 < due:
                     islands.clusters[island].finish_iteration(updated)
-            successful.append(updated)
+            successful[island] = updated
         islands.exchange(successful)
-        return begin(sums), all(successful), sum(norms) / len(norms)
+        return begin(sums), all(successful.values()), sum(norms) / len(norms)
 
     def _one(self, island: int, batches: list[RankBatches]) -> tuple[list[torch.Tensor], bool, float]:
         config, optimizer = self._config, self._optimizers[island]
@@ -91,15 +97,18 @@ class IslandWorkers(Workers):
         """Runs as :meth:`Workers.run` does, without gradients. Every worker has its replica of its island's weights."""
         assert forward_only, "gradients are computed by iterate()"
         sums = []
-        for island in range(self._islands.config.islands):
+        for island in self._islands.present:
             with self._islands.turn(island, keep=False):
                 sums += self._run_island(island, batches, samples, forward_only)
         return sums
 
     def _run_island(self, island: int, batches: list[RankBatches], samples: int, forward_only: bool) -> list[Any]:
-        cluster = self._islands.clusters[island]
-        first = island * cluster.workers
-        return self._take_turns(cluster, batches[first : first + cluster.workers], samples, forward_only)
+        cluster, own = self._islands.clusters[island], self._batches_of(island, batches)
+        return self._take_turns(cluster, own, samples, forward_only)
+
+    def _batches_of(self, island: int, batches: list[RankBatches]) -> list[RankBatches]:
+        workers = self._islands.clusters[island].workers
+        return batches[island * workers : (island + 1) * workers]
 
 
 def _with_clock(config: TrainConfig, iterations: int) -> TrainConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -97,6 +97,14 @@ class Meeting:
         """[M, n]: the pieces of all islands for this one. ``pieces`` [M, n]: one for each island."""
         received = torch.empty_like(pieces)
         self._group.alltoall_base(_bytes(received), _bytes(pieces), [], []).wait()
+        return received
+
+    def all_to_all_among(self, pieces: torch.Tensor, there: Sequence[bool]) -> torch.Tensor:
+        """As :meth:`all_to_all`, of those islands that are ``there`` alone: [P, n]. ``pieces`` [0, n]: this one is not."""
+        length = pieces.shape[1] * pieces.element_size() if len(pieces) else 0
+        lengths = [length * one for one in there]
+        received = torch.empty_like(pieces)
+        self._group.alltoall_base(_bytes(received), _bytes(pieces), lengths, lengths).wait()
         return received
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,74 @@
+"""Islands that come and go on vectors in memory, with the real epochs, rules and exchanges (docs/islands.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...config import LossyConfig
+from ...mechanisms.islands.churn import Churn
+from ...mechanisms.islands.mean import InMemory
+from ...mechanisms.islands.member_rounds import MemberRounds
+from ...mechanisms.islands.rounds import Rounds
+from ...mechanisms.islands.shard import Shard
+from ...mechanisms.islands.subset import Subset
+from .islands import STREAM, Row
+
+Act = Callable[[int, torch.Tensor, list[int]], object]
+
+
+class ChurningRows:
+    """Islands with ``weights`` [islands, size], which follow ``--island-schedule`` of ``config``. They have no optimizers."""
+
+    def __init__(self, config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) -> None:
+        self.weights, self.step, self._interval = weights, 0, config.sync_interval
+        self.records: list[dict[str, Any]] = []  # of epochs
+        self.churn = Churn(config, steps, self.records.append)
+        self._rows = [Row(row) for row in weights]
+        subset = Subset(config, weights.shape[1], 1, STREAM)
+        self.crossing = InMemory(config, STREAM, None)
+        shard = Shard(config, subset, self._rows, self.crossing, steps, weights.device, make_rounds=self._make_rounds)
+        assert isinstance(shard.rounds, MemberRounds)
+        self.rounds = shard.rounds
+
+    def _make_rounds(self, *arguments: object) -> Rounds:
+        return MemberRounds(*arguments, presence=self.churn.presence)  # type: ignore[arg-type]
+
+    def iterate(self, local: Act) -> None:
+        """One iteration; ``local`` makes that of the islands that train: its number, the weights, and their slots."""
+        presence = self.churn.presence
+        for one in self.churn.begin(self.step):
+            if one.anew:
+                self.rounds.restart(one.slot)
+            if one.how == "copy":
+                self.weights[one.slot] = self.weights[one.source]
+                self.rounds.rule.copy(one.source, one.slot)
+        local(self.step, self.weights, presence.training)
+        presence.trained()
+        now = self.step + 1
+        begins = now % self._interval == 0
+        if begins:
+            epoch = self.churn.about_to_send(now, self.rounds.visits)
+            self.crossing.among(epoch.senders, epoch.slots)
+        self.rounds.after_iteration(self.step, self._rows)
+        if begins:
+            presence.sent(now)
+        self.step = now
+
+
+def speed_of_mean(config: LossyConfig, steps: int, size: int = 400) -> float:
+    """The share of a constant drift that the mean over senders keeps: the slope over the second half of ``steps``."""
+    rows = ChurningRows(config, torch.zeros(config.islands, size))
+    means: list[float] = []
+
+    def drift(step: int, weights: torch.Tensor, training: list[int]) -> None:
+        weights[training] += 1.0
+
+    for _ in range(steps):
+        rows.iterate(drift)
+        means.append(rows.weights[rows.churn.presence.senders].mean().item())
+    late = means[steps // 2 :]
+    return float(np.polyfit(range(len(late)), late, 1)[0])  # a line: whoever comes or goes makes the mean jump

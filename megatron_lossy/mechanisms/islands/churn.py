@@ -1,0 +1,88 @@
+"""Islands that come and go by a schedule: who trains, who exchanges, and which epoch holds.
+
+Virtual islands follow it (:mod:`.virtual_churn`). It knows no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...config import LossyConfig
+from ...errors import refuse
+from .epochs import Epoch
+from .presence import Presence, Return
+from .schedule import FLAG, Schedule, read_schedule
+
+
+class Churn:
+    """``iterations``: of the run, if known. ``note``: gets a record of each epoch. Raises :class:`UsageError`."""
+
+    def __init__(
+        self, config: LossyConfig, iterations: int | None, note: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
+        assert config.island_schedule is not None, config
+        self.schedule: Schedule = read_schedule(config.island_schedule, config.islands, iterations)
+        self.presence = Presence(
+            config.islands,
+            config.keep,
+            config.rejoin,
+            config.overlap,
+            self.schedule.empty,
+            copies=config.has_outer_optimizer,
+        )
+        self.epoch = self.presence.epoch(0)
+        self._path, self._interval, self._note = config.island_schedule, config.sync_interval, note
+
+    def begin(self, iteration: int) -> list[Return]:
+        """Let happen what the schedule has before ``iteration``. Returns the islands that are there again."""
+        events, returns = self.schedule.at(iteration), []
+        for one in events:
+            if one.leaves:
+                self.presence.leave(one.slot, one.event)
+            else:
+                returns.append(self.presence.come(one.slot, iteration))
+        if events or not iteration:
+            self._enter(iteration, iteration, [one._asdict() for one in events], returns)
+        return returns
+
+    def about_to_send(self, now: int, visits: Callable[[int], int]) -> Epoch:
+        """The epoch of an exchange that begins after ``now`` iterations; see :meth:`Presence.about_to_send`."""
+        self.presence.about_to_send(now, visits)
+        self._enter(now - 1, now, [], [])
+        return self.epoch
+
+    def _enter(self, iteration: int, now: int, events: list[dict[str, Any]], returns: list[Return]) -> None:
+        """Begin a new epoch in ``iteration`` if members or roles are others. ``now``: iterations that are over."""
+        epoch = self.presence.epoch(iteration // self._interval)
+        if epoch.id != self.epoch.id:
+            self.epoch = epoch
+        elif not events and now:
+            return
+        if self._note is None:
+            return
+        self._note(
+            {
+                "exchange": epoch.first,
+                "id": epoch.id,
+                "t": iteration,
+                "members": [[one.slot, one.incarnation.begun] for one in epoch.members],
+                "roles": [one.role for one in epoch.members],
+                "lag": self.presence.lags(now),
+                "events": events,
+                "returned": [{"slot": one.slot, "how": one.how, "from": one.source} for one in returns],
+            }
+        )
+
+    def state_dict(self, iteration: int) -> dict[str, Any]:
+        """The state before ``iteration``: the members, and the events that made them so."""
+        past = [list(one) for one in self.schedule.before(iteration)]
+        return {"slots": self.presence.state_dict(), "past": past}
+
+    def load_state_dict(self, state: dict[str, Any], iteration: int) -> None:
+        """Restore :meth:`state_dict`. Raises :class:`UsageError` if the schedule had other events before."""
+        here = [list(one) for one in self.schedule.before(iteration)]
+        if state["past"] != here:
+            raise refuse(FLAG, self._path, f"has other events before iteration {iteration} than the checkpoint's run")
+        self.presence.load_state_dict(state["slots"])
+        self.epoch = self.presence.epoch(iteration // self._interval)

@@ -1,0 +1,250 @@
+"""Knowledge of the first rank of an island about all islands: it tells the rendezvous of itself, and computes epochs.
+
+It is asked on the thread that trains, and hears answers on the one that asks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....errors import UsageError, refuse
+from ....rendezvous import Data
+from ..epochs import Epoch, Heard, Incarnation, Member, next_epoch
+
+#: Seconds between two exchanges, before there were two.
+_UNKNOWN = 1.0
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An epoch, and where its members meet. ``number``: rises by one; of this island alone."""
+
+    number: int
+    epoch: Epoch
+    #: By slot of the members: host and port of a store.
+    stores: dict[int, tuple[str, int]]
+
+
+class Membership:
+    """``slot``: of this island. ``digest``: of all that must be equal. ``what``: the same in words, by flag.
+
+    ``timeout``: see :class:`.rendezvous.Rendezvous`. ``host``, ``store``: the name of this host, and host and port of the store that
+    it serves. ``keep``: exchanges that one may be behind without listening.
+    """
+
+    def __init__(
+        self,
+        slot: int,
+        islands: int,
+        digest: str,
+        what: dict[str, Any],
+        timeout: float,
+        host: str,
+        store: tuple[str, int],
+        begun: Incarnation,
+        keep: int,
+    ) -> None:
+        self._keep = keep
+        self._slot, self._islands, self._digest, self._what = slot, islands, digest, what
+        self._timeout, self._host, self._store, self._begun = timeout, host, store, begun
+        self._changed = threading.Condition()
+        self._epoch: Epoch | None = None
+        self._placed: list[Placed] = []
+        self._heard: list[Heard] = []
+        self._answers = 0
+        self._deadline: float | None = None  # until when others are waited for before the first epoch
+        # What is told:
+        self._role, self._lag, self._step, self._seconds = "send", 0, -1, _UNKNOWN
+        self._broken = self._joins = False
+        self._at: float | None = None
+        self._failed: Exception | None = None
+
+    # --- on the thread that asks -----------------------------------------------------------------------------------
+
+    def tell(self) -> tuple[int, Data]:
+        """The latest exchange, and all that this island says of itself."""
+        with self._changed:
+            epoch = self._epoch
+            return max(self._step, 0), {
+                "slot": self._slot,
+                "incarnation": list(self._begun),
+                "role": self._role,
+                "lag": self._lag,
+                "digest": self._digest,
+                "what": self._what,
+                "step": self._step,
+                "seconds": self._seconds,
+                "epoch": None if epoch is None else [epoch.id, epoch.first],
+                "members": []
+                if epoch is None
+                else [[one.slot, list(one.incarnation), one.role] for one in epoch.members],
+                "broken": self._broken,
+                "waits": self._waits,
+                "host": self._host,
+                "store": list(self._store),
+            }
+
+    @property
+    def _waits(self) -> bool:
+        """Whether no epoch is known, or it has not begun."""
+        return self._deadline is not None and not self._joins
+
+    def hear(self, answer: Sequence[Data]) -> None:
+        """An answer of the rendezvous."""
+        with self._changed:
+            self._answers += 1
+            try:
+                self._take(answer)
+            except UsageError as error:
+                self._failed = error
+            self._changed.notify_all()
+
+    def _take(self, answer: Sequence[Data]) -> None:
+        known = [one for one in answer if _is_ours(one)]
+        mine = [one for one in known if one["slot"] == self._slot and tuple(one["incarnation"]) != tuple(self._begun)]
+        later = [one for one in mine if Incarnation(*one["incarnation"]) > self._begun]
+        if later:
+            raise refuse("--island", self._slot, f"{later[0]['host']} has it, since later than this one")
+        heard = [_heard(one) for one in known]
+        digest = self._common(known)
+        if digest != self._digest:
+            other = next(one for one in known if one["digest"] == digest)
+            raise _difference(self._what, other)
+        self._heard = [one for one in heard if one.digest == self._digest]
+        epoch = self._counted_on(known) if self._deadline is not None else None
+        if epoch is None:
+            if self._deadline is not None and not self._begins(known):
+                return
+            epoch = next_epoch(heard, self._epoch, digest, self._timeout, self._keep)
+        if epoch is None or epoch == self._epoch or self._slot not in epoch.slots:
+            return
+        self._epoch, self._broken, self._deadline = epoch, False, None
+        stores = {one["slot"]: (one["store"][0], one["store"][1]) for one in known}
+        places = {slot: stores[slot] for slot in epoch.slots if slot in stores}
+        self._placed.append(Placed(len(self._placed), epoch, places))
+
+    def _common(self, known: Sequence[Data]) -> str:
+        """The digest that holds: that of those who run, and of the lowest slot while all wait."""
+        running = [one for one in known if not one["waits"]] or list(known)
+        return min(running, key=lambda one: one["slot"])["digest"]
+
+    def _counted_on(self, known: Sequence[Data]) -> Epoch | None:
+        """The latest epoch of others that has this island, as it is now."""
+        found = [
+            Epoch(
+                tuple(Member(slot, Incarnation(*begun), role) for slot, begun, role in one["members"]), one["epoch"][1]
+            )
+            for one in known
+            if one["epoch"] is not None
+        ]
+        mine = [one for one in found if any(m.slot == self._slot and m.incarnation == self._begun for m in one.members)]
+        return max(mine, key=lambda one: one.first, default=None)
+
+    def _begins(self, known: Sequence[Data]) -> bool:
+        """Whether the first epoch of this island can be computed."""
+        assert self._deadline is not None
+        others = [one for one in known if one["slot"] != self._slot]
+        running = [one for one in others if not one["waits"]]
+        if running:  # who is heard not to wait any more is in their next epoch
+            behind = max(one["step"] for one in running) - self._step
+            self._role, self._lag = ("listen", behind) if behind > self._keep else ("send", 0)
+            self._joins = True
+            return any(one["slot"] == self._slot and not one["waits"] for one in known)
+        return len({one["slot"] for one in known}) == self._islands or time.monotonic() >= self._deadline
+
+    # --- on the thread that trains ---------------------------------------------------------------------------------
+
+    def begin(self, step: int, patience: float) -> None:
+        """The latest exchange was ``step``, that of a checkpoint; -1 without. All slots are waited for, ``patience`` seconds."""
+        with self._changed:
+            self._step, self._deadline = step, time.monotonic() + patience
+
+    def first(self) -> Placed:
+        """The first epoch, when there is one. Raises :class:`UsageError`: another island has other flags, or the slot is taken."""
+        with self._changed:
+            while not self._placed:
+                self._changed.wait(0.2)
+                self._check()
+            return self._placed[-1]
+
+    @property
+    def role(self) -> str:
+        """The role that is told."""
+        return self._role
+
+    def note(self, step: int, role: str, lag: int) -> None:
+        """Exchange ``step`` begins, as ``role`` with ``lag``."""
+        now = time.monotonic()
+        with self._changed:
+            if self._at is not None and step == self._step + 1:  # else others have made those in between
+                seconds = now - self._at
+                self._seconds = seconds if self._seconds == _UNKNOWN else 0.9 * self._seconds + 0.1 * seconds
+            if step != self._step:
+                self._at = now
+            self._step, self._role, self._lag = step, role, lag
+            self._check()
+
+    def breaks(self, epoch: Epoch) -> None:
+        """``epoch`` cannot be exchanged in any more."""
+        with self._changed:
+            self._broken |= epoch == self._epoch
+
+    @property
+    def seconds(self) -> float:
+        """From one exchange to the next, of this island."""
+        with self._changed:
+            return self._seconds
+
+    @property
+    def latest(self) -> int:
+        """The number of the latest epoch that is known."""
+        with self._changed:
+            return len(self._placed) - 1
+
+    def placed(self, number: int) -> Placed:
+        """The epoch of that number."""
+        with self._changed:
+            return self._placed[number]
+
+    def in_force(self, step: int) -> int:
+        """The number of the epoch in which exchange ``step`` is made: the latest that has begun; -1 before the first."""
+        with self._changed:
+            found = [one.number for one in self._placed if one.epoch.first <= step]
+            return found[-1] if found else -1
+
+    @property
+    def furthest(self) -> int:
+        """The latest exchange of any other island; -1 if there is none."""
+        with self._changed:
+            return max((one.step for one in self._heard if one.member.slot != self._slot), default=-1)
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+
+
+def _is_ours(one: Data) -> bool:
+    return isinstance(one.get("slot"), int) and "incarnation" in one
+
+
+def _heard(one: Data) -> Heard:
+    member = Member(one["slot"], Incarnation(*one["incarnation"]), one["role"])
+    epoch = None if one["epoch"] is None else (one["epoch"][0], one["epoch"][1])
+    return Heard(member, one["lag"], one["digest"], one["step"], one["seconds"], epoch, one["broken"], one["waits"])
+
+
+def _difference(mine: dict[str, Any], other: Data) -> UsageError:
+    """The first flag that differs from that of ``other``, in words."""
+    theirs = other["what"]
+    for flag in sorted(mine.keys() | theirs.keys()):
+        if mine.get(flag) != theirs.get(flag):
+            return refuse(
+                flag,
+                mine.get(flag),
+                f"island {other['slot']} ({other['host']}) has {theirs.get(flag)}; all must be alike",
+            )
+    return UsageError(f"--rendezvous: island {other['slot']} ({other['host']}) has another model or layout of ranks")

@@ -1,0 +1,140 @@
+"""Epochs of membership: the islands that are there, those of them that send, and the first exchange (docs/islands.md).
+
+Islands need not agree on who is there: a message to or from someone who is not counts as lost. An epoch decides only who
+owns which means and for whom to wait. Everything here is a function of its arguments, so that all who get the same
+answer compute the same epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import NamedTuple
+
+#: A sender's weights are in the mean, and it owns a share of the means. A listener only gets means.
+ROLES = ("send", "listen")
+_ID_BYTES = 8
+#: Seconds beside the time until a death is noticed that all need to get an answer.
+_ANSWER = 2.0
+
+
+class Incarnation(NamedTuple):
+    """One life of an island. ``begun``: rises with every start, for example in ns. ``drawn``: tells equal ones apart."""
+
+    begun: int
+    drawn: int = 0
+
+
+class Member(NamedTuple):
+    """An island that takes part in exchanges."""
+
+    slot: int
+    incarnation: Incarnation
+    role: str
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """``members``: rising by slot. ``first``: the exchange from which on they are there."""
+
+    members: tuple[Member, ...]
+    first: int
+
+    @cached_property
+    def id(self) -> str:
+        """16 hexadecimal digits: a digest of the members alone."""
+        lines = [f"{slot} {begun} {drawn} {role}\n" for slot, (begun, drawn), role in self.members]
+        return blake2b("".join(lines).encode(), digest_size=_ID_BYTES).hexdigest()
+
+    @property
+    def slots(self) -> list[int]:
+        """All who get means."""
+        return [one.slot for one in self.members]
+
+    @property
+    def senders(self) -> list[int]:
+        """Those whose weights are averaged. The k-th owns the k-th of as many shares of the exchanged elements."""
+        return [one.slot for one in self.members if one.role == "send"]
+
+
+class Heard(NamedTuple):
+    """The news that an island tells of itself.
+
+    ``lag``: see :mod:`.presence`, in iterations. ``digest``: of all that must be equal for weights to be averaged.
+    ``step``: its latest exchange; -1 before the first. ``seconds``: from one exchange to the next. ``epoch``: id and first exchange of the
+    epoch that it knows. ``broken``: it cannot exchange in that one any more. ``waits``: it has not begun.
+    """
+
+    member: Member
+    lag: int
+    digest: str
+    step: int
+    seconds: float
+    epoch: tuple[str, int] | None = None
+    broken: bool = False
+    waits: bool = False
+
+
+def counting(heard: Iterable[Heard], digest: str | None) -> tuple[list[Heard], list[Heard]]:
+    """Those of ``heard`` who count, rising by slot, and those who are refused.
+
+    Of two incarnations of a slot the later counts. Refused is who has another digest than ``digest``; without one, than the
+    lowest slot. If nobody who counts sends, the one with the least lag does.
+    """
+    latest: dict[int, Heard] = {}
+    for one in heard:
+        known = latest.get(one.member.slot)
+        if known is None or known.member.incarnation < one.member.incarnation:
+            latest[one.member.slot] = one
+    found = [latest[slot] for slot in sorted(latest)]
+    if found and digest is None:
+        digest = found[0].digest
+    count = [one for one in found if one.digest == digest]
+    if count and all(one.member.role != "send" for one in count):
+        sender = count[least_lag([one.lag for one in count])]
+        count = [one._replace(member=one.member._replace(role="send")) if one is sender else one for one in count]
+    return count, [one for one in found if one.digest != digest]
+
+
+def least_lag(lags: Sequence[int]) -> int:
+    """The place of the least of ``lags``; of equal ones the first."""
+    return min(range(len(lags)), key=lambda place: lags[place])
+
+
+def next_epoch(
+    heard: Sequence[Heard], last: Epoch | None, digest: str | None, timeout: float, keep: int = 0
+) -> Epoch | None:
+    """The epoch after ``last`` by an answer that all get; ``last`` itself if the members are the same.
+
+    ``timeout``: seconds after which a silent island counts as dead. Exchanges go on while the answer is under way, so
+    that the new epoch begins so many later; if all wait for it, it begins at once, and who is more than ``keep`` exchanges behind
+    listens. ``digest``: that of ``last``. Who computed another beginning of the same epoch takes the latest that somebody knows.
+    If somebody cannot exchange in it any more, it begins anew. ``None`` if nobody counts.
+    """
+    # Who has not begun has nothing to say in what is running, but where that counts on it.
+    expected = set() if last is None else {(one.slot, one.incarnation) for one in last.members}
+    there = [one for one in heard if not one.waits]
+    if there:
+        heard = [one for one in heard if not one.waits or (one.member.slot, one.member.incarnation) in expected]
+    count, _ = counting(heard, digest)
+    if not count:
+        return None
+    step, later = max(one.step for one in count), 0
+    if not there:
+        old = [one for one in count if step - one.step > keep]
+        count = [one._replace(member=one.member._replace(role="listen")) if one in old else one for one in count]
+    else:
+        later = math.ceil((timeout + _ANSWER) / min(one.seconds for one in count))
+    epoch = Epoch(tuple(one.member for one in count), step + 1 + later)
+    known = [one.epoch[1] for one in count if one.epoch is not None and one.epoch[0] == epoch.id]
+    if last is not None and last.id == epoch.id:
+        known.append(last.first)
+    if not known:
+        return epoch
+    latest = max(known)
+    if any(one.broken and one.epoch == (epoch.id, latest) for one in count):
+        return epoch
+    return Epoch(epoch.members, latest)

@@ -1,0 +1,111 @@
+"""Virtual islands that come and go by ``--island-schedule`` (docs/islands.md#islands-that-come-and-go).
+
+A death is known at once, and a copy takes no time: there are no networks here. An island that stops keeps what it had,
+as if it had saved at its last iteration. Replicas within an island that has stood still begin equal again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ...config import LossyConfig
+from ...exchange import Delivery
+from ...hooks.versions import optimizers as inner_optimizers
+from .churn import Churn
+from .epoch_log import EpochLog
+from .member_rounds import MemberRounds
+from .presence import Return
+from .rounds import Rounds
+from .virtual import VirtualIslands
+from .virtual_state import copy_scheduler, load_island_state
+
+
+class ChurningIslands(VirtualIslands):
+    """:class:`VirtualIslands` of which some may be away. Raises :class:`UsageError` for a schedule that does not fit."""
+
+    def __init__(self, config: LossyConfig, workers: int, steps: int, seed: int, gapless: bool = False) -> None:
+        super().__init__(config, workers, steps, seed, gapless)
+        log = None if config.delivery_log is None else EpochLog(config.delivery_log)
+        self.observers += [] if log is None else [log]
+        self.churn = Churn(config, steps, None if log is None else log.add)
+
+    def _make_rounds(self, *arguments: Any) -> Rounds:
+        return MemberRounds(*arguments, presence=self.churn.presence)
+
+    @property
+    def _rounds(self) -> list[MemberRounds]:
+        return [shard.rounds for shard in self._shards if isinstance(shard.rounds, MemberRounds)]
+
+    # --- who is there ----------------------------------------------------------------------------------------------
+
+    @property
+    def present(self) -> Sequence[int]:
+        return self.churn.presence.training
+
+    @property
+    def senders(self) -> Sequence[int]:
+        return self.churn.presence.senders or self.churn.presence.members
+
+    def come_and_go(self) -> None:
+        for one in self.churn.begin(self.iteration):
+            self._bring_back(one)
+
+    def _bring_back(self, one: Return) -> None:
+        island, source = one.slot, one.source
+        if one.anew:
+            for rounds in self._rounds:
+                rounds.restart(island)
+        if one.how == "copy" and island != source:
+            # A copy, since an optimizer may keep the very tensors that it loads.
+            state = copy.deepcopy(self._state_of(source))
+            optimizers = inner_optimizers(self._optimizers[island])
+            load_island_state(optimizers, self._schedulers[island], self._kept[island], state)
+            for rounds in self._rounds:
+                rounds.rule.copy(source, island)
+        copy_scheduler(self._schedulers[source], self._schedulers[island])
+        if one.idle or one.how == "copy":
+            with self.turn(island, keep=False) as cluster:
+                cluster.begin_equal()
+
+    # --- an iteration ----------------------------------------------------------------------------------------------
+
+    def _exchange(self, among: tuple[int, int] | None = None) -> None:
+        now = self.iteration + 1
+        self.churn.presence.trained()
+        begins = now % self.config.sync_interval == 0
+        if begins:
+            epoch = self.churn.about_to_send(now, self._visits)
+            among = (len(epoch.senders), len(epoch.slots))
+            for shard in self._shards:
+                shard.crossing.among(epoch.senders, epoch.slots)
+        super()._exchange(among)
+        if begins:
+            self.churn.presence.sent(now)
+
+    def _visits(self, island: int) -> int:
+        return min(rounds.visits(island) for rounds in self._rounds)
+
+    def _tell(self, delivery: Delivery) -> None:
+        """Tell each receiver, of all slots: nothing arrives from those that are away."""
+        receivers, islands = len(delivery.receivers), len(self.clusters)
+        arrived = np.zeros((receivers, islands, delivery.arrived.shape[2]), dtype=bool)
+        arrived[:, list(delivery.sources)] = delivery.arrived
+        super()._tell(replace(delivery, sources=range(islands), arrived=arrived))
+
+    # --- saving ----------------------------------------------------------------------------------------------------
+
+    def _more_state(self) -> dict[str, Any]:
+        return {"churn": self.churn.state_dict(self.iteration)}
+
+    def _load_more(self, state: Mapping[str, Any]) -> None:
+        self.churn.load_state_dict(state["churn"], self.iteration)
+
+    def uninstall(self) -> None:
+        for observer in self.observers:
+            observer.close()
+        super().uninstall()

@@ -1,0 +1,179 @@
+"""Islands that are launches of their own, as programs: none comes or goes, one dies and comes back, all die, flags differ."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lossy.checkpoints import latest_iteration
+from tests.programs import Program, rank_environments, run_program
+from tests.ranks import run_ranks
+from tests.trainer import TINY, as_flags, checkpoint_bytes, read_records, write_data
+
+pytestmark = [
+    pytest.mark.shows("islands that are launches of their own: start, death, return"),
+    pytest.mark.programs,
+]
+
+MODEL = TINY | {"num_layers": 1, "log_interval": 1, "micro_batch_size": 1, "global_batch_size": 6, "eval_iters": 1}
+SYNC = {
+    "islands": 3,
+    "sync_method": "parameters",
+    "sync_fraction": 0.5,
+    "sync_delay": 1,
+    "transport": "pieces",
+    "island_patience": 60,
+}
+LOSS = {"p_sync": 0.3, "loss_unit": "packet", "packet_bytes": 256}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    run_ranks(write_data, 1, str(folder))
+    return {"data_path": (str(folder / "train"),), "valid_data_path": (str(folder / "valid"),)}
+
+
+class Run:
+    """Islands of one run, each of ``ranks`` ranks, that meet at ``url``."""
+
+    def __init__(self, url, settings, ranks=1):
+        self._settings, self._ranks = settings | {"rendezvous": url.removeprefix("http://")}, ranks
+        self.islands: dict[int, list[Program]] = {}
+
+    def start(self, *slots, **more):
+        for slot in slots:
+            words = as_flags(self._settings | {"island": slot} | more)
+            places = rank_environments(self._ranks) if self._ranks > 1 else [{}]
+            self.islands[slot] = [Program("megatron_lossy.train", *words, **place) for place in places]
+
+    def kill(self, slot):
+        for program in self.islands.pop(slot):
+            program.send_signal(signal.SIGKILL)
+            program.communicate()
+
+    def printed(self, slot):
+        return "".join(program.printed() for program in self.islands[slot])
+
+    def until(self, slot, text):
+        """Wait until ``slot`` has printed ``text``, a pattern."""
+        end = time.monotonic() + 120
+        while not re.search(text, self.printed(slot)):
+            assert time.monotonic() < end and not any(program.poll() for program in self.islands[slot]), self.ends()
+            time.sleep(0.05)
+
+    def ends(self):
+        """By slot, exit statuses and what was printed and said, once all have ended."""
+        found = {}
+        for slot, programs in self.islands.items():
+            texts = [program.communicate(200) for program in programs]
+            said = ("".join(part) for part in zip(*texts))
+            found[slot] = ([program.returncode for program in programs], *said)
+        return found
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {k: v for k, v in checkpoint_bytes(folder, latest_iteration(folder)).items() if "rng" not in k}
+
+
+@pytest.mark.parametrize(("ranks", "loss"), [(1, {}), (1, LOSS), (2, LOSS)], ids=["1 rank", "loss", "2 ranks"])
+def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve, ranks, loss):
+    _, url = serve()
+    settings = MODEL | data | SYNC | loss | {"micro_batch_size": 1, "train_iters": 8, "eval_weights": "replica"}
+    settings |= {"sync_dtype": "bf16"} if ranks == 1 else {}
+    once = run_program("megatron_lossy.train", *as_flags(settings | {"save": tmp_path / "one"}), ranks=3 * ranks)
+    assert once.returncode == 0, once.stderr
+    run = Run(url, settings | {"save": tmp_path / "apart"}, ranks)
+    run.start(0, 1, 2)
+    ends = run.ends()
+    assert all(not any(statuses) for statuses, *_ in ends.values()), ends
+    for slot in range(3):
+        assert weights(tmp_path / "one" / f"island_{slot}") == weights(tmp_path / "apart" / f"island_{slot}")
+    assert weights(tmp_path / "apart" / "island_0") != weights(tmp_path / "apart" / "island_1")
+
+
+def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve):
+    """The others go on; it takes the iteration of the run, listens, and then sends."""
+    _, url = serve()
+    settings = MODEL | data | SYNC | {"train_iters": 1200, "eval_interval": 600, "island_poll": 0.2, "log_interval": 10}
+    run = Run(url, settings | {"metrics_dir": tmp_path})
+    run.start(0, 1, 2)
+    run.until(1, r"iteration +30/")
+    run.kill(2)
+    run.until(0, r"iteration +80/")
+    run.start(2, metrics_dir=tmp_path / "again")
+    run.until(2, "goes on at iteration")
+    ends = run.ends()
+    assert all(statuses == [0] for statuses, *_ in ends.values()), ends
+    for slot in (0, 1):
+        assert "lost contact" in ends[slot][2]
+    assert "it listens until means have set its weights" in ends[2][2]
+    began = int(re.search(r"goes on at iteration +(\d+): (\d+) were made without this island", ends[2][1])[1])
+    assert began >= 80
+    folders = [tmp_path, tmp_path, tmp_path / "again"]
+    last = [read_records(folder / f"island_{slot}", "train")[-1]["lm loss"] for slot, folder in enumerate(folders)]
+    assert (
+        max(last) < read_records(tmp_path / "island_0", "train")[0]["lm loss"] / 2
+    )  # of the text that all are trained on
+
+
+def test_all_die_and_go_on_from_their_checkpoints(data, tmp_path, serve):
+    """One had saved later than the others: it sends, and they listen or keep, by how far they are behind."""
+    _, url = serve()
+    settings = MODEL | data | SYNC | {"train_iters": 400, "eval_interval": 400, "island_poll": 0.2, "log_interval": 10}
+    settings |= {"save": tmp_path, "load": tmp_path, "save_interval": 20}
+    run = Run(url, settings)
+    run.start(0, 1, 2)
+    for slot in range(3):
+        run.until(slot, "saved checkpoint of iteration +40")
+    for slot in range(3):
+        run.kill(slot)
+    time.sleep(3)  # their heartbeats are over
+    run.start(0, 1, 2)
+    ends = run.ends()
+    assert all(statuses == [0] for statuses, *_ in ends.values()), ends
+    assert all("loaded checkpoint" in out and "iteration      400/" in out for _, out, _ in ends.values())
+
+
+def test_an_island_with_other_flags_is_refused(data, serve):
+    _, url = serve()
+    run = Run(url, MODEL | data | SYNC | {"island_join": 8})
+    run.start(0)
+    run.until(0, "loss:")
+    time.sleep(4)
+    run.start(1, sync_fraction=0.25)
+    [program] = run.islands[1]
+    _, said = program.communicate(100)
+    assert program.returncode == 2
+    assert re.search(r"--sync-fraction 0.25: island 0 \(.*\) has 0.5; all must be alike", said), said
+    assert run.ends()[0][0] == [0]
+
+
+def test_sigterm_ends_one_island_alone(data, tmp_path, serve):
+    _, url = serve()
+    settings = MODEL | data | SYNC | {"train_iters": 300, "eval_interval": 300, "island_poll": 0.2, "log_interval": 10}
+    run = Run(url, settings | {"save": tmp_path})
+    run.start(0, 1, 2)
+    run.until(1, r"iteration +30/")
+    run.islands[1][0].send_signal(signal.SIGTERM)
+    ends = run.ends()
+    assert all(statuses == [0] for statuses, *_ in ends.values()), ends
+    assert "exiting on SIGTERM" in ends[1][1] and "iteration      300/" in ends[0][1]
+    assert 30 <= latest_iteration(tmp_path / "island_1") < 300
+
+
+def test_without_a_lighthouse_it_says_so_and_waits(data, serve):
+    process, url = serve()
+    process.kill()
+    process.wait()
+    run = Run(url, MODEL | data | SYNC)
+    run.start(0)
+    end = time.monotonic() + 60
+    while "--rendezvous: nobody answers at" not in run.islands[0][0]._files[1].read_text():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    run.kill(0)

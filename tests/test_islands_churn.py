@@ -1,0 +1,679 @@
+"""Islands that come and go: epochs, who is there, schedules, the mean among those present, and training."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy import theory
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.errors import UsageError
+from megatron_lossy.lab.theory.churn import ChurningRows, speed_of_mean
+from megatron_lossy.lab.theory.islands import STREAM, rounds_of
+from megatron_lossy.mechanisms.islands import Islands
+from megatron_lossy.mechanisms.islands.epoch_log import EPOCHS, EpochLog
+from megatron_lossy.mechanisms.islands.epochs import Epoch, Heard, Incarnation, Member, counting, next_epoch
+from megatron_lossy.mechanisms.islands.mean import InMemory
+from megatron_lossy.mechanisms.islands.presence import Presence, needed_visits
+from megatron_lossy.mechanisms.islands.schedule import Event, read_schedule
+from scripts.spells import share_away, spells
+from tests.ranks import run_ranks
+from tests.reference import mean_among
+from tests.test_islands_train import data, flat, islands_of, losses_of, train_all, weights_of  # noqa: F401
+from tests.trainer import recorded_losses
+
+pytestmark = pytest.mark.shows(
+    "islands that come and go: epochs, means among those present, returns, continued, replayed"
+)
+
+
+def write(path, *events):
+    """A schedule of (at, slot, event) in the file ``path``."""
+    path.write_text("".join(json.dumps({"slot": slot, "at": at, "event": what}) + "\n" for at, slot, what in events))
+    return str(path)
+
+
+def flags(path, **given):
+    return LossyConfig(**{"islands": 4, "sync_method": "parameters", "island_schedule": path, **given})
+
+
+def noise(seed, scale=1.0):
+    def act(step, weights, training):
+        random = torch.Generator().manual_seed(1000 * seed + step)
+        weights[training] += scale * torch.randn(weights.shape, generator=random)[training]
+
+    return act
+
+
+def start(islands=4, size=60, seed=0):
+    return torch.randn(islands, size, generator=torch.Generator().manual_seed(seed))
+
+
+def still(step, weights, training):
+    """An iteration that changes nothing."""
+
+
+# --- epochs ----------------------------------------------------------------------------------------------------------
+
+
+def heard(slot, begun=0, drawn=0, role="send", lag=0, digest="same", step=10, seconds=1.0):
+    return Heard(Member(slot, Incarnation(begun, drawn), role), lag, digest, step, seconds)
+
+
+members = st.lists(
+    st.builds(heard, st.integers(0, 5), st.integers(0, 3), st.integers(0, 2), st.sampled_from(["send", "listen"])),
+    min_size=1,
+    max_size=10,
+    unique_by=lambda one: one.member[:2],
+)
+
+
+@given(members, st.randoms())
+def test_all_who_get_the_same_answer_compute_the_same_epoch(answer, random):
+    shuffled = list(answer)
+    random.shuffle(shuffled)
+    epoch = next_epoch(answer, None, None, 5.0)
+    assert next_epoch(shuffled, None, None, 5.0) == epoch
+    assert epoch.slots == sorted({one.member.slot for one in answer})
+    assert epoch.senders and set(epoch.senders) <= set(epoch.slots)
+    for one in epoch.members:
+        assert one.incarnation == max(other.member.incarnation for other in answer if other.member.slot == one.slot)
+    assert next_epoch(answer, epoch, None, 5.0) == epoch
+
+
+def test_an_id_is_that_of_members_alone():
+    one = Epoch((Member(0, Incarnation(5), "send"), Member(2, Incarnation(7), "send")), 3)
+    assert len(one.id) == 16 and Epoch(one.members, 90).id == one.id
+    for change in ({"slot": 3}, {"incarnation": Incarnation(7, 1)}, {"role": "listen"}):
+        assert Epoch((one.members[0], one.members[1]._replace(**change)), 3).id != one.id
+
+
+def test_another_digest_is_refused():
+    them = [heard(1, digest="a"), heard(0, digest="b"), heard(2, digest="b", begun=1), heard(2, digest="a")]
+    for digest, counts in ((None, [0, 2]), ("b", [0, 2]), ("a", [1]), ("c", [])):
+        count, refused = counting(them, digest)
+        assert [one.member.slot for one in count] == counts and len(count) + len(refused) == 3
+    assert next_epoch(them, None, "c", 5.0) is None
+
+
+def test_who_lags_least_sends_if_nobody_else_does():
+    them = [heard(slot, role="listen", lag=lag) for slot, lag in ((0, 30), (1, 20), (2, 20))]
+    assert next_epoch(them, None, None, 5.0).senders == [1]
+    assert next_epoch([*them, heard(3, lag=99)], None, None, 5.0).senders == [3]
+
+
+def test_an_epoch_begins_when_all_can_know():
+    """The largest step and one, and what the fastest island exchanges until a death is noticed and told."""
+    them = [heard(0, step=10, seconds=2.0), heard(1, step=14, seconds=0.5)]
+    assert next_epoch(them, None, None, 5.0).first == 15 + math.ceil(7 / 0.5)
+
+
+# --- who is there ----------------------------------------------------------------------------------------------------
+
+
+def after(presence, iterations, now=0, interval=1):
+    """Let ``iterations`` pass, with an exchange after each ``interval``. Returns those that are over."""
+    for _ in range(iterations):
+        now += 1
+        presence.trained()
+        if now % interval == 0:
+            presence.about_to_send(now, lambda slot: 0)
+            presence.sent(now)
+    return now
+
+
+@pytest.mark.parametrize(
+    ("event", "missed", "rejoin", "how", "anew", "idle"),
+    [
+        ("freeze", 11, "copy", "keep", False, True),
+        ("freeze", 12, "copy", "copy", True, True),
+        ("freeze", 12, "listen", "listen", True, True),
+        ("stop", 11, "copy", "keep", True, True),
+        ("stop", 12, "listen", "listen", True, True),
+        ("cut", 100, "copy", "keep", False, False),
+    ],
+)
+def test_who_returns_keeps_copies_or_listens(event, missed, rejoin, how, anew, idle):
+    presence = Presence(3, keep=11, rejoin=rejoin, overlap=0)
+    now = after(presence, 10)
+    presence.leave(1, event)
+    assert presence.members == [0, 2] and presence.training == ([0, 1, 2] if event == "cut" else [0, 2])
+    before = presence.epoch(0)
+    now = after(presence, missed, now)
+    one = presence.come(1, now)
+    assert (one.how, one.source, one.anew, one.idle) == (how, 2, anew, idle)
+    assert presence.senders == ([0, 2] if how == "listen" else [0, 1, 2]) and presence.members == [0, 1, 2]
+    assert presence.epoch(0).id != before.id
+
+
+def test_a_slow_island_has_not_stopped():
+    """Of 100 iterations it makes 60, so that it lags by 40; with 40 made it has stopped."""
+    for made, stopped in ((60, False), (50, False), (49, True)):
+        presence = Presence(2, keep=11, rejoin="copy", overlap=0)
+        presence.slots[1].made = made
+        assert presence.slots[1].lag(100) == 100 - made and presence.slots[1].stopped(100, 11) == stopped
+
+
+def test_a_new_island_has_no_weights_of_the_run():
+    presence = Presence(3, keep=10**6, rejoin="listen", overlap=0, empty=[1])
+    now = after(presence, 5)
+    assert presence.members == [0, 2]
+    assert presence.come(1, now).how == "listen" and presence.lags(now) == [0, 5, 0]
+    presence.about_to_send(now, lambda slot: 1)
+    assert presence.senders == [0, 2]  # twice, since it had none
+    presence.about_to_send(now, lambda slot: 2)
+    assert presence.senders == [0, 1, 2]
+    assert [needed_visits(q, own) for q in (0, 1, 2) for own in (True, False)] == [1, 2, 6, 6, 9, 9]
+
+
+def test_the_last_sender_is_followed_by_who_lags_least():
+    presence = Presence(3, keep=3, rejoin="listen", overlap=0)
+    presence.leave(1, "stop")
+    now = after(presence, 10)
+    presence.come(1, now)
+    presence.leave(2, "stop")
+    now = after(presence, 5, now)
+    presence.come(2, now)
+    assert presence.senders == [0]
+    presence.leave(0, "stop")
+    presence.about_to_send(now, lambda slot: 0)
+    assert presence.senders == [2]
+
+
+def test_who_has_an_outer_optimizer_always_copies():
+    presence = Presence(2, keep=10, rejoin="copy", overlap=0, copies=True)
+    presence.leave(1, "cut")
+    assert presence.come(1, after(presence, 1)).how == "copy"
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_is_read(tmp_path):
+    path = write(tmp_path / "events", (7, 0, "return"), (2, 0, "stop"), (7, 1, "freeze"), (5, 3, "join"))
+    schedule = read_schedule(path, 4, 10)
+    assert schedule.at(7) == [Event(7, 1, "freeze"), Event(7, 0, "return")]  # who leaves does so first
+    assert schedule.empty == [3] and len(schedule.before(7)) == 2
+
+
+GOOD = '{"slot": 0, "at": 4, "event": "stop"}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ([], "has no event; must have lines"),
+        ([GOOD, "stop 3"], "line 2: stop 3: must be {"),
+        ([GOOD, "", "[1]"], "line 3: [1]: must be {"),
+        (['{"slot": 0, "at": 4}'], "line 1: event is missing; must be {"),
+        (['{"slot": 0, "at": 4, "event": "stop", "why": 1}'], "line 1: why is unknown; must be {"),
+        (['{"slot": 4, "at": 4, "event": "stop"}'], "line 1: slot 4: must be in 0 to 3; --islands 4 has no other"),
+        (['{"slot": true, "at": 4, "event": "stop"}'], "line 1: slot True: must be in 0 to 3"),
+        (
+            ['{"slot": 0, "at": -1, "event": "stop"}'],
+            "line 1: at -1: must be a whole number of at least 0 and below 10",
+        ),
+        (
+            ['{"slot": 0, "at": 10, "event": "stop"}'],
+            "line 1: at 10: must be a whole number of at least 0 and below 10",
+        ),
+        (['{"slot": 0, "at": 1.5, "event": "stop"}'], "line 1: at 1.5: must be a whole number"),
+        (['{"slot": 0, "at": 4, "event": "die"}'], "line 1: event die: must be one of stop, freeze, cut, return, join"),
+        (['{"slot": 0, "at": 4, "event": "return"}'], "line 1: event return: slot 0 is there; must be one of stop, fr"),
+        ([GOOD, GOOD.replace("4", "6")], "line 2: event stop: slot 0 has had stop at 4; must be one of return"),
+        ([GOOD, GOOD.replace("stop", "return")], "line 2: event return: slot 0 has another event at 4"),
+        (
+            [GOOD, '{"slot": 0, "at": 5, "event": "join"}'],
+            "line 2: event join: slot 0 has had stop at 4; must be one of",
+        ),
+        ([GOOD.replace("0", str(slot)) for slot in range(4)], "leaves no island at iteration 4; one must stay"),
+    ],
+)
+def test_a_schedule_that_does_not_fit(tmp_path, lines, why):
+    path = tmp_path / "events"
+    path.write_text("\n".join(lines))
+    with pytest.raises(UsageError) as error:
+        read_schedule(str(path), 4, 10)
+    assert str(error.value).startswith(f"--island-schedule {path}: {why}")
+
+
+def test_a_schedule_is_checked_before_a_run(tmp_path):
+    with pytest.raises(UsageError, match="at 9: must be a whole number of at least 0 and below 8"):
+        Islands.check(flags(write(tmp_path / "events", (9, 0, "stop"))), 8)
+
+
+def test_a_schedule_that_is_not_there(tmp_path):
+    with pytest.raises(UsageError, match=f"--island-schedule {tmp_path}/none: cannot be read: No such file"):
+        read_schedule(str(tmp_path / "none"), 4, 10)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"sync_method": "none"}, "--island-schedule x: needs --islands and a --sync-method of parameters or diloco"),
+        (
+            {"sync_method": "eager-diloco", "sync_delay": 1},
+            "--island-schedule x: needs --islands and a --sync-method of parameters or diloco",
+        ),
+        ({"island_schedule": None, "island_keep": 3}, "--island-keep 3: needs --island-schedule"),
+        ({"island_schedule": None, "island_rejoin": "listen"}, "--island-rejoin listen: needs --island-schedule"),
+        ({"island_keep": -1}, "--island-keep -1: must be at least 0"),
+        ({"island_rejoin": "wait"}, "--island-rejoin wait: must be one of copy, listen"),
+        (
+            {"sync_method": "diloco", "island_rejoin": "listen"},
+            "--island-rejoin listen: needs --island-schedule or --rendezvous, and --sync",
+        ),
+        (
+            {"sync_method": "diloco", "island_keep": 3},
+            "--island-keep 3: needs --island-schedule or --rendezvous, and --sync-method param",
+        ),
+    ],
+)
+def test_flags_that_do_not_fit(given, line):
+    with pytest.raises(UsageError) as error:
+        flags("x", **given)
+    assert str(error.value).startswith(line)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(3, 9), st.sampled_from([0.1, 0.25, 0.5]), st.integers(2, 80), st.integers(0, 99))
+def test_spells_are_a_schedule(tmp_path_factory, islands, away, length, seed):
+    events = spells(islands, 200, away, length, "stop", seed)
+    if events:
+        path = tmp_path_factory.getbasetemp() / "spells"
+        path.write_text("\n".join(map(json.dumps, events)))
+        read_schedule(str(path), islands, 200)
+        assert 0 < share_away(events, islands, 200) < 1
+
+
+def test_spells_have_their_share():
+    for length in (20, 60):
+        shares = [share_away(spells(16, 3000, 0.25, length, "stop", seed), 16, 3000) for seed in range(4)]
+        assert np.mean(shares) == pytest.approx(0.25, abs=0.02)
+
+
+# --- the mean among those present --------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sets(st.integers(0, 5), min_size=1),
+    st.sets(st.integers(0, 5)),
+    st.integers(6, 50),
+    st.sampled_from([0.0, 0.4]),
+    st.sampled_from(["shard", "packet"]),
+    st.integers(0, 1000),
+)
+def test_the_mean_is_of_those_present(senders, others, count, loss, unit, step):
+    senders, receivers = sorted(senders), sorted(senders | others)
+    config = LossyConfig(
+        islands=6, sync_method="parameters", p_sync=loss, **({"loss_unit": unit, "packet_bytes": 16} if loss else {})
+    )
+    crossing = InMemory(config, STREAM, None)
+    crossing.among(senders, receivers)
+    sent = torch.from_numpy(np.random.default_rng(step).normal(size=(6, count)).astype(np.float32))
+    sent[[slot for slot in range(6) if slot not in receivers]] = torch.nan  # of nobody
+    mean = crossing.begin(step, sent).wait()
+    told = {one.exchange.phase: one for one in crossing.deliveries}
+
+    def arrives(phase, there):
+        def asks(receiver, source, number):
+            one = told.get(phase)
+            return one is None or one.arrived[there.index(receiver), senders.index(source), number]
+
+        asks.receivers = there
+        return asks
+
+    expected = mean_among(
+        {slot: sent[slot].numpy() for slot in senders},
+        arrives("sync-reduce", senders),
+        arrives("sync-gather", receivers),
+        4 if loss and unit == "packet" else 10**6,
+    )
+    for slot in receivers:
+        came = np.ones(count, bool) if mean.arrived is None else mean.arrived[slot].numpy()
+        assert np.array_equal(came, ~np.isnan(expected[slot]))
+        np.testing.assert_allclose(mean.values.numpy()[came], expected[slot][came], atol=1e-6)
+        assert loss or came.all()
+    if mean.arrived is not None:
+        away = [slot for slot in range(6) if slot not in receivers]
+        assert not mean.arrived[away].any()
+    for phase, there in (("sync-reduce", senders), ("sync-gather", receivers)):
+        if phase in told:
+            assert list(told[phase].sources) == senders and list(told[phase].receivers) == there
+
+
+def test_messages_in_16_bits_owe_their_rest_to_those_who_send():
+    """All senders together make the mean before rounding, as all islands do without churn."""
+    config = LossyConfig(islands=4, sync_method="parameters", sync_dtype="bf16")
+    crossing = InMemory(config, STREAM, None)
+    crossing.among([0, 3], [0, 1, 3])
+    sent = start().bfloat16().float()
+    mean = crossing.begin(0, sent).wait()
+    exact = sent[[0, 3]].mean(dim=0)
+    torch.testing.assert_close(mean.values + mean.owed.sum(dim=0) / 2, exact, atol=1e-6, rtol=0)
+    assert not mean.owed[[1, 2]].any()
+
+
+RULES = {
+    "mixing": {"sync_fraction": 0.25, "sync_delay": 3},
+    "ema, lost": {"sync_fraction": 0.25, "sync_delay": 3, "delay_correction": "ema", "p_sync": 0.3},
+    "smith": {"sync_fraction": 0.5, "sync_delay": 5, "delay_correction": "smith", "sync_subset": "partition"},
+    "bf16": {"sync_dtype": "bf16", "sync_interval": 3},
+    "diloco": {"sync_method": "diloco", "sync_interval": 4, "p_sync": 0.2},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_without_events_nothing_is_other(tmp_path, rule):
+    path = write(tmp_path / "events", (100, 0, "stop"))
+    rows = ChurningRows(flags(path, **RULES[rule]), start())
+    config = LossyConfig(**{"islands": 4, "sync_method": "parameters", **RULES[rule]})
+    weights = start()
+    rounds, plain = rounds_of(config, weights)
+    for step in range(40):
+        noise(1)(step, weights, [0, 1, 2, 3])
+        rounds.after_iteration(step, plain)
+        rows.iterate(noise(1))
+        assert torch.equal(weights, rows.weights)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_who_is_away_neither_gives_nor_takes(tmp_path, rule):
+    """Its weights may be anything: those of the others do not change by a bit, and its own stay."""
+    path = write(tmp_path / "events", (6, 2, "freeze"))
+    found = []
+    for shift in (0.0, 50.0):
+        rows = ChurningRows(flags(path, **RULES[rule]), start())
+        for step in range(30):
+            if step == 6:
+                rows.weights[2] += shift
+                kept = rows.weights[2].clone()
+            rows.iterate(noise(1))
+        assert torch.equal(rows.weights[2], kept)
+        found.append(rows.weights[[0, 1, 3]].clone())
+    assert torch.equal(*found)
+
+
+def test_what_an_island_sent_before_it_died_counts(tmp_path):
+    """The mean moves by gain (old - mean)/(P - 1), since it takes no correction itself; who only leaves moves nothing."""
+    weights = start()
+    path = write(tmp_path / "events", (1, 3, "stop"))
+    rows = ChurningRows(flags(path, sync_delay=1, mixing_gain="0.25"), weights.clone())
+    rows.iterate(still)  # all send, and the first exchange is under way
+    rows.iterate(still)
+    moved = rows.weights[:3].mean(dim=0) - weights[:3].mean(dim=0)
+    torch.testing.assert_close(moved, 0.25 * (weights[3] - weights.mean(dim=0)) / 3, atol=1e-6, rtol=0)
+
+
+def test_mixing_leaves_the_mean_of_those_there_alone(tmp_path):
+    path = write(tmp_path / "events", (0, 3, "freeze"), (20, 1, "stop"), (24, 3, "return"), (60, 1, "return"))
+    rows = ChurningRows(flags(path, sync_fraction=0.25, sync_delay=3, island_keep=1000), start())
+    for step in range(80):
+        there = rows.churn.presence.members
+        if step not in (20, 24, 60, 21, 22):  # members change; what the one sent that stopped is under way
+            before = rows.weights[there].double().mean(dim=0)
+        rows.iterate(still)
+        if step not in (20, 24, 60, 21, 22):
+            assert torch.allclose(rows.weights[there].double().mean(dim=0), before, atol=1e-6)
+
+
+def test_a_listener_is_in_nobodys_mean_and_becomes_it(tmp_path):
+    path = write(tmp_path / "events", (2, 3, "join"))
+    config = flags(path, sync_fraction=0.25, sync_delay=2, island_rejoin="listen")
+    rows = ChurningRows(config, torch.cat([start(3), start(1, seed=9) + 100]))
+    sends = None
+    for step in range(30):
+        rows.iterate(still)
+        if sends is None and 3 in rows.churn.presence.senders:
+            sends = step
+        assert rows.weights[:3].abs().max() < 10 or sends
+    # Two cycles of four exchanges, of which the first begins after iteration 2, two iterations of delay, and the next one.
+    assert sends == 2 + 7 + 2 + 1
+    assert torch.allclose(rows.weights[3], rows.weights[0], atol=1e-4)
+
+
+def test_a_gap_within_the_delay_breaks_no_exchange(tmp_path):
+    """Who was frozen when nothing was due uses what it sent before; who stopped does not."""
+    for event, used in (("freeze", True), ("stop", False)):
+        path = write(tmp_path / "events", (2, 3, event), (4, 3, "return"))
+        rows = ChurningRows(flags(path, sync_interval=2, sync_delay=4, mixing_gain="0.2"), start())
+        for _ in range(5):
+            rows.iterate(still)
+        before = rows.weights[3].clone()
+        rows.iterate(still)  # 5: what began after 1 is due
+        assert torch.equal(rows.weights[3], before) != used
+
+
+# --- theory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("away", "length"), [(0.25, 20), (0.5, 60)])
+def test_old_weights_hold_the_mean_back(tmp_path, away, length):
+    """By the share of iterations that are not made; who copies or listens holds nothing back."""
+    steps = 1600
+    events = spells(8, steps, away, length, "stop", 1)
+    path = write(tmp_path / "events", *((one["at"], one["slot"], one["event"]) for one in events))
+    # The speed is that of the second half.
+    late = [[min(max(one["at"] - steps // 2, 0), steps // 2), one] for one in events]
+    share = share_away([{**one, "at": at} for at, one in late], 8, steps // 2)
+    settings = {"islands": 8, "sync_fraction": 0.05, "sync_delay": 10}
+    stale = speed_of_mean(flags(path, island_keep=steps, **settings), steps, 160)
+    assert stale == pytest.approx(theory.speed_held_back(share), abs=0.04)
+    assert speed_of_mean(flags(path, **settings), steps, 160) > 0.97
+
+
+@given(drawn=st.data())
+@settings(deadline=None, max_examples=25)
+def test_any_schedule_can_be_followed(tmp_path_factory, drawn):
+    """Somebody always sends, weights stay finite and within their first hull, and an epoch is recorded for each change."""
+    away, length = drawn.draw(st.sampled_from([0.2, 0.5])), drawn.draw(st.integers(1, 12))
+    event = drawn.draw(st.sampled_from(["stop", "freeze", "cut"]))
+    events = spells(4, 60, away, length, event, drawn.draw(st.integers(0, 1000)))
+    path = tmp_path_factory.getbasetemp() / "any"
+    path.write_text("\n".join(map(json.dumps, events or [{"slot": 0, "at": 59, "event": "stop"}])))
+    given = {
+        "sync_interval": drawn.draw(st.integers(1, 3)),
+        "sync_delay": drawn.draw(st.integers(0, 6)),
+        "sync_fraction": drawn.draw(st.sampled_from([0.2, 1.0])),
+        "island_rejoin": drawn.draw(st.sampled_from(["copy", "listen"])),
+        "p_sync": drawn.draw(st.sampled_from([0.0, 0.3])),
+        "delay_correction": "none",
+    }
+    rows = ChurningRows(flags(str(path), **given), start())
+    low, high = rows.weights.amin(dim=0) - 1e-5, rows.weights.amax(dim=0) + 1e-5
+    ids = set()
+    for _ in range(60):
+        rows.iterate(still)
+        epoch = rows.churn.epoch
+        ids.add(epoch.id)
+        assert epoch.slots == rows.churn.presence.members and rows.churn.presence.members
+        if (rows.step - 1) % given["sync_interval"] == 0 and rows.step % given["sync_interval"] == 0:
+            assert epoch.senders
+        assert (rows.weights >= low).all() and (rows.weights <= high).all()
+    assert ids <= {one["id"] for one in rows.records}
+
+
+# --- the log of epochs -------------------------------------------------------------------------------------------------
+
+
+def test_epochs_are_logged_and_a_log_is_a_schedule(tmp_path):
+    events = [(3, 1, "stop"), (9, 1, "return"), (12, 2, "cut")]
+    config = flags(write(tmp_path / "events", *events), island_keep=2, sync_interval=2, island_rejoin="listen")
+    rows = ChurningRows(config, start())
+    for _ in range(20):
+        rows.iterate(still)
+    log = EpochLog(str(tmp_path))
+    for record in rows.records:
+        log.add(record)
+    assert [one["t"] for one in rows.records] == [0, 3, 9, 11, 12]
+    assert [one["exchange"] for one in rows.records] == [0, 1, 4, 5, 6]
+    assert rows.records[2]["returned"] == [{"slot": 1, "how": "listen", "from": 2}]
+    assert rows.records[2]["roles"] == ["send", "listen", "send", "send"]
+    assert rows.records[2]["lag"][1] == 6 and rows.records[3]["roles"] == ["send"] * 4
+    again = read_schedule(str(tmp_path / EPOCHS), 4, 20)
+    assert again.events == [Event(*one) for one in events]
+    with pytest.raises(UsageError, match="holds the log of a run"):
+        EpochLog(str(tmp_path)).add({"t": 0})
+    with open(tmp_path / EPOCHS, "a") as file:
+        file.write('{"t": 30, "unfin')
+    later = EpochLog(str(tmp_path))
+    later.restart(11)
+    later.add({"t": 11})
+    lines = [json.loads(line) for line in (tmp_path / EPOCHS).read_text().splitlines()]
+    assert [one["t"] for one in lines] == [0, 3, 9, 11] and lines[3] == {"t": 11}
+
+
+# --- training ----------------------------------------------------------------------------------------------------------
+
+SYNC = {"islands": 4, "sync_method": "parameters", "sync_fraction": 0.5, "sync_delay": 1}
+EVENTS = [(1, 3, "join"), (2, 1, "stop"), (3, 2, "cut"), (4, 2, "return"), (5, 1, "return"), (6, 0, "freeze")]
+
+
+@pytest.mark.slow
+def test_training_without_events_is_training_without_a_schedule(data, tmp_path):  # noqa: F811
+    late = write(tmp_path / "events", (7, 0, "cut"))
+    stop = {"exit_interval": 7}
+    folders = train_all(
+        data,
+        tmp_path,
+        {
+            "plain": (stop, SYNC),
+            "schedule": (stop, SYNC | {"island_schedule": late}),
+            "all of it": ({}, SYNC | {"island_schedule": late}),
+        },
+    )
+    assert recorded_losses(folders["plain"]) == recorded_losses(folders["schedule"])
+    plain, schedule = (islands_of(folders[name]) for name in ("plain", "schedule"))
+    for part in ("islands", "random"):
+        assert flat(plain[part]) == flat(schedule[part])
+    assert weights_of(folders["plain"]) == weights_of(folders["schedule"])
+
+
+RESUMED = {
+    "copy": SYNC | {"island_keep": 2},
+    "listen, ema": SYNC | {"island_keep": 2, "island_rejoin": "listen", "delay_correction": "ema"},
+    "smith, lost": SYNC | {"sync_delay": 3, "delay_correction": "smith", "p_sync": 0.3, "loss_unit": "bucket"},
+    "diloco": {"islands": 4, "sync_method": "diloco", "sync_interval": 2},
+}
+
+
+@pytest.mark.slow
+def test_stopped_and_continued_bit_for_bit(data, tmp_path):  # noqa: F811
+    events = {"island_schedule": write(tmp_path / "events", *EVENTS)}
+    cases = {}
+    for name, loss in RESUMED.items():
+        loss = loss | events
+        if "p_sync" in loss:
+            cases[f"{name}, whole"] = ({}, loss | {"delivery_log": str(tmp_path / "whole log")})
+            loss = loss | {"delivery_log": str(tmp_path / "log")}
+        else:
+            cases[f"{name}, whole"] = ({}, loss)
+        for number, stop in enumerate((2, 4, 6)):
+            load = {"load": str(tmp_path / name)} if number else {}
+            cases[f"{name}, {stop}"] = (load | {"exit_interval": stop, "save": str(tmp_path / name)}, loss)
+        cases[f"{name}, end"] = ({"load": str(tmp_path / name), "save": str(tmp_path / name)}, loss)
+    train_in_folders(data, tmp_path, cases)
+    for name in RESUMED:
+        whole, parts = tmp_path / f"{name}, whole", tmp_path / name
+        assert weights_of(whole) == weights_of(parts), name
+        assert flat(islands_of(whole)) == flat(islands_of(parts)), name
+        assert losses_of(whole)[-1] == losses_of(parts)[-1]
+    logs = [(tmp_path / name / EPOCHS).read_text() for name in ("whole log", "log")]
+    assert logs[0] == logs[1] and len(logs[0].splitlines()) > 6
+
+
+def train_in_folders(data, folder, cases):  # noqa: F811
+    """As ``train_all``, for cases that may say where they save."""
+    from tests.test_islands_train import SMALL
+    from tests.trainer import train_runs
+
+    runs = [(SMALL | data | {"save": str(folder / name)} | settings, loss) for name, (settings, loss) in cases.items()]
+    run_ranks(train_runs, 1, *runs, timeout=900)
+
+
+def returned(rank, given, loss):
+    """What slot 1 has right after it has returned, against slot 2."""
+    from megatron_lossy.mechanisms.islands.virtual_churn import ChurningIslands
+    from tests.trainer import train_runs
+
+    seen = {}
+    bring_back = ChurningIslands._bring_back
+
+    def look(self, one):
+        bring_back(self, one)
+        mine, theirs = self._state_of(one.slot), self._state_of(one.source)
+        seen["return"] = tuple(one)
+        seen["equal"] = {name: flat(mine[name]) == flat(theirs[name]) for name in mine}
+        seen["shared"] = [a.data_ptr() == b.data_ptr() for a, b in zip(_tensors(mine), _tensors(theirs), strict=True)]
+        rates = [self._optimizers[slot].param_groups[0]["lr"] for slot in (one.slot, one.source)]
+        seen["rates"] = rates[0] == rates[1]
+
+    ChurningIslands._bring_back = look
+    train_runs(rank, (given, loss))
+    return seen
+
+
+def _tensors(state):
+    if torch.is_tensor(state):
+        return [state] if state.numel() > 1 else []
+    inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else []
+    return [one for part in inner for one in _tensors(part)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "rejoin", "keep"),
+    [({}, "copy", 0), ({"bf16": True}, "copy", 0), ({}, "listen", 0), ({"bf16": True}, "copy", 9)],
+)
+def test_an_island_that_returns_shares_nothing(data, tmp_path, more, rejoin, keep):  # noqa: F811
+    """A copy is all of an island; otherwise weights and moments are its own, and the learning rate is the run's."""
+    from tests.test_islands_train import SMALL
+
+    path = write(tmp_path / "events", (1, 1, "stop"), (5, 1, "return"))
+    loss = SYNC | {"island_schedule": path, "island_keep": keep, "island_rejoin": rejoin}
+    [seen] = run_ranks(returned, 1, SMALL | data | more | {"save": str(tmp_path / "run")}, loss, timeout=300)
+    how = "keep" if keep else rejoin
+    assert seen["return"] == (1, how, 2, True, True)
+    assert seen["equal"]["scheduler"] and seen["rates"] and seen["shared"] and not any(seen["shared"])
+    for name in ("weights", "optimizers"):
+        assert seen["equal"][name] == (how == "copy")
+
+
+@pytest.mark.slow
+def test_losses_are_recorded_and_replayed_by_the_log(data, tmp_path):  # noqa: F811
+    """Of islands of two workers, which lose gradients and parameters too; away or not, they lose the same again."""
+    from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+    from megatron_lossy.delivery_log.verify import verify
+
+    log = tmp_path / "log"
+    lost = {"p_grad": 0.3, "p_param": 0.3, "p_sync": 0.3, "loss_unit": "bucket", "grad_recovery": "previous"}
+    loss = SYNC | lost | {"islands": 2, "island_keep": 2}
+    events = [(2, 1, "stop"), (5, 1, "return"), (6, 0, "freeze")]
+    recorded = loss | {"island_schedule": write(tmp_path / "events", *events), "delivery_log": str(log)}
+    given = {"global_batch_size": 4}
+    trace = {"p_grad": 0.0, "p_param": 0.0, "p_sync": 0.0, "loss_model": ("trace",), "trace": str(log)}
+    again = loss | trace | {"island_schedule": str(log / EPOCHS)}
+    train_in_folders(data, tmp_path, {"recorded": (given, recorded), "again": (given, again)})
+    assert weights_of(tmp_path / "recorded") == weights_of(tmp_path / "again")
+    assert losses_of(tmp_path / "recorded") == losses_of(tmp_path / "again")
+    assert flat(islands_of(tmp_path / "recorded")["islands"]) == flat(islands_of(tmp_path / "again")["islands"])
+    verdict = verify(DeliveryLogFolder(log))
+    assert not verdict.problems and set(verdict.usable.values()) == {(0, 7)}
+
+
+@pytest.mark.slow
+def test_another_past_is_refused(data, tmp_path):  # noqa: F811
+    path = tmp_path / "events"
+    write(path, (2, 1, "stop"))
+    loss = SYNC | {"island_schedule": str(path)}
+    train_in_folders(data, tmp_path, {"run": ({"exit_interval": 4}, loss)})
+    write(path, (3, 1, "stop"))
+    with pytest.raises(Exception, match="has other events before iteration 4 than the checkpoint's run"):
+        train_in_folders(data, tmp_path, {"run": ({"load": str(tmp_path / "run")}, loss)})

@@ -1,0 +1,234 @@
+"""Islands that hear answers at different times: they agree on epochs, whoever starts, dies, freezes and comes back."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy.errors import UsageError
+from megatron_lossy.mechanisms.islands.elastic import membership as module
+from megatron_lossy.mechanisms.islands.elastic.membership import Membership
+from megatron_lossy.mechanisms.islands.epochs import Incarnation
+
+pytestmark = pytest.mark.shows("islands that are launches of their own agree on who is there", device=False)
+
+TIMEOUT, JOIN, KEEP = 5.0, 20.0, 2
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+
+class Lighthouse:
+    """What torchft's does: all that are alive and have asked hear the same."""
+
+    def __init__(self, clock, islands):
+        self.clock, self.islands = clock, islands
+        self.running: dict[int, Membership] = {}
+        self.steps: dict[int, int] = {}
+        self._lives = itertools.count(1)
+
+    def start(self, slot, step=-1, digest="d", what=None):
+        one = Membership(
+            slot, self.islands, digest, what or {}, TIMEOUT, f"host{slot}", ("127.0.0.1", 1000 + slot),
+            Incarnation(next(self._lives)), KEEP,
+        )  # fmt: skip
+        one.begin(step, JOIN)
+        self.running[slot], self.steps[slot] = one, step
+        return one
+
+    def answer(self, hears=None):
+        """Everybody has asked; those in ``hears`` hear it."""
+        said = [one.tell()[1] for one in self.running.values()]
+        for slot, one in self.running.items():
+            if hears is None or slot in hears:
+                one.hear(said)
+        return said
+
+    def exchange(self):
+        """All that are in an epoch make their next exchange; the others are at the same place in the run."""
+        begun = [slot for slot, one in self.running.items() if one.latest >= 0]
+        if not begun:
+            return
+        step = max(self.steps[slot] for slot in begun) + 1
+        for slot in begun:
+            self.steps[slot] = step
+            self.running[slot].note(step, self.running[slot].role, 0)
+
+    def turn(self, seconds=1.0, hears=None):
+        self.clock.now += seconds / 2
+        self.exchange()
+        self.clock.now += seconds / 2
+        self.answer(hears)
+
+    def in_force(self):
+        """By slot, the epoch of the next exchange."""
+        found = {}
+        for slot, one in self.running.items():
+            number = one.in_force(self.steps[slot] + 1)
+            found[slot] = None if number < 0 else one.placed(number).epoch
+        return found
+
+    def agree(self, *slots):
+        epochs = self.in_force()
+        return (
+            len({epochs[slot] for slot in slots}) == 1
+            and epochs[slots[0]] is not None
+            and epochs[slots[0]].slots == list(slots)
+        )
+
+
+@pytest.fixture
+def lighthouse(monkeypatch):
+    return Lighthouse(Clock(monkeypatch), 3)
+
+
+def all_begin(lighthouse):
+    for slot in range(3):
+        lighthouse.start(slot)
+    lighthouse.answer()
+    assert lighthouse.agree(0, 1, 2)
+    assert all(epoch.first == 0 and epoch.senders == [0, 1, 2] for epoch in lighthouse.in_force().values())
+
+
+def test_a_run_begins_at_once_when_all_are_there(lighthouse):
+    lighthouse.start(0)
+    lighthouse.start(1)
+    for _ in range(5):
+        lighthouse.turn()
+    assert all(one.latest < 0 for one in lighthouse.running.values())
+    lighthouse.start(2)
+    lighthouse.answer()
+    assert lighthouse.agree(0, 1, 2)
+
+
+def test_a_run_begins_without_those_that_do_not_come(lighthouse):
+    lighthouse.start(0)
+    lighthouse.start(2)
+    for _ in range(int(JOIN) + 2):
+        lighthouse.turn()
+    assert lighthouse.agree(0, 2)
+
+
+def test_who_hears_of_the_beginning_later_begins_with_the_same_epoch(lighthouse):
+    for slot in range(3):
+        lighthouse.start(slot)
+    lighthouse.answer(hears=[1])
+    assert lighthouse.running[1].latest == 0 and lighthouse.running[0].latest < 0
+    lighthouse.steps[1] = 0
+    lighthouse.running[1].note(0, "send", 0)  # it makes the first exchange, and waits for the others
+    lighthouse.answer(hears=[0, 1])
+    lighthouse.answer()
+    firsts = [one.placed(0).epoch for one in lighthouse.running.values()]
+    assert len(set(firsts)) == 1 and firsts[0].first == 0 and firsts[0].slots == [0, 1, 2]
+    assert all(one.latest == 0 for one in lighthouse.running.values())
+
+
+def test_nothing_changes_while_nobody_comes_or_goes(lighthouse):
+    all_begin(lighthouse)
+    for _ in range(50):
+        lighthouse.turn()
+    assert lighthouse.agree(0, 1, 2) and all(one.latest == 0 for one in lighthouse.running.values())
+
+
+def test_who_dies_is_left_out_from_a_common_exchange_on(lighthouse):
+    all_begin(lighthouse)
+    for _ in range(10):
+        lighthouse.turn()
+    del lighthouse.running[1]
+    for _ in range(12):
+        lighthouse.turn()
+    assert lighthouse.agree(0, 2)
+    assert all(one.latest == 1 for one in lighthouse.running.values())
+
+
+def test_who_comes_back_listens_and_then_sends(lighthouse):
+    all_begin(lighthouse)
+    for _ in range(10):
+        lighthouse.turn()
+    del lighthouse.running[1]
+    for _ in range(12):
+        lighthouse.turn()
+    back = lighthouse.start(1)
+    for _ in range(15):
+        lighthouse.turn()
+    assert lighthouse.agree(0, 1, 2)
+    assert lighthouse.in_force()[0].senders == [0, 2]
+    back.note(lighthouse.steps[1], "send", 0)
+    for _ in range(12):
+        lighthouse.turn()
+    assert lighthouse.agree(0, 1, 2) and lighthouse.in_force()[1].senders == [0, 1, 2]
+
+
+def test_an_epoch_that_broke_begins_anew(lighthouse):
+    all_begin(lighthouse)
+    for _ in range(10):
+        lighthouse.turn()
+    lighthouse.running[2].breaks(lighthouse.running[2].placed(0).epoch)
+    for _ in range(12):
+        lighthouse.turn()
+    assert lighthouse.agree(0, 1, 2) and lighthouse.in_force()[0].first > 10
+    assert all(one.latest == 1 for one in lighthouse.running.values())
+
+
+def test_after_a_crash_of_all_the_run_goes_on_from_the_latest_checkpoint(lighthouse):
+    for slot, step in enumerate((99, 99, 49)):
+        lighthouse.start(slot, step)
+    lighthouse.answer()
+    epoch = lighthouse.in_force()[0]
+    assert (epoch.first, epoch.senders, epoch.slots) == (100, [0, 1], [0, 1, 2])
+
+
+def test_another_flag_is_refused_by_name(lighthouse):
+    lighthouse.start(0, what={"--sync-fraction": "0.01"}, digest="a")
+    other = lighthouse.start(1, what={"--sync-fraction": "0.05"}, digest="b")
+    lighthouse.answer()
+    with pytest.raises(UsageError, match=r"--sync-fraction 0.05: island 0 \(host0\) has 0.01; all must be alike"):
+        other.note(0, "send", 0)
+
+
+def test_of_two_launches_of_a_slot_the_earlier_ends(lighthouse):
+    all_begin(lighthouse)
+    old = lighthouse.running.pop(1)
+    new = lighthouse.start(1)
+    said = [one.tell()[1] for one in (*lighthouse.running.values(), old)]
+    for one in (old, new):
+        one.hear(said)
+    with pytest.raises(UsageError, match="--island 1: host1 has it, since later than this one"):
+        old.note(0, "send", 0)
+    new.note(0, "send", 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_is_missed_all_agree_a_while_after_the_last_event(data):
+    """Islands die, come back and miss answers; once that is over they have one epoch."""
+    with pytest.MonkeyPatch.context() as patch:
+        lighthouse = Lighthouse(Clock(patch), 4)
+        for slot in range(4):
+            lighthouse.start(slot)
+        for _ in range(data.draw(st.integers(0, 40))):
+            what = data.draw(st.sampled_from(["turn", "turn", "turn", "die", "come", "break"]))
+            slot = data.draw(st.integers(0, 3))
+            if what == "die" and len(lighthouse.running) > 1:
+                lighthouse.running.pop(slot, None)
+            elif what == "come" and slot not in lighthouse.running:
+                lighthouse.start(slot)
+            elif what == "break" and slot in lighthouse.running and lighthouse.running[slot].latest >= 0:
+                one = lighthouse.running[slot]
+                one.breaks(one.placed(one.latest).epoch)
+            else:
+                hears = data.draw(st.sets(st.integers(0, 3)))
+                lighthouse.turn(hears=hears)
+        if not lighthouse.running:
+            lighthouse.start(0)
+        for _ in range(60):
+            lighthouse.turn()
+        assert lighthouse.agree(*sorted(lighthouse.running))
+        roles = {member for epoch in lighthouse.in_force().values() for member in epoch.senders}
+        assert roles
