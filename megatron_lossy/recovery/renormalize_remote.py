@@ -50,7 +50,7 @@ class RenormalizeRemote(GradRecovery):
             return
         size, remote = len(delivery.sources), delivery.survivors(self.units) - 1
         rows.scale_(shard, self.units, np.where(remote > 0, (size - 1) / np.maximum(remote, 1), 1.0))
-        part = shard.new_zeros(shard.shape)
+        part = shard.new_zeros(shard.shape, dtype=x.buffer.dtype)
         rows.put_(part, self.units, kept_out, saved)
         # Without remote survivors the own gradient is the mean: it must survive the division by N.
         own_weight = np.where(remote > 0, 1.0, float(size)) / (size if x.averaged else 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from ..exchange import BucketUnits, Delivery, Exchange, Lost
 from ..recovery import Gradients, GradRecovery, Parameters, Stale, copies
 from .base import Crossing, Transfer, Wire
+from .coded import Coded
 from .drawn import CollectiveWire, draw, draw_sent
 
 #: Bytes from which on large pages are worth a call.
@@ -33,29 +35,56 @@ class PieceWire(Wire):
         self, x: Gradients, rule: GradRecovery, kept: Any, deliver: Callable[[], Delivery]
     ) -> Transfer:
         """Exchange the pieces of all gradients over torch. ``deliver()`` returns afterwards the delivery to apply."""
-        pieces = room_for(x.buffer)
-        work = dist.all_to_all_single(pieces, x.buffer, group=self.group, async_op=True)
+        coded = self.coded.get("grad")
+        sent = x.buffer if coded is None else coded.gradients(x.exchange, x.bucket, x.buffer)
+        pieces = room_for(sent)
+        work = dist.all_to_all_single(pieces, sent, group=self.group, async_op=True)
 
         def arrived() -> Delivery:
             delivery = deliver()
-            combine(pieces, delivery, kept, x, rule)
+            combine(pieces if coded is None else self._decoded(coded, pieces, x), delivery, kept, x, rule)
             return delivery
 
         return Crossing(work, arrived)
+
+    def _wide(self, x: Gradients) -> Gradients:
+        """``x`` with gradients in float32 if they cross in codes: owners add up more than half precision can hold."""
+        return replace(x, buffer=x.buffer.float()) if "grad" in self.coded else x
+
+    def _decoded(self, coded: Coded, arrived: torch.Tensor, x: Gradients) -> torch.Tensor:
+        """The pieces [N * shard] of what ``arrived`` in codes. They take the place of gradients that nobody waits for."""
+        copies.used_here((arrived,))
+        pieces = room_for(x.buffer) if self.observed else x.buffer
+        if pieces is not x.buffer:
+            pieces.chunk(self.size)[self.rank].copy_(x.buffer.chunk(self.size)[self.rank])
+        coded.values(x.bucket, arrived, pieces)
+        return pieces
+
+    def _put_own(self, x: Parameters) -> None:
+        """Put the values that this rank sends into its part of the replica, if they are elsewhere."""
+        own = x.buffer.chunk(self.size)[self.rank]
+        if own.data_ptr() != x.sent.data_ptr():
+            own.copy_(x.sent)
 
     def _gather_reliably(self, x: Parameters, rule: Stale, deliver: Callable[[], Delivery]) -> Transfer:
         """Exchange all parameters over torch. ``deliver()`` returns afterwards the delivery to apply."""
         with torch.no_grad():
             own = rule.send(x)
-        received = torch.empty_like(x.buffer)
+        coded = self.coded.get("param")
+        sent = x.sent if coded is None else coded.parameters(x.bucket, x.sent)
+        received = sent.new_empty(self.size * len(sent))
         # all_gather_into_tensor would wait for the end of Megatron's coalescing context, which is unknown here.
-        work = dist.all_gather(list(received.chunk(self.size)), x.sent, group=self.group, async_op=True)
+        work = dist.all_gather(list(received.chunk(self.size)), sent, group=self.group, async_op=True)
 
         def arrived() -> Delivery:
             delivery = deliver()
             copies.used_here((received,))
             stale = rule.put_aside(x.buffer, delivery)
-            x.buffer.copy_(received)
+            if coded is None:
+                x.buffer.copy_(received)
+            else:
+                coded.values(x.bucket, received, x.buffer)
+                self._put_own(x)
             rule.put_back(x.buffer, delivery, stale)
             rule.sent(x, own, delivery)
             return delivery
@@ -93,7 +122,7 @@ class Pieces(PieceWire, CollectiveWire):
 
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
         delivery = self.foresee(x.exchange)
-        x = self._looking_ahead(x, rule.units)
+        x = self._wide(self._looking_ahead(x, rule.units))
         with torch.no_grad():
             kept = rule.leave_out(delivery, x)
         return self._scatter_reliably(x, rule, kept, lambda: delivery)
