@@ -377,7 +377,6 @@ COMPRESSION = [
         {"virtual": False},
         "--grad-wire int8: needs --transport pieces or udp on real ranks (torch's collectives carry raw values)",
     ),
-    (UDP | {"grad_wire": "int8"}, {}, "--grad-wire int8: needs --transport pieces"),
     (
         {"grad_wire": "int4", "allow_divergence": True},
         FULL,

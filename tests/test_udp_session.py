@@ -21,6 +21,7 @@ HELLOS = [
     session.Hello(
         address="127.0.0.1", port=1000 + rank, instance=f"{rank:016x}", random=f"{rank + 1:032x}", proof="", buckets="b",
         size=3, protocol=session.PROTOCOL, packet_bytes=1408, cipher="aes-128-gcm", eager=1, window=2, limit=3, threads=1,
+        codes="grad: raw param: raw",
     )
     for rank in range(3)
 ]  # fmt: skip
@@ -39,6 +40,14 @@ def test_keys_are_those_of_the_description():
     extracted = mac(chain, bytes.fromhex(HELLOS[2].random + HELLOS[0].random))
     info = b"".join(number.to_bytes(4, "little") for number in (77, 2, 0))
     assert session.Secrets("dense", 77, HELLOS, SECRET).key(2, 0) == mac(extracted, info + b"\x01")[:16]
+
+
+def test_ranks_have_the_same_codes():
+    hellos = [dataclasses.replace(hello, proof=session.prove(None, hello.random)) for hello in HELLOS]
+    hellos[2] = dataclasses.replace(hellos[2], codes="grad: int4 param: raw")
+    why = "form of values of dense is grad: raw param: raw on rank 0 and grad: int4 param: raw on rank 2"
+    with pytest.raises(UsageError, match=f"^--grad-wire, --param-wire: {why}$"):
+        session.check_agreement("dense", hellos, None)
 
 
 def test_ranks_have_the_same_number_of_sockets():

@@ -104,7 +104,7 @@ def wire_for(
         from .udp.process import open_wire  # which starts a thread
 
         dtypes = {phase: [getattr(bucket, f"{phase}_dtype") for bucket in buckets] for phase in PHASES}
-        wire = open_wire(config, dtypes, networks, stream, members, rank, parts, group)
+        wire = open_wire(config, dtypes, networks, stream, members, rank, parts, group, coded)
     else:
         wire = CollectiveWire(networks, stream, members, rank, parts, coded)
     wire.shard_bytes = shard_bytes(config, buckets, parts)

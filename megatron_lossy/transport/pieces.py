@@ -42,7 +42,7 @@ class PieceWire(Wire):
 
         def arrived() -> Delivery:
             delivery = deliver()
-            combine(pieces if coded is None else self._decoded(coded, pieces, x), delivery, kept, x, rule)
+            combine(pieces if coded is None else self._decoded(coded, pieces, x, rule), delivery, kept, x, rule)
             return delivery
 
         return Crossing(work, arrived)
@@ -51,20 +51,30 @@ class PieceWire(Wire):
         """``x`` with gradients in float32 if they cross in codes: owners add up more than half precision can hold."""
         return replace(x, buffer=x.buffer.float()) if "grad" in self.coded else x
 
-    def _decoded(self, coded: Coded, arrived: torch.Tensor, x: Gradients) -> torch.Tensor:
-        """The pieces [N * shard] of what ``arrived`` in codes. They take the place of gradients that nobody waits for."""
+    def _decoded(self, coded: Coded, arrived: torch.Tensor, x: Gradients, rule: GradRecovery) -> torch.Tensor:
+        """The pieces [N * shard] of what ``arrived`` in codes. They take the place of the gradients, which are free.
+
+        Unless a report is still to come, after which ``rule`` keeps some of them.
+        """
         copies.used_here((arrived,))
-        pieces = room_for(x.buffer) if self.observed else x.buffer
+        pieces = x.buffer if rule.must is None else room_for(x.buffer)
         if pieces is not x.buffer:
             pieces.chunk(self.size)[self.rank].copy_(x.buffer.chunk(self.size)[self.rank])
         coded.values(x.bucket, arrived, pieces)
         return pieces
 
-    def _put_own(self, x: Parameters) -> None:
-        """Put the values that this rank sends into its part of the replica, if they are elsewhere."""
-        own = x.buffer.chunk(self.size)[self.rank]
-        if own.data_ptr() != x.sent.data_ptr():
-            own.copy_(x.sent)
+    def _decode_replica(
+        self, coded: Coded, received: torch.Tensor, x: Parameters, rule: Stale, own: Any, delivery: Delivery
+    ) -> None:
+        """Put the values of ``received`` uint8[N * bytes] that arrived into the replica. ``own``: of ``rule.send``."""
+        copies.used_here((received,))
+        stale = rule.put_aside(x.buffer, delivery)
+        coded.values(x.bucket, received, x.buffer)
+        mine = x.buffer.chunk(self.size)[self.rank]
+        if mine.data_ptr() != x.sent.data_ptr():
+            mine.copy_(x.sent)
+        rule.put_back(x.buffer, delivery, stale)
+        rule.sent(x, own, delivery)
 
     def _gather_reliably(self, x: Parameters, rule: Stale, deliver: Callable[[], Delivery]) -> Transfer:
         """Exchange all parameters over torch. ``deliver()`` returns afterwards the delivery to apply."""
@@ -78,13 +88,12 @@ class PieceWire(Wire):
 
         def arrived() -> Delivery:
             delivery = deliver()
+            if coded is not None:
+                self._decode_replica(coded, received, x, rule, own, delivery)
+                return delivery
             copies.used_here((received,))
             stale = rule.put_aside(x.buffer, delivery)
-            if coded is None:
-                x.buffer.copy_(received)
-            else:
-                coded.values(x.bucket, received, x.buffer)
-                self._put_own(x)
+            x.buffer.copy_(received)
             rule.put_back(x.buffer, delivery, stale)
             rule.sent(x, own, delivery)
             return delivery

@@ -53,12 +53,6 @@ COMPRESSION = Section(
         ),
         Row(
             flag=_FLAGS,
-            beside="--transport udp",
-            why="needs --transport pieces",
-            when=lambda config, facts: config.wire_bits and config.transport == "udp",
-        ),
-        Row(
-            flag=_FLAGS,
             beside="no distributed optimizer",
             why=f"no all-reduce carries codes; {OFF}",
             when=lambda config, facts: facts.distributed_optimizer is False and config.wire_bits,

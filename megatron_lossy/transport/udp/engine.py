@@ -11,9 +11,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from ...config.transport import UDP_REPORT_BYTES, check_code
 from ...errors import UsageError, refuse
 from . import build, session
 from .address import resolve, speed_of
-from .packet import PHASES, overhead
+from .packet import CODES, PHASES, overhead
 from .paths import Paths
 from .settings import MIB, UdpSettings
 
@@ -80,6 +81,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("forked", None, pointer),
         ("channel", pointer, pointer, u32, u32, u32, u32, u32, u32),
         ("bucket", None, pointer, i, u32, u64, u32),
+        ("code", None, pointer, i, u32, i),
         ("promise", None, pointer, u32, u32),
         ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u64, text, text, pointer, i64),
         ("path_bytes", size),
@@ -256,6 +258,7 @@ class Engine:
         reported: Collection[str] = (),
         phases: Sequence[str] = tuple(PHASES),
         called: Sequence[int] | None = None,
+        codes: Mapping[str, str] = MappingProxyType({}),
     ) -> Channel:
         """Open a channel of ``size`` ranks; all of them must call this.
 
@@ -270,11 +273,12 @@ class Engine:
             reported: phases whose senders get reports of lost units, and may name units that must arrive.
             phases: the two kinds of exchanges.
             called: the names of the ranks in messages, by their number.
+            codes: by phase, the code of its values: one of :data:`.packet.CODES`; raw if it is not there.
         """
         if self.closed:
             raise RuntimeError(f"the engine of {self.address} is closed, or that of a process that forked this one")
         names = range(size) if called is None else called
-        return Channel(self, name, rank, size, store, prefix, buckets, peers, alike, reported, phases, names)
+        return Channel(self, name, rank, size, store, prefix, buckets, peers, alike, reported, phases, names, codes)
 
     @property
     def closed(self) -> bool:
@@ -362,10 +366,12 @@ class Channel:
         reported: Collection[str],
         phases: Sequence[str],
         called: Sequence[int],
+        codes: Mapping[str, str],
     ) -> None:
         assert len(phases) == len(PHASES)
         self.name = name
         self.phases = tuple(phases)
+        self._codes = codes
         self.called = list(called)
         self.rank = rank
         self.size = size
@@ -434,6 +440,7 @@ class Channel:
             window=window,
             limit=limit,
             threads=settings.threads,
+            codes=" ".join(f"{phase}: {self._codes.get(phase, 'raw')}" for phase in self.phases),
         )
         texts = _all(store, f"{prefix}/hello", self.rank, self.size, hello.encode())
         hellos = [session.Hello.decode(text, rank, self.name) for rank, text in enumerate(texts)]
@@ -452,6 +459,7 @@ class Channel:
         for index, phase in enumerate(self.phases):
             for bucket, (shard, unit) in enumerate(buckets.get(phase, ())):
                 self._lib.ml_bucket(channel, index, bucket, shard, unit)
+                self._lib.ml_code(channel, index, bucket, CODES[self._codes.get(phase, "raw")])
                 if phase in self._reported and self._lib.ml_reported(channel, index, bucket):
                     self._lib.ml_close(channel, -1)
                     raise MemoryError(f"reports of channel {self.name}")

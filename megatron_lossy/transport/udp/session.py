@@ -13,7 +13,7 @@ from ...errors import UsageError
 from .packet import PHASES
 
 #: The version of the datagrams and of the entries in the store.
-PROTOCOL = 6
+PROTOCOL = 7
 #: For each phase and each bucket: bytes of a shard, and of a unit.
 Buckets = Mapping[str, Sequence[tuple[int, int]]]
 
@@ -44,6 +44,7 @@ class Hello:
     window: int  # DATA from one sender that its buffer holds with ease
     limit: int  # DATA from one sender that its buffer holds at most
     threads: int  # sockets of the process
+    codes: str  # of the values of each phase
 
     @property
     def where(self) -> str:
@@ -129,6 +130,7 @@ _EQUAL = (
     ("threads", "number of sockets", "--udp-threads"),
     ("cipher", "cipher", "--udp-cipher"),
     ("packet_bytes", "bytes of a unit", "--packet-bytes"),
+    ("codes", "form of values", "--grad-wire, --param-wire"),
     ("buckets", "digest of buckets, dtypes and ranks", "--transport udp"),
 )
 
