@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from ..exchange import BucketUnits, Stream, cut
 from ..recovery import GradRecovery, Stale
 from ..registry import GRAD_RECOVERIES, MECHANISMS
 from .base import Wire
-from .coded import coded_of, codes_of, shard_bytes
+from .coded import coded_of, codes_of
 from .drawn import CollectiveWire, Networks, check_links
 from .network import check_owners
 from .pieces import Pieces
@@ -56,6 +56,23 @@ def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str,
         packet = codes[phase].elements(config.packet_bytes) if phase in codes else None
         result[phase], _ = cut(shards, itemsizes, config.loss_unit, config.packet_bytes, [packet] * len(buckets))
     return result
+
+
+def shard_bytes(
+    config: LossyConfig, buckets: Sequence[BucketSpec], cut: Mapping[str, Sequence[BucketUnits]]
+) -> dict[str, int]:
+    """By phase, the bytes of a shard of all ``buckets`` as they cross, with all copies."""
+    codes = codes_of(config)
+    return {
+        phase: config.copies(phase)
+        * sum(
+            codes[phase].payloads(units).shard
+            if phase in codes
+            else units.shard * getattr(bucket, f"{phase}_dtype").itemsize
+            for bucket, units in zip(buckets, parts, strict=True)
+        )
+        for phase, parts in cut.items()
+    }
 
 
 def grad_rules(config: LossyConfig, wire: Wire) -> list[GradRecovery]:

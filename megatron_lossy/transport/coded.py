@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +12,6 @@ from ..config import LossyConfig
 from ..exchange import BucketUnits, Exchange
 from ..recovery import copies
 from ..registry import MECHANISMS
-
-if TYPE_CHECKING:
-    from .choice import BucketSpec
 
 #: The first elements of buckets are numbered in multiples of this, which is a multiple of all blocks.
 _ALIGNMENT = 256
@@ -107,19 +103,3 @@ def coded_of(
 ) -> dict[str, Coded]:
     """The codes of each phase that ``config`` wants coded, for the rank ``rank`` of ``members``."""
     return {phase: Coded(code, config.loss_seed, cut[phase], members, rank) for phase, code in codes_of(config).items()}
-
-
-def shard_bytes(
-    config: LossyConfig, buckets: Sequence[BucketSpec], cut: Mapping[str, Sequence[BucketUnits]]
-) -> dict[str, int]:
-    """By phase, the bytes of a shard of all ``buckets`` as they cross."""
-    codes = codes_of(config)
-    return {
-        phase: sum(
-            codes[phase].payloads(units).shard
-            if phase in codes
-            else units.shard * getattr(bucket, f"{phase}_dtype").itemsize
-            for bucket, units in zip(buckets, parts, strict=True)
-        )
-        for phase, parts in cut.items()
-    }

@@ -21,8 +21,8 @@ from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..exchange import Stream
 from ..recovery.base import ordered_sum
-from .choice import BucketSpec, cut_buckets
-from .coded import coded_of, shard_bytes
+from .choice import BucketSpec, cut_buckets, shard_bytes
+from .coded import coded_of
 from .drawn import check_links
 from .group import LossyGroup
 from .memory import Memory

@@ -7,7 +7,7 @@ from ..transport.coded import Coded
 
 
 class Rounded(Sending):
-    """What ``inner`` sends, as those who get it in codes decode it."""
+    """The values that ``inner`` sends, as they are decoded from codes."""
 
     changes = True
 

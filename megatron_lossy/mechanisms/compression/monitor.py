@@ -60,7 +60,7 @@ class WireMonitor(Observer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank counted since the last record."""
+        """The counts of this rank since the last record."""
         now = self._rounded()
         return {
             "window": self._window.state_dict(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...coding.blocks import BlockCode
 from ...config import LossyConfig
 from ...config.facts import Facts
 from ...config.refusal import Section
@@ -12,13 +13,7 @@ _FLAGS = ("--grad-wire", "--param-wire")
 
 def _needed(config: LossyConfig) -> int:
     """The least bytes of a packet in which a block of each phase fits; 0 if nothing crosses in codes."""
-    return max((code.block_bytes for code in _codes(config).values()), default=0)
-
-
-def _codes(config: LossyConfig) -> dict[str, object]:
-    from . import Compression
-
-    return dict(Compression.codes(config))
+    return max((BlockCode(bits, config.wire_block).block_bytes for bits in config.wire_bits.values()), default=0)
 
 
 def _apart(config: LossyConfig, facts: Facts) -> bool:

@@ -49,6 +49,7 @@ class UdpWire(PieceWire):
     ``open_channel(buckets, peers=ranks, reported=phases)``: opens the channel, a collective call. ``memory``: bytes of
     page-locked memory for exchanges of a device; larger exchanges cross in windows. ``codes``: by phase, the code that
     protects the units that must arrive, for phases whose senders choose. ``threads``: that carry windows beside each other.
+    ``passes``: by phase, how often all units of a message are sent.
     """
 
     observed = True
@@ -67,6 +68,7 @@ class UdpWire(PieceWire):
         codes: Mapping[str, Code] | None = None,
         threads: int = 1,
         coded: Mapping[str, Coded] | None = None,
+        passes: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(stream, members, rank, cut, coded)
         self.name = stream.name
@@ -98,6 +100,11 @@ class UdpWire(PieceWire):
         }
         self._codes = dict(codes or {})
         self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(self._codes))
+        self._passes = passes or dict.fromkeys(cut, 1)
+        for phase, times in self._passes.items():
+            for window in (one for parts in self._windows[phase] for one in parts if times > 1 and self._channel):
+                units = window.units.stop - window.units.start
+                self._channel.copies(phase, window.number, np.zeros(units, dtype=bool), times)
         self._unreported: dict[tuple[Exchange, int], tuple[_Exchange, Must]] = {}
         self._known = Latest()  # an _Arriving for each exchange
         self._draws = Latest()
@@ -368,7 +375,8 @@ class UdpWire(PieceWire):
         mine = replicated if phase == "param" else np.repeat(replicated[self.rank][None], self.size, axis=0)
         self._agreements[phase, bucket] = mine, group
         for window in self._windows[phase][bucket]:
-            self._channel.copies(phase, window.number, replicated.any(axis=0)[window.units])
+            units = replicated.any(axis=0)[window.units]
+            self._channel.copies(phase, window.number, units, self._passes[phase])
 
     def _agreed(self, phase: str, bucket: int, arrived: np.ndarray) -> np.ndarray:
         mask, group = self._agreements[phase, bucket]

@@ -45,6 +45,9 @@ LITTLE_BUFFER, MORE_BUFFER = 8 * MIB, "sysctl -w net.core.rmem_max=4194304"
 #: The names of the values of :meth:`Channel.rates`, in the order of the engine.
 _RATES = ("rate", "rtt_min", "foreign_loss", "delivered", "outstanding", "window", "limit")
 
+#: How often units are sent that hold copies of parameters.
+_COPIES = 3
+
 Pointers = Sequence[int | None]
 
 
@@ -614,10 +617,10 @@ class Channel:
             raise ValueError(f"{phase} {step}, bucket {bucket} of {self.name}: neither posted nor sent")
         return found
 
-    def copies(self, phase: str, bucket: int, mask: np.ndarray) -> None:
-        """Send the units of ``mask`` three times, a third of the message apart.
+    def copies(self, phase: str, bucket: int, mask: np.ndarray, passes: int = 1) -> None:
+        """Send the units of ``mask`` three times at least, and all units ``passes`` times.
 
-        Raises ``RuntimeError`` while the bucket is being sent.
+        In one pass copies are a third of the message apart; a later pass follows the one before. Raises ``RuntimeError`` while the bucket is being sent.
         """
         units = self._units[phase][bucket]
         mask = np.asarray(mask, np.bool_)
@@ -627,8 +630,10 @@ class Channel:
         plain = np.arange(units)
         order = np.concatenate([plain, chosen, chosen])
         places = np.concatenate([plain, (chosen + units // 3) % units, (chosen + 2 * units // 3) % units])
-        order = np.ascontiguousarray(order[np.argsort(places, kind="stable")], np.uint32)
-        tags = np.ascontiguousarray(mask, np.uint8)
+        order = order[np.argsort(places, kind="stable")]
+        if passes > 1:
+            order = np.concatenate([plain] * passes + [chosen] * (_COPIES - passes))
+        order, tags = np.ascontiguousarray(order, np.uint32), np.ascontiguousarray(mask | (passes > 1), np.uint8)
         with self._using():
             result = self._lib.ml_copies(
                 self._channel, self.phases.index(phase), bucket, order.ctypes.data, len(order), tags.ctypes.data

@@ -163,5 +163,17 @@ def open_wire(
     code = Code(config.udp_fec_code, config.udp_fec_budget / 100)
     codes = dict.fromkeys(config.chosen(), code)
     return UdpWire(
-        networks, stream, members, rank, cut, dtypes, group, open_channel, config.udp_memory, codes, len(engines), coded
+        networks,
+        stream,
+        members,
+        rank,
+        cut,
+        dtypes,
+        group,
+        open_channel,
+        config.udp_memory,
+        codes,
+        len(engines),
+        coded,
+        {phase: config.copies(phase) for phase in cut},
     )
