@@ -1,6 +1,7 @@
 """Codes in blocks against a plain-NumPy reference, to the byte; their mean and variance; whatever is lost."""
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lossy import native
+from megatron_lossy.coding import compiled
 from megatron_lossy.coding.blocks import BlockCode, uniforms
 from megatron_lossy.exchange import cut
 from tests.reference import block_payload, block_scale, block_values, hashed_uniforms
@@ -61,9 +64,10 @@ SPECIAL = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-40, 3e38, 2.0**-126, 1
     seed=st.integers(0, 2**31),
     stochastic=st.booleans(),
     special=st.integers(0, 4),
+    by_torch=st.booleans(),
 )
 def test_bytes_and_values_are_those_of_the_reference(
-    code, rows, shard, packets, first, dtype, seed, stochastic, special
+    code, rows, shard, packets, first, dtype, seed, stochastic, special, by_torch
 ):
     random = np.random.default_rng(seed)
     values = random.standard_normal((rows, shard)).astype(np.float32) * 10.0 ** random.integers(-30, 20, (rows, 1))
@@ -82,13 +86,19 @@ def test_bytes_and_values_are_those_of_the_reference(
             for payload in expected
             for size in [code.size(units.elements)]
         ]  # fmt: skip
-    got = code.encode(tensor, units, keys, first)
+    served = (lambda *_: False) if by_torch else compiled.serves
+    with mock.patch.object(compiled, "serves", served):
+        got = code.encode(tensor, units, keys, first)
+        out = code.decode(got, units, torch.full((rows, shard), 5.0))
+        half = code.decode(got, units, torch.zeros(rows, shard, dtype=dtype))
+        rounded = code.round_(tensor.float().clone(), units, keys, first)
+        apart = code.round_(torch.cat([tensor, tensor], 1)[:, :shard], units, keys, first)  # rows with a gap between
     assert code.payloads(units).shard == got.shape[1] and code.payloads(units).count == units.count
     assert [row.numpy().tobytes() for row in got] == expected
-    out = torch.full((rows, shard), 5.0)
-    np.testing.assert_array_equal(code.decode(got, units, out).view(torch.int32), np.array(decoded).view(np.int32))
-    rounded = code.round_(tensor.float(), units, keys, first)
+    np.testing.assert_array_equal(out.view(torch.int32), np.array(decoded).view(np.int32))
     np.testing.assert_array_equal(rounded.view(torch.int32), out.view(torch.int32))
+    assert torch.equal(half.float().nan_to_num(), out.to(dtype).float().nan_to_num())
+    assert torch.equal(apart.nan_to_num(), half.nan_to_num())
 
 
 @settings(deadline=None, max_examples=60)
@@ -155,3 +165,36 @@ def test_a_value_that_is_not_finite_spoils_its_block_and_no_other():
     values[0, 40], values[0, 99] = -torch.inf, torch.nan
     rounded = code.round_(values.clone(), units_of(code, 100, 0))
     assert rounded.isnan().nonzero()[:, 1].tolist() == [*range(32, 64), *range(96, 100)]
+
+
+def test_a_compiler_makes_codes_faster(monkeypatch, tmp_path, caplog):
+    """With one the library serves a CPU; without one, and nothing built before, a line says that torch does."""
+    assert native.compiler() is None or compiled.serves(torch.zeros(1, 5))
+    assert not compiled.serves(torch.zeros(5, 2).t())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    compiled.library.cache_clear()
+    try:
+        assert not compiled.serves(torch.zeros(1, 5))
+        assert not compiled.serves(torch.zeros(1, 5))
+        assert [record.message.partition(";")[0] for record in caplog.records] == [
+            "--grad-wire, --param-wire: no C compiler"
+        ]
+    finally:
+        compiled.library.cache_clear()
+
+
+@pytest.mark.programs
+def test_a_compiler_that_fails_is_named_and_torch_makes_codes(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    try:
+        broken = tmp_path / "cc"
+        broken.write_text("#!/bin/sh\nexit 1\n")
+        broken.chmod(0o755)
+        monkeypatch.setattr(native, "compiler", lambda: str(broken))
+        compiled.library.cache_clear()
+        assert not compiled.serves(torch.zeros(1, 5))
+        [record] = caplog.records
+        assert "cannot build the codes of a CPU" in record.message
+    finally:
+        compiled.library.cache_clear()

@@ -12,7 +12,7 @@ two's complement, the even element low; an odd last one is filled up with 0. So 
 
 u has 16 bits of a hash of the element's number and a key. With 24 bits 127 + u could be 128 in float32. The hash is a
 counter through two rounds of multiply and shift (the finaliser of MurmurHash3) with both halves of the key in between; its
-32 bits serve two elements. Torch is imported when it is needed.
+32 bits serve two elements. Torch is imported when it is needed. On a CPU a C library does the same (:mod:`.compiled`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..exchange import BucketUnits
+from . import compiled
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +84,9 @@ class BlockCode:
         import torch
 
         payloads = values.new_empty(len(values), self.payloads(units).shard, dtype=torch.uint8)
+        if compiled.serves(values):
+            compiled.encode(values.float(), payloads, units.elements, self.bits, self.block, keys, first)
+            return payloads
         for x, place, payload in self._parts(values, units, payloads):
             scales, codes = self._coded(x, keys, first + place)
             count, blocks = payload.shape[1], -(-x.shape[2] // self.block)
@@ -100,6 +104,10 @@ class BlockCode:
         """
         import torch
 
+        if compiled.serves(payloads, values):
+            decoded = values if values.dtype == torch.float32 else torch.empty(values.shape)
+            compiled.decode(payloads, decoded, units.elements, self.bits, self.block)
+            return values if decoded is values else values.copy_(decoded)
         for x, _, payload in self._parts(values, units, payloads):
             rows, count, elements = x.shape
             blocks = -(-elements // self.block)
@@ -114,6 +122,10 @@ class BlockCode:
         self, values: torch.Tensor, units: BucketUnits, keys: torch.Tensor | None = None, first: int = 0
     ) -> torch.Tensor:
         """Replace ``values`` [R, shard] by what :meth:`decode` makes of :meth:`encode`, without the bytes."""
+        if compiled.serves(values):
+            rounded = values.float()  # itself, if it is float32
+            compiled.encode(rounded, None, units.elements, self.bits, self.block, keys, first)
+            return values if rounded is values else values.copy_(rounded)
         for x, place, _ in self._parts(values, units, None):
             scales, codes = self._coded(x, keys, first + place)
             rows, count, elements = x.shape
