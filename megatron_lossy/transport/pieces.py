@@ -48,8 +48,8 @@ class PieceWire(Wire):
         return Crossing(work, arrived)
 
     def _wide(self, x: Gradients) -> Gradients:
-        """``x`` with gradients in float32 if they cross in codes: owners add up more than half precision can hold."""
-        return replace(x, buffer=x.buffer.float()) if "grad" in self.coded else x
+        """``x`` with gradients in float32, for codes: owners add up more than half precision can hold."""
+        return replace(x, buffer=x.buffer.float())
 
     def _decoded(self, coded: Coded, arrived: torch.Tensor, x: Gradients, rule: GradRecovery) -> torch.Tensor:
         """The pieces [N * shard] of what ``arrived`` in codes. They take the place of the gradients, which are free.
@@ -131,7 +131,9 @@ class Pieces(PieceWire, CollectiveWire):
 
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
         delivery = self.foresee(x.exchange)
-        x = self._wide(self._looking_ahead(x, rule.units))
+        x = self._looking_ahead(x, rule.units)
+        if "grad" in self.coded:
+            x = self._wide(x)
         with torch.no_grad():
             kept = rule.leave_out(delivery, x)
         return self._scatter_reliably(x, rule, kept, lambda: delivery)

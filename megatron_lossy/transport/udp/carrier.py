@@ -120,7 +120,8 @@ class UdpWire(PieceWire):
 
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
         self.hear_late(rule, x.bucket, 0.0)
-        x = self._wide(x)
+        if "grad" in self.coded:
+            x = self._wide(x)
         with torch.no_grad():
             chosen = rule.choose(x)
         must = None if chosen is None else functools.cache(partial(at_hand, chosen))
