@@ -41,9 +41,7 @@ class Coded:
         self._firsts = [0]
         for units in cut:
             self._firsts.append(self._firsts[-1] + -(-units.shard // _ALIGNMENT) * _ALIGNMENT)
-        #: Sums of squares over samples of what this rank sent of the first bucket: of errors, and of values.
-        self.error: float | torch.Tensor = 0.0
-        self.square: float | torch.Tensor = 0.0
+        self._sums: torch.Tensor | None = None  # once something was rounded
 
     def gradients(self, exchange: Exchange, bucket: int, buffer: torch.Tensor) -> torch.Tensor:
         """uint8[N * bytes of a shard]: what is sent of ``buffer`` [N * shard], a part for each rank of the group."""
@@ -77,6 +75,13 @@ class Coded:
         """Give all shards of ``buffer`` [N * shard] the values that others get, in place."""
         self.code.round_(buffer.view(len(self._members), -1), self.cut[bucket])
 
+    def rounded(self) -> tuple[float, float]:
+        """Sums of squares over samples of what this rank sent of the first bucket: of errors, and of values."""
+        if self._sums is None:
+            return 0.0, 0.0
+        error, square = self._sums.tolist()
+        return error, square
+
     def _keys(self, exchange: Exchange, device: torch.device) -> torch.Tensor:
         keys = coding_keys(self._seed, exchange, self._members[self._rank], self._members)
         return copies.to_device(keys, device)
@@ -94,8 +99,13 @@ class Coded:
         # What is not finite says nothing of rounding.
         error = (rounded - values).square().where(rounded.isfinite(), 0.0).sum()
         square = values.square().where(rounded.isfinite(), 0.0).sum()
-        exact = torch.float32 if rows.device.type == "hpu" else torch.float64  # of which sums are equal in any order
-        self.error, self.square = self.error + error.to(exact), self.square + square.to(exact)
+        if self._sums is None:
+            exact = (
+                torch.float32 if rows.device.type == "hpu" else torch.float64
+            )  # of which sums are equal in any order
+            self._sums = torch.zeros(2, dtype=exact, device=rows.device)
+        copies.used_here((self._sums,))
+        self._sums += torch.stack((error, square))
 
 
 def coded_of(

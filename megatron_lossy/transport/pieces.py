@@ -42,6 +42,8 @@ class PieceWire(Wire):
 
         def arrived() -> Delivery:
             delivery = deliver()
+            if coded is not None:
+                copies.used_here((sent,))
             combine(pieces if coded is None else self._decoded(coded, pieces, x, rule), delivery, kept, x, rule)
             return delivery
 
@@ -89,6 +91,7 @@ class PieceWire(Wire):
         def arrived() -> Delivery:
             delivery = deliver()
             if coded is not None:
+                copies.used_here((sent,))
                 self._decode_replica(coded, received, x, rule, own, delivery)
                 return delivery
             copies.used_here((received,))

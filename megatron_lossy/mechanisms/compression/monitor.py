@@ -34,8 +34,8 @@ class WireMonitor(Observer):
         self._counted = self._rounded()
 
     def _rounded(self) -> tuple[float, float]:
-        coded = [group.wire.coded["grad"] for group in self._run.groups if "grad" in group.wire.coded]
-        return float(sum(one.error for one in coded)), float(sum(one.square for one in coded))
+        sums = [group.wire.coded["grad"].rounded() for group in self._run.groups if "grad" in group.wire.coded]
+        return sum(error for error, _ in sums), sum(square for _, square in sums)
 
     def metrics(self) -> dict[str, float]:
         now = self._rounded()
