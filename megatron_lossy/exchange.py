@@ -113,20 +113,28 @@ class BucketUnits:
         return slice(self.first, self.first + self.count)
 
 
-def cut(shards: Sequence[int], itemsizes: Sequence[int], unit: str, packet_bytes: int) -> tuple[list[BucketUnits], int]:
+def cut(
+    shards: Sequence[int],
+    itemsizes: Sequence[int],
+    unit: str,
+    packet_bytes: int,
+    elements: Sequence[int | None] = (),
+) -> tuple[list[BucketUnits], int]:
     """Cut buckets whose shards have ``shards[k]`` elements of ``itemsizes[k]`` bytes on the wire.
+
+    ``elements``: those of a packet of each bucket, where a code decides; ``None``: as many as fit.
 
     Returns the cut of every bucket and the number of units of the stream. Raises :class:`UsageError` if a packet is
     smaller than one element.
     """
     if unit == "packet":
         cuts, first = [], 0
-        for shard, itemsize in zip(shards, itemsizes, strict=True):
-            elements = packet_bytes // itemsize
-            if not elements:
+        for shard, itemsize, coded in zip(shards, itemsizes, elements or [None] * len(shards), strict=True):
+            packet = packet_bytes // itemsize if coded is None else coded
+            if not packet:
                 raise refuse("--packet-bytes", packet_bytes, f"must hold at least one element of {itemsize} bytes")
-            count = -(-shard // elements)
-            cuts.append(BucketUnits(first, count, shard, min(elements, shard)))
+            count = -(-shard // packet)
+            cuts.append(BucketUnits(first, count, shard, min(packet, shard)))
             first += count
         return cuts, first
     if unit == "bucket":

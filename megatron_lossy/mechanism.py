@@ -6,7 +6,7 @@ The core imports no mechanism and never asks whether one is there; :data:`megatr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +15,7 @@ from .section import Flags
 if TYPE_CHECKING:
     import torch
 
+    from .coding.blocks import BlockCode
     from .config import LossyConfig
     from .config.refusal import Section
     from .delivery_log.reader import DeliveryLogFolder
@@ -157,6 +158,11 @@ class Mechanism:
         Raises ``ValueError`` if the mechanism does not act so with the flags of the run.
         """
         return False
+
+    @classmethod
+    def codes(cls, config: LossyConfig) -> Mapping[str, BlockCode]:
+        """The code of each phase whose values cross in codes."""
+        return {}
 
     @classmethod
     def grad_rules(cls, config: LossyConfig, rules: list[GradRecovery], wire: Wire) -> list[GradRecovery]:
@@ -371,28 +377,50 @@ class Part:
 class Sending:
     """The values that the owners of a stream of virtual workers send: their weights, unless a mechanism sends others.
 
-    Between updates the parameter ``buffers``, [N * shard] for every bucket, hold the values that were sent.
+    Between updates the parameter ``buffers``, [N * shard] for every bucket, hold the values that were sent. If these are
+    not the owners' weights (:attr:`changes`), the weights are kept beside them.
     """
 
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+    #: Whether :meth:`change` does anything.
+    changes: bool = False
+
+    def __init__(self, buffers: Sequence[torch.Tensor], workers: int) -> None:
         self.buffers = buffers
+        self._workers = workers
+        self._kept: list[torch.Tensor] | None = None
 
     @property
     def weights(self) -> Sequence[torch.Tensor]:
         """The owners' weights of every bucket."""
-        return self.buffers
+        return self.buffers if self._kept is None else self._kept
 
     @property
     def kept(self) -> int:
         """Elements held beside the buffers."""
-        return 0
+        return 0 if self._kept is None else sum(weights.numel() for weights in self._kept)
 
-    def owner(self, worker: int) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def owner(self, worker: int) -> Iterator[None]:
         """A context in which the shards of ``worker`` hold its weights."""
-        return contextlib.nullcontext()
+        if self._kept is None:
+            yield
+            return
+        shards = [buffer.chunk(self._workers)[worker] for buffer in self.buffers]
+        sent = [shard.clone() for shard in shards]
+        for shard, weights in zip(shards, self._kept, strict=True):
+            shard.copy_(weights.chunk(self._workers)[worker])
+        try:
+            yield
+        finally:
+            for shard, value in zip(shards, sent, strict=True):
+                shard.copy_(value)
 
     def withdraw(self) -> None:
         """Put the owners' weights into the buffers."""
+        if self._kept is not None:
+            for buffer, weights in zip(self.buffers, self._kept, strict=True):
+                buffer.copy_(weights)
+            self._kept = None
 
     def before_update(self) -> None:
         """The owners' weights, which are in the buffers, are about to be updated."""
@@ -402,6 +430,13 @@ class Sending:
 
     def send(self, step: int) -> None:
         """Put what owners send after the update of ``step`` into the buffers. It may be called again for ``step``."""
+        if self.changes:
+            self._kept = [buffer.clone() for buffer in self.buffers]
+            self.change(step)
+
+    def change(self, step: int) -> None:
+        """Turn the owners' weights in the buffers, those of the update of ``step``, into what they send."""
 
     def restart(self) -> None:
         """Begin again with the owners' weights of a checkpoint in the buffers."""
+        self._kept = None

@@ -167,6 +167,7 @@ MECHANISMS = Mechanisms(
         "replicas": "megatron_lossy.mechanisms.replicas:Replicas",
         "priority": "megatron_lossy.mechanisms.priority:Priorities",
         "lead": "megatron_lossy.mechanisms.lead:Lead",
+        "compression": "megatron_lossy.mechanisms.compression:Compression",
     },
 )
 

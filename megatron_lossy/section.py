@@ -77,6 +77,10 @@ class Flags:
         """The :class:`.LossyConfig` that exchanges of ``phase`` lose by, if it is another than was given; else ``None``."""
         return None
 
+    def coded(self) -> tuple[str, ...]:
+        """The phases whose values cross in codes."""
+        return ()
+
     def chosen(self) -> tuple[str, ...]:
         """The phases whose senders choose units that must arrive."""
         return ()

@@ -170,3 +170,68 @@ def residual_rate(p, size):
     A lost packet stays so unless all the ``size`` others are there: p (1 - (1-p)^size).
     """
     return -np.asarray(p, np.float64) * np.expm1(size * np.log1p(-np.asarray(p, np.float64)))
+
+
+# --- codes in blocks -------------------------------------------------------------------------------------------------
+
+
+def hashed_uniforms(key, first, count):
+    """float64[count]: u of ``count`` elements from number ``first`` on, of the key of two 32-bit words."""
+    result, word = [], 2**32 - 1
+    for element in range(first, first + count):
+        h = ((element // 2) * 0x9E3779B1 & word) ^ key[0]
+        h ^= h >> 16
+        h = (h * 0x85EBCA6B + key[1]) & word
+        h ^= h >> 13
+        h = h * 0xC2B2AE35 & word
+        h ^= h >> 16
+        result.append((h >> 16 if element % 2 else h & 0xFFFF) / 65536)
+    return np.array(result)
+
+
+def block_scale(block, most):
+    """float32: max |x| / ``most`` as bfloat16, rounded up; 0 for zeros, NaN where a value is not finite."""
+    if not np.isfinite(block).all():
+        return np.float32(np.nan)
+    largest = np.abs(block).max()
+    if not largest:
+        return np.float32(0)
+    scale = max(np.float32(largest) / np.float32(most), np.float32(2.0**-126))
+    mantissa, exponent = math.frexp(float(scale))  # bfloat16 has 8 bits of mantissa
+    return np.float32(math.ldexp(math.ceil(mantissa * 256), exponent - 8))
+
+
+def block_payload(unit, bits, block, u=None):
+    """The bytes of one ``unit`` float32[n]: scales, then codes. ``u``: of its elements; ``None``: to nearest."""
+    most = 2 ** (bits - 1) - 1
+    scales, codes = [], []
+    for first in range(0, len(unit), block):
+        values = unit[first : first + block]
+        scale = block_scale(values, most)
+        scales.append(scale)
+        for place, value in enumerate(values, first):
+            if not scale > 0:
+                codes.append(0)
+                continue
+            quotient = np.float32(value) / scale
+            codes.append(
+                round(float(quotient)) if u is None else math.floor(np.float32(quotient + np.float32(u[place])))
+            )
+    head = b"".join((int(scale.view(np.uint32)) >> 16).to_bytes(2, "little") for scale in map(np.float32, scales))
+    if bits == 8:
+        return head + bytes(code & 255 for code in codes)
+    codes += [0] * (len(codes) % 2)
+    return head + bytes(codes[k] & 15 | (codes[k + 1] & 15) << 4 for k in range(0, len(codes), 2))
+
+
+def block_values(payload, elements, bits, block):
+    """float32[elements] of the bytes of one unit."""
+    count = -(-elements // block)
+    scales = np.frombuffer(payload[: 2 * count], "<u2").astype(np.uint32) << 16
+    rest, codes = payload[2 * count :], []
+    for k in range(elements):
+        code = rest[k] if bits == 8 else rest[k // 2] >> 4 * (k % 2) & 15
+        codes.append(code - 2**bits if code >= 2 ** (bits - 1) else code)
+    return np.array(
+        [np.float32(code) * scales.view(np.float32)[k // block] for k, code in enumerate(codes)], np.float32
+    )

@@ -388,6 +388,31 @@ LEAD = [
     ),
 ]
 
+COMPRESSION = [
+    ({"param_wire": "int8"}, {}, "--param-wire int8: needs --loss-unit packet"),
+    (
+        PACKETS | {"grad_wire": "int8", "packet_bytes": 64},
+        {},
+        "--packet-bytes 64: holds no block of 128 (int8 needs 130)",
+    ),
+    (
+        {"grad_wire": "int8"},
+        {"virtual": False},
+        "--grad-wire int8: needs --transport pieces or udp on real ranks (torch's collectives carry raw values)",
+    ),
+    (
+        {"grad_wire": "int4", "allow_divergence": True},
+        FULL,
+        "--grad-wire int4: no all-reduce carries codes; needs Megatron's distributed optimizer",
+    ),
+    ({"grad_wire": "int8"}, {"data_parallel": "DDP"}, "--grad-wire int8: no all-reduce carries codes; shard the model"),
+    (
+        {"grad_wire": "int8"},
+        {"copies_apart": True},
+        "--grad-wire int8: tensor-parallel copies that Megatron does not add up drift apart",
+    ),
+]
+
 NODES = {"lossy_links": "inter-node", "p_grad": 0.1}
 WORKERS = [
     (NODES, {"virtual": True}, "--lossy-links inter-node: needs inter-node:N with --virtual-workers"),
@@ -409,4 +434,16 @@ WORKERS = [
     (GRAD, {"largest_group": 1}, "data-parallel size 1: one rank exchanges nothing, so that nothing can be lost"),
 ]
 
-EXAMPLES = [*CORE, *PYTORCH, *TRANSPORT, *WORKERS, *ISLAND, *BOUNDARIES, *ASYNC_PIPELINE, *REPLICAS, *PRIORITY, *LEAD]
+EXAMPLES = [
+    *CORE,
+    *PYTORCH,
+    *TRANSPORT,
+    *WORKERS,
+    *ISLAND,
+    *BOUNDARIES,
+    *ASYNC_PIPELINE,
+    *REPLICAS,
+    *PRIORITY,
+    *LEAD,
+    *COMPRESSION,
+]

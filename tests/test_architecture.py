@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron_lossy"
 #: Rooms from the bottom up. Each may import what is in lines before its own, and nothing of its own line. Nothing may import the last.
 ORDER = """
 errors
-files ledger fingerprint fetch checkpoints
+files ledger fingerprint fetch checkpoints native
 flags jobs rendezvous
 section
 registry

@@ -28,6 +28,10 @@ pytestmark = [
 ]
 
 
+CODED = dataclasses.replace(
+    BOTH, loss_unit="packet", packet_bytes=40, wire_block=32, grad_wire="int8", param_wire="int8", transport="pieces"
+)
+
 # --- by hand -------------------------------------------------------------------------------------------------------
 
 
@@ -100,9 +104,9 @@ def by_fsdp(rank, config, steps):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [*RULES, "codes"])
 def test_a_loop_by_hand_gives_the_same_bits(world, rule, pool):
-    config = dataclasses.replace(BOTH, grad_recovery=rule)
+    config = CODED if rule == "codes" else dataclasses.replace(BOTH, grad_recovery=rule)
     for (losses, replicas), (theirs, others) in zip(
         pool.run(by_hand, world, config, 8), pool.run(by_fsdp, world, config, 8), strict=True
     ):
@@ -114,8 +118,9 @@ def test_a_loop_by_hand_gives_the_same_bits(world, rule, pool):
 # --- transports ----------------------------------------------------------------------------------------------------
 
 
-def test_udp_gives_what_pieces_give(pool):
-    udp, pieces = (dataclasses.replace(BOTH, transport=transport) for transport in ("udp", "pieces"))
+@pytest.mark.parametrize("config", [BOTH, CODED], ids=["raw", "codes"])
+def test_udp_gives_what_pieces_give(config, pool):
+    udp, pieces = (dataclasses.replace(config, transport=transport) for transport in ("udp", "pieces"))
     same(pool.run(fsdp.plain, 2, Tiny(), udp, 6), pool.run(fsdp.plain, 2, Tiny(), pieces, 6))
 
 
@@ -197,9 +202,11 @@ def interrupted(rank, config, steps, reshard):
     return weights, losses
 
 
-@pytest.mark.parametrize("setting", [*RULES, "error-feedback", "compensated", "udp"])
+@pytest.mark.parametrize("setting", [*RULES, "error-feedback", "compensated", "udp", "codes"])
 def test_a_run_continues_bit_for_bit(setting, pool):
-    if setting in ("compensated", "udp"):
+    if setting == "codes":
+        config = CODED
+    elif setting in ("compensated", "udp"):
         config = dataclasses.replace(
             BOTH, **({"param_send": setting} if setting == "compensated" else {"transport": "udp"})
         )
@@ -234,9 +241,9 @@ def owned(rank, config, steps):
     return replica, owner, weights
 
 
-@pytest.mark.parametrize("send", ["plain", "compensated"])
+@pytest.mark.parametrize("send", ["plain", "compensated", "codes"])
 def test_owners_weights_are_in_the_model_for_a_while(send, pool):
-    config = dataclasses.replace(BOTH, param_send=send)
+    config = CODED if send == "codes" else dataclasses.replace(BOTH, param_send=send)
     results = pool.run(owned, 2, config, 4)
     assert np.array_equal(results[0][1], results[1][1])
     assert not np.array_equal(results[0][0], results[1][0])
@@ -267,6 +274,12 @@ def test_an_update_is_gathered_once(config, pool):
         assert sent == {"param": once, "grad": once}
     for sent, once, _ in pool.run(traffic, 2, Tiny(reshard=True), config, 3, True):
         assert sent == {"param": 2 * once, "grad": once}
+
+
+def test_bytes_in_codes_are_fewer(pool):
+    """34 of 128 in a block of 32 elements, a little more in short ones."""
+    for sent, once, _ in pool.run(traffic, 2, Tiny(), CODED, 3, False):
+        assert sent["param"] == sent["grad"] and 34 / 128 <= sent["grad"] / once < 0.32
 
 
 def test_each_gather_of_an_update_draws_anew_if_asked(pool):

@@ -56,6 +56,7 @@ WALKED = {
     "monitor.drift.Drift": "test_saved_state_virtual.py",
     "mechanisms.priority.monitor.PriorityMonitor": "test_saved_state_virtual.py",
     "mechanisms.boundaries.monitor.BoundaryMonitor": "test_saved_state_virtual.py",
+    "mechanisms.compression.monitor.WireMonitor": "test_compression.py, saved and resumed",
     "mechanisms.islands.monitor.IslandMonitor": "test_islands_train.py, saved and resumed",
     "mechanisms.islands.ranks.RankIslands": "test_islands_ranks.py, saved and resumed",
     "mechanisms.islands.fsdp.FSDPIslands": "test_pytorch_islands.py, saved and resumed",
@@ -84,6 +85,7 @@ SIZE = 3
 PACKETS = {"loss_unit": "packet", "packet_bytes": 16}
 BURSTS = {"loss_model": ("gilbert-elliott:3",)}
 LEAD = {"param_send": "compensated"}
+CODED = {"loss_unit": "packet", "packet_bytes": 40, "wire_block": 32, "grad_wire": "int4", "param_wire": "int8"}
 GROUPS = {
     **{rule: PACKETS | {"grad_recovery": rule} for rule in ("renormalize", "zero", "previous")},
     "previous of shards": {"grad_recovery": "previous", "lossy_self": True},
@@ -91,6 +93,8 @@ GROUPS = {
     "error-feedback, bursts": PACKETS
     | BURSTS
     | {"grad_recovery": "error-feedback", "grad_priority": "packet-mean:0.1"},
+    "codes": CODED | {"grad_recovery": "previous"},
+    "codes, error-feedback, lead": CODED | LEAD | {"grad_recovery": "error-feedback"},
     "lead": LEAD,
     "lead, bursts": PACKETS | BURSTS | LEAD | {"grad_recovery": "error-feedback"},
     "lead, schedule": BURSTS | LEAD | {"loss_schedule": ("0:0.4,4:0,5:0.2",), "grad_recovery": "previous"},

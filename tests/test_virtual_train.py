@@ -28,6 +28,7 @@ pytestmark = pytest.mark.shows("virtual workers in the trainer: as ranks, killed
 
 PACKETS = {"loss_unit": "packet", "packet_bytes": 256}
 BURSTS = {"loss_model": ("gilbert-elliott:3",)}
+CODED = {"loss_unit": "packet", "packet_bytes": 264, "grad_wire": "int4", "param_wire": "int8"}
 LOSS = {"p_grad": 0.3, "p_param": 0.3}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "ddp_bucket_size": 9000}
 
@@ -152,8 +153,9 @@ def signalled(rank: int, config: dict, loss: dict) -> list:
     [
         (OVERLAP, {**LOSS, **BURSTS, **PACKETS, "grad_recovery": "previous"}),
         pytest.param({"bf16": True, "attention_dropout": 0.1}, LOSS, marks=pytest.mark.slow),
+        ({"bf16": True}, {**LOSS, **CODED, "grad_recovery": "previous"}),
     ],
-    ids=["previous in bursts", "bf16 shards"],
+    ids=["previous in bursts", "bf16 shards", "codes"],
 )
 def test_killed_and_stopped_run_continues_bit_for_bit(data, tmp_path, settings, loss):
     """Killed in the save of iteration 4, told to stop in iteration 6: with ``--save-replicas`` nobody can tell."""

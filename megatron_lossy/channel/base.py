@@ -6,7 +6,7 @@ Pure: NumPy only, no process group, no megatron.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -130,7 +130,41 @@ class Channel(ABC):
         """
 
 
+#: Between the seeds of the passes of a message: an odd number, so that those of two passes never meet.
+_BETWEEN_PASSES = 0x9E3779B97F4A7C15
+
+
+class Repeated(Channel):
+    """Sends each unit of a message several times: it is lost if all ``passes``, channels of their own, lose it."""
+
+    name = "repeated"
+
+    def __init__(self, passes: Sequence[Channel]) -> None:
+        first = passes[0]
+        super().__init__(first.loss, first.seed, first.together)
+        self._passes = passes
+
+    def delivered(self, exchange: Exchange, source: int, destination: int, units: int) -> np.ndarray:
+        return self.delivered_links(exchange, np.array([source]), np.array([destination]), units)[0]
+
+    def delivered_links(
+        self, exchange: Exchange, sources: np.ndarray, destinations: np.ndarray, units: int
+    ) -> np.ndarray:
+        found = [one.delivered_links(exchange, sources, destinations, units) for one in self._passes]
+        return np.logical_or.reduce(found)
+
+    def steps(self, phase: str, stream: Stream) -> int | None:
+        return self._passes[0].steps(phase, stream)
+
+    def check(self, phase: str, stream: Stream, size: int, units: int | None, steps: int | None) -> None:
+        self._passes[0].check(phase, stream, size, units, steps)
+
+
 def make_channel(config: LossyConfig, phase: str) -> Channel:
     """The channel of ``phase``. Raises :class:`UsageError` for unreadable files."""
-    loss = config.phase(phase)
-    return CHANNELS.load(loss.model)(loss, config.loss_seed, config.loss_correlation == "source")
+    loss, together = config.phase(phase), config.loss_correlation == "source"
+    kind, copies = CHANNELS.load(loss.model), config.copies(phase)
+    if copies == 1 or not kind.redrawable:  # what was recorded is what came in the end
+        return kind(loss, config.loss_seed, together)
+    seeds = [(config.loss_seed + one * _BETWEEN_PASSES) % 2**64 for one in range(copies)]
+    return Repeated([kind(loss, seed, together) for seed in seeds])

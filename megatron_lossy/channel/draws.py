@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -240,3 +240,15 @@ def choosing_numbers(seed: int, exchange: Exchange, count: int) -> np.ndarray:
     """uint64[count]: numbers that choose the elements of an exchange. No other draw shares them."""
     counter = [0, exchange.step, 0, _exchange_word(exchange)]
     return np.random.Philox(key=[seed, _OTHER + 1], counter=counter).random_raw(count)
+
+
+def coding_keys(seed: int, exchange: Exchange, source: int, destinations: Sequence[int]) -> np.ndarray:
+    """int32[D, 2]: a key for what rounds the gradients from ``source`` to each of ``destinations``; of no other draw.
+
+    Step and link are in it: the same errors in every step would be a bias, and those of all senders would not cancel.
+    """
+    counters = np.empty((4, len(destinations)), dtype=np.uint64)
+    counters[0], counters[1], counters[3] = 1, exchange.step, _exchange_word(exchange)
+    counters[2] = np.uint64(source << 32) | np.asarray(destinations, dtype=np.uint64)
+    words = philox4x64((seed, _OTHER + 2), counters)[:, 0].astype("<u8")
+    return words.view("<i4").reshape(-1, 2)

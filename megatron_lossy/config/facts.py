@@ -48,6 +48,8 @@ class Facts:
 
     # Model and parallelism.
     tensor: int | None = None
+    #: Whether tensor-parallel ranks have copies of a parameter whose gradients Megatron does not add up after the exchange.
+    copies_apart: bool | None = None
     pipeline: int | None = None
     #: Pipelines that a rank is in. Encoder and decoder may have one each.
     pipelines: int | None = None

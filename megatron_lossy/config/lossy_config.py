@@ -138,6 +138,9 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
         others = (config for config in all_of(SECTIONS, "drawn_with", phase, of=self) if config is not None)
         return next(others, self)
 
+    def coded(self) -> tuple[str, ...]:
+        return tuple(phase for phases in all_of(SECTIONS, "coded", of=self) for phase in phases)
+
     def chosen(self) -> tuple[str, ...]:
         return tuple(phase for phases in all_of(SECTIONS, "chosen", of=self) for phase in phases)
 
@@ -229,7 +232,7 @@ class LossyConfig(*reversed(SECTIONS)):  # type: ignore[misc]  # fields come in 
 
     def untouched(self, phase: str) -> bool:
         """Whether the exchanges of ``phase`` are Megatron's own: nothing is lost, and nothing else carries them."""
-        return self.transport == "torch" and self.phase(phase).lossless
+        return self.transport == "torch" and self.phase(phase).lossless and phase not in self.coded()
 
     def loses(self, phase: str) -> bool:
         """Whether anything of ``phase`` can be lost, by drawing or by a network."""

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import refuse
 from ..flags import check_choice, check_code, flag, refuse_unused
 from ..section import Flags
+from .phases import PHASES
 
 #: Payload of a datagram: with 28 bytes of header, 16 of authentication and 48 of UDP and IPv6, 1,500 bytes.
 UDP_PACKET_BYTES = 1408
@@ -19,6 +20,8 @@ UDP_PACKETS = 448, 8896
 UDP_REPORT_BYTES = 16
 #: Windows that page-locked memory has room for: the network must not wait for a copy.
 UDP_WINDOWS = 4
+#: Copies of a packet: more cost more than what they save.
+UDP_MOST_COPIES = 4
 #: Each takes a socket's buffer and a thread.
 UDP_MOST_THREADS = 16
 #: The engine keeps so many addresses of another process.
@@ -131,6 +134,14 @@ class TransportFlags(Flags):
         metavar="auto [PERCENT] | B C",
         incidental=True,
     )
+    udp_copies: tuple[int, ...] = flag(
+        (1,),
+        "how often each packet of gradients and parameters is sent, all of a message and then all again, for loss that is no "
+        "congestion: 1 to 4; one value for both phases, or two: gradients, parameters; a drawn packet is lost if all its copies are",
+        type=int,
+        nargs="+",
+        metavar="C",
+    )
     udp_peer_timeout: float = flag(
         30.0, "udp: seconds without a datagram after which a rank counts as gone", metavar="S", incidental=True
     )
@@ -148,12 +159,15 @@ class TransportFlags(Flags):
     def check(self: Any) -> None:
         for name in ("transport", "udp_rate_control", "udp_cipher"):
             check_choice(self, name)
+        if not (len(self.udp_copies) in (1, 2) and all(1 <= copies <= UDP_MOST_COPIES for copies in self.udp_copies)):
+            allowed = f"must be one or two numbers in [1, {UDP_MOST_COPIES}]: of gradients, of parameters"
+            raise refuse("--udp-copies", " ".join(map(str, self.udp_copies)), allowed)
         if self.transport != "udp":
             if self.packet_bytes == "auto":
                 why = "needs --transport udp; with others, as in a replay of its log, give the number"
                 raise refuse("--packet-bytes", "auto", why)
             for own in fields(TransportFlags):
-                if own.name != "transport":
+                if own.name not in ("transport", "udp_copies"):
                     refuse_unused(self, own.name, "needs --transport udp")
             return
         rate, deadline = self.udp_bytes_per_second, self.udp_deadline_seconds
@@ -184,6 +198,20 @@ class TransportFlags(Flags):
         _ = self.udp_fec_code, self.udp_fec_budget
         if not 1 <= self.udp_peer_timeout < math.inf:
             raise refuse("--udp-peer-timeout", self.udp_peer_timeout, "must be seconds of at least 1")
+
+    def copies(self, phase: str) -> int:
+        """The number of times that each unit of ``phase`` is sent."""
+        if phase not in PHASES:
+            return 1
+        return self.udp_copies[0] if phase == PHASES[0] else self.udp_copies[-1]
+
+    def notes(self) -> list[str]:
+        if max(self.udp_copies) == 1:
+            return []
+        return [f"packets sent {self.copies(PHASES[0])} (gradients) and {self.copies(PHASES[1])} times (parameters)"]
+
+    def idle(self: Any) -> dict[str, tuple[bool, set[str]]]:
+        return {"nothing is lost": (any(self.loses(phase) for phase in PHASES), {"udp_copies"})}
 
     @property
     def udp_interfaces(self) -> tuple[str, ...]:

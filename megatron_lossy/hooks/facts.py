@@ -63,6 +63,7 @@ def of_arguments(args: Any, jobs: int = 1) -> Facts:
         non_persistent_checkpoints=getattr(args, "non_persistent_ckpt_type", None),
         dataloader=getattr(args, "dataloader_type", None),
         tensor=getattr(args, "tensor_model_parallel_size", None),
+        copies_apart=_size(args, "tensor_model_parallel_size") > 1 and not getattr(args, "sequence_parallel", False),
         pipeline=getattr(args, "pipeline_model_parallel_size", None),
         layers=getattr(args, "num_layers", None),
         tied=getattr(args, "share_embeddings_and_output_weights", not _unties(args)),
@@ -96,6 +97,8 @@ def of_model(ddp: Any, workers: int | None = None, virtual: bool | None = None) 
         virtual=virtual,
         torch=torch.__version__,
         tensor=getattr(config, "tensor_model_parallel_size", None),
+        copies_apart=(getattr(config, "tensor_model_parallel_size", None) or 1) > 1
+        and any(_apart(parameter) for parameter in ddp.module.parameters()),
         pipeline=getattr(config, "pipeline_model_parallel_size", None),
         pipelines=pipeline_groups(),
         layers=getattr(config, "num_layers", None),
@@ -117,6 +120,12 @@ def of_model(ddp: Any, workers: int | None = None, virtual: bool | None = None) 
         gradients_beside_buffers=any(main_gradients(bucket) for buffer in buffers for bucket in buffer.buckets),
         switches=switches | ({"--fp8-param-gather"} if quantized else set()),
     )
+
+
+def _apart(parameter: Any) -> bool:
+    """Whether all tensor-parallel ranks have ``parameter``, and Megatron adds up its gradients after no exchange."""
+    added = ("tensor_model_parallel", "sequence_parallel", "average_gradients_across_tp_domain")
+    return not any(getattr(parameter, name, False) for name in added)
 
 
 def of_communicator(communicator: Any) -> Facts:

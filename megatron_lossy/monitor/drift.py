@@ -65,10 +65,10 @@ def predicted(config: LossyConfig, step: int, workers: int, units: int) -> tuple
     """The two discrepancies in the steady state, for uncorrelated increments with a mean square of 1.
 
     The loss rate is that of ``step``. A step has ``units`` units of loss. Returns ``None`` if links differ in their
-    losses, if nobody knows them, or if owners send other values than their weights, whose changes are increments too.
+    losses, if nobody knows them, if packets are sent several times, or if owners send other values than their weights, whose changes are increments too.
     """
     loss = config.phase("param")
-    if config.transport == "udp":
+    if config.transport == "udp" or config.copies("param") > 1:
         return None
     if loss.lossless:
         return 0.0, 0.0

@@ -158,8 +158,8 @@ class Gather:
     ) -> dist.Work | None:
         if self._clock.update is None:
             return self._handle(Transfer(collective(), lambda: None), async_op)
-        if not lossy.lossless("param") and lossy.wire.observed:
-            self.sent_bytes += (lossy.size - 1) * sent.nbytes  # no collective carries it
+        if not lossy.lossless("param") and (lossy.wire.observed or "param" in lossy.wire.coded):
+            self.sent_bytes += lossy.sent_bytes("param", self._number, sent)  # no collective carries it
         return self._handle(lossy.all_gather(self._number, output, sent, self._clock.update, collective), async_op)
 
     def _handle(self, transfer: Transfer, async_op: bool) -> dist.Work | None:
@@ -207,7 +207,7 @@ class Reduce:
         averaged = op == dist.ReduceOp.AVG
         assert averaged or op == dist.ReduceOp.SUM
         self._clock.reducing(self)
-        self.sent_bytes += (self._lossy.size - 1) * output_tensor.nbytes
+        self.sent_bytes += self._lossy.sent_bytes("grad", self._number, output_tensor)
 
         def collective() -> dist.Work | None:
             return reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -48,6 +48,8 @@ class Gradients:
         loss_scale: returns a number or a scalar tensor that multiplied the gradients; with one, the step may be
             rejected. ``None`` without one.
         gapless: the next exchange of the bucket is that of the next step.
+        rounding: gives a buffer [N * shard] the values that others get of it, in place. The wire sets it if values cross in
+            codes, and senders remove what is lost.
         coming: returns the units of the bucket that the exchange of the next step loses, or ``None`` if a trace ends
             before it. The wire sets it if ``gapless``, and losses can be foreseen.
     """
@@ -61,6 +63,7 @@ class Gradients:
     loss_scale: LossScale = unscaled
     gapless: bool = False
     coming: Callable[[], Lost | None] | None = None
+    rounding: Callable[[torch.Tensor], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,19 @@ class GradRecovery(Rule):
     def before(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
         """Take the units that are ``lost`` out of ``buffer`` [N * shard]. The result is given to :meth:`after`."""
         self.correct(buffer, x)
-        return self.remove(buffer, lost, delivery, x)
+        return self.leave(buffer, lost, delivery, x)
+
+    def leave(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> Any:
+        """Do as :meth:`remove`, and round what crosses in codes.
+
+        What a sender keeps of its losses is not rounded, and what a receiver keeps is as it came.
+        """
+        if x.rounding is not None and not self.feeds_back:
+            x.rounding(buffer)
+        kept = self.remove(buffer, lost, delivery, x)
+        if x.rounding is not None and self.feeds_back:
+            x.rounding(buffer)
+        return kept
 
     def correct(self, buffer: torch.Tensor, x: Gradients) -> None:
         """Change ``buffer`` before its losses are known."""

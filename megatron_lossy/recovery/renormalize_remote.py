@@ -35,22 +35,26 @@ class RenormalizeRemote(GradRecovery):
                 "that rule gives the own shard, always there, the weight 1/N; choose renormalize, previous or zero",
             )
 
-    def remove(self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients) -> tuple[Lost, Saved]:
+    def remove(
+        self, buffer: torch.Tensor, lost: Lost, delivery: Delivery, x: Gradients
+    ) -> tuple[Lost, Saved, torch.dtype]:
         # Units of the own shard that stay out of the sum.
         rows, kept_out = self.rows(buffer), Lost((delivery.survivors(self.units) < len(delivery.sources))[None])
         own = buffer[self.rank * self.units.shard : (self.rank + 1) * self.units.shard]
         saved = rows.take(own, self.units, kept_out)
         super().remove(buffer, lost, delivery, x)
         rows.zero_(own, self.units, kept_out)
-        return kept_out, saved
+        return kept_out, saved, buffer.dtype
 
-    def after(self, shard: torch.Tensor, delivery: Delivery, kept: tuple[Lost, Saved], x: Gradients) -> None:
-        rows, (kept_out, saved) = self.rows(shard), kept
+    def after(
+        self, shard: torch.Tensor, delivery: Delivery, kept: tuple[Lost, Saved, torch.dtype], x: Gradients
+    ) -> None:
+        rows, (kept_out, saved, dtype) = self.rows(shard), kept
         if rows.nothing(kept_out):
             return
         size, remote = len(delivery.sources), delivery.survivors(self.units) - 1
         rows.scale_(shard, self.units, np.where(remote > 0, (size - 1) / np.maximum(remote, 1), 1.0))
-        part = shard.new_zeros(shard.shape)
+        part = shard.new_zeros(shard.shape, dtype=dtype)
         rows.put_(part, self.units, kept_out, saved)
         # Without remote survivors the own gradient is the mean: it must survive the division by N.
         own_weight = np.where(remote > 0, 1.0, float(size)) / (size if x.averaged else 1)

@@ -46,6 +46,7 @@ from .recovery import (
     survivors,
     weights,
 )
+from .rounding import as_loss, mean_error, rounding_error
 
 __all__ = [
     "UNCORRELATED",
@@ -57,6 +58,7 @@ __all__ = [
     "age_mean",
     "age_variance",
     "ar1",
+    "as_loss",
     "burst_tail",
     "bytes_sent",
     "contraction",
@@ -78,12 +80,14 @@ __all__ = [
     "growth",
     "lead",
     "least_delay",
+    "mean_error",
     "mean_lag",
     "no_survivor",
     "parts",
     "previous_long_run",
     "previous_staleness",
     "removed",
+    "rounding_error",
     "second_moments",
     "settling_steps",
     "speed_held_back",

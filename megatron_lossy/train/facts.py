@@ -25,6 +25,7 @@ def of_trainer(config: TrainConfig, ranks: int) -> Facts:
         catches_up=True,
         saves=config.save is not None,
         tensor=config.tensor_model_parallel_size,
+        copies_apart=config.tensor_model_parallel_size > 1,
         pipeline=config.pipeline_model_parallel_size,
         layers=config.num_layers,
         tied=config.share_embeddings_and_output_weights,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, units_of
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
+from .coded import Coded
 
 
 class Transfer:
@@ -87,19 +88,29 @@ class Wire(ABC):
         members: the group's ranks within the full group (all of it with one optimizer instance).
         rank: this process's rank in the group.
         cut: by phase, how each bucket is cut into units.
+        coded: the codes of each phase whose values cross in codes.
     """
 
     #: Whether a delivery is known only after the exchange.
     observed = False
 
+    #: By phase, the bytes of a shard of all buckets as they cross.
+    shard_bytes: Mapping[str, int] = {}
+
     def __init__(
-        self, stream: Stream, members: Sequence[int], rank: int, cut: dict[str, Sequence[BucketUnits]]
+        self,
+        stream: Stream,
+        members: Sequence[int],
+        rank: int,
+        cut: dict[str, Sequence[BucketUnits]],
+        coded: Mapping[str, Coded] | None = None,
     ) -> None:
         self.stream = stream
         self.members = list(members)
         self.size = len(members)
         self.rank = rank
         self.cut = cut
+        self.coded = coded or {}
         #: By phase, the units of a link and step.
         self.count = {phase: units_of(parts) for phase, parts in cut.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from ..exchange import BucketUnits, Stream, cut
 from ..recovery import GradRecovery, Stale
 from ..registry import GRAD_RECOVERIES, MECHANISMS
 from .base import Wire
+from .coded import coded_of, codes_of
 from .drawn import CollectiveWire, Networks, check_links
 from .network import check_owners
 from .pieces import Pieces
@@ -48,12 +49,30 @@ def settled(config: LossyConfig) -> LossyConfig:
 
 def cut_buckets(config: LossyConfig, buckets: Sequence[BucketSpec]) -> dict[str, list[BucketUnits]]:
     """The cut of each bucket into units, by phase. Raises :class:`UsageError` if a packet holds no element."""
-    result = {}
+    result, codes = {}, codes_of(config) if config.coded() else {}
     for phase in PHASES:
         shards = [bucket.shard_of(phase) for bucket in buckets]
         itemsizes = [getattr(bucket, f"{phase}_dtype").itemsize for bucket in buckets]
-        result[phase], _ = cut(shards, itemsizes, config.loss_unit, config.packet_bytes)
+        packet = codes[phase].elements(config.packet_bytes) if phase in codes else None
+        result[phase], _ = cut(shards, itemsizes, config.loss_unit, config.packet_bytes, [packet] * len(buckets))
     return result
+
+
+def shard_bytes(
+    config: LossyConfig, buckets: Sequence[BucketSpec], cut: Mapping[str, Sequence[BucketUnits]]
+) -> dict[str, int]:
+    """By phase, the bytes of a shard of all ``buckets`` as they cross, with all copies."""
+    codes = codes_of(config)
+    return {
+        phase: config.copies(phase)
+        * sum(
+            codes[phase].payloads(units).shard
+            if phase in codes
+            else units.shard * getattr(bucket, f"{phase}_dtype").itemsize
+            for bucket, units in zip(buckets, parts, strict=True)
+        )
+        for phase, parts in cut.items()
+    }
 
 
 def grad_rules(config: LossyConfig, wire: Wire) -> list[GradRecovery]:
@@ -94,11 +113,16 @@ def wire_for(
         raise refuse("--packet-bytes", "auto", why)
     parts = cut_buckets(config, buckets)
     check_links(networks, stream, parts, len(members), steps)
+    coded = coded_of(config, parts, members, rank)
+    wire: Wire
     if config.transport == "pieces":
-        return Pieces(networks, stream, members, rank, parts, group=group)
-    if config.transport == "udp":
+        wire = Pieces(networks, stream, members, rank, parts, coded, group=group)
+    elif config.transport == "udp":
         from .udp.process import open_wire  # which starts a thread
 
         dtypes = {phase: [getattr(bucket, f"{phase}_dtype") for bucket in buckets] for phase in PHASES}
-        return open_wire(config, dtypes, networks, stream, members, rank, parts, group)
-    return CollectiveWire(networks, stream, members, rank, parts)
+        wire = open_wire(config, dtypes, networks, stream, members, rank, parts, group, coded)
+    else:
+        wire = CollectiveWire(networks, stream, members, rank, parts, coded)
+    wire.shard_bytes = shard_bytes(config, buckets, parts)
+    return wire

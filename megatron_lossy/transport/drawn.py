@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from ..exchange import BucketUnits, Delivery, Exchange, Lost, Stream, units_of
 from ..recovery import Gradients, GradRecovery, Parameters, Stale
 from .base import Transfer, Wire
+from .coded import Coded
 from .network import Network
 
 #: Draws of at least this many units are made ahead of time, on another thread.
@@ -49,13 +50,16 @@ class DrawnWire(Wire):
         members: Sequence[int],
         rank: int,
         cut: dict[str, Sequence[BucketUnits]],
+        coded: Mapping[str, Coded] | None = None,
     ) -> None:
-        super().__init__(stream, members, rank, cut)
+        super().__init__(stream, members, rank, cut, coded)
         self.networks = networks
 
     def lossless(self, phase: str) -> bool:
         network = self.networks[phase]
-        return network.lossless or (self.size == 1 and not network.lossy_self)
+        if self.size == 1:
+            return network.lossless or not network.lossy_self
+        return network.lossless and phase not in self.coded
 
     @abstractmethod
     def foresee(self, exchange: Exchange) -> Delivery:
@@ -64,6 +68,8 @@ class DrawnWire(Wire):
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
         delivery = self.foresee(x.exchange)
         x = self._looking_ahead(x, rule.units)
+        if "grad" in self.coded:
+            x = replace(x, rounding=partial(self.coded["grad"].round_gradients, x.exchange, x.bucket))
         with torch.no_grad():
             kept = rule.before(x.buffer, delivery.lost_there(rule.units), delivery, x)
 

@@ -174,6 +174,11 @@ class LossyGroup:
         saved = rule.put_aside(buffer, delivery)
         return lambda: rule.put_back(buffer, delivery, saved)
 
+    def sent_bytes(self, phase: str, bucket: int, shard: torch.Tensor) -> int:
+        """The bytes that this rank sends to others in an exchange of ``bucket``, whose shards are like ``shard``."""
+        coded = self.wire.coded.get(phase)
+        return (self.size - 1) * (shard.nbytes if coded is None else coded.payloads[bucket].shard)
+
     # --- deliveries ----------------------------------------------------------------------------------------------
 
     def delivery(self, phase: str, step: int) -> Delivery | None:

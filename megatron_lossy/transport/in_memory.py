@@ -21,7 +21,8 @@ from ..config.facts import Facts
 from ..config.refusal import check_refusals
 from ..exchange import Stream
 from ..recovery.base import ordered_sum
-from .choice import BucketSpec, cut_buckets
+from .choice import BucketSpec, cut_buckets, shard_bytes
+from .coded import coded_of
 from .drawn import check_links
 from .group import LossyGroup
 from .memory import Memory
@@ -41,7 +42,8 @@ def groups_in_memory(
         nodes = consecutive_nodes(range(ranks), config.ranks_of_node)
     networks = {phase: Network(config, phase, ranks, nodes) for phase in PHASES}
     check_links(networks, stream, cut, len(members), steps)
-    memory = Memory(networks, stream, members, cut)
+    coded = [coded_of(config, cut, members, rank) for rank in range(len(members))]
+    memory = Memory(networks, stream, members, cut, coded, shard_bytes(config, specs, cut))
     return memory, [LossyGroup(config, memory.worker(rank)) for rank in range(len(members))]
 
 
@@ -57,7 +59,8 @@ class LossyWorkers:
         self, config: LossyConfig, buckets: Sequence[BucketSpec], workers: int, steps: int | None = None
     ) -> None:
         check_refusals(config, Facts(in_memory=True))
-        _, self.groups = groups_in_memory(config, buckets, Stream(), range(workers), workers, steps)
+        memory, self.groups = groups_in_memory(config, buckets, Stream(), range(workers), workers, steps)
+        self._coded = memory.coded[0]
 
     @torch.no_grad()
     def reduce_scatter(
@@ -73,6 +76,8 @@ class LossyWorkers:
         ``outputs``: for each worker [shard]; they receive the recovered sum, or mean if ``averaged``. ``inputs``: for
         each worker [N * shard], changed in place.
         """
+        if "grad" in self._coded:
+            inputs = [whole.float() for whole in inputs]  # owners add up more than half precision can hold
         pairs = zip(self.groups, inputs, outputs, strict=True)
         transfers = [
             group.reduce_scatter(bucket, whole, output, step, _nothing, averaged) for group, whole, output in pairs
@@ -95,12 +100,18 @@ class LossyWorkers:
         """
         pairs = zip(self.groups, outputs, inputs, strict=True)
         transfers = [group.all_gather(bucket, replica, sent, step, _nothing) for group, replica, sent in pairs]
-        whole = torch.cat(list(inputs))  # as it is sent
-        for replica in outputs:
-            replica.copy_(whole)
-        for transfer, group, sent in zip(transfers, self.groups, inputs, strict=True):
+        fresh = torch.cat(list(inputs))
+        sent = fresh
+        if "param" in self._coded:
+            sent = fresh.clone()
+            self._coded["param"].round_parameters(bucket, sent)
+        for rank, replica in enumerate(outputs):
+            replica.copy_(sent)
+            if sent is not fresh:
+                replica.chunk(len(outputs))[rank].copy_(fresh.chunk(len(outputs))[rank])
+        for transfer, group, own in zip(transfers, self.groups, inputs, strict=True):
             transfer.wait()
-            group.params[bucket].before_update(sent)
+            group.params[bucket].before_update(own)
 
     def finish_step(self, step: int, successful: bool) -> None:
         """Calls :meth:`LossyGroup.finish_step` for all workers."""

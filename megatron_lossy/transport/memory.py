@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
 from ..exchange import BucketUnits, Delivery, Exchange, Stream, units_of
 from ..recovery import Gradients, GradRecovery
 from .base import Transfer
+from .coded import Coded
 from .drawn import DrawnWire, Latest, Networks, draw
 
 
 class Memory:
-    """The deliveries between all ``members``, ranks of the full group. :meth:`worker` is the wire of one of them."""
+    """The deliveries between all ``members``, ranks of the full group. :meth:`worker` is the wire of one of them.
+
+    ``coded``: of each of them, by phase, the codes of values that cross in codes. ``shard_bytes``: see :class:`Wire`.
+    """
 
     def __init__(
-        self, networks: Networks, stream: Stream, members: Sequence[int], cut: dict[str, Sequence[BucketUnits]]
+        self,
+        networks: Networks,
+        stream: Stream,
+        members: Sequence[int],
+        cut: dict[str, Sequence[BucketUnits]],
+        coded: Sequence[Mapping[str, Coded]] = (),
+        shard_bytes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self.networks = networks
         self.stream = stream
         self.members = members
         self.cut = cut
+        self.coded = coded
+        self.shard_bytes = shard_bytes
         self._latest = Latest()
         self._final = Latest()
 
@@ -66,7 +79,9 @@ class WorkerWire(DrawnWire):
     """One worker's view of :class:`Memory`."""
 
     def __init__(self, memory: Memory, rank: int) -> None:
-        super().__init__(memory.networks, memory.stream, memory.members, rank, memory.cut)
+        coded = memory.coded[rank] if memory.coded else None
+        super().__init__(memory.networks, memory.stream, memory.members, rank, memory.cut, coded)
+        self.shard_bytes = memory.shard_bytes
         self._memory = memory
 
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from ..exchange import BucketUnits, Delivery, Exchange, Lost
 from ..recovery import Gradients, GradRecovery, Parameters, Stale, copies
 from .base import Crossing, Transfer, Wire
+from .coded import Coded
 from .drawn import CollectiveWire, draw, draw_sent
 
 #: Bytes from which on large pages are worth a call.
@@ -33,26 +35,65 @@ class PieceWire(Wire):
         self, x: Gradients, rule: GradRecovery, kept: Any, deliver: Callable[[], Delivery]
     ) -> Transfer:
         """Exchange the pieces of all gradients over torch. ``deliver()`` returns afterwards the delivery to apply."""
-        pieces = room_for(x.buffer)
-        work = dist.all_to_all_single(pieces, x.buffer, group=self.group, async_op=True)
+        coded = self.coded.get("grad")
+        sent = x.buffer if coded is None else coded.gradients(x.exchange, x.bucket, x.buffer)
+        pieces = room_for(sent)
+        work = dist.all_to_all_single(pieces, sent, group=self.group, async_op=True)
 
         def arrived() -> Delivery:
             delivery = deliver()
-            combine(pieces, delivery, kept, x, rule)
+            if coded is not None:
+                copies.used_here((sent,))
+            combine(pieces if coded is None else self._decoded(coded, pieces, x, rule), delivery, kept, x, rule)
             return delivery
 
         return Crossing(work, arrived)
+
+    def _wide(self, x: Gradients) -> Gradients:
+        """``x`` with gradients in float32, for codes: owners add up more than half precision can hold."""
+        return replace(x, buffer=x.buffer.float())
+
+    def _decoded(self, coded: Coded, arrived: torch.Tensor, x: Gradients, rule: GradRecovery) -> torch.Tensor:
+        """The pieces [N * shard] of what ``arrived`` in codes. They take the place of the gradients, which are free.
+
+        Unless a report is still to come, after which ``rule`` keeps some of them.
+        """
+        copies.used_here((arrived,))
+        pieces = x.buffer if rule.must is None else room_for(x.buffer)
+        if pieces is not x.buffer:
+            pieces.chunk(self.size)[self.rank].copy_(x.buffer.chunk(self.size)[self.rank])
+        coded.values(x.bucket, arrived, pieces)
+        return pieces
+
+    def _decode_replica(
+        self, coded: Coded, received: torch.Tensor, x: Parameters, rule: Stale, own: Any, delivery: Delivery
+    ) -> None:
+        """Put the values of ``received`` uint8[N * bytes] that arrived into the replica. ``own``: of ``rule.send``."""
+        copies.used_here((received,))
+        stale = rule.put_aside(x.buffer, delivery)
+        coded.values(x.bucket, received, x.buffer)
+        mine = x.buffer.chunk(self.size)[self.rank]
+        if mine.data_ptr() != x.sent.data_ptr():
+            mine.copy_(x.sent)
+        rule.put_back(x.buffer, delivery, stale)
+        rule.sent(x, own, delivery)
 
     def _gather_reliably(self, x: Parameters, rule: Stale, deliver: Callable[[], Delivery]) -> Transfer:
         """Exchange all parameters over torch. ``deliver()`` returns afterwards the delivery to apply."""
         with torch.no_grad():
             own = rule.send(x)
-        received = torch.empty_like(x.buffer)
+        coded = self.coded.get("param")
+        sent = x.sent if coded is None else coded.parameters(x.bucket, x.sent)
+        received = sent.new_empty(self.size * len(sent))
         # all_gather_into_tensor would wait for the end of Megatron's coalescing context, which is unknown here.
-        work = dist.all_gather(list(received.chunk(self.size)), x.sent, group=self.group, async_op=True)
+        work = dist.all_gather(list(received.chunk(self.size)), sent, group=self.group, async_op=True)
 
         def arrived() -> Delivery:
             delivery = deliver()
+            if coded is not None:
+                copies.used_here((sent,))
+                self._decode_replica(coded, received, x, rule, own, delivery)
+                return delivery
             copies.used_here((received,))
             stale = rule.put_aside(x.buffer, delivery)
             x.buffer.copy_(received)
@@ -94,6 +135,8 @@ class Pieces(PieceWire, CollectiveWire):
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
         delivery = self.foresee(x.exchange)
         x = self._looking_ahead(x, rule.units)
+        if "grad" in self.coded:
+            x = self._wide(x)
         with torch.no_grad():
             kept = rule.leave_out(delivery, x)
         return self._scatter_reliably(x, rule, kept, lambda: delivery)

@@ -25,6 +25,7 @@ from ..recovery import LossScale
 from ..registry import MECHANISMS
 from ..transport import Transfer
 from ..transport.in_memory import groups_in_memory
+from .rounded import Rounded
 from .versions import Versions
 
 # Sums are added in pieces that fit into a core's cache, and each source is cleared while it is there.
@@ -65,12 +66,15 @@ class StreamBuckets:
                 group.gradient_unit = unit
         self.sums = [torch.empty_like(bucket.grad_data) for bucket in buckets]
         # Owners that add up pieces do so in float32, and round once.
-        wide = config.transport == "pieces"
+        coded = self._memory.coded[0]
+        wide = config.transport == "pieces" or "grad" in coded
         self._totals = [total.float() if wide and total.element_size() < 4 else total for total in self.sums]
         self._begun: list[Transfer] = []  # the transfers of this iteration, worker by worker
         buffers = [bucket.param_data for bucket in buckets]
         self.versions = Versions(buffers, self.cut["param"], units_of(self.cut["param"]), workers)
-        self.sending = MECHANISMS.first("sending", self.groups, buckets, optimizers) or Sending(buffers)
+        self.sending = MECHANISMS.first("sending", self.groups, buckets, optimizers) or Sending(buffers, workers)
+        if "param" in coded:
+            self.sending = Rounded(self.sending, workers, coded["param"])
 
     @contextlib.contextmanager
     def turn(self, worker: int) -> Iterator[None]:
@@ -101,13 +105,16 @@ class StreamBuckets:
         first = not self._begun
         begun = []
         for number, (bucket, cut) in enumerate(zip(self.buckets, self.cut["grad"], strict=True)):
-            output = self.sums[number][worker * cut.shard : (worker + 1) * cut.shard]
+            output, gradients = self.sums[number][worker * cut.shard : (worker + 1) * cut.shard], bucket.grad_data
+            if "grad" in self._memory.coded[worker] and gradients.element_size() < 4:
+                gradients = gradients.float()  # owners add up more than half precision can hold
+                bucket.grad_data.zero_()
 
-            def add(bucket: Any = bucket, total: torch.Tensor = self._totals[number]) -> None:
-                _move(bucket.grad_data, total, add=not first)
+            def add(gradients: torch.Tensor = gradients, total: torch.Tensor = self._totals[number]) -> None:
+                _move(gradients, total, add=not first)
 
             transfer = self.groups[worker].reduce_scatter(
-                number, bucket.grad_data, output, step, add, False, loss_scale, gapless
+                number, gradients, output, step, add, False, loss_scale, gapless
             )
             begun.append(transfer)
         self._begun += begun

@@ -32,28 +32,21 @@ class Leads(Sending):
     ``groups``: one for every worker. ``buckets``: Megatron's. ``optimizers``: returns Megatron's, once they exist.
     """
 
+    changes = True
+
     def __init__(
         self, groups: Sequence[LossyGroup], buckets: Sequence[Any], optimizers: Callable[[], list[Any]]
     ) -> None:
-        super().__init__([bucket.param_data for bucket in buckets])
+        super().__init__([bucket.param_data for bucket in buckets], len(groups))
         self._groups = groups
         self._rules = [[rule for rule in group.params if isinstance(rule, Compensated)] for group in groups]
         self._main = functools.cache(lambda bucket: MainWeights(optimizers(), buckets[bucket], self.buffers[bucket]))
         counted = [one for rules in self._rules if (one := rules[0].lag.counted) is not None]
         self._sums = [Sums(LocalPeers(len(counted)), counted)] if counted else []
         self._whole: dict[int, torch.Tensor] = {}
-        self._kept: list[torch.Tensor] | None = None
         for worker, rules in enumerate(self._rules):
             for bucket, rule in enumerate(rules):
                 rule.weights = partial(self._shard, worker, bucket)
-
-    @property
-    def weights(self) -> Sequence[torch.Tensor]:
-        return self.buffers if self._kept is None else self._kept
-
-    @property
-    def kept(self) -> int:
-        return 0 if self._kept is None else sum(weights.numel() for weights in self._kept)
 
     def _shard(self, worker: int, bucket: int) -> torch.Tensor:
         return self._whole[bucket].chunk(len(self._groups))[worker]
@@ -66,12 +59,6 @@ class Leads(Sending):
         finally:
             self._whole = {}
 
-    def withdraw(self) -> None:
-        if self._kept is not None:
-            for buffer, weights in zip(self.buffers, self._kept, strict=True):
-                buffer.copy_(weights)
-            self._kept = None
-
     def before_update(self) -> None:
         with self._optimizers_weights():
             for worker, rules in enumerate(self._rules):
@@ -83,8 +70,7 @@ class Leads(Sending):
             sums.begin_update()
             sums.finish()
 
-    def send(self, step: int) -> None:
-        self._kept = [buffer.clone() for buffer in self.buffers]
+    def change(self, step: int) -> None:
         with self._optimizers_weights():
             for worker, rules in enumerate(self._rules):
                 for rule, buffer in zip(rules, self.buffers, strict=True):
@@ -99,21 +85,3 @@ class Leads(Sending):
                     delivery = group.delivery("param", step)
                     assert delivery is not None
                     rule.lag.counted.count(bucket, rule.units, delivery)
-
-    @contextlib.contextmanager
-    def owner(self, worker: int) -> Iterator[None]:
-        if self._kept is None:
-            yield
-            return
-        shards = [buffer.chunk(len(self._groups))[worker] for buffer in self.buffers]
-        sent: list[Any] = [shard.clone() for shard in shards]
-        for shard, weights in zip(shards, self._kept, strict=True):
-            shard.copy_(weights.chunk(len(self._groups))[worker])
-        try:
-            yield
-        finally:
-            for shard, value in zip(shards, sent, strict=True):
-                shard.copy_(value)
-
-    def restart(self) -> None:
-        self._kept = None

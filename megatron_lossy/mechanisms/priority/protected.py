@@ -76,7 +76,7 @@ class Spared(Protected):
         final: Lost | None = self.priority.spare(buffer, lost, x.exchange)
         if final.spared is not None and not self.rule.minds_spared:
             final = self.priority.settle()
-        kept = self.rule.remove(buffer, final, delivery, x)
+        kept = self.rule.leave(buffer, final, delivery, x)
         if final.spared is None:
             self.rule.note(self.priority.told, final)
         self._final = final

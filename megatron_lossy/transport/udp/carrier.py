@@ -24,6 +24,7 @@ from ...fetch import at_hand
 from ...recovery import Gradients, GradRecovery, Parameters, Stale, copies
 from ...recovery.rows import Rows, Saved
 from ..base import Crossing, Transfer
+from ..coded import Coded
 from ..drawn import Latest, Networks, draw
 from ..pieces import PieceWire, combine, room_for
 from .channels import Channels
@@ -48,6 +49,7 @@ class UdpWire(PieceWire):
     ``open_channel(buckets, peers=ranks, reported=phases)``: opens the channel, a collective call. ``memory``: bytes of
     page-locked memory for exchanges of a device; larger exchanges cross in windows. ``codes``: by phase, the code that
     protects the units that must arrive, for phases whose senders choose. ``threads``: that carry windows beside each other.
+    ``passes``: by phase, how often all units of a message are sent.
     """
 
     observed = True
@@ -65,8 +67,10 @@ class UdpWire(PieceWire):
         memory: int,
         codes: Mapping[str, Code] | None = None,
         threads: int = 1,
+        coded: Mapping[str, Coded] | None = None,
+        passes: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(stream, members, rank, cut)
+        super().__init__(stream, members, rank, cut, coded)
         self.name = stream.name
         self.networks = networks
         self.group = group
@@ -79,18 +83,28 @@ class UdpWire(PieceWire):
         # If all ranks are on one node, no rank has others to send to.
         self._alone = len(set(here.tolist())) < 2
         self._memory = memory
+        # Codes cross as bytes, of which a unit has as many as its payload.
+        dtypes = dict(dtypes) | {phase: [torch.uint8] * len(cut[phase]) for phase in self.coded}
+        self._crossing = dict(cut) | {phase: coded.payloads for phase, coded in self.coded.items()}
         #: By phase, the windows of each bucket. The channel numbers them through.
-        self._windows = {phase: list(windows(cut[phase], dtypes[phase], self.size, memory, threads)) for phase in cut}
+        self._windows = {
+            phase: list(windows(self._crossing[phase], dtypes[phase], self.size, memory, threads)) for phase in cut
+        }
         sizes = {
             phase: [
                 (window.elements * dtype.itemsize, units.elements * dtype.itemsize)
-                for parts, units, dtype in zip(self._windows[phase], cut[phase], dtypes[phase], strict=True)
+                for parts, units, dtype in zip(self._windows[phase], self._crossing[phase], dtypes[phase], strict=True)
                 for window in parts
             ]
             for phase in cut
         }
         self._codes = dict(codes or {})
         self._channel = None if self._alone else open_channel(sizes, peers=self.far, reported=tuple(self._codes))
+        self._passes = passes or dict.fromkeys(cut, 1)
+        for phase, times in self._passes.items():
+            for window in (one for parts in self._windows[phase] for one in parts if times > 1 and self._channel):
+                units = window.units.stop - window.units.start
+                self._channel.copies(phase, window.number, np.zeros(units, dtype=bool), times)
         self._unreported: dict[tuple[Exchange, int], tuple[_Exchange, Must]] = {}
         self._known = Latest()  # an _Arriving for each exchange
         self._draws = Latest()
@@ -106,23 +120,27 @@ class UdpWire(PieceWire):
 
     def reduce_scatter(self, x: Gradients, rule: GradRecovery) -> Transfer:
         self.hear_late(rule, x.bucket, 0.0)
+        if "grad" in self.coded:
+            x = self._wide(x)
         with torch.no_grad():
             chosen = rule.choose(x)
         must = None if chosen is None else functools.cache(partial(at_hand, chosen))
         if self._arriving(x.exchange).was_begun(x.bucket):  # it crosses reliably, and its losses are known
             return self._scatter_reliably(x, rule, None, lambda: self.delivery(x.exchange))
+        coded = self.coded.get("grad")
+        sent = x.buffer if coded is None else coded.gradients(x.exchange, x.bucket, x.buffer)
         # What has been sent is free, and pieces can take its place: on a device, where copies of it are sent.
-        on_device = staged(x.buffer)
-        in_place = on_device and must is None
-        pieces = x.buffer if in_place else room_for(x.buffer)
-        rows, own = pieces.chunk(self.size), x.buffer.chunk(self.size)
-        landing = x.buffer.new_empty(len(self.near) if in_place else 0, len(own[0]))
+        on_device = staged(sent)
+        in_place = on_device and (must is None or coded is not None)
+        pieces = sent if in_place else room_for(sent)
+        rows, own = pieces.chunk(self.size), sent.chunk(self.size)
+        landing = sent.new_empty(len(self.near) if in_place else 0, len(own[0]))
         if not in_place:
             rows[self.rank].copy_(own[self.rank])
         into = list(landing) if in_place else [rows[other] for other in self.near]
         near = self._exchange_near([own[other] for other in self.near], into)
         bring = into_pieces(pieces, self.size, self.far) if on_device else None
-        udp = self._over_udp(x.exchange, x.bucket, x.buffer, pieces, must, bring)
+        udp = self._over_udp(x.exchange, x.bucket, sent, pieces, must, bring)
 
         def arrived() -> Delivery:
             delivery = self._record(x.exchange, x.bucket, udp)
@@ -130,7 +148,7 @@ class UdpWire(PieceWire):
                 copies.used_here((landing,))
                 for group, places in runs(self.near):
                     pieces.view(self.size, -1)[group].copy_(landing[places])
-            combine(pieces, delivery, None, x, rule)
+            combine(pieces if coded is None else self._decoded(coded, pieces, x, rule), delivery, None, x, rule)
             return delivery
 
         return Crossing(_Waits([*near, udp]), arrived)
@@ -141,6 +159,8 @@ class UdpWire(PieceWire):
             return self._gather_reliably(x, rule, lambda: self.delivery(x.exchange))
         with torch.no_grad():
             own = rule.send(x)
+        if "param" in self.coded:
+            return self._gather_coded(x, rule, own, must)
         buffer, rows, units = x.buffer, x.buffer.chunk(self.size), self.cut["param"][x.bucket]
         # On a CPU units are written into the replica as they arrive; nobody reads it before the exchange is over.
         # On a device, drawn losses are left out when the others are copied there.
@@ -150,9 +170,7 @@ class UdpWire(PieceWire):
         row_operations = rule.rows(buffer)
         old = row_operations.take(buffer, units, withdrawn) if withdrawn is not None else None
         near = self._exchange_near([x.sent] * len(self.near), [rows[other] for other in self.near])
-        for exchange, other in list(self._unreported):  # the code needs the reports, and only this call asks for them
-            if exchange.phase == "param" and other == x.bucket:
-                self.reports(exchange, x.bucket, 0.0)
+        self._ask_for_reports(x.bucket)
         bring = into_replica(buffer, self.size, self.far, units, drawn, row_operations) if on_device else None
         udp = self._over_udp(x.exchange, x.bucket, x.sent, buffer, must, bring)
 
@@ -166,6 +184,30 @@ class UdpWire(PieceWire):
             return delivery
 
         return Crossing(_Waits([*near, udp]), arrived)
+
+    def _gather_coded(self, x: Parameters, rule: Stale, own: Any, must: Must | None) -> Transfer:
+        """Exchange parameters in codes: what arrives is decoded into the replica once the exchange is over."""
+        coded = self.coded["param"]
+        sent = coded.parameters(x.bucket, x.sent)
+        received = sent.new_empty(self.size * len(sent))
+        rows = received.chunk(self.size)
+        near = self._exchange_near([sent] * len(self.near), [rows[other] for other in self.near])
+        self._ask_for_reports(x.bucket)
+        bring = into_pieces(received, self.size, self.far) if staged(sent) else None
+        udp = self._over_udp(x.exchange, x.bucket, sent, received, must, bring)
+
+        def arrived() -> Delivery:
+            delivery = self._record(x.exchange, x.bucket, udp)
+            self._decode_replica(coded, received, x, rule, own, delivery)
+            return delivery
+
+        return Crossing(_Waits([*near, udp]), arrived)
+
+    def _ask_for_reports(self, bucket: int) -> None:
+        """Take the reports of parameters that have come: the code needs them, and nobody else asks for them."""
+        for exchange, other in list(self._unreported):
+            if exchange.phase == "param" and other == bucket:
+                self.reports(exchange, bucket, 0.0)
 
     def _must_arrive(self, x: Parameters, rule: Stale) -> Must | None:
         """The parameters that all ranks must get."""
@@ -212,7 +254,7 @@ class UdpWire(PieceWire):
         """
         phase, itemsize = exchange.phase, sent.element_size()
         number = self._numbers[phase, bucket] = self._numbers.get((phase, bucket), -1) + 1
-        shard = self.cut[phase][bucket].shard
+        shard = self._crossing[phase][bucket].shard
         own_pieces = phase == "grad"  # each destination gets another piece
         parts: list[_Part | Parcel] = []
         for window in self._windows[phase][bucket]:
@@ -334,7 +376,8 @@ class UdpWire(PieceWire):
         mine = replicated if phase == "param" else np.repeat(replicated[self.rank][None], self.size, axis=0)
         self._agreements[phase, bucket] = mine, group
         for window in self._windows[phase][bucket]:
-            self._channel.copies(phase, window.number, replicated.any(axis=0)[window.units])
+            units = replicated.any(axis=0)[window.units]
+            self._channel.copies(phase, window.number, units, self._passes[phase])
 
     def _agreed(self, phase: str, bucket: int, arrived: np.ndarray) -> np.ndarray:
         mask, group = self._agreements[phase, bucket]

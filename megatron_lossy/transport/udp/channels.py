@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from .engine import Channel, Transfer
 
 #: How the rates of several sockets towards one process become one; the others are added up.
@@ -33,9 +31,9 @@ class Channels:
         """:meth:`Channel.send`."""
         return self._of(window).send(phase, step, window, *options)
 
-    def copies(self, phase: str, window: int, mask: np.ndarray) -> None:
+    def copies(self, phase: str, window: int, *options: Any) -> None:
         """:meth:`Channel.copies`."""
-        self._of(window).copies(phase, window, mask)
+        self._of(window).copies(phase, window, *options)
 
     def counters(self) -> dict[int, dict[str, int]]:
         """Counters of each peer, over all sockets."""

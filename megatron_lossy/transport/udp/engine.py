@@ -11,9 +11,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from ...config.transport import UDP_REPORT_BYTES, check_code
 from ...errors import UsageError, refuse
 from . import build, session
 from .address import any_like, resolve, speed_of
-from .packet import PHASES, overhead
+from .packet import CODES, PHASES, overhead
 from .paths import Paths
 from .settings import MIB, UdpSettings
 
@@ -43,6 +44,9 @@ LITTLE_BUFFER, MORE_BUFFER = 8 * MIB, "sysctl -w net.core.rmem_max=4194304"
 
 #: The names of the values of :meth:`Channel.rates`, in the order of the engine.
 _RATES = ("rate", "rtt_min", "foreign_loss", "delivered", "outstanding", "window", "limit")
+
+#: How often units are sent that hold copies of parameters.
+_COPIES = 3
 
 Pointers = Sequence[int | None]
 
@@ -80,6 +84,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
         ("forked", None, pointer),
         ("channel", pointer, pointer, u32, u32, u32, u32, u32, u32),
         ("bucket", None, pointer, i, u32, u64, u32),
+        ("code", None, pointer, i, u32, i),
         ("promise", None, pointer, u32, u32),
         ("member", i, pointer, u32, pointer, u32, u64, u32, u32, u64, text, text, pointer, i64),
         ("way", None, pointer, u32, pointer),
@@ -262,6 +267,7 @@ class Engine:
         reported: Collection[str] = (),
         phases: Sequence[str] = tuple(PHASES),
         called: Sequence[int] | None = None,
+        codes: Mapping[str, str] = MappingProxyType({}),
     ) -> Channel:
         """Open a channel of ``size`` ranks; all of them must call this.
 
@@ -276,11 +282,12 @@ class Engine:
             reported: phases whose senders get reports of lost units, and may name units that must arrive.
             phases: the two kinds of exchanges.
             called: the names of the ranks in messages, by their number.
+            codes: by phase, the code of its values: one of :data:`.packet.CODES`; raw if it is not there.
         """
         if self.closed:
             raise RuntimeError(f"the engine of {self.address} is closed, or that of a process that forked this one")
         names = range(size) if called is None else called
-        return Channel(self, name, rank, size, store, prefix, buckets, peers, alike, reported, phases, names)
+        return Channel(self, name, rank, size, store, prefix, buckets, peers, alike, reported, phases, names, codes)
 
     @property
     def closed(self) -> bool:
@@ -368,10 +375,12 @@ class Channel:
         reported: Collection[str],
         phases: Sequence[str],
         called: Sequence[int],
+        codes: Mapping[str, str],
     ) -> None:
         assert len(phases) == len(PHASES)
         self.name = name
         self.phases = tuple(phases)
+        self._codes = codes
         self.called = list(called)
         self.rank = rank
         self.size = size
@@ -441,6 +450,7 @@ class Channel:
             limit=limit,
             threads=settings.threads,
             others=engine.others,
+            codes=" ".join(f"{phase}: {self._codes.get(phase, 'raw')}" for phase in self.phases),
         )
         texts = _all(store, f"{prefix}/hello", self.rank, self.size, hello.encode())
         hellos = [session.Hello.decode(text, rank, self.name) for rank, text in enumerate(texts)]
@@ -459,6 +469,7 @@ class Channel:
         for index, phase in enumerate(self.phases):
             for bucket, (shard, unit) in enumerate(buckets.get(phase, ())):
                 self._lib.ml_bucket(channel, index, bucket, shard, unit)
+                self._lib.ml_code(channel, index, bucket, CODES[self._codes.get(phase, "raw")])
                 if phase in self._reported and self._lib.ml_reported(channel, index, bucket):
                     self._lib.ml_close(channel, -1)
                     raise MemoryError(f"reports of channel {self.name}")
@@ -615,10 +626,10 @@ class Channel:
             raise ValueError(f"{phase} {step}, bucket {bucket} of {self.name}: neither posted nor sent")
         return found
 
-    def copies(self, phase: str, bucket: int, mask: np.ndarray) -> None:
-        """Send the units of ``mask`` three times, a third of the message apart.
+    def copies(self, phase: str, bucket: int, mask: np.ndarray, passes: int = 1) -> None:
+        """Send the units of ``mask`` three times at least, and all units ``passes`` times.
 
-        Raises ``RuntimeError`` while the bucket is being sent.
+        In one pass copies are a third of the message apart; a later pass follows the one before. Raises ``RuntimeError`` while the bucket is being sent.
         """
         units = self._units[phase][bucket]
         mask = np.asarray(mask, np.bool_)
@@ -628,8 +639,10 @@ class Channel:
         plain = np.arange(units)
         order = np.concatenate([plain, chosen, chosen])
         places = np.concatenate([plain, (chosen + units // 3) % units, (chosen + 2 * units // 3) % units])
-        order = np.ascontiguousarray(order[np.argsort(places, kind="stable")], np.uint32)
-        tags = np.ascontiguousarray(mask, np.uint8)
+        order = order[np.argsort(places, kind="stable")]
+        if passes > 1:
+            order = np.concatenate([plain] * passes + [chosen] * (_COPIES - passes))
+        order, tags = np.ascontiguousarray(order, np.uint32), np.ascontiguousarray(mask | (passes > 1), np.uint8)
         with self._using():
             result = self._lib.ml_copies(
                 self._channel, self.phases.index(phase), bucket, order.ctypes.data, len(order), tags.ctypes.data

@@ -12,11 +12,15 @@ DATA, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, CHALLENGE, ANSWER, ME
 CONTROL_BYTES = 480
 PHASES = {"grad": 0, "param": 1}
 TAG_BYTES = 16
+#: What values are: bits 3 and 4 of a tag.
+CODES = {"raw": 0, "int8": 1, "int4": 2}
 
 HEADER = np.dtype(
     [
         ("kind", "u1"),  # version in the high four bits, type in the low ones
-        ("tag", "u1"),  # bits 0 to 2: 1 for a unit that is sent several times, 2 if it is sent again; the others are 0
+        # Bits 0 to 2: 1 for a unit that is sent several times, 2 if it is sent again. Bits 3 and 4 of DATA and PARITY: the code of
+        # the values (``CODES``). The others are 0.
+        ("tag", "u1"),
         ("source", "<u2"),  # rank in the channel
         ("channel", "<u4"),
         ("number", "<u8"),  # counts the datagrams from one process to another; the nonce

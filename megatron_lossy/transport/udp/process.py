@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ...config import LossyConfig
 from ...exchange import BucketUnits, Stream
+from ..coded import Coded
 from ..drawn import Networks
 from ..key_file import read_key_file
 from .address import find_addresses
@@ -121,6 +122,7 @@ def open_wire(
     rank: int,
     cut: dict[str, Sequence[BucketUnits]],
     group: dist.ProcessGroup | None,
+    coded: Mapping[str, Coded] | None = None,
 ) -> UdpWire:
     """The wire of one group. A collective call. Raises :class:`UsageError` if ranks differ or are out of reach."""
     group = group or dist.group.WORLD
@@ -133,14 +135,26 @@ def open_wire(
     prefix = f"megatron_lossy/udp/{name}/{drawn[0]}"
     store = dist.distributed_c10d._get_default_store()
     engines = engines_for(config)
-    alike = repr((dtypes, dist.get_process_group_ranks(group)))
+    coded = coded or {}
+    codes_of_values = {phase: str(one.code) for phase, one in coded.items()}
+    alike = repr((dtypes, dist.get_process_group_ranks(group), [one.code for one in coded.values()]))
 
     def open_channel(buckets: Buckets, **options: Any) -> Channel | Channels:
         channels: list[Channel] = []
         try:
             for number, engine in enumerate(engines):
                 place = (name, prefix) if not number else (f"{name}, socket {number}", f"{prefix}/{number}")
-                opened = engine.open(place[0], rank, len(members), store, place[1], buckets, alike=alike, **options)
+                opened = engine.open(
+                    place[0],
+                    rank,
+                    len(members),
+                    store,
+                    place[1],
+                    buckets,
+                    alike=alike,
+                    codes=codes_of_values,
+                    **options,
+                )
                 channels.append(opened)
         except BaseException:
             for channel in channels:
@@ -151,5 +165,17 @@ def open_wire(
     code = Code(config.udp_fec_code, config.udp_fec_budget / 100)
     codes = dict.fromkeys(config.chosen(), code)
     return UdpWire(
-        networks, stream, members, rank, cut, dtypes, group, open_channel, config.udp_memory, codes, len(engines)
+        networks,
+        stream,
+        members,
+        rank,
+        cut,
+        dtypes,
+        group,
+        open_channel,
+        config.udp_memory,
+        codes,
+        len(engines),
+        coded,
+        {phase: config.copies(phase) for phase in cut},
     )

@@ -45,6 +45,7 @@ class Hello:
     limit: int  # DATA from one sender that its buffer holds at most
     threads: int  # sockets of the process
     others: list[str]  # addresses of its other interfaces, with the same port
+    codes: str  # of the values of each phase
 
     @property
     def where(self) -> str:
@@ -130,6 +131,7 @@ _EQUAL = (
     ("threads", "number of sockets", "--udp-threads"),
     ("cipher", "cipher", "--udp-cipher"),
     ("packet_bytes", "bytes of a unit", "--packet-bytes"),
+    ("codes", "form of values", "--grad-wire, --param-wire"),
     ("buckets", "digest of buckets, dtypes and ranks", "--transport udp"),
 )
 

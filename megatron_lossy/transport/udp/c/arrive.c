@@ -308,6 +308,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
     int fits = keyed ? phase < PHASES && bucket < c->buckets[phase] : !phase && !bucket && !step;
     if (fits) {
         const struct bucket *b = keyed ? &c->bucket[phase][bucket] : NULL;
+        uint8_t code = type == DATA || type == PARITY ? b->code : 0;
         switch (type) {
         case DATA: fits = index < b->units && size == piece_bytes(b->unit, unit_bytes(b, index), h.pieces, h.piece); break;
         case END: fits = b->reports ? index >= b->units && size >= 8 && size <= e->set.packet : index == b->units && !size; break;
@@ -327,6 +328,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
         case MEASURED: fits = index && index <= PIECES && !size; break;
         default: fits = index <= 2 && size <= e->set.packet;
         }
+        fits = fits && h.tag >> CODE == code;
     }
     if (!fits || number >= f->in.top + JUMP)
         return refuse(e, elsewhere, &m->count.malformed, MALFORMED);
@@ -379,7 +381,7 @@ static int handle(struct engine *e, const struct sockaddr *from, const uint8_t *
             m->deaf.steps = m->deaf.units = 0;
     }
     switch (type) {
-    case DATA: verdict = take_data(c, m, phase, step, bucket, index, payload, size, h.priority, now); break;
+    case DATA: verdict = take_data(c, m, phase, step, bucket, index, payload, size, h.tag & ((1 << CODE) - 1), now); break;
     case END:
         verdict = take_end(c, m, phase, step, bucket, index - c->bucket[phase][bucket].units, payload, size, now);
         break;

@@ -59,6 +59,12 @@ API void ml_bucket(struct channel *c, int phase, uint32_t bucket, uint64_t shard
     c->full = unit > c->full ? unit : c->full;
 }
 
+/* What the values of this bucket are: 0 raw, 1 int8, 2 int4. Before ml_open. */
+API void ml_code(struct channel *c, int phase, uint32_t bucket, int code)
+{
+    c->bucket[phase][bucket].code = (uint8_t)code;
+}
+
 /* Senders of this bucket are told what did not arrive, and may name units that must. Before ml_open. */
 API int ml_reported(struct channel *c, int phase, uint32_t bucket)
 {

@@ -2,12 +2,12 @@
  * turn over destinations, as far as pace and window have room.
  */
 
-static uint32_t build_piece(struct engine *e, struct member *m, int type, int priority, int phase, uint32_t step, uint32_t bucket,
+static uint32_t build_piece(struct engine *e, struct member *m, int type, int tag, int phase, uint32_t step, uint32_t bucket,
                             uint32_t index, uint32_t pieces, uint32_t piece, const uint8_t *payload, uint32_t size, uint8_t *out,
                             ns now)
 {
     struct flow *f = m->flow;
-    struct header h = {.type = (uint8_t)type, .priority = (uint8_t)priority, .phase = (uint8_t)phase, .step = step, .index = index,
+    struct header h = {.type = (uint8_t)type, .tag = (uint8_t)tag, .phase = (uint8_t)phase, .step = step, .index = index,
                        .source = (uint16_t)m->channel->rank, .bucket = (uint16_t)bucket, .channel = m->channel->id,
                        .number = f->out.number, .pieces = (uint8_t)pieces, .piece = (uint8_t)piece};
     header_write(&h, out);
@@ -25,10 +25,10 @@ static uint32_t build_piece(struct engine *e, struct member *m, int type, int pr
     return HEADER + size + tag_bytes(e);
 }
 
-static uint32_t build(struct engine *e, struct member *m, int type, int priority, int phase, uint32_t step, uint32_t bucket,
+static uint32_t build(struct engine *e, struct member *m, int type, int tag, int phase, uint32_t step, uint32_t bucket,
                       uint32_t index, const uint8_t *payload, uint32_t size, uint8_t *out, ns now)
 {
-    return build_piece(e, m, type, priority, phase, step, bucket, index, 1, 0, payload, size, out, now);
+    return build_piece(e, m, type, tag, phase, step, bucket, index, 1, 0, payload, size, out, now);
 }
 
 /* Datagrams that go out together, of one length but for the last. */
@@ -46,7 +46,7 @@ static void train_add(struct engine *e, struct member *m, struct train *t, int t
 {
     uint32_t length = piece_of(x->bucket->unit, t->pieces);
     for (uint32_t piece = 0, from = 0; from < size; piece++, from += length, t->n++)
-        t->bytes += build_piece(e, m, type, priority, x->phase, x->step, x->number, index, t->pieces, piece, payload + from,
+        t->bytes += build_piece(e, m, type, priority | x->bucket->code << CODE, x->phase, x->step, x->number, index, t->pieces, piece, payload + from,
                                 size - from < length ? size - from : length, t->out + t->bytes, now);
 }
 

@@ -158,6 +158,7 @@ struct bucket {
     uint8_t *tags;
     uint32_t posted, sent; /* the last steps */
     uint8_t any_posted, any_sent;
+    uint8_t code; /* of its values: 0 raw, 1 int8, 2 int4 */
     struct exchange *live;
     struct report *reports; /* [size][REPORTS], of a bucket with reports */
 };

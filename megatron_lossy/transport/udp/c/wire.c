@@ -12,10 +12,11 @@ static void put64(uint8_t *p, uint64_t v) { v = htole64(v); memcpy(p, &v, 8); }
 enum { DATA = 1, END, READY, REPORT, ALIVE, PROBE, PARITY, NACK, ASK, CHALLENGE, ANSWER, MEASURE, MEASURED };
 enum { VERSION = 4, HEADER = 28, TAG = 16, REPORT_BYTES = 56, NONCE = 8, LARGEST = 65507 };
 enum { AGAIN = 2 }; /* the priority of what is sent again */
+enum { CODE = 3, CODES = 3 }; /* raw, int8, int4 */
 #define ALL UINT32_MAX /* in END, in the place of a list: every unit must arrive */
 
 struct header {
-    uint8_t type, priority, phase;
+    uint8_t type, tag, phase; /* tag: the priority, and the code of the bucket from bit CODE on */
     uint8_t pieces, piece; /* of how many that a unit is cut into this is which */
     uint16_t source, bucket;
     uint32_t channel, step, index;
@@ -25,17 +26,17 @@ struct header {
 /* 0: no datagram of ours, or one of another version. */
 static int header_read(struct header *h, const uint8_t *p)
 {
-    *h = (struct header){.type = p[0] & 15, .priority = p[1], .phase = p[22], .source = get16(p + 2), .bucket = get16(p + 20),
+    *h = (struct header){.type = p[0] & 15, .tag = p[1], .phase = p[22], .source = get16(p + 2), .bucket = get16(p + 20),
                          .channel = get32(p + 4), .step = get32(p + 16), .index = get32(p + 24), .number = get64(p + 8),
                          .pieces = (uint8_t)(1 + (p[23] >> 4)), .piece = p[23] & 15};
-    return p[0] >> 4 == VERSION && h->type >= DATA && h->type <= MEASURED && h->priority < 8 && h->piece < h->pieces
+    return p[0] >> 4 == VERSION && h->type >= DATA && h->type <= MEASURED && h->tag < CODES << CODE && h->piece < h->pieces
         && (h->pieces == 1 || h->type == DATA || h->type == PARITY);
 }
 
 static void header_write(const struct header *h, uint8_t *p)
 {
     p[0] = (uint8_t)(VERSION << 4 | h->type);
-    p[1] = h->priority;
+    p[1] = h->tag;
     put16(p + 2, h->source);
     put32(p + 4, h->channel);
     put64(p + 8, h->number);

@@ -19,8 +19,8 @@ from functools import cached_property
 
 import numpy as np
 
-from .errors import refuse
-from .flags import check_code
+from ..errors import refuse
+from ..flags import check_code
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,74 @@
+"""Metrics of coded exchanges: bytes, and what codes round away (docs/compression.md)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ... import theory
+from ...monitor.observer import Look, Observer
+from ...monitor.window import Window
+
+logger = logging.getLogger(__name__)
+
+#: The share of gradients that codes may round away without a word.
+_MUCH = 0.2
+
+
+class WireMonitor(Observer):
+    """Bytes that the ranks of ``run`` send as gradients and parameters, and the rounding of a part of the gradients."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self._window = Window(["bytes", "error", "square"])
+        self._counted = (0.0, 0.0)
+        self._said = False
+
+    def finish_iteration(self, iteration: int, successful: bool, look: Look) -> None:
+        sent = ("grad", "param") if successful else ("grad",)
+        for group in self._run.groups:
+            self._window.add(bytes=(group.size - 1) * sum(group.wire.shard_bytes[phase] for phase in sent))
+
+    def restart(self, iteration: int) -> None:
+        self._window.clear()
+        self._counted = self._rounded()
+
+    def _rounded(self) -> tuple[float, float]:
+        sums = [group.wire.coded["grad"].rounded() for group in self._run.groups if "grad" in group.wire.coded]
+        return sum(error for error, _ in sums), sum(square for _, square in sums)
+
+    def metrics(self) -> dict[str, float]:
+        now = self._rounded()
+        self._window.add(error=now[0] - self._counted[0], square=now[1] - self._counted[1])
+        self._counted = now
+        total = self._window.close()
+        result = {"wire bytes": total["bytes"]}
+        if total["square"] > 0:
+            result["wire rounding"] = total["error"] / total["square"]
+            self._warn(result["wire rounding"])
+        return result
+
+    def _warn(self, omega: float) -> None:
+        config = self._run.config
+        if omega > _MUCH and not self._said:
+            self._said = True
+            logger.warning(
+                "--grad-wire %s: %s rounds away what a loss of %.0f %% would: take int8 or --wire-block 32 (said once)",
+                config.grad_wire,
+                config.grad_wire,
+                100 * float(theory.as_loss(omega)),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts of this rank since the last record."""
+        now = self._rounded()
+        return {
+            "window": self._window.state_dict(),
+            "rounded": (now[0] - self._counted[0], now[1] - self._counted[1]),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        self._window.load_state_dict(state["window"])
+        now, rounded = self._rounded(), state["rounded"]
+        self._counted = (now[0] - rounded[0], now[1] - rounded[1])

@@ -1,0 +1,225 @@
+"""Codes over UDP: with drawn losses what pieces give, bit for bit; what the network lost, replayed; tags of datagrams."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+from megatron_lossy.errors import UsageError
+from megatron_lossy.transport import BucketSpec, LossyGroup
+from megatron_lossy.transport.udp import carrier
+from megatron_lossy.transport.udp.packet import CODES, DATA, END, encode
+from megatron_lossy.transport.udp.process import engines_for
+from tests.ranks import each, run_ranks
+from tests.test_hooks import OVERLAPS
+from tests.test_transport import STEPS, exchange_grads, gather_params
+from tests.test_udp import final_weights
+from tests.test_virtual import real_runs
+from tests.tiny_gpt import TinyGPT
+from tests.udp_world import CHANNEL, MS, SECOND, Node
+
+pytestmark = pytest.mark.shows(
+    "codes over UDP: drawn losses give what pieces give", "codes that the network lost are replayed bit for bit"
+)
+
+CODED = {"loss_unit": "packet", "packet_bytes": 40, "wire_block": 32, "grad_wire": "int8", "param_wire": "int8"}
+LOSSY = {"p_grad": 0.45, "p_param": 0.45}
+INT4 = {"grad_wire": "int4", "grad_recovery": "previous"}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_public_collectives_give_what_pieces_give(size, pool):
+    shards = [2500, 50]
+    configs = [
+        LossyConfig(**CODED | LOSSY | {"transport": "udp"} | flags)
+        for flags in (
+            {"udp_threads": 2},
+            {"udp_cipher": "none", "param_wire": "raw", **INT4},
+            {"grad_wire": "raw", "grad_recovery": "zero"},
+            {"lossy_links": "inter-node:1" if size == 2 else "inter-node:2"},
+        )
+    ]
+    alone = {"udp_threads": 1, "udp_cipher": "aes-128-gcm", "transport": "pieces"}
+    pieces = [dataclasses.replace(config, **alone) for config in configs]
+    for exchange in (exchange_grads, gather_params):
+        mine, theirs = (
+            pool.run(each, size, exchange, [(size, config, shards, True) for config in both])
+            for both in (configs, pieces)
+        )
+        for number, config in enumerate(configs):
+            for rank in range(size):
+                for step in range(STEPS):
+                    for bucket in range(len(shards)):
+                        np.testing.assert_array_equal(
+                            mine[rank][number][step][bucket], theirs[rank][number][step][bucket], str(config)
+                        )
+
+
+def cases(**flags):
+    config = LossyConfig(**CODED | LOSSY | {"packet_bytes": 264, "wire_block": 64, "transport": "udp"} | flags)
+    for dtype, overlap, more in (
+        ("fp32", "both", {}),
+        ("bf16", "both", INT4),
+        ("bf16", "none", {"param_send": "compensated:0.6", "grad_recovery": "renormalize-remote"}),
+    ):
+        yield (
+            f"{dtype} {overlap}",
+            {"dtype": dtype, "accumulation": 2, "layers": 1, **OVERLAPS[overlap]},
+            dataclasses.replace(config, **more),
+        )
+
+
+def assert_same(mine, theirs):
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for key in one:
+            for (loss, norm, replica, owned), expected in zip(one[key], other[key], strict=True):
+                assert (loss, norm) == expected[:2]
+                for place in replica:
+                    np.testing.assert_array_equal(replica[place], expected[2][place], f"{key} {place}")
+                    np.testing.assert_array_equal(owned[place], expected[3][place], f"{key} {place}")
+
+
+def test_megatron_over_udp_is_megatron_in_pieces(pool):
+    assert_same(pool.run(real_runs, 3, list(cases())), pool.run(real_runs, 3, list(cases(transport="pieces"))))
+
+
+def by_way_of_page_locked_memory(rank, chosen):
+    carrier.staged = lambda buffer: True
+    return real_runs(rank, chosen)
+
+
+def test_by_way_of_a_copy_as_from_a_device_it_is_the_same(pool):
+    """The way of tensors on a device, but for the device; in windows."""
+    chosen = list(cases(udp_memory=2**16, udp_eager_bytes=2**14))
+    assert_same(run_ranks(by_way_of_page_locked_memory, 3, chosen), pool.run(real_runs, 3, chosen))
+
+
+@pytest.mark.parametrize("rule", ["renormalize", pytest.param("previous", marks=pytest.mark.slow)])
+def test_what_was_lost_is_replayed_bit_for_bit(rule, tmp_path, pool):
+    """By ranks that exchange pieces, and by virtual workers."""
+    tiny, steps = TinyGPT(dtype="bf16", **OVERLAPS["both"]), 5
+    coded = {"packet_bytes": 264, "wire_block": 64, "grad_wire": "int8", "param_wire": "int8", "grad_recovery": rule}
+    config = LossyConfig(transport="udp", udp_deadline="0.3", delivery_log=str(tmp_path / "log"), **coded)
+    first = pool.run(final_weights, 2, tiny, config, steps)
+    lost = {"grad": 0, "param": 0}
+    for file in DeliveryLogFolder(tmp_path / "log").files:
+        for group in range(len(file.groups)):
+            rows = file.read(group)
+            for phase in lost:
+                lost[phase] += int(rows.lost[rows.phase == phase].sum())
+    assert lost["grad"] and lost["param"], lost
+    replay = LossyConfig(
+        transport="pieces", loss_model=("trace",), trace=str(tmp_path / "log"), loss_unit="packet", **coded
+    )
+    again = pool.run(final_weights, 2, tiny, replay, steps)
+    [virtual] = pool.run(final_weights, 1, tiny, replay, steps, 2)
+    for rank in range(2):
+        for step in range(steps):
+            loss, replica, owned = first[rank][step]
+            assert again[rank][step][0] == loss == virtual[step][0][rank]
+            for key in replica:
+                np.testing.assert_array_equal(again[rank][step][1][key], replica[key])
+                np.testing.assert_array_equal(again[rank][step][2][key], owned[key])
+                np.testing.assert_array_equal(virtual[step][1][rank][key], replica[key])
+
+
+def feedback(rank, config, steps):
+    """The sum of what was applied, that of all gradients, and the residual of all ranks, of this rank's shard."""
+    group, random = LossyGroup.create(config, [BucketSpec(640)]), np.random.default_rng(1)
+    applied, sums, lost = torch.zeros(640), torch.zeros(640), 0
+    for step in range(steps):
+        grads = torch.from_numpy(random.standard_normal((3, 3 * 640)).astype(np.float32))
+        output = torch.empty(640)
+        transfer = group.reduce_scatter(0, grads[rank].clone(), output, step, lambda: None)
+        transfer.wait()
+        group.keep_lost(0, step)
+        group.finish_step(step, True)
+        applied += output
+        sums += grads.sum(0)[rank * 640 : (rank + 1) * 640]
+        lost += sum(told.left for told in group.told())
+    residual = torch.zeros(3 * 640)
+    rule = group.grads[0].rule
+    for missing, saved in rule._residuals:
+        rule.rows(residual).add_(residual, rule.units, missing, saved)
+    torch.distributed.all_reduce(residual)
+    group.close()
+    rest = (sums - applied - residual[rank * 640 : (rank + 1) * 640]).abs().max().item()
+    return rest, residual.abs().max().item(), lost
+
+
+def test_what_the_network_lost_is_kept_as_it_was():
+    """All that was sent is applied but for what is kept, and what rounding took; that is small beside it."""
+    config = LossyConfig(
+        **CODED | {"transport": "udp", "grad_recovery": "error-feedback", "udp_deadline": "0.05", "param_wire": "raw"}
+    )
+    steps = 12
+    for rest, residual, lost in run_ranks(feedback, 3, config, steps):
+        assert lost > 0 and residual > 0.5
+        # Two senders; a step of 3.5 / 127, of payloads up to a few times as large.
+        assert rest < 2 * steps * 4 * 3.5 / 127
+
+
+# --- what crosses ----------------------------------------------------------------------------------------------------
+
+
+def bytes_of_sockets(rank, config):
+    [engine] = engines_for(config)
+    before = engine.counters()["bytes_sent"]  # of other tests in this process
+    exchange_grads(rank, 2, config, [50_000], False)
+    gather_params(rank, 2, config, [50_000], False)
+    return engine.counters()["bytes_sent"] - before
+
+
+def test_datagrams_are_fewer(pool):
+    sent = [
+        max(pool.run(bytes_of_sockets, 2, LossyConfig(transport="udp", grad_wire=grad, param_wire=param)))
+        for grad, param in (("raw", "raw"), ("int8", "int8"), ("int4", "int8"))
+    ]
+    assert sent[0] / sent[1] == pytest.approx(3.9, rel=0.05) and sent[0] / sent[2] == pytest.approx(5.2, rel=0.05)
+
+
+def other_codes(rank, configs):
+    with pytest.raises(UsageError) as error:
+        LossyGroup.create(configs[rank], [BucketSpec(1280)])
+    return str(error.value)
+
+
+def test_ranks_with_other_codes_do_not_meet():
+    configs = [LossyConfig(transport="udp", grad_wire=wire) for wire in ("int8", "int4")]
+    for message in run_ranks(other_codes, 2, configs):
+        assert message.startswith("--grad-wire, --param-wire: form of values of dense-e0-s0-c0-0 is grad: int8")
+        assert message.endswith("on rank 0 and grad: int4 param: raw on rank 1")
+    blocks = [LossyConfig(transport="udp", grad_wire="int8", wire_block=block) for block in (64, 128)]
+    for message in run_ranks(other_codes, 2, blocks):
+        assert "digest of buckets, dtypes and ranks" in message
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    code=st.sampled_from(sorted(CODES.values())),
+    tag=st.integers(0, 255),
+    size=st.integers(0, 40),
+    unit=st.integers(0, 3),
+    kind=st.sampled_from([DATA, END]),
+)
+def test_another_code_or_length_is_malformed(code, tag, size, unit, kind):
+    """Counted and dropped; three units of 34 bytes, and one of 10."""
+    buckets = {"grad": [(112, 34)]}
+    node = Node(0, 2, buckets)
+    try:
+        node.lib.ml_code(node.channel, 0, 0, code)
+        node.post(SECOND, "grad", 0, 0)
+        said = encode(kind, bytes(size), source=1, channel=CHANNEL, index=unit if kind == DATA else 4, tag=tag)
+        verdict = node.handle(SECOND + MS, 1, said)
+        right = size == (10 if unit == 3 else 34) if kind == DATA else size == 0
+        wanted = code if kind == DATA else 0
+        assert (verdict == "taken") == (right and tag >> 3 == wanted), (verdict, tag)
+        assert verdict in ("taken", "malformed")
+    finally:
+        node.close()

@@ -1,0 +1,184 @@
+"""Packets that are sent several times: their order, what is drawn, what a network loses, and what is recorded."""
+
+import dataclasses
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_lossy.channel import make_channel
+from megatron_lossy.config import LossyConfig
+from megatron_lossy.delivery_log.reader import DeliveryLogFolder
+from megatron_lossy.delivery_log.verify import verify
+from megatron_lossy.errors import UsageError
+from megatron_lossy.exchange import Exchange, Stream
+from megatron_lossy.monitor.drift import predicted
+from megatron_lossy.transport import BucketSpec, LossyWorkers
+from megatron_lossy.transport.udp.engine import Channel
+from megatron_lossy.transport.udp.packet import DATA, END
+from tests.ranks import run_ranks
+from tests.test_transport import STEPS, exchange_grads, gather_params
+from tests.trainer import TINY, recorded_losses, train_runs, write_data
+from tests.udp_world import MS, SECOND, Node, World, fields_of
+
+pytestmark = pytest.mark.shows("packets sent several times: drawn as over UDP, and replayed")
+
+UNIT = 64
+PACKETS = {"loss_unit": "packet", "packet_bytes": 48}
+STREAM = Stream()
+
+
+# --- draws -----------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    p=st.floats(0.01, 0.9),
+    copies=st.integers(1, 4),
+    model=st.sampled_from(["bernoulli", "gilbert-elliott:3"]),
+    together=st.booleans(),
+    step=st.integers(0, 5),
+)
+def test_a_unit_is_lost_if_all_its_copies_are(p, copies, model, together, step):
+    """The first copy is that of a run that sends one, and more copies never lose more."""
+    if model != "bernoulli":
+        p = min(p, 0.7)  # a mean burst of 3 cannot have more
+    config = LossyConfig(p_grad=p, loss_model=(model,), loss_correlation="source" if together else "independent")
+    sources, destinations, exchange = np.array([0, 0, 1]), np.array([1, 2, 0]), Exchange("grad", STREAM, step)
+    several = [
+        make_channel(dataclasses.replace(config, udp_copies=(number,)), "grad").delivered_links(
+            exchange, sources, destinations, 300
+        )
+        for number in range(1, copies + 1)
+    ]
+    for fewer, more in itertools.pairwise(several):
+        assert (fewer <= more).all()
+    if together:
+        np.testing.assert_array_equal(several[-1][0], several[-1][1])
+    link = make_channel(dataclasses.replace(config, udp_copies=(copies,)), "grad").delivered(exchange, 1, 0, 300)
+    np.testing.assert_array_equal(link, several[-1][2])
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3])
+def test_the_rate_is_that_of_all_copies_together(copies):
+    """Of independent copies, within five standard errors; parameters have their own number."""
+    p, units = 0.4, 200_000
+    config = LossyConfig(p_grad=p, p_param=p, udp_copies=(copies, 1))
+    for phase, power in (("grad", copies), ("param", 1)):
+        lost = ~make_channel(config, phase).delivered(Exchange(phase, STREAM, 0), 0, 1, units)
+        expected = p**power
+        assert abs(lost.mean() - expected) < 5 * (expected * (1 - expected) / units) ** 0.5
+
+
+def test_no_closed_form_is_told_for_several_copies():
+    config = LossyConfig(p_param=0.2)
+    assert predicted(config, 0, 4, 1) is not None
+    assert predicted(dataclasses.replace(config, udp_copies=(1, 2)), 0, 4, 1) is None
+    assert make_channel(dataclasses.replace(config, udp_copies=(2,)), "param").lag(0, 0, np.array([1]), 1) is None
+
+
+# --- over UDP --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copies", [(2,), (1, 3)])
+def test_with_drawn_losses_it_is_pieces(copies, pool):
+    config = LossyConfig(p_grad=0.5, p_param=0.5, transport="udp", packet_bytes=48, udp_copies=copies)
+    pieces = LossyConfig(p_grad=0.5, p_param=0.5, transport="pieces", **PACKETS, udp_copies=copies)
+    once = dataclasses.replace(pieces, udp_copies=(1,))
+    for exchange in (exchange_grads, gather_params):
+        mine, theirs, other = (pool.run(exchange, 3, 3, one, [500, 50], True) for one in (config, pieces, once))
+        differs = False
+        for rank in range(3):
+            for step in range(STEPS):
+                for bucket in range(2):
+                    np.testing.assert_array_equal(mine[rank][step][bucket], theirs[rank][step][bucket])
+                    differs |= not np.array_equal(mine[rank][step][bucket], other[rank][step][bucket])
+        assert differs == (copies != (1, 3) or exchange is gather_params)
+
+
+def channel_of(node, units):
+    """A channel over ``node`` for :meth:`Channel.copies`."""
+    channel = Channel.__new__(Channel)
+    channel.__dict__.update(
+        phases=("grad", "param"), _units={"grad": [units]}, _lib=node.lib, _channel=node.channel, _users=0, name="x"
+    )
+    channel._lock = threading.Condition()
+    return channel
+
+
+@pytest.mark.parametrize(("passes", "chosen"), [(2, []), (2, [1, 7]), (3, [4]), (4, [])])
+def test_all_units_leave_before_one_leaves_again(passes, chosen):
+    """So that no burst takes both; the end comes last. Units with copies of parameters are sent three times at least."""
+    node = Node(0, 2, {"grad": [(10 * UNIT - 7, UNIT)]})
+    mask = np.zeros(10, bool)
+    mask[chosen] = True
+    channel_of(node, 10).copies("grad", 0, mask, passes)
+    node.send("grad", 0, 0, np.zeros((2, 10 * UNIT - 7), np.uint8))
+    said = [fields_of(datagram) for _, datagram in node.produce_all(SECOND)]
+    units = [fields["index"] for kind, fields in said if kind == DATA]
+    assert units == [*range(10)] * passes + chosen * (3 - passes)
+    assert all(fields["tag"] == 1 for kind, fields in said if kind == DATA)
+    kinds = [kind for kind, _ in said if kind in (DATA, END)]
+    assert END in kinds and DATA not in kinds[kinds.index(END) :]
+    node.close()
+
+
+def test_what_one_pass_loses_the_next_brings():
+    """A burst of the length of a message, and another loss in the second pass."""
+    seen = []
+
+    def link(source, destination, datagram, now):
+        kind, fields = fields_of(datagram)
+        if kind == DATA and source == 0:
+            seen.append(fields["index"])
+            if len(seen) <= 10 or len(seen) == 14:
+                return []
+        return [now + MS]
+
+    with World(2, {"grad": [(10 * UNIT, UNIT)]}, link) as world:
+        channel_of(world.nodes[0], 10).copies("grad", 0, np.zeros(10, bool), 2)
+        data = np.random.default_rng(0).integers(0, 256, (2, 10 * UNIT), np.uint8)
+        exchange = world.nodes[1].post(world.now, "grad", 0, 0)
+        world.nodes[0].send("grad", 0, 0, data)
+        world.run(lambda: exchange.over_at, 2 * SECOND)
+        assert seen == [*range(10), *range(10)]
+        assert np.flatnonzero(~exchange.arrived[0]).tolist() == [3]
+
+
+def test_bytes_that_cross_are_counted_with_all_copies():
+    config = LossyConfig(**PACKETS, udp_copies=(2, 3))
+    [group, _] = LossyWorkers(config, [BucketSpec(500)], 2).groups
+    assert group.wire.shard_bytes == {"grad": 2 * 500 * 4, "param": 3 * 500 * 4}
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_came_in_the_end_is_recorded_and_replayed(tmp_path):
+    """Digests are drawn again with all copies; a replay sends none of its own."""
+    run_ranks(write_data, 1, str(tmp_path))
+    base = TINY | {
+        "data_path": (str(tmp_path / "train"),), "valid_data_path": (str(tmp_path / "valid"),), "train_iters": 4,
+        "log_interval": 1, "virtual_workers": 3, "global_batch_size": 6,
+    }  # fmt: skip
+    loss = {"loss_unit": "packet", "packet_bytes": 256, "udp_copies": (2, 3)}
+    log = str(tmp_path / "log")
+    first = (base | {"save": str(tmp_path / "a")}, loss | {"p_grad": 0.6, "p_param": 0.6, "delivery_log": log})
+    run_ranks(train_runs, 1, first)
+    verdict = verify(DeliveryLogFolder(tmp_path / "log"))
+    assert not verdict.problems, verdict.problems
+    run_ranks(train_runs, 1, (base | {"save": str(tmp_path / "b")}, loss | {"loss_model": ("trace",), "trace": log}))
+    first, again = (recorded_losses(tmp_path / name) for name in "ab")
+    assert first == again
+    rates = dict(first[-1]) if "loss rate grad" in dict(first[-1]) else dict(first[0])
+    assert rates["loss rate grad"] == pytest.approx(0.36, abs=0.03)
+    assert rates["loss rate param"] == pytest.approx(0.216, abs=0.03)
+
+
+@pytest.mark.parametrize("copies", [(0,), (5,), (1, 2, 3), ()])
+def test_refused(copies):
+    with pytest.raises(UsageError, match=r"^--udp-copies .*: must be one or two numbers in \[1, 4\]"):
+        LossyConfig(udp_copies=copies)
