@@ -42,8 +42,23 @@ def test_keys_are_those_of_the_description():
     assert session.Secrets("dense", 77, HELLOS, SECRET).key(2, 0) == mac(extracted, info + b"\x01")[:16]
 
 
-        size=3, protocol=session.PROTOCOL, packet_bytes=1408, cipher="aes-128-gcm", eager=1, window=2, limit=3, threads=1,
-        others=[], codes="grad: raw param: raw",
+def test_ranks_have_as_many_interfaces():
+    hellos = [dataclasses.replace(hello, proof=session.prove(None, hello.random)) for hello in HELLOS]
+    hellos[2] = dataclasses.replace(hellos[2], others=["127.0.0.2"])
+    with pytest.raises(UsageError, match=r"--udp-interface: rank 0 of dense has 1 and rank 2 2: all must have as many"):
+        session.check_agreement("dense", hellos, None)
+    hellos = [dataclasses.replace(hello, others=["127.0.0.2"]) for hello in hellos]
+    session.check_agreement("dense", hellos, None)
+    hellos[1] = dataclasses.replace(hellos[1], others=["::1"])
+    with pytest.raises(UsageError, match="all must be IPv4 or all IPv6"):
+        session.check_agreement("dense", hellos, None)
+
+
+def test_ranks_have_the_same_codes():
+    hellos = [dataclasses.replace(hello, proof=session.prove(None, hello.random)) for hello in HELLOS]
+    hellos[2] = dataclasses.replace(hellos[2], codes="grad: int4 param: raw")
+    why = "form of values of dense is grad: raw param: raw on rank 0 and grad: int4 param: raw on rank 2"
+    with pytest.raises(UsageError, match=f"^--grad-wire, --param-wire: {why}$"):
         session.check_agreement("dense", hellos, None)
 
 
