@@ -24,7 +24,7 @@ class ChurningRows:
     """Islands with ``weights`` [islands, size], which follow ``--island-schedule`` of ``config``. They have no optimizers."""
 
     def __init__(self, config: LossyConfig, weights: torch.Tensor, steps: int = 100_000) -> None:
-        self.weights, self.step, self._interval = weights, 0, config.sync_interval
+        self.weights, self.step = weights, 0
         self.records: list[dict[str, Any]] = []  # of epochs
         self.churn = Churn(config, steps, self.records.append)
         self._rows = [Row(row) for row in weights]
@@ -39,24 +39,18 @@ class ChurningRows:
 
     def iterate(self, local: Act) -> None:
         """One iteration; ``local`` makes that of the islands that train: its number, the weights, and their slots."""
-        presence = self.churn.presence
         for one in self.churn.begin(self.step):
             if one.anew:
                 self.rounds.restart(one.slot)
             if one.how == "copy":
                 self.weights[one.slot] = self.weights[one.source]
                 self.rounds.rule.copy(one.source, one.slot)
-        local(self.step, self.weights, presence.training)
-        presence.trained()
-        now = self.step + 1
-        begins = now % self._interval == 0
-        if begins:
-            epoch = self.churn.about_to_send(now, self.rounds.visits)
+        local(self.step, self.weights, self.churn.presence.training)
+        epoch = self.churn.end(self.step, self.rounds.visits)
+        if epoch is not None:
             self.crossing.among(epoch.senders, epoch.slots)
         self.rounds.after_iteration(self.step, self._rows)
-        if begins:
-            presence.sent(now)
-        self.step = now
+        self.step += 1
 
 
 def speed_of_mean(config: LossyConfig, steps: int, size: int = 400) -> float:

@@ -35,7 +35,7 @@ class Churn:
         self._path, self._interval, self._note = config.island_schedule, config.sync_interval, note
 
     def begin(self, iteration: int) -> list[Return]:
-        """Let happen what the schedule has before ``iteration``. Returns the islands that are there again."""
+        """Let the events before ``iteration`` happen. Returns the islands that are there again."""
         events, returns = self.schedule.at(iteration), []
         for one in events:
             if one.leaves:
@@ -46,10 +46,18 @@ class Churn:
             self._enter(iteration, iteration, [one._asdict() for one in events], returns)
         return returns
 
-    def about_to_send(self, now: int, visits: Callable[[int], int]) -> Epoch:
-        """The epoch of an exchange that begins after ``now`` iterations; see :meth:`Presence.about_to_send`."""
+    def end(self, iteration: int, visits: Callable[[int], int]) -> Epoch | None:
+        """``iteration`` is made. Returns the epoch of the exchange that begins after it; ``None`` if none does.
+
+        ``visits``: see :meth:`Presence.about_to_send`.
+        """
+        now = iteration + 1
+        self.presence.trained()
+        if now % self._interval:
+            return None
         self.presence.about_to_send(now, visits)
-        self._enter(now - 1, now, [], [])
+        self._enter(iteration, now, [], [])
+        self.presence.sent(now)
         return self.epoch
 
     def _enter(self, iteration: int, now: int, events: list[dict[str, Any]], returns: list[Return]) -> None:

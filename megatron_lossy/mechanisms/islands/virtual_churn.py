@@ -60,7 +60,7 @@ class ChurningIslands(VirtualIslands):
         if one.anew:
             for rounds in self._rounds:
                 rounds.restart(island)
-        if one.how == "copy" and island != source:
+        if one.how == "copy":
             # A copy, since an optimizer may keep the very tensors that it loads.
             state = copy.deepcopy(self._state_of(source))
             optimizers = inner_optimizers(self._optimizers[island])
@@ -75,17 +75,12 @@ class ChurningIslands(VirtualIslands):
     # --- an iteration ----------------------------------------------------------------------------------------------
 
     def _exchange(self, among: tuple[int, int] | None = None) -> None:
-        now = self.iteration + 1
-        self.churn.presence.trained()
-        begins = now % self.config.sync_interval == 0
-        if begins:
-            epoch = self.churn.about_to_send(now, self._visits)
+        epoch = self.churn.end(self.iteration, self._visits)
+        if epoch is not None:
             among = (len(epoch.senders), len(epoch.slots))
             for shard in self._shards:
                 shard.crossing.among(epoch.senders, epoch.slots)
         super()._exchange(among)
-        if begins:
-            self.churn.presence.sent(now)
 
     def _visits(self, island: int) -> int:
         return min(rounds.visits(island) for rounds in self._rounds)
@@ -104,8 +99,3 @@ class ChurningIslands(VirtualIslands):
 
     def _load_more(self, state: Mapping[str, Any]) -> None:
         self.churn.load_state_dict(state["churn"], self.iteration)
-
-    def uninstall(self) -> None:
-        for observer in self.observers:
-            observer.close()
-        super().uninstall()
