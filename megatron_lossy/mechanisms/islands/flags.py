@@ -215,7 +215,7 @@ class IslandFlags(Flags):
 
     @property
     def rejoin(self) -> str:
-        """What islands do that missed too much, or are new: "copy" or "listen"."""
+        """The way back of islands that missed too much, or are new: "copy" or "listen"."""
         return self.island_rejoin or ("copy" if self.rendezvous is None else "listen")
 
     @property
