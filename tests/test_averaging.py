@@ -740,7 +740,6 @@ def test_a_saved_state_continues_bit_for_bit(how):
         ({"p_sync": 1.0}, "--p-sync 1.0: must be in [0, 1)"),
         ({"param_send": "compensated"}, "--param-send compensated: cannot be combined with --islands"),
         ({"drift_interval": 5}, "--drift-interval 5: cannot be combined with --islands"),
-        ({"eval_weights": "owner"}, "--eval-weights owner: every island has owners"),
         ({"loss_model": ("per-link:rates",), "p_sync": 0.1}, "--p-sync 0.1: cannot be combined with --loss-model per-link"),
         (
             {"island_speeds": (1.0, 2.0, 1.0, 1.0), "delivery_log": "log"},

@@ -33,12 +33,12 @@ class Lighthouse:
         self.steps: dict[int, int] = {}
         self._lives = itertools.count(1)
 
-    def start(self, slot, step=-1, digest="d", what=None):
+    def start(self, slot, step=-1, digest="d", what=None, role="send"):
         one = Membership(
             slot, self.islands, digest, what or {}, TIMEOUT, f"host{slot}", ("127.0.0.1", 1000 + slot),
             Incarnation(next(self._lives)), KEEP,
         )  # fmt: skip
-        one.begin(step, JOIN)
+        one.begin(step, JOIN, role)
         self.running[slot], self.steps[slot] = one, step
         return one
 
@@ -182,6 +182,21 @@ def test_after_a_crash_of_all_the_run_goes_on_from_the_latest_checkpoint(lightho
     lighthouse.answer()
     epoch = lighthouse.in_force()[0]
     assert (epoch.first, epoch.senders, epoch.slots) == (100, [0, 1], [0, 1, 2])
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_who_was_listening_when_it_saved_goes_on_listening(lighthouse, together):
+    """Its checkpoint is recent, and yet not all of its weights are those of the run."""
+    for slot in (0, 1):
+        lighthouse.start(slot, 99)
+    if not together:
+        for _ in range(int(JOIN) + 2):
+            lighthouse.turn()
+    lighthouse.start(2, lighthouse.steps[0], role="listen")
+    lighthouse.answer()
+    for _ in range(0 if together else 12):
+        lighthouse.turn()
+    assert lighthouse.agree(0, 1, 2) and lighthouse.in_force()[2].senders == [0, 1]
 
 
 def test_another_flag_is_refused_by_name(lighthouse):

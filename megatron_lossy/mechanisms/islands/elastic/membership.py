@@ -151,17 +151,21 @@ class Membership:
         running = [one for one in others if not one["waits"]]
         if running:  # who is heard not to wait any more is in their next epoch
             behind = max(one["step"] for one in running) - self._step
-            self._role, self._lag = ("listen", behind) if behind > self._keep else ("send", 0)
+            if behind > self._keep:
+                self._role, self._lag = "listen", behind
             self._joins = True
             return any(one["slot"] == self._slot and not one["waits"] for one in known)
         return len({one["slot"] for one in known}) == self._islands or time.monotonic() >= self._deadline
 
     # --- on the thread that trains ---------------------------------------------------------------------------------
 
-    def begin(self, step: int, patience: float) -> None:
-        """The latest exchange was ``step``, that of a checkpoint; -1 without. All slots are waited for, ``patience`` seconds."""
+    def begin(self, step: int, patience: float, role: str = "send") -> None:
+        """The latest exchange was ``step``, that of a checkpoint, made as ``role``; -1 without one.
+
+        All slots are waited for, ``patience`` seconds.
+        """
         with self._changed:
-            self._step, self._deadline = step, time.monotonic() + patience
+            self._step, self._role, self._deadline = step, role, time.monotonic() + patience
 
     def first(self) -> Placed:
         """The first epoch, when there is one. Raises :class:`UsageError`: another island has other flags, or the slot is taken."""

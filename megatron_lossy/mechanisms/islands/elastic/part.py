@@ -129,7 +129,7 @@ class ElasticIslands(TrainingIslands):
             begun,
             keep,
         )
-        membership.begin(self._exchange_of(iteration), config.island_join)
+        membership.begin(self._exchange_of(iteration), config.island_join, self._standing.role)
         self._watch = Watch(rendezvous, config.island_poll, membership.tell, membership.hear)
         placed = membership.first()
         return placed, max(membership.furthest, self._exchange_of(iteration))

@@ -25,7 +25,7 @@ class Standing:
     def enter(self, epoch: Epoch, own: bool) -> None:
         """``epoch`` is the first of this island. ``own``: it has weights of the run, and not those that it began with."""
         self.slot.own = own
-        self.slot.listens = self._number not in epoch.senders
+        self.slot.listens |= self._number not in epoch.senders
 
     def behind(self, now: int, keep: int) -> bool:
         """The run has made ``now`` iterations, and this island did not take part. Returns whether it listens from now on."""
