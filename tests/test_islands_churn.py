@@ -28,9 +28,7 @@ from tests.reference import mean_among
 from tests.test_islands_train import data, flat, islands_of, losses_of, train_all, weights_of  # noqa: F401
 from tests.trainer import recorded_losses
 
-pytestmark = pytest.mark.shows(
-    "islands that come and go: epochs, means among those present, returns, continued, replayed"
-)
+pytestmark = pytest.mark.shows("islands that come and go: epochs, means among those present, replayed")
 
 
 def write(path, *events):
