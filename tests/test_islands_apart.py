@@ -87,7 +87,7 @@ def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve,
     settings |= {"sync_dtype": "bf16"} if ranks == 1 else {}
     once = run_program("megatron_lossy.train", *as_flags(settings | {"save": tmp_path / "one"}), ranks=3 * ranks)
     assert once.returncode == 0, once.stderr
-    run = Run(url, settings | {"save": tmp_path / "apart"}, ranks)
+    run = Run(url, settings | {"save": tmp_path / "apart", "save_replicas": True}, ranks)
     run.start(0, 1, 2)
     ends = run.ends()
     assert all(not any(statuses) for statuses, *_ in ends.values()), ends
@@ -125,7 +125,7 @@ def test_all_die_and_go_on_from_their_checkpoints(data, tmp_path, serve):
     """One had saved later than the others: it sends, and they listen or keep, by how far they are behind."""
     _, url = serve()
     settings = MODEL | data | SYNC | {"train_iters": 400, "eval_interval": 400, "island_poll": 0.2, "log_interval": 10}
-    settings |= {"save": tmp_path, "load": tmp_path, "save_interval": 20}
+    settings |= {"save": tmp_path, "load": tmp_path, "save_interval": 20, "save_replicas": True}
     run = Run(url, settings)
     run.start(0, 1, 2)
     for slot in range(3):
@@ -156,7 +156,7 @@ def test_an_island_with_other_flags_is_refused(data, serve):
 def test_sigterm_ends_one_island_alone(data, tmp_path, serve):
     _, url = serve()
     settings = MODEL | data | SYNC | {"train_iters": 300, "eval_interval": 300, "island_poll": 0.2, "log_interval": 10}
-    run = Run(url, settings | {"save": tmp_path})
+    run = Run(url, settings | {"save": tmp_path, "save_replicas": True})
     run.start(0, 1, 2)
     run.until(1, r"iteration +30/")
     run.islands[1][0].send_signal(signal.SIGTERM)

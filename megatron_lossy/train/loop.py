@@ -126,6 +126,9 @@ class _Run:
         progress = self.progress
         batches = self.workers.training_batches(self.train_data, progress.iteration, progress.consumed_samples)
         finished, diverged = False, None
+        now = min(self.lossy.catch_up(progress.iteration), self.iterations - 1)  # which may wait for others
+        if now > progress.iteration:
+            batches = self._go_on_at(now)
         try:
             with self.stop.listening():
                 finished = self._train(batches)
@@ -144,10 +147,9 @@ class _Run:
         config, progress = self.config, self.progress
         outcomes: deque[Callable[[], tuple[float, float, bool, int]]] = deque()
         while progress.iteration < self.iterations:
-            now = self.lossy.catch_up(progress.iteration)
-            if now != progress.iteration:
+            now = min(self.lossy.catch_up(progress.iteration), self.iterations - 1)  # the last one evaluates, and saves
+            if now > progress.iteration:
                 batches = self._go_on_at(now)
-                continue
             started = time.perf_counter()
             outcomes.append(self._step(batches))
             if not self.hooked:

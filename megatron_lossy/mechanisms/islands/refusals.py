@@ -227,6 +227,20 @@ ISLANDS = Section(
             when=_averaging(lambda config, facts: config.rendezvous is not None and config.transport == "udp"),
         ),
         Row(
+            flag="--save",
+            beside="--rendezvous without --save-replicas",
+            why="keeps whether an island listens with --save-replicas only; give it too, or leave --save out",
+            when=_averaging(
+                lambda config, facts: config.rendezvous is not None and facts.saves and not config.save_replicas
+            ),
+        ),
+        Row(
+            flag="--rendezvous",
+            beside="--async-pipeline",
+            why="cannot go with --async-pipeline: batches under way belong to iterations that others may have left behind",
+            when=_averaging(lambda config, facts: config.rendezvous is not None and config.holds_samples()),
+        ),
+        Row(
             flag="--tensor-model-parallel-size",
             beside="--rendezvous",
             value="{facts.tensor}",

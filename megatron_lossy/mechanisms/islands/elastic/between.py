@@ -11,7 +11,7 @@ import torch
 
 from ....exchange import BucketUnits
 from ..aside import Brought, Pieces
-from ..between_ranks import BetweenRanks, Crossed, Parties
+from ..between_ranks import BetweenRanks, Crossed, Parties, Waiting
 from ..mean import Mean
 from .carrying import Among
 
@@ -60,6 +60,11 @@ class BetweenMembers(BetweenRanks):
         config, stream, island, steps, told = arguments
         super().__init__(config, stream, island, [Nowhere()] * lanes, steps, told)
         self._now, self._breaks = among, breaks
+
+    def begin(self, step: int, sent: torch.Tensor) -> Waiting:
+        """See :meth:`BetweenRanks.begin`. An exchange has the same lane on all islands, whatever they have made before."""
+        self._begun = (step + 1) // self._config.sync_interval - 1
+        return super().begin(step, sent)
 
     def _parties(self, turn: int) -> Parties:
         among = self._now()

@@ -33,6 +33,12 @@ class Among:
         self._changed = threading.Lock()
         self._under_way = 0
         self._retired = self.broken = False
+        self._next = epoch.first
+
+    def reach(self, exchange: int) -> bool:
+        """Whether ``exchange`` is the next one: all members make those of an epoch from the first on, and meet in their order."""
+        fits, self._next = exchange == self._next, exchange + 1
+        return fits
 
     def begin(self) -> None:
         """An exchange is to be made. :meth:`end` follows."""
@@ -64,9 +70,10 @@ class Among:
         return rows[[place for place, slot in enumerate(self.receivers) if slot in self.senders]]
 
     def _open(self, lane: int) -> Meeting:
-        if self.broken:
-            raise RuntimeError("the epoch is closed")
-        return self._lanes[lane]
+        with self._changed:
+            if self.broken or not self._lanes:
+                raise RuntimeError("the epoch is closed")
+            return self._lanes[lane]
 
     def retire(self) -> None:
         """No exchange will begin in it any more; those under way come to their end."""
@@ -77,8 +84,9 @@ class Among:
 
     def close(self) -> None:
         """Let all see that it is over, by its connections: nobody waits for this island in it."""
-        self.broken = True
-        self._lanes.clear()
+        with self._changed:
+            self.broken = True
+            self._lanes.clear()
 
 
 class Opening:
@@ -89,6 +97,7 @@ class Opening:
         self._name, self._patience = name, timedelta(seconds=patience)
         self._among: Among | None = None
         self._over = threading.Event()
+        self._given_up = False
         self._thread = threading.Thread(target=self._run, name="megatron-lossy-epoch", daemon=True)
         self._thread.start()
 
@@ -99,16 +108,27 @@ class Opening:
         return self._among
 
     @property
-    def failed(self) -> bool:
-        """Whether there will be nothing."""
-        return self._over.is_set() and self._among is None
+    def usable(self) -> bool:
+        """Whether it is open, or may still be."""
+        among = self._among
+        return not self._given_up and (not self._over.is_set() if among is None else not among.broken)
+
+    def abandon(self) -> None:
+        """It is of no use: whoever is in it sees that by its connections."""
+        self._given_up = True
+        if self._among is not None:
+            self._among.close()
 
     def _run(self) -> None:
         try:
-            self._among = Among(self.placed.epoch, self._slot, self._open())
-        except (RuntimeError, torch.distributed.DistError) as error:
+            among = Among(self.placed.epoch, self._slot, self._open())
+            if self._given_up:
+                among.close()
+            self._among = among
+        except Exception as error:  # of torch's stores and groups; of a store that nobody knows any more
             logger.warning("islands %s do not meet: %s", self.placed.epoch.slots, _first_line(error))
-        self._over.set()
+        finally:
+            self._over.set()
 
     def _open(self) -> list[Meeting]:
         epoch = self.placed.epoch

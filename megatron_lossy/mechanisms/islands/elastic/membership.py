@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from ....errors import UsageError, refuse
 from ....rendezvous import Data
 from ..epochs import Epoch, Heard, Incarnation, Member, next_epoch
 
-#: Seconds between two exchanges, before there were two.
+#: The version of what islands tell.
+PROTOCOL = 1
+#: Exchanges that the time from one to the next is taken from.
+_RECENT = 20
+#: Seconds of that, before there were two.
 _UNKNOWN = 1.0
 
 
@@ -27,6 +33,8 @@ class Placed:
     epoch: Epoch
     #: By slot of the members: host and port of a store.
     stores: dict[int, tuple[str, int]]
+    #: Seconds from one exchange to the next, usually, of the slowest.
+    usual: float
 
 
 class Membership:
@@ -58,7 +66,8 @@ class Membership:
         self._answers = 0
         self._deadline: float | None = None  # until when others are waited for before the first epoch
         # What is told:
-        self._role, self._lag, self._step, self._seconds = "send", 0, -1, _UNKNOWN
+        self._role, self._lag, self._step = "send", 0, -1
+        self._took: deque[float] = deque(maxlen=_RECENT)
         self._broken = self._joins = False
         self._at: float | None = None
         self._failed: Exception | None = None
@@ -70,6 +79,7 @@ class Membership:
         with self._changed:
             epoch = self._epoch
             return max(self._step, 0), {
+                "protocol": PROTOCOL,
                 "slot": self._slot,
                 "incarnation": list(self._begun),
                 "role": self._role,
@@ -77,7 +87,8 @@ class Membership:
                 "digest": self._digest,
                 "what": self._what,
                 "step": self._step,
-                "seconds": self._seconds,
+                "seconds": min(self._took, default=_UNKNOWN),
+                "usual": median(self._took or [_UNKNOWN]),
                 "epoch": None if epoch is None else [epoch.id, epoch.first],
                 "members": []
                 if epoch is None
@@ -110,6 +121,7 @@ class Membership:
         if later:
             raise refuse("--island", self._slot, f"{later[0]['host']} has it, since later than this one")
         heard = [_heard(one) for one in known]
+        stores = {(one["slot"], Incarnation(*one["incarnation"])): (one["store"][0], one["store"][1]) for one in known}
         digest = self._common(known)
         if digest != self._digest:
             other = next(one for one in known if one["digest"] == digest)
@@ -123,9 +135,9 @@ class Membership:
         if epoch is None or epoch == self._epoch or self._slot not in epoch.slots:
             return
         self._epoch, self._broken, self._deadline = epoch, False, None
-        stores = {one["slot"]: (one["store"][0], one["store"][1]) for one in known}
-        places = {slot: stores[slot] for slot in epoch.slots if slot in stores}
-        self._placed.append(Placed(len(self._placed), epoch, places))
+        lives = {one.slot: (one.slot, one.incarnation) for one in epoch.members}
+        places = {slot: stores[life] for slot, life in lives.items() if life in stores}
+        self._placed.append(Placed(len(self._placed), epoch, places, max(one["usual"] for one in known)))
 
     def _common(self, known: Sequence[Data]) -> str:
         """The digest that holds: that of those who run, and of the lowest slot while all wait."""
@@ -167,12 +179,16 @@ class Membership:
         with self._changed:
             self._step, self._role, self._deadline = step, role, time.monotonic() + patience
 
-    def first(self) -> Placed:
-        """The first epoch, when there is one. Raises :class:`UsageError`: another island has other flags, or the slot is taken."""
+    def first(self, check: Callable[[], None]) -> Placed:
+        """The first epoch, when there is one. ``check``: raises what ended the thread that asks.
+
+        Raises :class:`UsageError`: another island has other flags, or the slot is taken.
+        """
         with self._changed:
             while not self._placed:
                 self._changed.wait(0.2)
                 self._check()
+                check()
             return self._placed[-1]
 
     @property
@@ -185,8 +201,7 @@ class Membership:
         now = time.monotonic()
         with self._changed:
             if self._at is not None and step == self._step + 1:  # else others have made those in between
-                seconds = now - self._at
-                self._seconds = seconds if self._seconds == _UNKNOWN else 0.9 * self._seconds + 0.1 * seconds
+                self._took.append(now - self._at)
             if step != self._step:
                 self._at = now
             self._step, self._role, self._lag = step, role, lag
@@ -199,9 +214,9 @@ class Membership:
 
     @property
     def seconds(self) -> float:
-        """From one exchange to the next, of this island."""
+        """From one exchange to the next, usually, of this island."""
         with self._changed:
-            return self._seconds
+            return median(self._took or [_UNKNOWN])
 
     @property
     def latest(self) -> int:
@@ -232,7 +247,8 @@ class Membership:
 
 
 def _is_ours(one: Data) -> bool:
-    return isinstance(one.get("slot"), int) and "incarnation" in one
+    """Whether it is an island of this version: others, or programs, may be at the same lighthouse."""
+    return one.get("protocol") == PROTOCOL
 
 
 def _heard(one: Data) -> Heard:

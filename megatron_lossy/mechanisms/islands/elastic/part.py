@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -44,6 +44,9 @@ from .world import ElasticWorld
 
 logger = logging.getLogger(__name__)
 
+#: Visits of who does not listen.
+_ENOUGH = 2**31
+
 
 class ElasticIslands(TrainingIslands):
     """The exchanges of this rank with the same rank of whichever islands are there. ``world``: open by the first iteration."""
@@ -61,6 +64,9 @@ class ElasticIslands(TrainingIslands):
         self._in_force = -1  # the number of the epoch of the next exchange
         self._jump = 0  # the iteration to go on with; 0: the next one
         self._entered = False
+        self._current: Among | None = None  # the epoch of the latest exchange
+        self._broken = -1  # the number of the newest epoch that this rank cannot exchange in any more
+        self._visits = 0  # how often means have set each element of a listener, on all ranks, at least
 
     # --- who is there ----------------------------------------------------------------------------------------------
 
@@ -90,8 +96,12 @@ class ElasticIslands(TrainingIslands):
         self._open(placed)
         began = self._iteration_of(furthest)
         epoch = placed.epoch
+        loaded = self._standing.slot.listens
         self._standing.enter(epoch, own=iteration > 0 or began <= iteration)
         self._standing.slot.sent = iteration
+        if self._standing.slot.listens and not loaded:
+            for shard in self._built():
+                shard.rounds.restart(0)
         if epoch.first <= self._exchange_of(max(iteration, began)) + 1:
             self._in_force = placed.number
             self._openings[-1].among(wait=True)  # all begin with it
@@ -109,7 +119,7 @@ class ElasticIslands(TrainingIslands):
 
     def _ask(self, iteration: int) -> tuple[Placed, int]:
         config = self.config
-        host = _address_towards(addresses_of(config.rendezvous or "")[0])
+        host = _address_towards(addresses_of(config.rendezvous or ""))
         self._served = dist.TCPStore(host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         begun = Incarnation(time.time_ns(), secrets.randbits(32))
         rendezvous = Lighthouse(
@@ -131,7 +141,7 @@ class ElasticIslands(TrainingIslands):
         )
         membership.begin(self._exchange_of(iteration), config.island_join, self._standing.role)
         self._watch = Watch(rendezvous, config.island_poll, membership.tell, membership.hear)
-        placed = membership.first()
+        placed = membership.first(self._watch.check)
         return placed, max(membership.furthest, self._exchange_of(iteration))
 
     def _what(self) -> dict[str, Any]:
@@ -151,18 +161,28 @@ class ElasticIslands(TrainingIslands):
         return (exchange + 1) * self.config.sync_interval
 
     def _open(self, placed: Placed) -> None:
-        lanes = min(SYNC_LANES, max(1, self.config.rounds_under_way))
-        opening = Opening(placed, self._slot, self.world.rank, lanes, "sync", self.config.island_patience)
-        self._openings.append(opening)
+        """Begin to open ``placed``, unless it is open already: others may have thought for a while that somebody was gone."""
+        same = [one for one in self._openings if one.placed.epoch == placed.epoch and one.usable]
+        if same:
+            self._openings.append(same[-1])
+            return
+        config = self.config
+        lanes = min(SYNC_LANES, max(1, config.rounds_under_way))
+        # Nobody waits for a message before it is used.
+        patience = config.island_patience + config.rounds_under_way * placed.usual
+        self._openings.append(Opening(placed, self._slot, self.world.rank, lanes, "sync", patience))
 
-    def _among(self) -> Among | None:
+    def _carried(self, exchange: int) -> Among | None:
+        """The epoch that ``exchange`` is made in. One that is not ready, or of which an exchange was left out, is given up."""
         if self._in_force < 0:
             return None
         opening = self._openings[self._in_force]
         among = opening.among()
-        if opening.failed and self._membership is not None:
-            self._membership.breaks(opening.placed.epoch)
-        return among
+        if among is not None and not among.broken and among.reach(exchange):
+            return among
+        opening.abandon()
+        self._broken = max(self._broken, self._in_force)
+        return None
 
     def _broke(self, among: Among, why: str) -> None:
         """On a thread: nothing can be exchanged in the epoch of ``among`` any more."""
@@ -171,8 +191,8 @@ class ElasticIslands(TrainingIslands):
                 "island %d: lost contact (%s); until others meet again its messages count as lost", self._slot, why
             )
             among.close()
-        if self._membership is not None:
-            self._membership.breaks(among.epoch)
+        numbers = [number for number, one in enumerate(list(self._openings)) if one.among() is among]
+        self._broken = max(self._broken, *numbers)
 
     def _miss(self, now: int) -> None:
         """The run has made ``now`` iterations without this island: exchanges under way are lost, and replicas begin equal."""
@@ -190,16 +210,26 @@ class ElasticIslands(TrainingIslands):
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
         """See :meth:`Part.begin_stopping`. Other islands go on."""
-        said = np.array([signal, self._last_known(), self._next(), self._ahead()], dtype=np.int64)
+        # What may have come meanwhile is asked for last: an epoch in force is known.
+        ahead, following = self._ahead(), self._next()
+        visits = _ENOUGH
+        if self._standing.slot.listens:
+            visits = min((shard.rounds.visits(0) for shard in self._built()), default=_ENOUGH)
+        said = np.array([signal, self._last_known(), following, ahead, self._broken, -visits], dtype=np.int64)
         known = copies.to_device(said, device.current_device())
         work = dist.all_reduce(known, dist.ReduceOp.MAX, async_op=True)
 
         def finish() -> int:
             work.wait()
-            number, latest, in_force, jump = Fetched(known).wait().tolist()
-            self._learn(int(latest))
-            self._in_force, self._jump = int(in_force), int(jump)
-            return int(number)
+            number, latest, in_force, jump, broken, visits = map(int, Fetched(known).wait().tolist())
+            self._visits = -visits
+            self._learn(latest)
+            if broken >= 0:  # on some rank: the others would never hear of it
+                self._openings[broken].abandon()
+                if self._membership is not None:
+                    self._membership.breaks(self._openings[broken].placed.epoch)
+            self._in_force, self._jump = in_force, jump
+            return number
 
         return finish
 
@@ -236,9 +266,10 @@ class ElasticIslands(TrainingIslands):
                 said = [self._membership.placed(len(self._openings))]
             dist.broadcast_object_list(said)
             self._open(said[0])
-        for opening in self._openings[: max(self._in_force, 0)]:
+        used = max(self._in_force, 0)
+        for opening in self._openings[:used]:
             among = opening.among()
-            if among is not None:
+            if among is not None and opening not in self._openings[used:]:
                 among.retire()
 
     def _exchange(self, number: int, *arguments: Any) -> None:
@@ -247,11 +278,12 @@ class ElasticIslands(TrainingIslands):
             self._standing.slot.made += 1
         begins = now % self.config.sync_interval == 0
         if begins and not number:
-            self._standing.may_send(min(shard.rounds.visits(0) for shard in self._built()))
+            self._standing.may_send(self._visits)
             if self._membership is not None:
                 slot = self._standing.slot
                 self._membership.note(self._exchange_of(now), self._standing.role, max(slot.lag(now), 0))
-        among = self._among()
+            self._current = self._carried(self._exchange_of(now))
+        among = self._current
         self._standing.members = [] if among is None else [0]
         super()._exchange(number, *arguments)
         if begins and among is not None and not among.broken and among.place is not None:
@@ -262,7 +294,10 @@ class ElasticIslands(TrainingIslands):
         return Stopping()
 
     def leave(self) -> None:
-        """The others need not wait until a death is noticed."""
+        """The others need not wait until a death is noticed. They get what is under way."""
+        for shard in self._shards or ():
+            for flight in shard.rounds.flights:
+                flight.pending.wait()
         self._end()
 
     # --- building --------------------------------------------------------------------------------------------------
@@ -278,7 +313,7 @@ class ElasticIslands(TrainingIslands):
             self._run.steps,
             self._tell,
             lanes=lanes,
-            among=self._among,
+            among=lambda: self._current,
             breaks=self._broke,
         )
         self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
@@ -323,19 +358,20 @@ class ElasticIslands(TrainingIslands):
                 among.close()
 
 
-def _address_towards(url: str) -> str:
-    """The address of this host from which ``url`` is reached."""
-    host, _, port = url.removeprefix("http://").rpartition(":")
-    name = os.environ.get("GLOO_SOCKET_IFNAME")
+def _address_towards(urls: Sequence[str]) -> str:
+    """The address of this host from which one of ``urls`` is reached, the first that can be."""
+    name, whys = os.environ.get("GLOO_SOCKET_IFNAME"), []
     if name:
         from ....transport.udp.address import find_address
 
-        return find_address(name.split(",")[0], host)
-    for family, kind, _, _, place in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM):
-        with socket.socket(family, kind) as probe:
-            try:
-                probe.connect(place)
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
-    raise UsageError(f"--rendezvous {url}: no route to it")
+        return find_address(name.split(",")[0], "localhost")
+    for url in urls:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        try:
+            for family, kind, _, _, place in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM):
+                with socket.socket(family, kind) as probe:
+                    probe.connect(place)
+                    return str(probe.getsockname()[0])
+        except OSError as error:
+            whys.append(f"{host}: {error.strerror or error}")
+    raise UsageError(f"--rendezvous: no way to it ({'; '.join(whys)})")
