@@ -24,9 +24,8 @@ SYNC = {
     "islands": 3,
     "sync_method": "parameters",
     "sync_fraction": 0.5,
-    "sync_delay": 1,
+    "sync_delay": 3,
     "transport": "pieces",
-    "island_patience": 60,
 }
 LOSS = {"p_sync": 0.3, "loss_unit": "packet", "packet_bytes": 256}
 
@@ -42,7 +41,8 @@ class Run:
     """Islands of one run, each of ``ranks`` ranks, that meet at ``url``."""
 
     def __init__(self, url, settings, ranks=1):
-        self._settings, self._ranks = settings | {"rendezvous": url.removeprefix("http://")}, ranks
+        own = {"rendezvous": url.removeprefix("http://"), "island_patience": 60}  # machines may be busy
+        self._settings, self._ranks = settings | own, ranks
         self.islands: dict[int, list[Program]] = {}
 
     def start(self, *slots, **more):
