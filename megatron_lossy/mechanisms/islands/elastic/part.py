@@ -294,10 +294,7 @@ class ElasticIslands(TrainingIslands):
         return Stopping()
 
     def leave(self) -> None:
-        """The others need not wait until a death is noticed. They get what is under way."""
-        for shard in self._shards or ():
-            for flight in shard.rounds.flights:
-                flight.pending.wait()
+        """The others need not wait until a death is noticed."""
         self._end()
 
     # --- building --------------------------------------------------------------------------------------------------
