@@ -181,9 +181,8 @@ class BetweenRanks:
         network, exchange = self._networks[phase], Exchange(phase, self._stream, step)
         if network.lossless:
             return None
-        return draw(network, exchange, senders, [self._island], units.count)[
-            0
-        ].copy()  # torch wants to be able to write
+        [arrived] = draw(network, exchange, senders, [self._island], units.count)
+        return arrived.copy()  # torch wants to be able to write
 
     @staticmethod
     def _arriving(

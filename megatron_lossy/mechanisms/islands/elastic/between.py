@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +13,6 @@ from ..aside import Brought, Pieces
 from ..between_ranks import BetweenRanks, Crossed, Parties, Waiting
 from ..mean import Mean
 from .carrying import Among
-
-logger = logging.getLogger(__name__)
 
 
 class Lane:

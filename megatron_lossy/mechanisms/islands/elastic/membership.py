@@ -63,7 +63,6 @@ class Membership:
         self._epoch: Epoch | None = None
         self._placed: list[Placed] = []
         self._heard: list[Heard] = []
-        self._answers = 0
         self._deadline: float | None = None  # until when others are waited for before the first epoch
         # What is told:
         self._role, self._lag, self._step = "send", 0, -1
@@ -107,7 +106,6 @@ class Membership:
     def hear(self, answer: Sequence[Data]) -> None:
         """An answer of the rendezvous."""
         with self._changed:
-            self._answers += 1
             try:
                 self._take(answer)
             except UsageError as error:
