@@ -153,7 +153,6 @@ ISLAND = [
         "--rendezvous host: cannot go with --async-pipeline",
     ),
     (APART, {"tensor": 2}, "--tensor-model-parallel-size 2: its ranks would lose other averages"),
-    (APART | {"island_rejoin": "copy"}, {}, "--island-rejoin copy: cannot be copy with --rendezvous"),
     (APART | {"save_consensus": True}, {}, "--save-consensus on: cannot go with --rendezvous"),
     (
         ISLANDS | CHURN | PACKETS | {"delivery_log": "log", "p_sync": 0.1},

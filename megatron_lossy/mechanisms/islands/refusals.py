@@ -248,12 +248,6 @@ ISLANDS = Section(
             when=_averaging(lambda config, facts: config.rendezvous is not None and above(facts.tensor, 1)),
         ),
         Row(
-            flag="--island-rejoin",
-            beside="--rendezvous",
-            why="cannot be copy with --rendezvous: islands that come back listen",
-            when=_averaging(lambda config, facts: config.rendezvous is not None and config.rejoin == "copy"),
-        ),
-        Row(
             flag=("--delivery-log", "--trace", "--save-consensus", "--island-schedule", "--island-speeds"),
             beside="--rendezvous",
             why="cannot go with --rendezvous: islands have nothing in common that is written or read",
