@@ -105,7 +105,7 @@ def send_copy(pair: Pair, values: dict[str, Held | float], made: int) -> str:
 
 
 def receive_copy(pair: Pair) -> Copy:
-    """What :func:`send_copy` sends. Raises :class:`Damaged`, and :class:`RuntimeError` if the other is gone."""
+    """The values that :func:`send_copy` sends. Raises :class:`Damaged`, and :class:`RuntimeError` if the other is gone."""
     length = torch.zeros(1, dtype=torch.int64)
     _receive(pair, _bytes(length))
     header = torch.empty(int(length), dtype=torch.uint8)

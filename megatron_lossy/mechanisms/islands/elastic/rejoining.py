@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rejoining:
-    """Of rank ``rank`` of the island ``slot``. ``patience``: seconds to wait for another rank."""
+    """The questions of rank ``rank`` of the island ``slot``, and its answers to others. ``patience``: seconds to wait for another rank."""
 
     def __init__(self, slot: int, rank: int, patience: float) -> None:
         self._slot, self._rank, self._patience = slot, rank, patience
