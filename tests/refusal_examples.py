@@ -145,7 +145,6 @@ ISLAND = [
     ),
     (APART, {"catches_up": False}, "--rendezvous host: needs a training loop that can go on at a later iteration"),
     (APART, {"virtual": True}, "--rendezvous host: is for real ranks"),
-    (APART | {"transport": "udp"}, {}, "--transport udp: cannot carry islands that are launches of their own"),
     (APART, {"saves": True}, "--save: keeps whether an island listens with --save-replicas only"),
     (
         APART | {"async_pipeline": True},

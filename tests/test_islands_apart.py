@@ -81,7 +81,12 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {k: v for k, v in checkpoint_bytes(folder, latest_iteration(folder)).items() if "rng" not in k}
 
 
-@pytest.mark.parametrize(("ranks", "loss"), [(1, {}), (1, LOSS), (2, LOSS)], ids=["1 rank", "loss", "2 ranks"])
+UDP = LOSS | {"transport": "udp", "p_grad": 0.1, "p_param": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "loss"), [(1, {}), (1, LOSS), (2, LOSS), (2, UDP)], ids=["1 rank", "loss", "2 ranks", "datagrams"]
+)
 def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve, ranks, loss):
     _, url = serve()
     settings = MODEL | data | SYNC | loss | {"micro_batch_size": 1, "train_iters": 8, "eval_weights": "replica"}
@@ -97,12 +102,12 @@ def test_where_none_comes_or_goes_all_is_as_in_one_launch(data, tmp_path, serve,
     assert weights(tmp_path / "apart" / "island_0") != weights(tmp_path / "apart" / "island_1")
 
 
-@pytest.mark.parametrize("rejoin", ["copy", "listen"])
-def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin):
+@pytest.mark.parametrize(("rejoin", "transport"), [("copy", "pieces"), ("listen", "pieces"), ("copy", "udp")])
+def test_who_is_killed_is_left_out_and_comes_back(data, tmp_path, serve, rejoin, transport):
     """The others go on; it takes the iteration of the run, listens or copies another one, and then sends."""
     _, url = serve()
     settings = MODEL | data | SYNC | {"train_iters": 1200, "eval_interval": 600, "island_poll": 0.2, "log_interval": 10}
-    run = Run(url, settings | {"metrics_dir": tmp_path, "island_rejoin": rejoin})
+    run = Run(url, settings | {"metrics_dir": tmp_path, "island_rejoin": rejoin, "transport": transport})
     run.start(0, 1, 2)
     run.until(1, r"iteration +30/")
     run.kill(2)

@@ -221,12 +221,6 @@ ISLANDS = Section(
             when=_averaging(lambda config, facts: config.rendezvous is not None and facts.virtual),
         ),
         Row(
-            flag="--transport",
-            beside="--rendezvous",
-            why="cannot carry islands that are launches of their own; choose torch or pieces",
-            when=_averaging(lambda config, facts: config.rendezvous is not None and config.transport == "udp"),
-        ),
-        Row(
             flag="--save",
             beside="--rendezvous without --save-replicas",
             why="keeps whether an island listens with --save-replicas only; give it too, or leave --save out",

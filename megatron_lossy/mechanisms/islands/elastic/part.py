@@ -7,6 +7,7 @@ exchange, and nobody waits for an answer.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -38,7 +39,7 @@ from ..rounds import Weights
 from ..shard import Shard
 from ..stopping import Stopping
 from .between import BetweenMembers
-from .carrying import Among, Opening
+from .carrying import Among, Opener, Opening
 from .copying import Copy, Request
 from .membership import Membership, Placed
 from .rank_state import held_state, put_state
@@ -176,11 +177,17 @@ class ElasticIslands(TrainingIslands):
         if same:
             self._openings.append(same[-1])
             return
-        config = self.config
-        lanes = min(SYNC_LANES, max(1, config.rounds_under_way))
-        # Nobody waits for a message before it is used.
-        patience = config.island_patience + config.rounds_under_way * placed.usual
-        self._openings.append(Opening(placed, self._slot, self.world.rank, lanes, "sync", patience))
+        self._openings.append(Opening(placed, self._slot, self._opener))
+
+    @functools.cached_property
+    def _opener(self) -> Opener:
+        towards = _address_towards(addresses_of(self.config.rendezvous or ""))
+        most = [shard.subset.most for shard in self._built()]
+        return Opener(self.config, self._slot, self.world.rank, most, towards)
+
+    @property
+    def carriers(self) -> Sequence[Any]:
+        return [self._opener.links] if self.config.transport == "udp" and self._entered else []
 
     def _carried(self, exchange: int) -> Among | None:
         """The epoch that ``exchange`` is made in. One that is not ready, or of which an exchange was left out, is given up."""
@@ -398,6 +405,7 @@ class ElasticIslands(TrainingIslands):
             self._slot,
             self._run.steps,
             self._tell,
+            shard=number,
             lanes=lanes,
             among=lambda: self._current,
             breaks=self._broke,
