@@ -27,6 +27,7 @@ from ....config import LossyConfig
 from ....errors import UsageError
 from ....fetch import Fetched
 from ....flags import as_text, identity
+from ....monitor import Observer
 from ....recovery import copies
 from ....rendezvous import Watch
 from ....rendezvous.lighthouse import Lighthouse, addresses_of
@@ -41,6 +42,7 @@ from ..stopping import Stopping
 from .between import BetweenMembers
 from .carrying import Among, Opener, Opening
 from .copying import Copy, Request
+from .diary import Diary
 from .membership import Membership, Placed
 from .rank_state import held_state, put_state
 from .rejoining import Rejoining
@@ -78,6 +80,14 @@ class ElasticIslands(TrainingIslands):
         self._copied: tuple[Copy, Member] | None = None  # to be put before the next iteration
         self._requests: list[Request] = []  # for copies of this island
         self._served = 0  # that were made
+        logs = config.delivery_log is not None and not world.rank
+        self._diary = Diary(
+            world.island, config.jobs().folder(str(config.delivery_log), world.island) if logs else None
+        )
+
+    @property
+    def observers(self) -> Sequence[Observer]:
+        return [*super().observers, self._diary]
 
     # --- who is there ----------------------------------------------------------------------------------------------
 
@@ -123,6 +133,7 @@ class ElasticIslands(TrainingIslands):
                 iteration,
                 "it has copied another one" if self._rejoining.question else "means have set its weights",
             )
+        self._diary.note("enters", at=iteration, run=max(began, iteration))
         if began > iteration:
             self._miss(began)
             return began
@@ -130,6 +141,7 @@ class ElasticIslands(TrainingIslands):
 
     def _ask(self, iteration: int) -> tuple[Placed, int]:
         config = self.config
+        self._diary.check()
         host = _address_towards(addresses_of(config.rendezvous or ""))
         self._store = dist.TCPStore(host, 0, None, True, timedelta(seconds=60), wait_for_workers=False)
         begun = Incarnation(time.time_ns(), secrets.randbits(32))
@@ -201,9 +213,12 @@ class ElasticIslands(TrainingIslands):
         self._broken = max(self._broken, self._in_force)
         return None
 
-    def _broke(self, among: Among, why: str) -> None:
-        """On a thread: nothing can be exchanged in the epoch of ``among`` any more."""
+    def _broke(self, among: Among, why: str, waited: float) -> None:
+        """On a thread: nothing can be exchanged in the epoch of ``among`` any more. ``waited``: seconds until that was known."""
         if not among.broken:
+            self._diary.note(
+                "lost contact", epoch=[among.epoch.id, among.epoch.first], seconds=round(waited, 3), why=why
+            )
             logger.warning(
                 "island %d: lost contact (%s); until others meet again its messages count as lost", self._slot, why
             )
@@ -216,6 +231,8 @@ class ElasticIslands(TrainingIslands):
         if self._run.update is not None:
             self._run.settle()
         self._gather()
+        under_way = {flight.number for shard in self._built() for flight in shard.rounds.flights}
+        self._diary.note("gave up", exchanges=sorted(under_way), now=now)
         for shard in self._built():
             shard.rounds.give_up()
         was = self._standing.slot.listens
@@ -226,6 +243,7 @@ class ElasticIslands(TrainingIslands):
         """Be in no mean for a while, and ask for a copy. ``keep``: it has listened before, and goes on with it."""
         if not keep:
             self._restart()
+            self._diary.note("listens")
         if self.config.rejoin == "copy" and self._rejoining.question is None:
             self._rejoining.begin(self._openings[-1].placed)
             self._tell_question()
@@ -254,6 +272,7 @@ class ElasticIslands(TrainingIslands):
         self._restart()
         self._run.begin_equal()
         self._standing.copied(copy.made, now, self.config.keep)
+        self._diary.note("copied", island=source.slot, made=copy.made, digest=copy.digest)
         logger.warning(
             "island %d: has copied island %d as of iteration %d, rank %d %s%s",
             self._slot,
@@ -374,11 +393,14 @@ class ElasticIslands(TrainingIslands):
             self._standing.slot.made += 1
         begins = now % self.config.sync_interval == 0
         if begins and not number:
-            self._standing.may_send(self._visits)
+            if self._standing.may_send(self._visits):
+                self._diary.note("may send")
             if self._membership is not None:
                 slot = self._standing.slot
                 self._membership.note(self._exchange_of(now), self._standing.role, max(slot.lag(now), 0))
             self._current = self._carried(self._exchange_of(now))
+            epoch = None if self._current is None else self._current.epoch
+            self._diary.begin(self._exchange_of(now), now, epoch, max(self._standing.slot.lag(now), 0))
         among = self._current
         self._standing.members = [] if among is None else [0]
         super()._exchange(number, *arguments)
@@ -409,6 +431,7 @@ class ElasticIslands(TrainingIslands):
             lanes=lanes,
             among=lambda: self._current,
             breaks=self._broke,
+            loses=self._diary.lost,
         )
         self._hooks.append(one.optimizer.register_step_post_hook(partial(self._exchange, number)))
         rounds = partial(MemberRounds, presence=self._standing)
@@ -441,6 +464,7 @@ class ElasticIslands(TrainingIslands):
     def close(self) -> None:
         self._end()
         super().close()
+        self._diary.finish()
 
     def _end(self) -> None:
         if self._watch is not None:
