@@ -51,6 +51,8 @@ from .world import ElasticWorld
 
 logger = logging.getLogger(__name__)
 
+#: Seconds after which the ranks of an island that waits for others look up: less than any timeout of theirs.
+_ROUND = 20.0
 #: Visits of who does not listen.
 _ENOUGH = 2**31
 
@@ -104,16 +106,7 @@ class ElasticIslands(TrainingIslands):
     def _enter(self, iteration: int) -> int:
         """Take part in a first epoch. Returns the iteration of the run. A collective call of the ranks of the island."""
         self._entered = True
-        said: list[Any] = [None]
-        if self.world.rank == 0:
-            try:
-                said = [self._ask(iteration)]
-            except UsageError as error:
-                said = [str(error)]
-        dist.broadcast_object_list(said)
-        if isinstance(said[0], str):
-            raise UsageError(said[0])
-        placed, furthest = said[0]
+        placed, furthest = self._first(iteration)
         self._open(placed)
         began = self._iteration_of(furthest)
         epoch = placed.epoch
@@ -139,7 +132,31 @@ class ElasticIslands(TrainingIslands):
             return began
         return iteration
 
-    def _ask(self, iteration: int) -> tuple[Placed, int]:
+    def _first(self, iteration: int) -> tuple[Placed, int]:
+        """A first epoch, and the latest exchange of the run. Others may be long in coming: no call waits for that."""
+        said: list[Any] = [None]
+        while said[0] is None:
+            if self.world.rank == 0:
+                try:
+                    said = [self._ask(iteration)]
+                except UsageError as error:
+                    said = [str(error)]
+            dist.broadcast_object_list(said)
+        if isinstance(said[0], str):
+            raise UsageError(said[0])
+        return said[0]
+
+    def _ask(self, iteration: int) -> tuple[Placed, int] | None:
+        """The same on the first rank; ``None``: not yet."""
+        if self._membership is None:
+            self._begin_to_ask(iteration)
+        assert self._membership is not None and self._watch is not None
+        placed = self._membership.first(self._watch.check, _ROUND)
+        if placed is None:
+            return None
+        return placed, max(self._membership.furthest, self._exchange_of(iteration))
+
+    def _begin_to_ask(self, iteration: int) -> None:
         config = self.config
         self._diary.check()
         host = _address_towards(addresses_of(config.rendezvous or ""))
@@ -164,13 +181,13 @@ class ElasticIslands(TrainingIslands):
         )
         membership.begin(self._exchange_of(iteration), config.island_join, self._standing.role)
         self._watch = Watch(rendezvous, config.island_poll, membership.tell, membership.hear)
-        placed = membership.first(self._watch.check)
-        return placed, max(membership.furthest, self._exchange_of(iteration))
 
     def _what(self) -> dict[str, Any]:
         """The flags that all islands must share, by name."""
         found = identity(self.config).items()
-        return {"--seed": self.world.seed} | {"--" + name.replace("_", "-"): as_text(value) for name, value in found}
+        return {"--seed": self.world.seed, **self.world.alike} | {
+            "--" + name.replace("_", "-"): as_text(value) for name, value in found
+        }
 
     def _layout(self) -> list[Any]:
         return [self.world.size, [shard.vectors[0].size for shard in self._built()]]
