@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from .... import device
@@ -191,7 +192,8 @@ class ElasticIslands(TrainingIslands):
 
     def _what(self) -> dict[str, Any]:
         """The flags that all islands must share, by name."""
-        found = identity(self.config).items()
+        # Saving the mean changes no run, but it takes all.
+        found = {**identity(self.config), "save_consensus": self.config.save_consensus}.items()
         return {"--seed": self.world.seed, **self.world.alike} | {
             "--" + name.replace("_", "-"): as_text(value) for name, value in found
         }
@@ -468,11 +470,30 @@ class ElasticIslands(TrainingIslands):
 
     # --- weights and saved state -----------------------------------------------------------------------------------
 
-    def consensus_weights(self) -> Any:
+    def _means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The means of ``shards`` over the islands that send; ``None`` for who listens, and if they do not meet."""
+        among = self._current
+        total = None if among is None else among.total
+        found: list[torch.Tensor] | None = None
+        if among is not None and total is not None:
+            try:
+                found = [total(shard) / len(among.senders) for shard in shards]
+            except (RuntimeError, dist.DistError) as error:
+                why = (str(error).splitlines() or [""])[0]
+                logger.warning(
+                    "island %d: no mean of all islands' weights (%s); its own are in its place", self._slot, why
+                )
+        everywhere = torch.tensor([int(found is not None)], device=device.current_device())
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        if everywhere.item():
+            return found
+        if among is not None:
+            among.total = None  # others, which are out of step now, see that
         return None
 
-    def saved_beside(self, folder: str) -> tuple[str, bool] | None:
-        return None
+    @property
+    def _writes_consensus(self) -> bool:
+        return self._current is not None and self._current.place == 0
 
     def rewind(self, folder: str) -> str | None:
         return None
