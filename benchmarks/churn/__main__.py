@@ -40,6 +40,7 @@ _FLAGS = {
     "--sync-delay": 4,
     "--island-patience": 4,
     "--island-poll": 0.3,
+    "--island-join": 20,
     "--log-interval": 1,
     "--save-interval": 50,
     "--eval-interval": 100,
