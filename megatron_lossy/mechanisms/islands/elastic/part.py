@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from .... import device
 from ....config import LossyConfig
-from ....errors import UsageError
+from ....errors import UsageError, refuse
 from ....fetch import Fetched
 from ....flags import as_text, identity
 from ....monitor import Observer
@@ -102,6 +102,13 @@ class ElasticIslands(TrainingIslands):
             self._miss(jump)
         self._take_copy(max(jump, iteration))
         return max(jump, iteration)
+
+    def begin_iteration(self) -> None:
+        """See :meth:`RankIslands.begin_iteration`. Raises :class:`UsageError` in a program that never catches up."""
+        if not self._entered:
+            why = "needs a training loop that can go on at a later iteration: python -m megatron_lossy.train, or megatron.training"
+            raise refuse("--rendezvous", self.config.rendezvous, why)
+        super().begin_iteration()
 
     def _enter(self, iteration: int) -> int:
         """Take part in a first epoch. Returns the iteration of the run. A collective call of the ranks of the island."""
@@ -313,8 +320,15 @@ class ElasticIslands(TrainingIslands):
 
     def begin_stopping(self, signal: int) -> Callable[[], int]:
         """See :meth:`Part.begin_stopping`. Other islands go on."""
+        return self.begin_agreeing(signal, self._run.iteration + 1)
+
+    def begin_agreeing(self, signal: int, made: int) -> Callable[[], int]:
+        """Begin to agree on what the first rank knows. ``made``: iterations that are over before what is agreed on holds.
+
+        Returns a function that waits for the largest ``signal`` of all ranks. A collective call of the ranks of the island.
+        """
         # What may have come meanwhile is asked for last: an epoch in force is known.
-        ahead, following = self._ahead(), self._next()
+        ahead, following = self._ahead(made), self._next(made)
         visits = _ENOUGH
         if self._standing.slot.listens:
             visits = min((shard.rounds.visits(0) for shard in self._built()), default=_ENOUGH)
@@ -348,22 +362,18 @@ class ElasticIslands(TrainingIslands):
             self._watch.check()
         return -1 if self._membership is None else self._membership.latest
 
-    def _next(self) -> int:
-        """The number of the epoch of the exchange after the one of this iteration."""
-        return (
-            -1
-            if self._membership is None
-            else self._membership.in_force(self._exchange_of(self._run.iteration + 1) + 1)
-        )
+    def _next(self, made: int) -> int:
+        """The number of the epoch of the first exchange after ``made`` iterations."""
+        return -1 if self._membership is None else self._membership.in_force(self._exchange_of(made) + 1)
 
-    def _ahead(self) -> int:
-        """The iteration of the run, if it has gone on without this island; else 0.
+    def _ahead(self, now: int) -> int:
+        """The iteration of the run, if it has gone on without this island, which has made ``now``; else 0.
 
         Who is little behind is waited for in the next epoch, and leaves no iteration out.
         """
         if self._membership is None:
             return 0
-        config, now = self.config, self._run.iteration + 1
+        config = self.config
         run = self._iteration_of(self._membership.furthest)
         late = (run - now) / config.sync_interval * self._membership.seconds > config.island_patience / 2
         return run if late and run > now + config.sync_delay + config.sync_interval else 0
@@ -487,10 +497,11 @@ class ElasticIslands(TrainingIslands):
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+        self._rejoining.end()
+        for opening in self._openings:  # all at once, and then one after another
+            opening.abandon()
         for opening in self._openings:
-            among = opening.among()
-            if among is not None and not among.broken:
-                among.close()
+            opening.end()
 
 
 def _address_towards(urls: Sequence[str]) -> str:
