@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,8 @@ _FLAGS = {
     "--sync-fraction": 0.25,
     "--sync-interval": 2,
     "--sync-delay": 4,
-    "--island-patience": 4,
+    "--island-patience": 5,
+    "--island-keep": 40,
     "--island-poll": 0.3,
     "--island-join": 20,
     "--log-interval": 1,
@@ -125,22 +127,24 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
             while not director.over:
                 islands.read()
                 director.direct()
-                _check(islands)
+                _check(islands, args.iterations)
                 time.sleep(0.05)
             islands.read()
             notes.append(f"It took {time.monotonic() - began:.0f} s")
         finally:
             islands.end()
-    _check(islands)
+    _check(islands, args.iterations)
+    failed = [one for one in islands.lives if one.process.returncode not in (0, -signal.SIGKILL)]
+    notes += [f"island {one.slot} ended with status {one.process.returncode}" for one in failed]
     slots = sorted({one.slot for one in islands.lives})
     found = [Island.read(slot, islands.lives, out / "log") for slot in slots]
     _write(args, argv, Results(found, director.happened, args.iterations), notes)
 
 
-def _check(islands: Islands) -> None:
-    """Raise :class:`RuntimeError` if an island has ended by itself, before its end."""
+def _check(islands: Islands, end: int) -> None:
+    """Raise :class:`RuntimeError` if an island has ended by itself before iteration ``end``."""
     for life in islands.lives:
-        if life.process.poll() not in (None, 0, -9):
+        if life.process.poll() not in (None, 0, -signal.SIGKILL) and life.iteration < end:
             raise RuntimeError(
                 f"island {life.slot}: status {life.process.returncode}; the end of {life.log}:\n{life.tail()}"
             )
