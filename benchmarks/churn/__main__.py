@@ -79,7 +79,8 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _schedule(args: argparse.Namespace) -> Schedule:
+def schedule_of(args: argparse.Namespace) -> Schedule:
+    """What happens. Raises :class:`UsageError`."""
     if args.schedule is not None:
         return read_schedule(args.schedule, args.islands, args.iterations)
     for name, least in (("islands", 4), ("iterations", DEFAULT.events[-1].at + 1)):
@@ -102,7 +103,7 @@ def _network(machines: int) -> Iterator[tuple[Network, list[str]]]:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """The run, its tables and its picture."""
-    schedule, out = _schedule(args), Path(args.out)
+    schedule, out = schedule_of(args), Path(args.out)
     away = args.lighthouse_away or (DEFAULT_AWAY if args.schedule is None else None)
     flags = ["--config", args.config, "--islands", str(args.islands), "--train-iters", str(args.iterations)]
     flags += [str(word) for pair in _FLAGS.items() for word in pair] + args.flags.split()
@@ -175,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     with usage_errors(_PROGRAM):
         torchft()
-        _schedule(args)
+        schedule_of(args)
         out = Path(args.out)
         if out.exists():
             if not args.replace:
