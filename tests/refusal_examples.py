@@ -143,6 +143,7 @@ ISLAND = [
         {},
         "--island-schedule events: cannot be combined with --island-speeds",
     ),
+    (ISLANDS | {"island_keep": 3}, {"virtual": False}, "--island-keep 3: needs --island-schedule or --rendezvous"),
     (
         APART | {"eval_weights": "replica"},
         {"data_parallel": "FSDP2"},

@@ -368,12 +368,12 @@ class IslandFlags(Flags):
                 (self.rendezvous is not None, "--rendezvous"),
             ),
             "island_keep": (
-                self.comes_and_goes and corrected,
-                "--island-schedule or --rendezvous, and --sync-method parameters: outer weights are copied after every absence",
+                self.averages and corrected,
+                "--islands and --sync-method parameters: outer weights are copied after every absence",
             ),
             "island_rejoin": (
-                self.comes_and_goes and corrected,
-                "--island-schedule or --rendezvous, and --sync-method parameters: outer weights can only be copied",
+                self.averages and corrected,
+                "--islands and --sync-method parameters: outer weights can only be copied",
             ),
             "sync_fraction": (self.averages and method != "none", "--islands and --sync-method parameters"),
             **dict.fromkeys(
