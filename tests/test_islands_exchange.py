@@ -102,7 +102,9 @@ def test_a_shard_may_be_shorter_than_a_datagram():
 def test_pieces_that_leave_a_device(monkeypatch):
     """They are the pieces of host memory, to the bit, and are told of when they are asked for, or their mean is."""
     random = torch.Generator().manual_seed(0)
-    for form in map(form_of, (LossyConfig(**TWO), LossyConfig(**TWO, sync_dtype="bf16"), LossyConfig(**TWO, sync_dtype="int8"))):
+    for form in map(
+        form_of, (LossyConfig(**TWO), LossyConfig(**TWO, sync_dtype="bf16"), LossyConfig(**TWO, sync_dtype="int8"))
+    ):
         for islands, count in ((1, 3), (2, 4), (3, 10), (4, 2)):
             for value in (1.0, torch.inf):
                 own = torch.randn(count, generator=random)

@@ -192,7 +192,7 @@ def least_delay(round_trip: float, step: float) -> int:
 
 
 def parts(
-    parameters: float, rate: float, round_trip: float, step: float, islands: int = 2, item_bytes: int = 2
+    parameters: float, rate: float, round_trip: float, step: float, islands: int = 2, item_bytes: float = 2
 ) -> tuple[int, int]:
     """(n, delay) of islands that exchange one parameter in n in each iteration: the least delay, then the largest
     share.

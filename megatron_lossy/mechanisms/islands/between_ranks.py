@@ -32,7 +32,6 @@ from .rest import Rest
 from .stopping import Stopping
 from .world import Meeting
 
-
 _HOST = torch.device("cpu")
 
 
