@@ -2,12 +2,14 @@
 
     python -m benchmarks.run_wan [--loss 0.01] [--rtt 20] [--out runs/wan]      (make run-wan)
     python -m benchmarks.run_wan --rate 100 --rtt 50 --runs "gloo bbr" alone islands "islands udp"
+    python -m benchmarks.run_wan --rate 100 --rtt 50 --runs udp "udp int8" "udp int4"
 
 As root, on Linux (benchmarks/lab); elsewhere it says what is missing. Two ranks in two network namespaces train the
 model of configs/tiny with each transport, one after the other. It prints the time of an iteration, the part of it
 that is communication, and when each run reached a validation loss that all of them reach. Gloo over TCP Reno trains a
 few iterations only: it computes what gloo over BBR does, bit for bit, and is too slow for more. Islands average 25 % of
-their parameters, an iteration late: as much and as soon as such a link lets them. Alone, they exchange nothing.
+their parameters, an iteration late: as much and as soon as such a link lets them. Alone, they exchange nothing. With
+int8 gradients and parameters, or what islands average, cross in 8 bits; with int4 gradients in 4.
 """
 
 from __future__ import annotations
@@ -47,9 +49,12 @@ RUNS = {
     "gloo bbr": ("bbr", ()),
     "gloo reno": ("reno", ()),
     "udp": ("bbr", _UDP),
+    "udp int8": ("bbr", (*_UDP, "--grad-wire", "int8", "--param-wire", "int8")),
+    "udp int4": ("bbr", (*_UDP, "--grad-wire", "int4", "--param-wire", "int8")),
     "alone": ("bbr", (*_ISLANDS, "none")),
     "islands": ("bbr", _AVERAGED),
     "islands udp": ("bbr", (*_AVERAGED, *_UDP)),
+    "islands udp int8": ("bbr", (*_AVERAGED, *_UDP, "--sync-dtype", "int8")),
 }
 _DEFAULT = ("gloo bbr", "gloo reno", "udp")
 #: What a rank measures of itself (benchmarks.wan_rank).
@@ -64,7 +69,8 @@ _EXPLANATION = (
     "communication: what else an iteration waits for, such as the norm of the gradients; it goes over TCP in every run. The time to the same loss is the number of iterations, times "
     "that of an iteration."
 )
-_COLOURS = dict(zip(RUNS, ("#1f77b4", "#17becf", "#d62728", "#7f7f7f", "#2ca02c", "#9467bd"), strict=True))
+_PALETTE = ("#1f77b4", "#17becf", "#d62728", "#ff7f0e", "#bcbd22", "#7f7f7f", "#2ca02c", "#9467bd", "#e377c2")
+_COLOURS = dict(zip(RUNS, _PALETTE, strict=True))
 
 
 def metrics_file(folder: Path) -> Path:

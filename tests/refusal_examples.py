@@ -126,6 +126,16 @@ ISLAND = [
         "--pipeline-model-parallel-size 2: two stages have a copy of the embedding, which --islands would average",
     ),
     (
+        OUTER | {"sync_dtype": "int8"},
+        {},
+        "--sync-dtype int8: with --sync-method diloco steps smaller than the rounding are lost",
+    ),
+    (
+        ISLANDS | {"sync_dtype": "int8"},
+        {"virtual": False, "tensor": 2},
+        "--sync-dtype int8: tensor-parallel copies of a parameter would be rounded apart",
+    ),
+    (
         ISLANDS | UDP,
         {"virtual": False, "tensor": 2},
         "--transport udp: tensor-parallel ranks would lose other averages",

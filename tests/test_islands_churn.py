@@ -362,6 +362,7 @@ RULES = {
     "ema, lost": {"sync_fraction": 0.25, "sync_delay": 3, "delay_correction": "ema", "p_sync": 0.3},
     "smith": {"sync_fraction": 0.5, "sync_delay": 5, "delay_correction": "smith", "sync_subset": "partition"},
     "bf16": {"sync_dtype": "bf16", "sync_interval": 3},
+    "int8": {"sync_dtype": "int8", "wire_block": 32, "sync_fraction": 0.5, "sync_delay": 2},
     "diloco": {"sync_method": "diloco", "sync_interval": 4, "p_sync": 0.2},
 }
 

@@ -20,6 +20,7 @@ from megatron_lossy.mechanisms.islands import between_ranks as means_of_ranks
 from megatron_lossy.mechanisms.islands import mean as means_in_memory
 from megatron_lossy.mechanisms.islands.between_ranks import BetweenRanks
 from megatron_lossy.mechanisms.islands.flags import SYNC_PHASES
+from megatron_lossy.mechanisms.islands.form import form_of
 from megatron_lossy.mechanisms.islands.main_vector import Segment, Vector, shard_vector
 from megatron_lossy.mechanisms.islands.mean import InMemory
 from megatron_lossy.mechanisms.islands.places import Places
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.shows(
 )
 
 STREAM = Stream("islands", expert_rank=1, stage=2)
+TWO = {"islands": 2, "sync_method": "parameters"}
 
 
 class Table:
@@ -100,7 +102,9 @@ def test_a_shard_may_be_shorter_than_a_datagram():
 def test_pieces_that_leave_a_device(monkeypatch):
     """They are the pieces of host memory, to the bit, and are told of when they are asked for, or their mean is."""
     random = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
+    for form in map(
+        form_of, (LossyConfig(**TWO), LossyConfig(**TWO, sync_dtype="bf16"), LossyConfig(**TWO, sync_dtype="int8"))
+    ):
         for islands, count in ((1, 3), (2, 4), (3, 10), (4, 2)):
             for value in (1.0, torch.inf):
                 own = torch.randn(count, generator=random)
@@ -108,9 +112,9 @@ def test_pieces_that_leave_a_device(monkeypatch):
                 found = []
                 for is_here in (True, False):
                     monkeypatch.setattr(aside, "is_here", lambda vector, is_here=is_here: is_here)
-                    pieces = aside.Pieces(own, islands, dtype)
+                    pieces = aside.Pieces(own.clone(), islands, form)
                     assert pieces.here == is_here
-                    rows = pieces.rows.float()[:, : pieces.shard].nan_to_num(99.0)
+                    rows = form.decode(pieces.rows[:, : -aside.ASIDE], pieces.units).nan_to_num(99.0)
                     found.append((pieces.present, pieces.shard, rows.tolist(), pieces.rows.dtype, pieces.rows.shape))
                 assert found[0] == found[1] and found[0][0] == (value == 1.0)
 
@@ -157,6 +161,8 @@ def here(mean, island: int = 0) -> torch.Tensor:
     [
         {},
         {"sync_dtype": "bf16"},
+        {"sync_dtype": "int8", "wire_block": 32},
+        {"sync_dtype": "int8", "wire_block": 32, "p_sync": 0.4, "loss_unit": "packet", "packet_bytes": 34},
         {"p_sync": 0.4},
         {"p_sync": 0.4, "loss_unit": "packet", "packet_bytes": 64},
         {
@@ -179,8 +185,10 @@ def test_as_islands_in_one_process(islands, flags, broken):
         if broken is not None:
             sent[broken, 7] = torch.inf
         together = InMemory(config, STREAM, None)
-        expected = together.begin(step, sent).wait()
-        means, told = cross(config, sent, step)
+        expected = together.begin(step, together_sent := sent.clone()).wait()
+        means, told = cross(config, own_sent := sent.clone(), step)
+        if broken is None:
+            assert torch.equal(own_sent, together_sent)
         for island, mean in enumerate(means):
             arrived = here(mean)
             assert torch.equal(arrived, here(expected, island))

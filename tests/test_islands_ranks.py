@@ -99,6 +99,8 @@ def test_two_islands_of_a_rank_are_virtual_ones(data, tmp_path):
         "smith": ({}, {**LATE, **LOST, "sync_fraction": 0.5, "delay_correction": "smith"}),
         "lost": ({}, {**LATE, **LOST, "delay_correction": "none", "sync_dtype": "bf16"}),
         "rounded": ({}, {**LATE, **LOST, "sync_dtype": "bf16"}),
+        "in 8 bits": ({}, {**LATE, **LOST, "sync_dtype": "int8", "sync_block": 16}),
+        "in 8 bits, datagrams": ({}, {**LATE, **LOST, "p_sync": 0.2, "transport": "udp", "sync_dtype": "int8"}),
         "whole shards lost": (
             {},
             {**LATE, "p_sync": 0.5, "sync_interval": 2, "sync_subset": "bernoulli", "sync_block": 5},
@@ -168,6 +170,7 @@ CONTINUED = {
     "late": ({}, {**LATE, **LOST, **INSIDE, "grad_recovery": "previous"}),
     "ema": ({"bf16": True}, {**LATE, "delay_correction": "ema", "sync_interval": 2, "sync_dtype": "bf16"}),
     "smith": ({}, {**LATE, **LOST, "sync_fraction": 1.0, "delay_correction": "smith"}),
+    "int8": ({}, {**LATE, **LOST, "sync_fraction": 1.0, "delay_correction": "smith", "sync_dtype": "int8"}),
     "eager": ({"optimizer": "nadam"}, {**OUTER, "sync_method": "eager-diloco", "sync_delay": 2}),
 }
 

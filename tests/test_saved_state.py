@@ -48,6 +48,7 @@ WALKED = {
     "mechanisms.islands.outer.DiLoCo": "test_islands",
     "mechanisms.islands.correction.MovingAverage": "test_islands",
     "mechanisms.islands.correction.SmithPredictor": "test_islands",
+    "mechanisms.islands.rest.Rest": "test_islands",
     "virtual.versions.Versions": "test_saved_state_virtual.py",
     "mechanisms.async_pipeline.virtual.Stages": "test_saved_state_virtual.py",
     "monitor.observer.Observer": "test_saved_state_virtual.py",
@@ -280,6 +281,7 @@ LATE = {"islands": 3, "sync_method": "parameters", "sync_interval": 2, "sync_del
 ISLANDS = {
     "mixing": LATE,
     "mixing, bf16": LATE | {"sync_dtype": "bf16"},
+    "int8": LATE | {"sync_dtype": "int8", "wire_block": 32},
     "ema": LATE | {"delay_correction": "ema"},
     "smith": LATE | {"delay_correction": "smith", "mixing_gain": "0.5", "sync_subset": "partition"},
     "lost": LATE | {"p_sync": 0.3, "delay_correction": "smith", "mixing_gain": "0.5"},

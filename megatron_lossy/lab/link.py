@@ -17,6 +17,8 @@ LONGER = 1 / 3
 #: Up to this round trip, in seconds, a link looks like the network of a site.
 INSIDE = 1e-3
 _BYTES = {"fp32": 4, "bf16": 2}
+#: Of a value that crosses between islands; int8 with its share of a scale.
+_SYNC_BYTES = _BYTES | {"int8": 1 + 2 / 128}
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,14 @@ class Site:
     @property
     def parts(self) -> tuple[int, int]:
         """(n, delay): islands average one parameter in n, ``delay`` iterations late."""
-        return parts(self.parameters, self.rate, self.round_trip_ms / 1e3, self.step, self.islands, _BYTES[self.sync])
+        return parts(
+            self.parameters, self.rate, self.round_trip_ms / 1e3, self.step, self.islands, _SYNC_BYTES[self.sync]
+        )
 
     @property
     def averaged(self) -> float:
         """Bytes that an island sends in an iteration."""
-        return bytes_sent(1, self.islands, _BYTES[self.sync]) * self.parameters / self.parts[0]
+        return bytes_sent(1, self.islands, _SYNC_BYTES[self.sync]) * self.parameters / self.parts[0]
 
     @property
     def interval(self) -> int:
@@ -90,7 +94,7 @@ class Site:
             flags.append(f"--sync-interval {self.interval}")
         if delay >= n:
             flags.append("--delay-correction smith")
-        return [*flags, *(["--sync-dtype bf16"] if self.sync == "bf16" else []), *transport]
+        return [*flags, *([f"--sync-dtype {self.sync}"] if self.sync != "fp32" else []), *transport]
 
 
 def fraction(n: int) -> str:
@@ -127,7 +131,9 @@ def read(arguments: Sequence[str]) -> Site:
     )
     parser.add_argument("--weights", choices=tuple(_BYTES), default="bf16", help="dtype of the model; default bf16")
     parser.add_argument("--islands", type=int, default=2, metavar="M", help="sites that would be islands; default 2")
-    parser.add_argument("--sync-dtype", choices=tuple(_BYTES), default="bf16", help="what islands send; default bf16")
+    parser.add_argument(
+        "--sync-dtype", choices=tuple(_SYNC_BYTES), default="bf16", help="what islands send; default bf16"
+    )
     parser.add_argument(
         "--longer",
         type=float,

@@ -156,7 +156,7 @@ def speed_held_back(away: float) -> float:
     return 1 - away
 
 
-def bytes_sent(elements: int, islands: int, itemsize: int = 4, receivers: int | None = None) -> float:
+def bytes_sent(elements: int, islands: int, itemsize: float = 4, receivers: int | None = None) -> float:
     """The bytes that an island sends in one exchange of ``elements``, to owners and back, without its own part.
 
     ``receivers``: of means, if some of these send nothing; default ``islands``.
@@ -192,7 +192,7 @@ def least_delay(round_trip: float, step: float) -> int:
 
 
 def parts(
-    parameters: float, rate: float, round_trip: float, step: float, islands: int = 2, item_bytes: int = 2
+    parameters: float, rate: float, round_trip: float, step: float, islands: int = 2, item_bytes: float = 2
 ) -> tuple[int, int]:
     """(n, delay) of islands that exchange one parameter in n in each iteration: the least delay, then the largest
     share.

@@ -164,7 +164,12 @@ def means(rank):
     install(tracker)
     wrong = []
     for islands in (2, 3):
-        for flags in ({}, {"sync_dtype": "bf16"}, {"p_sync": 0.4, "loss_unit": "packet", "packet_bytes": 64}):
+        for flags in (
+            {},
+            {"sync_dtype": "bf16"},
+            {"sync_dtype": "int8", "wire_block": 32},
+            {"p_sync": 0.4, "loss_unit": "packet", "packet_bytes": 64},
+        ):
             for broken in (False, True):
                 config = LossyConfig(islands=islands, sync_method="parameters", **flags)
                 sent = torch.randn(islands, 101, generator=torch.Generator().manual_seed(islands))

@@ -52,4 +52,4 @@ class CompressionFlags(Flags):
         return [f"{words[phase]}, blocks of {self.wire_block}" for phase in self.wire_bits]
 
     def idle(self) -> dict[str, tuple[bool, set[str]]]:
-        return {"nothing crosses in codes": (bool(self.wire_bits), {"wire_block"})}
+        return {"nothing crosses in codes": (bool(self.wire_bits or self.sync_bits), {"wire_block"})}

@@ -11,9 +11,14 @@ from ...refusals.row import OFF, Row, above
 _FLAGS = ("--grad-wire", "--param-wire")
 
 
+def _bits(config: LossyConfig) -> int:
+    """The most bits of an element that crosses in codes; 0 if nothing does."""
+    return max(*config.wire_bits.values(), config.sync_bits, 0)
+
+
 def _needed(config: LossyConfig) -> int:
     """The least bytes of a packet in which a block of each phase fits; 0 if nothing crosses in codes."""
-    return max((BlockCode(bits, config.wire_block).block_bytes for bits in config.wire_bits.values()), default=0)
+    return BlockCode(_bits(config), config.wire_block).block_bytes if _bits(config) else 0
 
 
 def _apart(config: LossyConfig, facts: Facts) -> bool:
@@ -33,11 +38,11 @@ COMPRESSION = Section(
         ),
         Row(
             flag="--packet-bytes",
-            beside="--grad-wire, --param-wire and a larger block",
+            beside="--grad-wire, --param-wire, --sync-dtype int8 and a larger block",
             why="holds no block of {config.wire_block} ({code} needs {needed})",
-            terms=lambda config, facts: {"needed": _needed(config), "code": f"int{max(config.wire_bits.values())}"},
+            terms=lambda config, facts: {"needed": _needed(config), "code": f"int{_bits(config)}"},
             when=lambda config, facts: (
-                config.wire_bits and config.loss_unit == "packet" and config.packet_range[0] < _needed(config)
+                _bits(config) and config.loss_unit == "packet" and config.packet_range[0] < _needed(config)
             ),
         ),
         Row(

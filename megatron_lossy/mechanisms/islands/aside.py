@@ -6,36 +6,45 @@ training does not. On a CPU there is no way to go.
 
 from __future__ import annotations
 
-from itertools import zip_longest
-
 import torch
 
 from ...fetch import Fetched, aside, is_here, stream_aside
 from ...fingerprint import finite
 from ...recovery import copies
+from .form import Form
 
 #: Elements behind each piece and each mean. They say whether to stop.
 ASIDE = 1
 #: Integers as long as elements.
-BITS = {2: torch.int16, 4: torch.int32}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Pieces:
-    """``own`` float32[k] in ``islands`` pieces of ``dtype``, with room for :data:`ASIDE` more elements in each.
+    """``own`` float32[k] in ``islands`` pieces of ``form``, with room for :data:`ASIDE` more items behind each.
 
-    If some values are not finite, all pieces are NaN: this tells the others that nothing comes from here. ``here``:
-    whether they were in host memory from the beginning.
+    ``own`` becomes what is sent: as it arrives. If some values are not finite, all pieces are blank: this tells the others that nothing
+    comes from here. ``shard``, ``units``: the elements of a piece. ``here``: whether they were in host memory from the beginning.
     """
 
-    def __init__(self, own: torch.Tensor, islands: int, dtype: torch.dtype) -> None:
+    def __init__(self, own: torch.Tensor, islands: int, form: Form) -> None:
         self.shard = -(-len(own) // islands)
-        self._dtype = dtype
+        self.units = form.cut(self.shard)
+        self._dtype = form.dtype
         self.here = is_here(own)
-        if self.here:
-            self._present: bool | Fetched = bool(finite([own]))
-            self._rows: torch.Tensor | Fetched = self._cut(own, islands)
-        else:
-            self._leave(own, islands)
+        missing = islands * self.shard - len(own)
+        whole = torch.nn.functional.pad(own, (0, missing)) if missing else own
+        items = form.items(self.units)
+        rows = own.new_zeros(islands, items + ASIDE, dtype=form.dtype)
+        form.encode(whole.view(islands, self.shard), self.units, rows[:, :items])
+        if not form.exact:
+            own.copy_(form.decode(rows[:, :items], self.units).view(-1)[: len(own)])
+        present = finite([own])
+        self._present: bool | Fetched = bool(present) if self.here else Fetched(present)  # before the long copy
+        self._rows: torch.Tensor | Fetched = rows
+        if not self.here:
+            self._leave(rows.masked_fill_(~present, form.blank))
+        elif not self._present:
+            rows.fill_(form.blank)
 
     @property
     def present(self) -> bool:
@@ -46,31 +55,16 @@ class Pieces:
 
     @property
     def rows(self) -> torch.Tensor:
-        """[M, shard + ASIDE], in host memory."""
+        """[M, items + ASIDE], in host memory."""
         if isinstance(self._rows, Fetched):
             self._rows = torch.from_numpy(self._rows.wait()).view(self._dtype)
         return self._rows
 
-    def _cut(self, own: torch.Tensor, islands: int) -> torch.Tensor:
-        rows = torch.empty(islands, self.shard + ASIDE, dtype=self._dtype)
-        if not self._present:
-            return rows.fill_(torch.nan)
-        for piece, part in zip_longest(rows, own.split(self.shard), fillvalue=own[:0]):
-            piece[: len(part)].copy_(part)
-            piece[len(part) :].zero_()
-        return rows
-
-    def _leave(self, own: torch.Tensor, islands: int) -> None:
-        """Begin to copy to the host. Nothing depends on the values."""
-        present = finite([own])
-        whole = own.new_zeros(islands * self.shard, dtype=self._dtype)
-        whole[: len(own)].copy_(own)
-        rows = own.new_zeros(islands, self.shard + ASIDE, dtype=self._dtype)
-        rows[:, : self.shard] = whole.view(islands, self.shard).masked_fill_(~present, torch.nan)
-        self._present = Fetched(present)  # before the long copy, for those who ask for it alone
-        if own.device.type == "cuda":
-            stream_aside(own.device).wait_stream(torch.cuda.current_stream(own.device))
-        with aside(own.device):
+    def _leave(self, rows: torch.Tensor) -> None:
+        """Begin to copy ``rows`` to the host. Nothing depends on the values."""
+        if rows.device.type == "cuda":
+            stream_aside(rows.device).wait_stream(torch.cuda.current_stream(rows.device))
+        with aside(rows.device):
             copies.used_here((rows,))
             self._rows = Fetched(rows.view(BITS[rows.element_size()]))  # NumPy knows no bfloat16
 

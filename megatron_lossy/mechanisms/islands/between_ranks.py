@@ -9,6 +9,7 @@ Its twin is :class:`.mean.InMemory`: here an island has one row of the exchange,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -18,15 +19,20 @@ import numpy as np
 import torch
 
 from ...config import LossyConfig
-from ...exchange import BucketUnits, Delivery, Exchange, Stream, cut
+from ...exchange import BucketUnits, Delivery, Exchange, Stream
 from ...fetch import aside
 from ...recovery import copies
 from ...transport.drawn import draw
 from .aside import ASIDE, BITS, Brought, Pieces
 from .flags import SYNC_LANES, SYNC_PHASES
-from .mean import DTYPES, Mean, elements_of, finite_rows, mean_of, networks_between, owed_to
+from .form import Codes, form_of
+from .mean import Mean, elements_of, finite_rows, mean_of, networks_between, owed_to
+from .places import Places
+from .rest import Rest
 from .stopping import Stopping
 from .world import Meeting
+
+_HOST = torch.device("cpu")
 
 
 class Carrier(Protocol):
@@ -38,7 +44,7 @@ class Carrier(Protocol):
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
         """Send ``pieces`` [M, n], one to each island. Returns the pieces for this island [M, n], and the arrived units.
 
-        The second is bool[M, units or more]; ``None``: all. Elements that did not arrive are zero.
+        The second is bool[M, units or more]; ``None``: all. Items that did not arrive are zero.
         """
 
     def gather(self, own: torch.Tensor) -> tuple[torch.Tensor, np.ndarray | None]:
@@ -85,8 +91,7 @@ def carriers_of(
         return [Reliable(meet(name)) for name in names]
     from .datagrams import IslandLink  # which starts a thread
 
-    dtype, size = DTYPES[config.sync_dtype], config.islands
-    return [IslandLink(config, name, island, size, store(name), most, dtype, patience) for name in names]
+    return [IslandLink(config, name, island, config.islands, store(name), most, patience) for name in names]
 
 
 class Parties(NamedTuple):
@@ -98,6 +103,18 @@ class Parties(NamedTuple):
     senders: Sequence[int]
     place: int | None
     carrier: Carrier
+
+
+class Keeping(NamedTuple):
+    """What is needed to round the own means of an exchange of ``count`` elements at ``places``, of a vector in host memory.
+
+    ``before``: is set once those of the exchange before are rounded, whose rests go into these; ``over``: once these are.
+    """
+
+    places: Places | None
+    count: int
+    before: threading.Event
+    over: threading.Event
 
 
 class Crossed(NamedTuple):
@@ -131,29 +148,34 @@ class BetweenRanks:
         stopping: Stopping | None = None,
     ) -> None:
         self._config, self._stream, self._island = config, stream, island
-        self.dtype = DTYPES[config.sync_dtype]
+        self._form = form_of(config)
+        self.rest = Rest() if isinstance(self._form, Codes) else None
         self._networks = networks_between(config, stream, steps)
         self._told = told
         self._stopping = stopping or Stopping()
         self.carriers = list(carriers)
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix="megatron-lossy-islands") for _ in carriers]
         self._begun = 0
+        self._rounded = threading.Event()  # the mean of the latest exchange
+        self._rounded.set()
         self._untold: Waiting | None = None
 
-    def begin(self, step: int, sent: torch.Tensor) -> Waiting:
-        """Begin the exchange of ``sent`` float32[1, k], keyed by the iteration ``step``."""
+    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
+        """Begin the exchange of ``sent`` float32[1, k] at ``places``, keyed by the iteration ``step``. See :class:`.Crossing`."""
         [own] = sent
         turn, self._begun = self._begun % len(self._threads), self._begun + 1
         parties = self._parties(turn)
         senders = parties.senders
-        pieces = Pieces(own, len(senders), self.dtype)
-        [units], _ = cut([pieces.shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
+        pieces = Pieces(own, len(senders), self._form)
+        units = pieces.units
+        before, self._rounded = self._rounded, threading.Event()
+        keeping = Keeping(None if places is None else places.on(_HOST), len(own), before, self._rounded)
         drawn = [self._drawn(phase, step, units, senders) for phase in SYNC_PHASES]
         told = partial(self._tell, step, units, parties)
-        future = self._threads[turn].submit(self._cross, parties, pieces, units, drawn, own.device)
+        future = self._threads[turn].submit(self._run, parties, pieces, drawn, keeping, own.device)
         if parties.carrier.observes:
             return Waiting(future, own, lambda crossed: told(crossed.arrived))
-        waiting = Waiting(future, own, lambda _: told(self._arriving(drawn, pieces, units)))
+        waiting = Waiting(future, own, lambda _: told(self._arriving(drawn, pieces)))
         if pieces.here:
             waiting.tell()
         self._untold = waiting
@@ -185,36 +207,38 @@ class BetweenRanks:
         return arrived.copy()  # torch wants to be able to write
 
     @staticmethod
-    def _arriving(
-        drawn: Sequence[np.ndarray | None], pieces: Pieces, units: BucketUnits
-    ) -> Sequence[np.ndarray | None]:
+    def _arriving(drawn: Sequence[np.ndarray | None], pieces: Pieces) -> Sequence[np.ndarray | None]:
         """``drawn``, or nothing if nothing comes from here: then nothing counts that comes here, either."""
         if pieces.present:
             return drawn
-        return [np.zeros((len(pieces.rows), units.count), dtype=bool)] * len(drawn)
+        return [np.zeros((len(pieces.rows), pieces.units.count), dtype=bool)] * len(drawn)
+
+    def _run(self, *arguments: Any) -> Crossed:
+        """:meth:`_cross`, on a thread."""
+        keeping: Keeping = arguments[3]
+        try:
+            return self._cross(*arguments)
+        finally:
+            keeping.over.set()  # whatever happened, the next one need not wait
 
     def _cross(
         self,
         parties: Parties,
         pieces: Pieces,
-        units: BucketUnits,
         drawn: Sequence[np.ndarray | None],
+        keeping: Keeping,
         device: torch.device,
     ) -> Crossed:
         """Make both halves of the exchange, on a thread. The mean goes to ``device``."""
-        sent = pieces.rows
-        drawn = self._arriving(drawn, pieces, units)
+        sent, units = pieces.rows, pieces.units
+        drawn = self._arriving(drawn, pieces)
         self._say(sent)
         received, arrived = parties.carrier.scatter(sent)
         rows = self._heard(received, units, drawn[0], arrived)
         reduced = _complete(rows, units, drawn[0], arrived)
         here = None if reduced.all() else elements_of(reduced[None], units, rows.device)
         exact = mean_of(rows[:, None], here)[0]
-        mean = exact.to(self.dtype)
-        averaged = reduced.any(axis=0)
-        if not averaged.all():  # elements without a sender have no mean; NaN tells the others
-            mean.masked_fill_(~elements_of(averaged[None, None], units, mean.device)[0, 0], torch.nan)
-        sent = torch.cat([mean, mean.new_zeros(ASIDE)])
+        sent, mean = self._message(parties, exact, units, reduced.any(axis=0), keeping)
         self._say(sent)
         gathered, arrived = parties.carrier.gather(sent)
         values = self._heard(gathered, units, drawn[1], arrived)
@@ -224,11 +248,31 @@ class BetweenRanks:
             # As units, and without the zeros that are owed to others: the device makes elements of them.
             back = None if lossless else elements_of(complete[None], units, device)[0].reshape(-1)
             owed = None
-            if self.dtype != torch.float32 and parties.place is not None:
-                rest = copies.upload((exact - mean.float())[None], device)
+            if self.rest is None and not self._form.exact and parties.place is not None:
+                rest = copies.upload((exact - mean)[None], device)
                 owed = owed_to([parties.place], rest, len(parties.senders))
             mine = Mean(copies.upload(values.reshape(-1), device), back, owed)
         return Crossed(mine, Brought(device), [reduced, complete])
+
+    def _message(
+        self, parties: Parties, exact: torch.Tensor, units: BucketUnits, averaged: np.ndarray, keeping: Keeping
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The message of the own means [items + ASIDE], and as they arrive [shard]. ``averaged`` bool[units]: somebody sent them."""
+        items = self._form.items(units)
+        sent = torch.zeros(items + ASIDE, dtype=self._form.dtype)
+
+        def crosses(values: torch.Tensor) -> torch.Tensor:
+            self._form.encode(values[None], units, sent[None, :items])
+            return self._form.decode(sent[None, :items], units)[0]
+
+        there = None if averaged.all() else elements_of(averaged[None, None], units, exact.device)[0, 0]
+        if self.rest is not None and parties.place is not None:
+            keeping.before.wait()
+            mean = self.rest.crossing(0, parties.place, keeping.places, keeping.count, exact, there, crosses)
+            keeping.over.set()
+        else:  # elements without a sender have no mean; NaN tells the others
+            mean = crosses(exact if there is None else exact.masked_fill(~there, torch.nan))
+        return sent, mean
 
     def _say(self, rows: torch.Tensor) -> None:
         """Put the signal to stop behind each of ``rows``, as bits."""
@@ -237,18 +281,18 @@ class BetweenRanks:
     def _heard(
         self, rows: torch.Tensor, units: BucketUnits, drawn: np.ndarray | None, arrived: np.ndarray | None
     ) -> torch.Tensor:
-        """``rows`` [M, shard] in float32, without the signals to stop behind them.
+        """float32[M, shard]: the values of ``rows``, without the signals to stop behind them.
 
         A signal counts only if it arrived: with the last elements, or in a unit behind them.
         """
+        items = self._form.items(units)
         said = rows.view(BITS[rows.element_size()])[:, -1].numpy()
         if drawn is not None:
             said = said * drawn[:, -1]
         if arrived is not None:
-            packet = self._config.packet_bytes // rows.element_size()  # a shard may be shorter than one
-            said = said * arrived[:, units.shard // packet]
+            said = said * arrived[:, items // self._form.packet]  # a shard may be shorter than a packet
         self._stopping.hear(int(said.max()))
-        return rows[:, : units.shard].float()
+        return self._form.decode(rows[:, :items], units)
 
     def close(self) -> None:
         """End the exchanges and close the carriers."""

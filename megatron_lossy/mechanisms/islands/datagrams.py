@@ -17,6 +17,7 @@ from ...transport.udp.leaving import Leaving, patiently
 from ...transport.udp.process import engine_for
 from .aside import ASIDE
 from .flags import SYNC_PHASES
+from .form import Codes, form_of
 
 
 class IslandLink:
@@ -25,7 +26,7 @@ class IslandLink:
     ``rank`` of ``size``: the place of this island among those that open it. ``senders``: the places of those whose weights are averaged;
     default all; the others get means alone. ``called``: by place, the name of an island in messages.
 
-    ``most``: the most elements of an exchange, of ``dtype``. ``store``: a new store of these ranks. ``patience``: an
+    ``most``: the most elements of an exchange. ``store``: a new store of these ranks. ``patience``: an
     island that sends nothing for this many seconds counts as gone.
     """
 
@@ -39,7 +40,6 @@ class IslandLink:
         size: int,
         store: Any,
         most: int,
-        dtype: torch.dtype,
         patience: float,
         *,
         senders: Sequence[int] | None = None,
@@ -49,14 +49,16 @@ class IslandLink:
         self.name, self.rank = f"islands {name}", rank
         self._size, self._patience = size, patience
         self._senders = list(range(size) if senders is None else senders)
-        self._shard = shard = -(-most // len(self._senders)) + ASIDE
-        self._packet = config.packet_bytes // dtype.itemsize
-        bucket = (shard * dtype.itemsize, self._packet * dtype.itemsize)
+        form = form_of(config)
+        self._shard = shard = form.items(form.cut(-(-most // len(self._senders)))) + ASIDE
+        self._packet = form.packet
+        bucket = (shard * form.dtype.itemsize, self._packet * form.dtype.itemsize)
         buckets = {phase: [bucket] for phase in SYNC_PHASES}
-        alike = repr((config.sync_subset, self._senders))
+        codes = {phase: str(form.code) for phase in SYNC_PHASES} if isinstance(form, Codes) else {}
+        alike = repr((config.sync_subset, self._senders, form.code if isinstance(form, Codes) else None))
         engine = engine or engine_for(config)
         self._channel = engine.open(
-            self.name, rank, size, store, name, buckets, alike=alike, phases=SYNC_PHASES, called=called
+            self.name, rank, size, store, name, buckets, alike=alike, phases=SYNC_PHASES, called=called, codes=codes
         )
         self._begun = 0
         self._hurries = config.udp_deadline_seconds is not None
@@ -66,7 +68,7 @@ class IslandLink:
     def scatter(self, pieces: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
         """Send ``pieces`` [P, n], one to each sender. Returns the pieces for this island [P, n], and the arrived units.
 
-        The second is bool[P, units]. Elements that did not arrive are zero. Nothing comes to who does not send.
+        The second is bool[P, units]. Items that did not arrive are zero. Nothing comes to who does not send.
         """
         if self.rank not in self._senders:
             return torch.zeros_like(pieces), np.zeros((len(pieces), -(-pieces.shape[1] // self._packet)), dtype=bool)

@@ -20,7 +20,7 @@ SYNC_LANES = 4
 #: The folder of the mean weights, beside the folders of real islands or in that of virtual ones.
 CONSENSUS_FOLDER = "consensus"
 _DILOCO = ("diloco", "eager-diloco")
-_ITEMSIZE = {"fp32": 4, "bf16": 2}
+_ITEMSIZE = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,11 @@ class IslandFlags(Flags):
         choices=("cyclic", "partition", "bernoulli"),
     )
     sync_block: int = flag(1, "consecutive elements that are exchanged together", metavar="ELEMENTS")
-    sync_dtype: str = flag("fp32", "what crosses between islands; main weights stay fp32", choices=("fp32", "bf16"))
+    sync_dtype: str = flag(
+        "fp32",
+        "what crosses between islands: numbers, or whole numbers of 8 bits with a scale for each --wire-block; main weights stay fp32",
+        choices=("fp32", "bf16", "int8"),
+    )
     delay_correction: str = flag(
         "mixing",
         "parameters: what becomes of progress since the exchange began: none of it is kept; a moving average of it is added "
@@ -158,6 +162,11 @@ class IslandFlags(Flags):
     def averages(self) -> bool:
         """Whether there are several islands that are not one data-parallel group."""
         return self.islands > 1 and self.sync_method != "gradients"
+
+    @property
+    def sync_bits(self) -> int:
+        """Bits of an element that crosses between islands in codes; 0 without."""
+        return 8 if self.averages and self.sync_dtype == "int8" else 0
 
     @property
     def has_outer_optimizer(self) -> bool:

@@ -13,23 +13,23 @@ import numpy as np
 import torch
 
 from ...config import LossyConfig
-from ...exchange import BucketUnits, Delivery, Exchange, Stream, cut
+from ...exchange import BucketUnits, Delivery, Exchange, Stream
 from ...fingerprint import finite
 from ...recovery import copies
 from ...transport import Network
 from ...transport.drawn import draw
 from .flags import SYNC_PHASES
-
-#: The dtype that crosses, by ``--sync-dtype``.
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from .form import Codes, form_of
+from .places import Places
+from .rest import Rest
 
 
 class Mean(NamedTuple):
     """The result of an exchange. ``values`` [k]: the owners' means.
 
     ``arrived`` bool[islands of this process, k], or ``None`` if all arrived everywhere. ``owed`` [islands of this
-    process, k], or ``None`` if nothing was rounded: an owner adds it to its own copy of a mean, so that all islands
-    together get the mean before rounding.
+    process, k], or ``None`` if nothing was rounded, or owners keep it for their next means (:mod:`.rest`): an owner adds it to its own
+    copy of a mean, so that all islands together get the mean before rounding.
     """
 
     values: torch.Tensor
@@ -58,12 +58,15 @@ class Pending(Protocol):
 
 
 class Crossing(Protocol):
-    """Turns the vectors that islands send into a mean. ``dtype``: of the data that crosses."""
+    """Turns the vectors that islands send into a mean. ``rest``: what owners keep of rounded means; ``None``: nothing."""
 
-    dtype: torch.dtype
+    rest: Rest | None
 
-    def begin(self, step: int, sent: torch.Tensor) -> Pending:
-        """Begin the exchange of ``sent`` float32[islands of this process, k], keyed by the iteration ``step``."""
+    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Pending:
+        """Begin the exchange of ``sent`` float32[islands of this process, k], keyed by the iteration ``step``.
+
+        ``places``: the places of its elements; ``None``: all of a vector. ``sent`` becomes what others get of it, rounded.
+        """
 
 
 class Done:
@@ -81,7 +84,8 @@ class InMemory:
 
     def __init__(self, config: LossyConfig, stream: Stream, steps: int | None) -> None:
         self._config, self._stream = config, stream
-        self.dtype = DTYPES[config.sync_dtype]
+        self._form = form_of(config)
+        self.rest = Rest() if isinstance(self._form, Codes) else None
         self._networks = networks_between(config, stream, steps)
         self.deliveries: list[Delivery] = []
         self._senders: Sequence[int] = range(config.islands)
@@ -91,13 +95,17 @@ class InMemory:
         """From the next exchange on only ``senders`` are averaged, and own the means; ``receivers`` get these."""
         self._senders, self._receivers = senders, receivers
 
-    def begin(self, step: int, sent: torch.Tensor) -> Done:
+    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Done:
         senders, receivers, (islands, count) = self._senders, self._receivers, sent.shape
         owners = len(senders)
         shard = -(-count // owners)
-        crossing = torch.zeros(owners, owners * shard, device=sent.device)
-        crossing[:, :count] = (sent if owners == islands else sent[senders]).to(self.dtype)
-        [units], _ = cut([shard], [self.dtype.itemsize], self._config.loss_unit, self._config.packet_bytes)
+        units = self._form.cut(shard)
+        crossing = torch.zeros(islands, owners * shard, device=sent.device)
+        crossing[:, :count] = sent
+        if not self._form.exact:
+            self._form.round_(crossing.view(-1, shard), units)
+            sent.copy_(crossing[:, :count])
+        crossing = crossing if owners == islands else crossing[senders]
         reduced, gathered = self._arrived(step, units, finite_rows(sent))
         self.deliveries = [
             Delivery(Exchange(phase, self._stream, step), senders, there, one, [units])
@@ -106,9 +114,12 @@ class InMemory:
         ]
         here = None if reduced is None else elements_of(reduced, units, sent.device)
         exact = mean_of(crossing.view(owners, owners, shard), here)  # [owners, shard]
-        rounded = exact.to(self.dtype).float()
+        if self.rest is None:
+            rounded = self._form.round_(exact.clone(), units)
+        else:
+            rounded = self._coded(self.rest, exact, units, here, places, count)
         values, owed = rounded.view(-1)[:count], None
-        if self.dtype != torch.float32:
+        if self.rest is None and not self._form.exact:
             rest = owed_to(range(owners), exact - rounded, owners)[:, :count]
             owed = _of_slots(rest, senders, islands)
         if not self.deliveries:
@@ -117,6 +128,27 @@ class InMemory:
             gathered = np.ones((len(receivers), owners, units.count), dtype=bool)
         back = elements_of(gathered, units, sent.device).reshape(len(receivers), -1)[:, :count]
         return Done(Mean(values, _of_slots(back, receivers, islands), owed))
+
+    def _coded(
+        self,
+        rest: Rest,
+        exact: torch.Tensor,
+        units: BucketUnits,
+        here: torch.Tensor | None,
+        places: Places | None,
+        count: int,
+    ) -> torch.Tensor:
+        """The means [owners, shard] that cross for those before rounding; zero where nobody sent."""
+        averaged = [None] * len(exact) if here is None else here.any(dim=1)
+
+        def crosses(values: torch.Tensor) -> torch.Tensor:
+            return self._form.round_(values.clone()[None], units)[0]
+
+        rows = [
+            rest.crossing(owner, place, places, count, exact[place], averaged[place], crosses)
+            for place, owner in enumerate(self._senders)
+        ]
+        return torch.stack(rows).nan_to_num_(0.0)
 
     def _arrived(self, step: int, units: BucketUnits, finite: np.ndarray) -> list[np.ndarray | None]:
         """bool[receivers, senders, units] for each phase: the units that arrive; ``None``: all.

@@ -6,6 +6,7 @@ computing. All numbers are copies of the weights:
 - virtual islands: c M weights beside those in the model, and M - 1 more optimizers;
 - averages under way: floor(tau/K) + 1 times f copies in float32 of each island's sent values, and of the mean. There is
   one mean for all islands of a process unless some of it is lost. Their places take 8 bytes each, unless f is 1;
+- what codes take from means (``int8``) M copies in float32;
 - islands that come and go: M copies of 2 bytes, how often a mean has set each element;
 - the moving average of ``ema`` M copies in float32, the outer weights and momentum of DiLoCo 2 M;
 - the moves that ``smith`` remembers M copies in float32, and once more as much as was sent, if exchanges overlap.
@@ -54,6 +55,8 @@ def _between(config: LossyConfig, elements: float, islands: int, saved: bool) ->
     found = [Kept("averages under way", under_way, saved)]
     if config.island_schedule is not None:
         found.append(Kept("visits of means", islands * elements * _VISITS, saved))
+    if config.sync_bits:
+        found.append(Kept("rests of rounded means", islands * elements * _FLOAT32, saved))
     if copies:
         name = "correction" if copies == 1 else "outer optimizer"
         found.append(Kept(name, copies * islands * elements * _FLOAT32, saved))

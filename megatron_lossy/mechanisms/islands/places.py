@@ -54,10 +54,14 @@ class Places:
 
     def __init__(self, blocks: np.ndarray, width: int, size: int, device: torch.device) -> None:
         # Blocks are kept twice: here for look-ups, which would wait for the device, and on the device for copies.
-        self._blocks, self._rows, self._width, self._size = blocks, copies.to_device(blocks, device), width, size
+        self._blocks, self._rows, self._width, self.size = blocks, copies.to_device(blocks, device), width, size
         self._count = len(blocks) * width
         if len(blocks):
             self._count -= max(0, (int(blocks[-1]) + 1) * width - size)
+
+    def on(self, device: torch.device) -> Places:
+        """The same elements, of a vector on ``device``."""
+        return self if self._rows.device == device else Places(self._blocks, self._width, self.size, device)
 
     def __len__(self) -> int:
         return self._count
@@ -76,7 +80,7 @@ class Places:
 
     @cached_property
     def _whole(self) -> list[Part]:
-        return [part for _, part in self.parts([(0, self._size)])]
+        return [part for _, part in self.parts([(0, self.size)])]
 
     def parts(self, stretches: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Part]]:
         """The chosen elements of each of ``stretches``, (first, last + 1), with the number of the stretch."""

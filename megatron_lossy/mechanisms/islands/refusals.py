@@ -77,6 +77,13 @@ def _corrects(config: LossyConfig, correction: str) -> bool:
     return config.averages and config.sync_method == "parameters" and config.delay_correction == correction
 
 
+def _replacing(config: LossyConfig) -> str:
+    """The flag with which weights become the rounded mean, or its outer weights; empty if there is none."""
+    if config.has_outer_optimizer:
+        return f"--sync-method {config.sync_method}"
+    return "--delay-correction none" if _corrects(config, "none") else ""
+
+
 ISLANDS = Section(
     "islands",
     "Islands",
@@ -168,6 +175,21 @@ ISLANDS = Section(
             value="{facts.pipeline}",
             why=f"two stages have a copy of the embedding, which --islands would average apart; {ONE_EMBEDDING}",
             when=_real(lambda config, facts: above(facts.pipeline, 1) and facts.copies_embedding),
+        ),
+        Row(
+            flag="--sync-dtype",
+            beside="--delay-correction none, and outer optimizers",
+            value="int8",
+            why="with {replacing} steps smaller than the rounding are lost",
+            terms=lambda config, facts: {"replacing": _replacing(config)},
+            when=_averaging(lambda config, facts: config.sync_bits and _replacing(config)),
+        ),
+        Row(
+            flag="--sync-dtype",
+            beside="--islands and tensor parallelism",
+            value="int8",
+            why="tensor-parallel copies of a parameter would be rounded apart; choose bf16",
+            when=_real(lambda config, facts: config.sync_bits and above(facts.tensor, 1)),
         ),
         Row(
             flag="--transport",

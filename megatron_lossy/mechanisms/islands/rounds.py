@@ -93,10 +93,10 @@ class Rounds:
         sent = torch.stack(payloads) if len(payloads) > 1 else payloads[0][None]
         if not sent.shape[1]:  # a drawn subset may be empty
             return None
-        # The values are kept as rounded: the rest is progress that an island keeps until it is large enough to cross.
-        sent = sent.to(self._crossing.dtype).float()
         self.rule.begin(step, places)
-        flight = Flight(number, step, places, sent, self._crossing.begin(step, sent))
+        # The values become what is rounded of them: the rest is progress that an island keeps until it is large enough to cross.
+        pending = self._crossing.begin(step, sent, places)
+        flight = Flight(number, step, places, sent, pending)
         self.flights.append(flight)
         return flight
 
@@ -117,12 +117,14 @@ class Rounds:
         return range(len(flight.sent))
 
     def state_dict(self) -> dict[str, Any]:
-        """The exchanges under way, which are waited for, and the state of the rule."""
+        """The exchanges under way, which are waited for, the state of the rule, and what owners keep of rounded means."""
         flights = []
         for flight in self.flights:
             mean = flight.pending.wait()
             flights.append((flight.number, flight.step, flight.sent, *mean))
-        return {"flights": flights, "rule": self.rule.state_dict()}
+        state = {"flights": flights, "rule": self.rule.state_dict()}
+        rest = self._crossing.rest
+        return state if rest is None else state | {"rest": rest.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
@@ -131,3 +133,5 @@ class Rounds:
             for number, step, sent, *mean in state["flights"]
         ]
         self.rule.load_state_dict(state["rule"])
+        if self._crossing.rest is not None:
+            self._crossing.rest.load_state_dict(state["rest"])

@@ -9,7 +9,8 @@ import torch
 
 from ... import theory
 from ...config import LossyConfig
-from .mean import DTYPES, Crossing, Mean
+from .form import form_of
+from .mean import Crossing, Mean
 from .methods import make_rule
 from .rounds import Rounds, Weights
 from .subset import Subset
@@ -52,4 +53,5 @@ class Shard(Generic[Between]):
         if count is None:
             return None
         senders, receivers = among or (self._config.islands, self._config.islands)
-        return theory.bytes_sent(count, senders, DTYPES[self._config.sync_dtype].itemsize, receivers)
+        shard = -(-count // senders)
+        return theory.bytes_sent(count, senders, form_of(self._config).bytes_of(shard) / shard, receivers)

@@ -131,7 +131,7 @@ _EQUAL = (
     ("threads", "number of sockets", "--udp-threads"),
     ("cipher", "cipher", "--udp-cipher"),
     ("packet_bytes", "bytes of a unit", "--packet-bytes"),
-    ("codes", "form of values", "--grad-wire, --param-wire"),
+    ("codes", "form of values", "--grad-wire, --param-wire, --sync-dtype"),
     ("buckets", "digest of buckets, dtypes and ranks", "--transport udp"),
 )
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....exchange import BucketUnits
 from ..aside import Brought, Pieces
-from ..between_ranks import BetweenRanks, Crossed, Parties, Waiting
+from ..between_ranks import BetweenRanks, Crossed, Keeping, Parties, Waiting
 from ..mean import Mean
+from ..places import Places
 from .carrying import Among
 
 
@@ -63,10 +63,10 @@ class BetweenMembers(BetweenRanks):
         super().__init__(config, stream, island, [Nowhere()] * lanes, steps, told)
         self._shard, self._now, self._breaks, self._loses = shard, among, breaks, loses
 
-    def begin(self, step: int, sent: torch.Tensor) -> Waiting:
+    def begin(self, step: int, sent: torch.Tensor, places: Places | None = None) -> Waiting:
         """See :meth:`BetweenRanks.begin`. An exchange has the same lane on all islands, whatever they have made before."""
         self._begun = (step + 1) // self._config.sync_interval - 1
-        return super().begin(step, sent)
+        return super().begin(step, sent, places)
 
     def _parties(self, turn: int) -> Parties:
         among, exchange = self._now(), self._begun - 1
@@ -80,29 +80,29 @@ class BetweenMembers(BetweenRanks):
         self,
         parties: Parties,
         pieces: Pieces,
-        units: BucketUnits,
         drawn: Sequence[np.ndarray | None],
+        keeping: Keeping,
         device: torch.device,
     ) -> Crossed:
         lane = parties.carrier
         if isinstance(lane, Nowhere):
-            return self._lost(parties, pieces, units, device)
+            return self._lost(parties, pieces, device)
         assert isinstance(lane, Lane), lane
         began = time.monotonic()
         try:
-            return super()._cross(parties, pieces, units, drawn, device)
+            return super()._cross(parties, pieces, drawn, keeping, device)
         except (RuntimeError, torch.distributed.DistError) as error:  # a member is gone, or silent
             self._breaks(lane.among, (str(error).splitlines() or [""])[0], time.monotonic() - began)
-            return self._lost(parties, pieces, units, device)
+            return self._lost(parties, pieces, device)
         finally:
             lane.among.end()
 
-    def _lost(self, parties: Parties, pieces: Pieces, units: BucketUnits, device: torch.device) -> Crossed:
+    def _lost(self, parties: Parties, pieces: Pieces, device: torch.device) -> Crossed:
         """An exchange of which nothing arrives."""
         assert isinstance(parties.carrier, Lane), parties
         self._loses(parties.carrier.exchange)
         owners = len(parties.senders)
         values = torch.zeros(owners * pieces.shard, device=device)
         mean = Mean(values, torch.zeros_like(values, dtype=torch.bool))
-        nothing = np.zeros((owners, units.count), dtype=bool)
+        nothing = np.zeros((owners, pieces.units.count), dtype=bool)
         return Crossed(mean, Brought(device), [nothing, nothing])

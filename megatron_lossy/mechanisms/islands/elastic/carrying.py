@@ -20,7 +20,6 @@ from ....config import LossyConfig
 from ..between_ranks import Carrier
 from ..epochs import Epoch
 from ..flags import SYNC_LANES
-from ..mean import DTYPES
 from ..world import Meeting
 from .meeting_place import meet
 from .membership import Placed
@@ -267,7 +266,6 @@ class Opener:
                 len(slots),
                 own,
                 self._most[shard],
-                DTYPES[config.sync_dtype],
                 patience,
                 senders=senders,
                 called=slots,
