@@ -251,6 +251,11 @@ class IslandFlags(Flags):
             object.__setattr__(self, "eval_weights", self._evaluated)
 
     @property
+    def meets_whole(self) -> bool:
+        """Whether islands that come and go exchange all of their weights at times, to evaluate or save their mean."""
+        return self.save_consensus or self.eval_weights in ("consensus", "both")
+
+    @property
     def _evaluated(self) -> str:
         """The weights that are evaluated by default."""
         if not self.averages:
@@ -331,9 +336,6 @@ class IslandFlags(Flags):
         for name in ("island_patience", "island_poll"):
             self._need(name, 0 < getattr(self, name) < math.inf, "must be seconds above 0")
         self._need("island_join", 0 <= self.island_join < math.inf, "must be seconds of at least 0")
-        self._need(
-            "eval_weights", self.eval_weights in ("owner", "replica"), "must be owner or replica with --rendezvous"
-        )
 
     def _need(self, name: str, fine: bool, allowed: str) -> None:
         if not fine:  # NaN is never fine

@@ -249,7 +249,7 @@ ISLANDS = Section(
             when=_averaging(lambda config, facts: config.rendezvous is not None and above(facts.tensor, 1)),
         ),
         Row(
-            flag=("--trace", "--save-consensus", "--island-schedule", "--island-speeds"),
+            flag=("--trace", "--island-schedule", "--island-speeds"),
             beside="--rendezvous",
             why="cannot go with --rendezvous: islands have nothing in common that is written or read",
             when=_averaging(lambda config, facts: config.rendezvous is not None),

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from .... import device
@@ -197,7 +198,8 @@ class ElasticIslands(TrainingIslands):
 
     def _what(self) -> dict[str, Any]:
         """The flags that all islands must share, by name."""
-        found = identity(self.config).items()
+        # Saving the mean changes no run, but it takes all.
+        found = {**identity(self.config), "save_consensus": self.config.save_consensus}.items()
         return {"--seed": self.world.seed, **self.world.alike} | {
             "--" + name.replace("_", "-"): as_text(value) for name, value in found
         }
@@ -443,8 +445,14 @@ class ElasticIslands(TrainingIslands):
                 self._diary.note("may send")
             if self._membership is not None:
                 slot = self._standing.slot
-                self._membership.note(self._exchange_of(now), self._standing.role, max(slot.lag(now), 0))
+                before = self._current
+                together = before is not None and not before.broken and len(before.epoch.members) > 1
+                self._membership.note(self._exchange_of(now), self._standing.role, max(slot.lag(now), 0), together)
             self._current = self._carried(self._exchange_of(now))
+            if (
+                self._current is None and self._membership is not None
+            ):  # who waits for nobody would leave the run behind
+                time.sleep(min(self._membership.ahead(self._exchange_of(now)), self.config.island_patience))
             epoch = None if self._current is None else self._current.epoch
             self._diary.begin(self._exchange_of(now), now, epoch, max(self._standing.slot.lag(now), 0))
         among = self._current
@@ -487,11 +495,30 @@ class ElasticIslands(TrainingIslands):
 
     # --- weights and saved state -----------------------------------------------------------------------------------
 
-    def consensus_weights(self) -> Any:
+    def _means(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The means of ``shards`` over the islands that send; ``None`` for who listens, and if they do not meet."""
+        among = self._current
+        total = None if among is None else among.total
+        found: list[torch.Tensor] | None = None
+        if among is not None and total is not None:
+            try:
+                found = [total(shard) / len(among.senders) for shard in shards]
+            except (RuntimeError, dist.DistError) as error:
+                why = (str(error).splitlines() or [""])[0]
+                logger.warning(
+                    "island %d: no mean of all islands' weights (%s); its own are in its place", self._slot, why
+                )
+        everywhere = torch.tensor([int(found is not None)], device=device.current_device())
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        if everywhere.item():
+            return found
+        if among is not None:
+            among.total = None  # others, which are out of step now, see that
         return None
 
-    def saved_beside(self, folder: str) -> tuple[str, bool] | None:
-        return None
+    @property
+    def _writes_consensus(self) -> bool:
+        return self._current is not None and self._current.place == 0
 
     def rewind(self, folder: str) -> str | None:
         return None
