@@ -65,8 +65,10 @@ class Membership:
         self._epoch: Epoch | None = None
         self._placed: list[Placed] = []
         self._heard: list[Heard] = []
-        # Of others that exchange with others: the latest exchange, and the usual seconds from one to the next; when that was heard.
+        # Of others that exchange with each other, and of all that have begun: the latest exchange, and the usual seconds from one to the
+        # next; when that was heard.
         self._exchanging: list[tuple[int, float]] = []
+        self._begun_too: list[tuple[int, float]] = []
         self._heard_at = 0.0
         self._deadline: float | None = None  # until when others are waited for before the first epoch
         # What is told:
@@ -139,6 +141,7 @@ class Membership:
         self._heard = [one for one in heard if one.digest == self._digest]
         others = [one for one in known if one["slot"] != self._slot and one["digest"] == digest]
         self._exchanging = [(one["step"], one["usual"]) for one in others if one["exchanges"]]
+        self._begun_too = [(one["step"], one["usual"]) for one in others if not one["waits"]]
         self._heard_at = time.monotonic()
         epoch = self._counted_on(known) if self._deadline is not None else None
         if epoch is None:
@@ -294,10 +297,16 @@ class Membership:
             return max((one.step for one in self._heard if one.member.slot != self._slot), default=-1)
 
     def ahead(self, step: int) -> float:
-        """Seconds by which who begins exchange ``step`` is ahead of those that exchange with each other; 0 if there are none."""
+        """Seconds by which who begins exchange ``step`` is ahead of those that exchange with each other, or else of the slowest of all.
+
+        The others go on as they did when they were heard.
+        """
         with self._changed:
             since = time.monotonic() - self._heard_at
-            behind = [(step - one) * usual - since for one, usual in self._exchanging]
+            if self._exchanging:
+                behind = [(step - one) * usual - since for one, usual in self._exchanging]
+            else:
+                return max((0.0, *((step - one) * usual - since for one, usual in self._begun_too)))
             return max(0.0, min(behind, default=0.0))
 
     def _check(self) -> None:
