@@ -66,10 +66,10 @@ class Membership:
         self._placed: list[Placed] = []
         self._heard: list[Heard] = []
         # Of others that exchange with each other, and of all that have begun: the latest exchange, and the usual seconds from one to the
-        # next; when that was heard.
+        # next; when that was so.
         self._exchanging: list[tuple[int, float]] = []
         self._begun_too: list[tuple[int, float]] = []
-        self._heard_at = 0.0
+        self._heard_at = self._told_at = 0.0
         self._deadline: float | None = None  # until when others are waited for before the first epoch
         # What is told:
         self._role, self._lag, self._step, self._exchanges = "send", 0, -1, False
@@ -85,7 +85,7 @@ class Membership:
     def tell(self) -> tuple[int, Data]:
         """The latest exchange, and all that this island says of itself."""
         with self._changed:
-            epoch = self._epoch
+            epoch, self._told_at = self._epoch, time.monotonic()
             return max(self._step, 0), {
                 "protocol": PROTOCOL,
                 "slot": self._slot,
@@ -142,7 +142,7 @@ class Membership:
         others = [one for one in known if one["slot"] != self._slot and one["digest"] == digest]
         self._exchanging = [(one["step"], one["usual"]) for one in others if one["exchanges"]]
         self._begun_too = [(one["step"], one["usual"]) for one in others if not one["waits"]]
-        self._heard_at = time.monotonic()
+        self._heard_at = self._told_at  # an answer may have taken long, and steps are as old as the questions
         epoch = self._counted_on(known) if self._deadline is not None else None
         if epoch is None:
             if self._deadline is not None and not self._begins(known):
