@@ -451,6 +451,8 @@ class ElasticIslands(TrainingIslands):
             self._current = self._carried(self._exchange_of(now))
             if self._current is None and self._membership is not None:
                 self._keep_pace(self._membership.ahead(self._exchange_of(now)))
+            epoch = None if self._current is None else self._current.epoch
+            self._diary.begin(self._exchange_of(now), now, epoch, max(self._standing.slot.lag(now), 0))
         among = self._current
         self._standing.members = [] if among is None else [0]
         super()._exchange(number, *arguments)
