@@ -21,9 +21,7 @@ from megatron_lossy.transport.udp.process import settings_of
 from tests.reference import block_payload, block_scale, block_values
 from tests.test_islands_exchange import AtTable, Table
 
-pytestmark = pytest.mark.shows(
-    "islands in 8 bits: values, rests of means, islands in one process and apart bit for bit"
-)
+pytestmark = pytest.mark.shows("islands in 8 bits: values, rests of means, apart as together")
 
 ISLANDS = {"islands": 3, "sync_method": "parameters", "sync_dtype": "int8", "wire_block": 32}
 

@@ -106,9 +106,9 @@ class Parties(NamedTuple):
 
 
 class Keeping(NamedTuple):
-    """What is needed to round the own means of an exchange of ``count`` elements at ``places``, of a vector in host memory.
+    """The rests of an exchange of ``count`` elements at ``places``, of a vector in host memory.
 
-    ``before``: is set once those of the exchange before are rounded, whose rests go into these; ``over``: once these are.
+    ``before``: is set once the means of the exchange before are rounded, whose rests go into these; ``over``: once these are.
     """
 
     places: Places | None

@@ -1,4 +1,4 @@
-"""What codes take from the means of an owner, kept for the next mean of the same element.
+"""The rests of means: an owner keeps, for the next mean of the same element, what codes take from one.
 
 With the rest r of an element, m = Q(mean + r) crosses, and r becomes mean + r - m. So the means of an element that crossed add up to
 those before rounding, but for one rounding, however many they are.
