@@ -40,8 +40,8 @@ from .tables import scalar_tables, table_1, won_back
 RECORD = "study.json"
 Place = tuple[str, str, str, str]
 _FIRST, _LEVEL, _TRAINED, _RUNS = "settings of the first cell", "first level", "trained", "runs"
-# Reports that differ only in these belong to one study: more seeds, or drift measured too.
-_NO_OTHER_REPORT = {"seed", "loss-seed", "drift-interval"}
+# Reports that differ only in these belong to one study: more seeds, or drift or sharpness measured too.
+_NO_OTHER_REPORT = {"seed", "loss-seed", "drift-interval", "sharpness-interval"}
 
 
 # --- may a report go there? ------------------------------------------------------------------------------------------

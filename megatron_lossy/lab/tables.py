@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..report import LossTable, Run
-from ..report.scalars import DEFINITION, file_name
+from ..report.scalars import definition, file_name
 from ..report.table import Entry, ScalarEntry
 from .summary import INTERVAL, Difference, Results, against_the_first, loss_metrics, notes, scalar_metric
 
@@ -93,9 +93,9 @@ def _values(results: Results, names: Sequence[str]) -> LossTable:
         for name in names
     ]
     changes = any(entry.change is not None for _, entries in rows for entry in entries)
-    definition = f"values: {', '.join(names)}, {DEFINITION}"
+    values = f"values: {', '.join(names)}, {definition(names[0])}"
     headings = tuple(level or results.study.baseline for level in levels)
-    return LossTable(headings, tuple(rows), tuple(notes(results, definition, changes)))
+    return LossTable(headings, tuple(rows), tuple(notes(results, values, changes)))
 
 
 def _against(results: Results, measured: str, predicted: str) -> LossTable:
