@@ -35,13 +35,18 @@ PAPER_CHANGES = {
 }
 
 
+def paper_change(metric: str, rate: float) -> float | None:
+    """The paper's change in percent in a row of Table 1; ``None`` if the paper has none."""
+    if metric not in PAPER_TABLE_1 or rate not in PAPER_RATES or not rate:
+        return None
+    return PAPER_CHANGES[metric][PAPER_RATES.index(rate) - 1]
+
+
 def paper_entry(metric: str, rate: float) -> Entry:
     """The paper's value in a row of Table 1; an entry without runs if the paper has none."""
     if metric not in PAPER_TABLE_1 or rate not in PAPER_RATES:
         return Entry(float("nan"), None, None, 0)
-    column = PAPER_RATES.index(rate)
-    change = PAPER_CHANGES[metric][column - 1] if column else None
-    return Entry(PAPER_TABLE_1[metric][column], None, change, 1)
+    return Entry(PAPER_TABLE_1[metric][PAPER_RATES.index(rate)], None, paper_change(metric, rate), 1)
 
 
 def table_1(results: Results, rates: Mapping[str, float]) -> LossTable:
